@@ -28,14 +28,14 @@ def options(dtype: str, **more: Any) -> LoadOptions:
 
 
 def cpu_ranks(
-    model: Model, source: WeightSource, ranks: int, dtype: str, *, deterministic: bool = False
+    model: Model, source: WeightSource, ranks: int, dtype: str, **how: bool
 ) -> RankThreads[LoadedModel]:
-    """The parts of a model, each loaded."""
+    """The parts of a model, each loaded; `how` is for `sharded`."""
     region = Region.create(ranks)
 
     def load(end: ThreadCommunicator) -> LoadedModel:
         length = 16 * BLOCKS
-        mine = sharded(model, source, length, end.rank, ranks, deterministic=deterministic)
+        mine = sharded(model, source, length, end.rank, ranks, **how)
         meeting = SharedMemoryCommunicator(region, end.rank)
         return CpuBackend().load(mine, source, options(dtype, communicator=meeting))
 
@@ -48,8 +48,9 @@ def logits(model: LoadedModel, text: list[int], cuts: tuple[int, ...]) -> F32:
     """(T, V + 1) of a text, and behind them the logprob of the drawn id, in chunks that end at
     `cuts` and with the text."""
     found: list[F32] = []
+    state = 1 if model.info.num_state_slots else None
     for begin, end in zip((0, *cuts), (*cuts, len(text)), strict=True):
-        row = Row(text[begin:end], begin, list(range(BLOCKS)), "all")
+        row = Row(text[begin:end], begin, list(range(BLOCKS)), "all", state)
         whole = np.arange(end - begin, dtype=np.int32)
         rows = sampling_rows(end - begin, num_logprobs=[0] * (end - begin), whole=whole)
         result: StepResult = model.step(make_plan([row], 16), rows).result()

@@ -43,6 +43,7 @@ EXPERTS = (
     "route: sigmoid, 9 of 24, 3 of 8 groups, bias", "route: ties, sigmoid, 4 groups",
     "experts: 33 by 17, 3 of 5, silu, biased", "experts: 24 by 20, 2 of 4, relu2, no gate",
     "experts: 24 by 20, 2 of 4, silu, clamp 7.0, biased", "experts: 16 by 8, 1 of 40, silu",
+    "experts: 24 by 20, 2 of 7 with 3 from 2 on, silu, biased",
 )  # fmt: skip
 """Enough of these ops: each further shape is some more compilations."""
 SKIPPED = {name for name in CASES if name.startswith(("route: ", "experts: "))} - set(EXPERTS)

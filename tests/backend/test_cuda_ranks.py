@@ -53,10 +53,16 @@ def load(model: Model, source: WeightSource, given: LoadOptions, **how: Any) -> 
 
 
 def ranks_of(
-    model: Model, source: WeightSource, count: int, dtype: str, **how: Any
+    model: Model,
+    source: WeightSource,
+    count: int,
+    dtype: str,
+    *,
+    whole_experts: bool = False,
+    **how: Any,
 ) -> RankThreads[Rank]:
     def make(end: ThreadCommunicator) -> Rank:
-        mine = sharded(model, source, 64, end.rank, count)
+        mine = sharded(model, source, 64, end.rank, count, whole_experts=whole_experts)
         return load(mine, source, options(dtype, communicator=end), **how)
 
     return RankThreads(count, make)
@@ -86,6 +92,7 @@ def text(rank: Rank) -> F32:
         ("2 kv heads, tied", 4, "bf16", {}),
         ("biases everywhere", 2, "f32", {"deferred": True}),
         ("experts with biases and sinks", 2, "f32", {}),
+        ("experts with biases and sinks", 2, "f32", {"whole_experts": True}),
         ("8 kv heads", 3, "f32", {}),
     ],
 )

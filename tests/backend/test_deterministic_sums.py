@@ -34,20 +34,18 @@ TINY: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def on_ranks(
-    model: Model, source: WeightSource, ranks: int, dtype: str, *, deterministic: bool = True
-) -> list[F32]:
-    threads = cpu_ranks(model, source, ranks, dtype, deterministic=deterministic)
+def on_ranks(model: Model, source: WeightSource, ranks: int, dtype: str, **how: bool) -> list[F32]:
+    threads = cpu_ranks(model, source, ranks, dtype, **{"deterministic": True} | how)
     found = threads.each(lambda loaded: logits(loaded, TEXT, CUTS))
     threads.each(lambda loaded: loaded.close())
     threads.close()
     return found
 
 
-def check(model: Model, source: WeightSource, dtype: str) -> F32:
-    (expected,) = on_ranks(model, source, 1, dtype)
+def check(model: Model, source: WeightSource, dtype: str, **how: bool) -> F32:
+    (expected,) = on_ranks(model, source, 1, dtype, **how)
     for ranks in (2, 4):
-        for found in on_ranks(model, source, ranks, dtype):
+        for found in on_ranks(model, source, ranks, dtype, **how):
             np.testing.assert_array_equal(found, expected)
     return expected
 
@@ -72,6 +70,11 @@ def test_the_demo_model(kind: str) -> None:
 def test_experts_and_biases(name: str) -> None:
     model: Model = REGISTRY.model_for(TINY[name]).load()(TINY[name])
     check(model, random_weights(model), "f32")
+
+
+def test_whole_experts() -> None:
+    model: Model = REGISTRY.model_for(TINY["experts"]).load()(TINY["experts"])
+    check(model, random_weights(model), "f32", whole_experts=True)
 
 
 def test_ranks_that_cannot_share_the_parts() -> None:

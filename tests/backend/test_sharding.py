@@ -61,9 +61,11 @@ def of(config: dict[str, Any]) -> tuple[Model, WeightSource]:
     return model, random_weights(model)
 
 
-def ranks_of(model: Model, source: WeightSource, count: int) -> RankThreads[ReferenceLoadedModel]:
+def ranks_of(
+    model: Model, source: WeightSource, count: int, **how: Any
+) -> RankThreads[ReferenceLoadedModel]:
     def load(end: ThreadCommunicator) -> ReferenceLoadedModel:
-        mine = sharded(model, source, 64, end.rank, count)
+        mine = sharded(model, source, 64, end.rank, count, **how)
         return ReferenceBackend().load(mine, source, options(communicator=end))
 
     return RankThreads(count, load)
@@ -76,10 +78,12 @@ def chunks(loaded: ReferenceLoadedModel) -> F32:
     return np.concatenate([loaded.logits(plan) for plan in plans])
 
 
-def check(model: Model, source: WeightSource, count: int) -> RankThreads[ReferenceLoadedModel]:
+def check(
+    model: Model, source: WeightSource, count: int, **how: Any
+) -> RankThreads[ReferenceLoadedModel]:
     """Each rank has the logits of one process that has all."""
     expected = chunks(ReferenceBackend().load(model, source, options()))
-    ranks = ranks_of(model, source, count)
+    ranks = ranks_of(model, source, count, **how)
     for found in ranks.each(chunks):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
     ranks.close()

@@ -55,6 +55,16 @@ def alone(folder: Path, backend: str) -> Iterator[list[list[int]]]:
         yield [ids(llm, [prompt])[0] for prompt in PROMPTS]
 
 
+def test_four_ranks_with_an_expert_each(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As processes, through the public interface."""
+    with load(folder, "cpu", max_num_seqs=1, enable_prefix_caching=False, num_threads=1) as llm:
+        expected = [ids(llm, [prompt])[0] for prompt in PROMPTS]
+    monkeypatch.setenv("VLLMX_TP_COMPARE", "1")
+    more = {"tensor_parallel_size": 4, "expert_parallel": True, "num_threads": 4}
+    with load(folder, "cpu", **more) as llm:
+        assert ids(llm, PROMPTS) == expected
+
+
 def test_batch_mates_and_prefix_hits(folder: Path, backend: str, alone: list[list[int]]) -> None:
     with load(folder, backend) as llm:
         assert ids(llm, PROMPTS) == alone

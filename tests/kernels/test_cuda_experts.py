@@ -113,12 +113,23 @@ def test_slots_are_ordered_by_expert(
         assert (ids[order[first : first + count]] == expert).all()
 
 
-def ordered(emulator: Emulator, ids: Array, experts: int, width: int) -> tuple[Array, Array, Array]:
+def test_slots_of_experts_that_are_elsewhere_have_no_place(emulator: Emulator) -> None:
+    ids = on_device(np.array([4, 0, 2, 7, 3, 2, 5, 9, 4]), np.int32)
+    order, place, tiles = ordered(emulator, ids, 3, 2, first=2)
+    here = np.array([0, 2, 4, 5, 8])
+    np.testing.assert_array_equal(np.flatnonzero(place >= 0), here)
+    np.testing.assert_array_equal(order[place[here]], here)
+    assert tiles[tiles[:, 2] > 0].tolist() == [[0, 0, 2], [1, 2, 1], [2, 3, 2]]
+
+
+def ordered(
+    emulator: Emulator, ids: Array, experts: int, width: int, first: int = 0
+) -> tuple[Array, Array, Array]:
     slots = len(ids)
     order, place = empty((slots,), np.int32), empty((slots,), np.int32)
     tiles = empty((max_tiles(slots, experts, width), 3), np.int32)
     variant = KERNELS["experts_order"].variant(**options("f32", VX_VEC=1))
-    arguments = [ids, order, place, tiles, slots, len(tiles), width]
+    arguments = [ids, order, place, tiles, slots, len(tiles), width, first, experts]
     emulator.launch(variant, {"experts": experts}, arguments)
     return order, place, tiles
 
@@ -181,6 +192,10 @@ def test_sum_of_slots(emulator: Emulator, dtype: str, tokens: int, width: int) -
     sizes = {"rows": tokens, "width": width}
     emulator.launch(variant, sizes, [out, place, weights, y, width, chosen])
     slots = wide(out)[place].reshape(tokens, chosen, width)
+    assert_near(y, np.einsum("tk,tko->to", wide(weights), slots), dtype, scale=2)
+    place = on_device(np.where(np.arange(tokens * chosen) == 1, -1, place), np.int32)
+    slots[0, 1] = 0  # whose expert is elsewhere
+    emulator.launch(variant, sizes, [out, place, weights, y, width, chosen])
     assert_near(y, np.einsum("tk,tko->to", wide(weights), slots), dtype, scale=2)
 
 

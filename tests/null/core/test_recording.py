@@ -176,7 +176,7 @@ def test_every_op_of_core_has_cases() -> None:
     assert others == {
         "Attention", "LatentAttention", "Recurrence", "ShortConv", "GatedLinear",
         "Patches", "Mix", "Merge", "Keep", "Place", "VocabEmbedding", "AllReduce", "AllGather",
-        "Slice", "Send", "Recv",
+        "Slice", "Send", "Recv", "Combine",
     }  # fmt: skip  # own suites; what a pass makes
 
 

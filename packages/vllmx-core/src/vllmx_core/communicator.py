@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 
 from vllmx_core.plan import AnyArray
@@ -61,6 +62,13 @@ class Communicator(Protocol):
 
     def all_reduce(self, x: AnyArray) -> AnyArray:
         """The sum of every rank's x as `tree_sum` adds it, so that all have the same bits."""
+        ...
+
+    def sum_rows(self, x: AnyArray, held: npt.NDArray[np.bool_]) -> AnyArray:
+        """The sum of every rank's x (N, E), where row n of rank r counts if `held` (N, ranks) says
+        so; it is the same for all ranks. Each rank adds some rows, in the order of the ranks, and
+        hands the sums to the others: much less is read than by `all_reduce` where ranks are many
+        and few hold a row."""
         ...
 
     def all_gather(self, x: AnyArray, widths: Sequence[int]) -> AnyArray:

@@ -76,6 +76,8 @@ class EngineConfig:
     """Processes that compute each layer together, each with a part of its weights."""
     pipeline_parallel_size: int = 1
     """Processes that have some of the layers each, and compute one step after the other."""
+    expert_parallel: bool = False
+    """Ranks have some of the experts of a layer each, whole, in place of a part of every one."""
     rank_hosts: str | None = None
     """host:port of other hosts with ranks, with commas between them; on each runs `vllmx rank`."""
     rank_key_file: str | None = None

@@ -168,8 +168,8 @@ class VxExperts(Structure):
     _fields_ = [
         ("gate_up", VxWeight), ("down", VxWeight), ("x", c_void_p), ("ids", c_void_p),
         ("weights", c_void_p), ("y", c_void_p), ("panels", c_void_p), ("workspace", c_void_p),
-        ("count", c_int32), ("chosen", c_int32), ("activation", c_int32), ("clamp", c_float),
-        ("alpha", c_float),
+        ("count", c_int32), ("chosen", c_int32), ("first", c_int32), ("activation", c_int32),
+        ("clamp", c_float), ("alpha", c_float),
     ]  # fmt: skip
 
 

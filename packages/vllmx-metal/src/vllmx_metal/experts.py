@@ -59,8 +59,10 @@ def experts(
     down: LinearWeight,
     activated: Callable[[mx.array], mx.array],
     dtype: mx.Dtype,
+    here: mx.array | None = None,
 ) -> mx.array:
-    """x (T, E), ids and weights (T, k) -> (T, E) of `dtype`."""
+    """x (T, E), ids and weights (T, k) -> (T, E) of `dtype`. Slots that are not `here` (T, k) are
+    not heard, whatever their expert says."""
     tokens, slots = ids.shape
     chosen, ordered = ids.flatten(), ids.size >= SORTED_FROM
     order = mx.argsort(chosen) if ordered else mx.arange(chosen.size)  # (T * k,)
@@ -71,6 +73,8 @@ def experts(
     if ordered:
         said = said[mx.argsort(order)]
     said = said.reshape(tokens, slots, -1)
+    if here is not None:
+        said = mx.where(here[..., None], said, 0.0)
     return (said * weights[..., None]).sum(axis=1).astype(dtype)
 
 

@@ -209,7 +209,12 @@ def _experts(op: Experts, frame: MetalFrame) -> None:
 
     ids, weights = frame[op.ids], frame[op.slot_weights]
     gate_up, down = frame.matrix(op.gate_up), frame.matrix(op.down)
-    frame[op.out] = experts(frame[op.x], ids, weights, gate_up, down, activated, frame.dtype)
+    x = frame[op.x]
+    here = None
+    if op.first is not None:
+        here = (ids >= op.first) & (ids < op.first + op.down.count)  # (T, k)
+        ids = mx.where(here, ids - op.first, 0)
+    frame[op.out] = experts(x, ids, weights, gate_up, down, activated, frame.dtype, here)
 
 
 @OPS.add(Head)

@@ -68,17 +68,56 @@ def experts(
     activated: Activated,
 ) -> Tensor:
     """x (T, E) float32, ids and weights (T, k) -> (T, E)."""
+    return _added(x, _answers(x, ids, gate_up, down, activated), weights)
+
+
+def _answers(
+    x: Tensor, ids: Tensor, gate_up: LinearWeight, down: LinearWeight, activated: Activated
+) -> Tensor:
+    """(T, k, E) of each slot's expert."""
     says = _one_by_one
     if x.device.type != "cpu":
         if has_grouped_product(gate_up.matrix, down.matrix):
             says = _grouped
         elif len(x) <= _FEW_TOKENS:
             says = _gathered
-    said = says(x, ids, gate_up, down, activated)  # (T, k, E)
+    return says(x, ids, gate_up, down, activated)
+
+
+def _added(x: Tensor, said: Tensor, weights: Tensor) -> Tensor:
+    """said (T, k, E) -> (T, E), slot by slot."""
     out = torch.zeros_like(x)
-    for slot in range(ids.shape[1]):
+    for slot in range(said.shape[1]):
         out.addcmul_(said[:, slot], weights[:, slot, None])
     return out
+
+
+def some_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: LinearWeight,
+    down: LinearWeight,
+    activated: Activated,
+) -> Tensor:
+    """The same where some experts lie elsewhere: their ids are below 0 or beyond the stacks. On
+    processors nothing is computed for them; on other devices that would take a wait for their
+    number, so the first expert here answers in their place and is not heard."""
+    here = (ids >= 0) & (ids < len(down.matrix))  # (T, k)
+    if x.device.type != "cpu":
+        said = _answers(x, ids.where(here, 0), gate_up, down, activated)
+    else:
+        tokens, slots = here.nonzero(as_tuple=True)
+        said = x.new_zeros(*ids.shape, x.shape[1])
+        pairs = ids[tokens, slots][:, None]
+        said[tokens, slots] = _one_by_one(x[tokens], pairs, gate_up, down, activated)[:, 0]
+    return _added(x, said.masked_fill(~here[..., None], 0.0), weights)
+
+
+def held_by(ids: Tensor, ends: Tensor) -> Tensor:
+    """ids (T, k), ends (ranks,) -> (T, ranks); see `vllmx_core.ops.combine.holders`."""
+    held = torch.zeros(len(ids), len(ends), dtype=torch.bool, device=ids.device)
+    return held.scatter_(1, torch.searchsorted(ends, ids.contiguous(), right=True), True)
 
 
 def has_grouped_product(*stacks: Tensor) -> bool:
@@ -108,7 +147,7 @@ def _one_by_one(
         if len(some):
             inner = activated(_product(x[some // slots], gate_up, expert))
             said[some] = _product(inner, down, expert)
-    return said.view(tokens, slots, -1)
+    return said.view(tokens, slots, x.shape[1])
 
 
 def _product(x: Tensor, stack: LinearWeight, expert: int) -> Tensor:

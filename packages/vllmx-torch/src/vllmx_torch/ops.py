@@ -18,6 +18,7 @@ from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.all_gather import AllGather
 from vllmx_core.ops.all_reduce import AllReduce
 from vllmx_core.ops.attention import Attention
+from vllmx_core.ops.combine import Combine
 from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.gate import Gate
@@ -46,7 +47,7 @@ from vllmx_core.ops.values import WeightRef
 from vllmx_core.ops.vocab_embedding import VocabEmbedding
 
 from vllmx_torch.attention import Scratch, attention, rms_norm
-from vllmx_torch.experts import clamped, experts, route
+from vllmx_torch.experts import clamped, experts, held_by, route, some_experts
 from vllmx_torch.foreign.op import FOREIGN_MODULE, ForeignModule, RunModule
 from vllmx_torch.kv_cache import LayerPages
 from vllmx_torch.latent_attention import latent_attention
@@ -278,7 +279,11 @@ def _experts(op: Experts, frame: TorchFrame) -> None:
 
     ids, weights = frame[op.ids], frame[op.slot_weights]
     gate_up, down = frame.matrix(op.gate_up), frame.matrix(op.down)
-    frame[op.out] = experts(frame[op.x], ids, weights, gate_up, down, activated)
+    if op.first is None:
+        frame[op.out] = experts(frame[op.x], ids, weights, gate_up, down, activated)
+    else:
+        local = ids - op.first
+        frame[op.out] = some_experts(frame[op.x], local, weights, gate_up, down, activated)
 
 
 @OPS.add(Head)
@@ -352,6 +357,12 @@ def _pool(op: Pool, frame: TorchFrame) -> None:
         return
     means = [x[begin : end + 1].mean(0) for begin, end in zip(first, plan.logit_rows, strict=True)]
     frame[op.out] = torch.stack(means) if means else x[:0]
+
+
+@OPS.add(Combine)
+def _combine(op: Combine, frame: TorchFrame) -> None:
+    ends = torch.tensor(op.ends, device=frame[op.ids].device)
+    frame[op.out] = frame.others().sum_rows(frame[op.x], held_by(frame[op.ids], ends))
 
 
 @OPS.add(AllReduce)

@@ -36,6 +36,10 @@ class TorchRanks(Protocol):
         """The sum of every rank's x; x may be overwritten."""
         ...
 
+    def sum_rows(self, x: Tensor, held: Tensor) -> Tensor:
+        """The sum of the rows of x (N, E) of those ranks that `held` (N, ranks) names."""
+        ...
+
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """Every rank's x (N, widths[rank]) side by side."""
         ...
@@ -58,6 +62,11 @@ class HostRanks:
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `TorchRanks.all_reduce`."""
         return torch.from_numpy(self._communicator.all_reduce(x.cpu().numpy())).to(x.device)
+
+    def sum_rows(self, x: Tensor, held: Tensor) -> Tensor:
+        """See `TorchRanks.sum_rows`."""
+        found = self._communicator.sum_rows(x.cpu().numpy(), held.cpu().numpy())
+        return torch.from_numpy(found).to(x.device)
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """See `TorchRanks.all_gather`."""
@@ -119,6 +128,23 @@ class ProcessGroupRanks:
         x = x.contiguous()
         self._wait(lambda: self._group.allreduce([x]))
         return x
+
+    def sum_rows(self, x: Tensor, held: Tensor) -> Tensor:
+        """See `TorchRanks.sum_rows`. Rows that somebody holds go from rank to rank; the host waits
+        for their numbers."""
+        rank, ranks, host = self._group.rank(), self._group.size(), held.cpu()
+        stretches = host.tensor_split(ranks)  # of tokens, a rank's to add
+        sent = [int(part[:, rank].sum()) for part in stretches]
+        mine = stretches[rank]
+        came = [int(count) for count in mine.sum(0)]
+        theirs = x.new_empty(sum(came), x.shape[1])
+        own = x[held[:, rank]].contiguous()
+        options = torch.distributed.AllToAllOptions()
+        self._wait(lambda: self._group.alltoall_base(theirs, own, came, sent, options))
+        total = x.new_zeros(len(mine), x.shape[1])
+        for part, has in zip(theirs.split(came), mine.T, strict=True):
+            total[has.to(x.device)] += part
+        return self.all_gather(total.T, [len(part) for part in stretches]).T.contiguous()
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """See `TorchRanks.all_gather`. Parts are made equally wide on the way."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +69,23 @@ class SharedMemoryCommunicator:
             parts = self._exchange(piece, [len(piece)] * self.num_ranks)
             total[begin : begin + size] = tree_sum(parts, operator.add)
         return total.reshape(x.shape)
+
+    def sum_rows(self, x: AnyArray, held: npt.NDArray[np.bool_]) -> AnyArray:
+        """See `Communicator.sum_rows`."""
+        out, ranks = np.empty_like(x), self.num_ranks
+        rows = BUFFER_BYTES // (x.itemsize * x.shape[1])
+        for begin in range(0, len(x), rows):
+            piece, has = np.ascontiguousarray(x[begin : begin + rows]), held[begin : begin + rows]
+            ends = [len(piece) * rank // ranks for rank in range(ranks + 1)]
+            mine = slice(ends[self._rank], ends[self._rank + 1])
+            total = np.zeros_like(piece[mine])
+            parts = self._exchange(piece.reshape(-1), [piece.size] * ranks)
+            for part, own in zip(parts, has[mine].T, strict=True):
+                total[own] += part.reshape(piece.shape)[mine][own]
+            sizes = [x.shape[1] * (end - first) for first, end in pairwise(ends)]
+            sums = np.concatenate(self._exchange(total.reshape(-1), sizes))
+            out[begin : begin + rows] = sums.reshape(piece.shape)
+        return out
 
     def all_gather(self, x: AnyArray, widths: Sequence[int]) -> AnyArray:
         """See `Communicator.all_gather`."""

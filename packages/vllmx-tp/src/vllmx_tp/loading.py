@@ -87,14 +87,15 @@ def load_rank(
     source, length = opened.checkpoint.weights, options.max_model_len
     own_devices = opened.backend.own_devices
     model: Model = opened.model
+    how = {"deterministic": config.deterministic, "whole_experts": config.expert_parallel}
     part = 1 / ranks
     if config.pipeline_parallel_size > 1:
         if config.deterministic:
-            model = sharded(model, source, length, 0, 1, deterministic=True)
+            model = sharded(model, source, length, 0, 1, **how)
         model = stage = staged(model, source, options, rank, ranks)
         part = stage.share_of_cache
     else:
-        model = sharded(model, source, length, rank, ranks, deterministic=config.deterministic)
+        model = sharded(model, source, length, rank, ranks, **how)
     mine = replace(
         rank_options(options, part, len(cores), share, own_devices=own_devices),
         communicator=SharedMemoryCommunicator(region, rank),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
@@ -38,7 +39,10 @@ class ExpertsSpec(Record):
 class Experts(Op):
     """x (T, E), ids and weights (T, k) -> (T, E): the sum over a token's k slots, in their order,
     of weight * down(act(gate_up x)) by the expert of the slot, in float32, rounded once. The biases
-    come with the stacks. A row's bits do not depend on other rows where the backend says so."""
+    come with the stacks. A row's bits do not depend on other rows where the backend says so.
+
+    With `first` the stacks have some of the experts, of which it is the number of the first; slots
+    of others add nothing."""
 
     name: ClassVar[str] = "experts"
     x: Value
@@ -48,6 +52,8 @@ class Experts(Op):
     down: WeightRef
     spec: ExpertsSpec
     out: Value
+    first: int | None = None
+    """Set by sharding, where ranks have whole experts; None: all are here."""
 
     @classmethod
     def of(
@@ -87,7 +93,11 @@ class Experts(Op):
         same = self.gate_up.count == self.down.count
         expect(same, f"{counts}, {self.down.name!r} has {self.down.count}")
         routed = f"{counts}, the ids are those of {self.ids.below}"
-        expect(self.gate_up.count == self.ids.below, routed)
+        if self.first is None:
+            expect(self.gate_up.count == self.ids.below, routed)
+        else:
+            end = self.first + self.gate_up.count
+            expect(self.first >= 0 and end <= self.ids.below, f"{routed}, from {self.first} on")
         slots = f"ids has {self.ids.width} slots, weights has {self.slot_weights.width}"
         expect(self.ids.width == self.slot_weights.width, slots)
 
@@ -102,6 +112,7 @@ class Experts(Op):
             self.spec,
             frame.bias(gate_up),
             frame.bias(down),
+            self.first or 0,
         )
 
     @classmethod
@@ -123,6 +134,9 @@ class Experts(Op):
         yield _case(24, 20, 4, 2, ExpertsSpec("relu2", gated=False))
         for clamp, alpha in ((7.0, 1.702), (0.5, 1.0)):
             yield _case(24, 20, 4, 2, ExpertsSpec(clamp=clamp, alpha=alpha), biased=True)
+        for first, held in ((0, 3), (2, 3), (5, 2), (6, 1)):
+            yield _case(24, 20, held, 2, ExpertsSpec(), biased=True, others=(first, 7))
+        yield _case(16, 8, 2, 1, ExpertsSpec(), others=(31, 40))  # most tokens ask none of them
 
 
 def _expect_routed(name: str, value: object, dtype: ValueType) -> None:
@@ -131,14 +145,23 @@ def _expect_routed(name: str, value: object, dtype: ValueType) -> None:
 
 
 def _case(
-    width: int, inner: int, count: int, chosen: int, spec: ExpertsSpec, biased: bool = False
+    width: int,
+    inner: int,
+    count: int,
+    chosen: int,
+    spec: ExpertsSpec,
+    biased: bool = False,
+    others: tuple[int, int] | None = None,
 ) -> Case:
+    """A model around the op; `others` says that the experts are `count` of more: the number of the
+    first, and of all."""
     from vllmx_core.ops.route import RouteSpec
 
     parts = (inner, inner) if spec.gated else (inner,)
+    first, total = others or (None, count)
 
     def build(builder: Builder) -> None:
-        builder.linear("router", count, width)
+        builder.linear("router", total, width)
         builder.stack("gate_up", count, parts, width, range(len(parts)) if biased else ())
         builder.stack("down", count, (width,), inner, (0,) if biased else ())
 
@@ -146,14 +169,19 @@ def _case(
         """Far into both tails of the activation."""
         router = ops.linear(x, w["router"])
         ids, weights = ops.route(router, RouteSpec(chosen, renormalise=True))
-        return ops.experts(ops.scale(x, 4.0), ids, weights, w["gate_up"], w["down"], spec)
+        mine = Experts.of(ops.scale(x, 4.0), ids, weights, w["gate_up"], w["down"], spec)
+        mine = replace(mine, first=first)
+        ops.put(mine)
+        return ops.add(x, mine.out) if others else mine.out
 
-    return Case.between(_name(width, inner, count, chosen, spec, biased), width, middle, build)
+    held = "" if others is None else f" with {count} from {first} on"
+    name = f"{width} by {inner}, {chosen} of {total}{held}"
+    return Case.between(_name(name, spec, biased), width, middle, build)
 
 
-def _name(width: int, inner: int, count: int, chosen: int, spec: ExpertsSpec, biased: bool) -> str:
+def _name(sizes: str, spec: ExpertsSpec, biased: bool) -> str:
     words: Sequence[str] = (
-        f"{width} by {inner}, {chosen} of {count}, {spec.activation}",
+        f"{sizes}, {spec.activation}",
         "" if spec.gated else "no gate",
         "" if spec.clamp is None else f"clamp {spec.clamp}",
         "biased" if biased else "",
@@ -170,13 +198,17 @@ def experts(
     spec: ExpertsSpec,
     gate_up_bias: Floats | None = None,
     down_bias: Floats | None = None,
+    first: int = 0,
 ) -> Floats:
     """x (T, E), ids and weights (T, k), gate_up (X, 2F or F, E), down (X, E, F), biases (X, 2F or
-    F) and (X, E) -> (T, E)."""
+    F) and (X, E) -> (T, E). The X experts are those from `first` on."""
     out = np.zeros_like(x)
+    local = ids - first  # (T, k)
     for slot in range(ids.shape[1]):
-        for expert in np.unique(ids[:, slot]):
-            rows = np.flatnonzero(ids[:, slot] == expert)
+        for expert in np.unique(local[:, slot]):
+            if not 0 <= expert < len(down):
+                continue
+            rows = np.flatnonzero(local[:, slot] == expert)
             up = x[rows] @ gate_up[expert].T
             up = up if gate_up_bias is None else up + gate_up_bias[expert]
             said = activated(up, spec) @ down[expert].T

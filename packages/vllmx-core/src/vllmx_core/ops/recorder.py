@@ -15,6 +15,7 @@ from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.all_gather import AllGather
 from vllmx_core.ops.all_reduce import AllReduce
 from vllmx_core.ops.attention import Attention, AttentionSpec, AttentionWeights
+from vllmx_core.ops.combine import Combine
 from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.experts import Experts, ExpertsSpec
 from vllmx_core.ops.gate import Gate, GateKind
@@ -50,7 +51,7 @@ OPS: tuple[type[Op], ...] = (
     LatentAttention, SegmentAttention, ShortConv, Recurrence, GatedAct, Act, Add, Scale, ScaleBy,
     Gate, Route, Experts, Head, Pool,
     Patches, Mix, Merge, Keep, Place,
-    VocabEmbedding, AllReduce, AllGather, Slice, Send, Recv,
+    VocabEmbedding, AllReduce, Combine, AllGather, Slice, Send, Recv,
 )  # fmt: skip
 """Every op of core."""
 P = ParamSpec("P")

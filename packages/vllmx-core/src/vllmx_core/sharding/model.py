@@ -10,6 +10,8 @@ from vllmx_core.errors import ConfigError
 from vllmx_core.model import KVSpec, Model, ModelShape, encoder_of
 from vllmx_core.ops.all_gather import AllGather
 from vllmx_core.ops.all_reduce import AllReduce
+from vllmx_core.ops.combine import Combine
+from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.recorder import Ops
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
@@ -22,6 +24,9 @@ from vllmx_core.sharding.weights import col_unit_of, narrowed
 from vllmx_core.weights import WeightSource, WeightSpec
 
 MOST_RANKS = 64
+IN_PLACE_RANKS = 8
+"""Up to so many ranks the answers of experts are summed as everything is: all ranks read what each
+of them has of all tokens, and wait once."""
 
 
 class ShardedModel:
@@ -91,6 +96,10 @@ class ShardedModel:
             reduce = AllReduce.of(known[result])
             known[result] = reduce.out
             yield reduce
+        elif isinstance(op, Experts) and op in shard.combined:
+            combine = Combine.of(known[result], known[op.ids], shard.combined[op])
+            known[result] = combine.out
+            yield combine
         elif op in shard.vocabulary:
             gather = AllGather.of(
                 local.writes[0], tuple(end - begin for begin, end in shard.vocabulary[op])
@@ -134,10 +143,14 @@ def sharded(
     ranks: int,
     *,
     deterministic: bool = False,
+    whole_experts: bool = False,
+    in_place_ranks: int = IN_PLACE_RANKS,
 ) -> ShardedModel:
     """The part of rank `rank` of `ranks`; of the weights nothing is read but what tells their
     layouts. With `deterministic`, sums are those of any other number of ranks, one among them
-    (`vllmx_core.sharding.parts`).
+    (`vllmx_core.sharding.parts`). With `whole_experts`, each rank has some of the experts of a
+    layer and runs them for all tokens; without, it has a part of each. Answers of experts on more
+    ranks than `in_place_ranks` are added token by token (`vllmx_core.ops.combine`).
 
     Raises ConfigError for sizes that cannot be divided among so many ranks, with numbers that they
     can be; OpError as recording does, and where an op needs a value whole that ranks have parts of.
@@ -152,8 +165,21 @@ def sharded(
         return units[spec.name]
 
     def shard_of(rank: int, ranks: int) -> ShardPlan:
-        return plan_shards(recording.steps, specs, col_unit, rank, ranks)
+        return plan_shards(
+            recording.steps,
+            specs,
+            col_unit,
+            rank,
+            ranks,
+            whole_experts=whole_experts,
+            combines=ranks > in_place_ranks and not deterministic,
+        )
 
+    if whole_experts and not any(isinstance(op, Experts) for op in recording.steps.ops):
+        raise ConfigError(
+            "--expert-parallel divides the experts of a model, and this one has none: leave it out",
+            param="expert_parallel",
+        )
     parts = parts_of_rank(shard_of, rank, ranks) if deterministic else None
     try:
         mine = shard_of(rank, ranks) if ranks > 1 else ShardPlan()

@@ -79,6 +79,7 @@ class Parts:
                     changes["x"] = piece.out
                     yield piece
             (whole,) = op.writes
+            changes |= shard.options.get(op, {})
             result = replace(op, **changes, out=replace(whole))  # type: ignore[call-arg]
             results.append(result.writes[0])
             yield result

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from vllmx_core.errors import OpError
+from vllmx_core.errors import ConfigError, OpError
 from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.head import Head
@@ -33,6 +33,8 @@ class WeightCut(MutableRecord):
 
     rows: Share | None = None
     cols: Piece | None = None
+    matrices: Piece | None = None
+    """Of a stack."""
 
 
 class ShardPlan(MutableRecord):
@@ -46,16 +48,28 @@ class ShardPlan(MutableRecord):
     options: dict[Op, Options] = field(default_factory=dict)
     reduced: set[Op] = field(default_factory=set)
     """Ops whose results are to be added over all ranks."""
+    combined: dict[Op, tuple[int, ...]] = field(default_factory=dict)
+    """Experts on so many ranks that sums are made token by token, with the number behind the last
+    expert of each rank."""
     vocabulary: dict[Op, tuple[Piece, ...]] = field(default_factory=dict)
     """Heads and embeddings, with the ids of each rank."""
 
 
 def plan_shards(
-    steps: OpList, specs: Mapping[str, WeightSpec], col_unit: ColUnit, rank: int, ranks: int
+    steps: OpList,
+    specs: Mapping[str, WeightSpec],
+    col_unit: ColUnit,
+    rank: int,
+    ranks: int,
+    *,
+    whole_experts: bool = False,
+    combines: bool = False,
 ) -> ShardPlan:
-    """Raises ConfigError for sizes that cannot be divided among `ranks`, OpError where an op needs
-    a value whole that another one has cut."""
-    return _Cutter(steps, specs, col_unit, rank, ranks).run()
+    """Goes through all ops; ranks have a part of each expert, with `whole_experts` some experts
+    each, whose answers are added token by token if it `combines`. Raises ConfigError for sizes that
+    cannot be divided among `ranks`, OpError where an op needs a value whole that another one has
+    cut."""
+    return _Cutter(steps, specs, col_unit, rank, ranks, whole_experts, combines).run()
 
 
 class _Cutter:
@@ -68,8 +82,11 @@ class _Cutter:
         col_unit: ColUnit,
         rank: int,
         ranks: int,
+        whole_experts: bool,
+        combines: bool,
     ) -> None:
         self.ranks = ranks
+        self._whole_experts, self._combines = whole_experts, combines
         self._rank, self._specs, self._col_unit = rank, specs, col_unit
         self._ops = steps.ops
         self._made_by = {value: op for op in steps.ops for value in op.writes}
@@ -131,6 +148,8 @@ class _Cutter:
                     piece = self._divide_cols(op, op.w, units)
                     self.value(op, op.x, Share(op.x.width, (piece,)))
                     self._shard.reduced.add(op)
+            case Experts() if self.shard(op.down) == "expert" and self._whole_experts:
+                self._divide_experts(op)
             case Experts() if self.shard(op.down) == "expert":
                 piece = self._divide_cols(op, op.down, Units())
                 share = Share(op.inner, (piece,))
@@ -141,6 +160,21 @@ class _Cutter:
             case Embedding() if self.shard(op.w) == "vocab" and op.ids.source == "tokens":
                 self._divide_vocabulary(op)
                 self._shard.reduced.add(op)
+
+    def _divide_experts(self, op: Experts) -> None:
+        if op.down.count < self.ranks:
+            raise ConfigError(
+                f"{op.down.count} experts of {op.down.name!r} are for at most as many ranks",
+                param="tensor_parallel_size",
+            )
+        parts = divided(op.down.count, Units(), self.ranks, "experts")
+        for ref in (op.gate_up, op.down):
+            self._cut(op, ref, WeightCut(matrices=parts[self._rank]))
+        self._shard.options[op] = {"first": parts[self._rank][0]}
+        if self._combines:
+            self._shard.combined[op] = tuple(end for _, end in parts)
+        else:
+            self._shard.reduced.add(op)
 
     def _divide_cols(self, op: Op, ref: WeightRef, units: Units) -> Piece:
         own = Units(self._col_unit(self._specs[ref.name]))

@@ -13,7 +13,11 @@ from vllmx_core.weights import PartSpec, RankShare, WeightSource, WeightSpec
 
 def narrowed(spec: WeightSpec, cut: WeightCut, *, biased: bool) -> WeightSpec:
     """The rank's rows or columns. A bias behind columns is added by one rank, the one that is
-    `biased`; one of rows is cut with them."""
+    `biased`; one of rows is cut with them. Whole matrices of a stack keep theirs."""
+    if cut.matrices is not None:
+        first, end = cut.matrices
+        mine = tuple(part for matrix in spec.matrices[first:end] for part in matrix.parts)
+        return replace(spec, parts=mine, count=end - first)
     parts = tuple(
         part for matrix in spec.matrices for part in _narrowed(matrix, cut, biased=biased)
     )

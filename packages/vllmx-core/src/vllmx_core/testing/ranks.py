@@ -85,6 +85,13 @@ class ThreadCommunicator:
         total: AnyArray = tree_sum(self._exchange("all_reduce", x), operator.add)
         return total.copy()
 
+    def sum_rows(self, x: AnyArray, held: npt.NDArray[np.bool_]) -> AnyArray:
+        """See `Communicator.sum_rows`."""
+        total = np.zeros_like(x)
+        for array, has in zip(self._exchange("sum_rows", x), held.T, strict=True):
+            total[has] += array[has]
+        return total
+
     def all_gather(self, x: AnyArray, widths: Sequence[int]) -> AnyArray:
         """See `Communicator.all_gather`."""
         arrays = self._exchange("all_gather", x)

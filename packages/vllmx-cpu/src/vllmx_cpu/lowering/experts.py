@@ -51,6 +51,7 @@ def _experts(op: Experts, site: Site) -> list[Call]:
         workspace=site.model.workspace.ctypes.data,
         count=op.gate_up.count,
         chosen=op.ids.width,
+        first=op.first or 0,
         activation=GATES[spec.activation],
         clamp=spec.clamp or 0.0,
         alpha=spec.alpha,

@@ -9,6 +9,7 @@ from vllmx_core.communicator import Communicator, SharedAddresses
 from vllmx_core.errors import ConfigError
 from vllmx_core.ops.all_gather import AllGather
 from vllmx_core.ops.all_reduce import AllReduce
+from vllmx_core.ops.combine import Combine
 from vllmx_core.ops.recv import Recv
 from vllmx_core.ops.send import Send
 
@@ -86,6 +87,21 @@ class VxAllReduce(Structure):
     _fields_ = [("all", VxRanks), ("x", c_void_p), ("y", c_void_p), ("width", c_int32)]
 
 
+class VxCombine(Structure):
+    """Arguments of `combine`; `held` is what `ends` points to."""
+
+    _fields_ = [
+        ("all", VxRanks),
+        ("x", c_void_p),
+        ("y", c_void_p),
+        ("ids", c_void_p),
+        ("ends", c_void_p),
+        ("width", c_int32),
+        ("chosen", c_int32),
+    ]
+    held: ctypes.Array[c_int32]
+
+
 class VxAllGather(Structure):
     """Arguments of `all_gather`; `held` is what `widths` points to."""
 
@@ -126,6 +142,22 @@ def ranks_of(communicator: Communicator | None) -> VxRanks | None:
 def _all_reduce(op: AllReduce, site: Site) -> list[Call]:
     arguments = VxAllReduce(_meeting(site), site.address(op.x), site.address(op.out), op.x.width)
     return [site.call(op, "all_reduce", arguments)]
+
+
+@OPS.add(Combine)
+def _combine(op: Combine, site: Site) -> list[Call]:
+    ends = (c_int32 * len(op.ends))(*op.ends)
+    arguments = VxCombine(
+        _meeting(site),
+        site.address(op.x),
+        site.address(op.out),
+        site.address(op.ids),
+        ctypes.addressof(ends),
+        op.x.width,
+        op.ids.width,
+    )
+    arguments.held = ends
+    return [site.call(op, "combine", arguments)]
 
 
 @OPS.add(AllGather)

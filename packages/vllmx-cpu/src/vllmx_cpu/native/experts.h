@@ -11,6 +11,7 @@ struct VxExperts {
   void* panels;            // room for the packed activations of either product, 64-byte aligned
   void* workspace;         // ExpertsRoom, 64-byte aligned
   int32_t count, chosen;   // X, k
+  int32_t first;           // number of the first of these experts: slots of others add nothing
   int32_t activation;      // VxActivation
   float clamp;             // of gate and up: gate * sigmoid(alpha * gate) * (up + 1); 0 = none
   float alpha;

@@ -107,7 +107,7 @@ EXPERTS_ORDER = Kernel(
     options=ROW_OPTIONS,
     arguments=arguments(
         "in i32* ids, out i32* order, out i32* place, out i32* tiles, i32 slots, i32 num_tiles,"
-        " i32 width"
+        " i32 width, i32 first, i32 experts"
     ),
     sizes=("experts",),
     rule=_order,

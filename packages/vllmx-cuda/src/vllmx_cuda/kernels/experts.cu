@@ -23,19 +23,23 @@ VX_DEV int before(int own, int* at, int* total) {
 
 // experts_order: which position each slot has, and the tiles of at most `width` positions.
 //
-// Layout: ids (S) of i32, the expert of each slot, 0 to X - 1, X at most 1024; order (S): the slot of each position;
-//         place (S): the position of each slot; tiles (N, 3), N at least min(S, X + S / width).
+// Layout: ids (S) of i32, the expert of each slot, of which those here are `from` to `from` + X - 1, X at most 1024;
+//         order (S): the slot of each position; place (S): the position of each slot, -1 where its expert is not here;
+//         tiles (N, 3), N at least min(S, X + S / width).
 // Grid:   1 block, a thread an expert. Which of an expert's slots comes first depends on the order of atomics; no
 //         product's bits depend on that.
 // Floor:  the latency of two passes over the ids.
 extern "C" __global__ void __launch_bounds__(THREADS)
 experts_order(const int* __restrict__ ids, int* __restrict__ order, int* __restrict__ place, int* __restrict__ tiles,
-              int slots, int num_tiles, int width) {
+              int slots, int num_tiles, int width, int from, int experts) {
   __shared__ int counts[THREADS], scan[THREADS];
   int expert = threadIdx.x, total;
   counts[expert] = 0;
   __syncthreads();
-  for (int s = threadIdx.x; s < slots; s += THREADS) atomicAdd(&counts[ids[s]], 1);
+  for (int s = threadIdx.x; s < slots; s += THREADS) {
+    unsigned own = ids[s] - from;
+    if (own < (unsigned)experts) atomicAdd(&counts[own], 1);
+  }
   __syncthreads();
   int count = counts[expert], first = before(count, scan, &total);
   int own_tiles = (count + width - 1) / width, tile = before(own_tiles, scan, &total);
@@ -49,14 +53,17 @@ experts_order(const int* __restrict__ ids, int* __restrict__ order, int* __restr
   counts[expert] = first;
   __syncthreads();
   for (int s = threadIdx.x; s < slots; s += THREADS) {
-    int position = atomicAdd(&counts[ids[s]], 1);
+    unsigned own = ids[s] - from;
+    place[s] = -1;
+    if (own >= (unsigned)experts) continue;
+    int position = atomicAdd(&counts[own], 1);
     order[position] = s;
     place[s] = position;
   }
 }
 VX_EXPORT(experts_order)
 
-// experts_sum: y[t] = the sum of weights[t, j] * out[place[t * k + j]] in the order of j.
+// experts_sum: y[t] = the sum of weights[t, j] * out[place[t * k + j]] in the order of j, slots without a place left out.
 //
 // Layout: out (S, E) of f32, rows by position; place (S) of i32; weights (T, k) of f32; y (T, E) of elem.
 // Grid:   (T, ceil(E / (256 * VX_VEC))), 256 threads, VX_VEC neighbours each.
@@ -69,7 +76,9 @@ experts_sum(const float* __restrict__ out, const int* __restrict__ place, const 
   size_t slot = (size_t)blockIdx.x * chosen;
   float sum[VX_VEC] = {}, v[VX_VEC];
   for (int j = 0; j < chosen; j++) {
-    load(v, out + (size_t)place[slot + j] * width + i);
+    int position = place[slot + j];
+    if (position < 0) continue;
+    load(v, out + (size_t)position * width + i);
     float weight = weights[slot + j];
 #pragma unroll
     for (int e = 0; e < VX_VEC; e++) sum[e] += weight * v[e];

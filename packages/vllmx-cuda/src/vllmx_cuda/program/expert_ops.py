@@ -115,7 +115,7 @@ def experts(op: Experts, to: Lowering) -> Enqueue:
         slots, slot = tokens * chosen, 4 * first * chosen
         tile = _tile(slots, count, widths)
         used = max_tiles(slots, count, tile)
-        arguments = (ids.at(slot), order, place, tiles, slots, used, tile)
+        arguments = (ids.at(slot), order, place, tiles, slots, used, tile, op.first or 0, count)
         to.device.launch(arrange, {"experts": count}, arguments)
         own = x.at(first * to.item_bytes(width))
         rise.launch(to.device, tile, used, own, tokens, order, tiles, wide)

@@ -176,8 +176,10 @@ def load_model(found: FoundModel, opened: OpenedModel) -> LoadedModel:
     model, weights = opened.model, opened.checkpoint.weights
     if found.config.num_ranks == 1:
         if found.config.deterministic:
-            length = opened.options.max_model_len
-            model = sharded(model, weights, length, 0, 1, deterministic=True)
+            length, whole_experts = opened.options.max_model_len, found.config.expert_parallel
+            model = sharded(
+                model, weights, length, 0, 1, deterministic=True, whole_experts=whole_experts
+            )
         loaded: LoadedModel = opened.backend.load()().load(model, weights, opened.options)
         return loaded
     executor = found.registry.find(ExecutorSpec, TENSOR_PARALLEL)

@@ -21,7 +21,7 @@ VLLM = (
     ignored("--decode-context-parallel-size -dcp", ONE_DEVICE, "1"),
     ignored("--nnodes", ONE_DEVICE, "1"),
     ignored("--distributed-executor-backend", "there is one device: leave it out", "mp", "uni"),
-    switch("--enable-expert-parallel", "there is one device"),
+    switches("--enable-expert-parallel -ep", "expert_parallel", True, "whole experts on each rank"),
     switch("--disable-custom-all-reduce", "there is one device"),
     ignored("--max-parallel-loading-workers", "loading uses the cores at hand"),
     switch("--disable-log-requests --enable-log-requests --no-enable-log-requests", NO_TEXT),

@@ -85,6 +85,8 @@ HELP: Mapping[str, str] = {
     " weights and its own cores; needs vllmx[tp].",
     "pipeline_parallel_size": "Processes that have some of the layers each, and compute as many"
     " steps at once; needs vllmx[tp].",
+    "expert_parallel": "Give each of these processes some experts of a layer, whole, in place of a"
+    " part of every one.",
     "rank_hosts": "host:port of each other host whose ranks compute with this one's, with commas"
     " between them; on each runs `vllmx rank`.",
     "rank_key_file": "File with the key that all these hosts have.",

@@ -1,0 +1,45 @@
+"""`combine`: the answers of experts that lie on many ranks, added token by token."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from vllmx_core.ops.formulas import NumpyFrame
+from vllmx_core.ops.op import Op, expect
+from vllmx_core.ops.values import Value
+
+
+class Combine(Op):
+    """x (T, E) of all ranks, each what its own experts say of a token -> their sum, on all ranks.
+    Of a token those ranks are asked that have one of its experts, `ids` (T, k): `ends[r]` is the
+    number behind the last expert of rank r. Sharding puts it behind experts in the place of
+    `all_reduce` where ranks are many; models do not write it."""
+
+    name: ClassVar[str] = "combine"
+    x: Value
+    ids: Value
+    ends: tuple[int, ...]
+    out: Value
+
+    @classmethod
+    def of(cls, x: Value, ids: Value, ends: tuple[int, ...]) -> Combine:
+        return cls(x, ids, ends, Value(x.width))
+
+    def check(self) -> None:
+        expect(self.ids.dtype == "i32", "ids are not what `route` returned")
+        last = self.ends[-1] if self.ends else 0
+        expect(last == self.ids.below, f"ranks have {last} experts, ids are of {self.ids.below}")
+        expect(list(self.ends) == sorted(set(self.ends)), "a rank has no experts")
+
+    def compute(self, frame: NumpyFrame) -> None:
+        frame[self.out] = frame.ranks.sum_rows(frame[self.x], holders(frame[self.ids], self.ends))
+
+
+def holders(ids: npt.NDArray[np.int32], ends: tuple[int, ...]) -> npt.NDArray[np.bool_]:
+    """(T, ranks): whether a rank has one of the experts of a token."""
+    held = np.zeros((len(ids), len(ends)), np.bool_)
+    np.put_along_axis(held, np.searchsorted(ends, ids, side="right"), True, axis=1)
+    return held
