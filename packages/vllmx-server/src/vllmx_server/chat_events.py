@@ -57,8 +57,9 @@ class ChatEvents:
         self._logprobs = logprobs
         readers = generation.readers
         self._reading = None if readers is None else ReadStream(readers)
-        if readers is not None and readers.has_thinking:
-            generation.usage.reasoning_tokens = 0
+        usage = generation.usage
+        if readers is not None and readers.has_thinking and usage.reasoning_tokens is None:
+            usage.reasoning_tokens = 0
 
     @property
     def has_middle(self) -> bool:

@@ -82,6 +82,10 @@ class ServerConfig:
     """How long files, batches and responses are kept."""
     trust_request_chat_template: bool = False
     """Requests may bring a chat template of their own."""
+    mcp_config: str | None = None
+    """JSON file of MCP servers whose tools requests may ask for; None: there are none."""
+    mcp_max_rounds: int = 8
+    """Answers of the model in one response, each but the last of which called such tools."""
     web: bool = True
     """The web page at "/"."""
     otlp_traces_endpoint: str | None = None
@@ -111,6 +115,7 @@ class ServerConfig:
         self._check_interval("queue_timeout_s", 0, 1e9)
         self._check_interval("sse_ping_interval_s", 0, 86400)
         self._check_interval("drain_timeout_s", 0, 86400)
+        self._check_interval("mcp_max_rounds", 1, 100)
         self._check_interval("model_wait_s", 0.001, 86400)
         self._check_interval("idle_unload_s", 0, 1e9)
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):

@@ -21,7 +21,7 @@ from vllmx_core.private_traceback import private_traceback
 from vllmx_server.direct_body import DirectBody
 from vllmx_server.disconnect import disconnected
 from vllmx_server.errors import error_body, internal_error
-from vllmx_server.generation import Generation
+from vllmx_server.generation import Held
 from vllmx_server.pings import PING, Pings
 
 logger = logging.getLogger("vllmx.server")
@@ -54,7 +54,7 @@ class HeldResponse:
     """
 
     def __init__(
-        self, generation: Generation, release: Callable[[], None], send_timeout_s: float
+        self, generation: Held, release: Callable[[], None], send_timeout_s: float
     ) -> None:
         self._generation = generation
         self._release = release
@@ -102,7 +102,7 @@ class JSONAnswer(HeldResponse):
 
     def __init__(
         self,
-        generation: Generation,
+        generation: Held,
         release: Callable[[], None],
         send_timeout_s: float,
         make: Callable[[], Awaitable[Iterator[bytes]]],
@@ -141,7 +141,7 @@ class EventStream(HeldResponse):
 
     def __init__(
         self,
-        generation: Generation,
+        generation: Held,
         release: Callable[[], None],
         send_timeout_s: float,
         events: AsyncGenerator[bytes, None],

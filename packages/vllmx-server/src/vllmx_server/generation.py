@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from typing import Protocol
 
 from msgspec import UNSET
 from vllmx_core.errors import VllmxError
@@ -43,6 +44,23 @@ class Usage:
         )
 
 
+class Held(Protocol):
+    """What goes on in the engine for one HTTP request."""
+
+    def close(self) -> None:
+        """See `Generation.close`."""
+        ...
+
+    def divert(
+        self,
+        is_free: Callable[[], bool],
+        make: Callable[[str, list[int]], bytes],
+        write: Callable[[bytes], None],
+    ) -> None:
+        """See `Generation.divert`."""
+        ...
+
+
 class Generation:
     """The engine streams of one HTTP request, one for each prompt.
 
@@ -51,6 +69,7 @@ class Generation:
         metrics: told of every token and every end.
         started_s: `time.monotonic` when the HTTP request came.
         deadline: then the streams fail.
+        usage: that theirs is added to; None: one of their own.
     """
 
     def __init__(
@@ -59,13 +78,15 @@ class Generation:
         metrics: Metrics,
         started_s: float,
         deadline: Deadline = NEVER,
+        usage: Usage | None = None,
     ) -> None:
         self._streams = streams
         left_s, self._timer = deadline.left_s, None
         if left_s is not None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(left_s, self._expire, deadline)
-        self.usage = Usage(sum(len(stream.prompt_token_ids) for stream in streams))
+        self.usage = Usage(0) if usage is None else usage
+        self.usage.prompt_tokens += sum(len(stream.prompt_token_ids) for stream in streams)
         self._watches = [_Watch(stream, metrics, self.usage, started_s) for stream in streams]
 
     @property

@@ -67,6 +67,10 @@ async def _serve(
         server
     )  # before the core's process is there, which would log beside the error
     check_tracing(server.otlp_traces_endpoint)
+    if server.mcp_config is not None:
+        from vllmx_server.mcp.settings import read_servers
+
+        read_servers(server.mcp_config, "--mcp-config")
     operators = bind_operators(server)
     try:
         listener, url = bind(server)

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hypercorn.config import Config
 from vllmx_core.errors import EngineDeadError
@@ -24,11 +25,13 @@ from vllmx_server.connections.safe_headers import AnswerConfig
 from vllmx_server.connections.serving import serve
 from vllmx_server.connections.versions import check_versions
 from vllmx_server.loop_errors import on_loop_error
+from vllmx_server.mcp.settings import read_servers
 from vllmx_server.sharing import ALONE, Sharing
 from vllmx_server.signals import CLOSE_S, Serving
 from vllmx_server.store.storage import Storage
 
 if TYPE_CHECKING:
+    from vllmx_server.mcp.servers import ToolServers
     from vllmx_server.models.config import ModelConfig
     from vllmx_server.models.host import CoreHost
     from vllmx_server.models.registry import Models
@@ -69,9 +72,11 @@ async def serve_until_stopped(
     storage = Storage(server) if peers is None else peers.storage(server)
     asyncio.get_running_loop().set_exception_handler(on_loop_error)
     running = _Models()
+    tool_servers = await _tool_servers(server)
     try:
         async with await AsyncLLM.over(core) as llm:
             app = build_app(llm, server, storage, peers, several=is_several(models))
+            app.state.server.tool_servers = tool_servers
             await running.open_models(app.state.server, models)
             if peers is None:
                 await app.state.server.background.start()
@@ -98,6 +103,8 @@ async def serve_until_stopped(
             if dying.done() and not dying.cancelled():
                 raise dying.result()
     finally:
+        if tool_servers is not None:
+            await asyncio.to_thread(tool_servers.close)
         await running.close()
         storage.close()
 
@@ -113,6 +120,16 @@ async def _serve_operators(
     config = AnswerConfig()
     config.graceful_timeout = CLOSE_S
     await serve(operators_app(state), config, listener, LIMITS, timeouts, stop)
+
+
+async def _tool_servers(server: ServerConfig) -> ToolServers | None:
+    """MCP servers, which come up while the model loads. Raises ConfigError."""
+    if server.mcp_config is None:
+        return None
+    settings = read_servers(server.mcp_config, "--mcp-config")
+    servers: Any = await asyncio.to_thread(import_module, "vllmx_server.mcp.servers")
+    started: ToolServers = servers.ToolServers(settings)
+    return started
 
 
 def is_several(models: Sequence[ModelConfig]) -> bool:

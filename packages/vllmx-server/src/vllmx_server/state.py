@@ -40,6 +40,7 @@ from vllmx_server.tracing import trace_of
 if TYPE_CHECKING:
     from ssl import SSLContext
 
+    from vllmx_server.mcp.servers import ToolServers
     from vllmx_server.models.registry import Models
     from vllmx_server.tracing import Tracer
     from vllmx_server.workers.peers import Peers
@@ -61,6 +62,8 @@ class ServerState:
     storage: Storage
     document: bytes | None = None
     """`/openapi.json`, once somebody has asked for it."""
+    tool_servers: ToolServers | None = None
+    """MCP servers of the operator; None: there are none."""
     pooler: Pooler | None = None
     """Of a model that makes vectors or scores; None: it generates text."""
     sharing: Sharing = field(default_factory=Sharing)

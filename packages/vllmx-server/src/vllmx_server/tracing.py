@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from vllmx_server.generation import Generation
     from vllmx_server.keys.admitted import Admitted
+    from vllmx_server.responses.rounds import ToolRounds
 
 ENVIRONMENT = "env"
 """The endpoint that stands in the variables of OpenTelemetry."""
@@ -35,7 +36,7 @@ class Trace:
 
     model: str = ""
     admitted: Admitted | None = None
-    generation: Generation | None = None
+    generation: Generation | ToolRounds | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,54 @@ class CustomCall(Record, kw_only=True, tag_field="type", tag="custom_tool_call")
     input: str
 
 
-OutputItem = MessageItem | ReasoningItem | FunctionCall | CustomCall
+class ListedTool(Record, kw_only=True):
+    name: str
+    description: str | None
+    input_schema: dict[str, Any]
+    annotations: dict[str, Any] | None
+
+
+class McpListTools(Record, kw_only=True, tag_field="type", tag="mcp_list_tools"):
+    """The tools of an MCP server that the model was offered."""
+
+    id: str
+    server_label: str
+    tools: list[ListedTool]
+    error: str | None
+
+
+class McpProtocolError(Record, kw_only=True, tag_field="type", tag="mcp_protocol_error"):
+    """The server did not answer, or refused the call."""
+
+    code: int
+    message: str
+
+
+class ErrorText(Record, kw_only=True, tag_field="type", tag="text"):
+    text: str
+
+
+class McpToolError(Record, kw_only=True, tag_field="type", tag="mcp_tool_execution_error"):
+    """The tool says that it failed."""
+
+    content: list[ErrorText]
+
+
+class McpCall(Record, kw_only=True, tag_field="type", tag="mcp_call"):
+    """A call of an MCP server's tool, and what it came to."""
+
+    id: str
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    server_label: str
+    name: str
+    arguments: str
+    """JSON, as the model wrote it."""
+    output: str | None
+    error: McpProtocolError | McpToolError | None
+    approval_request_id: None
+
+
+OutputItem = MessageItem | ReasoningItem | FunctionCall | CustomCall | McpListTools | McpCall
 
 
 class ResponseError(Record, kw_only=True):

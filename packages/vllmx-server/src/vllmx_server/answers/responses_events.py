@@ -110,6 +110,48 @@ class CustomDone(
     input: str
 
 
+class McpArgumentsDelta(
+    InItem, kw_only=True, tag_field="type", tag="response.mcp_call_arguments.delta"
+):
+    delta: str
+
+
+class McpArgumentsDone(
+    InItem, kw_only=True, tag_field="type", tag="response.mcp_call_arguments.done"
+):
+    arguments: str
+
+
+class McpCallInProgress(
+    InItem, kw_only=True, tag_field="type", tag="response.mcp_call.in_progress"
+):
+    """The model begins a call."""
+
+
+class McpCallCompleted(InItem, kw_only=True, tag_field="type", tag="response.mcp_call.completed"):
+    """The tool has answered."""
+
+
+class McpCallFailed(InItem, kw_only=True, tag_field="type", tag="response.mcp_call.failed"):
+    """The tool has not answered, or says that it failed."""
+
+
+class McpListInProgress(
+    InItem, kw_only=True, tag_field="type", tag="response.mcp_list_tools.in_progress"
+):
+    """The server is asked for its tools."""
+
+
+class McpListCompleted(
+    InItem, kw_only=True, tag_field="type", tag="response.mcp_list_tools.completed"
+):
+    """The tools are known."""
+
+
+class McpListFailed(InItem, kw_only=True, tag_field="type", tag="response.mcp_list_tools.failed"):
+    """The server is not there."""
+
+
 class ErrorEvent(Numbered, kw_only=True, tag_field="type", tag="error"):
     """What failed before there was a response to tell of it."""
 
@@ -131,6 +173,14 @@ ResponsesEvent = (
     | ArgumentsDone
     | CustomDelta
     | CustomDone
+    | McpListInProgress
+    | McpListCompleted
+    | McpListFailed
+    | McpCallInProgress
+    | McpArgumentsDelta
+    | McpArgumentsDone
+    | McpCallCompleted
+    | McpCallFailed
     | PartDone
     | ItemDone
     | ResponseCompleted

@@ -99,6 +99,7 @@ class ToolServer:
             done, _ = await asyncio.wait((task,), timeout=wait_s)
         except asyncio.CancelledError:
             task.cancel()
+            self._check(session)  # it may not heed that nobody waits any more
             raise
         if not done:
             task.cancel()  # not waited for: it may tell the server, which may not listen

@@ -16,6 +16,7 @@ from vllmx_server.errors import cut_message, internal_error
 from vllmx_server.generation import Generation
 from vllmx_server.responses.as_chat import items_of
 from vllmx_server.responses.output import Output, Told
+from vllmx_server.responses.rounds import ToolRounds
 from vllmx_server.responses.tools import forms_of
 from vllmx_server.schema.responses import InputItem, ResponsesRequest
 from vllmx_server.state import ServerState
@@ -30,6 +31,8 @@ _PREFIXES = {
     "custom_tool_call": "ctc_",
     "custom_tool_call_output": "ctco_",
     "reasoning": "rs_",
+    "mcp_call": "mcp_",
+    "mcp_list_tools": "mcpl_",
 }
 
 
@@ -42,17 +45,25 @@ class ResponseAnswer:
     """
 
     def __init__(
-        self, state: ServerState, owner: str, body: ResponsesRequest, generation: Generation
+        self,
+        state: ServerState,
+        owner: str,
+        body: ResponsesRequest,
+        generation: Generation | ToolRounds,
     ) -> None:
         self._state = state
         self._owner = owner
         self._body = body
         self._generation = generation
-        self._logprobs: ContentLogprobs | None = None
-        if body.has_logprobs:
-            self._logprobs = ContentLogprobs(generation.readers, body.top_logprobs or 0)
-        self._events = ChatEvents(generation, self._logprobs)
-        self._output = Output(self._logprobs, forms_of(body.tools))
+        logprobs, tools = None, None
+        self._events: ChatEvents | ToolRounds
+        if isinstance(generation, ToolRounds):
+            self._events, tools = generation, generation.tools
+        else:
+            if body.has_logprobs:
+                logprobs = ContentLogprobs(generation.readers, body.top_logprobs or 0)
+            self._events = ChatEvents(generation, logprobs)
+        self._output = Output(logprobs, forms_of(body.tools), tools)
         self._number = 0
         self.is_cancelled = False
         self.stored = StoredResponse(

@@ -3,12 +3,13 @@ code."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.field_names import RESPONSES_FIELDS
+from vllmx_server.responses.mcp_tools import text_of_error
 from vllmx_server.responses.tools import functions_of, whole_name
 from vllmx_server.schema.chat import (
     ChatCompletionRequest,
@@ -51,9 +52,17 @@ def items_of(body: ResponsesRequest) -> list[InputItem]:
     return body.input
 
 
-def chat_of(body: ResponsesRequest, before: Sequence[InputItem]) -> ChatCompletionRequest:
+def chat_of(
+    body: ResponsesRequest,
+    before: Sequence[InputItem],
+    extend: Callable[[ChatCompletionRequest], None] | None = None,
+) -> ChatCompletionRequest:
     """The chat completion that a request asks for, after the items that came `before` it. Raises
-    InvalidRequestError."""
+    InvalidRequestError.
+
+    Args:
+        extend: adds to it before it is checked.
+    """
     messages = Messages()
     if body.instructions:
         messages.say("system", body.instructions)
@@ -75,6 +84,8 @@ def chat_of(body: ResponsesRequest, before: Sequence[InputItem]) -> ChatCompleti
         chat.reasoning_effort = _EFFORTS.get(effort, effort)
         arguments = {"enable_thinking": effort != "none", "thinking": effort != "none"}
         chat.chat_template_kwargs = arguments | (body.chat_template_kwargs or {})
+    if extend is not None:
+        extend(chat)
     with RESPONSES_FIELDS.told():
         chat.check()
     return chat
@@ -125,10 +136,15 @@ class Messages:
             self._call(item, where)
         elif kind in ("function_call_output", "custom_tool_call_output"):
             self._returned(item, where)
+        elif kind == "mcp_call":
+            self._mcp_call(item, where)
+        elif kind == "mcp_list_tools":
+            pass  # the request says which tools there are
         else:
             raise InvalidRequestError(
                 f"{where} has the type {shown(kind)}, which is not served here: this server takes"
-                " message, reasoning, function_call, custom_tool_call and what those return",
+                " message, reasoning, function_call, custom_tool_call and what those return, and"
+                " mcp_call and mcp_list_tools",
                 param=where,
             )
 
@@ -157,6 +173,19 @@ class Messages:
         self._turn = None
         text = _text(item.output, where)
         self.found.append(ChatMessage("tool", text, name=name, tool_call_id=item.call_id))
+
+    def _mcp_call(self, item: InputItem, where: str) -> None:
+        """The call and what it came to are two turns."""
+        for field in ("id", "name", "server_label"):
+            if getattr(item, field) is None:
+                raise _lacks(where, field)
+        name = f"{item.server_label}__{item.name}"
+        turn = self._assistant(lambda turn: True)
+        call = ToolCall(ToolFunction(name, item.arguments or ""), id=item.id)
+        turn.tool_calls = [*(turn.tool_calls or ()), call]
+        text = text_of_error(item.error) if item.output is None else _text(item.output, where)
+        self._turn = None
+        self.found.append(ChatMessage("tool", text, name=name, tool_call_id=item.id))
 
     def _assistant(self, takes: Any) -> ChatMessage:
         if self._turn is None or not takes(self._turn):

@@ -10,7 +10,7 @@ from vllmx_core.errors import VllmxError
 from vllmx_core.private_traceback import private_traceback
 
 from vllmx_server.errors import internal_error
-from vllmx_server.generation import Generation
+from vllmx_server.generation import Held
 from vllmx_server.store.database import logger
 from vllmx_server.store.responses import StoredResponse
 
@@ -22,7 +22,7 @@ class Running:
     """One that is being answered, with its events so far."""
 
     def __init__(
-        self, answer: ResponseAnswer, generation: Generation, release: Callable[[], None]
+        self, answer: ResponseAnswer, generation: Held, release: Callable[[], None]
     ) -> None:
         self.answer = answer
         self._generation = generation

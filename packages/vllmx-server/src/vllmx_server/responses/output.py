@@ -12,11 +12,12 @@ from vllmx_server.chat_events import (
     ArgumentsPiece,
     CallBegin,
     CallEnd,
-    ChatEvent,
     ContentPiece,
     ReasoningPiece,
 )
 from vllmx_server.content_logprobs import ContentLogprobs
+from vllmx_server.responses.mcp_tools import RequestTools, finish_call, listed, new_call
+from vllmx_server.responses.rounds import CallDone, Happening, ToolsListed
 from vllmx_server.responses.tools import ToolForm, free_form
 from vllmx_server.store.ids import new_id
 
@@ -30,6 +31,7 @@ class Output:
     Args:
         logprobs: of the text, where they are wanted.
         forms: tools that are not plain functions, by what the model calls them.
+        tools: of a request with tools of MCP servers.
 
     Attributes:
         items: of the output; the last one may still grow.
@@ -40,8 +42,12 @@ class Output:
         self,
         logprobs: ContentLogprobs | None = None,
         forms: Mapping[str, ToolForm] = MappingProxyType({}),
+        tools: RequestTools | None = None,
     ) -> None:
         self._forms = forms
+        self._tools = tools
+        self._waiting: list[int] = []
+        """Items of this round's calls of MCP servers' tools, by number; -1: ended."""
         self._logprobs = logprobs
         self.items: list[dict[str, Any]] = []
         self.end: AnswerEnd | None = None
@@ -50,28 +56,67 @@ class Output:
         self._open: str | None = None
         """The open item's type."""
 
-    def take(self, event: ChatEvent) -> Iterator[Told]:
+    def take(self, event: Happening) -> Iterator[Told]:
         """The events of what happened next."""
         if isinstance(event, ContentPiece):
             yield from self._more("message", event.text)
         elif isinstance(event, ReasoningPiece):
             yield from self._more("reasoning", event.text)
         elif isinstance(event, CallBegin):
-            yield from self.close("completed")
+            yield from self._end_open("completed")
+            tool = None if self._tools is None else self._tools.called(event.name)
+            if tool is not None:
+                yield from self._begin(new_call(tool))
+                self._waiting.append(len(self.items) - 1)
+                yield "mcp_call.in_progress", self._place()
+                return
             form = self._forms.get(event.name) or ToolForm(event.name)
             yield from self._begin(_new_call(event.id, form))
         elif isinstance(event, ArgumentsPiece):
             self._pieces.append(event.text)
-            if self._open == "function_call":
-                yield "function_call_arguments.delta", {**self._place(), "delta": event.text}
+            if self._open in ("function_call", "mcp_call"):
+                yield f"{self._open}_arguments.delta", {**self._place(), "delta": event.text}
         elif isinstance(event, CallEnd):
-            yield from self.close("completed")
+            yield from self._end_open("completed")
+        elif isinstance(event, CallDone):
+            yield from self._call_done(event)
+        elif isinstance(event, ToolsListed):
+            yield from self._listed(event)
         else:
             self.end = event
             yield from self.close("incomplete" if event.finish_reason == "length" else "completed")
 
     def close(self, status: str) -> Iterator[Told]:
-        """The open item ends, if there is one."""
+        """Ends what is open, calls that nothing came of included."""
+        yield from self._end_open(status)
+        for index in self._waiting:
+            if index >= 0:
+                item = self.items[index]
+                item["status"] = "incomplete"
+                yield "output_item.done", {"output_index": index, "item": item}
+        self._waiting = []
+
+    def _listed(self, event: ToolsListed) -> Iterator[Told]:
+        item = listed(event.label, event.tools, event.fault)
+        yield from self._begin({**item, "tools": [], "error": None})
+        place, self._open = self._place(), None
+        yield "mcp_list_tools.in_progress", place
+        self.items[-1] = item
+        yield f"mcp_list_tools.{'completed' if event.fault is None else 'failed'}", self._place()
+        yield "output_item.done", {"output_index": len(self.items) - 1, "item": item}
+
+    def _call_done(self, event: CallDone) -> Iterator[Told]:
+        yield from self._end_open("completed")
+        index, self._waiting[event.number] = self._waiting[event.number], -1
+        item = self.items[index]
+        finish_call(item, event.result)
+        place = {"item_id": item["id"], "output_index": index}
+        yield f"mcp_call.{item['status']}", place
+        yield "output_item.done", {"output_index": index, "item": item}
+        if all(each < 0 for each in self._waiting):
+            self._waiting = []
+
+    def _end_open(self, status: str) -> Iterator[Told]:
         if self._open is None:
             return
         text, item, place = "".join(self._pieces), self.items[-1], self._place()
@@ -81,6 +126,11 @@ class Output:
                 "function_call_arguments.done",
                 {**place, "name": item["name"], "arguments": text},
             )
+        elif self._open == "mcp_call":
+            item["arguments"] = text
+            self._open, self._pieces = None, []
+            yield "mcp_call_arguments.done", {**place, "arguments": text}
+            return  # it ends with what comes of it
         elif self._open == "custom_tool_call":
             item["input"] = text = free_form(text)
             yield "custom_tool_call_input.delta", {**place, "delta": text}
@@ -101,7 +151,7 @@ class Output:
 
     def _more(self, kind: str, text: str) -> Iterator[Told]:
         if self._open != kind:
-            yield from self.close("completed")
+            yield from self._end_open("completed")
             yield from self._begin(_new_message() if kind == "message" else _new_reasoning())
             part = self.items[-1]["content"][0]
             yield "content_part.added", {**self._place(), "content_index": 0, "part": part}

@@ -14,7 +14,7 @@ from vllmx_server.body import CheckedBody, body_bytes, checked, read_json
 from vllmx_server.deadline import deadline_of
 from vllmx_server.disconnect import unless_gone
 from vllmx_server.event_stream import OPENAI, EventStream, Framing, HeldResponse, JSONAnswer
-from vllmx_server.generation import Generation
+from vllmx_server.generation import Generation, Held
 from vllmx_server.keys.admitted import expected_tokens
 from vllmx_server.state import ServerState, request_id_of, state_of
 from vllmx_server.tracing import trace_of
@@ -100,7 +100,7 @@ def held(
     state: ServerState,
     is_streamed: bool,
     answer: Answer,
-    generation: Generation,
+    generation: Held,
     release: Callable[[], None],
     framing: Framing,
 ) -> HeldResponse:

@@ -25,7 +25,10 @@ from vllmx_server.generation import Generation
 from vllmx_server.keys.admitted import expected_tokens
 from vllmx_server.responses.answer import ResponseAnswer
 from vllmx_server.responses.as_chat import chat_of
+from vllmx_server.responses.asking import Asking
 from vllmx_server.responses.background import Running
+from vllmx_server.responses.mcp_tools import wanted_servers
+from vllmx_server.responses.rounds import ToolRounds
 from vllmx_server.routes.generate import held
 from vllmx_server.routes.pages import answer, check_query, newest_first, number, one_of, page
 from vllmx_server.schema.chat import MAX_MESSAGES
@@ -55,31 +58,46 @@ class _ElsewhereError(Exception):
         self.data = data
 
 
+_Asked = ChatCall | Asking | None
+"""What a body comes to; None: a call after what is stored."""
+
+
 async def create(request: Request) -> Response | HeldResponse:
     """Answers, streamed or not, or goes on in the background."""
     state, owner, started_s = state_of(request), owner_of(request), time.monotonic()
     deadline = deadline_of(request, state.config)
 
-    def parse(data: bytes) -> tuple[ResponsesRequest, ChatCall | None]:
+    def parse(data: bytes) -> tuple[ResponsesRequest, _Asked]:
         body = checked(data, state, RESPONSES)
         if body.background and not state.leads:
             raise _ElsewhereError(data)
+        servers = state.tool_servers
+        wanted = wanted_servers(body, None if servers is None else servers.names)
+        if wanted:
+            return body, Asking(request, state, body, wanted, _before)
         if body.previous_response_id is not None:
             return body, None
         return body, _call(state, body, ())
 
     state.check_admission()
     try:
-        body, call = await read_json(request, state, parse)
+        body, asked = await read_json(request, state, parse)
     except _ElsewhereError as found:
         return await state.relay(request, found.data)
     release = await state.admit(request, expected_tokens(body_bytes(request), body))
     try:
-        streams = await unless_gone(request.receive, _submit(request, state, body, call), deadline)
+        submit = (
+            asked.submit() if isinstance(asked, Asking) else _submit(request, state, body, asked)
+        )
+        streams = await unless_gone(request.receive, submit, deadline)
     except BaseException:
         release()
         raise
-    generation = Generation(streams, state.metrics, started_s, deadline)
+    generation: Generation | ToolRounds
+    if isinstance(asked, Asking):
+        generation = asked.rounds(streams, started_s, deadline)
+    else:
+        generation = Generation(streams, state.metrics, started_s, deadline)
     release.usage = generation.usage
     if (trace := trace_of(request)) is not None:
         trace.generation = generation
@@ -115,13 +133,20 @@ def _call(state: ServerState, body: ResponsesRequest, before: Sequence[InputItem
 
 async def _continued(request: Request, state: ServerState, body: ResponsesRequest) -> ChatCall:
     """The call after the conversation that came before it."""
-    assert body.previous_response_id is not None
+    before = await _before(request, state, body)
+    size = body_bytes(request)
+    return await state.llm.text.run(client_of(request), size, lambda _: _call(state, body, before))
+
+
+async def _before(request: Request, state: ServerState, body: ResponsesRequest) -> list[InputItem]:
+    """The conversation that came before; its bytes are counted as the body's."""
+    if body.previous_response_id is None:
+        return []
     before, num_bytes = await state.storage.responses.conversation(
         owner_of(request), body.previous_response_id, MAX_MESSAGES, state.config.max_body_bytes
     )
-    size = body_bytes(request) + num_bytes
-    request.scope["state"]["body_bytes"] = size
-    return await state.llm.text.run(client_of(request), size, lambda _: _call(state, body, before))
+    request.scope["state"]["body_bytes"] = body_bytes(request) + num_bytes
+    return before
 
 
 async def retrieve(request: Request) -> Response:

@@ -53,7 +53,13 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     output: str | list[InputPart] | None = None
     summary: list[InputPart] | None = None
     status: str | None = None
+    server_label: str | None = None
+    """Of the MCP server whose tool was called or whose tools are listed."""
+    error: Any = None
+    """Why a tool of an MCP server answered nothing."""
     # Accepted and ignored.
+    tools: Any = None
+    approval_request_id: str | None = None
     phase: str | None = None
     encrypted_content: str | None = None
     caller: Any = None
@@ -127,6 +133,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """ "message.output_text.logprobs" is served; what else there is to include is left out."""
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
     """For each token of the text, where `include` asks for them."""
+    max_tool_calls: int | None = None
+    """Calls of MCP servers' tools that are run; others are answered with an error."""
 
     # Accepted and ignored.
     user: str | None = None
@@ -135,7 +143,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     prompt_cache_retention: str | None = None
     prompt_cache_options: Any = None
     service_tier: str | None = None
-    max_tool_calls: int | None = None
     client_metadata: Any = None
     # Not served.
     prompt: Any = None

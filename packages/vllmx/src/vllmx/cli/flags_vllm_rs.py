@@ -6,7 +6,7 @@ from vllmx.cli.flags_vllm import NO_SWAP
 from vllmx.cli.foreign_flags import ignored, refused, switch, switches, variable
 
 NO_SPLIT = "vllmx does prefill and decode in one place: leave it out"
-NO_MCP = "vllmx calls no tools itself: let the client call them"
+MCP_FILE = "name the server in a file: --mcp-config FILE"
 DEFAULTS = "set defaults of requests with --override-generation-config, for example"
 
 VLLM_RS = (
@@ -23,7 +23,7 @@ VLLM_RS = (
     refused("--ui-server", "there is no web page: `vllmx chat` is in the terminal", bare=True),
     refused("--pd-server --pd-client", NO_SPLIT, bare=True),
     refused("--pd-url", NO_SPLIT),
-    refused("--mcp-command --mcp-config --mcp-args", NO_MCP),
+    refused("--mcp-command --mcp-args", MCP_FILE),
     refused("--max-tokens", f"{DEFAULTS} '{{\"max_new_tokens\": 512}}'"),
     refused("--temperature --temp", f"{DEFAULTS} '{{\"temperature\": 0.7}}'"),
     refused("--top-p", f"{DEFAULTS} '{{\"top_p\": 0.9}}'"),

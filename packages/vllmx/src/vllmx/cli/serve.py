@@ -70,6 +70,9 @@ HELP = {
     "max_stored_bytes": "Of all files of one API key, and as much again of its responses.",
     "max_stored_days": "How long files, batches and responses are kept.",
     "trust_request_chat_template": "Take chat templates from requests (sandboxed).",
+    "mcp_config": "JSON file of MCP servers whose tools requests may ask for.",
+    "mcp_max_rounds": "Answers of the model in one response, all but the last of which called such"
+    " tools.",
     "web": "The web page at /.",
     "otlp_traces_endpoint": "URL of an OpenTelemetry collector (OTLP over HTTP); env: as its"
     " variables say.",

@@ -1,0 +1,120 @@
+"""A request for a response with tools of MCP servers, until the model's first answer and again for
+each that follows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+from starlette.requests import Request
+from vllmx_engine.client.request_stream import RequestStream
+
+from vllmx_server.body import body_bytes
+from vllmx_server.chat_call import ChatCall, chat_call, submit_chat
+from vllmx_server.deadline import Deadline
+from vllmx_server.field_names import RESPONSES_FIELDS
+from vllmx_server.mcp.servers import ToolServers
+from vllmx_server.responses.as_chat import chat_of, items_of
+from vllmx_server.responses.mcp_tools import RequestTools, WantedServer
+from vllmx_server.responses.rounds import ToolRounds
+from vllmx_server.schema.chat import ChatCompletionRequest, ChatMessage
+from vllmx_server.schema.responses import InputItem, ResponsesRequest
+from vllmx_server.state import ServerState, client_of
+
+Before = Callable[[Request, ServerState, ResponsesRequest], Awaitable[list[InputItem]]]
+"""Reads the conversation that a request goes on with; its bytes are counted as the body's."""
+
+
+class Asking:
+    """One request.
+
+    Args:
+        wanted: servers that it asks for.
+        before: reads the conversation before it.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        state: ServerState,
+        body: ResponsesRequest,
+        wanted: Sequence[WantedServer],
+        before: Before,
+    ) -> None:
+        assert state.tool_servers is not None
+        self._request = request
+        self._state = state
+        self._body = body
+        self._wanted = wanted
+        self._read = before
+        self._before: list[InputItem] = []
+        self._servers: ToolServers = state.tool_servers
+        self._faults: dict[str, str | None] = {}
+        self._num_bytes = 0
+        self._tools: RequestTools
+
+    async def submit(self) -> list[RequestStream]:
+        """Starts the first answer, once the servers were tried. Raises what the engine refuses."""
+        labels = [each.label for each in self._wanted]
+        for label in labels:
+            await asyncio.wrap_future(self._servers.settled(label))
+        self._faults = {label: self._servers.fault(label) for label in labels}
+        offered = {label: self._servers.tools(label) for label in labels}
+        self._tools = RequestTools(self._body, self._wanted, offered)
+        self._before = await self._read(self._request, self._state, self._body)
+        self._num_bytes = body_bytes(self._request)
+        self._num_bytes += len(msgspec.json.encode(self._tools.functions))
+        return await self._round((), 0, False)
+
+    def rounds(
+        self, streams: list[RequestStream], started_s: float, deadline: Deadline
+    ) -> ToolRounds:
+        """What follows on the first answer."""
+        body, config = self._body, self._state.config
+        known = {
+            item.server_label
+            for item in (*self._before, *items_of(body))
+            if item.type == "mcp_list_tools"
+        }
+        return ToolRounds(
+            streams,
+            self._round,
+            self._tools,
+            self._servers,
+            {label: fault for label, fault in self._faults.items() if label not in known or fault},
+            metrics=self._state.metrics,
+            started_s=started_s,
+            deadline=deadline,
+            max_rounds=config.mcp_max_rounds,
+            max_calls=body.max_tool_calls,
+            max_tokens=body.max_output_tokens,
+        )
+
+    async def _round(
+        self, after: Sequence[ChatMessage], used: int, is_last: bool
+    ) -> list[RequestStream]:
+        size = self._num_bytes + sum(len(each.content or ()) for each in after)
+        self._request.scope["state"]["body_bytes"] = size
+        call = await self._state.llm.text.run(
+            client_of(self._request), size, lambda _: self._call(after, used, is_last)
+        )
+        with RESPONSES_FIELDS.told():
+            return await submit_chat(self._request, self._state, call, by_events=True)
+
+    def _call(self, after: Sequence[ChatMessage], used: int, is_last: bool) -> ChatCall:
+        def extend(chat: ChatCompletionRequest) -> None:
+            chat.messages += after
+            chat.tools = [*(chat.tools or ()), *self._tools.functions] or None
+            if is_last:
+                chat.tool_choice = "none"
+            elif after and chat.tool_choice != "none":
+                chat.tool_choice = "auto"  # what was to be called has been
+            if chat.max_tokens is not None:
+                chat.max_tokens -= used
+
+        choice = self._tools.choice(self._body.tool_choice)
+        body = msgspec.structs.replace(self._body, tool_choice=choice)
+        chat = chat_of(body, self._before, extend)
+        with RESPONSES_FIELDS.told():
+            return chat_call(self._state, chat)

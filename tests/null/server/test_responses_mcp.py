@@ -1,0 +1,347 @@
+"""Tools of MCP servers in Responses: real servers, and a model that answers from a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from vllmx_core.errors import ContextLengthError
+from vllmx_core.output_format import OutputFormat
+from vllmx_engine.client.answers import AnswerReaders
+from vllmx_engine.wire.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from vllmx_models.output_formats import HERMES, THINK
+from vllmx_server.answers.responses import Response
+from vllmx_server.answers.responses_events import ResponsesEvent
+from vllmx_server.mcp.servers import ToolServers
+from vllmx_server.mcp.settings import read_servers
+
+from .conftest import MakeServer, Served
+from .test_messages import named_events
+
+pytest.importorskip("mcp", reason="the package mcp is not installed")
+
+SERVER = str(Path(__file__).parents[1] / "mcp" / "scripted_server.py")
+QWEN = OutputFormat("qwen", THINK.thinking, HERMES.calls)
+WELL = {"type": "mcp", "server_label": "well", "require_approval": "never",
+        "allowed_tools": ["echo", "fail", "hang", "env"]}  # fmt: skip
+PROMPT_TOKENS = 10
+
+
+def scripted(mode: str, **fields: Any) -> dict[str, Any]:
+    return {"command": sys.executable, "args": ["-S", SERVER, mode], **fields}
+
+
+def call(name: str, **arguments: Any) -> str:
+    body = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+class ScriptedStream:
+    """An answer of the model, two characters a token."""
+
+    def __init__(self, text: str, tools: Any, tokenizer: Any) -> None:
+        readers = AnswerReaders(QWEN, tokenizer, "prompt", [1], tools)
+        params = SimpleNamespace(n=1)
+        core = [SimpleNamespace(max_tokens=100)]
+        self.request = SimpleNamespace(params=params, readers=readers, core=core)
+        self.prompt_token_ids = [1] * PROMPT_TOKENS
+        self._pieces = [text[at : at + 2] for at in range(0, len(text), 2)]
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        return self._outputs()
+
+    async def _outputs(self) -> AsyncIterator[RequestOutput]:
+        now_s = time.monotonic()
+        times = RequestMetrics(now_s, now_s, now_s, len(self._pieces))
+        for number, piece in enumerate(self._pieces):
+            last = number == len(self._pieces) - 1
+            choice = CompletionOutput(
+                index=0, text=piece, token_ids=[5], finish_reason="stop" if last else None
+            )
+            yield RequestOutput(
+                request_id="r", prompt="prompt", prompt_token_ids=[], outputs=[choice],
+                finished=last, metrics=times,
+            )  # fmt: skip
+
+    def abort(self) -> None: ...
+
+    def fail(self, error: Exception) -> None: ...
+
+
+class Script:
+    """The model's answers, and what it was asked each time."""
+
+    def __init__(self, served: Served, *answers: str | Exception) -> None:
+        self._answers = list(answers)
+        self._tokenizer = served.llm.tokenizer
+        self.asked: list[list[dict[str, Any]]] = []
+        self.options: list[Any] = []
+        self.params: list[Any] = []
+        served.llm.submit_chat = self.submit  # type: ignore[method-assign,assignment]
+
+    async def submit(self, conversation: Any, params: Any, *, chat: Any, **_: Any) -> Any:
+        self.asked.append(conversation)
+        self.options.append(chat)
+        self.params.append(params)
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return ScriptedStream(answer, chat.tools, self._tokenizer)
+
+
+@pytest.fixture(scope="module")
+def tool_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToolServers]:
+    path = tmp_path_factory.mktemp("mcp") / "mcp.json"
+    well = scripted("well", maxResultBytes=1000)
+    entries = {"well": well, "down": scripted("dies"), "hangs": well, "stands": well}
+    path.write_text(json.dumps({"mcpServers": entries}))
+    servers = ToolServers(read_servers(path, "--mcp-config"))
+    yield servers
+    servers.close()
+
+
+@pytest.fixture
+async def served(make_server: MakeServer, tool_servers: ToolServers) -> AsyncIterator[Served]:
+    async with make_server({"mcp_max_rounds": 3, "api_key": ("k",)}) as running:
+        running.state.tool_servers = tool_servers
+        running.client.headers["authorization"] = "Bearer k"
+        yield running
+
+
+async def ask(served: Served, **body: Any) -> httpx.Response:
+    return await served.client.post("/v1/responses", json={"input": "hi", "tools": [WELL], **body})
+
+
+async def answered(served: Served, **body: Any) -> dict[str, Any]:
+    response = await ask(served, **body)
+    assert response.status_code == 200, response.text
+    found = response.json()
+    assert msgspec.to_builtins(msgspec.convert(found, Response)) == found
+    return found  # type: ignore[no-any-return]
+
+
+def kinds(response: dict[str, Any]) -> list[str]:
+    return [item["type"] for item in response["output"]]
+
+
+async def test_calls_are_run_and_their_results_read(served: Served) -> None:
+    script = Script(served, "<think>\nsee\n</think>\n\nWait." + call("well__echo", a=1), "Done.")
+    made = await answered(served, instructions="Be brief.")
+    assert kinds(made) == ["mcp_list_tools", "reasoning", "message", "mcp_call", "message"]
+    tools, _, first, called, last = made["output"]
+    assert [tool["name"] for tool in tools["tools"]] == ["echo", "fail", "env", "hang"]
+    assert first["content"][0]["text"] == "Wait."
+    assert last["content"][0]["text"] == "Done."
+    assert (called["status"], called["server_label"], called["name"]) == (
+        "completed", "well", "echo",
+    )  # fmt: skip
+    assert json.loads(called["arguments"]) == json.loads(called["output"]) == {"a": 1}
+    assert [t["function"]["name"] for t in script.options[0].tools] == [
+        "well__echo", "well__fail", "well__env", "well__hang",
+    ]  # fmt: skip
+    system, user, turn, result = script.asked[1]
+    assert (system["content"], user["content"]) == ("Be brief.", "hi")
+    assert (turn["content"], turn["reasoning_content"]) == ("Wait.", "see")
+    (written,) = turn["tool_calls"]
+    assert written["function"]["name"] == result["name"] == "well__echo"
+    assert (result["role"], result["content"]) == ("tool", '{"a": 1}')
+    assert written["id"] == result["tool_call_id"]
+    usage = made["usage"]
+    assert usage["input_tokens"] == 2 * PROMPT_TOKENS
+    assert usage["output_tokens"] > 40
+    key = (await served.client.get("/v1/usage")).json()
+    assert str(usage["output_tokens"]) in json.dumps(key)
+
+
+async def test_the_stream_tells_the_same(served: Served) -> None:
+    answers = (call("well__echo", a=1) + "\n" + call("echo", b=2) + call("well__fail"), "Done.")
+    Script(served, *answers)
+    whole = await answered(served)
+    Script(served, *answers)
+    response = await ask(served, stream=True)
+    events = named_events(response.text)
+    for _, event in events:
+        assert msgspec.to_builtins(msgspec.convert(event, ResponsesEvent)) == event
+    assert [event["sequence_number"] for _, event in events] == list(range(len(events)))
+    names = [name.removeprefix("response.") for name, _ in events]
+    assert names[:6] == [
+        "created", "in_progress", "output_item.added", "mcp_list_tools.in_progress",
+        "mcp_list_tools.completed", "output_item.done",
+    ]  # fmt: skip
+    told = [name for name in names[6:] if not name.endswith(".delta")]
+    assert told == [
+        *("output_item.added", "mcp_call.in_progress", "mcp_call_arguments.done") * 3,
+        "mcp_call.completed", "output_item.done", "mcp_call.completed", "output_item.done",
+        "mcp_call.failed", "output_item.done",
+        "output_item.added", "content_part.added", "output_text.done", "content_part.done",
+        "output_item.done", "completed",
+    ]  # fmt: skip
+    items = [event["item"] for name, event in events if name == "response.output_item.done"]
+    final = events[-1][1]["response"]
+    assert items == final["output"]
+    assert final["usage"] == whole["usage"]
+    deltas = [e["delta"] for name, e in events if name == "response.mcp_call_arguments.delta"]
+    assert "".join(deltas) == "".join(item.get("arguments", "") for item in items)
+    failed = items[3]
+    assert (failed["status"], failed["output"]) == ("failed", None)
+    assert failed["error"] == {
+        "type": "mcp_tool_execution_error",
+        "content": [{"type": "text", "text": "no such city"}],
+    }
+    for mine, other in zip(items, whole["output"], strict=True):
+        assert {**mine, "id": ""} == {**other, "id": ""}
+
+
+async def test_a_conversation_goes_on_after_calls(served: Served) -> None:
+    Script(served, call("well__echo", a=1), "Done.")
+    first = await answered(served)
+    script = Script(served, "Again.")
+    second = await answered(served, input="and?", previous_response_id=first["id"])
+    assert kinds(second) == ["message"], "the tools were listed before"
+    assert [message["role"] for message in script.asked[0]] == [
+        "user", "assistant", "tool", "assistant", "user",
+    ]  # fmt: skip
+    assert script.asked[0][1]["tool_calls"][0]["function"]["name"] == "well__echo"
+    by_hand = Script(served, "Again.")
+    hi, more = {"role": "user", "content": "hi"}, {"role": "user", "content": "and?"}
+    await answered(served, input=[hi, *first["output"], more])
+    assert by_hand.asked[0] == script.asked[0]
+
+
+async def test_rounds_calls_and_tokens_are_bounded(served: Served) -> None:
+    echo = call("well__echo")
+    script = Script(served, echo, echo, "Enough.")
+    made = await answered(served, tool_choice="required")
+    assert kinds(made) == ["mcp_list_tools", "mcp_call", "mcp_call", "message"]
+    assert [each.tool_choice for each in script.options] == ["required", "auto", "auto"]
+    assert [bool(each.tools) for each in script.options] == [True, True, False]
+    Script(served, echo + "\n" + echo, "Enough.")
+    made = await answered(served, max_tool_calls=1)
+    assert [item["status"] for item in made["output"][1:3]] == ["completed", "failed"]
+    assert "not run" in made["output"][2]["error"]["message"]
+    script = Script(served, echo, "Done.")
+    used = (await answered(served, max_output_tokens=50))["usage"]["output_tokens"]
+    assert script.params[1].max_tokens == 50 - (used - 3)
+    Script(served, echo)
+    cut = await answered(served, max_output_tokens=10)
+    assert (cut["status"], cut["output"][1]["status"]) == ("incomplete", "completed")
+
+
+async def test_the_clients_own_functions_are_the_clients(served: Served) -> None:
+    own = {"type": "function", "name": "echo", "parameters": {"type": "object"}}
+    Script(served, call("well__echo", a=1) + "\n" + call("echo", b=2))
+    made = await answered(served, tools=[WELL, own])
+    assert kinds(made) == ["mcp_list_tools", "mcp_call", "function_call"]
+    assert made["output"][1]["status"] == "completed"
+    chosen = {"type": "mcp", "server_label": "well", "name": "echo"}
+    script = Script(served, "Fine.")
+    await answered(served, tools=[WELL, own], tool_choice=chosen)
+    assert script.options[0].tool_choice == "well__echo"
+    twice = {**own, "name": "well__echo"}
+    assert (await ask(served, tools=[WELL, twice])).status_code == 400
+
+
+async def test_a_server_that_is_down_is_told_of(served: Served) -> None:
+    script = Script(served, "Sorry.")
+    made = await answered(served, tools=[{**WELL, "server_label": "down", "allowed_tools": None}])
+    assert made["output"][0]["error"] == "it ended with code 1"
+    assert made["output"][0]["tools"] == []
+    assert script.options[0].tools is None
+
+
+async def test_who_leaves_ends_the_calls(served: Served, tool_servers: ToolServers) -> None:
+    Script(served, call("hangs__hang"))
+    begun = asyncio.Event()
+
+    async def leave() -> None:
+        tools = [{**WELL, "server_label": "hangs"}]
+        body = {"input": "hi", "tools": tools, "stream": True}
+        async with served.client.stream("POST", "/v1/responses", json=body) as response:
+            async for line in response.aiter_lines():
+                if "mcp_call_arguments.done" in line:
+                    begun.set()
+                    return
+
+    await leave()
+    assert begun.is_set()
+    await served.in_flight_become(0)
+
+
+async def test_one_in_the_background_is_cancelled_in_a_call(served: Served) -> None:
+    Script(served, call("stands__hang"))
+    tools = [{**WELL, "server_label": "stands"}]
+    made = (await ask(served, background=True, tools=tools)).json()
+    path = f"/v1/responses/{made['id']}"
+    async with asyncio.timeout(20):
+        while (await served.client.get(path)).json()["status"] != "in_progress":
+            await asyncio.sleep(0.01)
+    cancelled = (await served.client.post(path + "/cancel")).json()
+    assert (cancelled["status"], cancelled["error"]) == ("cancelled", None)
+    assert [item.get("status") for item in cancelled["output"][1:]] in ([], ["incomplete"])
+    await served.in_flight_become(0)
+
+
+async def test_a_round_that_the_engine_refuses_fails_the_response(served: Served) -> None:
+    Script(served, call("well__echo"), ContextLengthError("too long"))
+    events = named_events((await ask(served, stream=True)).text)
+    name, last = events[-1]
+    assert name == "response.failed"
+    assert last["response"]["error"]["message"] == "too long"
+    assert last["response"]["output"][1]["status"] == "completed"
+    Script(served, call("well__echo"), ContextLengthError("too long"))
+    assert (await ask(served)).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("tool", "param", "message"),
+    [
+        ({"server_url": "http://127.0.0.1:1/"}, "tools[0].server_url", "the operator names"),
+        ({"command": "sh"}, "tools[0].command", "the operator names"),
+        ({"headers": {}}, "tools[0].headers", "the operator names"),
+        ({"connector_id": "connector_gmail"}, "tools[0].connector_id", "the operator names"),
+        ({"nonsense": 1}, "tools[0].nonsense", "unknown field"),
+        ({"server_label": "other"}, "tools[0].server_label", "'well', 'down'"),
+        ({"require_approval": "always"}, "tools[0].require_approval", 'must be "never"'),
+        ({"require_approval": None}, "tools[0].require_approval", 'must be "never"'),
+        ({"allowed_tools": ["nope"]}, "tools[0].allowed_tools", "'nope'"),
+        ({"allowed_tools": {"tool_names": ["die", "nope"]}}, "tools[0].allowed_tools", "'nope'"),
+    ],
+)
+async def test_what_only_operators_say(
+    served: Served, tool: dict[str, Any], param: str, message: str
+) -> None:
+    response = await ask(served, tools=[{**WELL, **tool}])
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert message in error["message"]
+
+
+async def test_nothing_of_this_without_the_operator(make_server: MakeServer) -> None:
+    async with make_server() as served:
+        response = await ask(served)
+        assert response.status_code == 400
+        assert "--mcp-config" in response.json()["error"]["message"]
+    include = {"include": ["message.output_text.logprobs"]}
+    async with make_server() as served:
+        assert (await ask(served, **include)).status_code == 400
+
+
+def test_the_flag_names_a_file_that_is_read_first(tmp_path: Path) -> None:
+    from click.testing import CliRunner
+    from vllmx.cli.serve import serve
+    from vllmx_core.errors import ConfigError
+
+    arguments = ["--mcp-config", str(tmp_path / "none.json"), "--port", "0"]
+    result = CliRunner().invoke(serve, arguments, standalone_mode=False)
+    assert isinstance(result.exception, ConfigError)
+    assert "--mcp-config" in result.exception.message
