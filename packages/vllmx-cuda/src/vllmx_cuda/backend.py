@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from vllmx_core.backend import LoadedInfo, LoadOptions
 from vllmx_core.backend_kit.dtypes import choose_dtype
@@ -17,9 +17,11 @@ from vllmx_core.weights import WeightSource
 from vllmx_cuda.device.arch import capability
 from vllmx_cuda.device.device import Device
 from vllmx_cuda.device.dtypes import ITEM_BYTES, automatic
+from vllmx_cuda.device.ranks import DeviceRanks
 from vllmx_cuda.loaded import CudaLoadedModel
 from vllmx_cuda.loading.tuning import Tunable, tune
-from vllmx_cuda.loading.weights import load_weights
+from vllmx_cuda.loading.weights import Weight, load_weights
+from vllmx_cuda.matrices.form import ProductScratch
 from vllmx_cuda.program.graphs import Graphs
 from vllmx_cuda.program.kv_cache import CODES, allocate, kind_of
 from vllmx_cuda.program.lower import OPS, Lowering
@@ -136,9 +138,53 @@ def _load(
     )
     device.trim_pinned()
     weights_s = time.perf_counter() - begin
-    lowering = Lowering(
+    lowering = _lowering(model, device, sizes, weights, products, wgmma=wgmma, ranks=ranks)
+    tower = None if sizes.tower is None else Tower(lowering, sizes.tower)
+    last_ids = device.zeros(4 * sizes.max_rows["L"])
+    result, most = lowering.place(sizes.steps.logits), sizes.max_rows["L"]
+    ending: DeviceSampler | DeviceVectors
+    if sizes.steps.samples:
+        ending = DeviceSampler(device, model.shape.vocab_size, most, last_ids)
+    else:
+        ending = DeviceVectors(device, result, most, sizes.steps.logits.width, dtype)
+    staging = Staging(
         device,
-        dtype,
+        sizes.work,
+        sizes.staging_bytes,
+        sizes.max_rows["T"],
+        sizes.max_blocks,
+        len(sizes.kv.layout.groups),
+    )
+    begin_step = lowering.variant("begin_step", VX_VEC=1)
+    graphs = Graphs(device, enabled=not options.enforce_eager)
+    launches = lowering.lower(sizes.steps)
+    program = Program(
+        device, sizes, launches, begin_step, result, last_ids, staging, ending, graphs, ranks
+    )
+    towers = [] if tower is None else tower.variants
+    device.prepare([*lowering.variants, *ending.variants, *towers], progress=options.progress)
+    info = _info(sizes, device, weights_s)
+    logger.info("loaded on %s (%s)", info.device, device.info.arch)
+    tunables = lowering.take_tunables(sizes.max_rows)
+    if tower is not None:
+        tunables += tower.take_tunables()
+    return CudaLoadedModel(info, program, tower), tunables
+
+
+def _lowering(
+    model: Model,
+    device: Device,
+    sizes: LoadSizes,
+    weights: Mapping[str, Weight],
+    products: ProductScratch,
+    *,
+    wgmma: bool,
+    ranks: DeviceRanks | None,
+) -> Lowering:
+    """Allocates the caches and buffers that ops are lowered against."""
+    return Lowering(
+        device,
+        sizes.dtype,
         weights,
         allocate(sizes.kv, device),
         allocate_states(model.shape.states, sizes.kv.states, device),
@@ -154,41 +200,6 @@ def _load(
         features=[device.zeros(4 * rows * width) for rows, width in sizes.features],
         ranks=ranks,
     )
-    tower = None if sizes.tower is None else Tower(lowering, sizes.tower)
-    last_ids = device.zeros(4 * sizes.max_rows["L"])
-    result, most = lowering.place(sizes.steps.logits), sizes.max_rows["L"]
-    ending: DeviceSampler | DeviceVectors
-    if sizes.steps.samples:
-        ending = DeviceSampler(device, model.shape.vocab_size, most, last_ids)
-    else:
-        ending = DeviceVectors(device, result, most, sizes.steps.logits.width, dtype)
-    program = Program(
-        device,
-        sizes,
-        lowering.lower(sizes.steps),
-        lowering.variant("begin_step", VX_VEC=1),
-        result,
-        last_ids,
-        Staging(
-            device,
-            sizes.work,
-            sizes.staging_bytes,
-            sizes.max_rows["T"],
-            sizes.max_blocks,
-            len(sizes.kv.layout.groups),
-        ),
-        ending,
-        Graphs(device, enabled=not options.enforce_eager),
-        ranks,
-    )
-    towers = [] if tower is None else tower.variants
-    device.prepare([*lowering.variants, *ending.variants, *towers], progress=options.progress)
-    info = _info(sizes, device, weights_s)
-    logger.info("loaded on %s (%s)", info.device, device.info.arch)
-    tunables = lowering.take_tunables(sizes.max_rows)
-    if tower is not None:
-        tunables += tower.take_tunables()
-    return CudaLoadedModel(info, program, tower), tunables
 
 
 def _info(sizes: LoadSizes, device: Device, weights_s: float) -> LoadedInfo:

@@ -21,7 +21,7 @@ from vllmx_core.weights import WeightSource, WeightSpec
 from vllmx_metal import step
 from vllmx_metal.device import Device, current_device, keep_resident
 from vllmx_metal.dtypes import DTYPES
-from vllmx_metal.kernel_choice import choose_kernels
+from vllmx_metal.kernel_choice import OwnKernels, choose_kernels
 from vllmx_metal.kv_cache import MOST_SEQS, allocate, plan_kv
 from vllmx_metal.loaded import MetalLoadedModel
 from vllmx_metal.ops import OPS
@@ -95,12 +95,7 @@ class MetalBackend:
             max_logit_rows=most["L"],
             weight_bytes=held_bytes(weights),
             kv_cache_bytes=kv.num_bytes,
-            details={
-                "mlx": version("mlx"),
-                "decode attention": "own kernel" if kernels.decode else "MLX",
-                "prefill attention": "own kernel" if kernels.prefill else "MLX",
-                "recurrence": "own kernel" if kernels.recurrence else "MLX",
-            },
+            details=_details(kernels),
             cache_windows=kv.layout.windows,
             num_state_slots=kv.states.num_slots,
             state_slot_bytes=kv.states.slot_bytes,
@@ -125,6 +120,20 @@ class MetalBackend:
             features,
             options.communicator,
         )
+
+
+def _details(kernels: OwnKernels) -> dict[str, str]:
+    """The libraries and kernels that a model runs with, for people."""
+
+    def by(own: object) -> str:
+        return "own kernel" if own else "MLX"
+
+    return {
+        "mlx": version("mlx"),
+        "decode attention": by(kernels.decode),
+        "prefill attention": by(kernels.prefill),
+        "recurrence": by(kernels.recurrence),
+    }
 
 
 def _check_weights(size: int, dtype: str, device: Device) -> None:

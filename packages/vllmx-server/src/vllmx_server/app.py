@@ -47,7 +47,7 @@ from vllmx_server.routes import (
 from vllmx_server.sharing import Sharing
 from vllmx_server.state import ServerState, cache_labels, pooler_of
 from vllmx_server.store.storage import Storage
-from vllmx_server.tracing import open_tracer
+from vllmx_server.tracing import Tracer, open_tracer
 
 if TYPE_CHECKING:
     from vllmx_server.batches.line import Endpoint
@@ -178,6 +178,51 @@ def build_app(
     ring = KeyRing(known_keys(config), config.api_keys_file)
     metrics = Metrics(llm.config.name, lambda: llm.stats, cache_labels(llm))
     tracer = open_tracer(config.otlp_traces_endpoint)
+    routes = (
+        *(() if config.admin_uds else OPERATORS_ROUTES),
+        *_ROUTES,
+        *(WEB_ROUTES if config.web else ()),
+    )
+    app = App(
+        routes=[
+            Route(
+                path,
+                entitled(method, path, _wrapped(endpoint, peers, several)),
+                methods=[method],
+            )
+            for method, path, endpoint in routes
+        ],
+        middleware=_middleware(config, ring, metrics, tracer),
+        exception_handlers={
+            VllmxError: errors.on_vllmx_error,
+            HTTPException: errors.on_http_error,
+        },
+    )
+    app.router.redirect_slashes = False  # it redirects to whatever host the client named
+    sharing = Sharing() if peers is None else peers.sharing
+    bodies = BodyBudget(config.max_body_bytes, sharing)
+    storage = storage or Storage(config)
+    is_shared = peers is not None or storage.folder.outlives
+    usage = UsageBook(storage.database if is_shared else None)
+    state = ServerState(
+        llm, config, metrics, bodies, storage, sharing=sharing, peers=peers, keys=ring, usage=usage
+    )
+    state.tracer = tracer
+    state.pooler = pooler_of(llm)
+    state.batches = _batch_runner(app, state)
+    state.background = Background(state.storage, state.batches)
+    app.state.server = state
+    if config.api_keys_file is not None:
+        state.desk = KeyDesk(ring)
+    if peers is not None:
+        peers.join(app, state)
+    return app
+
+
+def _middleware(
+    config: ServerConfig, ring: KeyRing, metrics: Metrics, tracer: Tracer | None
+) -> list[Middleware]:
+    """The outermost first: browsers' origins, the log, hosts, keys."""
     middleware = []
     if config.allowed_origins:
         middleware.append(
@@ -210,45 +255,7 @@ def build_app(
             is_open=lambda path: any(is_open(path) for is_open in opened),
         )
     )
-    routes = (
-        *(() if config.admin_uds else OPERATORS_ROUTES),
-        *_ROUTES,
-        *(WEB_ROUTES if config.web else ()),
-    )
-    app = App(
-        routes=[
-            Route(
-                path,
-                entitled(method, path, _wrapped(endpoint, peers, several)),
-                methods=[method],
-            )
-            for method, path, endpoint in routes
-        ],
-        middleware=middleware,
-        exception_handlers={
-            VllmxError: errors.on_vllmx_error,
-            HTTPException: errors.on_http_error,
-        },
-    )
-    app.router.redirect_slashes = False  # it redirects to whatever host the client named
-    sharing = Sharing() if peers is None else peers.sharing
-    bodies = BodyBudget(config.max_body_bytes, sharing)
-    storage = storage or Storage(config)
-    is_shared = peers is not None or storage.folder.outlives
-    usage = UsageBook(storage.database if is_shared else None)
-    state = ServerState(
-        llm, config, metrics, bodies, storage, sharing=sharing, peers=peers, keys=ring, usage=usage
-    )
-    state.tracer = tracer
-    state.pooler = pooler_of(llm)
-    state.batches = _batch_runner(app, state)
-    state.background = Background(state.storage, state.batches)
-    app.state.server = state
-    if config.api_keys_file is not None:
-        state.desk = KeyDesk(ring)
-    if peers is not None:
-        peers.join(app, state)
-    return app
+    return middleware
 
 
 def _wrapped(endpoint: Endpoint, peers: Peers | None, several: bool) -> Endpoint:

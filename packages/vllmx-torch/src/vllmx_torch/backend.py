@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from vllmx_core.backend import (
@@ -16,10 +16,12 @@ from vllmx_core.backend_kit.dtypes import choose_dtype
 from vllmx_core.backend_kit.features import feature_bytes, feature_rows, feature_shapes
 from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
 from vllmx_core.errors import ConfigError
+from vllmx_core.kv_capacity import CachePlan
 from vllmx_core.kv_quant import kv_dtype
 from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model, ModelShape
 from vllmx_core.ops.op import Op
+from vllmx_core.ops.values import Rows
 from vllmx_core.processors import available_processors
 from vllmx_core.recording import prepare
 from vllmx_core.weights import WeightSource, WeightSpec
@@ -107,26 +109,8 @@ class TorchBackend:
         weights |= loader.load(specs, constants, progress=options.progress)
         if foreign is not None:
             weights[FOREIGN_MODULE] = RunningModule.load(foreign, source, DTYPES[dtype], device)
-        info = LoadedInfo(
-            backend=self.name,
-            device=describe(device),
-            dtype=dtype,
-            kv_cache_dtype=cached,
-            block_size=kv.block_size,
-            num_kv_blocks=kv.num_blocks,
-            max_num_seqs=kv.states.num_seqs,
-            max_num_batched_tokens=most["T"],
-            max_logit_rows=most["L"],
-            weight_bytes=weights_size,
-            kv_cache_bytes=kv.num_bytes,
-            details={"torch": torch.__version__}
-            | ({} if foreign is None else {"model": f"{foreign.architecture} of transformers"}),
-            step_timeout_s=HOST_STEP_TIMEOUT_S if device.type == "cpu" else DEVICE_STEP_TIMEOUT_S,
-            cache_windows=kv.layout.windows,
-            num_state_slots=kv.states.num_slots,
-            state_slot_bytes=kv.states.slot_bytes,
-            num_feature_rows=feature_rows(model.shape, options),
-            encodes_in_parts=True,
+        info = _info(
+            model, options, device, dtype, cached, most=most, weights_size=weights_size, kv=kv
         )
         logger.info("loaded on %s with torch %s", info.device, torch.__version__)
         sampling_device = device if has_float64(device) else torch.device("cpu")
@@ -146,6 +130,42 @@ class TorchBackend:
             features,
             ranks_of(options.communicator, device, recording.steps.ops),
         )
+
+
+def _info(
+    model: Model,
+    options: LoadOptions,
+    device: torch.device,
+    dtype: str,
+    cached: str,
+    *,
+    most: Mapping[Rows, int],
+    weights_size: int,
+    kv: CachePlan,
+) -> LoadedInfo:
+    details = {"torch": str(torch.__version__)}
+    if isinstance(model, TransformersModel):
+        details["model"] = f"{model.architecture} of transformers"
+    return LoadedInfo(
+        backend="torch",
+        device=describe(device),
+        dtype=dtype,
+        kv_cache_dtype=cached,
+        block_size=kv.block_size,
+        num_kv_blocks=kv.num_blocks,
+        max_num_seqs=kv.states.num_seqs,
+        max_num_batched_tokens=most["T"],
+        max_logit_rows=most["L"],
+        weight_bytes=weights_size,
+        kv_cache_bytes=kv.num_bytes,
+        details=details,
+        step_timeout_s=HOST_STEP_TIMEOUT_S if device.type == "cpu" else DEVICE_STEP_TIMEOUT_S,
+        cache_windows=kv.layout.windows,
+        num_state_slots=kv.states.num_slots,
+        state_slot_bytes=kv.states.slot_bytes,
+        num_feature_rows=feature_rows(model.shape, options),
+        encodes_in_parts=True,
+    )
 
 
 def _num_threads(options: LoadOptions) -> int:

@@ -33,65 +33,72 @@ def blocks_an_item(spec: LatentSpec) -> int:
 
 def latent_attention(op: LatentAttention, to: Lowering) -> Enqueue:
     spec, heads = op.spec, op.spec.num_heads
-    q, latent, y = map(to.place, (op.q, op.latent, op.out))
-    pages, scratch = to.pages[spec.layer], to.scratch
-    vectors = to.vector(op.norm), to.vector(op.rope)
+    q, y = to.place(op.q), to.place(op.out)
+    scratch = to.scratch
     row, head = spec.row_size, spec.nope_size + spec.rotary_dim
     absorb = _by_head(op.k_b, to, q, (heads * head, head), scratch.queries, (heads * row, row))
     found, widths = scratch.found, (heads * spec.rank, spec.rank)
     bring_out = _by_head(op.v_b, to, found, widths, y, (heads * spec.value_size, spec.value_size))
-    store, decode, combine = map(to.variant, ("latent_store", "latent_decode", "latent_combine"))
-    sizes_of_head = (spec.rank, spec.nope_size, spec.rotary_dim)
+    store, decode = _store(op, to), _decode(op, to)
+    combine = to.variant("latent_combine")
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
-        items, first_item = step.items[VISIBILITY], step.first_item[VISIBILITY]
-        shape = {"tokens": sizes.tokens, "heads": heads}
         absorb(sizes.tokens)
-        to.device.launch(
-            store,
-            shape,
-            (
-                latent,
-                q,
-                step.positions,
-                step.slots[pages.group],
-                *vectors,
-                scratch.queries,
-                pages.k,
-                heads,
-                *sizes_of_head,
-                int(spec.interleaved),
-                spec.norm_eps,
-            ),
-        )
-        to.device.launch(
-            decode,
-            {
-                "items": sizes.items,
-                "heads": heads,
-                "rank": spec.rank,
-                "rotary": spec.rotary_dim,
-            },
-            (
-                scratch.queries,
-                pages.k,
-                items,
-                first_item,
-                step.block_tables[pages.group],
-                found,
-                scratch.partial,
-                scratch.weights,
-                heads,
-                spec.rank,
-                spec.rotary_dim,
-                step.table_stride,
-                to.page_shift,
-                spec.scale,
-            ),
-        )
-        joined = (scratch.partial, scratch.weights, first_item, found, heads, spec.rank)
-        to.device.launch(combine, shape, joined)
+        store(sizes, step)
+        decode(sizes, step)
+        joined = (scratch.partial, scratch.weights, step.first_item[VISIBILITY], found)
+        shape = {"tokens": sizes.tokens, "heads": heads}
+        to.device.launch(combine, shape, (*joined, heads, spec.rank))
         bring_out(sizes.tokens)
+
+    return enqueue
+
+
+def _store(op: LatentAttention, to: Lowering) -> Enqueue:
+    """Norms and turns each token's latent into its page, and turns the queries."""
+    spec, kernel = op.spec, to.variant("latent_store")
+    pages, sizes_of_head = to.pages[spec.layer], (spec.rank, spec.nope_size, spec.rotary_dim)
+    q, latent, queries = to.place(op.q), to.place(op.latent), to.scratch.queries
+    vectors = to.vector(op.norm), to.vector(op.rope)
+    options = (spec.num_heads, *sizes_of_head, int(spec.interleaved), spec.norm_eps)
+
+    def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+        places = (step.positions, step.slots[pages.group])
+        arguments = (latent, q, *places, *vectors, queries, pages.k, *options)
+        shape = {"tokens": sizes.tokens, "heads": spec.num_heads}
+        to.device.launch(kernel, shape, arguments)
+
+    return enqueue
+
+
+def _decode(op: LatentAttention, to: Lowering) -> Enqueue:
+    """Attends to the latents of the pages, in parts where there are several items a token."""
+    spec, scratch, kernel = op.spec, to.scratch, to.variant("latent_decode")
+    pages, heads = to.pages[spec.layer], spec.num_heads
+
+    def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+        items = (step.items[VISIBILITY], step.first_item[VISIBILITY])
+        results = (scratch.found, scratch.partial, scratch.weights)
+        shape = {
+            "items": sizes.items,
+            "heads": heads,
+            "rank": spec.rank,
+            "rotary": spec.rotary_dim,
+        }
+        arguments = (
+            scratch.queries,
+            pages.k,
+            *items,
+            step.block_tables[pages.group],
+            *results,
+            heads,
+            spec.rank,
+            spec.rotary_dim,
+            step.table_stride,
+            to.page_shift,
+            spec.scale,
+        )
+        to.device.launch(kernel, shape, arguments)
 
     return enqueue
 

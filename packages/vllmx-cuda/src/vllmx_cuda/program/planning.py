@@ -90,13 +90,7 @@ def load_sizes(
     stacks = expert_stacks(steps.ops)
     mixed = {op.w.name for op in recording.all_ops if isinstance(op, Mix)}
     weights = plan_weights(specs, table_values, source, target, tokens, stacks, mixed)
-    check_weights_fit(
-        weights.num_bytes,
-        free,
-        dtype,
-        where=f" on {device.info.name} of {format_bytes(device.info.memory_bytes)}",
-        remedy="choose a smaller model, a 16-bit --dtype, or end what else runs on the GPU",
-    )
+    _check_weights(weights.num_bytes, free, dtype, device)
     buckets = bucket_sizes(options.num_seqs) if steps.samples else ()
     kv_kind = CODES.get(kv_dtype, KV_ELEM)
     work = work_kinds(steps.ops, dtype, kv_kind, device.info.arch, wgmma=wgmma)
@@ -116,17 +110,7 @@ def load_sizes(
     if tower is not None:
         used += tower.num_bytes + feature_bytes(model.shape, options)
     kv = plan_kv(model.shape, options, kv_dtype, free, used)
-    logger.info(
-        "memory of %s: %s of %s are free; --memory-fraction %.2f of it is for weights (%s), buffers"
-        " (%s) and KV cache (%s)",
-        device.info.name,
-        format_bytes(free),
-        format_bytes(device.info.memory_bytes),
-        options.memory_fraction,
-        format_bytes(weights.num_bytes),
-        format_bytes(used - weights.num_bytes),
-        format_bytes(kv.num_bytes),
-    )
+    _log_memory(device, free, options.memory_fraction, weights.num_bytes, used, kv.num_bytes)
     return LoadSizes(
         steps,
         specs,
@@ -142,4 +126,30 @@ def load_sizes(
         kv,
         tower,
         tuple(feature_shapes(model.shape, options)),
+    )
+
+
+def _log_memory(
+    device: Device, free: int, share: float, weights: int, used: int, cache: int
+) -> None:
+    logger.info(
+        "memory of %s: %s of %s are free; --memory-fraction %.2f of it is for weights (%s), buffers"
+        " (%s) and KV cache (%s)",
+        device.info.name,
+        format_bytes(free),
+        format_bytes(device.info.memory_bytes),
+        share,
+        format_bytes(weights),
+        format_bytes(used - weights),
+        format_bytes(cache),
+    )
+
+
+def _check_weights(size: int, free: int, dtype: str, device: Device) -> None:
+    check_weights_fit(
+        size,
+        free,
+        dtype,
+        where=f" on {device.info.name} of {format_bytes(device.info.memory_bytes)}",
+        remedy="choose a smaller model, a 16-bit --dtype, or end what else runs on the GPU",
     )

@@ -13,6 +13,8 @@ from vllmx_core.memory import GIB
 from vllmx_core.progress import show_progress
 
 if TYPE_CHECKING:
+    from vllmx_core.model import ModelShape
+
     from vllmx.sizing.facts import Facts
     from vllmx.sizing.forecast import Forecast, Rates, Wish
 
@@ -78,17 +80,8 @@ def plan(
         model = str(resolve_path(registry, EngineConfig().model))
     with opened_header(registry, model, revision) as header:
         facts = facts_of(header, registry)
-    if facts.shape.output != "tokens":
-        raise ConfigError(
-            f"{model} gives {facts.shape.output}, plans are made for models that generate text",
-            param="model",
-        )
     longest = facts.shape.max_model_len
-    if context is not None and context > longest:
-        raise ConfigError(
-            f"--context {context} is more than the {longest} tokens that the model was made for",
-            param="context",
-        )
+    _check(model, facts.shape, context)
     wish = Wish(context or min(longest, DEFAULT_CONTEXT), rows, memory_fraction)
     title, memory, rates = _machine(on, backend, facts)
     found = [forecast(facts.shape, form, rates, memory, wish) for form in facts.forms]
@@ -114,6 +107,21 @@ def plan(
     else:
         _print(about, found, wish)
         click.echo(_advice(model, found, chosen, wish))
+
+
+def _check(model: str, shape: ModelShape, context: int | None) -> None:
+    """Raises ConfigError for what no plan can be made for."""
+    if shape.output != "tokens":
+        raise ConfigError(
+            f"{model} gives {shape.output}, plans are made for models that generate text",
+            param="model",
+        )
+    if context is not None and context > shape.max_model_len:
+        raise ConfigError(
+            f"--context {context} is more than the {shape.max_model_len} tokens that the model was"
+            " made for",
+            param="context",
+        )
 
 
 def _machine(on: str, backend_name: str, facts: Facts) -> tuple[str, float, Rates]:
