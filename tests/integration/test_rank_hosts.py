@@ -93,6 +93,20 @@ def test_two_hosts_answer_as_one_and_a_second_group_after_the_first(key_file: Pa
         assert process.poll() is None
 
 
+def test_stages_on_three_hosts_answer_as_one_process(key_file: Path) -> None:
+    """What the second sends to the third goes through the first one's host."""
+    with LLM("demo", **LIMITS) as llm:  # type: ignore[arg-type]
+        expected = answers(llm)
+    with rank_host(key_file) as (one, _), rank_host(key_file) as (other, process):
+        more = LIMITS | {"pipeline_parallel_size": 3, "rank_hosts": f"{one},{other}"}
+        with LLM("demo", **more, rank_key_file=str(key_file)) as llm:  # type: ignore[arg-type]
+            assert answers(llm) == expected
+            (rank,) = psutil.Process(process.pid).children()
+            rank.kill()
+            with pytest.raises(RankLostError, match=r"rank 2 was killed by SIGKILL \(on host 127"):
+                until_lost(llm)
+
+
 def test_a_host_with_another_model_or_key(key_file: Path, tmp_path: Path) -> None:
     """The config differs, so no weight needs to be loaded."""
     other = shutil.copytree(MODEL_FOLDER, tmp_path / "model")

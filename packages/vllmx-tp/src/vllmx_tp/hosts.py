@@ -29,6 +29,7 @@ from vllmx_tp.messages import (
     RankReady,
 )
 from vllmx_tp.region import Region
+from vllmx_tp.stage_link import link_of
 
 logger = logging.getLogger("vllmx.tp")
 
@@ -131,7 +132,8 @@ class RemoteHost:
             self._socket.sendall(encode_frame(begin))
             data = connect(address, key, patience_s, check)
             mine = [rank for rank in range(region.num_ranks) if rank not in ranks]
-            self._link = Link(region, data, mine, ranks, self._link_broke)
+            kind = link_of(found.config)
+            self._link = kind(region, data, mine, ranks, self._link_broke)
         except BaseException:
             self.close()
             raise

@@ -47,14 +47,16 @@ class Link:
     ) -> None:
         self._region, self._socket, self._on_end = region, connection, on_end
         self._mine, self._theirs = mine, theirs
-        self._header = struct.Struct(f"<{1 + len(theirs)}I")
-        self._out = struct.Struct(f"<{1 + len(mine)}I")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for rank in mine:
             region.bridged(rank)[0] = 1  # the rank wakes this link from now on
-        for work in (self._send, self._receive):
-            name = f"vllmx-link-{work.__name__.strip('_')}"
+        for work in self._works():
+            name = "vllmx-link"
             threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True).start()
+
+    def _works(self) -> list[Callable[[], None]]:
+        """What each of its threads does."""
+        return [self._send, self._receive]
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
@@ -65,6 +67,7 @@ class Link:
 
     def _send(self) -> None:
         count, region = 0, self._region
+        header = struct.Struct(f"<{1 + len(self._mine)}I")
         arrived = [region.word(rank, Word.ARRIVED) for rank in self._mine]
         while True:
             count = (count + 1) & 0xFFFFFFFF
@@ -72,7 +75,7 @@ class Link:
             for word in arrived:
                 self._wait(word, count)
             sizes = [int(region.part_bytes(rank, turn)[0]) for rank in self._mine]
-            message = bytearray(self._out.pack(count, *sizes))
+            message = bytearray(header.pack(count, *sizes))
             for rank, size in zip(self._mine, sizes, strict=True):
                 message += region.buffer(rank, turn)[:size].data
             self._socket.sendall(message)
@@ -88,10 +91,11 @@ class Link:
 
     def _receive(self) -> None:
         region = self._region
-        head = bytearray(self._header.size)
+        header = struct.Struct(f"<{1 + len(self._theirs)}I")
+        head = bytearray(header.size)
         while True:
             self._fill(memoryview(head))
-            count, *sizes = self._header.unpack(head)
+            count, *sizes = header.unpack(head)
             turn = count & 1
             for rank, size in zip(self._theirs, sizes, strict=True):
                 if size > BUFFER_BYTES:

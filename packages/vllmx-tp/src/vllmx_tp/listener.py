@@ -31,6 +31,7 @@ from vllmx_tp.link import Link
 from vllmx_tp.loading import divide_cores
 from vllmx_tp.messages import NOTICE, Begin, Call, FromHost, HostBeat, HostEnd, HostLoaded
 from vllmx_tp.region import Region
+from vllmx_tp.stage_link import link_of
 
 logger = logging.getLogger("vllmx.tp")
 
@@ -161,7 +162,7 @@ class HostedGroup:
             self._listener.settimeout(None)
         mine = range(begin.first, begin.first + begin.count)
         theirs = [rank for rank in range(begin.num_ranks) if rank not in mine]
-        return Link(region, data, mine, theirs, self._hang_up)
+        return link_of(begin.config)(region, data, mine, theirs, self._hang_up)
 
     def _group(self, region: Region, begin: Begin) -> Group:
         if begin.fingerprint != self._mark:

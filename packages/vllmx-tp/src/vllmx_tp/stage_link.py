@@ -1,0 +1,85 @@
+"""Pieces that stages of a model send, on their way to another host and back.
+
+Each host has the whole region, as it is for ranks that add (`vllmx_tp.link`). A link sends what a
+rank of this side puts down for one of the other side, and of a rank of this side how many pieces
+it has taken from one of the other side. Rank 0's host has a link to each of the others and passes
+on what these send each other: what comes in by one link is put down there as if its rank were here.
+A rank puts piece n down when piece n - 2 was taken where it is read, so two buffers are enough on
+the way as well.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from vllmx_core.config import EngineConfig
+
+from vllmx_tp import futex
+from vllmx_tp.link import Link, LinkEndedError
+from vllmx_tp.region import BUFFER_BYTES, Word
+
+_HEAD = struct.Struct("<4I")
+"""Which word it is, the rank, its count, and the bytes of the piece behind it."""
+
+
+class StageLink(Link):
+    """A connection for pieces; its arguments are those of `Link`."""
+
+    def _works(self) -> list[Callable[[], None]]:
+        self._turn = threading.Lock()
+        ranks = self._region.num_ranks
+        sent = [rank for rank in self._mine if (rank + 1) % ranks in self._theirs]
+        taken = [rank for rank in self._mine if (rank - 1) % ranks in self._theirs]
+        return [
+            *(partial(self._send_pieces, rank) for rank in sent),
+            *(partial(self._send_taken, rank) for rank in taken),
+            self._receive,
+        ]
+
+    def _send_pieces(self, rank: int) -> None:
+        """Sends each piece of a rank once."""
+        region, count = self._region, 0
+        arrived = region.word(rank, Word.ARRIVED)
+        while True:
+            count = (count + 1) & 0xFFFFFFFF
+            self._wait(arrived, count)
+            size = int(region.part_bytes(rank, count & 1)[0])
+            message = bytearray(_HEAD.pack(Word.ARRIVED, rank, count, size))
+            message += region.buffer(rank, count & 1)[:size].data
+            self._tell(message)
+
+    def _send_taken(self, rank: int) -> None:
+        """Sends the newest count alone."""
+        word, count = self._region.word(rank, Word.PIECES), 0
+        while True:
+            self._wait(word, (count + 1) & 0xFFFFFFFF)
+            count = int(word[0])
+            self._tell(_HEAD.pack(Word.PIECES, rank, count, 0))
+
+    def _tell(self, message: bytes | bytearray) -> None:
+        with self._turn:
+            self._socket.sendall(message)
+
+    def _receive(self) -> None:
+        region = self._region
+        head = bytearray(_HEAD.size)
+        while True:
+            self._fill(memoryview(head))
+            kind, rank, count, size = _HEAD.unpack(head)
+            is_known = kind in (Word.ARRIVED, Word.PIECES) and rank in self._theirs
+            if not is_known or size > BUFFER_BYTES:
+                raise LinkEndedError
+            if kind == Word.ARRIVED:
+                self._fill(region.buffer(rank, count & 1)[:size].data)
+                region.part_bytes(rank, count & 1)[0] = size  # for those to whom it is passed on
+            word = region.word(rank, Word(kind))
+            word[0] = count
+            futex.wake(word)
+
+
+def link_of(config: EngineConfig) -> type[Link]:
+    """The kind of link that ranks of a configuration need."""
+    return StageLink if config.pipeline_parallel_size > 1 else Link
