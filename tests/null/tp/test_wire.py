@@ -1,0 +1,125 @@
+"""The way between stages: arrays and messages through two buffers, and through links."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from vllmx_core.errors import RankLostError
+from vllmx_core.plan import LogprobRows, StepResult
+from vllmx_tp.region import BUFFER_BYTES, Region
+from vllmx_tp.results import decode_result, encode_result
+from vllmx_tp.stage_link import StageLink
+from vllmx_tp.wire import Incoming, Outgoing
+
+LONG = np.arange(2 * BUFFER_BYTES // 4 + 77, dtype=np.int32).reshape(1, -1)
+"""More than two buffers hold."""
+
+
+@contextmanager
+def beside(work: Callable[[], object]) -> Iterator[None]:
+    """Does something on a thread, which must come to an end."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    yield
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def said(end: Outgoing) -> None:
+    for count in range(5):
+        end.send(np.full((3, count + 1), count, np.float64))
+    end.send(LONG)
+    end.send_message(b"")
+    end.send_message(LONG.tobytes())
+    end.send_message(b"short")
+
+
+def check_heard(end: Incoming) -> None:
+    for count in range(5):
+        found = end.recv((3, count + 1), np.float64)
+        np.testing.assert_array_equal(found, np.full((3, count + 1), count))
+    np.testing.assert_array_equal(end.recv(LONG.shape, np.int32), LONG)
+    assert [end.recv_message() for _ in range(3)] == [b"", LONG.tobytes(), b"short"]
+
+
+def test_arrays_and_messages_in_their_order() -> None:
+    region = Region.create(2)
+    for rank in (0, 1):
+        with beside(lambda rank=rank: said(Outgoing(region, rank))):
+            check_heard(Incoming(region, 1 - rank))
+    region.close()
+
+
+def test_counts_go_round() -> None:
+    region = Region.create(2)
+    outgoing, incoming = Outgoing(region, 0), Incoming(region, 1)
+    for end in (outgoing, incoming):
+        end._count = 0xFFFFFFFE
+    outgoing._sent[0] = outgoing._taken[0] = 0xFFFFFFFE
+    with beside(lambda: said(outgoing)):
+        check_heard(incoming)
+    region.close()
+
+
+def test_who_waits_is_told_of_the_end() -> None:
+    region = Region.create(2)
+    region.aborted[0] = 1
+    with pytest.raises(RankLostError):
+        Incoming(region, 1).recv((1,), np.int32)
+    outgoing = Outgoing(region, 0)
+    outgoing.send(LONG[:, : BUFFER_BYTES // 2])  # both buffers are full
+    with pytest.raises(RankLostError):
+        outgoing.send(LONG[:, :1])
+    region.close()
+
+
+def test_pieces_go_round_three_hosts() -> None:
+    """Each has a region of its own; what the second and the third say to each other goes through
+    the first."""
+    regions = [Region.create(3) for _ in range(3)]
+    broken: list[int] = []
+    links = []
+    for host in (1, 2):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            ours = socket.create_connection(listener.getsockname())
+            theirs, _ = listener.accept()
+        others = [rank for rank in range(3) if rank != host]
+        for region, end, own, far in (
+            (regions[0], ours, others, [host]), (regions[host], theirs, [host], others),
+        ):  # fmt: skip
+            links.append(StageLink(region, end, own, far, lambda: broken.append(0)))
+    for rank in range(3):
+        after = (rank + 1) % 3
+        with beside(lambda rank=rank: said(Outgoing(regions[rank], rank))):
+            check_heard(Incoming(regions[after], after))
+    assert not broken
+    for region in regions:
+        region.aborted[0] = 1
+    for link in links:
+        link.close()
+    for region in regions:
+        region.close()
+
+
+def test_a_result_is_what_it_was() -> None:
+    logprobs = LogprobRows(
+        np.array([-1, -2], np.float32), np.array([1, 9], np.int32),
+        np.array([[3, 4], [5, -1]], np.int32), np.array([[-1, -2], [-3, -np.inf]], np.float32),
+    )  # fmt: skip
+    given = StepResult(np.array([7, -1], np.int32), logprobs, np.ones((1, 5), np.float32))
+    found = decode_result(encode_result(given), 0.25)
+    np.testing.assert_array_equal(found.ids, given.ids)
+    assert found.logprobs is not None
+    for name in LogprobRows.__struct_fields__:
+        np.testing.assert_array_equal(getattr(found.logprobs, name), getattr(logprobs, name))
+    np.testing.assert_array_equal(found.logits, given.logits)
+    assert found.elapsed_s == 0.25
+    vectors = StepResult(np.zeros(0, np.int32), vectors=np.ones((2, 3), np.float32))
+    found = decode_result(encode_result(vectors), 0.0)
+    np.testing.assert_array_equal(found.vectors, vectors.vectors)
+    assert found.logprobs is None
