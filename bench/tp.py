@@ -1,13 +1,14 @@
-"""Two ranks of one core each beside one process of two threads, on the CPU backend.
+"""Two ranks of one core each, or two stages, beside one process of two threads, on the CPU.
 
-    python bench/tp.py MODEL... [--rounds 3] [--steps 64] [--json]
+    python bench/tp.py MODEL... [--stages] [--rounds 3] [--json]
     python bench/tp.py --links [--json]
 
 MODEL is a folder or a GGUF file. Tokens per second of a prefill of 512 and of decoding 1, 8 and 32
 rows around 40 tokens, made as in bench/peers_cpu.py: steps of the backend, greedy sampling
 included, the next one enqueued before the last is read. Both engines are in memory and take turns
 in each round of a case, so that a slow minute of the machine hits both; medians over the rounds,
-and the median of the rounds' ratios.
+and the median of the rounds' ratios. With `--stages` two stages decode 8 and 32 rows in the place
+of the ranks: two groups of rows, a step of each in flight.
 
 `--links` measures what ranks pay: a sum over two ranks, one pinned core each, inside the tape, the
 way of a step's plan from one process into the other, which sleeps until it comes, and a sum of one
@@ -24,6 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -32,11 +34,15 @@ import numpy as np
 from cpu_peers.cases import Case, make_cases
 from cpu_peers.vllmx_step_worker import (
     BLOCK_SIZE,
+    WARM_UP_STEPS,
+    DecodePlan,
+    greedy_rows,
     measure_decode,
     measure_prefill,
     row_blocks,
     write_pages,
 )
+from cpu_peers.worker import rate
 from vllmx.bench.figures import Record, show
 from vllmx_core.backend import LoadedModel
 from vllmx_core.config import EngineConfig
@@ -52,10 +58,11 @@ PLAN_ROWS, PLAN_CONTEXT, PLANS = 256, 2048, 300
 
 
 # --- models ---------------------------------------------------------------------------------------
-def loaded(model: str, ranks: int) -> LoadedModel:
+def loaded(model: str, ranks: int = 1, stages: int = 1) -> LoadedModel:
     """Loads a model as `vllmx serve` does, with room for the cases alone."""
     config = EngineConfig(
-        model=model, backend="cpu", tensor_parallel_size=ranks, num_threads=RANKS,
+        model=model, backend="cpu", tensor_parallel_size=ranks, pipeline_parallel_size=stages,
+        num_threads=RANKS,
         max_model_len=max(row_blocks(case) for case in CASES) * BLOCK_SIZE,
         max_num_seqs=max(case.batch for case in CASES), max_num_batched_tokens=2048,
         block_size=BLOCK_SIZE,
@@ -71,12 +78,18 @@ def loaded(model: str, ranks: int) -> LoadedModel:
     return ranked
 
 
-def compare(model: str, rounds: int) -> list[Record]:
+def compare(model: str, rounds: int, *, stages: bool = False) -> list[Record]:
     """One record a case."""
-    engines = {"1 process": loaded(model, 1), f"{RANKS} ranks": loaded(model, RANKS)}
+    engines = {"1 process": loaded(model)}
+    if stages:
+        engines[f"{RANKS} stages"] = loaded(model, stages=RANKS)
+    else:
+        engines[f"{RANKS} ranks"] = loaded(model, RANKS)
     name = Path(model).name
     records: list[Record] = []
     for case in CASES:
+        if stages and case.batch < RANKS:
+            continue
         speeds: dict[str, list[float]] = {engine: [] for engine in engines}
         for _ in range(rounds):
             for engine, one in engines.items():
@@ -92,8 +105,32 @@ def compare(model: str, rounds: int) -> list[Record]:
 
 
 def _speed(model: LoadedModel, case: Case) -> float:
+    if model.info.num_stages > 1:
+        return _staged_speed(model, case)
     measure = measure_prefill if case.kind == "prefill" else measure_decode
     return measure(model, case)
+
+
+def _staged_speed(model: LoadedModel, case: Case) -> float:
+    """Tokens a second of as many groups of rows as there are stages, a step of each in flight."""
+    stages = model.info.num_stages
+    part = replace(case, batch=case.batch // stages)
+    plans, rows = [DecodePlan(part) for _ in range(stages)], greedy_rows(part.batch)
+    for index, plan in enumerate(plans):
+        plan.plan.block_tables[0][:] += index * part.batch * row_blocks(part)
+    handles = [model.step(plan.advance(), rows) for plan in plans]
+
+    def run(num_steps: int) -> None:
+        for _ in range(num_steps):
+            for index, plan in enumerate(plans):
+                handles[index].result()
+                handles[index] = model.step(plan.advance(), rows)
+
+    run(WARM_UP_STEPS - 1)
+    speed = rate(stages * part.batch * case.num_steps, lambda: run(case.num_steps))
+    for handle in handles:
+        handle.result()
+    return speed
 
 
 # --- links ----------------------------------------------------------------------------------------
@@ -230,12 +267,13 @@ def main() -> None:
     )
     parser.add_argument("models", nargs="*", metavar="MODEL")
     parser.add_argument("--links", action="store_true", help="sums and plans, without a model")
+    parser.add_argument("--stages", action="store_true", help="in the place of ranks")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     records = links(args.rounds) if args.links else []
     for model in args.models:
-        records += compare(model, args.rounds)
+        records += compare(model, args.rounds, stages=args.stages)
     print(show(records, as_json=args.json))
 
 

@@ -8,12 +8,16 @@ import platform
 import sys
 from contextlib import suppress
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 import click
 from vllmx_core.errors import VllmxError
 from vllmx_core.processors import available_processors
 from vllmx_core.registry import Registry, load_registry
 from vllmx_core.specs import BackendSpec, ExecutorSpec
+
+if TYPE_CHECKING:
+    from vllmx_core.ops.op import Op
 
 LIBRARIES = (
     "numpy",
@@ -64,21 +68,28 @@ def collect() -> dict[str, dict[str, str]]:
 def _ranks(registry: Registry) -> dict[str, str]:
     """The backends that can compute one model together, and over what."""
     from vllmx_core.ops.all_reduce import AllReduce
+    from vllmx_core.ops.send import Send
     from vllmx_core.ops.values import Value
 
-    op, able = AllReduce.of(Value(1)), []
-    for spec in registry.all(BackendSpec):
-        with suppress(Exception):  # of a plugin, perhaps, or for want of a library
-            if spec.unavailable_reason() is None and spec.load()().supports(op):
-                able.append(spec.name)
     if registry.find(ExecutorSpec, "tensor-parallel") is None:
         return {"--tensor-parallel-size": "needs vllmx-tp: pip install 'vllmx[tp]'"}
     return {
-        "backends": ", ".join(able),
+        "backends": ", ".join(_backends_with(registry, AllReduce.of(Value(1)))),
+        "stages": ", ".join(_backends_with(registry, Send.of(Value(1)))),
         "on this host": f"up to {available_processors()}, one a core; parts go through shared"
         " memory",
         "on other hosts": "--rank-hosts; parts go by TCP (CUDA devices: one host alone)",
     }
+
+
+def _backends_with(registry: Registry, op: Op) -> list[str]:
+    """Names of backends that run here and have the op."""
+    found = []
+    for spec in registry.all(BackendSpec):
+        with suppress(Exception):  # of a plugin, perhaps, or for want of a library
+            if spec.unavailable_reason() is None and spec.load()().supports(op):
+                found.append(spec.name)
+    return found
 
 
 def _environment(spec: BackendSpec, reason: str | None) -> dict[str, str]:
