@@ -16,6 +16,7 @@ from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.experts import Experts, ExpertsSpec
 from vllmx_core.ops.formulas import NumpyFrame
+from vllmx_core.ops.clip import Clip, clip
 from vllmx_core.ops.gate import Gate, gate
 from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.head import Head
@@ -138,6 +139,14 @@ MISTAKES: dict[str, tuple[Change, Callable[[Suite], None]]] = {
             op.out, scale_by(frame[op.x], np.roll(frame.weight(op.w), 1))
         )),
         op_case("scale_by: 3 for 48"),
+    ),
+    "the bounds of another operand": (
+        broken_op(Clip, lambda op, frame: frame.__setitem__(op.out, np.concatenate(
+            [clip(frame[x], pair) for x, pair in zip(
+                op.reads, frame.weight(op.bounds).reshape(-1, 2)[::-1], strict=True
+            )], axis=-1
+        ))),
+        op_case("clip: 48 and 16 and 8"),
     ),
     "one norm for each head": (
         broken_op(HeadNorm, lambda op, frame: replace(

@@ -252,11 +252,10 @@ def write_tower(
     kind: str = "F32",
     *,
     without: str = "",
-    more: Mapping[str, np.ndarray] | None = None,
     **keys: Any,
 ) -> Path:
     """The tower, its matrices of a type; `keys` are metadata instead of the usual ones, and
-    `without` is a tensor that is left out, `more` are added."""
+    `without` is a tensor that is left out."""
     files, vision = FILES[family], model.config.vision_config
     depth = getattr(vision, "depth", None) or vision.num_hidden_layers
     heads = getattr(vision, "num_heads", None) or vision.num_attention_heads
@@ -284,7 +283,7 @@ def write_tower(
             case _:
                 writer.add_array(key, value)
     choose = of_type(TYPES[kind])
-    for name, values in {**tower_tensors(family, model), **(more or {})}.items():
+    for name, values in tower_tensors(family, model).items():
         if name != without:
             of = choose(name, values)
             writer.add_tensor(name, gguf.quantize(values, of), raw_dtype=of)

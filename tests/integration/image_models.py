@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -125,8 +126,9 @@ def gemma3() -> Any:
     return _random(Gemma3ForConditionalGeneration, config)
 
 
-def gemma4() -> Any:
-    """Images see both ways in every other layer; the last two layers share their pages."""
+def gemma4(*, clipped: bool = False) -> Any:
+    """Images see both ways in every other layer; the last two layers share their pages. Clipped:
+    what goes into and out of the tower's matrices is held between bounds, each its own."""
     text = _TEXT | {
         "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "global_head_dim": 24,
@@ -137,7 +139,7 @@ def gemma4() -> Any:
         "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "patch_size": 4,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
         "pooling_kernel_size": 2, "position_embedding_size": 32, "standardize": True,
-        "model_type": "gemma4_vision",
+        "model_type": "gemma4_vision", "use_clipped_linears": clipped,
     }  # fmt: skip
     config = Gemma4Config(
         text_config=text, vision_config=tower, image_token_id=PAD, video_token_id=94,
@@ -147,6 +149,9 @@ def gemma4() -> Any:
     for name, buffer in model.named_buffers():
         if "std_" in name or "layer_scalar" in name:
             torch.nn.init.normal_(buffer, std=0.5)
+        elif name.endswith(("put_min", "put_max")):
+            low, high = (-1.6, -0.8) if name.endswith("min") else (0.7, 1.5)
+            torch.nn.init.uniform_(buffer, low, high)
     return model
 
 
@@ -278,3 +283,5 @@ FAMILIES = {
     "gemma3": Family(gemma3, 9, "square", "token_type_ids"),
     "gemma4": Family(gemma4, 16, "gemma4"),
 }
+VARIANTS = {"gemma4, clipped": Family(partial(gemma4, clipped=True), 16, "gemma4")}
+"""Of these families."""

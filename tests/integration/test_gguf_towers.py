@@ -30,7 +30,7 @@ from vllmx_engine.llm import LLM
 from ..null.gguf.models import TYPES, of_type, write_model  # noqa: TID252 - no package to name
 from ..null.images.pictures import data_url, picture, stored  # noqa: TID252
 from .image_files import FILES, write_text, write_tower
-from .image_models import FAMILIES, PROCESSOR, Family, save
+from .image_models import FAMILIES, PROCESSOR, VARIANTS, Family, save
 from .test_image_engine import GREEDY
 from .test_image_models import plans, prompt
 
@@ -206,12 +206,17 @@ def test_a_missing_tensor_is_named(
     checkpoint.weights.close()
 
 
-@pytest.mark.parametrize("name", ["gemma4"], indirect=True)
-def test_clipped_layers_are_refused(text: Path, oracle: Any, name: str, tmp_path: Path) -> None:
-    bounds = {"v.blk.0.attn_q.input_max": np.ones(1, np.float32)}
-    tower = write_tower(tmp_path / "tower.gguf", name, oracle, more=bounds)
-    with pytest.raises(UnsupportedModelError, match=r"clip what goes in and out.*leave --mmproj"):
-        opened(text, tower)
+def test_bounds_of_clipped_layers(tmp_path: Path) -> None:
+    """Each is read, and one that is missing is named."""
+    family = VARIANTS["gemma4, clipped"]
+    oracle = family.make()
+    text = write_text(tmp_path / "model.gguf", "gemma4", oracle)
+    tower = write_tower(tmp_path / "tower.gguf", "gemma4", oracle)
+    check(family, oracle, opened(text, tower), "cpu")
+    lost = "v.blk.1.ffn_up.output_min"
+    tower = write_tower(tmp_path / "lacking.gguf", "gemma4", oracle, without=lost)
+    with pytest.raises(WeightFormatError, match=rf"{lost}.*download it again"):
+        check(family, oracle, opened(text, tower))
 
 
 def test_other_files_are_no_towers(pair: tuple[Path, Path, Any], tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from ..null.images.pictures import (  # noqa: TID252 - no package to name
     picture,
     stored,
 )
-from .image_models import END, FAMILIES, LEVELS, PAD, PROCESSOR, START, Family, grey, save
+from .image_models import END, FAMILIES, LEVELS, PAD, PROCESSOR, START, VARIANTS, Family, grey, save
 
 ANSWER = 6
 BLOCK = 16
@@ -45,7 +45,7 @@ TESTED = ("qwen3_vl", "qwen3_5_moe", "gemma3", "gemma4")
 
 @pytest.fixture(scope="module", params=TESTED)
 def family(request: pytest.FixtureRequest) -> Family:
-    return FAMILIES[request.param]
+    return (FAMILIES | VARIANTS)[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +141,7 @@ RUNS = [
     ("qwen3_vl", "cpu", 1),
     ("gemma3", "cpu", 7),
     ("gemma4", "cpu", 64),
+    ("gemma4, clipped", "cpu", 64),
     ("qwen3_vl", "metal", 64),
     ("qwen3_5_moe", "cpu", 5),
     ("qwen2_5_vl", "torch", 7),

@@ -20,7 +20,7 @@ from vllmx_core.registry import load_registry
 from vllmx_core.specs import BackendSpec, ModelSpec
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 
-from .image_models import END, FAMILIES, PAD, START, Family, colours_last, save
+from .image_models import END, FAMILIES, PAD, START, VARIANTS, Family, colours_last, save
 
 REGISTRY = load_registry()
 TEXT = [5, 6, 7]
@@ -28,7 +28,7 @@ TEXT = [5, 6, 7]
 
 @pytest.fixture(scope="module")
 def family(request: pytest.FixtureRequest) -> Family:
-    return FAMILIES[request.param]
+    return (FAMILIES | VARIANTS)[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ WHOLE = {"an image cut by chunks": [3, 12, 40], "one token for an image": [4, 9,
 RUNS = [
     *(
         (family, backend, False)
-        for family in FAMILIES
+        for family in (*FAMILIES, *VARIANTS)
         for backend in ("numpy", "torch", "cpu", "metal")
     ),
     ("qwen3_vl", "cpu", True),

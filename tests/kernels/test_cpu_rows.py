@@ -10,11 +10,12 @@ from typing import Literal
 import numpy as np
 import pytest
 from vllmx_core import reference
+from vllmx_core.ops.clip import clip
 from vllmx_core.ops.gate import KINDS, GateKind, gate, opening
 from vllmx_core.ops.head_norm import HeadNormSpec, head_norm
 from vllmx_core.ops.scale_by import scale_by
 from vllmx_core.plan import F32, AnyArray
-from vllmx_cpu.lowering.rows import VxGate, VxHeadNorm, VxScaleBy
+from vllmx_cpu.lowering.rows import VxClip, VxGate, VxHeadNorm, VxScaleBy
 from vllmx_cpu.native import Isa
 from vllmx_cpu.structs import ACTIVATIONS, GATES, VxElementwise, VxNorm, VxStep
 
@@ -133,6 +134,18 @@ def test_scale_by(isa: Isa, run_op: RunOp, width: int, span: int) -> None:
     arguments = VxScaleBy(x.ctypes.data, w.ctypes.data, y.ctypes.data, width, span)
     run_op(isa, "scale_by", arguments, VxStep(T=ROWS), 2)
     np.testing.assert_array_equal(y, scale_by(x, w))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_clip(isa: Isa, run_op: RunOp, width: int) -> None:
+    """The features around its own are left alone, and NaN is no number to hold."""
+    x, bounds = values(ROWS, width), np.array([-0.4, 0.9], np.float32)
+    x[0, 0] = np.nan
+    y = np.full((ROWS, width + 3), 7, np.float32)
+    arguments = VxClip(x.ctypes.data, bounds.ctypes.data, y[:, 2:].ctypes.data, width, width + 3)
+    run_op(isa, "clip", arguments, VxStep(T=ROWS), 2)
+    np.testing.assert_array_equal(y[:, 2:-1], clip(x, bounds))
+    assert (y[:, [0, 1, -1]] == 7).all()
 
 
 @pytest.mark.parametrize("size", [4, 20, 64])

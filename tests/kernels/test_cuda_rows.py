@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from vllmx_core import reference
+from vllmx_core.ops.clip import clip
 from vllmx_core.ops.gate import GateKind, gate, opening
 from vllmx_core.ops.scale_by import scale_by
 from vllmx_cuda.kernel_specs import KERNELS, vector_width
@@ -15,7 +16,7 @@ from vllmx_cuda.kernel_specs.rows import ACTIVATIONS, GATES
 from vllmx_cuda.kernel_specs.rows import GATED as GATED_KINDS
 from vllmx_cuda.testing.emulator import Emulator, empty
 
-from .cuda_arrays import Array, assert_near, inout, normal, on_device, options, wide
+from .cuda_arrays import NUMPY_TYPES, Array, assert_near, inout, normal, on_device, options, wide
 
 # Vectors of all widths, one value, and a little more than a block takes
 WIDTHS = [
@@ -80,6 +81,23 @@ def test_scale_by(emulator: Emulator, dtype: str, width: int, span: int) -> None
     )
     emulator.launch(variant, {"rows": rows, "width": width}, [x, w, y, width, span])
     assert_near(y, scale_by(wide(x), wide(w)), dtype)
+
+
+@pytest.mark.parametrize(("dtype", "width"), WIDTHS)
+def test_clip(emulator: Emulator, dtype: str, width: int) -> None:
+    """The features around its own are left alone, and NaN is no number to hold."""
+    rng, rows = np.random.default_rng(width), 1 if width > 1000 else 3
+    x = inout(normal(rng, (rows, width), dtype), NUMPY_TYPES[dtype])
+    bounds = on_device([-0.4, 0.9], np.float32)
+    x[0, 0] = np.nan
+    first, pitch = 8, width + 16 - width % 8
+    y = inout(np.full((rows, pitch), 7), x.dtype)
+    variant = KERNELS["clip"].variant(**options(dtype, VX_VEC=vector_width(width, pitch, first)))
+    place = y.reshape(-1)[first:]
+    emulator.launch(variant, {"rows": rows, "width": width}, [x, bounds, place, width, pitch])
+    assert_near(y[:, first : first + width], clip(wide(x), wide(bounds)), dtype)
+    assert (y[:, :first] == 7).all()
+    assert (y[:, first + width :] == 7).all()
 
 
 @pytest.mark.parametrize(("dtype", "count"), WIDTHS)

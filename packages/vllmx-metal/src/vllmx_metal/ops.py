@@ -13,6 +13,7 @@ from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.all_gather import AllGather
 from vllmx_core.ops.all_reduce import AllReduce
 from vllmx_core.ops.attention import Attention
+from vllmx_core.ops.clip import Clip
 from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.gate import Gate
@@ -181,6 +182,16 @@ def _scale_by(op: ScaleBy, frame: MetalFrame) -> None:
     x, w = frame[op.x], frame.array(op.w)
     scaled = x.reshape(-1, op.w.rows, op.span) * w[:, None]
     frame[op.out] = scaled.reshape(x.shape).astype(x.dtype)
+
+
+@OPS.add(Clip)
+def _clip(op: Clip, frame: MetalFrame) -> None:
+    low, high = frame.array(op.bounds).reshape(-1, 2).T
+    parts = [
+        mx.minimum(mx.maximum(frame[x], low[index]), high[index]).astype(frame.dtype)
+        for index, x in enumerate(op.reads)
+    ]
+    frame[op.out] = mx.concatenate(parts, axis=-1)
 
 
 @OPS.add(Gate)

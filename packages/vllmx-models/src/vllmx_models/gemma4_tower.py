@@ -4,7 +4,7 @@ row, whose answers are averaged over squares of patches."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,8 @@ class Gemma4Tower(Record):
     eps: float
     theta: float
     standardised: bool
+    clipped: bool = False
+    """Whether what goes into each matrix of a layer and what comes out is held between bounds."""
     colours_last: bool = True
 
     @property
@@ -84,15 +86,32 @@ class Gemma4Tower(Record):
         v = PartSpec(f"{attention}.v_proj.linear.weight", self.num_kv_heads * head)
         queries = self._halves(f"{attention}.q_proj.linear.weight", self.num_heads)
         keys = self._halves(f"{attention}.k_proj.linear.weight", self.num_kv_heads)
-        yield WeightSpec(f"{ours}.qkv", "linear", (*queries, *keys, v), size)
+        qkv = {f"{attention}.q_proj": queries, f"{attention}.k_proj": keys}
+        yield from self._together(f"{ours}.qkv", {**qkv, f"{attention}.v_proj": (v,)}, size)
         for name, heads in (("q_norm", self.num_heads), ("k_norm", self.num_kv_heads)):
             each = self._halves(f"{attention}.{name}.weight", 1)
             yield WeightSpec(f"{ours}.{name}", "vector", each * heads)
-        o = (f"{attention}.o_proj.linear",)
-        yield _linear(f"{ours}.o", o, size, self.num_heads * head)
-        both = (f"{mlp}.gate_proj.linear", f"{mlp}.up_proj.linear")
-        yield _linear(f"{ours}.gate_up", both, self.mlp_size, size)
-        yield _linear(f"{ours}.down", (f"{mlp}.down_proj.linear",), size, self.mlp_size)
+        for name, modules, rows, cols in (
+            ("o", (f"{attention}.o_proj",), size, self.num_heads * head),
+            ("gate_up", (f"{mlp}.gate_proj", f"{mlp}.up_proj"), self.mlp_size, size),
+            ("down", (f"{mlp}.down_proj",), size, self.mlp_size),
+        ):
+            parts = {one: (PartSpec(f"{one}.linear.weight", rows),) for one in modules}
+            yield from self._together(f"{ours}.{name}", parts, cols)
+
+    def _together(
+        self, ours: str, modules: Mapping[str, tuple[PartSpec, ...]], cols: int
+    ) -> Iterator[WeightSpec]:
+        """Matrices that read the same values: one below the other, or each by itself with the
+        bounds of what goes in, where those are not the same, and the bounds of what comes out."""
+        if not self.clipped:
+            parts = tuple(part for each in modules.values() for part in each)
+            yield WeightSpec(ours, "linear", parts, cols)
+            return
+        for index, (module, parts) in enumerate(modules.items()):
+            yield WeightSpec(f"{ours}.{index}", "linear", parts, cols)
+            yield _bounds(f"{ours}.{index}.in", (module,), "input")
+        yield _bounds(f"{ours}.out", modules, "output")
 
     def _halves(self, name: str, heads: int) -> tuple[PartSpec, ...]:
         """The rows of each head with those first that are turned with one of the second half: the
@@ -141,13 +160,28 @@ class Gemma4Tower(Record):
         def normed(value: Array, name: str) -> Array:
             return ops.rms_norm(value, w[f"{ours}.{name}"], self.eps)
 
-        qkv = ops.linear(normed(x, "input"), w[f"{ours}.qkv"])
+        def product(value: Array, name: str, count: int = 1) -> Array:
+            return self._product(ops, value, w, f"{ours}.{name}", count)
+
+        qkv = product(normed(x, "input"), "qkv", 3)
         qkv = ops.head_norm(qkv, norms, w[f"{ours}.q_norm"], w[f"{ours}.k_norm"])
         seen = ops.segment_attention(qkv, spec, step, rope=w["visual.rope"])
-        x = ops.add(x, normed(ops.linear(seen, w[f"{ours}.o"]), "post_attention"))
-        gate_up = ops.linear(normed(x, "pre_feedforward"), w[f"{ours}.gate_up"])
-        fed = ops.linear(ops.gated_act(gate_up, self.activation), w[f"{ours}.down"])
+        x = ops.add(x, normed(product(seen, "o"), "post_attention"))
+        gate_up = product(normed(x, "pre_feedforward"), "gate_up", 2)
+        fed = product(ops.gated_act(gate_up, self.activation), "down")
         return ops.add(x, normed(fed, "post_feedforward"))
+
+    def _product(
+        self, ops: Ops, x: Array, w: Mapping[str, Weight], ours: str, count: int
+    ) -> Array:
+        """What `_together` laid out, times x; the results side by side."""
+        if not self.clipped:
+            return ops.linear(x, w[ours])
+        first, *others = (
+            ops.linear(ops.clip(x, w[f"{ours}.{index}.in"]), w[f"{ours}.{index}"])
+            for index in range(count)
+        )
+        return ops.clip(first, w[f"{ours}.out"], *others)
 
     # --- places -----------------------------------------------------------------------------------
     def places(self, grid: tuple[int, int, int]) -> ImagePlaces:
@@ -177,10 +211,9 @@ def gemma4_tower(config: Mapping[str, Any], width: int) -> Gemma4Tower | None:
             "vision_config", "must be an object"
         )
     read = ConfigReader(vision, "Gemma4ForConditionalGeneration")
-    if read.flag("use_clipped_linears", False) or read.flag("attention_bias", False):
+    if read.flag("attention_bias", False):
         logger.warning(
-            "text alone is served, images are refused: the tower's linear layers clip"
-            " (use_clipped_linears), or have biases"
+            "text alone is served, images are refused: the tower's attention has biases"
         )
         return None
     heads, head = read.integer("num_attention_heads", 12), read.integer("head_dim", 64)
@@ -203,9 +236,16 @@ def gemma4_tower(config: Mapping[str, Any], width: int) -> Gemma4Tower | None:
         eps=read.number("rms_norm_eps", 1e-6),
         theta=ConfigReader(rope, read.architecture).number("rope_theta", 100.0),
         standardised=read.flag("standardize", False),
+        clipped=read.flag("use_clipped_linears", False),
     )
 
 
 def _linear(name: str, modules: tuple[str, ...], rows: int, cols: int) -> WeightSpec:
     parts = tuple(PartSpec(f"{module}.weight", rows) for module in modules)
     return WeightSpec(name, "linear", parts, cols)
+
+
+def _bounds(name: str, modules: Iterable[str], side: str) -> WeightSpec:
+    """The lowest and the highest number of one side of each of the modules."""
+    parts = (PartSpec(f"{one}.{side}_{end}", 1) for one in modules for end in ("min", "max"))
+    return WeightSpec(name, "vector", tuple(parts), shape=(1,))

@@ -15,6 +15,7 @@ from vllmx_core.op_table import OpTable
 from vllmx_core.ops.activation import Act
 from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
+from vllmx_core.ops.clip import Clip
 from vllmx_core.ops.all_gather import AllGather
 from vllmx_core.ops.all_reduce import AllReduce
 from vllmx_core.ops.attention import Attention
@@ -242,6 +243,13 @@ def _scale(op: Scale, frame: TorchFrame) -> None:
 def _scale_by(op: ScaleBy, frame: TorchFrame) -> None:
     x, w = frame[op.x], frame.tensor(op.w)
     frame[op.out] = (x.view(-1, op.w.rows, op.span) * w[:, None]).view_as(x)
+
+
+@OPS.add(Clip)
+def _clip(op: Clip, frame: TorchFrame) -> None:
+    bounds = frame.tensor(op.bounds).view(-1, 2)
+    parts = [frame[x].clamp(*pair) for x, pair in zip(op.reads, bounds, strict=True)]
+    frame[op.out] = torch.cat(parts, dim=-1)
 
 
 _GATES: Mapping[str, Callable[[Tensor], Tensor]] = {

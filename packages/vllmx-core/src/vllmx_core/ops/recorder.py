@@ -15,6 +15,7 @@ from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.all_gather import AllGather
 from vllmx_core.ops.all_reduce import AllReduce
 from vllmx_core.ops.attention import Attention, AttentionSpec, AttentionWeights
+from vllmx_core.ops.clip import Clip
 from vllmx_core.ops.combine import Combine
 from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.experts import Experts, ExpertsSpec
@@ -49,7 +50,7 @@ from vllmx_core.ops.vocab_embedding import VocabEmbedding
 OPS: tuple[type[Op], ...] = (
     Embedding, RmsNorm, AddRmsNorm, LayerNorm, HeadNorm, Linear, GatedLinear, Attention,
     LatentAttention, SegmentAttention, ShortConv, Recurrence, GatedAct, Act, Add, Scale, ScaleBy,
-    Gate, Route, Experts, Head, Pool,
+    Gate, Clip, Route, Experts, Head, Pool,
     Patches, Mix, Merge, Keep, Place,
     VocabEmbedding, AllReduce, Combine, AllGather, Slice, Send, Recv,
 )  # fmt: skip
@@ -193,6 +194,13 @@ class Ops:
     def gate(self, x: Value, g: Value, kind: GateKind) -> Value:
         """x (T, F) times act(g), g (T, G): each gate is for F / G neighbouring features."""
         return self._record(Gate.of, x, g, kind).out
+
+    def clip(
+        self, x: Value, bounds: WeightRef, y: Value | None = None, z: Value | None = None
+    ) -> Value:
+        """x, y and z side by side (T, F), each held between two numbers of the vector `bounds`: the
+        lowest and the highest of x, then those of y ..."""
+        return self._record(Clip.of, x, bounds, y, z).out
 
     def route(
         self,

@@ -7,6 +7,7 @@ from ctypes import Structure, c_float, c_int32, c_void_p
 from vllmx_core.ops.activation import Act
 from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
+from vllmx_core.ops.clip import Clip
 from vllmx_core.ops.gate import Gate
 from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.head_norm import HeadNorm
@@ -119,6 +120,28 @@ def _scale_by(op: ScaleBy, site: Site) -> list[Call]:
         site.address(op.x), site.vector(op.w), site.address(op.out), op.x.width, op.span
     )
     return [site.call(op, "scale_by", arguments)]
+
+
+class VxClip(Structure):
+    """Arguments of `clip`; native/clip.cpp."""
+
+    _fields_ = [
+        ("x", c_void_p),
+        ("bounds", c_void_p),
+        ("y", c_void_p),
+        ("width", c_int32),
+        ("pitch", c_int32),
+    ]
+
+
+@OPS.add(Clip)
+def _clip(op: Clip, site: Site) -> list[Call]:
+    y, bounds, calls = site.address(op.out), site.model.vector(op.bounds), []
+    for index, (x, first) in enumerate(zip(op.reads, op.firsts, strict=True)):
+        pair, place = bounds + 8 * index, y + 4 * first
+        arguments = VxClip(site.address(x), pair, place, x.width, op.out.width)
+        calls.append(site.call(op, "clip", arguments))
+    return calls
 
 
 class VxHeadNorm(Structure):

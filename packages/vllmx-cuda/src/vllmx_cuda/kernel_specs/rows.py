@@ -89,6 +89,14 @@ SCALE_BY = Kernel(
     sizes=("rows", "width"),
     rule=by_rows,
 )
+CLIP = Kernel(
+    entry="clip",
+    source="clip.cu",
+    options=ROW_OPTIONS,
+    arguments=arguments("in elem* x, in f32* bounds, out elem* y, i32 width, i32 pitch"),
+    sizes=("rows", "width"),
+    rule=by_rows,
+)
 GATE = Kernel(
     entry="gate",
     source="gate.cu",
@@ -147,6 +155,7 @@ KERNELS = (
     ADD,
     SCALE,
     SCALE_BY,
+    CLIP,
     GATE,
     SOFTCAP,
     GATHER_ROWS,

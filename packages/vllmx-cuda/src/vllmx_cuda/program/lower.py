@@ -13,6 +13,7 @@ from vllmx_core.op_table import OpTable
 from vllmx_core.ops.activation import Act
 from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
+from vllmx_core.ops.clip import Clip
 from vllmx_core.ops.all_gather import AllGather
 from vllmx_core.ops.all_reduce import AllReduce
 from vllmx_core.ops.attention import Attention
@@ -325,6 +326,25 @@ def _gate(op: Gate, to: Lowering) -> Enqueue:
     kernel = to.variant("gate", VX_VEC=_shared_vector(width, span), VX_ACT=GATES[op.kind])
     arguments = (to.place(op.x), to.place(op.g), to.place(op.out), width, span)
     return _by_rows(to, kernel, op.out, arguments)
+
+
+@OPS.add(Clip)
+def _clip(op: Clip, to: Lowering) -> Enqueue:
+    y, bounds, pitch = to.place(op.out), to.vector(op.bounds), op.out.width
+    assert bounds is not None
+    launches = []
+    for index, (x, first) in enumerate(zip(op.reads, op.firsts, strict=True)):
+        kernel = to.variant("clip", VX_VEC=vector_width(x.width, pitch, first))
+        place = y.at(first * ITEM_BYTES[to.dtype])
+        arguments = (to.place(x), bounds.at(8 * index), place, x.width, pitch)
+        launches.append((kernel, x.width, arguments))
+
+    def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+        rows = sizes.of(op.out.rows)
+        for kernel, width, arguments in launches:
+            to.device.launch(kernel, {"rows": rows, "width": width}, arguments)
+
+    return enqueue
 
 
 def _shared_vector(width: int, span: int) -> int:

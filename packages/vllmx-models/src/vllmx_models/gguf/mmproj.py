@@ -93,12 +93,6 @@ def _joined(checkpoint: Checkpoint, path: Path) -> Checkpoint:
         _check_width(checkpoint, header)
         config = {**checkpoint.config, **form.config(header)}
         _check_deepstack(checkpoint, header, config["vision_config"])
-        if config["vision_config"].get("use_clipped_linears"):
-            raise UnsupportedModelError(
-                f"{path} is a tower whose linear layers clip what goes in and out (input_max and"
-                f" the like), which is not run here: {_LEAVE_OUT}",
-                param="mmproj",
-            )
         weights = TowerSource(checkpoint.weights, file, form.entries(header))
         return replace(
             checkpoint, config=config, weights=weights, image_processor=form.processor(header)

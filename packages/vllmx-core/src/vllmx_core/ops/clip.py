@@ -1,0 +1,82 @@
+"""`clip`: values side by side, each held between bounds of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from vllmx_core.ops.case import Case, Weights
+from vllmx_core.ops.formulas import Floats, NumpyFrame
+from vllmx_core.ops.op import Op, expect, expect_rows, expect_weight
+from vllmx_core.ops.values import Value, WeightRef
+
+if TYPE_CHECKING:
+    from vllmx_core.ops.recorder import Ops
+    from vllmx_core.testing.synthetic import Builder
+
+
+class Clip(Op):
+    """(T, F) of one to three values, the features of one behind those of the other; `bounds` has
+    the lowest and the highest number of the first, then those of the second ... NaN stays NaN."""
+
+    name: ClassVar[str] = "clip"
+    x: Value
+    y: Value | None
+    z: Value | None
+    bounds: WeightRef
+    out: Value
+
+    @classmethod
+    def of(
+        cls, x: Value, bounds: WeightRef, y: Value | None = None, z: Value | None = None
+    ) -> Clip:
+        given = {"x": x} | {name: one for name, one in (("y", y), ("z", z)) if one is not None}
+        expect_rows(**given)
+        width = sum(value.width for value in given.values())
+        return cls(x, y, z, bounds, Value(width, x.rows))
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """Where the features of each operand begin in the result."""
+        ends = np.cumsum([value.width for value in self.reads])
+        return (0, *(int(end) for end in ends[:-1]))
+
+    def check(self) -> None:
+        expect_weight(self.bounds, "vector")
+        given = f"{self.bounds.name!r} has {self.bounds.rows} values"
+        count = len(self.reads)
+        expect(self.bounds.rows == 2 * count, f"{given}, not two for each of {count} operands")
+
+    def compute(self, frame: NumpyFrame) -> None:
+        bounds = frame.weight(self.bounds).reshape(-1, 2)
+        parts = [clip(frame[x], pair) for x, pair in zip(self.reads, bounds, strict=True)]
+        frame[self.out] = np.concatenate(parts, axis=-1)
+
+    @classmethod
+    def cases(cls) -> Iterator[Case]:
+        for widths in ((33,), (130, 24), (48, 16, 8), (80, 3, 61)):
+            yield _case(widths)
+
+
+def _case(widths: tuple[int, ...]) -> Case:
+    """The operands are made of one by matrices, and a matrix makes one row of the result."""
+
+    def build(b: Builder) -> None:
+        for index, width in enumerate(widths):
+            b.linear(f"in{index}", width, 16)
+        b.linear("back", 16, sum(widths))
+        b.vector("bounds", 2 * len(widths), centre=0.0, spread=0.7)
+        b.arrays["bounds.weight"].reshape(-1, 2).sort(axis=1)
+
+    def middle(ops: Ops, w: Weights, x: Value) -> Value:
+        first, *others = [ops.linear(x, w[f"in{index}"]) for index in range(len(widths))]
+        return ops.linear(ops.clip(first, w["bounds"], *others), w["back"])
+
+    return Case.between(" and ".join(map(str, widths)), 16, middle, build)
+
+
+def clip(x: Floats, bounds: Floats) -> Floats:
+    """(T, F), (low, high) -> (T, F)."""
+    return np.minimum(np.maximum(x, bounds[0]), bounds[1])
