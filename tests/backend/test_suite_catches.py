@@ -14,9 +14,9 @@ from vllmx_core.errors import ConfigError
 from vllmx_core.ops.activation import Act
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.attention import Attention
+from vllmx_core.ops.clip import Clip, clip
 from vllmx_core.ops.experts import Experts, ExpertsSpec
 from vllmx_core.ops.formulas import NumpyFrame
-from vllmx_core.ops.clip import Clip, clip
 from vllmx_core.ops.gate import Gate, gate
 from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.head import Head

@@ -171,9 +171,7 @@ class Gemma4Tower(Record):
         fed = product(ops.gated_act(gate_up, self.activation), "down")
         return ops.add(x, normed(fed, "post_feedforward"))
 
-    def _product(
-        self, ops: Ops, x: Array, w: Mapping[str, Weight], ours: str, count: int
-    ) -> Array:
+    def _product(self, ops: Ops, x: Array, w: Mapping[str, Weight], ours: str, count: int) -> Array:
         """What `_together` laid out, times x; the results side by side."""
         if not self.clipped:
             return ops.linear(x, w[ours])
@@ -212,9 +210,7 @@ def gemma4_tower(config: Mapping[str, Any], width: int) -> Gemma4Tower | None:
         )
     read = ConfigReader(vision, "Gemma4ForConditionalGeneration")
     if read.flag("attention_bias", False):
-        logger.warning(
-            "text alone is served, images are refused: the tower's attention has biases"
-        )
+        logger.warning("text alone is served, images are refused: the tower's attention has biases")
         return None
     heads, head = read.integer("num_attention_heads", 12), read.integer("head_dim", 64)
     kv_heads = read.integer("num_key_value_heads", heads)
