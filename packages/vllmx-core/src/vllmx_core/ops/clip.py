@@ -79,4 +79,5 @@ def _case(widths: tuple[int, ...]) -> Case:
 
 def clip(x: Floats, bounds: Floats) -> Floats:
     """(T, F), (low, high) -> (T, F)."""
-    return np.minimum(np.maximum(x, bounds[0]), bounds[1])
+    clipped: Floats = np.minimum(np.maximum(x, bounds[0]), bounds[1])
+    return clipped
