@@ -39,7 +39,7 @@ class Clip(Op):
 
     @property
     def firsts(self) -> tuple[int, ...]:
-        """Where the features of each operand begin in the result."""
+        """The first feature of each operand in the result."""
         ends = np.cumsum([value.width for value in self.reads])
         return (0, *(int(end) for end in ends[:-1]))
 
