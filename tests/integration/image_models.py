@@ -176,7 +176,7 @@ PROCESSOR = {
     "size": {"shortest_edge": 64, "longest_edge": 4096},
     "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
 }  # fmt: skip
-_MARKS = {"<|image_pad|>": PAD, "<|vision_start|>": START, "<|vision_end|>": END}
+MARKS = {"<|image_pad|>": PAD, "<|vision_start|>": START, "<|vision_end|>": END}
 _TEMPLATE = (
     "{% for message in messages %}{% for part in message.content %}{% if part.type == 'image' %}"
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
@@ -187,10 +187,10 @@ _TEMPLATE = (
 def save(model: Any, folder: Path) -> Path:
     """The checkpoint's folder, with a tokenizer of the words w0, w1 ... and a chat template."""
     model.save_pretrained(folder)
-    words = {f"w{index}": index for index in range(97) if index not in _MARKS.values()}
-    tokenizer = Tokenizer(WordLevel({**words, **_MARKS}, unk_token="w0"))
+    words = {f"w{index}": index for index in range(97) if index not in MARKS.values()}
+    tokenizer = Tokenizer(WordLevel({**words, **MARKS}, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in _MARKS])
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": _TEMPLATE}))
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))

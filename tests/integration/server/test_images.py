@@ -20,9 +20,12 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
+from vllmx_core.sampling import SamplingParams
+from vllmx_engine.llm import LLM
 
 from ...null.images.pictures import data_url, picture, stored  # noqa: TID252 - no package to name
-from ..image_models import FAMILIES, save  # noqa: TID252
+from ..image_files import write_text, write_tower  # noqa: TID252
+from ..image_models import FAMILIES, MARKS, VARIANTS, save  # noqa: TID252
 from .conftest import RunningServer, running_server
 
 MAX_BODY_BYTES, MAX_PIXELS, MAX_IMAGES = 150_000, 10_000, 2
@@ -278,6 +281,43 @@ def test_others_are_served_meanwhile(seeing: RunningServer, folder: Path) -> Non
         assert {task.result() for task in tasks} == {400}
         assert {task.result() for task in goods} == {200}
     seeing.becomes_idle()
+
+
+def test_a_tower_in_a_file_of_its_own(tmp_path: Path) -> None:
+    """Gemma 4 in two GGUF files, its tower clipped; the answer is that of its own checkpoint."""
+    model = VARIANTS["gemma4, clipped"].make()
+    folder = save(model, tmp_path / "folder")
+    own = dict(zip(MARKS, ("<|image|>", "<|image>", "<image|>"), strict=True))
+    tokenizer = folder / "tokenizer.json"
+    text = tokenizer.read_text()
+    for mark, gemma in own.items():
+        text = text.replace(mark, gemma)
+    tokenizer.write_text(text)
+    template = (
+        "{% for part in messages[0].content %}{% if part.type == 'image' %}<|image|>{% else %}"
+    )
+    template += "{{ part.text }}{% endif %}{% endfor %} w11"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    preprocessor = {
+        "image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "pooling_kernel_size": 2,
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    text_file = write_text(tmp_path / "model.gguf", "gemma4", model)
+    tower = write_tower(tmp_path / "tower.gguf", "gemma4", model)
+    options = {
+        "backend": "cpu", "dtype": "float32", "kv_cache_dtype": "f32", "num_kv_blocks": 64,
+        "max_model_len": 400,
+    }  # fmt: skip
+    body = chat(part(data_url(stored(picture(24, 24, seed=1)))), WORD)
+    with LLM(str(folder), **options) as llm:
+        params = SamplingParams(temperature=0, max_tokens=4)
+        wanted = llm.chat(body["messages"], params, use_tqdm=False)[0].outputs[0].text
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+    files = ("--model", str(text_file), "--mmproj", str(tower), "--tokenizer", str(folder))
+    with running_server(*files, *flags, "--served-model-name", "seeing") as running:
+        answer = running.post("/v1/chat/completions", body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"] == wanted
 
 
 # --- docs/images.md -------------------------------------------------------------------------------

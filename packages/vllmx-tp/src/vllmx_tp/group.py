@@ -73,6 +73,7 @@ class Group:
                 Start(
                     config=found.config,
                     path=str(found.path),
+                    mmproj=None if found.mmproj is None else str(found.mmproj),
                     specs=KnownSpecs.of(found.registry),
                     progress=False,
                     log_level=logging.getLogger("vllmx").level,

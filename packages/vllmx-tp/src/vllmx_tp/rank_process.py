@@ -139,7 +139,9 @@ def serve(region: Region, rank: int, connection: socket.socket, cores: Cores, sh
     """Loads, runs steps, and returns the exit code."""
     start = _start(connection)
     logging.getLogger("vllmx").setLevel(start.log_level)
-    found = FoundModel(start.config, Path(start.path), start.specs.registry(), start.progress)
+    tower = None if start.mmproj is None else Path(start.mmproj)
+    registry = start.specs.registry()
+    found = FoundModel(start.config, Path(start.path), registry, start.progress, tower)
     try:
         opened = open_model(found)
         try:

@@ -88,7 +88,9 @@ def serve(connection: CoreSocket, listener: socket.socket | None = None) -> int:
     inbox: Inbox = SimpleQueue()
     door = None if listener is None else CoreDoor(listener, inbox)
     threading.Thread(target=_receive, args=(connection, messages, inbox), daemon=True).start()
-    found = FoundModel(start.config, Path(start.path), start.specs.registry(), start.progress)
+    tower = None if start.mmproj is None else Path(start.mmproj)
+    registry = start.specs.registry()
+    found = FoundModel(start.config, Path(start.path), registry, start.progress, tower)
     try:
         core, info = load_core(found)
         connection.send(Ready(info))

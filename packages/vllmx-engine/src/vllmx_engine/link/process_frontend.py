@@ -38,6 +38,7 @@ class ProcessFrontend(CoreFrontend):
         self._start = Start(
             config=found.config,
             path=str(found.path),
+            mmproj=None if found.mmproj is None else str(found.mmproj),
             specs=KnownSpecs.of(found.registry),
             progress=found.progress,
             log_level=logging.getLogger("vllmx").getEffectiveLevel(),

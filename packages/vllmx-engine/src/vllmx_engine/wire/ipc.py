@@ -32,7 +32,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     config: EngineConfig
     path: str
     """Where `config.model` leads."""
-    mmproj: str | None
+    mmproj: str | None = None
     """Where `config.mmproj` leads, where images are taken."""
     specs: KnownSpecs
     progress: bool
