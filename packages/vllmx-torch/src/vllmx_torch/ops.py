@@ -15,10 +15,10 @@ from vllmx_core.op_table import OpTable
 from vllmx_core.ops.activation import Act
 from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
-from vllmx_core.ops.clip import Clip
 from vllmx_core.ops.all_gather import AllGather
 from vllmx_core.ops.all_reduce import AllReduce
 from vllmx_core.ops.attention import Attention
+from vllmx_core.ops.clip import Clip
 from vllmx_core.ops.combine import Combine
 from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.experts import Experts
