@@ -12,6 +12,7 @@ import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.kv_capacity import CachePlan
+from vllmx_core.memory import free_memory
 from vllmx_core.model import KVSpec, ModelShape
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import gumbel_noise
@@ -269,3 +270,9 @@ def test_noise_is_that_of_every_backend() -> None:
 def test_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     load(*decoder(), progress=True).close()
     assert "loading weights [##############################] 100%\n" in capsys.readouterr().err
+
+
+def test_the_memory_that_is_told_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device("a GPU", True, 4 * GIB, 3 * GIB)
+    monkeypatch.setattr("vllmx_metal.backend.current_device", lambda: device)
+    assert free_memory(MetalBackend()) == 3 * GIB

@@ -13,6 +13,7 @@ import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.kv_capacity import CachePlan
+from vllmx_core.memory import free_memory
 from vllmx_core.plan import LogitEdits, TokenCounts
 from vllmx_core.sampling import gumbel_noise
 from vllmx_core.testing.harness import PAGE, VOCAB, all_logprobs
@@ -232,3 +233,8 @@ def _progress(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
 @pytest.mark.usefixtures("_progress")
 def test_progress_is_shown() -> None:
     load(*decoder(), progress=True).close()
+
+
+def test_the_memory_that_is_told_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllmx_torch.backend.free_bytes", lambda device: 1000)
+    assert free_memory(TorchBackend()) == 1000

@@ -77,6 +77,12 @@ def test_models_in_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         (["--model=a=/x,load=on-demand"], "first one"),
         (["--model=a=/x,dtype", "--model=b=/y"], "'dtype' is no key=value"),
         (["--model=a=/x", "--model=b=/y", "/z"], "'/z' has no name beside others"),
+        (
+            ["--model=a=/x,memory_fraction=0.7", "--model=b=/y,memory_fraction=0.4"],
+            r"take 1.1 of the memory by memory_fraction \(a 0.7, b 0.4\).*lower some",
+        ),
+        (["--model=a=/x,memory_fraction=0.9", "--model=b=/y"], "leaves nothing of 0.9 for b"),
+        (["--model=a=/x,memory_fraction=2", "--model=b=/y"], "above 0 and at most 1, got 2"),
     ],
 )
 def test_what_does_not_go_together_is_one_sentence(
@@ -84,3 +90,20 @@ def test_what_does_not_go_together_is_one_sentence(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         asked(monkeypatch, *arguments)
+
+
+def test_models_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parts(*arguments: str) -> list[float | None]:
+        engine, models = asked(monkeypatch, *arguments)
+        assert engine == models[0].engine
+        assert models[0].memory_part in (None, engine.memory_fraction)
+        return [each.memory_part and round(each.memory_part, 6) for each in models]
+
+    more = ("--model=b=/y", "--model=c=/z", "--model=d=/u,load=on-demand")
+    assert parts("--model=a=/x", *more) == [0.3, 0.3, 0.3, None]
+    assert parts("--model=a=/x", *more, "--memory-fraction=0.6") == [0.2, 0.2, 0.2, None]
+    assert parts("--model=a=/x,memory_fraction=0.5", *more) == [0.5, 0.2, 0.2, None]
+    sized = "--model=a=/x,kv_cache_memory_bytes=1GiB"
+    assert parts(sized, *more) == [None, 0.45, 0.45, None]
+    on_demand = ("--model=b=/y", "--model=c=/z,load=on-demand,memory_fraction=0.8")
+    assert parts("--model=a=/x", *on_demand) == [0.45, 0.45, 0.8]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import CapacityError, ConfigError, WeightFormatError
-from vllmx_core.memory import format_bytes
+from vllmx_core.memory import format_bytes, free_memory
 from vllmx_core.testing.step_checks import decoder
 from vllmx_core.testing.synthetic import ArraySource, Builder
 from vllmx_core.weights import (
@@ -190,3 +190,7 @@ def test_refusals_name_value_limit_and_remedy() -> None:
         load(dtype="f8")
     with pytest.raises(ConfigError, match="no KV cache of bf16: choose auto, f32, int8, fp8"):
         load(kv_cache_dtype="bf16")
+
+
+def test_a_backend_tells_what_its_device_has_free(device: EmulatedDevice) -> None:
+    assert free_memory(CudaBackend(lambda: device)) == device.info.memory_bytes

@@ -43,7 +43,7 @@ class Machine:
 class Core:
     """A ProcessFrontend, as much of it as a host sees."""
 
-    info = SimpleNamespace(weight_bytes=7, kv_cache_bytes=3, max_model_len=64)
+    info: Any = SimpleNamespace(weight_bytes=7, kv_cache_bytes=3, max_model_len=64, free_bytes=30)
     start_message: Any = None
     status = "ready"
     listener: Any = None
@@ -134,3 +134,45 @@ async def test_one_that_cannot_be_loaded_is_tried_again(host: CoreHost, machine:
     assert (cards["broken"].state, cards["broken"].error) == ("failed", "it is broken")
     with pytest.raises(ModelNotFoundError, match="not one that is loaded"):
         await host.load("unknown")
+
+
+async def test_what_models_were_promised_is_not_free(machine: Machine) -> None:
+    """Though the system says that it is: pages of a KV cache are taken when they are written."""
+    machine.free = 1000
+    models = [ModelConfig(engine=EngineConfig(model=name)) for name in ("a", "b", "c")]
+    host = CoreHost(models, 0.0, machine.leave)
+    host.first_took(Core.info)  # 30 were free, the first model has 10 of them
+    for name in ("a", "b", "c"):
+        await host.load(name)
+    assert set(machine.cores) == {"b", "c"}
+    await host.close()
+
+
+async def test_a_core_is_told_its_part(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, EngineConfig] = {}
+    start = machine.start
+
+    async def noting(plan: Any, door: Any) -> Core:
+        told[plan.config.name] = plan.config
+        return await start(plan, door)
+
+    monkeypatch.setattr(host_module.ProcessFrontend, "start", noting)
+    parts = {"a": 0.5, "b": None, "c": 0.1}
+    models = [
+        ModelConfig(engine=EngineConfig(model=name), memory_part=part)
+        for name, part in parts.items()
+    ]
+    host = CoreHost(models, 0.0, machine.leave)
+    host.first_took(SimpleNamespace(weight_bytes=0, kv_cache_bytes=0, free_bytes=30))  # type: ignore[arg-type]
+    await host.load("a")
+    await host.load("b")
+    assert [told[name].memory_bytes for name in ("a", "b")] == [15, None]
+    machine.free = 9  # too little for "c", though its part of 3 is there: nobody has to make room
+    with pytest.raises(CapacityError, match=r"model c may take 0\.10 of it: raise"):
+        await host.load("c")
+    monkeypatch.setattr(host_module, "_weight_bytes", lambda path: 1)
+    with pytest.raises(CapacityError, match=r"does not fit.*model c may take 0\.10 of it: raise"):
+        await host.load("c")
+    assert set(machine.cores) == {"a", "b"}
+    machine.free = 0
+    await host.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from vllmx_core.communicator import Communicator
 from vllmx_core.model import Model
@@ -151,6 +151,16 @@ class SeeingModel(LoadedModel, Protocol):
         Where `LoadedInfo.encodes_in_parts`, it may be given in parts, from `begin` to `end` of its
         work: in their order, with the plan unchanged and no other pass before its end. What a pass
         took is a part of the next step's `StepResult.elapsed_s`."""
+        ...
+
+
+@runtime_checkable
+class HasMemory(Protocol):
+    """A backend whose models take another memory than the host's, or not all of that."""
+
+    def free_bytes(self) -> int:
+        """Memory that a model may take on the device that `load` would choose now. Raises what
+        `load` raises where there is no device."""
         ...
 
 

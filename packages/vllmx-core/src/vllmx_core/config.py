@@ -71,6 +71,8 @@ class EngineConfig:
     """Share of the memory that is free when loading begins, of the device or else of the host, for
     weights, buffers and KV cache together. Not a share of all memory, as in vLLM and SGLang: what
     others hold is never counted on, and a CPU's memory is nobody's alone."""
+    memory_bytes: int | None = None
+    """Most of that memory that the model takes, whatever share of it that is; None: no limit."""
     num_threads: int | None = None
     tensor_parallel_size: int = 1
     """Processes that compute each layer together, each with a part of its weights."""
@@ -130,6 +132,7 @@ class EngineConfig:
             ("max_num_seqs", 1, 4096),
             ("max_num_batched_tokens", 1, 1 << 20),
             ("num_kv_blocks", 1, 1 << 31),
+            ("memory_bytes", 1, 1 << 50),
             ("num_state_slots", 1, 1 << 31),
             ("state_snapshot_tokens", 1, 1 << 31),
             ("num_threads", 1, 1024),

@@ -6,6 +6,7 @@ import ctypes
 import os
 from pathlib import Path
 
+from vllmx_core.backend import Backend, HasMemory
 from vllmx_core.processors import CGROUP_ROOT, cgroup_folders
 
 GIB = 1 << 30
@@ -24,6 +25,12 @@ def free_bytes(cgroup_root: Path = CGROUP_ROOT, process: Path = Path("/proc/self
             if limit is not None and used is not None and limit < 1 << 60:
                 free = min(free, max(0, limit - used + _file_cache(folder)))
     return free
+
+
+def free_memory(backend: Backend) -> int:
+    """Memory that a model may take where a backend runs it: what the backend says of it, else the
+    host's."""
+    return backend.free_bytes() if isinstance(backend, HasMemory) else free_bytes()
 
 
 def _system_free() -> int:

@@ -79,6 +79,18 @@ class CudaBackend:
 
         return facts()
 
+    def free_bytes(self) -> int:
+        """See `vllmx_core.backend.HasMemory.free_bytes`."""
+        if self._open_device is None:
+            from vllmx_cuda.device.cupy_device import free_gpu_bytes
+
+            return free_gpu_bytes()
+        device = self._open_device()
+        try:
+            return device.free_bytes()
+        finally:
+            device.close()
+
     def load(self, model: Model, source: WeightSource, options: LoadOptions) -> CudaLoadedModel:
         """See `vllmx_core.backend.Backend.load`."""
         wgmma = wants_wgmma() if self._wgmma is None else self._wgmma

@@ -53,6 +53,10 @@ class MetalBackend:
             "free memory": format_bytes(device.free_bytes),
         }
 
+    def free_bytes(self) -> int:
+        """See `vllmx_core.backend.HasMemory.free_bytes`."""
+        return current_device().free_bytes
+
     def load(self, model: Model, source: WeightSource, options: LoadOptions) -> MetalLoadedModel:
         """See `vllmx_core.backend.Backend.load`."""
         owner = Owner()

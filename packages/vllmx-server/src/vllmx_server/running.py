@@ -159,6 +159,7 @@ class _Models:
             models.host = state.peers.host
         state.models = self._models = models
         if self._host is not None:
+            self._host.first_took(state.llm.info)
             for config in configs[1:]:
                 if not config.on_demand:
                     await self._host.load(config.name)

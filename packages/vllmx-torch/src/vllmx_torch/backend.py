@@ -68,6 +68,10 @@ class TorchBackend:
             return facts | {"device": error.message}
         return facts | {"device": describe(device), "free memory": format_bytes(free_bytes(device))}
 
+    def free_bytes(self) -> int:
+        """See `vllmx_core.backend.HasMemory.free_bytes`."""
+        return free_bytes(choose_device())
+
     def load(self, model: Model, source: WeightSource, options: LoadOptions) -> TorchLoadedModel:
         """See `vllmx_core.backend.Backend.load`. On the CPU it sets torch's number of threads, of
         which there is one for the whole process."""

@@ -69,6 +69,28 @@ class CupyGraph:
         self.graph.launch(self.stream)
 
 
+def free_gpu_bytes() -> int:
+    """Free memory of the GPU that `CupyDevice.open` would choose; raises what that raises."""
+    try:
+        chosen = driver.choose_device(driver.query(), 0)
+    except driver.DriverError as error:
+        raise BackendUnavailableError(str(error)) from error
+    cupy = _import_cupy()
+    with cupy.cuda.Device(chosen.ordinal):
+        return int(cupy.cuda.runtime.memGetInfo()[0])
+
+
+def _import_cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"CuPy cannot be imported ({error}): pip install 'vllmx[cuda13]', or 'vllmx[cuda]'"
+            " for CUDA 12"
+        ) from error
+    return cupy
+
+
 class CupyDevice:
     """`vllmx_cuda.device.device.Device`."""
 
@@ -84,13 +106,7 @@ class CupyDevice:
             driver.check_major(facts.cuda_version, f"NVRTC ({nvrtc.path})", nvrtc.version)
         except driver.DriverError as error:
             raise BackendUnavailableError(str(error)) from error
-        try:
-            import cupy
-        except ImportError as error:
-            raise BackendUnavailableError(
-                f"CuPy cannot be imported ({error}): pip install 'vllmx[cuda13]', or 'vllmx[cuda]'"
-                " for CUDA 12"
-            ) from error
+        cupy = _import_cupy()
         try:
             return cls(cupy, chosen, nvrtc, CublasLt.open)
         except cupy.cuda.runtime.CUDARuntimeError as error:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-from vllmx_core.backend import LoadedInfo, LoadedModel, LoadOptions
+from vllmx_core.backend import HasMemory, LoadedInfo, LoadedModel, LoadOptions
 from vllmx_core.backend_kit.dtypes import short_dtype
 from vllmx_core.cache_groups import cache_layout, longest_sequence
 from vllmx_core.checkpoint import (
@@ -23,7 +23,7 @@ from vllmx_core.checkpoint import (
 )
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import CapacityError, ConfigError, UnsupportedOpError, shown
-from vllmx_core.memory import format_bytes, free_bytes, return_unused_bytes
+from vllmx_core.memory import format_bytes, free_bytes, free_memory, return_unused_bytes
 from vllmx_core.model import Model, encoder_of, text_alone
 from vllmx_core.model_choice import OWN, choose_model
 from vllmx_core.records import Record
@@ -81,7 +81,7 @@ def load_core(found: FoundModel) -> tuple[EngineCore, CoreInfo]:
         )
         seconds = time.monotonic() - started
         pooling = pooling_info(checkpoint, model.shape)
-        info = _core_info(found, checkpoint, loaded, core.limits, seconds, pooling)
+        info = _core_info(found, opened, loaded, core.limits, seconds, pooling)
         if encoder_of(model) is not None:
             processor = dict(checkpoint.image_processor)
             info = msgspec.structs.replace(info, takes_images=True, image_processor=processor)
@@ -99,6 +99,8 @@ class OpenedModel(Record):
     model: Model
     backend: BackendSpec
     options: LoadOptions
+    free_bytes: int
+    """See `CoreInfo.free_bytes`."""
 
 
 def open_model(found: FoundModel) -> OpenedModel:
@@ -142,10 +144,29 @@ def open_model(found: FoundModel) -> OpenedModel:
             model = text_alone(model) or model
         limit = checkpoint.config.get("text_limit")
         options = load_options(found.config, model, text_limit=limit, progress=found.progress)
+        free = _free_bytes(found.config, spec)
+        if found.config.memory_bytes is not None:
+            most = found.config.memory_bytes / max(1, free)
+            options = replace(options, memory_fraction=min(options.memory_fraction, most))
     except BaseException:
         checkpoint.weights.close()
         raise
-    return OpenedModel(checkpoint, model, spec, options)
+    return OpenedModel(checkpoint, model, spec, options, free)
+
+
+def _free_bytes(config: EngineConfig, spec: BackendSpec) -> int:
+    """Memory that the model could take; 0: each rank has a device of its own. Raises ConfigError
+    for a limit on that."""
+    backend = spec.load()()
+    if config.tensor_parallel_size == 1 or not isinstance(backend, HasMemory):
+        return free_memory(backend)
+    if config.memory_bytes is not None:
+        raise ConfigError(
+            f"--memory-bytes is of one device, and on {spec.name} each rank has its own: say"
+            " --memory-fraction instead",
+            param="memory_bytes",
+        )
+    return 0
 
 
 def _check_ranks(config: EngineConfig, impl: str) -> None:
@@ -315,16 +336,17 @@ def fitting_length(config: EngineConfig, options: LoadOptions, info: LoadedInfo)
 
 def _core_info(
     found: FoundModel,
-    checkpoint: Checkpoint,
+    opened: OpenedModel,
     loaded: LoadedModel,
     limits: Limits,
     seconds: float,
     pooling: PoolingInfo | None,
 ) -> CoreInfo:
-    info = loaded.info
+    info, checkpoint = loaded.info, opened.checkpoint
     names = [*architecture_names(checkpoint.config), str(checkpoint.config.get("model_type", ""))]
     return CoreInfo(
         max_logprobs=found.config.max_logprobs,
+        free_bytes=opened.free_bytes,
         model=found.config.name,
         path=str(found.path),
         architecture=names[0].encode("utf-8", "backslashreplace").decode(),

@@ -258,6 +258,8 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv_cache_bytes: int
     load_seconds: float
+    free_bytes: int = 0
+    """Memory that models could take where this one runs, before it was loaded; 0: unknown."""
     takes_images: bool = False
     """It has a tower for them."""
     image_processor: dict[str, Any] = {}

@@ -17,6 +17,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Other names of it."""
     on_demand: bool = False
     """It is loaded when somebody asks for it."""
+    memory_part: float | None = None
+    """Most of the memory that it takes, of what is free before the first model is loaded; None:
+    `engine.memory_fraction` of what is free when it is loaded."""
 
     @property
     def name(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,10 +30,11 @@ from vllmx_engine.link.door import Door
 from vllmx_engine.link.frontend import Listener
 from vllmx_engine.link.process_frontend import ProcessFrontend
 from vllmx_engine.wire.ipc import Start
-from vllmx_engine.wire.messages import CoreStats
+from vllmx_engine.wire.messages import CoreInfo, CoreStats
 
 from vllmx_server.errors import OverloadedError
 from vllmx_server.models.config import ModelConfig
+from vllmx_server.models.parts import engine_of, part_bytes
 
 logger = logging.getLogger("vllmx.supervisor")
 
@@ -112,10 +114,18 @@ class CoreHost:
         self._hosted = {model.name: _Hosted(model) for model in models}
         self._idle_unload_s = idle_unload_s
         self._leave = leave
+        self._free_bytes = 0
+        self._first_bytes = 0
         self._room = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
         if idle_unload_s:
             self._looking = asyncio.ensure_future(self._unload_idle())
+
+    def first_took(self, info: CoreInfo) -> None:
+        """Tells what was free before the first model was loaded, and what that took. Call before
+        any other is loaded."""
+        self._free_bytes = info.free_bytes
+        self._first_bytes = info.weight_bytes + info.kv_cache_bytes
 
     async def cards(self) -> list[ModelCard]:
         """What is known of all of them."""
@@ -175,11 +185,17 @@ class CoreHost:
         return found
 
     async def _load_making_room(self, hosted: _Hosted) -> Attachment:
-        found = await asyncio.to_thread(find_model, hosted.config.engine, None)
+        engine = engine_of(hosted.config, self._free_bytes)
+        found = await asyncio.to_thread(find_model, engine, None)
         needed = hosted.num_bytes
         if needed is None:
             needed = await asyncio.to_thread(_weight_bytes, found.path)
-        while needed > free_bytes() and await self._evict():
+            most = engine.memory_bytes
+            if most is not None and needed > most:
+                files, part = format_bytes(needed), format_bytes(most)
+                text = f"the weights take {files}, more than {part}"
+                raise _small_part(hosted.config, CapacityError(text))
+        while needed > min(free_bytes(), self._left_bytes) and await self._evict():
             pass
         door = Door()
         try:
@@ -188,6 +204,8 @@ class CoreHost:
                     core = await ProcessFrontend.start(found, door)
                     break
                 except CapacityError as error:
+                    if self._has_its_part(hosted.config):
+                        raise _small_part(hosted.config, error) from error
                     if not await self._evict():
                         raise _no_room(error) from error
         except BaseException:
@@ -204,6 +222,22 @@ class CoreHost:
             dead=lambda: None,
         )
         return Attachment(core.start_message, str(door.path))
+
+    @property
+    def _left_bytes(self) -> float:
+        """What models that are loaded leave of the memory, where that is known. Not all of what
+        they have was taken of the system yet: pages of a KV cache are when they are written."""
+        if not self._free_bytes:
+            return math.inf
+        taken = sum(each.num_bytes or 0 for each in self._hosted.values() if each.core is not None)
+        return self._free_bytes - self._first_bytes - taken
+
+    def _has_its_part(self, config: ModelConfig) -> bool:
+        """Whether to unload others would give a model no more than it may take anyway."""
+        if config.memory_part is None or not self._free_bytes:
+            return False
+        part = part_bytes(config, self._free_bytes)
+        return part <= min(free_bytes(), self._left_bytes)
 
     async def _evict(self) -> bool:
         """Unloads the model that nobody has asked for longest. False where all are in use."""
@@ -240,6 +274,14 @@ class CoreHost:
             for hosted in self._hosted.values():
                 if hosted.state == "loaded" and hosted.used_s < limit_s and not hosted.is_busy:
                     await self._let_go(hosted)
+
+
+def _small_part(config: ModelConfig, error: CapacityError) -> CapacityError:
+    part = "no more" if config.memory_part is None else f"{config.memory_part:.2f} of it"
+    return CapacityError(
+        f"{error.message} (of the memory that was free at the start model {config.name} may take"
+        f" {part}: raise its memory_fraction or memory_bytes)"
+    )
 
 
 def _no_room(error: CapacityError) -> OverloadedError:

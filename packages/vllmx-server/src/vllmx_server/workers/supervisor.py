@@ -146,6 +146,7 @@ class Supervisor:
                 restarted=lambda info: None,
                 dead=self._dead.set,
             )
+            self._host.first_took(core.info)
             for card in await self._host.cards():
                 if card.name not in self._on_demand:
                     await self._host.load(card.name)

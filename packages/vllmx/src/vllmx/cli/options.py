@@ -78,6 +78,8 @@ HELP: Mapping[str, str] = {
     " others keep the states behind prefixes; default: two for each sequence, if they fit.",
     "state_snapshot_tokens": "Prompt tokens that a snapshot of such states must save to evict any"
     " other one; default: as many as take the memory of a slot in the KV cache.",
+    "memory_bytes": "Most memory for weights, buffers and KV cache; default: what --memory-fraction"
+    " says.",
     "memory_fraction": "Share of the memory that is free at the start (not of all, as in vLLM) for"
     " weights, buffers and KV cache.",
     "num_threads": "Compute threads; default: the cores that are really available.",

@@ -126,10 +126,11 @@ def _check(model: str, shape: ModelShape, context: int | None) -> None:
 
 def _machine(on: str, backend_name: str, facts: Facts) -> tuple[str, float, Rates]:
     """(what it is called, its free memory, how fast it is)."""
+    from vllmx_core.memory import free_memory
     from vllmx_core.registry import load_registry
 
     from vllmx.sizing.machines import machine
-    from vllmx.sizing.measured import free_memory, measurable, measure
+    from vllmx.sizing.measured import measurable, measure
 
     if on != THIS:
         named = machine(on)

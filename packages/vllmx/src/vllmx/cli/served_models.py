@@ -12,6 +12,7 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.config_values import nearest
 from vllmx_core.errors import ConfigError
 from vllmx_server.models.config import ModelConfig, check_models
+from vllmx_server.models.parts import with_parts
 
 _ENGINE_KEYS = tuple(field.name for field in dataclasses.fields(EngineConfig))
 _KEYS = ("load", "alias", *_ENGINE_KEYS)
@@ -50,9 +51,14 @@ def served_models(
         if not isinstance(entries, list) or not entries:
             raise ConfigError("models in the config file must be a list of models", param="model")
         found += [_of_entry(entry) for entry in entries]
+    own: dict[str, float] = {}
+    for name, keys in found:
+        if "memory_fraction" in keys:
+            said = {**flags, "model": keys["model"], "memory_fraction": keys.pop("memory_fraction")}
+            own[name] = configured(said).memory_fraction
     models = [_model(name, keys, flags, configured) for name, keys in found]
     check_models(models)
-    return models
+    return with_parts(models, own)
 
 
 def _of_text(text: str) -> tuple[str, dict[str, Any]]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.backend import Backend, LoadedModel, LoadOptions
-from vllmx_core.memory import free_bytes
 from vllmx_core.model import Model
 from vllmx_core.plan import SamplingRows, StepPlan
 from vllmx_core.registry import Registry
@@ -232,10 +231,3 @@ def _quiet_log() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
-
-
-def free_memory(backend: Backend) -> int:
-    """Bytes that a model may take on the backend's device: what the backend says of it, else the
-    host's."""
-    told = getattr(backend, "free_bytes", None)
-    return free_bytes() if told is None else int(told())
