@@ -61,6 +61,23 @@ PANELS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Choices that ended, a second", "short", {
         "{{finished_reason}}": _rate("request_success_total", "finished_reason"),
     }),
+    ("Checks of grammars", "s", {
+        "{{model_name}} median": _quantile(0.5, "grammar_compile_time_seconds"),
+        "{{model_name}} p99": _quantile(0.99, "grammar_compile_time_seconds"),
+    }),
+    ("Refused grammars, a second", "short", {
+        "{{reason}}": _rate("grammar_refusals_total", "reason"),
+    }),
+    ("Calls of tools read by a guess or not, a second", "short", {
+        "{{reason}}": _rate("parser_fallbacks_total", "reason"),
+    }),
+    ("Generated tokens a second, by key", "short", {
+        "{{key}}": _rate("key_generation_tokens_total", "key"),
+    }),
+    ("Requests a second, by key", "short", {
+        "{{key}}": _rate("key_requests_total", "key"),
+        "{{key}} over a limit": _rate("key_refusals_total", "key"),
+    }),
     ("HTTP answers a second", "short", {
         "{{status}}": "sum by (status) (rate(vllmx:http_requests_total[$__rate_interval]))",
     }),
@@ -77,6 +94,12 @@ ALERTS: tuple[tuple[str, str, str, str], ...] = (
      "more than 100 sequences have waited for ten minutes"),
     ("VllmxPreempts", "sum(rate(vllmx:num_preemptions_total[5m])) > 1", "10m",
      "sequences are computed again for want of KV cache: lower --max-num-seqs or the context"),
+    ("VllmxGrammarsWait",
+     'sum(rate(vllmx:grammar_refusals_total{reason!="invalid"}[5m])) > 0.1', "5m",
+     "requests are refused because too many grammars wait, or because their check fails"),
+    ("VllmxCallsNotRead",
+     'sum(rate(vllmx:parser_fallbacks_total{reason=~"not_.*"}[15m])) > 0.1', "15m",
+     "calls of tools reach clients as text: name the format with --tool-parser"),
     ("VllmxStands", "sum(vllmx:num_requests_running) > 0 and"
      " sum(rate(vllmx:engine_steps_total[5m])) == 0", "5m", "sequences run and no step ends"),
 )  # fmt: skip

@@ -94,6 +94,7 @@ def test_calls_without_a_record_are_derived(name: str) -> None:
     source = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
     found = find_format(load_registry(), {"default": source}, special_tokens=SPECIAL)
     assert found.tools_from == "derived from the chat template, which it predicts"
+    assert found.tools_origin == "derived"
     calls = found.format.calls
     assert calls is not None
     expected = [(call.name, dict(call.arguments)) for call in CALLS]
@@ -107,6 +108,7 @@ def test_the_record_of_the_family_is_found(name: str) -> None:
     expected = (RECORDED | BY_SIGNATURE)[name]
     assert (found.format.calls, found.format.channels) == (expected.calls, expected.channels)
     assert found.tools_from.startswith(expected.name)
+    assert found.tools_origin == "known"
 
 
 @pytest.mark.skipif(not MANY.is_dir(), reason="llama.cpp's collection of templates is not here")

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from vllmx_engine.wire.messages import STEP_TOKENS, CoreStats
 from vllmx_engine.wire.outputs import RequestMetrics
+from vllmx_server.keys.ring import MAX_LABELS
+from vllmx_server.keys.usage import KeyUsage
 from vllmx_server.metrics import BETWEEN_TOKENS_S, Histogram, Metrics
 
-from .conftest import Served
+from .conftest import MakeServer, Served
+from .test_keys import key_file
 
 
 def test_exposition_holds_vllms_names() -> None:
@@ -65,6 +70,7 @@ def test_the_times_of_a_request_add_up() -> None:
         ("request_prefill_time_seconds", 1.0, 2.0),
         ("request_decode_time_seconds", 1.0, 2.0),
         ("request_inference_time_seconds", 1.0, 4.0),
+        ("request_time_per_output_token_seconds", 1.0, 2 / 3),
         ("request_max_num_generation_tokens", 2.0, 4.0),
     ):
         assert f'vllmx:{name}_count{{model_name="m"}} {count}\n' in text
@@ -96,3 +102,79 @@ async def test_a_request_is_seen_in_all_of_them(served: Served) -> None:
     assert float(values[f"vllmx:iteration_tokens_total_sum{label}"]) >= 7 + 3 * 4
     steps = values[f"vllmx:iteration_tokens_total_count{label}"]
     assert steps == values[f"vllmx:engine_steps_total{label}"]
+
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+TEMPLATE = Path(__file__).parents[2] / "data" / "templates" / "qwen2.5.jinja"
+TALK = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 40}
+
+
+async def values_of(served: Served, name: str, label: str) -> dict[str, float]:
+    """Of one counter, by one of its labels."""
+    text = (await served.client.get("/metrics", headers={"x-api-key": "plain"})).text
+    return {
+        sample.labels[label]: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == f"vllmx:{name}"
+    }
+
+
+async def test_grammars_and_calls_that_are_not_read(make_server: MakeServer) -> None:
+    """The form of the answer makes the model begin a call that is none."""
+    path, reasons = "/v1/chat/completions", "parser_fallbacks_total"
+    engine = {"chat_template": str(TEMPLATE)}
+    async with make_server(engine=engine, max_model_len=4096) as served:
+        for _ in range(2):  # the second one is known
+            form = {"choice": ["<tool_call> look"]}
+            body = {**TALK, "tools": TOOLS, "structured_outputs": form}
+            answer = await served.client.post(path, json=body)
+            message = answer.json()["choices"][0]["message"]
+            assert message["content"] == form["choice"][0], answer.text
+        refused = await served.client.post(
+            path, json={**TALK, "structured_outputs": {"regex": "("}}
+        )
+        assert refused.status_code == 400
+        await served.becomes_idle()
+        assert await values_of(served, reasons, "reason") == {
+            "derived": 2, "by_markers": 0, "not_found": 0, "not_parsed": 2,
+        }  # fmt: skip
+        refusals = await values_of(served, "grammar_refusals_total", "reason")
+        assert refusals == {"invalid": 1, "overloaded": 0, "failed": 0}
+        checked = await values_of(served, "grammar_compile_time_seconds_count", "model_name")
+        assert checked == {"fake": 2}
+    async with make_server() as served:
+        assert (await served.client.post(path, json={**TALK, "tools": TOOLS})).is_success
+        assert (await values_of(served, reasons, "reason"))["not_found"] == 1
+
+
+async def test_keys_have_the_names_of_their_file_and_no_others(
+    tmp_path: Path, make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllmx_server.keys.ring.MAX_LABELS", 2)
+    limits = {"requests_per_minute": 1}
+    flags = {
+        "api_keys_file": key_file(tmp_path, ann={}, bob=limits, eve={}),
+        "api_key": ("plain",),
+    }
+    async with make_server(flags) as served:
+        for name in ("secret-ann", "secret-bob", "secret-bob", "secret-eve", "plain", "nobody"):
+            headers = {"x-api-key": name}
+            body = {"prompt": "ab", "max_tokens": 4, "ignore_eos": True, "user": name}
+            await served.client.post("/v1/completions", json=body, headers=headers)
+        await served.state.drain(20)
+        requests = await values_of(served, "key_requests_total", "key")
+        assert requests == {"ann": 1, "bob": 1, "other": 2}
+        refusals = await values_of(served, "key_refusals_total", "key")
+        assert refusals == {"ann": 0, "bob": 1, "other": 0}
+        tokens = await values_of(served, "key_generation_tokens_total", "key")
+        assert tokens == {"ann": 4, "bob": 4, "other": 8}
+
+
+def test_names_of_keys_are_bounded_however_often_their_file_changes() -> None:
+    metrics = Metrics("m", CoreStats, {})
+    for number in range(10 * MAX_LABELS):
+        metrics.count_key(f"key-{number}", KeyUsage(requests=1))
+    found = metrics.counts().counters[3]
+    assert len(found) <= 2 * MAX_LABELS + 1
+    assert sum(found.values()) == 10 * MAX_LABELS

@@ -8,11 +8,13 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 from vllmx_core.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from vllmx_server.desk import Granted, OpenDesk, RemoteDesk, ServedDesk, Used, Wanted
 from vllmx_server.errors import OverloadedError
-from vllmx_server.metrics import Metrics
+from vllmx_server.keys.usage import KeyUsage
+from vllmx_server.metrics import MetricCounts, Metrics
 from vllmx_server.workers.channel import Channel, GoneError
 from vllmx_server.workers.crew import asked_of_all
 from vllmx_server.workers.shared_counts import SharedCounts
@@ -159,6 +161,10 @@ def test_metrics_of_several_processes_add(metrics: Metrics) -> None:
     """Counters, and the buckets and sums of histograms."""
     other = metrics.with_others([])
     for each, seconds in ((metrics, 0.5), (other, 1000.0)):
+        each.grammar_compiled(seconds)
+        each.grammar_refused("invalid")
+        each.parser_fell_back("derived")
+        each.count_key("ann", KeyUsage(requests=1, prompt_tokens=3, completion_tokens=5))
         each.begin(1, 64)
         each.finish("stop", 3, 5, seconds)
         each.count_http("/v1/models", "GET", 200)
@@ -168,7 +174,14 @@ def test_metrics_of_several_processes_add(metrics: Metrics) -> None:
     assert 'e2e_request_latency_seconds_sum{model_name="m"} 1000.5' in text
     assert 'e2e_request_latency_seconds_bucket{le="0.5",model_name="m"} 1.0' in text
     assert 'request_prompt_tokens_count{model_name="m"} 2.0' in text
-    assert metrics.counts().finished["stop"] == 1, "a sum leaves its parts as they are"
+    assert 'grammar_compile_time_seconds_sum{model_name="m"} 1000.5' in text
+    assert 'grammar_refusals_total{model_name="m",reason="invalid"} 2.0' in text
+    assert 'parser_fallbacks_total{model_name="m",reason="derived"} 2.0' in text
+    assert 'key_requests_total{key="ann",model_name="m"} 2.0' in text
+    assert 'key_generation_tokens_total{key="ann",model_name="m"} 10.0' in text
+    sent = msgspec.msgpack.encode(metrics.counts())
+    assert msgspec.msgpack.decode(sent, type=MetricCounts) == metrics.counts()
+    assert metrics.counts().counters[0]["stop"] == 1, "a sum leaves its parts as they are"
 
 
 @pytest.fixture

@@ -77,4 +77,6 @@ async def submit_chat(
         fit_max_tokens=call.fit_max_tokens,
         num_bytes=body_bytes(request),
     )
+    if call.options.tools:
+        state.metrics.parser_fell_back(state.llm.calls_origin)
     return [stream]

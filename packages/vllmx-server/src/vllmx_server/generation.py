@@ -81,6 +81,8 @@ class Generation:
         usage: Usage | None = None,
     ) -> None:
         self._streams = streams
+        self._metrics = metrics
+        self._closed = False
         left_s, self._timer = deadline.left_s, None
         if left_s is not None:
             loop = asyncio.get_running_loop()
@@ -155,11 +157,18 @@ class Generation:
     def close(self) -> None:
         """Aborts what has not ended. Must be called, may be called twice."""
         self._close("abort")
+        self._count_unread()
 
     def _expire(self, deadline: Deadline) -> None:
         """The time is up: who waits for outputs meets the error, and the core's rows are free."""
         for stream in self._streams:
             stream.fail(deadline.error())
+
+    def _count_unread(self) -> None:
+        """Counts, once, answers whose calls could not be read."""
+        if self.readers is not None and not self._closed:
+            self._closed = True
+            self._metrics.parser_fell_back("not_parsed", self.readers.num_unread)
 
     def _close(self, reason: str) -> None:
         if self._timer is not None:

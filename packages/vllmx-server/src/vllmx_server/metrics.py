@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import Literal
 
 import msgspec
 from prometheus_client import (
@@ -25,8 +26,13 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.registry import Collector
+from vllmx_engine.formats.named import Origin
+from vllmx_engine.link.grammar_process import Refusal
 from vllmx_engine.wire.messages import STEP_TOKENS, CoreStats
 from vllmx_engine.wire.outputs import RequestMetrics
+
+from vllmx_server.counters import Counter, KeyCounters
+from vllmx_server.keys.usage import KeyUsage
 
 FIRST_TOKEN_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -41,6 +47,7 @@ REQUEST_S = (
     480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+GRAMMAR_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 CHOICES = (1, 2, 5, 10, 20, 50, 100)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -70,7 +77,8 @@ class MetricCounts(msgspec.Struct, frozen=True):
 
     histograms: list[tuple[list[int], float]]
     """Counts and sum, in the order of `Metrics`."""
-    finished: dict[str, int]
+    counters: list[dict[str, int]]
+    """Counts by label, in the order of `Metrics`."""
     http: list[tuple[str, str, str, int]]
 
 
@@ -107,8 +115,9 @@ class RequestTimes:
         self.prefill = Histogram(REQUEST_S)
         self.decode = Histogram(REQUEST_S)
         self.inference = Histogram(REQUEST_S)
+        self.token = Histogram(BETWEEN_TOKENS_S)
 
-    def observe(self, times: RequestMetrics) -> None:
+    def observe(self, times: RequestMetrics, longest: int) -> None:
         """Records a request that has ended; one that never had a token has nothing to show."""
         first_s, last_s = times.first_token_s, times.last_token_s
         if first_s is None or last_s is None:
@@ -118,6 +127,8 @@ class RequestTimes:
         self.prefill.observe(first_s - begun_s)
         self.decode.observe(last_s - first_s)
         self.inference.observe(last_s - begun_s)
+        if longest > 1:
+            self.token.observe((last_s - first_s) / (longest - 1))
 
 
 class Metrics(Collector):
@@ -144,7 +155,20 @@ class Metrics(Collector):
         self._num_choices = Histogram(CHOICES)
         self._longest_choice = Histogram(TOKENS)
         self._times = RequestTimes()
-        self._finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        self._grammar_time = Histogram(GRAMMAR_S)
+        self._finished = Counter(
+            "request_success", "Ended choices by reason", "finished_reason",
+            ("stop", "length", "abort", "error"),
+        )  # fmt: skip
+        self._refused_grammars = Counter(
+            "grammar_refusals", "Requests that were refused for their grammar", "reason",
+            ("invalid", "overloaded", "failed"),
+        )  # fmt: skip
+        self._fallbacks = Counter(
+            "parser_fallbacks", "Requests with tools whose calls are read by a guess or not at all",
+            "reason", ("derived", "by_markers", "not_found", "not_parsed"),
+        )  # fmt: skip
+        self._keys = KeyCounters()
         self._http: dict[tuple[str, str, str], int] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -162,7 +186,7 @@ class Metrics(Collector):
 
     def finish(self, reason: str, prompt: int, generated: int, seconds: float) -> None:
         """Counts one ended choice."""
-        self._finished[reason] += 1
+        self._finished.add(reason)
         self._prompt_tokens.observe(prompt)
         self._generation_tokens.observe(generated)
         self._request_time.observe(seconds)
@@ -171,7 +195,24 @@ class Metrics(Collector):
         """Counts one request whose choices have all ended, the longest with so many tokens."""
         self._longest_choice.observe(longest)
         if times is not None:
-            self._times.observe(times)
+            self._times.observe(times, longest)
+
+    def grammar_compiled(self, seconds: float) -> None:
+        """See `GrammarNews`."""
+        self._grammar_time.observe(seconds)
+
+    def grammar_refused(self, why: Refusal) -> None:
+        """See `GrammarNews`."""
+        self._refused_grammars.add(why)
+
+    def parser_fell_back(self, why: Origin | Literal["not_parsed"], count: int = 1) -> None:
+        """Counts answers whose calls are read by something less than a known format."""
+        if why != "known":
+            self._fallbacks.add(why, count)
+
+    def count_key(self, label: str, new: KeyUsage) -> None:
+        """Counts what an API key has used, under a name of `KeyRing.label`."""
+        self._keys.add(label, new)
 
     def count_http(self, handler: str, method: str, status: int) -> None:
         """Counts one HTTP request."""
@@ -182,7 +223,7 @@ class Metrics(Collector):
         """What this process has counted so far."""
         return MetricCounts(
             histograms=[(each.counts, each.total) for each in self._histograms()],
-            finished=self._finished,
+            counters=[each.counts for each in self._counters()],
             http=[(*key, count) for key, count in self._http.items()],
         )
 
@@ -191,8 +232,9 @@ class Metrics(Collector):
         for each, (buckets, total) in zip(self._histograms(), counts.histograms, strict=True):
             each.counts = [a + b for a, b in zip(each.counts, buckets, strict=True)]
             each.total += total
-        for reason, count in counts.finished.items():
-            self._finished[reason] += count
+        for counter, found in zip(self._counters(), counts.counters, strict=True):
+            for label, count in found.items():
+                counter.add(label, count)
         for *key, count in counts.http:
             name = (key[0], key[1], key[2])
             self._http[name] = self._http.get(name, 0) + count
@@ -214,12 +256,19 @@ class Metrics(Collector):
         return [
             self.first_token, self.between_tokens, self._request_time, self._prompt_tokens,
             self._generation_tokens, self._max_tokens, self._num_choices, self._longest_choice,
-            times.queue, times.prefill, times.decode, times.inference,
+            times.queue, times.prefill, times.decode, times.inference, times.token,
+            self._grammar_time,
         ]  # fmt: skip
+
+    def _counters(self) -> list[Counter]:
+        """Those that are counted here by a label, always in this order."""
+        return [self._finished, self._refused_grammars, self._fallbacks, *self._keys.all()]
 
     def collect(self) -> Iterator[Metric]:
         yield from self._gauges()
-        yield from self._counters()
+        yield from self._core_counters()
+        yield from (counter.family(self.model) for counter in self._counters())
+        yield self._http_counter()
         steps = Histogram(STEP_TOKENS)
         now = self._stats()
         steps.counts, steps.total = list(now.step_sizes), float(now.step_tokens)
@@ -232,6 +281,10 @@ class Metrics(Collector):
              self._times.decode),
             ("request_inference_time_seconds", "From a request's turn to its last token",
              self._times.inference),
+            ("request_time_per_output_token_seconds", "Mean time of a request's tokens but the"
+             " first", self._times.token),
+            ("grammar_compile_time_seconds", "Check of a grammar that was not known",
+             self._grammar_time),
             ("request_max_num_generation_tokens", "Tokens of a request's longest choice",
              self._longest_choice),
             ("time_to_first_token_seconds", "From the request to a choice's first token",
@@ -273,7 +326,7 @@ class Metrics(Collector):
         info.add_metric([*self._cache.values()], 1.0)
         yield info
 
-    def _counters(self) -> Iterator[Metric]:
+    def _core_counters(self) -> Iterator[Metric]:
         now = self._stats()
         for name, text, value in (
             ("prompt_tokens", "Prompt tokens processed", now.prompt_tokens),
@@ -286,14 +339,8 @@ class Metrics(Collector):
             family = CounterMetricFamily(f"vllmx:{name}", text, labels=["model_name"])
             family.add_metric([self.model], value)
             yield family
-        done = CounterMetricFamily(
-            "vllmx:request_success",
-            "Ended choices by reason",
-            labels=["model_name", "finished_reason"],
-        )
-        for reason, count in self._finished.items():
-            done.add_metric([self.model, reason], count)
-        yield done
+
+    def _http_counter(self) -> Metric:
         http = CounterMetricFamily(
             "vllmx:http_requests",
             "HTTP requests by route and status",
@@ -301,4 +348,4 @@ class Metrics(Collector):
         )
         for key, count in self._http.items():
             http.add_metric(key, count)
-        yield http
+        return http

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 from starlette.requests import Request
@@ -27,7 +28,7 @@ from vllmx_server.desk import Desk, OpenDesk
 from vllmx_server.engine_pooler import EnginePooler
 from vllmx_server.keys.admitted import Admitted, admitted
 from vllmx_server.keys.ring import Holder, KeyRing, reload_keys
-from vllmx_server.keys.usage import UsageBook
+from vllmx_server.keys.usage import KeyUsage, UsageBook
 from vllmx_server.metrics import Metrics
 from vllmx_server.pooling import Pooler
 from vllmx_server.priorities import PriorityRange, priority_ranges
@@ -148,11 +149,20 @@ class ServerState:
         self.admission.enter()
         model, leave = self.llm.config.name, self.admission.leave
         holder = holder_of(request)
-        found = await admitted(request, holder, model, num_tokens, leave, self.desk, self.usage)
+        count = partial(self._count, holder.client)
+        found = await admitted(request, holder, model, num_tokens, leave, self.desk, count)
         trace = trace_of(request)
         if trace is not None:
             trace.model, trace.admitted = model, found
         return found
+
+    def _count(self, client: str, new: KeyUsage) -> None:
+        """Counts what a client has used."""
+        self.usage.of(client).add(new)
+        self.usage.changed()
+        label = self.keys.label(client)
+        if label is not None:
+            self.metrics.count_key(label, new)
 
     async def drain(self, timeout_s: float) -> bool:
         """Admits nothing new and waits until every answer has been sent; False when the time was

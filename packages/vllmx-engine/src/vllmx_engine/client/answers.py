@@ -86,6 +86,7 @@ class AnswerReaders:
     ) -> None:
         self._format = made_of
         self._tokenizer = tokenizer
+        self._made: list[AnswerReader] = []
         self.marker_ids = marker_ids
         self._options = ReadOptions(
             tools_by_name(tools),
@@ -106,7 +107,14 @@ class AnswerReaders:
 
     def reader(self) -> AnswerReader:
         """Makes a new one, for one choice."""
-        return AnswerReader(self._format, self._options)
+        made = AnswerReader(self._format, self._options)
+        self._made.append(made)
+        return made
+
+    @property
+    def num_unread(self) -> int:
+        """Choices in which something began as calls do and was none."""
+        return sum(reader.has_unread_calls for reader in self._made)
 
     def read(self, choice: CompletionOutput) -> None:
         """Fills in what the whole of a choice holds."""

@@ -12,6 +12,7 @@ from typing import TypeVar
 from vllmx_engine.client.chat import ChatMessage, ChatOptions, ChatRenderer, Message
 from vllmx_engine.client.chat_images import ChatImages, Pictures
 from vllmx_engine.client.request_size import chat_cost, chat_size, prompt_size
+from vllmx_engine.formats.named import Origin
 from vllmx_engine.text.text_threads import Stopped, TextThreads
 from vllmx_engine.text.tokenizer import Tokenizer
 
@@ -40,6 +41,11 @@ class AsyncText:
         self._renderer = renderer
         self._images = images
         self._fetching = ThreadPoolExecutor(_FETCHES, "vllmx-images")
+
+    @property
+    def calls_origin(self) -> Origin:
+        """How well the form of calls in answers is known; found out by the first chat."""
+        return self._renderer.format.tools_origin
 
     def render_chat(
         self,

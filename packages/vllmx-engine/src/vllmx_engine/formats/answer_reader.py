@@ -68,6 +68,8 @@ class AnswerReader(AnswerSink):
         self._events: list[Event] = []
         self.num_calls = 0
         """Calls that have begun, those that were left out aside."""
+        self.has_unread_calls = False
+        """Something began as calls do and was none, so that it is content."""
         self.in_thinking = options.in_thinking and self._thinking is not None
         """The text that comes next is thought."""
         self.has_reasoned = False
@@ -205,6 +207,7 @@ class AnswerReader(AnswerSink):
         cursor.held = False
         if self._num_seen == count:
             cursor.at = start
+            self.has_unread_calls = True
         return self._num_seen > count
 
     def _several(self, calls: Calls, reader: CallReader) -> Steps[None]:
@@ -231,6 +234,8 @@ class AnswerReader(AnswerSink):
             self.arguments(rest)
         elif not (self._num_seen and _is_part(rest, calls.section_end, calls.separator)):
             self.content(rest)
+            if not cursor.is_cut:
+                self.has_unread_calls = True
 
     def content(self, text: str) -> None:
         """See `AnswerSink`."""

@@ -12,7 +12,7 @@ from vllmx_core.registry import Registry
 from vllmx_core.specs import ParserSpec
 
 from vllmx_engine.formats.derive import derive_calls, derive_thinking, predicts
-from vllmx_engine.formats.named import FoundFormat, named_format
+from vllmx_engine.formats.named import FoundFormat, Origin, named_format
 from vllmx_engine.formats.renderings import NotDerivedError
 from vllmx_engine.formats.response_template import stated_format
 from vllmx_engine.text.chat_template import ChatTemplate
@@ -42,8 +42,8 @@ def find_format(
         ConfigError: a name that nobody provides, or a format without the part that is asked for.
     """
     finder = _Finder(registry, templates, special_tokens, _stated(response_template))
-    tools, tools_from = finder.part(tool_parser, is_tools=True)
     thinking, reasoning_from = finder.part(reasoning_parser, is_tools=False)
+    tools, tools_from = finder.part(tool_parser, is_tools=True)
     channels = next((each.channels for each in (tools, thinking) if each.channels), None)
     content = tools if tools.content_begin else thinking
     found = OutputFormat(
@@ -55,7 +55,7 @@ def find_format(
         content.content_end,
     )
     logger.info("calls of tools: %s; thoughts: %s", tools_from, reasoning_from)
-    return FoundFormat(found, tools_from, reasoning_from)
+    return FoundFormat(found, tools_from, reasoning_from, finder.origin)
 
 
 def _stated(response_template: object) -> OutputFormat | None:
@@ -83,6 +83,8 @@ class _Finder:
         self._templates = templates
         self._special_tokens = special_tokens
         self._source = "\n".join(templates.values())
+        self.origin: Origin = "known"
+        """How well the part is known that was looked for last."""
 
     @cached_property
     def _template(self) -> ChatTemplate:
@@ -91,6 +93,7 @@ class _Finder:
 
     def part(self, wanted: str, *, is_tools: bool) -> tuple[OutputFormat, str]:
         """A format that has the part, and where it comes from."""
+        self.origin = "known"
         flag = "--tool-parser" if is_tools else "--reasoning-parser"
         if wanted == "none":
             return OutputFormat("none"), f"not read ({flag} none)"
@@ -108,10 +111,13 @@ class _Finder:
             return records[0].load(), f"{records[0].name} (its markers are in the chat template)"
         derived, why = self._derived(is_tools=is_tools)
         if derived is not None:
+            self.origin = "derived"
             return derived, "derived from the chat template, which it predicts"
         if records:
+            self.origin = "by_markers"
             why = f"{records[0].name} (its markers are in the chat template; {why})"
             return records[0].load(), why
+        self.origin = "not_found"
         return OutputFormat("none"), f"not read: no record fits the chat template, and {why}"
 
     def _records(self, *, is_tools: bool) -> list[ParserSpec]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from vllmx_core.config_values import nearest
 from vllmx_core.errors import ConfigError
 from vllmx_core.output_format import OutputFormat
 from vllmx_core.records import Record
 from vllmx_core.registry import Registry
 from vllmx_core.specs import ParserSpec
+
+Origin = Literal["known", "derived", "by_markers", "not_found"]
+"""A format that somebody names or that the chat template follows; one made of the template; a known
+one of which no more than the markers stand in it; none, though nobody asked for none."""
 
 
 class FoundFormat(Record):
@@ -16,6 +22,8 @@ class FoundFormat(Record):
     format: OutputFormat
     tools_from: str
     reasoning_from: str
+    tools_origin: Origin = "known"
+    """How well the part for calls is known."""
 
 
 def check_name(registry: Registry, field: str, name: str) -> None:

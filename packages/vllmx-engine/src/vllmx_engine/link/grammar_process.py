@@ -12,9 +12,10 @@ import logging
 import shutil
 import socket
 import subprocess
+import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from vllmx_core.errors import GrammarError, QueueFullError, VllmxError
 from vllmx_core.records import MutableRecord, field
@@ -50,6 +51,22 @@ _INLINE_CHARS = 1 << 16
 """Longer schemas are read on a thread; the event loop goes on meanwhile."""
 Answer = str | GrammarError
 """The grammar as the core takes it, or why no answer can follow it."""
+
+
+Refusal = Literal["invalid", "overloaded", "failed"]
+"""A grammar that no answer can follow; too many that wait; the process that checks them."""
+
+
+class GrammarNews(Protocol):
+    """The listener that is told what becomes of grammars."""
+
+    def grammar_compiled(self, seconds: float) -> None:
+        """One was checked, for better or worse."""
+        ...
+
+    def grammar_refused(self, why: Refusal) -> None:
+        """A request was refused for its grammar."""
+        ...
 
 
 class GrammarProcess:
@@ -166,6 +183,7 @@ class GrammarChecker:
         """By digest: how long the grammar is, and its verdict."""
         self._kept_chars = 0
         self._checking: dict[bytes, asyncio.Task[Answer]] = {}
+        self.news: GrammarNews | None = None
         self._turns: dict[str, _Turns] = {}
         """Of each client with grammars that are checked or wait."""
 
@@ -199,7 +217,15 @@ class GrammarChecker:
             spec = await asyncio.to_thread(grammar_spec, form) if large else grammar_spec(form)
             return await self.check(spec, client)
         except GrammarError as error:
+            self._refused("invalid")
             raise GrammarError(error.message, param=error.param or form.field) from None
+        except VllmxError as error:
+            self._refused("overloaded" if isinstance(error, QueueFullError) else "failed")
+            raise
+
+    def _refused(self, why: Refusal) -> None:
+        if self.news is not None:
+            self.news.grammar_refused(why)
 
     async def check(self, spec: GrammarSpec, client: str = "") -> str:
         """The grammar as the core takes it. Raises GrammarError for one that no answer can follow,
@@ -268,7 +294,10 @@ class GrammarChecker:
         for _ in range(_ATTEMPTS):
             process = await self._running()
             try:
+                begun_s = time.monotonic()
                 verdict = await process.check(spec)
+                if self.news is not None:
+                    self.news.grammar_compiled(time.monotonic() - begun_s)
             except ConnectionError:
                 logger.warning("the process that checks grammars died: starting another one")
                 continue

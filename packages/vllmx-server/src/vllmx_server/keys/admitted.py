@@ -12,7 +12,7 @@ from starlette.requests import Request
 from vllmx_server.desk import Desk, Used, Wanted
 from vllmx_server.errors import RateLimitError
 from vllmx_server.keys.ring import Holder
-from vllmx_server.keys.usage import UsageBook
+from vllmx_server.keys.usage import KeyUsage
 
 RESERVED_OUTPUT = 2048
 """Most tokens of an answer that are reserved before it is there: most requests name a max_tokens
@@ -39,23 +39,21 @@ class Admitted:
     """Called once, at the end. `usage` is set when there are tokens."""
 
     leave: Callable[[], None]
-    book: UsageBook
-    client: str
+    count: Callable[[KeyUsage], None]
     desk: Desk | None = None
     ticket: int = 0
     usage: Counted | None = None
 
     def __call__(self) -> None:
         self.leave()
-        found, usage = self.book.of(self.client), self.usage
-        found.requests += 1
+        new, usage = KeyUsage(requests=1), self.usage
         num_tokens = 0
         if usage is not None:
             num_tokens = usage.prompt_tokens + usage.completion_tokens
-            found.prompt_tokens += usage.prompt_tokens
-            found.cached_tokens += usage.cached_tokens
-            found.completion_tokens += usage.completion_tokens
-        self.book.changed()
+            new.prompt_tokens = usage.prompt_tokens
+            new.cached_tokens = usage.cached_tokens
+            new.completion_tokens = usage.completion_tokens
+        self.count(new)
         if self.desk is not None:
             used = Used(ticket=self.ticket, num_tokens=num_tokens)
             task = asyncio.ensure_future(self.desk.settle(used))
@@ -82,7 +80,7 @@ async def admitted(
     num_tokens: int,
     leave: Callable[[], None],
     desk: Desk,
-    book: UsageBook,
+    count: Callable[[KeyUsage], None],
 ) -> Admitted:
     """Lets a request in that `leave` ends. The lines of a batch are not counted against limits:
     they run in what others leave. Raises ForbiddenError for a model that the key may not
@@ -91,14 +89,13 @@ async def admitted(
         holder.check_model(model)
         is_batch = "is_batch" in request.scope["state"]
         if is_batch or holder.record is None or not holder.record.has_limits:
-            return Admitted(leave, book, holder.client)
+            return Admitted(leave, count)
         wanted = Wanted(key=holder.client, model=model, num_tokens=num_tokens)
         granted = await desk.reserve(wanted)
     except BaseException as error:
         leave()
         if isinstance(error, RateLimitError):
-            book.of(holder.client).refused += 1
-            book.changed()
+            count(KeyUsage(refused=1))
         raise
     request.scope["state"][HEADERS] = granted.headers
-    return Admitted(leave, book, holder.client, desk, granted.ticket)
+    return Admitted(leave, count, desk, granted.ticket)

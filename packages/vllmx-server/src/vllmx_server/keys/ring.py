@@ -15,6 +15,10 @@ from vllmx_server.priorities import PriorityRange, client_name, parse_range
 
 logger = logging.getLogger("vllmx.server")
 
+MAX_LABELS = 100
+OTHER = "other"
+"""Keys without a name in the file, and those behind the first hundred."""
+
 
 @dataclass(frozen=True, slots=True)
 class Holder:
@@ -54,6 +58,7 @@ class KeyRing:
     path: str | None = None
     _holders: Mapping[bytes, Holder] = field(init=False)
     _clients: Mapping[str, Holder] = field(init=False)
+    _labels: Mapping[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.reload()
@@ -65,6 +70,8 @@ class KeyRing:
         holders = {digest: Holder(client_name(digest)) for digest in digests}
         for record in () if self.path is None else read_keys(self.path):
             holders[bytes.fromhex(record.sha256)] = Holder(f"key-{record.name}", record)
+        named = [each for each in holders.values() if each.record is not None]
+        self._labels = {each.client: each.name for each in named[:MAX_LABELS]}
         self._holders = holders
         self._clients = {holder.client: holder for holder in holders.values()}
         return len(holders)
@@ -83,6 +90,11 @@ class KeyRing:
         """The holder that a client is; somebody without limits and rights where the ring does not
         know it."""
         return self._clients.get(client) or Holder(client)
+
+    def label(self, client: str) -> str | None:
+        """What /metrics calls a client: a name that the file gives, of the first `MAX_LABELS`, or
+        `OTHER`. None: there are no keys."""
+        return None if self.is_open else self._labels.get(client, OTHER)
 
     def record_of(self, client: str) -> KeyRecord | None:
         """What the file says of a client."""
