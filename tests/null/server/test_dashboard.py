@@ -7,7 +7,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-from .conftest import Served
+from .conftest import MakeServer, Served
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
@@ -32,3 +32,21 @@ async def test_all_that_is_asked_for_is_there(served: Served) -> None:
     asked = set(re.findall(r"vllmx:\w+", made["board"]() + made["alerts"]()))
     assert len(asked) > 12
     assert asked <= there
+
+
+async def test_the_table_of_metrics_has_all_of_them(make_server: MakeServer) -> None:
+    """Each that a server has stands in docs/serving.md, and no other."""
+    async with make_server() as served:
+        await served.complete(max_tokens=3)
+        text = (await served.client.get("/metrics")).text
+    there = set(re.findall(r"^# TYPE vllmx:(\w+)", text, re.MULTILINE))
+    page = (DOCS / "serving.md").read_text()
+    rows = page[page.index("## Metrics") : page.index("## Traces")].splitlines()
+    listed = {
+        name
+        for row in rows
+        if row.startswith("| `")
+        for name in re.findall(r"`(\w+)`", row.split(" | ")[0])
+    }
+    assert listed - there == {"state_slot_usage_perc", "state_snapshots"}, "of recurrent layers"
+    assert there - listed == set()
