@@ -16,6 +16,9 @@ WELL = ("echo", "fail", "env", "image", "long", "large", "die", "hang", "noise",
 def tools() -> list[dict[str, Any]]:
     if MODE == "thousands":
         return [{"name": f"t{i}", "inputSchema": ANY} for i in range(5000)]
+    if MODE == "weather":
+        city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+        return [{"name": "get_weather", "inputSchema": city}]
     if MODE == "deep":
         deep: dict[str, Any] = {}
         for _ in range(300):
@@ -52,6 +55,8 @@ def call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         text = "x" * (100 << 20)
     elif name == "die":
         sys.exit(3)
+    elif name == "get_weather":
+        text = '{"temperature": 21, "sky": "sunny"}'
     elif name == "hang":
         time.sleep(1000)
     elif name == "noise":

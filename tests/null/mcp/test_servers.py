@@ -86,13 +86,15 @@ def test_a_server_that_ends_in_a_call_is_started_again(
 
 
 def test_a_server_that_hangs_in_a_call_is_started_again(
-    start_servers: StartServers, monkeypatch: pytest.MonkeyPatch
+    start_servers: StartServers,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(one_server, "_PING_S", 0.1)
     started = start_servers(s=scripted("well", callTimeoutSeconds=0.3))
     hung = started.call("s__hang")
     assert (hung.text, hung.is_error) == ("the tool did not answer within 0.3 s", True)
-    until(lambda: started.servers.fault("s") is not None)
+    until(lambda: "it does not answer any more" in caplog.text)
     until(lambda: started.servers.fault("s") is None)
     left = started.begin("s__hang")
     assert left.cancel()
