@@ -11,19 +11,21 @@ from typing import Any
 
 import pytest
 from vllmx_server.mcp import server as one_server
-from vllmx_server.mcp import stdio
+from vllmx_server.mcp import servers, stdio
 from vllmx_server.mcp.results import ToolResult
 from vllmx_server.mcp.servers import ToolServers
 from vllmx_server.mcp.settings import read_servers
 
 HERE = Path(__file__).parent
-PATIENCE_S = 60
+PATIENCE_S = 600
+"""A machine may stand still for minutes."""
 
 
 def scripted(mode: str, *more: str, **fields: Any) -> dict[str, Any]:
     """An entry of the file for `scripted_server.py`."""
     script = str(HERE / "scripted_server.py")
-    return {"command": sys.executable, "args": ["-S", script, mode, *more], **fields}
+    times = {"startTimeoutSeconds": PATIENCE_S, "callTimeoutSeconds": PATIENCE_S}
+    return {"command": sys.executable, "args": ["-S", script, mode, *more], **times, **fields}
 
 
 class Started:
@@ -56,6 +58,7 @@ def start_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
     pytest.importorskip("mcp", reason="the package mcp is not installed")
     monkeypatch.setattr(one_server, "FIRST_WAIT_S", 0.05)
     monkeypatch.setattr(stdio, "_LEAVE_S", 0.1)
+    monkeypatch.setattr(servers, "_CLOSE_S", PATIENCE_S)
     started: list[Started] = []
 
     def start(**entries: Any) -> Started:

@@ -117,7 +117,7 @@ def test_a_server_that_does_not_start(
     """The log says it once, however often it is tried."""
     slow = mode in ("hangs", "one-line")
     with caplog.at_level(logging.WARNING):
-        started = start_servers(s=scripted(mode, startTimeoutSeconds=1 if slow else 30))
+        started = start_servers(s=scripted(mode, startTimeoutSeconds=1 if slow else PATIENCE_S))
         found = started.settle("s")
         if mode == "dies":
             time.sleep(0.3)

@@ -21,6 +21,7 @@ from vllmx_engine.wire.outputs import CompletionOutput, RequestMetrics, RequestO
 from vllmx_models.output_formats import HERMES, THINK
 from vllmx_server.answers.responses import Response
 from vllmx_server.answers.responses_events import ResponsesEvent
+from vllmx_server.mcp import servers as tool_server_module
 from vllmx_server.mcp.servers import ToolServers
 from vllmx_server.mcp.settings import read_servers
 
@@ -104,9 +105,11 @@ def tool_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToolServe
     well = scripted("well", maxResultBytes=1000)
     entries = {"well": well, "down": scripted("dies"), "hangs": well, "stands": well}
     path.write_text(json.dumps({"mcpServers": entries}))
-    servers = ToolServers(read_servers(path, "--mcp-config"))
-    yield servers
-    servers.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tool_server_module, "_CLOSE_S", 600)
+        servers = ToolServers(read_servers(path, "--mcp-config"))
+        yield servers
+        servers.close()
 
 
 @pytest.fixture
