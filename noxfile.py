@@ -95,9 +95,12 @@ def openapi(session: nox.Session) -> None:
     many of each operation and kind."""
     session.install("-r", "requirements-dev.txt")
     session.run(
-        "python", "-m", "pytest", "tests/null/server/test_conformance.py",
+        "python",
+        "-m",
+        "pytest",
+        "tests/null/server/test_conformance.py",
         env={"VLLMX_OPENAPI_EXAMPLES": (session.posargs or ["300"])[0]},
-    )  # fmt: skip
+    )
 
 
 @nox.session
@@ -108,9 +111,14 @@ def llama(session: nox.Session) -> None:
     session.run("python", "bench/peers_cpu.py", "--setup-llama", "--peers-dir", str(peers))
     programs = peers / "llama.cpp" / "build" / "bin"
     session.run(
-        "python", "-m", "pytest", "-rs", "tests/integration/test_quantize.py", *session.posargs,
+        "python",
+        "-m",
+        "pytest",
+        "-rs",
+        "tests/integration/test_quantize.py",
+        *session.posargs,
         env={"VLLMX_LLAMA_CPP": str(programs)},
-    )  # fmt: skip
+    )
 
 
 @nox.session(venv_backend="none")

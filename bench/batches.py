@@ -50,10 +50,14 @@ def lines_of(texts: list[str], tokens: int) -> str:
     """The input of a batch."""
     body = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     lines = [
-        {"custom_id": str(number), "method": "POST", "url": "/v1/completions",
-         "body": {"prompt": text, **body}}
+        {
+            "custom_id": str(number),
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": text, **body},
+        }
         for number, text in enumerate(texts)
-    ]  # fmt: skip
+    ]
     return "".join(json.dumps(line) + "\n" for line in lines)
 
 

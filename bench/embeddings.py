@@ -118,9 +118,14 @@ def vllmx_worker(folder: Path, threads: int) -> dict[int, float]:
     from vllmx import LLM
 
     with LLM(
-        str(folder), backend="cpu", task="embed", dtype="bf16", max_model_len=512,
-        enable_prefix_caching=False, num_threads=threads,
-    ) as llm:  # fmt: skip
+        str(folder),
+        backend="cpu",
+        task="embed",
+        dtype="bf16",
+        max_model_len=512,
+        enable_prefix_caching=False,
+        num_threads=threads,
+    ) as llm:
 
         def run(texts: list[list[int]]) -> None:
             prompts: Any = [{"prompt_token_ids": ids} for ids in texts]

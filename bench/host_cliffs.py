@@ -147,10 +147,15 @@ def main() -> None:
     records: list[dict[str, float | int | str]] = []
     for name, (case, target_ms) in CASES.items():
         times = [case(options) for _ in range(options.repeat)]
-        records.append({
-            "case": name, "median_ms": round(statistics.median(times), 3),
-            "min_ms": round(min(times), 3), "max_ms": round(max(times), 3), "target_ms": target_ms,
-        })  # fmt: skip
+        records.append(
+            {
+                "case": name,
+                "median_ms": round(statistics.median(times), 3),
+                "min_ms": round(min(times), 3),
+                "max_ms": round(max(times), 3),
+                "target_ms": target_ms,
+            }
+        )
     print(show(records, as_json=options.json))
 
 

@@ -86,9 +86,12 @@ async def work(llm: AsyncLLM, length: int, counts: list[int], stop: asyncio.Even
 async def measure_batch(options: argparse.Namespace) -> list[dict[str, float | str]]:
     """Rounds of streams alone and of both together; last, the batch alone."""
     config = EngineConfig(
-        model=str(options.model), max_model_len=2048, max_num_seqs=32,
-        target_step_ms=options.target_step_ms, enable_prefix_caching=False,
-    )  # fmt: skip
+        model=str(options.model),
+        max_model_len=2048,
+        max_num_seqs=32,
+        target_step_ms=options.target_step_ms,
+        enable_prefix_caching=False,
+    )
     found: dict[str, tuple[Gaps, list[int], list[float]]] = {}
     async with await AsyncLLM.start(config) as llm:
         for round_ in range(options.prompts):
@@ -125,9 +128,12 @@ async def measure_batch(options: argparse.Namespace) -> list[dict[str, float | s
 
 async def measure(options: argparse.Namespace) -> list[dict[str, float | str]]:
     config = EngineConfig(
-        model=str(options.model), max_model_len=2048, max_num_seqs=32,
-        target_step_ms=options.target_step_ms, enable_prefix_caching=False,
-    )  # fmt: skip
+        model=str(options.model),
+        max_model_len=2048,
+        max_num_seqs=32,
+        target_step_ms=options.target_step_ms,
+        enable_prefix_caching=False,
+    )
     gaps, stop = Gaps(), asyncio.Event()
     async with await AsyncLLM.start(config) as llm:
         streams = [asyncio.create_task(decode(llm, gaps, stop)) for _ in range(options.rows)]

@@ -83,9 +83,12 @@ def _status(pid: int) -> dict[str, int]:
 
 def vllmx(model: Path, isq: str | None, threads: int) -> Run:
     options = {
-        "model": str(model), "isq": isq, "num_threads": threads, "max_num_seqs": 16,
+        "model": str(model),
+        "isq": isq,
+        "num_threads": threads,
+        "max_num_seqs": 16,
         "kv_cache_memory_bytes": KV_BYTES,
-    }  # fmt: skip
+    }
     found, output = run("vllmx", [sys.executable, "-c", WORKER, json.dumps(options)])
     return replace(found, load_s=float(output.split()[0]))
 

@@ -80,8 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if subprocess.run(command, check=False).returncode:
             print("failed; see above", file=sys.stderr)
     if args.json:
-        record = {"machine": facts, "bandwidth_bytes_per_s": bandwidth,
-                  "figures": [asdict(figure) for figure in figures]}  # fmt: skip
+        record = {
+            "machine": facts,
+            "bandwidth_bytes_per_s": bandwidth,
+            "figures": [asdict(figure) for figure in figures],
+        }
         args.json.write_text(json.dumps(record, indent=1))
     return 0
 
@@ -92,8 +95,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--run", action="store_true", help="measure instead of printing the plan")
     parser.add_argument("--batches", type=_numbers, default=[1, 8, 32])
     parser.add_argument("--weights", type=lambda s: s.split(","), default=list(BITS))
-    parser.add_argument("--prefill-kernel", type=lambda s: s.split(","), default=["off"],
-                        help="off, on or both: our own kernel for prompts")  # fmt: skip
+    parser.add_argument(
+        "--prefill-kernel",
+        type=lambda s: s.split(","),
+        default=["off"],
+        help="off, on or both: our own kernel for prompts",
+    )
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=128, help="decoded tokens that are timed")
     parser.add_argument("--rounds", type=int, default=3)
@@ -187,9 +194,12 @@ def measure(args: argparse.Namespace, name: str, kernel: str, bandwidth: float) 
     os.environ["VLLMX_METAL_PAGED_PREFILL"] = "1" if kernel == "on" else "0"
     longest = args.prompt + args.tokens + 1
     with LLM(
-        args.model, backend="metal", isq=BITS[name], max_num_seqs=max(args.batches),
+        args.model,
+        backend="metal",
+        isq=BITS[name],
+        max_num_seqs=max(args.batches),
         max_model_len=longest + 16,
-    ) as llm:  # fmt: skip
+    ) as llm:
         for batch in args.batches:
             run(llm, batch, args.prompt, 8)  # kernels are compiled, buffers are there
             prefill, decode = [], []
@@ -223,8 +233,11 @@ def run(llm: Any, batch: int, prompt: int, tokens: int) -> float:
 
 
 def table(figures: Sequence[Figure]) -> str:
-    lines = ["| weights | prefill kernel | batch | prefill tokens/s | decode tokens/s"
-             " | share of bandwidth |", "|-|-|-|-|-|-|"]  # fmt: skip
+    lines = [
+        "| weights | prefill kernel | batch | prefill tokens/s | decode tokens/s"
+        " | share of bandwidth |",
+        "|-|-|-|-|-|-|",
+    ]
     lines += [
         f"| {f.weights} | {f.prefill_kernel} | {f.batch} | {f.prefill_tokens_per_s:.0f} |"
         f" {f.decode_tokens_per_s:.1f} | {f.bandwidth_share:.0%} |"

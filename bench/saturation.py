@@ -39,9 +39,14 @@ def measure(options: argparse.Namespace) -> list[dict[str, float | int | str]]:
                 for label, url, model in servers:
                     num_requests = count * (options.requests if number else 1)
                     load = Load(
-                        url, model, _NUM_IDS, options.input_len, options.output_len, num_requests,
+                        url,
+                        model,
+                        _NUM_IDS,
+                        options.input_len,
+                        options.output_len,
+                        num_requests,
                         seed=number,
-                    )  # fmt: skip
+                    )
                     found = asyncio.run(closed_loop(load, count))
                     if number:
                         records.append({"server": label, "round": number, **found})

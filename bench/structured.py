@@ -44,8 +44,10 @@ CONTACT = {
         "age": {"type": "integer", "minimum": 0, "maximum": 99},
         "address": {
             "type": "object",
-            "properties": {"street": {"type": "string", "maxLength": 12}, "zip": {"type": "integer",
-                           "minimum": 10000, "maximum": 99999}},
+            "properties": {
+                "street": {"type": "string", "maxLength": 12},
+                "zip": {"type": "integer", "minimum": 10000, "maximum": 99999},
+            },
             "required": ["street", "zip"],
             "additionalProperties": False,
         },
@@ -53,9 +55,10 @@ CONTACT = {
     },
     "required": ["first_name", "last_name", "age", "address", "is_member"],
     "additionalProperties": False,
-}  # fmt: skip
-HOSTILE = StructuredOutputsParams(grammar="start: s\ns: s s | A | B | C\n"
-                                  "A: /[a-z]+/\nB: /[a-m0-9]+/\nC: /.{1,50}/\n")  # fmt: skip
+}
+HOSTILE = StructuredOutputsParams(
+    grammar="start: s\ns: s s | A | B | C\nA: /[a-z]+/\nB: /[a-m0-9]+/\nC: /.{1,50}/\n"
+)
 
 
 class Bench:

@@ -37,9 +37,13 @@ _HOSTILE: tuple[Body, ...] = (
     {"enum": [f"choice number {i} of many" for i in range(20_000)]},
     {"type": "string", "pattern": "^(a?){60}(b|c|[d-f]*){40}$"},
     {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}}},
-    {"type": "array", "items": {"type": "array", "minItems": 500, "maxItems": 2000},
-     "minItems": 900, "maxItems": 4000},
-)  # fmt: skip
+    {
+        "type": "array",
+        "items": {"type": "array", "minItems": 500, "maxItems": 2000},
+        "minItems": 900,
+        "maxItems": 4000,
+    },
+)
 
 
 def hostile(number: int) -> Body:

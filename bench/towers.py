@@ -31,14 +31,20 @@ from cpu_peers.host_load import available_processors
 
 SHAPES = {
     "qwen3-vl-2b": {
-        "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16,
+        "depth": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_heads": 16,
         "deepstack_visual_indexes": [5, 11, 17],
     },
     "gemma3-widths": {
-        "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16,
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
         "deepstack_visual_indexes": [],
     },
-}  # fmt: skip
+}
 GRID = (1, 32, 32)
 PATCHES = 1024
 WIDTH = 3 * 2 * 16 * 16
@@ -95,18 +101,33 @@ def write(folder: Path, shape: dict[str, Any], layers: int) -> None:
 
     hub: Any = import_module("transformers")  # whose types know neither class
     text = {
-        "vocab_size": 97, "hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128,
-        "num_hidden_layers": layers, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
+        "vocab_size": 97,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "head_dim": 128,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     config = hub.Qwen3VLConfig(
-        text_config=text, image_token_id=PAD, vision_start_token_id=START,
-        vision_end_token_id=END, video_token_id=93, tie_word_embeddings=False,
+        text_config=text,
+        image_token_id=PAD,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        video_token_id=93,
+        tie_word_embeddings=False,
         vision_config={
-            **shape, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
-            "out_hidden_size": 2048, "num_position_embeddings": 2304,
+            **shape,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "out_hidden_size": 2048,
+            "num_position_embeddings": 2304,
         },
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     hub.Qwen3VLForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(folder)
 
@@ -236,9 +257,13 @@ def request(name: str, ids: list[int], images: list[Any], answer: int) -> Any:
 
     params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
     return CoreRequest(
-        request_id=name, prompt=pack_ids(ids), images=images, params=params, max_tokens=answer,
+        request_id=name,
+        prompt=pack_ids(ids),
+        images=images,
+        params=params,
+        max_tokens=answer,
         seed=0,
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -64,11 +64,17 @@ def products(type_name: str, tokens: int, team: Team) -> tuple[Callable[[], None
     isa = next(isa for isa in reversed(instruction_sets()) if isa.supported)
     arguments = [
         VxLinear(
-            loaded.matrices[name].struct(), x.ctypes.data, y.ctypes.data, panels.ctypes.data,
-            NO_ACTIVATION, 0, 0.0, 0,
+            loaded.matrices[name].struct(),
+            x.ctypes.data,
+            y.ctypes.data,
+            panels.ctypes.data,
+            NO_ACTIVATION,
+            0,
+            0.0,
+            0,
         )
         for name in parts
-    ]  # fmt: skip
+    ]
     op = isa.op("linear", VxLinear)
     records = (VxRecord * MATRICES)(*(VxRecord(op, ctypes.addressof(each)) for each in arguments))
     job = VxJob(records=records, num_records=MATRICES, step=VxStep(T=tokens))

@@ -27,10 +27,17 @@ other field is refused (400).
 
 """
 LIMITS = {
-    "minimum": "≥ {}", "exclusiveMinimum": "> {}", "maximum": "≤ {}", "exclusiveMaximum": "< {}",
-    "minLength": "≥ {} characters", "maxLength": "≤ {} characters", "minItems": "≥ {} entries",
-    "maxItems": "≤ {} entries", "minProperties": "≥ {} members", "maxProperties": "≤ {} members",
-}  # fmt: skip
+    "minimum": "≥ {}",
+    "exclusiveMinimum": "> {}",
+    "maximum": "≤ {}",
+    "exclusiveMaximum": "< {}",
+    "minLength": "≥ {} characters",
+    "maxLength": "≤ {} characters",
+    "minItems": "≥ {} entries",
+    "maxItems": "≤ {} entries",
+    "minProperties": "≥ {} members",
+    "maxProperties": "≤ {} members",
+}
 Schema = dict[str, Any]
 
 

@@ -14,9 +14,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "modules.md"
 ORDER = (
-    "vllmx-core", "vllmx-engine", "vllmx-models", "vllmx-cpu", "vllmx-metal", "vllmx-torch",
-    "vllmx-cuda", "vllmx-tp", "vllmx-server", "vllmx-demo", "vllmx",
-)  # fmt: skip
+    "vllmx-core",
+    "vllmx-engine",
+    "vllmx-models",
+    "vllmx-cpu",
+    "vllmx-metal",
+    "vllmx-torch",
+    "vllmx-cuda",
+    "vllmx-tp",
+    "vllmx-server",
+    "vllmx-demo",
+    "vllmx",
+)
 HEAD = """# Modules
 
 Written by `python docs/list_modules.py` from the first sentence of each module's docstring; do not

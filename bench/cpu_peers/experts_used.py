@@ -95,9 +95,12 @@ def experts_used(model: Path, cases: Sequence[Case], backend: str = "cpu") -> st
             return None
         router = FirstRouter(decoder)
         options = LoadOptions(
-            max_model_len=BLOCK, max_num_seqs=most, max_num_batched_tokens=most, block_size=BLOCK,
+            max_model_len=BLOCK,
+            max_num_seqs=most,
+            max_num_batched_tokens=most,
+            block_size=BLOCK,
             num_kv_blocks=most,
-        )  # fmt: skip
+        )
         spec, _ = registry.choose_backend(backend)
         loaded = spec.load()().load(router, checkpoint.weights, options)
     finally:

@@ -46,9 +46,13 @@ def run_process(command: list[str], limit_s: float, more: dict[str, str], log: P
     with log.open("w") as file:
         try:
             process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **more},
-                start_new_session=True, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **more},
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+            )
         except OSError as error:
             file.write(f"{error}\n")
             return f"failed: {error.strerror}: {command[0]}"
@@ -124,9 +128,12 @@ class Call:
     def command(self, part: Part, limit_s: float) -> tuple[list[str], dict[str, str]]:
         """The command line of a part, and what its environment has besides."""
         values = {
-            "out": str(self.out), "json": str(self._json(part)), "port": str(next(self._ports)),
-            "seconds": f"{max(1.0, limit_s - MARGIN_S):.1f}", "kernels": _kernels(part),
-        }  # fmt: skip
+            "out": str(self.out),
+            "json": str(self._json(part)),
+            "port": str(next(self._ports)),
+            "seconds": f"{max(1.0, limit_s - MARGIN_S):.1f}",
+            "kernels": _kernels(part),
+        }
         filled = [_fill(word, values) for word in part.argv]
         script = [] if filled[0] == "-m" else [str(HERE / filled[0])]
         filled = [sys.executable, *script, *filled[len(script) :]]

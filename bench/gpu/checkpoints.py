@@ -17,10 +17,15 @@ from vllmx_models.qwen3 import qwen3
 
 FORMS = ("bf16", "fp8", "fp8 blocks", "q4_k_m")
 COMMON: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "num_key_value_heads": 8,
-    "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
     "torch_dtype": "bfloat16",
-}  # fmt: skip
+}
 SHAPES: Mapping[str, dict[str, Any]] = {
     "0.6b": COMMON | {
         "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
@@ -111,10 +116,13 @@ class RandomSource:
         blocks = self._form == "fp8 blocks"
         height, width = (128, 128) if blocks else (1, cols)
         options: dict[str, str | int] = {
-            "dtype": "f8e4m3", "strategy": "block" if blocks else "channel",
-            "block_rows": height, "block_cols": width, "activations": "dynamic",
+            "dtype": "f8e4m3",
+            "strategy": "block" if blocks else "channel",
+            "block_rows": height,
+            "block_cols": width,
+            "activations": "dynamic",
             "activation_strategy": "group" if blocks else "token",
-        }  # fmt: skip
+        }
         codes = RawTensor(name, "f8e4m3", shape, self._take("fp8", rows * cols))
         grid = -(-rows // height), -(-cols // width)
         scales = np.full(math.prod(grid), 0.01, np.float32).view(np.uint8)

@@ -20,12 +20,22 @@ from vllmx_models.gguf.quantize.encode import encode
 from vllmx_models.quantization.eight_bits import fp8_codes, fp8_part, int8_codes, int8_part
 from vllmx_models.qwen3 import qwen3
 
-MODEL = qwen3({
-    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 64, "hidden_size": 256,
-    "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
-})  # fmt: skip
+MODEL = qwen3(
+    {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    }
+)
 Encode = Callable[[str, F32], WeightPart]
 
 

@@ -49,9 +49,15 @@ class TestTensorCores(OnDevice):
 
     @pytest.mark.parametrize(
         ("size", "group", "kv"),
-        [(80, 7, "fp8"), (96, 5, "int8"), (112, 12, "fp8"), (192, 16, "int8"), (256, 1, "fp8"),
-         (256, 8, "auto")],
-    )  # fmt: skip
+        [
+            (80, 7, "fp8"),
+            (96, 5, "int8"),
+            (112, 12, "fp8"),
+            (192, 16, "int8"),
+            (256, 1, "fp8"),
+            (256, 8, "auto"),
+        ],
+    )
     def test_head_sizes(self, size: int, group: int, kv: str) -> None:
         """Those that features lack, with groups and codes that fill tiles of heads in part."""
         heads = {"num_heads": 2 * group, "num_kv_heads": 2, "head_size": size}

@@ -18,10 +18,16 @@ from vllmx_models.safetensors import open_checkpoint
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 SIZES: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "max_position_embeddings": 512, "tie_word_embeddings": True,
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
 CUTS = (0, 10, 19, 20) if REHEARSED else (0, 100, 149, 150)
 
 

@@ -67,9 +67,12 @@ def cases(
 def model_outputs(open_device: OpenDevice, dtype: str, name: str) -> dict[str, Any]:
     """Log-probabilities of the steps of one small model."""
     options = LoadOptions(
-        dtype=dtype, max_model_len=128, max_num_seqs=16, max_num_batched_tokens=256,
+        dtype=dtype,
+        max_model_len=128,
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
         num_kv_blocks=64,
-    )  # fmt: skip
+    )
     backend = CudaBackend(open_device, capture_s=0)
     loaded = backend.load(*attention_model(**FEATURES[name]), options)
     found = {}
@@ -89,12 +92,15 @@ def wrapper_outputs(open_device: OpenDevice, dtype: str) -> dict[str, Any]:
     values = values & np.uint16(exponents[0]) | np.uint16(exponents[1])
     words = random.integers(0, 256, 96 * 16).astype(np.uint8)
     results: dict[str, tuple[Any, tuple[int, ...]]] = {
-        "products": (np.float32, (2, 16, 8)), "fused": (np.uint32, (32,)),
-        "coded": (np.float32, (16, 8)), "permuted": (np.uint32, (4, 32)),
+        "products": (np.float32, (2, 16, 8)),
+        "fused": (np.uint32, (32,)),
+        "coded": (np.float32, (16, 8)),
+        "permuted": (np.uint32, (4, 32)),
         "fragments": (np.uint32, (2, 32, 4)),
-        "copied": (np.uint32, (2, 32, 4)), "loaded": (np.uint32, (32, 4)),
+        "copied": (np.uint32, (2, 32, 4)),
+        "loaded": (np.uint32, (32, 4)),
         "dots": (np.int32, (32,)),
-    }  # fmt: skip
+    }
     arguments = []
     for raw in (values[: 16 * 16].view(np.uint8), values[16 * 16 :].view(np.uint8), words):
         pinned = device.pinned(raw.nbytes)
@@ -122,14 +128,24 @@ def sample_everything(loaded: LoadedModel) -> None:
     for position in (3, 4):
         plan = make_plan([Row([5], position, [7]), Row([6], position, [9])], PAGE)
         rows = sampling_rows(
-            2, temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=3, position=position,
-            repetition_penalty=1.2, frequency_penalty=0.1, presence_penalty=0.2,
-        )  # fmt: skip
+            2,
+            temperature=0.8,
+            top_k=9,
+            top_p=0.9,
+            min_p=0.01,
+            seed=3,
+            position=position,
+            repetition_penalty=1.2,
+            frequency_penalty=0.1,
+            presence_penalty=0.2,
+        )
         rows.edits = LogitEdits(np.array([0, 1, 1], i32), np.array([4], i32), np.array([2], f32))
         rows.counts = TokenCounts(
-            np.array([0, 1, 2], i32), np.array([3, 6], i32), np.array([1, 2], i32),
+            np.array([0, 1, 2], i32),
+            np.array([3, 6], i32),
+            np.array([1, 2], i32),
             np.array([True, False]),
-        )  # fmt: skip
+        )
         rows.masks = np.full((1, -(-VOCAB // 32)), 0xFFFF, np.uint32)
         rows.mask_index = np.array([0, -1], i32)
         loaded.step(plan, rows).result()

@@ -66,8 +66,9 @@ def greedy_ids(loaded: LoadedModel, prompt: list[int]) -> list[int]:
     return ids
 
 
-def verdict(config: dict[str, Any], arrays: dict[str, Any], prompt: list[int], ids: list[int],
-            device: str) -> tuple[bool, str]:  # fmt: skip
+def verdict(
+    config: dict[str, Any], arrays: dict[str, Any], prompt: list[int], ids: list[int], device: str
+) -> tuple[bool, str]:
     """Whether transformers agrees, and a line that says so."""
     import torch
     import transformers

@@ -51,15 +51,28 @@ class Scale:
     requests: int = 256
     new_tokens: int = 1024
     nodes: tuple[int, int] = (100, 300)
-    options: dict[str, Any] = field(default_factory=lambda: {
-        "max_model_len": 40960, "max_num_seqs": 256, "max_num_batched_tokens": 8192,
-    })  # fmt: skip
+    options: dict[str, Any] = field(
+        default_factory=lambda: {
+            "max_model_len": 40960,
+            "max_num_seqs": 256,
+            "max_num_batched_tokens": 8192,
+        }
+    )
 
 
 REHEARSAL = Scale(
-    ((3, 40),), (1, 3), (20, 40), (24,), 2, 1 << 12, 16, 3, 4, (2, 4),
+    ((3, 40),),
+    (1, 3),
+    (20, 40),
+    (24,),
+    2,
+    1 << 12,
+    16,
+    3,
+    4,
+    (2, 4),
     {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kv_blocks": 24},
-)  # fmt: skip
+)
 
 
 @dataclass
@@ -196,9 +209,12 @@ def model(shape: str, form: str, kv: str = "auto") -> Callable[[Bench], None]:
 
 
 def _decodes(
-    bench: Bench, loaded: LoadedModel, source: RandomSource, config: Any,
+    bench: Bench,
+    loaded: LoadedModel,
+    source: RandomSource,
+    config: Any,
     cases: Sequence[tuple[int, int]],
-) -> Iterator[tuple[str, Callable[[], Any]]]:  # fmt: skip
+) -> Iterator[tuple[str, Callable[[], Any]]]:
     for case in cases:
         name = f"decode {case[0]} x {case[1]}"
         yield name, partial(_decode, bench, loaded, source, config, case)
@@ -222,11 +238,14 @@ def _decode(
         token_bytes = values + 4 * values // config["head_dim"]
     read = source.linear_bytes(qwen3(config)) + batch * context * token_bytes
     return {
-        "device_ms": device_s * 1e3, "wall_ms": wall_s * 1e3,
-        "gap_us": (wall_s - device_s) * 1e6, "host_us": host_s * 1e6,
+        "device_ms": device_s * 1e3,
+        "wall_ms": wall_s * 1e3,
+        "gap_us": (wall_s - device_s) * 1e6,
+        "host_us": host_s * 1e6,
         "share_of_copy": share(read / device_s / 1e9, bench.ceilings.get("copy_gb_s")),
-        "tokens_s": batch / wall_s, "blocks_shared": batch * needed > blocks,
-    }  # fmt: skip
+        "tokens_s": batch / wall_s,
+        "blocks_shared": batch * needed > blocks,
+    }
 
 
 def _prefill(
@@ -237,12 +256,13 @@ def _prefill(
     plan = make_plan([Row(tokens, 0, list(range(-(-length // PAGE))))], PAGE)
     device_s, _, host_s = _step_s(loaded, plan, max(2, bench.scale.steps // 3))
     return {
-        "device_ms": device_s * 1e3, "tokens_s": length / device_s, "host_us": host_s * 1e6,
-        "share_of_matmul":
-            share(
-                prefill_flop(config, length) / device_s / 1e12, bench.ceilings.get("bf16_tflop_s")
-            ),
-    }  # fmt: skip
+        "device_ms": device_s * 1e3,
+        "tokens_s": length / device_s,
+        "host_us": host_s * 1e6,
+        "share_of_matmul": share(
+            prefill_flop(config, length) / device_s / 1e12, bench.ceilings.get("bf16_tflop_s")
+        ),
+    }
 
 
 def _step_s(loaded: LoadedModel, plan: StepPlan, steps: int) -> tuple[float, float, float]:
@@ -273,18 +293,19 @@ def throughput(bench: Bench) -> None:
     scale = bench.scale
     loaded, _ = bench.load("0.6b", "bf16", max_model_len=max(128, 2 * scale.new_tokens))
     config = EngineConfig(max_num_seqs=min(scale.requests, scale.options["max_num_seqs"]))
-    core = EngineCore(
-        loaded, config, max_model_len=max(128, 2 * scale.new_tokens), vocab_size=256
-    )  # fmt: skip
+    core = EngineCore(loaded, config, max_model_len=max(128, 2 * scale.new_tokens), vocab_size=256)
     for index in range(scale.requests):
         prompt = [(index * 7 + j) % 256 for j in range(16)]
         params = SamplingParams(max_tokens=scale.new_tokens, temperature=0.0, ignore_eos=True)
         core.add(
             CoreRequest(
-                request_id=str(index), prompt=pack_ids(prompt), params=params,
-                max_tokens=scale.new_tokens, seed=index,
+                request_id=str(index),
+                prompt=pack_ids(prompt),
+                params=params,
+                max_tokens=scale.new_tokens,
+                seed=index,
             )
-        )  # fmt: skip
+        )
     begin, tokens, steps = time.perf_counter(), 0, 0
     while core.has_work and not bench.late("the last request was done"):
         tokens += sum(len(news.ids) for news in core.step())
@@ -322,10 +343,13 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="tiny, on the emulator")
     chosen = parser.parse_args()
     bench = Bench(
-        REHEARSAL if chosen.rehearse else Scale(), STARTED_S + chosen.seconds, chosen.out,
+        REHEARSAL if chosen.rehearse else Scale(),
+        STARTED_S + chosen.seconds,
+        chosen.out,
         json.loads(chosen.ceilings.read_text()) if chosen.ceilings else {},
-        opener(chosen.rehearse), chosen.rehearse,
-    )  # fmt: skip
+        opener(chosen.rehearse),
+        chosen.rehearse,
+    )
     try:
         PARTS[chosen.part](bench)
     except VllmxError as error:

@@ -44,9 +44,13 @@ class Part:
 
 
 def figure(
-    name: str, limit_s: float, least_s: float = 12, script: str = "measure.py", *,
+    name: str,
+    limit_s: float,
+    least_s: float = 12,
+    script: str = "measure.py",
+    *,
     kept: bool = False,
-) -> Part:  # fmt: skip
+) -> Part:
     """A part of the table: `script` measures the part of that name."""
     argv = (script, name, "{json}", "--seconds", "{seconds}")
     fresh = {"VLLMX_CACHE_DIR": "{out}/start-cache"} if script == "start.py" else {}
@@ -60,9 +64,21 @@ def _pytest(*arguments: str) -> tuple[str, ...]:
     """Runs pytest without the configuration of the repository, which wants plugins that may be
     missing."""
     return (
-        "-m", "pytest", "-c", os.devnull, "--rootdir", str(ROOT), "-p", "no:cacheprovider",
-        "-p", "live", "--import-mode=importlib", "-q", "--tb=short", *arguments,
-    )  # fmt: skip
+        "-m",
+        "pytest",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(ROOT),
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "live",
+        "--import-mode=importlib",
+        "-q",
+        "--tb=short",
+        *arguments,
+    )
 
 
 def _sanitizer(tool: str, log: str) -> tuple[str, ...]:
@@ -78,25 +94,37 @@ def _sanitizer(tool: str, log: str) -> tuple[str, ...]:
 
 def _watched(tool: str) -> Part:
     return Part(
-        tool, 90, 30, _pytest("-p", "sanitized", *_SUITE),
-        ("-k", "kept or eager_and_recorded"), group="sanitizers",
+        tool,
+        90,
+        30,
+        _pytest("-p", "sanitized", *_SUITE),
+        ("-k", "kept or eager_and_recorded"),
+        group="sanitizers",
         tool=_sanitizer(tool, tool),
         environment={"SANITIZED": "1", "SANITIZED_SECONDS": "{seconds}"},
-    )  # fmt: skip
+    )
 
 
 def _watched_wgmma(tool: str) -> Part:
     name = f"wgmma-{tool}"
     return Part(
-        name, 40, 15, ("wgmma.py", "--untimed"), group="wgmma sanitizers",
-        tool=_sanitizer(tool, name), environment={"SANITIZED": "1"},
-    )  # fmt: skip
+        name,
+        40,
+        15,
+        ("wgmma.py", "--untimed"),
+        group="wgmma sanitizers",
+        tool=_sanitizer(tool, name),
+        environment={"SANITIZED": "1"},
+    )
 
 
 NCU = (
-    "ncu", "--kernel-id=::regex:^(linear_mma|paged_decode_mma|sample_threshold)$:1",
-    "--section=SpeedOfLight", "--section=WarpStateStats", "--section=MemoryWorkloadAnalysis",
-)  # fmt: skip
+    "ncu",
+    "--kernel-id=::regex:^(linear_mma|paged_decode_mma|sample_threshold)$:1",
+    "--section=SpeedOfLight",
+    "--section=WarpStateStats",
+    "--section=MemoryWorkloadAnalysis",
+)
 FIRST = (
     Part("warm", 45, 8, ("warm.py",), kept=True),
     figure("ceilings", 20, 8, kept=True),
@@ -107,18 +135,25 @@ FIRST = (
     figure("256 x 1024 on 0.6b", 50, 40, kept=True),
     # never ran on a GPU: what may hang or take the context along is in a process of its own
     Part("wgmma", 30, 15, ("wgmma.py",)),
-    figure("8b q4_k_m", 40, 20), figure("8b fp8 blocks", 40, 20),
+    figure("8b q4_k_m", 40, 20),
+    figure("8b fp8 blocks", 40, 20),
     Part("ncu", 30, 15, ("profiled.py",), tool=NCU),
     Part("suite", 150, 30, _pytest(*_SUITE), ("-k", "against_the_reference")),
-)  # fmt: skip
+)
 SECOND = (
     *map(_watched, ("memcheck", "racecheck", "synccheck", "initcheck")),
     Part("transformers", 60, 20, _pytest(str(HERE / "device_transformers.py")), ("-k", "Qwen3")),
     figure("ceilings", 20, 8, kept=True),
-    figure("start, model", 20, 8, "start.py"), figure("start, cold", 30, 15, "start.py"),
+    figure("start, model", 20, 8, "start.py"),
+    figure("start, cold", 30, 15, "start.py"),
     figure("start, warm", 20, 8, "start.py"),
-    figure("torch 0.6b", 40, 20, "torch_decode.py"), figure("torch 8b", 50, 30, "torch_decode.py"),
-    figure("8b fp8", 35, 20), figure("8b bf16, fp8 KV", 35, 20), figure("0.6b q4_k_m", 20),
-    figure("0.6b fp8 blocks", 20), figure("0.6b fp8", 20), figure("0.6b bf16, fp8 KV", 20),
+    figure("torch 0.6b", 40, 20, "torch_decode.py"),
+    figure("torch 8b", 50, 30, "torch_decode.py"),
+    figure("8b fp8", 35, 20),
+    figure("8b bf16, fp8 KV", 35, 20),
+    figure("0.6b q4_k_m", 20),
+    figure("0.6b fp8 blocks", 20),
+    figure("0.6b fp8", 20),
+    figure("0.6b bf16, fp8 KV", 20),
     *map(_watched_wgmma, ("memcheck", "racecheck", "synccheck")),
-)  # fmt: skip
+)

@@ -26,9 +26,13 @@ def main() -> int:
     context = 60 if rehearse else 1024
     config: dict[str, Any] = {**SHAPES["tiny" if rehearse else "0.6b"], "num_hidden_layers": 2}
     options = LoadOptions(
-        dtype="bf16", max_model_len=2 * context, max_num_seqs=2, max_num_batched_tokens=context,
-        num_kv_blocks=-(-2 * context // PAGE), enforce_eager=True,
-    )  # fmt: skip
+        dtype="bf16",
+        max_model_len=2 * context,
+        max_num_seqs=2,
+        max_num_batched_tokens=context,
+        num_kv_blocks=-(-2 * context // PAGE),
+        enforce_eager=True,
+    )
     backend = CudaBackend(opener(rehearse), tune_s=0)
     loaded = backend.load(qwen3(config), RandomSource(config, "bf16"), options)
     rows = sampling_rows(1, temperature=0.6, top_p=0.95, top_k=20, seed=1)

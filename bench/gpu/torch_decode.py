@@ -97,15 +97,20 @@ def _note(found: dict[str, Any], name: str, case: Callable[[], dict[str, float |
 
 
 def _decode(
-    model: Any, forward: Any, case: tuple[int, int], read: int, device: str,
+    model: Any,
+    forward: Any,
+    case: tuple[int, int],
+    read: int,
+    device: str,
     ceilings: dict[str, float],
-) -> dict[str, float | None]:  # fmt: skip
+) -> dict[str, float | None]:
     """read: bytes of a step."""
     seconds = _decode_s(model, forward, *case, device)
     return {
-        "device_ms": seconds * 1e3, "tokens_s": case[0] / seconds,
+        "device_ms": seconds * 1e3,
+        "tokens_s": case[0] / seconds,
         "share_of_copy": share(read / seconds / 1e9, ceilings.get("copy_gb_s")),
-    }  # fmt: skip
+    }
 
 
 def _prefill(
@@ -119,9 +124,10 @@ def _prefill(
         seconds = _median_s(lambda: model(input_ids=ids, logits_to_keep=1), 3, device)
     flop_s = prefill_flop(config, length) / seconds
     return {
-        "device_ms": seconds * 1e3, "tokens_s": length / seconds,
+        "device_ms": seconds * 1e3,
+        "tokens_s": length / seconds,
         "share_of_matmul": share(flop_s / 1e12, ceilings.get("bf16_tflop_s")),
-    }  # fmt: skip
+    }
 
 
 def _median_s(step: Callable[[], object], steps: int, device: str) -> float:

@@ -44,9 +44,12 @@ def variants(arch: str, shape: str | None = None) -> list[Variant]:
 def _of(arch: str, model: Any, source: Any, dtype: str) -> list[Variant]:
     device = IdleDevice(arch=arch, memory_bytes=32 << 30, num_processors=132)
     options = LoadOptions(
-        dtype=dtype, max_model_len=256, max_num_seqs=16, max_num_batched_tokens=256,
+        dtype=dtype,
+        max_model_len=256,
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
         num_kv_blocks=32,
-    )  # fmt: skip
+    )
     CudaBackend(lambda: device, tune_s=0, capture_s=0).load(model, source, options).close()
     return device.prepared
 

@@ -62,10 +62,12 @@ CHECKED = (
     Case(((500, 130),), heads=6, kv_heads=6, size=192, causal=False),
 )
 TIMED = (
-    Case(((2048, 2048),)), Case(((8192, 8192),)), Case(((32768, 4096),)),
+    Case(((2048, 2048),)),
+    Case(((8192, 8192),)),
+    Case(((32768, 4096),)),
     Case(((8192, 8192),), size=64, heads=14, kv_heads=2),
     Case(((8192, 8192),), size=256, heads=16, kv_heads=8),
-)  # fmt: skip
+)
 
 
 def packed(values: Array, dtype: str) -> Array:
@@ -136,11 +138,23 @@ def prepared(device: Device, case: Case) -> Callable[[bool], tuple[Callable[[], 
         tile_memory, out = upload(device, listed), device.empty(q.num_bytes)
         sizes = {"tiles": len(listed), "heads": case.heads, "kv_heads": case.kv_heads}
         arguments = variant.kernel.ordered(
-            q=q, k_pages=k, v_pages=v, tiles=tile_memory, context_len=contexts, block_table=table,
-            sinks=sinks, out=out, heads=case.heads, kv_heads=case.kv_heads, table_stride=width,
-            page_shift=PAGE_SHIFT, window=case.window, causal=int(case.causal),
-            scale=case.spec.scale, softcap=case.softcap,
-        )  # fmt: skip
+            q=q,
+            k_pages=k,
+            v_pages=v,
+            tiles=tile_memory,
+            context_len=contexts,
+            block_table=table,
+            sinks=sinks,
+            out=out,
+            heads=case.heads,
+            kv_heads=case.kv_heads,
+            table_stride=width,
+            page_shift=PAGE_SHIFT,
+            window=case.window,
+            causal=int(case.causal),
+            scale=case.spec.scale,
+            softcap=case.softcap,
+        )
         return lambda: device.launch(variant, sizes, arguments), out
 
     return choose

@@ -18,9 +18,13 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 CONFIG: dict[str, Any] = {
-    "vocab_size": 61, "dim": 48, "n_layers": 2, "n_heads": 4, "hidden_dim": 72,
+    "vocab_size": 61,
+    "dim": 48,
+    "n_layers": 2,
+    "n_heads": 4,
+    "hidden_dim": 72,
     "max_position_embeddings": 64,
-}  # fmt: skip
+}
 TEXTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5], [60, 0, 7]]
 
 

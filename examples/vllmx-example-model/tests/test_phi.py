@@ -64,7 +64,9 @@ class TestPhiWithNewConfig(TestPhi):
 
     config = CONFIG | {
         "rope_parameters": {
-            "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.34,
+            "rope_type": "default",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 0.34,
         }
-    }  # fmt: skip
+    }
     bad_configs = ()

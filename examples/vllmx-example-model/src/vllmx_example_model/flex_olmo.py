@@ -31,9 +31,13 @@ def flex_olmo(config: Mapping[str, Any]) -> Decoder:
     read.refuse_quirks("attention_bias", "num_experts", "num_local_experts")
     bias, every_token = read.flag("attention_bias", False), [False] * num_layers(read)
     attention = attention_mixer(
-        read, head_size(read), qkv_bias=bias, o_bias=bias, qk_norm=rms(read),
+        read,
+        head_size(read),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=rms(read),
         norm_weights="across",
-    )  # fmt: skip
+    )
     ropes = layer_ropes(
         read, attention.head_size, every_token, default_positions=POSITIONS, default_theta=THETA
     )

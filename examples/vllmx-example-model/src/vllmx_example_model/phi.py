@@ -135,9 +135,13 @@ class Phi:
         for layer in range(c.num_layers):
             normed = self._normed(ops, w, x, f"{layer}.norm")
             spec = AttentionSpec(
-                layer, c.num_heads, c.num_kv_heads, c.head_size, scale=c.head_size**-0.5,
+                layer,
+                c.num_heads,
+                c.num_kv_heads,
+                c.head_size,
+                scale=c.head_size**-0.5,
                 rotary_dim=c.rotary_dim,
-            )  # fmt: skip
+            )
             qkv = ops.linear(normed, w[f"{layer}.qkv"])
             attended = ops.attention(qkv, spec, step, rope=w["rope"])
             hidden = ops.activation(ops.linear(normed, w[f"{layer}.fc1"]), c.act)

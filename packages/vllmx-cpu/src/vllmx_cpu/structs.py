@@ -8,14 +8,29 @@ VX_DTYPES = {"f32": 0, "f16": 1, "bf16": 2}
 KV_DTYPES = {"bf16": 2, "f16": 1, "f32": 0, "int8": 3, "fp8": 4}
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 BLOCK_KINDS = {
-    "Q4_0": 16, "Q8_0": 17, "Q4_K": 18, "Q5_K": 19, "Q6_K": 20, "Q4_1": 21, "Q5_0": 22, "Q5_1": 23,
-    "Q2_K": 24, "Q3_K": 25, "IQ4_NL": 26, "IQ4_XS": 27, "MXFP4": 28,
-}  # fmt: skip
+    "Q4_0": 16,
+    "Q8_0": 17,
+    "Q4_K": 18,
+    "Q5_K": 19,
+    "Q6_K": 20,
+    "Q4_1": 21,
+    "Q5_0": 22,
+    "Q5_1": 23,
+    "Q2_K": 24,
+    "Q3_K": 25,
+    "IQ4_NL": 26,
+    "IQ4_XS": 27,
+    "MXFP4": 28,
+}
 """GGUF types that are multiplied as they are."""
 AFFINE_KINDS = {
-    (4, 32): "affine4_32", (4, 64): "affine4_64", (4, 128): "affine4_128",
-    (8, 32): "affine8_32", (8, 64): "affine8_64", (8, 128): "affine8_128",
-}  # fmt: skip
+    (4, 32): "affine4_32",
+    (4, 64): "affine4_64",
+    (4, 128): "affine4_128",
+    (8, 32): "affine8_32",
+    (8, 64): "affine8_64",
+    (8, 128): "affine8_128",
+}
 """(bits, columns that share a scale and a zero) -> kind."""
 FLOAT8_KIND, FLOAT8_COLS = "float8", 128
 CODED_KINDS = {kind: 32 + index for index, kind in enumerate(AFFINE_KINDS.values())} | {
@@ -37,12 +52,22 @@ class VxStep(Structure):
     """The arrays of one step."""
 
     _fields_ = [
-        ("T", c_int32), ("R", c_int32), ("L", c_int32), ("B", c_int32), ("block_stride", c_int32),
-        ("tokens", c_void_p), ("positions", c_void_p), ("slots", c_void_p),
-        ("query_start", c_void_p), ("context_len", c_void_p), ("block_tables", c_void_p),
-        ("logit_rows", c_void_p), ("token_types", c_void_p), ("state_from", c_void_p),
+        ("T", c_int32),
+        ("R", c_int32),
+        ("L", c_int32),
+        ("B", c_int32),
+        ("block_stride", c_int32),
+        ("tokens", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("query_start", c_void_p),
+        ("context_len", c_void_p),
+        ("block_tables", c_void_p),
+        ("logit_rows", c_void_p),
+        ("token_types", c_void_p),
+        ("state_from", c_void_p),
         ("state_to", c_void_p),
-    ]  # fmt: skip
+    ]
 
 
 class VxRecord(Structure):
@@ -55,29 +80,46 @@ class VxJob(Structure):
     """A step in flight."""
 
     _fields_ = [
-        ("records", POINTER(VxRecord)), ("num_records", c_int32), ("step", VxStep),
-        ("tokens", c_void_p), ("previous_ids", c_void_p), ("num_previous_ids", c_int32),
-        ("seconds", c_double), ("record_seconds", c_void_p), ("done", c_int32),
-    ]  # fmt: skip
+        ("records", POINTER(VxRecord)),
+        ("num_records", c_int32),
+        ("step", VxStep),
+        ("tokens", c_void_p),
+        ("previous_ids", c_void_p),
+        ("num_previous_ids", c_int32),
+        ("seconds", c_double),
+        ("record_seconds", c_void_p),
+        ("done", c_int32),
+    ]
 
 
 class VxWeight(Structure):
     """A packed matrix."""
 
     _fields_ = [
-        ("data", c_void_p), ("bias", c_void_p), ("kind", c_int32), ("rows", c_int32),
-        ("cols", c_int32), ("tiles", c_int32), ("gated", c_int32), ("columns", c_void_p),
-    ]  # fmt: skip
+        ("data", c_void_p),
+        ("bias", c_void_p),
+        ("kind", c_int32),
+        ("rows", c_int32),
+        ("cols", c_int32),
+        ("tiles", c_int32),
+        ("gated", c_int32),
+        ("columns", c_void_p),
+    ]
 
 
 class VxLinear(Structure):
     """Arguments of `linear`."""
 
     _fields_ = [
-        ("w", VxWeight), ("x", c_void_p), ("y", c_void_p), ("panels", c_void_p),
-        ("activation", c_int32), ("logit_rows", c_int32), ("softcap", c_float),
+        ("w", VxWeight),
+        ("x", c_void_p),
+        ("y", c_void_p),
+        ("panels", c_void_p),
+        ("activation", c_int32),
+        ("logit_rows", c_int32),
+        ("softcap", c_float),
         ("stride", c_int32),
-    ]  # fmt: skip
+    ]
 
 
 class VxEmbedding(Structure):
@@ -90,18 +132,28 @@ class VxNorm(Structure):
     """Arguments of `rms_norm` and `layer_norm`."""
 
     _fields_ = [
-        ("x", c_void_p), ("residual", c_void_p), ("weight", c_void_p), ("bias", c_void_p),
-        ("sum", c_void_p), ("y", c_void_p), ("width", c_int32), ("eps", c_float),
-    ]  # fmt: skip
+        ("x", c_void_p),
+        ("residual", c_void_p),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("sum", c_void_p),
+        ("y", c_void_p),
+        ("width", c_int32),
+        ("eps", c_float),
+    ]
 
 
 class VxElementwise(Structure):
     """Arguments of `gated_act`, `activation`, `add` and `scale`."""
 
     _fields_ = [
-        ("x", c_void_p), ("other", c_void_p), ("y", c_void_p), ("width", c_int32),
-        ("activation", c_int32), ("factor", c_float),
-    ]  # fmt: skip
+        ("x", c_void_p),
+        ("other", c_void_p),
+        ("y", c_void_p),
+        ("width", c_int32),
+        ("activation", c_int32),
+        ("factor", c_float),
+    ]
 
 
 class VxAttention(Structure):
@@ -129,11 +181,21 @@ class VxRoute(Structure):
     """Arguments of `route`; native/route.cpp."""
 
     _fields_ = [
-        ("logits", c_void_p), ("bias", c_void_p), ("factor", c_void_p), ("ids", c_void_p),
-        ("weights", c_void_p), ("count", c_int32), ("chosen", c_int32), ("sigmoid", c_int32),
-        ("groups", c_int32), ("groups_kept", c_int32), ("best_two", c_int32),
-        ("renormalise", c_int32), ("eps", c_float), ("scale", c_float),
-    ]  # fmt: skip
+        ("logits", c_void_p),
+        ("bias", c_void_p),
+        ("factor", c_void_p),
+        ("ids", c_void_p),
+        ("weights", c_void_p),
+        ("count", c_int32),
+        ("chosen", c_int32),
+        ("sigmoid", c_int32),
+        ("groups", c_int32),
+        ("groups_kept", c_int32),
+        ("best_two", c_int32),
+        ("renormalise", c_int32),
+        ("eps", c_float),
+        ("scale", c_float),
+    ]
 
 
 class VxLatentAttention(Structure):
@@ -154,23 +216,43 @@ class VxSegmentAttention(Structure):
     """Arguments of `segment_attention`; native/segment_attention.h."""
 
     _fields_ = [
-        ("qkv", c_void_p), ("out", c_void_p), ("rope", c_void_p), ("rope_rows", c_void_p),
-        ("workspace", c_void_p), ("workspace_bytes", c_size_t), ("num_heads", c_int32),
-        ("num_kv_heads", c_int32), ("head_size", c_int32), ("rotary_dim", c_int32),
-        ("interleaved", c_int32), ("dtype", c_int32), ("window", c_int32), ("scale", c_float),
+        ("qkv", c_void_p),
+        ("out", c_void_p),
+        ("rope", c_void_p),
+        ("rope_rows", c_void_p),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_size_t),
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_size", c_int32),
+        ("rotary_dim", c_int32),
+        ("interleaved", c_int32),
+        ("dtype", c_int32),
+        ("window", c_int32),
+        ("scale", c_float),
         ("images", c_void_p),
-    ]  # fmt: skip
+    ]
 
 
 class VxExperts(Structure):
     """Arguments of `experts`; native/experts.h."""
 
     _fields_ = [
-        ("gate_up", VxWeight), ("down", VxWeight), ("x", c_void_p), ("ids", c_void_p),
-        ("weights", c_void_p), ("y", c_void_p), ("panels", c_void_p), ("workspace", c_void_p),
-        ("count", c_int32), ("chosen", c_int32), ("first", c_int32), ("activation", c_int32),
-        ("clamp", c_float), ("alpha", c_float),
-    ]  # fmt: skip
+        ("gate_up", VxWeight),
+        ("down", VxWeight),
+        ("x", c_void_p),
+        ("ids", c_void_p),
+        ("weights", c_void_p),
+        ("y", c_void_p),
+        ("panels", c_void_p),
+        ("workspace", c_void_p),
+        ("count", c_int32),
+        ("chosen", c_int32),
+        ("first", c_int32),
+        ("activation", c_int32),
+        ("clamp", c_float),
+        ("alpha", c_float),
+    ]
 
 
 class VxSampler(Structure):
@@ -195,10 +277,17 @@ class VxEncode(Structure):
     """Rows to be quantised; native/encode.h."""
 
     _fields_ = [
-        ("kind", c_int32), ("source_kind", c_int32), ("source", c_void_p), ("rows", c_int64),
-        ("cols", c_int32), ("measure", c_int32), ("out", c_void_p), ("scales", c_void_p),
-        ("squared_error", c_double), ("squared_value", c_double),
-    ]  # fmt: skip
+        ("kind", c_int32),
+        ("source_kind", c_int32),
+        ("source", c_void_p),
+        ("rows", c_int64),
+        ("cols", c_int32),
+        ("measure", c_int32),
+        ("out", c_void_p),
+        ("scales", c_void_p),
+        ("squared_error", c_double),
+        ("squared_value", c_double),
+    ]
 
 
 MIRRORED = (VxStep, VxRecord, VxJob, VxWeight, VxEncode)

@@ -101,10 +101,12 @@ def recurrence_difference() -> float:
 
     count, scale = sum(lengths), size**-0.5
     tokens = Tokens(
-        normal(count, heads, size) * scale, normal(count, heads, size) * scale,
-        normal(count, heads, size), mx.sigmoid(normal(count, heads, 1, 1)),
+        normal(count, heads, size) * scale,
+        normal(count, heads, size) * scale,
+        normal(count, heads, size),
+        mx.sigmoid(normal(count, heads, 1, 1)),
         mx.sigmoid(normal(count, heads, 1)),
-    )  # fmt: skip
+    )
     states, begins = normal(2, heads, size, size), np.array([0, lengths[0]])
     at = [mx.array(np.array(one, np.int32)) for one in ([1, 0], begins, lengths)]
     found = run(tokens, Rows(*at), states, delta=True)

@@ -22,24 +22,49 @@ KINDS: Mapping[str, str] = {
 EVERYWHERE = ("cpu", "cuda", "metal", "numpy", "torch")
 
 _OF_OTHERS = (
-    "AquilaForCausalLM", "AquilaModel", "InternLM3ForCausalLM", "InternLMForCausalLM",
-    "LLaMAForCausalLM", "MiMoForCausalLM", "XverseForCausalLM", "YiForCausalLM",
-)  # fmt: skip
+    "AquilaForCausalLM",
+    "AquilaModel",
+    "InternLM3ForCausalLM",
+    "InternLMForCausalLM",
+    "LLaMAForCausalLM",
+    "MiMoForCausalLM",
+    "XverseForCausalLM",
+    "YiForCausalLM",
+)
 _ENCODERS = (
-    "BertForSequenceClassification", "BertModel", "Gemma3TextModel", "GteForSequenceClassification",
-    "GteModel", "ModernBertForSequenceClassification", "ModernBertModel",
-    "NomicBertForSequenceClassification", "NomicBertModel", "RobertaModel",
-    "XLMRobertaForSequenceClassification", "XLMRobertaModel",
-)  # fmt: skip
+    "BertForSequenceClassification",
+    "BertModel",
+    "Gemma3TextModel",
+    "GteForSequenceClassification",
+    "GteModel",
+    "ModernBertForSequenceClassification",
+    "ModernBertModel",
+    "NomicBertForSequenceClassification",
+    "NomicBertModel",
+    "RobertaModel",
+    "XLMRobertaForSequenceClassification",
+    "XLMRobertaModel",
+)
 _WITHOUT_A_TEST = ("RobertaForSequenceClassification",)
 """The same code as XLM-RoBERTa's."""
 _EXPERTS = tuple(
     f"{name}ForCausalLM"
     for name in (
-        "DeepseekV2", "DeepseekV3", "Gemma4", "Glm4Moe", "Glm4MoeLite", "GptOss", "GraniteMoe",
-        "MiniMaxM2", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Qwen3_5Moe",
+        "DeepseekV2",
+        "DeepseekV3",
+        "Gemma4",
+        "Glm4Moe",
+        "Glm4MoeLite",
+        "GptOss",
+        "GraniteMoe",
+        "MiniMaxM2",
+        "Mixtral",
+        "Olmoe",
+        "Qwen2Moe",
+        "Qwen3Moe",
+        "Qwen3_5Moe",
     )
-)  # fmt: skip
+)
 
 
 def with_record(spec: ModelSpec) -> ModelSpec:

@@ -32,9 +32,7 @@ def wait_while(word: npt.NDArray[np.uint32], seen: int) -> None:
         time.sleep(_SLEEP_S)
         return
     address = ctypes.c_void_p(word.ctypes.data)
-    _libc.syscall(
-        _NUMBER, address, _WAIT, ctypes.c_uint32(seen), ctypes.byref(_SLICE), None, 0
-    )  # fmt: skip
+    _libc.syscall(_NUMBER, address, _WAIT, ctypes.c_uint32(seen), ctypes.byref(_SLICE), None, 0)
 
 
 def wake(word: npt.NDArray[np.uint32]) -> None:

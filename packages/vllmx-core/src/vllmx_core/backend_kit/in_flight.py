@@ -26,9 +26,14 @@ class InFlight(Generic[Step]):
     """
 
     __slots__ = (
-        "_max_logit_rows", "_max_steps", "_max_tokens", "_samples", "_steps", "_unsampled",
+        "_max_logit_rows",
+        "_max_steps",
+        "_max_tokens",
+        "_samples",
+        "_steps",
+        "_unsampled",
         "closed",
-    )  # fmt: skip
+    )
 
     def __init__(self, info: LoadedInfo, *, samples: bool = True) -> None:
         self._samples = samples

@@ -137,10 +137,18 @@ def _qwen3_entries(header: GGUFHeader) -> Iterator[Entry]:
     yield Entry(f"{patch}.weight", (_PATCH, f"{_PATCH}.1"), frames, whole=True)
     yield Entry(f"{patch}.bias", ("v.patch_embd.bias",), whole=True)
     yield Entry(f"{tower}.pos_embed", ("v.position_embd",))
-    yield from _layers(header, f"{tower}.blocks", {
-        "ln1": "norm1", "attn_qkv": "attn.qkv", "attn_out": "attn.proj", "ln2": "norm2",
-        "ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2",
-    })  # fmt: skip
+    yield from _layers(
+        header,
+        f"{tower}.blocks",
+        {
+            "ln1": "norm1",
+            "attn_qkv": "attn.qkv",
+            "attn_out": "attn.proj",
+            "ln2": "norm2",
+            "ffn_up": "mlp.linear_fc1",
+            "ffn_down": "mlp.linear_fc2",
+        },
+    )
     merger = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
     for name, stored in merger.items():
         yield Entry(f"{tower}.merger.{name}", (stored,))
@@ -167,10 +175,18 @@ def _qwen2_5_entries(header: GGUFHeader) -> Iterator[Entry]:
     name = f"{tower}.patch_embed.proj.weight"
     yield Entry(name, (_PATCH, f"{_PATCH}.1"), frames, whole=True)
     up, down = _feed_forward(header)
-    yield from _layers(header, f"{tower}.blocks", {
-        "ln1": "norm1", "attn_out": "attn.proj", "ln2": "norm2",
-        "ffn_gate": "mlp.gate_proj", up: "mlp.up_proj", down: "mlp.down_proj",
-    })  # fmt: skip
+    yield from _layers(
+        header,
+        f"{tower}.blocks",
+        {
+            "ln1": "norm1",
+            "attn_out": "attn.proj",
+            "ln2": "norm2",
+            "ffn_gate": "mlp.gate_proj",
+            up: "mlp.up_proj",
+            down: "mlp.down_proj",
+        },
+    )
     for layer in range(_depth(header)):
         stored = tuple(one.format(layer) for one in _QKV)
         yield Entry(f"{tower}.blocks.{layer}.attn.qkv", stored, one_below_the_other)
@@ -218,11 +234,20 @@ def _gemma3_entries(header: GGUFHeader) -> Iterator[Entry]:
     yield Entry(f"{tower}.embeddings.patch_embedding", ("v.patch_embd",))
     yield Entry(f"{tower}.embeddings.position_embedding", ("v.position_embd",))
     up, down = _feed_forward(header)
-    yield from _layers(header, f"{tower}.encoder.layers", {
-        "ln1": "layer_norm1", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj", "attn_out": "self_attn.out_proj", "ln2": "layer_norm2",
-        up: "mlp.fc1", down: "mlp.fc2",
-    })  # fmt: skip
+    yield from _layers(
+        header,
+        f"{tower}.encoder.layers",
+        {
+            "ln1": "layer_norm1",
+            "attn_q": "self_attn.q_proj",
+            "attn_k": "self_attn.k_proj",
+            "attn_v": "self_attn.v_proj",
+            "attn_out": "self_attn.out_proj",
+            "ln2": "layer_norm2",
+            up: "mlp.fc1",
+            down: "mlp.fc2",
+        },
+    )
     yield Entry(f"{tower}.post_layernorm", ("v.post_ln",))
     projector = "multi_modal_projector.mm"
     stored = ("mm.input_projection.weight",)
@@ -231,10 +256,14 @@ def _gemma3_entries(header: GGUFHeader) -> Iterator[Entry]:
 
 
 _GEMMA4_LINEARS = {
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_out": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_out": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
-}  # fmt: skip
+}
 _GEMMA4_TOKENS = 280
 _CAUSAL_WIDTHS = (1536, 2560)
 """Of the text models E2B and E4B, where the tokens of an image do not see each other both ways.
@@ -292,12 +321,19 @@ def _gemma4_entries(header: GGUFHeader) -> Iterator[Entry]:
     table = ("v.position_embd.weight",)
     yield Entry(f"{embedder}.position_embedding_table", table, whole=True)
     layers = f"{tower}.encoder.layers"
-    yield from _layers(header, layers, {
-        **{stored: f"{name}.linear" for stored, name in _GEMMA4_LINEARS.items()},
-        "ln1": "input_layernorm", "attn_post_norm": "post_attention_layernorm",
-        "ln2": "pre_feedforward_layernorm", "ffn_post_norm": "post_feedforward_layernorm",
-        "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-    })  # fmt: skip
+    yield from _layers(
+        header,
+        layers,
+        {
+            **{stored: f"{name}.linear" for stored, name in _GEMMA4_LINEARS.items()},
+            "ln1": "input_layernorm",
+            "attn_post_norm": "post_attention_layernorm",
+            "ln2": "pre_feedforward_layernorm",
+            "ffn_post_norm": "post_feedforward_layernorm",
+            "attn_q_norm": "self_attn.q_norm",
+            "attn_k_norm": "self_attn.k_norm",
+        },
+    )
     for layer in range(_depth(header)):
         for stored, name in _GEMMA4_LINEARS.items():
             for bound in ("input_min", "input_max", "output_min", "output_max"):
@@ -312,22 +348,22 @@ def _gemma4_entries(header: GGUFHeader) -> Iterator[Entry]:
 _QWEN3 = tuple(
     f"Qwen3{family}{end}"
     for family, end in (
-        ("VL", "ForConditionalGeneration"), ("VLMoe", "ForConditionalGeneration"),
-        ("_5", "ForCausalLM"), ("_5Moe", "ForCausalLM"),
+        ("VL", "ForConditionalGeneration"),
+        ("VLMoe", "ForConditionalGeneration"),
+        ("_5", "ForCausalLM"),
+        ("_5Moe", "ForCausalLM"),
     )
-)  # fmt: skip
+)
 FORMS: Mapping[str, TowerForm] = {
     "qwen3vl_merger": TowerForm(_QWEN3, _qwen3_config, _qwen_processor, _qwen3_entries),
     "qwen2.5vl_merger": TowerForm(
         ("Qwen2_5_VLForConditionalGeneration",), _qwen2_5_config, _qwen_processor, _qwen2_5_entries
     ),
-    "gemma3": TowerForm(
-        ("Gemma3ForCausalLM",), _gemma3_config, _gemma3_processor, _gemma3_entries
-    ),
+    "gemma3": TowerForm(("Gemma3ForCausalLM",), _gemma3_config, _gemma3_processor, _gemma3_entries),
     "gemma4v": TowerForm(
         ("Gemma4ForCausalLM",), _gemma4_config, _gemma4_processor, _gemma4_entries
     ),
-}  # fmt: skip
+}
 
 
 def projector_type(header: GGUFHeader) -> str:

@@ -113,10 +113,16 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             STORED,
             responses.Response,
             query=(
-                Query("stream", "The events of one that runs in the background.",
-                      {"enum": ["true", "false"]}),
-                Query("starting_after", "The number of the last event that is known.",
-                      {"type": "integer", "minimum": 0, "maximum": 1 << 29}),
+                Query(
+                    "stream",
+                    "The events of one that runs in the background.",
+                    {"enum": ["true", "false"]},
+                ),
+                Query(
+                    "starting_after",
+                    "The number of the last event that is known.",
+                    {"type": "integer", "minimum": 0, "maximum": 1 << 29},
+                ),
                 *_INCLUDE,
                 Query("include_obfuscation", "Accepted and ignored."),
             ),
@@ -128,8 +134,12 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
         response_routes.input_items: Operation(
             STORED,
             responses.ItemList,
-            query=(Query("limit", "Items of a page.", {**_LIMIT, "maximum": 100}), _ORDER, _AFTER,
-                   *_INCLUDE),
+            query=(
+                Query("limit", "Items of a page.", {**_LIMIT, "maximum": 100}),
+                _ORDER,
+                _AFTER,
+                *_INCLUDE,
+            ),
             statuses=(404,),
         ),
         pooling_routes.embeddings: Operation(
@@ -185,9 +195,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
         ),
         file_routes.retrieve: Operation(KEPT, kept.FileObject, statuses=(404,)),
         file_routes.delete: Operation(KEPT, kept.Deleted, statuses=(404,)),
-        file_routes.content: Operation(
-            KEPT, Media(("application/octet-stream",)), statuses=(404,)
-        ),
+        file_routes.content: Operation(KEPT, Media(("application/octet-stream",)), statuses=(404,)),
         batch_routes.create: Operation(
             KEPT, kept.BatchObject, batch_bodies.CreateBatch, statuses=(*BODY, 404)
         ),
@@ -220,9 +228,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
         ),
         admin_routes.sleep: Operation(STATUS, status.ModelState, text=_ADMIN),
         admin_routes.wake: Operation(STATUS, status.ModelState, text=_ADMIN),
-        admin_routes.reset_prefix_cache: Operation(
-            STATUS, status.PrefixCachesReset, text=_ADMIN
-        ),
+        admin_routes.reset_prefix_cache: Operation(STATUS, status.PrefixCachesReset, text=_ADMIN),
         admin_routes.shutdown: Operation(STATUS, status.Health, text=_ADMIN),
         status_routes.models: Operation(STATUS, status.ModelList),
         status_routes.model: Operation(STATUS, status.ModelCard, statuses=(404,)),
@@ -246,4 +252,4 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             answers=_KNOWN,
         ),
     }
-)  # fmt: skip
+)

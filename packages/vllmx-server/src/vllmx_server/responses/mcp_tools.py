@@ -17,9 +17,17 @@ from vllmx_server.schema.responses import ResponsesRequest
 from vllmx_server.store.ids import new_id
 
 _ADDRESSES = (
-    "server_url", "connector_id", "tunnel_id", "authorization", "headers", "url", "command", "args",
-    "env", "cwd",
-)  # fmt: skip
+    "server_url",
+    "connector_id",
+    "tunnel_id",
+    "authorization",
+    "headers",
+    "url",
+    "command",
+    "args",
+    "env",
+    "cwd",
+)
 
 
 class _Filter(msgspec.Struct, forbid_unknown_fields=True):

@@ -37,12 +37,16 @@ def architectures() -> list[Architecture]:
     quantised = tuple(sorted(spec.name for spec in registry.all(QuantizationSpec)))
     found = [
         Architecture(
-            ", ".join(spec.model_types) or "-", spec.architectures, spec.gguf_names,
-            ("safetensors", *quantised, *(("gguf",) if spec.gguf_names else ())), spec.backends,
-            spec.checked, key,
+            ", ".join(spec.model_types) or "-",
+            spec.architectures,
+            spec.gguf_names,
+            ("safetensors", *quantised, *(("gguf",) if spec.gguf_names else ())),
+            spec.backends,
+            spec.checked,
+            key,
         )
         for key, spec in registry.provided(ModelSpec)
-    ]  # fmt: skip
+    ]
     return sorted(found, key=lambda one: (one.architectures, one.plugin))
 
 
