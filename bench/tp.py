@@ -61,13 +61,17 @@ PLAN_ROWS, PLAN_CONTEXT, PLANS = 256, 2048, 300
 def loaded(model: str, ranks: int = 1, stages: int = 1) -> LoadedModel:
     """Loads a model as `vllmx serve` does, with room for the cases alone."""
     config = EngineConfig(
-        model=model, backend="cpu", tensor_parallel_size=ranks, pipeline_parallel_size=stages,
+        model=model,
+        backend="cpu",
+        tensor_parallel_size=ranks,
+        pipeline_parallel_size=stages,
         num_threads=RANKS,
         max_model_len=max(row_blocks(case) for case in CASES) * BLOCK_SIZE,
-        max_num_seqs=max(case.batch for case in CASES), max_num_batched_tokens=2048,
+        max_num_seqs=max(case.batch for case in CASES),
+        max_num_batched_tokens=2048,
         block_size=BLOCK_SIZE,
         num_kv_blocks=max(case.batch * row_blocks(case) for case in CASES),
-    )  # fmt: skip
+    )
     found = find_model(config)
     opened = open_model(found)
     try:
