@@ -137,8 +137,8 @@ def measure(args: argparse.Namespace, num_rows: int) -> dict[str, Any]:
         stopwatch.times_us.clear()
     gc.collect()
     for _ in range(args.steps):
-        news = core.step()
-        assert len(news) == num_rows, (len(news), num_rows)
+        updates = core.step()
+        assert len(updates) == num_rows, (len(updates), num_rows)
     parts = [watches[name].times_us for name in PARTS]
     columns = dict(zip(PARTS, parts, strict=True))
     columns["total"] = [sum(step) for step in zip(*parts, strict=True)]

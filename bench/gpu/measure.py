@@ -308,7 +308,7 @@ def throughput(bench: Bench) -> None:
         )
     begin, tokens, steps = time.perf_counter(), 0, 0
     while core.has_work and not bench.late("the last request was done"):
-        tokens += sum(len(news.ids) for news in core.step())
+        tokens += sum(len(update.ids) for update in core.step())
         steps += 1
     seconds = time.perf_counter() - begin
     bench.note("requests", scale.requests)

@@ -1,4 +1,4 @@
-"""The loop around a core whose frontend does not take its news."""
+"""The loop around a core whose frontend does not take its updates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def request(name: str, prompt: Sequence[int] = (1, 2), **fields: int) -> AddRequ
 
 
 class Frontend:
-    """Takes `room` messages with news, and tells of those that are too many."""
+    """Takes `room` messages with updates, and tells of those that are too many."""
 
     def __init__(self, room: int) -> None:
         self.room = room

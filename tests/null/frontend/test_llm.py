@@ -261,7 +261,7 @@ def test_engine_cancel(engine: Engine) -> None:
 
 
 def test_an_error_that_comes_while_a_stream_is_read_is_raised(engine: Engine) -> None:
-    """The step after the news that are read may fail before they are handed out."""
+    """The step after an update that is read may fail before it is handed out."""
     _, _, stream = engine.generate_stream(SamplingParams(max_tokens=400, ignore_eos=True), "hi")
     next(stream)
     frontend, state = engine._engine, stream._state
@@ -278,7 +278,7 @@ def test_an_error_that_comes_while_a_stream_is_read_is_raised(engine: Engine) ->
     with frontend._verdict:
         thread = threading.Thread(target=reader)
         thread.start()
-        thread.join(0.1)  # it has seen that there are news
+        thread.join(0.1)  # it has seen that there is an update
         state.error = NonFiniteLogitsError("as the test ordered")
     thread.join(10)
     assert read == [state.error]

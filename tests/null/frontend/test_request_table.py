@@ -31,7 +31,7 @@ def bench(tokenizer: Tokenizer, info: CoreInfo) -> Bench:
     return Bench(tokenizer, info)
 
 
-def news(request: Request, text: str, index: int = 0, **fields: object) -> CoreOutput:
+def update(request: Request, text: str, index: int = 0, **fields: object) -> CoreOutput:
     core_id = request.core[index].request_id
     return CoreOutput(request_id=core_id, ids=list(text.encode()), **fields)  # type: ignore[arg-type]
 
@@ -43,12 +43,12 @@ def logprob_rows(ids: Sequence[int], logprob: float) -> list[TokenLogprobs]:
 def test_deltas_merge_until_they_are_taken(bench: Bench) -> None:
     request = bench.build()
     state = bench.table.add(request, "delta")
-    bench.table.take([news(request, "ab")])
-    bench.table.take([news(request, "c")])
+    bench.table.take([update(request, "ab")])
+    bench.table.take([update(request, "c")])
     first = state.output().outputs[0]
     assert (first.text, first.token_ids, first.finish_reason) == ("abc", [97, 98, 99], None)
     assert not state.has_update()
-    bench.table.take([news(request, "d", finish_reason="length")])
+    bench.table.take([update(request, "d", finish_reason="length")])
     last = state.output()
     assert last.finished
     assert (last.outputs[0].text, last.outputs[0].finish_reason) == ("d", "length")
@@ -60,7 +60,7 @@ def test_cumulative_outputs_hold_everything(bench: Bench) -> None:
     state = bench.table.add(request, "cumulative")
     texts = []
     for piece in "abc":
-        bench.table.take([news(request, piece)])
+        bench.table.take([update(request, piece)])
         texts.append(state.output().outputs[0].text)
     assert texts == ["a", "ab", "abc"]
 
@@ -72,7 +72,7 @@ def test_a_stop_string_over_several_tokens_is_never_shown(bench: Bench) -> None:
     aborted: list[str] = []
     for piece in ("x", "E", "N", "y", "EN", "Dzz"):
         ids = list(piece.encode())
-        output = news(request, piece, logprobs=logprob_rows(ids, -1.0))
+        output = update(request, piece, logprobs=logprob_rows(ids, -1.0))
         aborted = bench.table.take([output])
         choice = state.output().outputs[0]
         shown += choice.text
@@ -82,13 +82,13 @@ def test_a_stop_string_over_several_tokens_is_never_shown(bench: Bench) -> None:
     assert choice.token_ids == [68]  # what follows the stop string is not taken
     assert choice.logprobs is not None
     assert len(choice.logprobs) == 1
-    assert bench.table.take([news(request, "late")]) == []
+    assert bench.table.take([update(request, "late")]) == []
 
 
 def test_a_stop_string_in_the_core_s_last_output_aborts_nothing(bench: Bench) -> None:
     request = bench.build(stop=("b",))
     state = bench.table.add(request)
-    assert bench.table.take([news(request, "ab", finish_reason="length")]) == []
+    assert bench.table.take([update(request, "ab", finish_reason="length")]) == []
     choice = state.output().outputs[0]
     assert (choice.text, choice.finish_reason, choice.stop_reason) == ("a", "stop", "b")
 
@@ -106,7 +106,7 @@ def test_stop_ids(
 ) -> None:
     request = bench.build(**params)
     state = bench.table.add(request)
-    bench.table.take([news(request, "ab", finish_reason="stop", stop_id=98)])
+    bench.table.take([update(request, "ab", finish_reason="stop", stop_id=98)])
     choice = state.output().outputs[0]
     assert (choice.text, choice.token_ids) == (text, [97, 98])
     assert (choice.finish_reason, choice.stop_reason) == ("stop", stop_reason)
@@ -132,7 +132,7 @@ def test_logprobs(bench: Bench) -> None:
     state = bench.table.add(request, "delta")
     rows = logprob_rows([97, 65], -0.5)
     prompt_rows = logprob_rows([105], -3.0)
-    bench.table.take([news(request, "aA", logprobs=rows, prompt_logprobs=prompt_rows)])
+    bench.table.take([update(request, "aA", logprobs=rows, prompt_logprobs=prompt_rows)])
     output = state.output()
     choice = output.outputs[0]
     assert choice.logprobs == [
@@ -145,7 +145,7 @@ def test_logprobs(bench: Bench) -> None:
         None,
         {105: Logprob(-3.0, 2, "i"), 65: Logprob(-0.1, 1, "A")},
     ]
-    bench.table.take([news(request, "b", logprobs=logprob_rows([98], -0.5))])
+    bench.table.take([update(request, "b", logprobs=logprob_rows([98], -0.5))])
     second = state.output()
     assert second.prompt_logprobs is None
     assert second.outputs[0].text_offsets == [2]
@@ -158,7 +158,7 @@ def test_best_of_returns_the_likeliest(bench: Bench) -> None:
     state = bench.table.add(request, "delta", lambda: notified.append(state.finished))
     for index, (text, logprob) in enumerate([("a", -3.0), ("bb", -1.0), ("c", -4.0), ("d", -0.5)]):
         rows = logprob_rows(list(text.encode()), logprob)
-        bench.table.take([news(request, text, index, logprobs=rows, finish_reason="length")])
+        bench.table.take([update(request, text, index, logprobs=rows, finish_reason="length")])
     assert notified == [True]
     outputs = state.output().outputs
     assert [(choice.index, choice.text) for choice in outputs] == [(0, "d"), (1, "bb")]
@@ -168,11 +168,11 @@ def test_best_of_returns_the_likeliest(bench: Bench) -> None:
 def test_choices_end_on_their_own(bench: Bench) -> None:
     request = bench.build(n=2)
     state = bench.table.add(request, "delta")
-    bench.table.take([news(request, "a", 1, finish_reason="length")])
+    bench.table.take([update(request, "a", 1, finish_reason="length")])
     output = state.output()
     assert [choice.index for choice in output.outputs] == [1]
     assert not output.finished
-    bench.table.take([news(request, "b", 0, finish_reason="length")])
+    bench.table.take([update(request, "b", 0, finish_reason="length")])
     assert state.output().finished
 
 
@@ -180,7 +180,7 @@ def test_an_error_ends_all_choices_with_its_type(bench: Bench) -> None:
     request = bench.build(n=2)
     other = bench.build()
     state, other_state = bench.table.add(request), bench.table.add(other)
-    failure = news(
+    failure = update(
         request,
         "",
         1,
@@ -197,7 +197,7 @@ def test_an_error_ends_all_choices_with_its_type(bench: Bench) -> None:
 def test_an_unknown_error_code_becomes_the_base_error(bench: Bench) -> None:
     request = bench.build()
     state = bench.table.add(request)
-    bench.table.take([news(request, "", finish_reason="error", error_code="of the future")])
+    bench.table.take([update(request, "", finish_reason="error", error_code="of the future")])
     assert type(state.error) is VllmxError
 
 
@@ -218,7 +218,7 @@ def test_a_fault_in_one_text_spares_the_others(
             return getattr(broken, name)
 
     monkeypatch.setattr(states[1].choices[0], "text", Boom())
-    last = [news(request, "ab", finish_reason="length") for request in requests]
+    last = [update(request, "ab", finish_reason="length") for request in requests]
     assert bench.table.take(last) == [requests[1].core[0].request_id]
     assert [state.finished for state in states] == [True, True, True]
     assert [state.output().outputs[0].text for state in (states[0], states[2])] == ["ab", "ab"]
@@ -256,7 +256,7 @@ def test_end_all(bench: Bench) -> None:
 def test_metrics(bench: Bench) -> None:
     request = bench.build(n=2)
     state = bench.table.add(request)
-    bench.table.take([news(request, "ab", 0, num_cached_tokens=1), news(request, "c", 1)])
+    bench.table.take([update(request, "ab", 0, num_cached_tokens=1), update(request, "c", 1)])
     bench.table.end(state, "abort")
     output = state.output()
     assert output.num_cached_tokens == 1

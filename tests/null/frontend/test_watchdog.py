@@ -191,7 +191,7 @@ class TestAsync:
     async def test_a_model_that_hangs_again_and_again_is_given_up(
         self, make_folder: MakeFolder, registry: Registry, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """However long each of its lives was: only news count."""
+        """However long each of its lives was: only updates count."""
         monkeypatch.setattr(ProcessFrontend, "MAX_QUICK_FAILURES", 2)
         monkeypatch.setattr(ProcessFrontend, "FIRST_DELAY_S", 0.01)
         monkeypatch.setattr(ProcessFrontend, "QUICK_S", 0.5 * LIMIT_S)

@@ -11,7 +11,8 @@ import numpy as np
 import openai
 import pytest
 from vllmx_core.errors import ContextLengthError
-from vllmx_server.pooling import Pooled, PoolingInput, PoolingOptions, Task
+from vllmx_engine.client.pooling import PoolingText
+from vllmx_server.pooling import Pooled, PoolingOptions, Task
 from vllmx_server.state import BATCH_PRIORITY
 
 from .conftest import MakeServer, Served
@@ -34,7 +35,7 @@ class LetterPooler:
         self.was_cancelled = False
 
     async def pool(
-        self, task: Task, inputs: Sequence[PoolingInput], options: PoolingOptions
+        self, task: Task, inputs: Sequence[PoolingText], options: PoolingOptions
     ) -> list[Pooled]:
         self.options = options
         if self.wait is not None:
@@ -45,7 +46,7 @@ class LetterPooler:
                 raise
         return [self._one(task, each, options) for each in inputs]
 
-    def _one(self, task: Task, each: PoolingInput, options: PoolingOptions) -> Pooled:
+    def _one(self, task: Task, each: PoolingText, options: PoolingOptions) -> Pooled:
         text = each.text if each.ids is None else "".join(chr(token % 128) for token in each.ids)
         if options.max_tokens is not None:
             text = text[: options.max_tokens]
@@ -226,7 +227,7 @@ async def test_large_answers_hold_nobody(make_server: MakeServer) -> None:
     class Large(LetterPooler):
         dimensions = 4096
 
-        def _one(self, task: Task, each: PoolingInput, options: PoolingOptions) -> Pooled:
+        def _one(self, task: Task, each: PoolingText, options: PoolingOptions) -> Pooled:
             return Pooled(np.ones(4096, np.float32), 1)
 
     async with make_server() as served:

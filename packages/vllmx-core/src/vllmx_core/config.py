@@ -37,12 +37,12 @@ class EngineConfig:
     backend: str = "auto"
     load_format: str = "auto"
     model_impl: str = "auto"
-    """Whose code runs the model: vllmx (its own file of the architecture), transformers, or auto:
-    the own file where there is one."""
+    """The code that runs the model: vllmx (its own file of the architecture), transformers, or
+    auto: the own file where there is one."""
     quantization: str | None = None
     """How the checkpoint must be quantised, in vLLM's names; None: as it is."""
     generation_config: str = "auto"
-    """Where sampling defaults come from: auto: the model; vllm: nowhere; or a folder."""
+    """Source of sampling defaults: auto: the model; vllm: none; or a folder."""
     override_generation_config: str | None = None
     """Sampling defaults as a JSON object, over those of `generation_config`."""
     task: Task = "auto"
@@ -108,7 +108,7 @@ class EngineConfig:
     max_image_bytes: int = 20 << 20
     """The largest image that a request may send, in bytes as it is sent."""
     max_image_pixels: int = 32 << 20
-    """Of one image, checked before it is decoded."""
+    """Pixels of one image, checked before it is decoded."""
     encoder_cache_memory: int = 256 << 20
     """Bytes on the device for features of images, so that one asked about again costs no tower."""
     allowed_media_domains: tuple[str, ...] = ()

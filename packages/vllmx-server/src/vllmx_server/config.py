@@ -49,7 +49,7 @@ class ServerConfig:
     max_connections: int | None = None
     """Open connections in all; None: what the limit of open files allows, 16384 at most."""
     max_connections_per_address: int | None = None
-    """Of them from one address; None: half."""
+    """Open connections from one address; None: half of all."""
     max_body_bytes: int = 8 << 20
     max_concurrent_requests: int = 4096
     """Generation requests in flight, queue included; more get 503."""
@@ -77,7 +77,7 @@ class ServerConfig:
     max_file_bytes: int = 200 << 20
     """The largest file that may be uploaded, in bytes."""
     max_stored_bytes: int = 4 << 30
-    """Of all files of one API key, and as much again of its responses."""
+    """Bytes of all files of one API key, and as many again of its responses."""
     max_stored_days: float = 30.0
     """How long files, batches and responses are kept."""
     trust_request_chat_template: bool = False

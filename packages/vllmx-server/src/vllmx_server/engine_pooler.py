@@ -10,7 +10,7 @@ from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.client.pooling import PoolingChoice, PoolingText, cosine
 from vllmx_engine.wire.pooling import PoolingInfo
 
-from vllmx_server.pooling import Pooled, PoolingInput, PoolingOptions, Task
+from vllmx_server.pooling import Pooled, PoolingOptions, Task
 
 
 class EnginePooler:
@@ -23,16 +23,15 @@ class EnginePooler:
         self.labels: Sequence[str] = model.labels
 
     async def pool(
-        self, task: Task, inputs: Sequence[PoolingInput], options: PoolingOptions
+        self, task: Task, inputs: Sequence[PoolingText], options: PoolingOptions
     ) -> list[Pooled]:
         """See `vllmx_server.pooling.Pooler.pool`."""
         if task == "score" and "embed" in self.tasks:
             return await self._compared(inputs, options)
-        texts = [PoolingText(each.text, each.ids, each.pair) for each in inputs]
-        return await self._answers(task, texts, options)
+        return await self._answers(task, inputs, options)
 
     async def _compared(
-        self, pairs: Sequence[PoolingInput], options: PoolingOptions
+        self, pairs: Sequence[PoolingText], options: PoolingOptions
     ) -> list[Pooled]:
         """The cosines of the vectors of two texts; each text is computed once."""
         texts = list(dict.fromkeys(text for pair in pairs for text in (pair.text, pair.pair or "")))

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.errors import InvalidRequestError
+from vllmx_engine.client.pooling import PoolingText
 from vllmx_engine.client.request import RequestOptions
 
 F32 = npt.NDArray[np.float32]
@@ -18,21 +19,6 @@ _LOADS: dict[Task, tuple[str, str]] = {
     "score": ("scores no texts", "a reranker, such as BAAI/bge-reranker-v2-m3"),
     "classify": ("has no classes", "a model with a classification head"),
 }
-
-
-class PoolingInput(msgspec.Struct, frozen=True):
-    """A text, token ids, or a text and what it is compared with."""
-
-    text: str = ""
-    ids: list[int] | None = None
-    """Instead of `text`."""
-    pair: str | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the text, about."""
-        ids = () if self.ids is None else self.ids
-        return len(self.text) + len(self.pair or "") + 4 * len(ids)
 
 
 class PoolingOptions(msgspec.Struct, frozen=True):
@@ -73,7 +59,7 @@ class Pooler(Protocol):
         ...
 
     async def pool(
-        self, task: Task, inputs: Sequence[PoolingInput], options: PoolingOptions
+        self, task: Task, inputs: Sequence[PoolingText], options: PoolingOptions
     ) -> list[Pooled]:
         """One result for each input, in their order; cancelling ends the work. Raises
         InvalidRequestError (ContextLengthError among them), QueueFullError, EngineDeadError."""

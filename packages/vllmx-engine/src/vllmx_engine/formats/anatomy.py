@@ -14,6 +14,7 @@ from vllmx_core.output_format import (
     TaggedArguments,
 )
 
+from vllmx_engine.formats.json_text import json_text
 from vllmx_engine.formats.renderings import (
     KEYS,
     NAMES,
@@ -46,7 +47,7 @@ def calls_of(renderings: Renderings) -> tuple[Calls, bool]:
 
 def _parts(renderings: Renderings, one: str, two: str) -> Calls:
     for is_compact in (False, True):
-        arguments = _json(_ONE, is_compact)
+        arguments = json_text(_ONE, is_compact)
         for as_string in (False, True):
             written = json.dumps(arguments) if as_string else arguments
             if written in one:
@@ -58,11 +59,6 @@ def _without_ids(text: str) -> str:
     for number in range(len(NAMES)):
         text = text.replace(f"zqid0000{number}", "{id}")
     return text
-
-
-def _json(value: Any, is_compact: bool) -> str:
-    separators = (",", ":") if is_compact else (", ", ": ")
-    return json.dumps(value, ensure_ascii=False, separators=separators)
 
 
 class _Frame:

@@ -17,6 +17,8 @@ from vllmx_core.output_format import (
 )
 from vllmx_core.records import Record
 
+from vllmx_engine.formats.json_text import json_text
+
 
 class WrittenCall(Record):
     """A call to be written."""
@@ -55,7 +57,7 @@ def write_calls(made_of: Calls, calls: Sequence[WrittenCall]) -> str:
 
 def _write_call(made_of: Calls, call: WrittenCall, index: int) -> str:
     if isinstance(made_of.call, JsonCall):
-        arguments = _json(call.arguments, made_of.is_compact)
+        arguments = json_text(call.arguments, made_of.is_compact)
         return _filled(made_of.call.spelling, call, index).replace("{arguments}", arguments)
     head = _filled(made_of.call.header, call, index) + made_of.call.header_end
     return head + _write_arguments(made_of, made_of.call, call.arguments)
@@ -69,7 +71,7 @@ def _filled(spelling: str, call: WrittenCall, index: int) -> str:
 def _write_arguments(made_of: Calls, call: NamedCall, arguments: Mapping[str, Any]) -> str:
     match call.arguments:
         case JsonArguments(as_string):
-            text = _json(arguments, made_of.is_compact)
+            text = json_text(arguments, made_of.is_compact)
             return json.dumps(text, ensure_ascii=False) if as_string else text
         case TaggedArguments() as tags:
             return "".join(_tagged(tags, key, arguments[key]) for key in arguments)
@@ -81,7 +83,7 @@ def _write_arguments(made_of: Calls, call: NamedCall, arguments: Mapping[str, An
 def _tagged(tags: TaggedArguments, key: str, value: Any) -> str:
     is_text = isinstance(value, str)
     key_end = tags.string_key_end if is_text and tags.string_key_end else tags.key_end
-    text = value if is_text else _json(value, is_compact=False)
+    text = value if is_text else json_text(value, is_compact=False)
     return tags.key_begin + key + key_end + text + tags.value_end
 
 
@@ -100,8 +102,3 @@ def _value(value: Any, syntax: ValueArguments) -> str:
         ]
         return "{" + syntax.separator.join(each) + "}"
     return repr(value) if syntax.python else json.dumps(value)
-
-
-def _json(value: Any, is_compact: bool) -> str:
-    separators = (",", ":") if is_compact else (", ", ": ")
-    return json.dumps(value, ensure_ascii=False, separators=separators)

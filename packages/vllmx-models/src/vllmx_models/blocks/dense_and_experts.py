@@ -9,11 +9,11 @@ from vllmx_core.model import Array
 from vllmx_core.ops.experts import ExpertsSpec
 from vllmx_core.ops.route import RouteSpec
 from vllmx_core.records import Record
-from vllmx_core.weights import PartSpec, WeightSpec
+from vllmx_core.weights import WeightSpec
 
 from vllmx_models.blocks.dense import DenseMLP
 from vllmx_models.blocks.layer import LayerNames, LayerScope, part, vector
-from vllmx_models.blocks.moe import EachExpert, EitherExperts, StackedExperts
+from vllmx_models.blocks.moe import EachExpert, EitherExperts, StackedExperts, expert_stack
 from vllmx_models.blocks.norms import Norm
 
 _TENSORS = EitherExperts(StackedExperts(), EachExpert())
@@ -47,17 +47,14 @@ class DenseAndExperts(Record):
             vector(f"{ours}.router_norm", f"{theirs}.router.scale", hidden),
             WeightSpec(f"{ours}.router", "linear", router, hidden, role="router"),
             vector(f"{ours}.expert_scale", f"{theirs}.router.per_expert_scale", self.count),
-            self._stack(f"{ours}.experts.gate_up", first, hidden),
-            self._stack(f"{ours}.experts.down", down, rows),
+            expert_stack(f"{ours}.experts.gate_up", first, hidden, self.count),
+            expert_stack(f"{ours}.experts.down", down, rows, self.count),
             *(
                 weight
                 for name, module in norms.items()
                 for weight in self.norm.weights(f"{ours}.{name}", f"{theirs}.{module}", hidden)
             ),
         )
-
-    def _stack(self, name: str, parts: tuple[PartSpec, ...], cols: int) -> WeightSpec:
-        return WeightSpec(name, "stack", parts, cols, "expert", role="experts", count=self.count)
 
     def record(self, x: Array, scope: LayerScope) -> Array:
         ops, w, stream = scope.ops, scope.weight, scope.stream

@@ -163,8 +163,8 @@ class MoE(Record):
         width = hidden if self.latent is None else self.latent.size
         down = tuple(one for i in numbers for one in self.tensors.down(theirs, i, width))
         specs += (
-            self._stack(f"{ours}.experts.gate_up", first, width),
-            self._stack(f"{ours}.experts.down", down, rows),
+            expert_stack(f"{ours}.experts.gate_up", first, width, self.count),
+            expert_stack(f"{ours}.experts.down", down, rows, self.count),
         )
         if self.latent is not None:
             before = (part(f"{theirs}.{self.latent.before}", width, False),)
@@ -177,9 +177,6 @@ class MoE(Record):
             gate = (part(f"{theirs}.{self.shared_gate}", 1, False),)
             specs.append(WeightSpec(f"{ours}.shared_gate", "linear", gate, hidden, role="router"))
         return tuple(specs)
-
-    def _stack(self, name: str, parts: tuple[PartSpec, ...], cols: int) -> WeightSpec:
-        return WeightSpec(name, "stack", parts, cols, "expert", role="experts", count=self.count)
 
     def record(self, x: Array, scope: LayerScope) -> Array:
         ops, weight = scope.ops, scope.weight
@@ -197,3 +194,8 @@ class MoE(Record):
         if self.shared_gate is not None:
             shared = ops.gate(shared, ops.linear(x, weight("shared_gate")), "sigmoid")
         return ops.add(out, shared)
+
+
+def expert_stack(name: str, parts: tuple[PartSpec, ...], cols: int, count: int) -> WeightSpec:
+    """One line of the weight map for a matrix of each of `count` experts."""
+    return WeightSpec(name, "stack", parts, cols, "expert", role="experts", count=count)

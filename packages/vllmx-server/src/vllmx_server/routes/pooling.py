@@ -13,6 +13,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from vllmx_core.errors import InvalidRequestError
+from vllmx_engine.client.pooling import PoolingText
 
 from vllmx_server.answers.pooling import (
     Classified,
@@ -40,7 +41,6 @@ from vllmx_server.pooling import (
     F32,
     Pooled,
     Pooler,
-    PoolingInput,
     PoolingOptions,
     Task,
     pooler_for,
@@ -94,7 +94,7 @@ async def _vectors(
     state = state_of(request)
     pooler = state.pooler
 
-    def prepare(body: Vectors) -> list[PoolingInput]:
+    def prepare(body: Vectors) -> list[PoolingText]:
         nonlocal task
         if isinstance(body, PoolingRequest) and body.task is not None:
             task = body.task
@@ -138,7 +138,7 @@ async def classify(request: Request) -> Response:
     """The probabilities of the model's classes for each input."""
     state = state_of(request)
 
-    def prepare(body: ClassifyRequest) -> list[PoolingInput]:
+    def prepare(body: ClassifyRequest) -> list[PoolingText]:
         pooler_for("classify", state.pooler, state.llm.config.name)
         return body.inputs()
 
@@ -169,7 +169,7 @@ async def score(request: Request) -> Response:
     """How well texts belong together."""
     state = state_of(request)
 
-    def prepare(body: ScoreRequest) -> list[PoolingInput]:
+    def prepare(body: ScoreRequest) -> list[PoolingText]:
         pooler_for("score", state.pooler, state.llm.config.name)
         return body.pairs()
 
@@ -184,9 +184,9 @@ async def rerank(request: Request) -> Response:
     """Documents by how well they answer a query, the best first."""
     state = state_of(request)
 
-    def prepare(body: RerankRequest) -> list[PoolingInput]:
+    def prepare(body: RerankRequest) -> list[PoolingText]:
         pooler_for("score", state.pooler, state.llm.config.name)
-        return [PoolingInput(body.query, pair=text) for text in body.texts()]
+        return [PoolingText(body.query, pair=text) for text in body.texts()]
 
     body, pairs = await _read(request, state, RERANK, prepare)
     normalize = body.activation is not False
@@ -216,9 +216,9 @@ async def _read(
     request: Request,
     state: ServerState,
     decoder: msgspec.json.Decoder[Body],
-    prepare: Callable[[Body], list[PoolingInput]],
-) -> tuple[Body, list[PoolingInput]]:
-    def parse(data: bytes) -> tuple[Body, list[PoolingInput]]:
+    prepare: Callable[[Body], list[PoolingText]],
+) -> tuple[Body, list[PoolingText]]:
+    def parse(data: bytes) -> tuple[Body, list[PoolingText]]:
         body = checked(data, state, decoder)
         return body, prepare(body)
 
@@ -231,7 +231,7 @@ async def _pool(
     state: ServerState,
     body: PoolingFields,
     task: Task,
-    inputs: list[PoolingInput],
+    inputs: list[PoolingText],
     *,
     special: bool = True,
     normalize: bool = True,

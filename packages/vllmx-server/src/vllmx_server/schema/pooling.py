@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 from vllmx_core.errors import InvalidRequestError
-
-from vllmx_server.pooling import PoolingInput
+from vllmx_engine.client.pooling import PoolingText
 
 MAX_INPUTS = 2048
 Input = Annotated[list[str | int | list[int]], Meta(min_length=1)]
@@ -41,11 +40,11 @@ class InputFields(PoolingFields, kw_only=True, forbid_unknown_fields=True):
     """A text, token ids, or a list of either."""
     add_special_tokens: bool | None = None
 
-    def inputs(self) -> list[PoolingInput]:
+    def inputs(self) -> list[PoolingText]:
         """Raises InvalidRequestError."""
         given = self.input
         if isinstance(given, str):
-            return [PoolingInput(given)]
+            return [PoolingText(given)]
         if all(isinstance(item, int) for item in given):
             return [_of_ids([item for item in given if isinstance(item, int)])]
         if len(given) > MAX_INPUTS:
@@ -61,17 +60,17 @@ class InputFields(PoolingFields, kw_only=True, forbid_unknown_fields=True):
                     " texts or lists of ids",
                     param="input",
                 )
-            found.append(PoolingInput(item) if isinstance(item, str) else _of_ids(item))
+            found.append(PoolingText(item) if isinstance(item, str) else _of_ids(item))
         return found
 
 
-def _of_ids(ids: list[int]) -> PoolingInput:
+def _of_ids(ids: list[int]) -> PoolingText:
     if not ids or min(ids) < 0 or max(ids) >= 1 << 31:
         raise InvalidRequestError(
             "input has a list of token ids that is empty or has one outside of 31 bits",
             param="input",
         )
-    return PoolingInput(ids=ids)
+    return PoolingText(ids=ids)
 
 
 class EmbeddingsRequest(InputFields, kw_only=True, forbid_unknown_fields=True):
@@ -104,7 +103,7 @@ class ScoreRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
     documents: Texts | None = None
     activation: bool | None = None
 
-    def pairs(self) -> list[PoolingInput]:
+    def pairs(self) -> list[PoolingText]:
         """Raises InvalidRequestError."""
         first = self.text_1 if self.queries is None else self.queries
         second = self.text_2 if self.documents is None else self.documents
@@ -119,7 +118,7 @@ class ScoreRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
                 param="text_1",
             )
         ones = ones * (len(others) // len(ones))
-        return [PoolingInput(a, pair=b) for a, b in zip(ones, others, strict=True)]
+        return [PoolingText(a, pair=b) for a, b in zip(ones, others, strict=True)]
 
 
 class Document(msgspec.Struct, forbid_unknown_fields=True):

@@ -34,7 +34,7 @@ def _load_options(input_len: int, output_len: int) -> Callable[[F], F]:
         click.option("--n", "batches", default="1,4,16", show_default=True, help="Batch sizes."),
         click.option("--input-len", type=size, default=input_len, show_default=True),
         click.option("--output-len", type=size, default=output_len, show_default=True),
-        click.option("--json", "as_json", is_flag=True, help="For scripts."),
+        click.option("--json", "as_json", is_flag=True, help="Write JSON, for scripts."),
     )
 
     def decorate(command: F) -> F:
@@ -152,7 +152,7 @@ def _served_model(url: str, api_key: str | None) -> str:
 
 @bench.command(context_settings={"ignore_unknown_options": True})
 @click.option("--repeat", type=click.IntRange(1), default=5, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON, for scripts.")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS OF COMPLETE]...")
 def startup(repeat: int, as_json: bool, flags: tuple[str, ...]) -> None:
     """Process start to the first generated text, in fresh processes."""

@@ -115,7 +115,7 @@ def _versions() -> dict[str, str]:
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON, for scripts.")
 def env(as_json: bool) -> None:
     """Print what a bug report needs: versions, processor features, backends with reasons."""
     sections = collect()

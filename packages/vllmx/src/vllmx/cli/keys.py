@@ -34,13 +34,13 @@ def keys() -> None:
 @click.option("--admin", is_flag=True, help="May use the routes that change the server.")
 @click.option("--model", "models", multiple=True, help="A served name; may be repeated.")
 @click.option("--requests-per-minute", type=_COUNT)
-@click.option("--tokens-per-minute", type=_COUNT, help="Of prompts and answers together.")
+@click.option("--tokens-per-minute", type=_COUNT, help="Tokens of prompts and answers together.")
 @click.option("--concurrency", type=_COUNT, help="Requests at a time.")
 @click.option(
     "--share",
     type=click.FloatRange(0.001, 1000),
     default=1.0,
-    help="Of the capacity, beside the other keys that wait: twice as much where it is 2.",
+    help="Share of the capacity beside the other keys that wait: 2 gives twice as much.",
 )
 @click.option("--priority-range", help="LEAST:GREATEST, what `priority` may be.")
 def add(
@@ -109,7 +109,7 @@ def remove(name: str, path: Path) -> None:
 
 @keys.command("list")
 @_FILE
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON, for scripts.")
 def list_keys(path: Path, as_json: bool) -> None:
     """List whose keys there are and what they may do."""
     import msgspec

@@ -51,7 +51,7 @@ def architectures() -> list[Architecture]:
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON, for scripts.")
 def models(as_json: bool) -> None:
     """List the architectures that can be served, with the names that files give them."""
     found = architectures()

@@ -19,7 +19,7 @@ from vllmx.cli.options import engine_options, log_level_option, resolve
 @click.command(cls=ModelCommand)
 @engine_options
 @log_level_option("warning")
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON, for scripts.")
 def parsers(log_level: str, as_json: bool, **flags: Any) -> None:
     """Show how calls of tools and thoughts are read from the answers of MODEL.
 

@@ -31,7 +31,7 @@ DEFAULT_CONTEXT = 4096
     help='"this" machine, whose speed is measured, or h100, h200, b200, a100, l40s, l4, rtx5090,'
     " rtx4090, rtx3090, m4-max, m3-ultra ... by its maker's figures; 8xh100 for several.",
 )
-@click.option("--backend", default="auto", show_default=True, help="Of this machine.")
+@click.option("--backend", default="auto", show_default=True, help="Backend of this machine.")
 @click.option(
     "--context",
     type=click.IntRange(1),
@@ -48,7 +48,7 @@ DEFAULT_CONTEXT = 4096
     help="Share of the free memory that may be used.",
 )
 @click.option("--revision", help="Branch, tag or commit on the hub.")
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON, for scripts.")
 def plan(
     model: str | None,
     on: str,

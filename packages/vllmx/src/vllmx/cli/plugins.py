@@ -14,7 +14,7 @@ from vllmx_core.specs import CommandSpec
 
 @click.command()
 @click.option("--prefer", multiple=True, help="Plugin that serves what another provides too.")
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON, for scripts.")
 def plugins(prefer: tuple[str, ...], as_json: bool) -> None:
     """List plugins, what they provide, what failed and which names are in conflict.
 

@@ -48,7 +48,7 @@ HELP = {
     " repeated; * for any.",
     "max_connections": "Open connections; default: what the limit of open files allows, up to"
     " 16384.",
-    "max_connections_per_address": "Of them from one address; default: half.",
+    "max_connections_per_address": "Open connections from one address; default: half of all.",
     "max_body_bytes": "Largest request body.",
     "max_concurrent_requests": "Requests in flight; more get 503.",
     "header_timeout_s": "Seconds a client may take to send its headers.",
@@ -67,7 +67,7 @@ HELP = {
     "data_dir": "Folder where files, batches and responses are kept; without it they end with the"
     " server.",
     "max_file_bytes": "Largest file that may be uploaded.",
-    "max_stored_bytes": "Of all files of one API key, and as much again of its responses.",
+    "max_stored_bytes": "Bytes of all files of one API key, and as many again of its responses.",
     "max_stored_days": "How long files, batches and responses are kept.",
     "trust_request_chat_template": "Take chat templates from requests (sandboxed).",
     "mcp_config": "JSON file of MCP servers whose tools requests may ask for.",

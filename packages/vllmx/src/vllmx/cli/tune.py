@@ -42,10 +42,14 @@ _FIGURES = ("ttft p50", "ttft p99", "itl p50", "itl p99", "e2e p99")
     type=click.FloatRange(0.1, 3600),
     default=20.0,
     show_default=True,
-    help="Of arrivals in a trial.",
+    help="Seconds of arrivals in a trial.",
 )
 @click.option(
-    "--requests", type=click.IntRange(2), default=20, show_default=True, help="At least, a trial."
+    "--requests",
+    type=click.IntRange(2),
+    default=20,
+    show_default=True,
+    help="Least requests of a trial.",
 )
 @click.option(
     "--precision",
@@ -65,7 +69,7 @@ _FIGURES = ("ttft p50", "ttft p99", "itl p50", "itl p99", "e2e p99")
     help="The file for `vllmx serve --config`.",
 )
 @click.option("--overwrite", "--yes", "-y", is_flag=True, help="Replace OUTPUT without asking.")
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON, for scripts.")
 def tune(
     slo: str,
     input_len: int,
