@@ -114,6 +114,20 @@ def test_counters_are_those_of_the_whole_server(workers: RunningServer) -> None:
     for _ in range(6):
         assert workers.post("/v1/completions", SHORT).status_code == 200
     assert {workers.metric("request_success_total") for _ in range(6)} == {before + 6}
+    used = workers.get("/v1/usage").json()
+    pids = worker_pids(workers)
+    for pid in pids:  # and their counts outlive them
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: is_up(workers) and not set(worker_pids(workers)) & set(pids), 60)
+    assert workers.metric("request_success_total") == before + 6
+    assert workers.get("/v1/usage").json() == used
+
+
+def is_up(server: RunningServer) -> bool:
+    try:
+        return server.get("/health").status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def has_status(server: RunningServer, path: str, status: str) -> bool:

@@ -11,12 +11,16 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 from vllmx_core.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from vllmx_engine.wire.messages import CoreStats
 from vllmx_server.desk import Granted, OpenDesk, RemoteDesk, ServedDesk, Used, Wanted
 from vllmx_server.errors import OverloadedError
-from vllmx_server.keys.usage import KeyUsage
+from vllmx_server.keys.usage import KeyUsage, UsageBook
 from vllmx_server.metrics import MetricCounts, Metrics
 from vllmx_server.workers.channel import Channel, GoneError
+from vllmx_server.workers.counted import Counted, ModelCounts
 from vllmx_server.workers.crew import asked_of_all
+from vllmx_server.workers.messages import COUNTED, METRICS, USAGE, USED
+from vllmx_server.workers.peers import RemoteUsage
 from vllmx_server.workers.shared_counts import SharedCounts
 
 
@@ -184,8 +188,65 @@ def test_metrics_of_several_processes_add(metrics: Metrics) -> None:
     assert metrics.counts().counters[0]["stop"] == 1, "a sum leaves its parts as they are"
 
 
+@pytest.mark.parametrize("how", ["told", "scraped", "asked"])
+async def test_counts_of_a_worker_outlive_it(
+    metrics: Metrics, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that it told by itself, those of its own scrape, or those that it was asked for."""
+    monkeypatch.setattr("vllmx_server.workers.counted.COUNT_S", 30.0 if how == "asked" else 0.1)
+    counted, nothing = Counted(), {"m": Metrics("m", CoreStats, {}).counts()}
+    for _ in range(3):
+        metrics.finish("stop", 3, 5, 0.5)
+
+    async def count(_: None) -> ModelCounts:
+        if how != "asked":
+            await asyncio.get_running_loop().create_future()
+        return {"m": metrics.counts()}
+
+    async def total(channel: Channel) -> int:
+        found = await channel.ask(METRICS, nothing, list[ModelCounts])
+        return sum(each["m"].counters[0].get("stop", 0) for each in found if "m" in each)
+
+    async with channels() as (to_asking, asking), channels() as (to_worker, worker):
+        counted.serve(to_asking)
+        counted.serve(to_worker)
+        worker.serve("count", type(None), count)
+        if how == "told":
+            worker.tell(COUNTED, {"m": metrics.counts()})
+        elif how == "scraped":
+            await worker.ask(METRICS, {"m": metrics.counts()}, list[ModelCounts])
+        assert await total(asking) == 3
+        worker.close()
+        await to_worker.gone.wait()
+        assert await total(asking) == 3
+        counted.bury(to_worker)
+        assert await total(asking) == 3
+
+
+async def test_usage_of_a_worker_is_with_the_supervisor_as_a_request_ends() -> None:
+    book = UsageBook()
+    async with channels() as (supervisor, worker):
+        heard = asyncio.Event()
+
+        async def used(more: dict[str, KeyUsage]) -> None:
+            book.add(more)
+            heard.set()
+
+        async def usage(_: None) -> dict[str, KeyUsage]:
+            return dict(await book.all())
+
+        supervisor.serve(USED, dict[str, KeyUsage], used)
+        supervisor.serve(USAGE, type(None), usage)
+        remote = RemoteUsage(worker)
+        for tokens in (3, 4):
+            remote.of("ann").requests += 1
+            remote.of("ann").completion_tokens += tokens
+            remote.changed()
+        assert await remote.all() == {"ann": KeyUsage(requests=2, completion_tokens=7)}
+        assert heard.is_set()
+    assert await book.all() == {"ann": KeyUsage(requests=2, completion_tokens=7)}
+
+
 @pytest.fixture
 def metrics() -> Metrics:
-    from vllmx_engine.wire.messages import CoreStats
-
     return Metrics("m", CoreStats, {"block_size": 16})

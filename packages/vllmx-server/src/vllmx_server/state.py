@@ -26,7 +26,7 @@ from vllmx_server.body_budget import BodyBudget
 from vllmx_server.config import ServerConfig
 from vllmx_server.desk import Desk, OpenDesk
 from vllmx_server.engine_pooler import EnginePooler
-from vllmx_server.keys.admitted import Admitted, admitted
+from vllmx_server.keys.admitted import Admitted, Settling, admitted
 from vllmx_server.keys.ring import Holder, KeyRing, reload_keys
 from vllmx_server.keys.usage import KeyUsage, UsageBook
 from vllmx_server.metrics import Metrics
@@ -79,6 +79,7 @@ class ServerState:
     """Of connections, where they are encrypted."""
     desk: Desk = field(default_factory=OpenDesk)
     """What keys may have."""
+    settling: Settling = field(default_factory=Settling)
     created: int = field(default_factory=lambda: int(time.time()))
     fingerprint: str = field(init=False)
     """`system_fingerprint` of answers: while it stays the same, so do seeded ones."""
@@ -150,7 +151,9 @@ class ServerState:
         model, leave = self.llm.config.name, self.admission.leave
         holder = holder_of(request)
         count = partial(self._count, holder.client)
-        found = await admitted(request, holder, model, num_tokens, leave, self.desk, count)
+        found = await admitted(
+            request, holder, model, num_tokens, leave, self.desk, self.settling, count
+        )
         trace = trace_of(request)
         if trace is not None:
             trace.model, trace.admitted = model, found

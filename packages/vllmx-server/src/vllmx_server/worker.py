@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 
+import msgspec
 from vllmx_core.errors import VllmxError
 from vllmx_core.logs import configure_logging
 from vllmx_core.standard_error import StandardError
@@ -30,6 +31,7 @@ from vllmx_server.workers.messages import (
     BEGIN,
     CORE_LOST,
     COUNT,
+    COUNTED,
     END,
     LEAD,
     LEAVE,
@@ -41,6 +43,8 @@ from vllmx_server.workers.messages import (
 from vllmx_server.workers.peers import Peers
 
 logger = logging.getLogger("vllmx.server")
+
+_TELL_S = 1.0
 
 
 class Worker:
@@ -67,6 +71,7 @@ class Worker:
         self._state: ServerState
         self._stop = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
+        self._telling: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         channel.serve(BEGIN, Begin, self._begin)
         channel.serve(LEAD, Lead, self._lead)
@@ -91,6 +96,8 @@ class Worker:
         if not self._ready.done():
             self._serving.cancel()
         await asyncio.wait((self._serving,))
+        if self._telling is not None:
+            self._telling.cancel()
         if self._serving.cancelled():
             return 0
         error = self._serving.exception()
@@ -123,6 +130,7 @@ class Worker:
 
     def _on_ready(self, _: CoreInfo) -> None:
         self._ready.set_result(None)
+        self._telling = asyncio.ensure_future(self._tell_counts())
 
     async def _lead(self, lead: Lead) -> None:
         self._peers.leads = True
@@ -136,6 +144,18 @@ class Worker:
 
     async def _reload(self, _: None) -> None:
         self._state.reload()
+
+    async def _tell_counts(self) -> None:
+        """Tells the supervisor what was counted, while something is: it keeps that when this
+        process dies."""
+        told = b""
+        while True:
+            await asyncio.sleep(_TELL_S)
+            counts = await self._count(None)
+            now = msgspec.msgpack.encode(counts)
+            if now != told:
+                told = now
+                self._channel.tell(COUNTED, counts)
 
     async def _count(self, _: None) -> dict[str, MetricCounts]:
         models = self._state.models

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from starlette.requests import Request
@@ -23,7 +24,6 @@ BYTES_OF_TOKEN = 4
 """Of a body; a guess, which the end of the answer corrects."""
 HEADERS = "limit_headers"
 """In a request's state: what the answer says of its key's limits."""
-_settling: set[asyncio.Task[None]] = set()
 
 
 class Counted(Protocol):
@@ -40,7 +40,8 @@ class Admitted:
 
     leave: Callable[[], None]
     count: Callable[[KeyUsage], None]
-    desk: Desk | None = None
+    settle: Callable[[Used], None] | None = None
+    """Of what was reserved; None: nothing was."""
     ticket: int = 0
     usage: Counted | None = None
 
@@ -54,11 +55,21 @@ class Admitted:
             new.cached_tokens = usage.cached_tokens
             new.completion_tokens = usage.completion_tokens
         self.count(new)
-        if self.desk is not None:
-            used = Used(ticket=self.ticket, num_tokens=num_tokens)
-            task = asyncio.ensure_future(self.desk.settle(used))
-            _settling.add(task)
-            task.add_done_callback(_settling.discard)
+        if self.settle is not None:
+            self.settle(Used(ticket=self.ticket, num_tokens=num_tokens))
+
+
+class Settling:
+    """What is on its way to a desk for requests that have ended."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def settle(self, desk: Desk, used: Used) -> None:
+        """Begins, and waits for nothing."""
+        task = asyncio.ensure_future(desk.settle(used))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
@@ -80,6 +91,7 @@ async def admitted(
     num_tokens: int,
     leave: Callable[[], None],
     desk: Desk,
+    settling: Settling,
     count: Callable[[KeyUsage], None],
 ) -> Admitted:
     """Lets a request in that `leave` ends. The lines of a batch are not counted against limits:
@@ -98,4 +110,4 @@ async def admitted(
             count(KeyUsage(refused=1))
         raise
     request.scope["state"][HEADERS] = granted.headers
-    return Admitted(leave, count, desk, granted.ticket)
+    return Admitted(leave, count, partial(settling.settle, desk), granted.ticket)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
-import time
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
 
@@ -54,7 +53,7 @@ class UsageBook:
     def __init__(self, database: Database | None = None) -> None:
         self._database = database
         self._new: dict[str, KeyUsage] = {}
-        self._kept_s = time.monotonic()
+        self._due: asyncio.TimerHandle | None = None
         self._keeping: asyncio.Task[None] | None = None
 
     def of(self, client: str) -> KeyUsage:
@@ -64,14 +63,26 @@ class UsageBook:
             found = self._new[client] = KeyUsage()
         return found
 
+    def take(self) -> dict[str, KeyUsage]:
+        """What is new, which the book does not have any more."""
+        new, self._new = self._new, {}
+        return new
+
+    def add(self, more: Mapping[str, KeyUsage]) -> None:
+        """Counts what another process has counted."""
+        for client, usage in more.items():
+            self.of(client).add(usage)
+        self.changed()
+
     def changed(self) -> None:
-        """Something was counted: it is written at the next such call after `KEEP_EVERY_S`."""
-        now_s = time.monotonic()
-        if self._database is None or now_s - self._kept_s < KEEP_EVERY_S:
-            return
-        if self._keeping is None or self._keeping.done():
-            self._kept_s = now_s
-            self._keeping = asyncio.ensure_future(self._keep_quietly())
+        """Something was counted: it is written within `KEEP_EVERY_S`."""
+        if self._database is not None and self._due is None:
+            loop = asyncio.get_running_loop()
+            self._due = loop.call_later(KEEP_EVERY_S, self._begin_keeping)
+
+    def _begin_keeping(self) -> None:
+        self._due = None
+        self._keeping = asyncio.ensure_future(self._keep_quietly())
 
     async def _keep_quietly(self) -> None:
         with contextlib.suppress(VllmxError):  # the log has it; nothing is lost
@@ -81,7 +92,7 @@ class UsageBook:
         """Writes what is new. Raises StorageError, and nothing is lost."""
         if self._database is None or not self._new:
             return
-        new, self._new = self._new, {}
+        new = self.take()
 
         def write(connection: sqlite3.Connection) -> None:
             connection.execute(_TABLE)

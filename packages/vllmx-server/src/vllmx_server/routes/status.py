@@ -106,7 +106,7 @@ async def metrics(request: Request) -> Response:
     state = state_of(request)
     found = [state.metrics] if state.models is None else state.models.metrics()
     if state.peers is not None:
-        counts = await state.peers.metric_counts()
+        counts = await state.peers.metric_counts({each.model: each.counts() for each in found})
         found = [
             each.with_others([one[each.model] for one in counts if each.model in one])
             for each in found

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
 from vllmx_server.config import ServerConfig
 from vllmx_server.desk import RemoteDesk
+from vllmx_server.keys.usage import KeyUsage, UsageBook
 from vllmx_server.metrics import MetricCounts
 from vllmx_server.models.host import Attachment, ModelCard
 from vllmx_server.sharing import Sharing
@@ -22,6 +25,8 @@ from vllmx_server.workers.messages import (
     SHUT_DOWN,
     SLEEP,
     UNLOAD,
+    USAGE,
+    USED,
     WAKE,
     Begin,
 )
@@ -63,15 +68,16 @@ class Peers:
     def join(self, app: Starlette, state: ServerState) -> None:
         """Makes an application answer what other workers pass on, and ask for what is theirs."""
         state.desk = RemoteDesk(self.channel)
+        state.usage = RemoteUsage(self.channel)
         Relays(app, app.router).serve(self.channel)
 
     async def relay(self, request: Request, body: bytes) -> Response:
         """The answer of the worker that leads."""
         return await relay(self.channel, request, body)
 
-    async def metric_counts(self) -> list[dict[str, MetricCounts]]:
-        """The counts of all other workers, by model."""
-        return await self.channel.ask(METRICS, None, list[dict[str, MetricCounts]])
+    async def metric_counts(self, own: dict[str, MetricCounts]) -> list[dict[str, MetricCounts]]:
+        """The counts of all other workers, by model. `own`: those of this one."""
+        return await self.channel.ask(METRICS, own, list[dict[str, MetricCounts]])
 
     async def sleep(self) -> None:
         """See `AsyncLLM.sleep`."""
@@ -84,6 +90,26 @@ class Peers:
     def shut_down(self) -> None:
         """Ends the whole server, as SIGTERM does."""
         self.channel.tell(SHUT_DOWN, None)
+
+
+class RemoteUsage(UsageBook):
+    """The book is the supervisor's, which hears of each request as it ends."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+
+    def changed(self) -> None:
+        new = self.take()
+        if new:
+            self._channel.tell(USED, new)
+
+    async def keep(self) -> None:
+        self.changed()
+
+    async def all(self) -> Mapping[str, KeyUsage]:
+        self.changed()
+        return await self._channel.ask(USAGE, None, dict[str, KeyUsage])
 
 
 class RemoteHost:

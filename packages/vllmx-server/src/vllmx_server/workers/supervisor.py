@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -24,21 +25,20 @@ from vllmx_server.config import ServerConfig
 from vllmx_server.desk import Desk, OpenDesk, ServedDesk
 from vllmx_server.keys.limits import KeyDesk
 from vllmx_server.keys.ring import KeyRing, reload_keys
-from vllmx_server.metrics import MetricCounts
+from vllmx_server.keys.usage import KeyUsage, UsageBook
 from vllmx_server.models.config import ModelConfig
 from vllmx_server.models.host import CoreHost, ModelCard
 from vllmx_server.signals import CLOSE_S, Signals
 from vllmx_server.store.storage import Storage
 from vllmx_server.workers.channel import Channel
+from vllmx_server.workers.counted import Counted
 from vllmx_server.workers.crew import Crew, asked_of_all
 from vllmx_server.workers.messages import (
     CARDS,
     CORE_LOST,
-    COUNT,
     END,
     LEAVE,
     LOAD,
-    METRICS,
     RELAY,
     RELAY_END,
     RELAY_MORE,
@@ -46,6 +46,8 @@ from vllmx_server.workers.messages import (
     SHUT_DOWN,
     SLEEP,
     UNLOAD,
+    USAGE,
+    USED,
     WAKE,
     Begin,
     Relayed,
@@ -55,8 +57,8 @@ from vllmx_server.workers.messages import (
 
 logger = logging.getLogger("vllmx.supervisor")
 
-_COUNT_S = 1.0
-"""A worker that has not said its counts by then is left out of /metrics."""
+_LEAVE_S = 1.0
+"""A worker that has not let go of a model by then needs it."""
 
 
 async def serve_with_workers(
@@ -88,8 +90,13 @@ async def serve_with_workers(
                 data_dir=str(server.data_dir or folder),
                 outlives=folder is None,
             )
-            supervisor = Supervisor(server, (listener, operators), begin)
-            await supervisor.run(starting, signals, on_ready)
+            usage = UsageBook(stored.database)
+            supervisor = Supervisor(server, (listener, operators), begin, usage)
+            try:
+                await supervisor.run(starting, signals, on_ready)
+            finally:
+                with contextlib.suppress(VllmxError):  # the log has it
+                    await usage.keep()
         finally:
             stored.close()
     finally:
@@ -118,6 +125,7 @@ class Supervisor:
         server: ServerConfig,
         listeners: tuple[socket.socket, socket.socket | None],
         begin: Begin,
+        usage: UsageBook,
     ) -> None:
         self._server = server
         self._host = CoreHost(begin.models[1:], server.idle_unload_s, self._left_by_all)
@@ -127,6 +135,8 @@ class Supervisor:
         self._dead = asyncio.Event()
         self._keys = KeyRing(path=server.api_keys_file)
         self._desk: Desk = OpenDesk() if server.api_keys_file is None else KeyDesk(self._keys)
+        self._usage = usage
+        self._counted = Counted()
         self._closing: set[asyncio.Task[None]] = set()
         self._crew = Crew(server.api_workers or 1, listeners, begin, self._serve_channel)
 
@@ -194,10 +204,6 @@ class Supervisor:
 
     # --- what workers ask -------------------------------------------------------------------------
     def _serve_channel(self, channel: Channel) -> None:
-        async def metrics(_: None) -> list[dict[str, MetricCounts]]:
-            others = self._crew.channels(but=channel)
-            return await asked_of_all(others, COUNT, dict[str, MetricCounts], _COUNT_S)
-
         async def cards(_: None) -> list[ModelCard]:
             return await self._host.cards()
 
@@ -222,14 +228,23 @@ class Supervisor:
         async def relay_end(number: int) -> None:
             self._crew.leader.tell(RELAY_END, number)
 
+        async def used(more: dict[str, KeyUsage]) -> None:
+            self._usage.add(more)
+
+        async def usage(_: None) -> dict[str, KeyUsage]:
+            return dict(await self._usage.all())
+
         async def settle_all(desk: ServedDesk) -> None:
             await channel.gone.wait()
+            self._counted.bury(channel)
             await desk.close()
 
         task = asyncio.ensure_future(settle_all(ServedDesk(self._desk, channel)))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-        channel.serve(METRICS, type(None), metrics)
+        self._counted.serve(channel)
+        channel.serve(USED, dict[str, KeyUsage], used)
+        channel.serve(USAGE, type(None), usage)
         channel.serve(LOAD, str, self._host.load)
         channel.serve(UNLOAD, str, self._host.unload)
         channel.serve(CARDS, type(None), cards)
@@ -242,7 +257,7 @@ class Supervisor:
 
     async def _left_by_all(self, name: str) -> bool:
         channels = self._crew.channels()
-        left = await asked_of_all(channels, LEAVE, bool, _COUNT_S, name)
+        left = await asked_of_all(channels, LEAVE, bool, _LEAVE_S, name)
         return len(left) == len(channels) and all(left)
 
     def _note(self, stats: CoreStats) -> None:
