@@ -10,16 +10,23 @@ from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import KVSpec, Model
 from vllmx_core.plan import F32
-from vllmx_core.recording import record
 from vllmx_core.reference_backend import ReferenceBackend, ReferenceLoadedModel
 from vllmx_core.registry import load_registry
 from vllmx_core.sharding.model import sharded
-from vllmx_core.testing.model_suite import random_weights
+from vllmx_core.testing.model_suite import ModelSuite, random_weights
 from vllmx_core.testing.plans import Row, make_plan
 from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
 from vllmx_core.weights import WeightSource
 
 from .test_architectures import EXPERTS, SMALL
+from .test_recurrent_architectures import (
+    TestGraniteMoeHybrid as Granite,
+)
+from .test_recurrent_architectures import TestKimiLinear as KimiLinear
+from .test_recurrent_architectures import TestLfm2 as Lfm2
+from .test_recurrent_architectures import TestNemotronH as NemotronH
+from .test_recurrent_architectures import TestQwen3Next as Qwen3Next
+from .test_recurrent_architectures import TestQwen35 as Qwen35
 
 REGISTRY = load_registry()
 TEXT = [7, 3, 60, 0, 33, 12, 12, 5, 41, 59, 2, 18, 30, 44]
@@ -73,8 +80,9 @@ def ranks_of(
 
 def chunks(loaded: ReferenceLoadedModel) -> F32:
     """(T, V) logits of the text in two steps."""
-    plans = [make_plan([Row(TEXT[:9], 0, [3], "all")], 16)]
-    plans.append(make_plan([Row(TEXT[9:], 9, [3], "all")], 16))
+    state = 0 if loaded.info.num_state_slots else None
+    plans = [make_plan([Row(TEXT[:9], 0, [3], "all", state)], 16)]
+    plans.append(make_plan([Row(TEXT[9:], 9, [3], "all", state)], 16))
     return np.concatenate([loaded.logits(plan) for plan in plans])
 
 
@@ -131,13 +139,37 @@ def test_uneven_heads() -> None:
     assert caches == [1, 1, 2, 2]
 
 
-def test_recurrent_layers_are_whole_on_each_rank() -> None:
-    config = SMALL | {
-        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "block_ff_dim": 72,
-        "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention", "conv"],
-        "norm_eps": 1e-5, "conv_L_cache": 3,
-    }  # fmt: skip
-    model, source = of(config)
-    names = [op.name for op in record(sharded(model, source, 64, 0, 2), 64).steps.ops]
-    assert "short_conv" in names
-    assert names.count("all_reduce") == 1 + 3 + 1  # the embedding, three MLPs, one attention
+SIX_HEADS: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 6}
+HYBRIDS: dict[str, tuple[type[ModelSuite], int, dict[str, Any]]] = {
+    "Qwen3.5": (Qwen35, 2, {}),
+    "Qwen3-Next": (Qwen3Next, 2, {"linear_num_value_heads": 4}),
+    "Mamba-2": (NemotronH, 2, {}),
+    "Mamba-2 with a bias": (Granite, 2, {"mamba_proj_bias": True}),
+    "Kimi Linear, uneven": (KimiLinear, 2, {}),
+    "Kimi Linear, a head each": (KimiLinear, 3, SIX_HEADS),
+    "LFM2": (Lfm2, 2, {}),
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_states_of_heads_lie_on_ranks(name: str) -> None:
+    """Each rank keeps those of its own heads alone."""
+    suite, count, changes = HYBRIDS[name]
+    model, source = of(suite.config | changes)
+    ranks = check(model, source, count)
+    whole = ReferenceBackend().load(model, source, options()).info.state_slot_bytes
+    assert sum(one.info.state_slot_bytes for one in ranks.ranks) == whole
+
+
+@pytest.mark.parametrize(("key_heads", "count"), [(2, 2), (2, 3), (3, 2), (3, 6), (2, 6)])
+def test_tiled_heads(key_heads: int, count: int) -> None:
+    """Six heads, each of whose key heads belongs to every second or third one: ranks have whole
+    tiles, or a part of one."""
+    changes = SIX_HEADS | {"linear_num_key_heads": key_heads, "vllmx_tiled_heads": True}
+    model, source = of(Qwen35.config | changes)
+    check(model, source, count)
+
+
+def test_one_norm_over_all_groups_keeps_its_layer_whole() -> None:
+    model, source = of(Granite.config | {"mamba_n_groups": 1})
+    check(model, source, 2)

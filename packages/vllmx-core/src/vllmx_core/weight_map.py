@@ -7,7 +7,7 @@ map can pick is picked the same way everywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +16,16 @@ import numpy.typing as npt
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.plan import F32
 from vllmx_core.weight_picks import entry_of, rows_of, share_of, transposed, turned
-from vllmx_core.weights import PartSpec, RowRuns, WeightPart, WeightSource, WeightSpec
+from vllmx_core.weights import (
+    DENSE,
+    PartSpec,
+    RawTensor,
+    RowRuns,
+    WeightPart,
+    WeightSource,
+    WeightSpec,
+    made_part,
+)
 
 TieKey = tuple[tuple[PartSpec, ...], float]
 
@@ -179,11 +188,11 @@ def _shaped(part: WeightPart, shape: tuple[int, ...], wanted: PartSpec) -> Weigh
         raw, flat = part.buffers["weight"], (math.prod(shape),)
         return replace(part, shape=flat, buffers={"weight": replace(raw, shape=flat)})
 
-    def decode(_: WeightPart, begin: int, end: int) -> F32:
-        values = part.dequantize().reshape(shape[0], each)
-        return (values if index is None else values[index]).reshape(-1)[begin:end]
+    def values() -> F32:
+        rows = part.dequantize().reshape(shape[0], each)
+        return (rows if index is None else rows[index]).reshape(-1)
 
-    return WeightPart(part.name, (wanted.rows,), part.layout, {}, decode)
+    return _made(part.name, (wanted.rows,), values)
 
 
 def _flattened(part: WeightPart, shape: tuple[int, ...], matrix: tuple[int, int]) -> WeightPart:
@@ -194,10 +203,18 @@ def _flattened(part: WeightPart, shape: tuple[int, ...], matrix: tuple[int, int]
         raw = part.buffers["weight"]
         return replace(part, shape=matrix, buffers={"weight": replace(raw, shape=matrix)})
 
-    def decode(_: WeightPart, begin: int, end: int) -> F32:
-        return part.dequantize().reshape(matrix)[begin:end]
+    return _made(part.name, matrix, lambda: part.dequantize().reshape(matrix))
 
-    return WeightPart(part.name, matrix, part.layout, {}, decode)
+
+def _made(name: str, shape: tuple[int, ...], values: Callable[[], F32]) -> WeightPart:
+    """A part whose values are computed; rows of it can be picked like those of any other."""
+
+    def make(begin: int, end: int) -> WeightPart:
+        rows = np.ascontiguousarray(values()[begin:end])
+        raw = RawTensor(name, "f32", rows.shape, rows.reshape(-1).view(np.uint8))
+        return WeightPart(name, rows.shape, DENSE, {"weight": raw})
+
+    return made_part(name, shape, DENSE, make)
 
 
 def _unshared(wanted: PartSpec) -> PartSpec:

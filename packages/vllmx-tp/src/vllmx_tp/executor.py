@@ -79,6 +79,7 @@ def _agreed(mine: LoadedInfo, others: list[RankReady]) -> LoadedInfo:
         num_kv_blocks=min(one.num_kv_blocks for one in everyone),
         max_num_seqs=min(one.max_num_seqs for one in everyone),
         num_state_slots=min(one.num_state_slots for one in everyone),
+        state_slot_bytes=sum(one.state_slot_bytes for one in everyone),
         weight_bytes=sum(one.weight_bytes for one in everyone),
         kv_cache_bytes=sum(one.kv_cache_bytes for one in everyone),
         details=mine.details | {"ranks": ranks},

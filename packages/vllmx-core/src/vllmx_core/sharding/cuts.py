@@ -34,6 +34,11 @@ class Share(Record):
         pieces = tuple((begin // span, end // span) for begin, end in self.pieces)
         return Share(self.whole // span, pieces)
 
+    def spread(self, span: int) -> Share:
+        """The same where each feature stands for `span` neighbouring ones."""
+        pieces = tuple((begin * span, end * span) for begin, end in self.pieces)
+        return Share(self.whole * span, pieces)
+
     def between(self, begin: int, end: int) -> Share:
         """What it has of the features from `begin` to before `end`, numbered from there."""
         cut = ((max(first, begin), min(last, end)) for first, last in self.pieces)

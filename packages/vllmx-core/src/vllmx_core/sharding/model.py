@@ -54,7 +54,8 @@ class ShardedModel:
             else spec
             for layer, spec in enumerate(shape.caches)
         )
-        return replace(shape, caches=tuple(caches))
+        states = (self._shard.states.get(index, spec) for index, spec in enumerate(shape.states))
+        return replace(shape, caches=tuple(caches), states=tuple(states))
 
     def weights(self) -> tuple[WeightSpec, ...]:
         return tuple(one for spec in self.whole.weights() for one in self._of_rank(spec))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from vllmx_core.errors import ConfigError, OpError
+from vllmx_core.model import StateSpec
 from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.head import Head
@@ -45,6 +46,8 @@ class ShardPlan(MutableRecord):
     weights: dict[str, WeightCut] = field(default_factory=dict)
     kv_heads: dict[int, range] = field(default_factory=dict)
     """The heads of keys and values that the rank has, for each attention layer."""
+    states: dict[int, StateSpec] = field(default_factory=dict)
+    """What the rank keeps of recurrent layers that ranks divide, by `ModelShape.states`."""
     options: dict[Op, Options] = field(default_factory=dict)
     reduced: set[Op] = field(default_factory=set)
     """Ops whose results are to be added over all ranks."""
@@ -138,6 +141,9 @@ class _Cutter:
     def cache(self, op: Op, layer: int, heads: range) -> None:
         if self._shard.kv_heads.setdefault(layer, heads) != heads:
             raise OpError(f"{op} reads other kv heads than another op of its layer")
+
+    def state(self, index: int, spec: StateSpec) -> None:
+        self._shard.states[index] = spec
 
     # --- where cuts begin -------------------------------------------------------------------------
     def _begin(self, op: Op) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from vllmx_core.errors import ConfigError
+from vllmx_core.model import StateSpec
 from vllmx_core.ops.activation import Act
 from vllmx_core.ops.add import Add
 from vllmx_core.ops.attention import Attention
@@ -16,8 +17,10 @@ from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.head_norm import HeadNorm
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import Op
+from vllmx_core.ops.recurrence import Recurrence, RecurrenceSpec
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
+from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.ops.values import Value, WeightRef
 from vllmx_core.sharding.cuts import Share, Units
 
@@ -45,6 +48,10 @@ class Cutter(Protocol):
 
     def cache(self, op: Op, layer: int, heads: range) -> None:
         """Attention of this layer keeps these kv heads."""
+        ...
+
+    def state(self, index: int, spec: StateSpec) -> None:
+        """A recurrent layer keeps this of `ModelShape.states`."""
         ...
 
 
@@ -88,7 +95,7 @@ def _pair(op: GatedAct, share: Share, cutter: Cutter) -> Options:
     return {}
 
 
-def _each_units(op: Act | Scale, cutter: Cutter) -> Units | None:
+def _each_units(op: Act | Scale | ShortConv, cutter: Cutter) -> Units | None:
     return cutter.units(op.x)
 
 
@@ -137,8 +144,9 @@ def _scale_by(op: ScaleBy, share: Share, cutter: Cutter) -> Options:
 
 
 def _head_norm_units(op: HeadNorm, cutter: Cutter) -> Units | None:
-    """One norm across all heads needs all of them."""
-    if op.spec.across and (op.q_norm or op.k_norm):
+    """One norm across all heads, or of the only run of features, needs all of them."""
+    across = op.spec.across and (op.q_norm or op.k_norm)
+    if across or op.spec.num_heads + op.spec.num_kv_heads == 1:
         return None
     return _joined(cutter.units(op.qkv), Units(op.spec.head_size))
 
@@ -189,6 +197,68 @@ def _attention(op: Attention, share: Share, cutter: Cutter) -> Options:
     return {"spec": replace(spec, num_heads=last - first, num_kv_heads=len(kept))}
 
 
+def _recurrence_units(op: Recurrence, cutter: Cutter) -> Units | None:
+    """Key heads with all of their heads, or, where ranks are more, each with some of them. Tiled
+    ones are cut between tiles, whose heads have a key head each, or within them."""
+    spec, ranks, one = op.spec, cutter.ranks, Units()
+    if any(cutter.units(x) != one for x in op.reads):
+        return None
+    groups = spec.num_heads // spec.num_key_heads if spec.tiled else spec.num_key_heads
+    if groups >= ranks:
+        return Units(spec.num_heads // groups * spec.value_size)
+    if ranks % groups:
+        raise ConfigError(
+            f"state {spec.state}: {spec.num_heads} heads in {groups} groups cannot be given to"
+            f" {ranks} ranks alike",
+            param="tensor_parallel_size",
+        )
+    return Units(spec.value_size, groups)
+
+
+def _recurrence(op: Recurrence, share: Share, cutter: Cutter) -> Options:
+    spec, keys = op.spec, Share(op.spec.num_key_heads * op.spec.key_size, ())
+    heads = share.grouped(spec.value_size)
+    ((begin, end),) = heads.pieces
+    kept = _key_heads(spec, begin, end)
+    read = (kept.start * spec.key_size, kept.stop * spec.key_size)
+    starts = (0, keys.whole, 2 * keys.whole)
+    pieces = zip(starts, (read, read, *share.pieces), strict=True)
+    features = tuple((at + first, at + last) for at, (first, last) in pieces)
+    cutter.value(op, op.qkv, Share(spec.width, features))
+    decays = heads.spread(spec.num_decays // spec.num_heads)
+    cutter.value(op, op.a, decays)
+    if op.b is not None:
+        cutter.value(op, op.b, heads)
+    cutter.rows(op, op.a_log, heads)
+    cutter.rows(op, op.dt_bias, decays)
+    if op.d is not None:
+        cutter.rows(op, op.d, heads)
+    cutter.state(spec.state, StateSpec(end - begin, spec.key_size, spec.value_size))
+    return {"spec": replace(spec, num_heads=end - begin, num_key_heads=len(kept))}
+
+
+def _key_heads(spec: RecurrenceSpec, begin: int, end: int) -> range:
+    """Those that the heads from `begin` to before `end` read."""
+    if not spec.tiled:
+        group = spec.num_heads // spec.num_key_heads
+        return range(begin // group, -(-end // group))
+    if end - begin >= spec.num_key_heads:
+        return range(spec.num_key_heads)
+    first = begin % spec.num_key_heads
+    return range(first, first + end - begin)
+
+
+def _short_conv(op: ShortConv, share: Share, cutter: Cutter) -> Options:
+    """Each channel is by itself."""
+    kernel = op.spec.kernel
+    cutter.value(op, op.x, share)
+    cutter.rows(op, op.w, share.spread(kernel))
+    if op.bias is not None:
+        cutter.rows(op, op.bias, share)
+    cutter.state(op.spec.state, StateSpec(1, kernel - 1, share.width))
+    return {}
+
+
 RULES: dict[type[Op], Rule] = {
     Linear: Rule(_linear_units, _linear),
     GatedAct: Rule(_pair_units, _pair),
@@ -199,4 +269,6 @@ RULES: dict[type[Op], Rule] = {
     ScaleBy: Rule(_scale_by_units, _scale_by),
     HeadNorm: Rule(_head_norm_units, _head_norm),
     Attention: Rule(_attention_units, _attention),
+    Recurrence: Rule(_recurrence_units, _recurrence),
+    ShortConv: Rule(_each_units, _short_conv),
 }
