@@ -8,6 +8,7 @@ process at once. Further clients come by the listening socket of descriptor DOOR
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -96,6 +97,7 @@ def serve(connection: CoreSocket, listener: socket.socket | None = None) -> int:
         connection.send(Ready(info))
         if door is not None:
             door.open(info)
+        gc.freeze()  # no step waits for a collection that looks through what stays to the end
         CoreLoop(core, inbox, connection.send, partial(_give_up, connection, door)).run()
     except VllmxError as error:
         connection.send(Failed(ErrorRecord.of(error)))
