@@ -3,12 +3,12 @@
     python bench/soak.py --minutes 10 [--rate 4] [--hostile-share 0.75]
 
 `vllmx serve` with the demo model and two keys: one of honest clients without limits, one of a guest
-with few requests at a time, behind whom the hostile ones stand. Honest chats arrive by a Poisson
-process all the time and are streamed. Spans in which they are alone take turns with longer ones in
-which `bench/hostile.py` runs (in a process of its own, with the lowest priority of the system), so
-that what else the machine does meets both. Reported are the percentiles of honest clients in both
-and their ratio (goal: p99 at most 1.2 times), answers of 500 and above but 505 (goal: none),
-what the hostile ones were told, and the memory of the server and of its engine core.
+with few requests at a time and a place behind all others, which the hostile ones have. Honest chats
+arrive by a Poisson process all the time and are streamed. Spans in which they are alone take turns
+with longer ones in which `bench/hostile.py` runs (in a process of its own, with the lowest priority
+of the system), so that what else the machine does meets both. Reported are the percentiles of
+honest clients in both and their ratio (goal: p99 at most 1.2 times), answers of 500 and above but
+505 (goal: none), what the hostile ones were told, and the memory of the server and of its core.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ from vllmx.bench.server_process import server_process
 from vllmx.bench.sse_client import Streamed, stream_completion
 
 HOSTILE = Path(__file__).with_name("hostile.py")
+GUEST = ["--concurrency", "2", "--priority-range", "10:20"]
+"""What an operator gives whom they do not know: behind everybody else."""
+KV = ["--num-kv-blocks", "4096"]
+"""Pages are first touched when they are first used: with few of them memory is soon all there."""
 _WARM_S = 5.0
 _TURN_S = 40.0
 """A span alone and one with hostile clients."""
@@ -105,7 +109,7 @@ def memory_mb(pid: int) -> tuple[float, float]:
 def keys_file(folder: Path) -> tuple[Path, tuple[str, str]]:
     """Of an honest client and of a guest, as `vllmx keys add` writes it."""
     path, found = folder / "keys.json", []
-    for name, limits in (("honest", []), ("guest", ["--concurrency", "2"])):
+    for name, limits in (("honest", []), ("guest", GUEST)):
         command = [sys.executable, "-m", "vllmx", "keys", "add", name, "--file", str(path), *limits]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         found.append(next(line for line in done.stdout.split() if line.startswith("vx-")))
@@ -177,8 +181,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         path, keys = keys_file(Path(scratch))
-        flags = ("--port", "0", "--disable-access-log", "--log-level", "error")
-        command = [sys.executable, "-m", "vllmx", "serve", *flags, "--api-keys-file", str(path)]
+        flags: tuple[str, ...] = ("--port", "0", "--disable-access-log", "--log-level", "error")
+        flags += ("--api-keys-file", str(path), *KV)
+        command = [sys.executable, "-m", "vllmx", "serve", *flags]
         with server_process([*command, *options.flags.split()]) as server:
             soak = asyncio.run(run(options, server.url, server.pid, keys))
     found = report(soak)
