@@ -124,7 +124,7 @@ async def schemas(target: Target) -> None:
 
 
 async def resets(target: Target) -> None:
-    """In the middle of a body, or of an answer."""
+    """Connections that are reset in the middle of a body, or of an answer."""
     reader, writer = await asyncio.open_connection(target.host, target.port)
     data = json.dumps(_CHAT | {"stream": True, "max_tokens": 200}).encode()
     whole = target.head("/v1/chat/completions", len(data)) + data

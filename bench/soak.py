@@ -107,7 +107,7 @@ def memory_mb(pid: int) -> tuple[float, float]:
 
 
 def keys_file(folder: Path) -> tuple[Path, tuple[str, str]]:
-    """Of an honest client and of a guest, as `vllmx keys add` writes it."""
+    """The keys of an honest client and of a guest, as `vllmx keys add` writes them."""
     path, found = folder / "keys.json", []
     for name, limits in (("honest", []), ("guest", GUEST)):
         command = [sys.executable, "-m", "vllmx", "keys", "add", name, "--file", str(path), *limits]

@@ -211,7 +211,7 @@ def _show(search: Search, best: Outcome, base: Setting, output: Path, as_json: b
             click.echo(f"{_changed(outcome.setting, base)}: {outcome.error}")
     if best.held is None:
         click.echo(f"\nno setting keeps {', '.join(map(str, search.limits))}:")
-        for outcome in [*search.outcomes, best]:
+        for outcome in search.outcomes:
             if outcome.missed is not None:
                 faults = "; ".join(outcome.missed.faults(search.limits))
                 name = _changed(outcome.setting, base)

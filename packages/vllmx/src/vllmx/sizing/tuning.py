@@ -182,4 +182,5 @@ class Search(MutableRecord):
                     return Outcome(best.setting, trial, best.missed)
                 best.missed = trial
                 rate /= 1 + self.precision * 2**seed
-        return Outcome(best.setting, None, best.missed)
+        best.held = None  # what it held was luck
+        return best
