@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import CapacityError
-from vllmx_engine.core import load
-from vllmx_engine.core.load import AUTOMATIC_CONTEXT, load_options
+from vllmx_engine.core.load_options import AUTOMATIC_CONTEXT, load_options
 
 COLUMNS = 256
 
@@ -39,14 +38,14 @@ class LongModel:
 def test_what_a_config_claims_is_bounded_by_memory(
     monkeypatch: pytest.MonkeyPatch, claimed: int, free: int, expected: int
 ) -> None:
-    monkeypatch.setattr(load, "free_bytes", lambda: free)
+    monkeypatch.setattr("vllmx_engine.core.load_options.free_bytes", lambda: free)
     options = load_options(EngineConfig(), LongModel(claimed), progress=False)  # type: ignore[arg-type]
     assert options.max_model_len == expected
     assert options.shrink_to_fit
 
 
 def test_a_length_that_was_asked_for_is_kept_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "free_bytes", lambda: 1 << 33)
+    monkeypatch.setattr("vllmx_engine.core.load_options.free_bytes", lambda: 1 << 33)
     model: Any = LongModel(1 << 31)
     config = EngineConfig(max_model_len=(1 << 19))
     assert load_options(config, model, progress=False).max_model_len == 1 << 19

@@ -82,7 +82,7 @@ def test_nothing_stays_open(
     assert open_now == {"models": 0, "sources": 0}
 
 
-@pytest.mark.parametrize("name", ["_core_info", "_log", "fitting_length", "EngineCore"])
+@pytest.mark.parametrize("name", ["core_info", "log_info", "fitting_length", "EngineCore"])
 def test_a_bug_after_loading_closes_the_model(
     folder: str,
     registry: Registry,

@@ -15,8 +15,9 @@ from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepPlan, StepR
 
 from vllmx_torch.attention import Scratch
 from vllmx_torch.foreign.op import ForeignModule
+from vllmx_torch.frame import TorchFrame
 from vllmx_torch.kv_cache import LayerPages
-from vllmx_torch.ops import OPS, TorchFrame
+from vllmx_torch.ops import OPS
 from vllmx_torch.ranks import TorchRanks
 from vllmx_torch.sampler import sample
 from vllmx_torch.step import TorchStep

@@ -4,13 +4,11 @@ model's dtype, except for the head, whose rounded logits would tie."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from vllmx_core.interpreter import Frame
 from vllmx_core.op_table import OpTable
 from vllmx_core.ops.activation import Act
 from vllmx_core.ops.add import Add
@@ -44,72 +42,20 @@ from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.send import Send
 from vllmx_core.ops.short_conv import ShortConv
-from vllmx_core.ops.values import WeightRef
 from vllmx_core.ops.vocab_embedding import VocabEmbedding
 
-from vllmx_torch.attention import Scratch, attention, rms_norm
+from vllmx_torch.attention import attention, rms_norm
 from vllmx_torch.experts import clamped, experts, held_by, route, some_experts
-from vllmx_torch.foreign.op import FOREIGN_MODULE, ForeignModule, RunModule
-from vllmx_torch.kv_cache import LayerPages
+from vllmx_torch.foreign.op import RunModule
+from vllmx_torch.frame import TorchFrame
 from vllmx_torch.latent_attention import latent_attention
-from vllmx_torch.ranks import TorchRanks
-from vllmx_torch.recurrent import StateStep, recurrence, short_conv
+from vllmx_torch.recurrent import recurrence, short_conv
 from vllmx_torch.segment_attention import segment_attention
-from vllmx_torch.step import TorchStep
 from vllmx_torch.transfer import upload
-from vllmx_torch.weights import LinearWeight, TorchWeight
+from vllmx_torch.weights import LinearWeight
 
 _HEAD_VALUES = 1 << 24
 """The head goes to float32 in pieces of about so many values."""
-
-
-class TorchFrame(Frame[Tensor]):
-    """One step: its values, plan, weights, KV cache, and the states of recurrent layers, (slots,
-    heads, rows, cols) each."""
-
-    def __init__(
-        self,
-        step: TorchStep,
-        weights: Mapping[str, TorchWeight | ForeignModule],
-        pages: tuple[LayerPages, ...],
-        states: tuple[Tensor, ...],
-        scratch: Scratch,
-    ) -> None:
-        super().__init__()
-        self.step, self.weights, self.pages, self.scratch = step, weights, pages, scratch
-        self.states = states
-        self.features: tuple[Tensor, ...] = ()
-        """(rows, E) of each part of the store of features."""
-        self.ranks: TorchRanks | None = None
-        """The other ranks of the model, if it has any."""
-
-    @cached_property
-    def state_step(self) -> StateStep:
-        """Rows and their slots, made for the first layer that asks."""
-        return StateStep.of(self.step)
-
-    def others(self) -> TorchRanks:
-        """The other ranks, for an op between ranks."""
-        assert self.ranks is not None, "an op between ranks needs a communicator"
-        return self.ranks
-
-    def tensor(self, ref: WeightRef) -> Tensor:
-        """A table, a vector or a constant."""
-        weight = self.weights[ref.name]
-        assert isinstance(weight, Tensor), f"{ref.name} is a matrix"
-        return weight
-
-    def module(self) -> ForeignModule:
-        """What runs the whole step, in place of ops."""
-        weight = self.weights[FOREIGN_MODULE]
-        assert isinstance(weight, ForeignModule), "the weights are those of ops"
-        return weight
-
-    def matrix(self, ref: WeightRef) -> LinearWeight:
-        """A matrix, or a stack of such, with its bias."""
-        weight = self.weights[ref.name]
-        assert isinstance(weight, LinearWeight), f"{ref.name} is no matrix"
-        return weight
 
 
 OPS: OpTable[TorchFrame, None] = OpTable("torch")

@@ -1,0 +1,67 @@
+"""The values, weights and pages that the ops of one step read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+from torch import Tensor
+from vllmx_core.interpreter import Frame
+from vllmx_core.ops.values import WeightRef
+
+from vllmx_torch.attention import Scratch
+from vllmx_torch.foreign.op import FOREIGN_MODULE, ForeignModule
+from vllmx_torch.kv_cache import LayerPages
+from vllmx_torch.ranks import TorchRanks
+from vllmx_torch.recurrent import StateStep
+from vllmx_torch.step import TorchStep
+from vllmx_torch.weights import LinearWeight, TorchWeight
+
+
+class TorchFrame(Frame[Tensor]):
+    """One step: its values, plan, weights, KV cache, and the states of recurrent layers, (slots,
+    heads, rows, cols) each."""
+
+    def __init__(
+        self,
+        step: TorchStep,
+        weights: Mapping[str, TorchWeight | ForeignModule],
+        pages: tuple[LayerPages, ...],
+        states: tuple[Tensor, ...],
+        scratch: Scratch,
+    ) -> None:
+        super().__init__()
+        self.step, self.weights, self.pages, self.scratch = step, weights, pages, scratch
+        self.states = states
+        self.features: tuple[Tensor, ...] = ()
+        """(rows, E) of each part of the store of features."""
+        self.ranks: TorchRanks | None = None
+        """The other ranks of the model, if it has any."""
+
+    @cached_property
+    def state_step(self) -> StateStep:
+        """Rows and their slots, made for the first layer that asks."""
+        return StateStep.of(self.step)
+
+    def others(self) -> TorchRanks:
+        """The other ranks, for an op between ranks."""
+        assert self.ranks is not None, "an op between ranks needs a communicator"
+        return self.ranks
+
+    def tensor(self, ref: WeightRef) -> Tensor:
+        """A table, a vector or a constant."""
+        weight = self.weights[ref.name]
+        assert isinstance(weight, Tensor), f"{ref.name} is a matrix"
+        return weight
+
+    def module(self) -> ForeignModule:
+        """What runs the whole step, in place of ops."""
+        weight = self.weights[FOREIGN_MODULE]
+        assert isinstance(weight, ForeignModule), "the weights are those of ops"
+        return weight
+
+    def matrix(self, ref: WeightRef) -> LinearWeight:
+        """A matrix, or a stack of such, with its bias."""
+        weight = self.weights[ref.name]
+        assert isinstance(weight, LinearWeight), f"{ref.name} is no matrix"
+        return weight
