@@ -11,8 +11,8 @@ and the median of the rounds' ratios. With `--stages` two stages decode 8 and 32
 of the ranks: two groups of rows, a step of each in flight.
 
 `--links` measures what ranks pay: a sum over two ranks, one pinned core each, inside the tape, the
-way of a step's plan from one process into the other, which sleeps until it comes, and a sum of one
-row by TCP on the loopback, whose two ends share the cores with those who compute.
+way of a step's plan from one process into the other, which sleeps until it comes or is awake, and a
+sum of one row by TCP on the loopback, whose two ends share the cores with those who compute.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import select
 import socket
 import statistics
 import sys
@@ -143,6 +144,7 @@ def links(rounds: int) -> list[Record]:
     return [
         _row(f"sum of ({SUM_ROWS}, {SUM_WIDTH}) f32", [sum_us() for _ in range(rounds)]),
         _row(f"plan of {PLAN_ROWS} rows", [plan_us() for _ in range(rounds)]),
+        _row("the same, to who is awake", [plan_us(awake=True) for _ in range(rounds)]),
         _row(f"sum of (1, {SUM_WIDTH}) f32 by TCP", [tcp_sum_us() for _ in range(rounds)]),
     ]
 
@@ -215,7 +217,7 @@ def _sums(region: Region, rank: int, rows: int = SUM_ROWS) -> float:
     return 1e6 * (many - few) / SUMS
 
 
-def plan_us() -> float:
+def plan_us(*, awake: bool = False) -> float:
     """The time from the call that sends a step to the other rank's having read its arrays."""
     from vllmx_tp.channel import Sender
     from vllmx_tp.frames import Frame
@@ -224,7 +226,7 @@ def plan_us() -> float:
     region = Region.create(RANKS)
     ours, theirs = socket.socketpair()
     read_ns = multiprocessing.get_context("fork").RawArray("q", PLANS)
-    other = _forked(lambda: _read_plans(region, theirs, read_ns))
+    other = _forked(lambda: _read_plans(region, theirs, read_ns, awake))
     blocks = PLAN_CONTEXT // BLOCK_SIZE
     rows = [Row([1], PLAN_CONTEXT - 1, [row] * blocks) for row in range(PLAN_ROWS)]
     plan, sampling = make_plan(rows, BLOCK_SIZE), sampling_rows(PLAN_ROWS)
@@ -243,13 +245,15 @@ def plan_us() -> float:
     return float(statistics.median(taken)) / 1e3
 
 
-def _read_plans(region: Region, connection: socket.socket, read_ns: Any) -> None:
-    """Says when each was read."""
+def _read_plans(region: Region, connection: socket.socket, read_ns: Any, awake: bool) -> None:
+    """Says when each was read, by who sleeps until it comes or is `awake` and looks for it."""
     from vllmx_tp.channel import Reader
     from vllmx_tp.frames import read_frame
 
     reader = Reader(connection, region, 1)
     for number in range(PLANS):
+        while awake and not select.select([connection], [], [], 0)[0]:
+            pass
         _, words = reader.read()
         plan, rows = read_frame(words)
         read_ns[number] = time.monotonic_ns()
