@@ -330,6 +330,7 @@ class PartSpec(Record):
     """Of a model that several ranks share: what is this one's. `rows` counts that."""
 
 
+Shard = Literal["none", "column", "row", "vocab", "expert", "head"]
 Role = Literal["", "vocabulary", "experts", "heads", "router"]
 """What a weight's rows are, beyond features: "router" for the scores of experts, few rows that
 decide much and stay as precise as they are stored."""
@@ -350,7 +351,7 @@ class WeightSpec(Record):
     parts: tuple[PartSpec, ...]
     """Of a stack: those of its first matrix, then those of the second ..."""
     cols: int = 0
-    shard: Literal["none", "column", "row", "vocab", "expert", "head"] = "none"
+    shard: Shard = "none"
     """How tensor parallelism splits it: columns = output features of each part, rows = input
     features followed by an all-reduce, vocab = output features of table and head, expert = whole
     matrices of a stack, head = the rows of whole heads."""

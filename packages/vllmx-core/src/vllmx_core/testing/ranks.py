@@ -117,7 +117,7 @@ class RankThreads(Generic[A]):
     def __init__(self, num_ranks: int, make: Callable[[ThreadCommunicator], A]) -> None:
         self._ends = ThreadCommunicator.group(num_ranks)
         self._threads = [ThreadPoolExecutor(1) for _ in self._ends]
-        self.ranks: list[A] = self._all([partial(make, end) for end in self._ends])
+        self.ranks: list[A] = self.all([partial(make, end) for end in self._ends])
 
     @property
     def calls(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -127,9 +127,10 @@ class RankThreads(Generic[A]):
     def each(self, work: Callable[[A], B]) -> list[B]:
         """`work` on every rank at once; its results in the order of the ranks. Raises what the
         first rank that failed of itself raised."""
-        return self._all([partial(work, one) for one in self.ranks])
+        return self.all([partial(work, one) for one in self.ranks])
 
-    def _all(self, calls: Sequence[Callable[[], B]]) -> list[B]:
+    def all(self, calls: Sequence[Callable[[], B]]) -> list[B]:
+        """One call for each rank, on its thread; otherwise as `each`."""
         futures = [
             thread.submit(self._guarded, call)
             for thread, call in zip(self._threads, calls, strict=True)

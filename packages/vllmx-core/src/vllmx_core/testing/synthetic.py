@@ -31,11 +31,14 @@ from vllmx_core.weights import (
     PartSpec,
     RawTensor,
     RowRuns,
+    Shard,
     WeightPart,
     WeightSpec,
     f32_to_bf16,
 )
 
+_SHARDS: Mapping[str, Shard] = {"out": "row", "down": "row", "head": "vocab"}
+"""How ranks divide matrices, by the end of their names; others are cut along their rows."""
 Body = Callable[[Ops, Mapping[str, Weight], StepInputs], Array]
 
 
@@ -107,7 +110,7 @@ class Builder:
     def embedding(self, name: str, cols: int, rows: int | None = None) -> Self:
         """A (rows, cols) table; rows: the vocabulary unless said otherwise."""
         part = self._array(f"{name}.weight", (rows or self.vocab_size, cols))
-        self.specs.append(WeightSpec(name, "embedding", (part,), cols))
+        self.specs.append(WeightSpec(name, "embedding", (part,), cols, "vocab"))
         return self
 
     def linear(
@@ -121,7 +124,8 @@ class Builder:
                 bias = self._array(f"{name}.{index}.bias", (count,))
                 part = replace(part, bias=bias.name)
             parts.append(part)
-        self.specs.append(WeightSpec(name, "linear", tuple(parts), cols))
+        shard = _SHARDS.get(name.rpartition(".")[2], "column")
+        self.specs.append(WeightSpec(name, "linear", tuple(parts), cols, shard))
         return self
 
     def stack(
@@ -147,7 +151,7 @@ class Builder:
     def tied(self, name: str, table: str, cols: int) -> Self:
         """A head that is the table itself."""
         part = PartSpec(f"{table}.weight", self.vocab_size)
-        self.specs.append(WeightSpec(name, "linear", (part,), cols))
+        self.specs.append(WeightSpec(name, "linear", (part,), cols, "vocab"))
         return self
 
     def vector(
