@@ -1,0 +1,33 @@
+"""Architectures on ranks of the CPU backend: what `ModelSuite` asks of any backend. The variable of
+`test_backend_ranks` gives all of them to four ranks and to those of torch and metal, too."""
+
+from __future__ import annotations
+
+import pytest
+from vllmx_core.errors import ConfigError
+from vllmx_core.testing.model_suite import ModelSuite
+from vllmx_core.testing.ranked_backend import RankedBackend
+
+from . import test_architectures
+from .test_backend_ranks import EVERYTHING, shared_by
+from .test_backends import backend_spec
+
+SUITES: dict[str, type[ModelSuite]] = {
+    name.removeprefix("Test"): suite
+    for name, suite in vars(test_architectures).items()
+    if name.startswith("Test") and isinstance(suite, type) and issubclass(suite, ModelSuite)
+}
+SOME = ("Llama", "Qwen3", "Gemma3", "Qwen3Moe", "GptOss", "DeepSeekV3")
+RANKS = {"cpu": (2, 4), "torch": (2,), "metal": (2,)} if EVERYTHING else {"cpu": (2,)}
+
+
+@pytest.mark.parametrize("name", SUITES if EVERYTHING else SOME)
+def test_ranks_agree_with_the_reference(name: str) -> None:
+    for kind, counts in RANKS.items():
+        for count in counts:
+            backend = RankedBackend(backend_spec(kind).load()(), count, shared_by)
+            try:
+                SUITES[name]().check_backends({f"{count} ranks of {kind}": backend}, (7, 1 << 20))
+            except ConfigError as error:
+                if error.param != "tensor_parallel_size" or (kind, count) == ("cpu", 2):
+                    raise
