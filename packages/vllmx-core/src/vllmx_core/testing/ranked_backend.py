@@ -122,7 +122,7 @@ class RankedForward:
         return RankedHandle(self._ranks, [handle.result for handle in handles])
 
     def result(self) -> StepResult:
-        """Too early, as those of the ranks say."""
+        """Raises what those of the ranks do: it is too early."""
         steps: Sequence[Any] = self._steps
         first: StepResult = self._ranks.all([step.result for step in steps])[0]
         return first
