@@ -56,7 +56,8 @@ static void micro_blocks(const uint8_t* w, size_t block_bytes, int32_t units, co
       for (int lane = 0; lane < 16; lane += NATIVE_LANES) {
         NativeF* sums = acc[lane / NATIVE_LANES];
         if constexpr (BESIDE)
-          Kind::template multiply<MB>(sums, w, u, lane, x, [=](int part) {
+          // Not inlined, GCC takes it for a function without effect and drops its calls.
+          Kind::template multiply<MB>(sums, w, u, lane, x, [=](int part) __attribute__((always_inline)) {
             if (next && lane == 0)
               WeightFetch<Kind, 1>::template beside_unit<8>(w, block_bytes, u, units, next_block, part);
           });

@@ -129,7 +129,7 @@ class TilePartition {
   // Into the cache, where a tile of few rows would wait for memory.
   template <int lines>
   VX_INLINE void fetch(const void* p, int stride = 64) {
-    unrolled<lines>([&](auto i) { prefetch_pages((const uint8_t*)p + i.value * stride); });
+    unrolled<lines>([&](auto i) __attribute__((always_inline)) { prefetch_pages((const uint8_t*)p + i.value * stride); });
   }
 
   // Step s of a group's keys.
