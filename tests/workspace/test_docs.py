@@ -40,7 +40,13 @@ def test_links_between_documents_lead_somewhere(root: Path) -> None:
 def test_docstrings_stand_without_the_name_before_them(root: Path) -> None:
     """A docstring says what a thing is or does: "Bytes of a tile of 16 rows", not "Of 16 rows"."""
     places = ("packages/*/src", "bench", "docs", "examples/*/src")
-    sources = [path for one in places for top in root.glob(one) for path in top.rglob("*.py")]
+    sources = [
+        path
+        for one in places
+        for top in root.glob(one)
+        for path in top.rglob("*.py")
+        if not any(part.startswith(".") for part in path.relative_to(root).parts)
+    ]
     found = [
         f"{path.relative_to(root)}: {text}"
         for path in sources
