@@ -83,5 +83,6 @@ VLLM = (
     refused("--speculative-config", NO_DRAFT),
     refused("--rope-theta", "set it in the model's config.json"),
     refused("--middleware", "put a proxy in front"),
+    ignored("--collect-detailed-traces", "spans say where the time of a request went anyway"),
     refused("--enable-sleep-mode", "stop and start the server, it takes a second", bare=True),
 )
