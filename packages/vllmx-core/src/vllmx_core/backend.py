@@ -61,7 +61,7 @@ class LoadOptions(Record):
 
 
 class LoadedInfo(Record):
-    """What loading came to."""
+    """The result of loading a model: its device, dtypes, sizes and limits."""
 
     backend: str
     device: str

@@ -236,7 +236,7 @@ class Registry:
 
     @property
     def preferred(self) -> Sequence[str]:
-        """What `prefer` was told."""
+        """The plugins that `prefer` was told."""
         return self._prefer
 
     def conflicts(self) -> tuple[list[str], list[str]]:

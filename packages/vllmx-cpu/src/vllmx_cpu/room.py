@@ -36,7 +36,7 @@ class Extent(Record):
 
 
 class Room(Record):
-    """What it takes."""
+    """The memory that a pass over recorded ops takes."""
 
     arena: ArenaPlan
     panel_bytes: int

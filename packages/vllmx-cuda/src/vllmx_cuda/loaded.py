@@ -155,7 +155,7 @@ class CudaStep:
         return sum(end.seconds_since(begin) for begin, end in self._spans)
 
     def read(self) -> StepResult:
-        """What it came to."""
+        """Reads the result of the step."""
         assert self._sampled is not None, "a step in flight was sampled"
         return self._sampled.read()
 

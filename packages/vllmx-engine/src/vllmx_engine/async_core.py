@@ -57,7 +57,7 @@ class AsyncCore(AsyncText):
     # --- state ------------------------------------------------------------------------------------
     @property
     def info(self) -> CoreInfo:
-        """What loading came to: context length, vocabulary, backend, memory."""
+        """The loaded core: context length, vocabulary, backend, memory."""
         return self._frontend.info
 
     @property

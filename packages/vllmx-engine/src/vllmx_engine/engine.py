@@ -80,7 +80,7 @@ class Engine(HasEngine):
 
     @property
     def info(self) -> CoreInfo:
-        """What loading came to."""
+        """The loaded core: context length, vocabulary, backend, memory."""
         return self._engine.info
 
     @property

@@ -66,7 +66,7 @@ class LLM(HasEngine):
 
     @property
     def info(self) -> CoreInfo:
-        """What loading came to."""
+        """The loaded core: context length, vocabulary, backend, memory."""
         return self._engine.info
 
     @property

@@ -69,7 +69,7 @@ class Blocks:
             self._fill_inputs()
 
     def stop(self, cut_by_context: bool) -> Stop:
-        """Why it ended."""
+        """The reason why the answer ended."""
         return stop_fields(self._end, cut_by_context, bool(self._calls))
 
     def _open(self, kind: type[Block]) -> Block:
@@ -120,7 +120,7 @@ class BlockEvents:
         return self._close()
 
     def stop(self, cut_by_context: bool) -> Stop:
-        """Why it ended."""
+        """The reason why the answer ended."""
         return stop_fields(self._end, cut_by_context, self._has_calls)
 
     def _open(self, kind: str, block: ContentBlock) -> bytes:

@@ -45,12 +45,12 @@ class Pooler(Protocol):
 
     @property
     def tasks(self) -> frozenset[Task]:
-        """What it can do."""
+        """The tasks that the model can do."""
         ...
 
     @property
     def dimensions(self) -> int:
-        """How many numbers its vectors have."""
+        """The length of the model's vectors."""
         ...
 
     @property

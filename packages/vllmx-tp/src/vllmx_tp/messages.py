@@ -12,7 +12,7 @@ from vllmx_engine.wire.ipc import ErrorRecord
 
 
 class Call(IntEnum):
-    """What a frame is for."""
+    """The purpose of a frame."""
 
     STEP = 1
     FORWARD = 2

@@ -61,7 +61,7 @@ def _of_rank_0(communicator: Communicator, found: Sequence[int]) -> tuple[int, .
 
 
 def _host() -> bytes:
-    """What no other machine has."""
+    """A name that no other machine has."""
     return f"{platform.node()} {uuid.getnode()}".encode()
 
 

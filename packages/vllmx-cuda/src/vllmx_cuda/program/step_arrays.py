@@ -254,7 +254,7 @@ def table_rows(op: Embedding) -> TableRows:
 
 
 def segments_of_op(op: SegmentAttention) -> Segments:
-    """What it keeps within."""
+    """The segments that an op keeps within."""
     return "windows" if op.spec.windowed else "rows"
 
 

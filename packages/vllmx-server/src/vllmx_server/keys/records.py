@@ -106,7 +106,7 @@ def make_key() -> str:
 
 
 def digest_of(key: str) -> str:
-    """What the file has of it."""
+    """The digest of a key, which is all that the file has of it."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 

@@ -62,7 +62,7 @@ async def list_batches(request: Request) -> Response:
 
 
 async def retrieve(request: Request) -> Response:
-    """How far one is."""
+    """Answers how far a batch is."""
     state = state_of(request)
     found = await state.storage.batches.get(owner_of(request), request.path_params["id"])
     return answer(state.batches.newest(found).shown())

@@ -72,7 +72,7 @@ async def list_files(request: Request) -> Response:
 
 
 async def retrieve(request: Request) -> Response:
-    """What is known of one."""
+    """Answers what is known of a file."""
     files = state_of(request).storage.files
     return answer((await files.get(owner_of(request), request.path_params["id"])).shown())
 

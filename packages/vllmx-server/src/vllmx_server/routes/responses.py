@@ -205,7 +205,7 @@ async def delete(request: Request) -> Response:
 
 
 async def input_items(request: Request) -> Response:
-    """What one was asked."""
+    """Answers what a response was asked."""
     check_query(request, "limit", "order", "after", "include", "include[]")
     found = await state_of(request).storage.responses.get(
         owner_of(request), request.path_params["id"]

@@ -45,7 +45,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer", array_like=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal", array_like=True):
-    """What it raised."""
+    """The error that a question raised."""
 
     number: int
     error: ErrorSent

@@ -92,7 +92,7 @@ class Relayed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RelayedAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """How it was answered."""
+    """The answer to a request that was relayed."""
 
     status: int
     headers: list[tuple[bytes, bytes]]

@@ -17,7 +17,7 @@ from vllmx_core.records import MutableRecord, field
 
 
 class Streamed(MutableRecord):
-    """What one request came to."""
+    """Times and counts of one streamed request."""
 
     sent_s: float
     event_s: list[float] = field(default_factory=list)

@@ -67,7 +67,7 @@ class TypeSummary(Record):
 
 
 class Summary(Record):
-    """What was written."""
+    """The figures of a file that was written."""
 
     path: Path
     num_bytes: int
