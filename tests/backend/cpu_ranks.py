@@ -22,9 +22,14 @@ BLOCKS = 4
 
 def options(dtype: str, **more: Any) -> LoadOptions:
     return LoadOptions(
-        dtype=dtype, max_model_len=16 * BLOCKS, num_kv_blocks=BLOCKS, max_num_seqs=1,
-        max_num_batched_tokens=64, num_threads=1, **more,
-    )  # fmt: skip
+        dtype=dtype,
+        max_model_len=16 * BLOCKS,
+        num_kv_blocks=BLOCKS,
+        max_num_seqs=1,
+        max_num_batched_tokens=64,
+        num_threads=1,
+        **more,
+    )
 
 
 def cpu_ranks(

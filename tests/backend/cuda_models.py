@@ -33,11 +33,19 @@ from vllmx_models.quantization.matrices import decode_fp8
 from vllmx_models.qwen3 import qwen3
 
 QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 61, "hidden_size": 256,
-    "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 61,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
 PROMPTS = [[5], [7, 11, 13] * 13, list(range(40, 60))]
 EMULATOR = Emulator()
 MODEL = qwen3(QWEN3)
@@ -116,9 +124,15 @@ def made(encode: Encode) -> Encode:
 
 def options(dtype: str, **changes: Any) -> LoadOptions:
     return LoadOptions(
-        **changes, dtype=dtype, num_threads=1, max_model_len=96, max_num_seqs=8,
-        max_num_batched_tokens=64, block_size=16, num_kv_blocks=24,
-    )  # fmt: skip
+        **changes,
+        dtype=dtype,
+        num_threads=1,
+        max_model_len=96,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        block_size=16,
+        num_kv_blocks=24,
+    )
 
 
 def emulated(**how: Any) -> CudaBackend:
@@ -226,6 +240,8 @@ def without_embedding(encode: Encode) -> Callable[[str, F32], WeightPart | None]
 
 
 EIGHT_BITS = {
-    "fp8": without_embedding(fp8_rows), "int8": without_embedding(int8_rows),
-    "fp8 blocks": fp8_blocks, "int8 while read": without_embedding(made(int8_rows)),
-}  # fmt: skip
+    "fp8": without_embedding(fp8_rows),
+    "int8": without_embedding(int8_rows),
+    "fp8 blocks": fp8_blocks,
+    "int8 while read": without_embedding(made(int8_rows)),
+}

@@ -72,15 +72,20 @@ class TestLlama(_Served):
 
 class TestMistral(_Served):
     config = SMALL | {
-        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 11,
-    }  # fmt: skip
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 11,
+    }
 
 
 class TestQwen2(_Served):
     config = SMALL | {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True,
-        "sliding_window": 11, "max_window_layers": 1,
-    }  # fmt: skip
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 11,
+        "max_window_layers": 1,
+    }
 
 
 class TestQwen3(_Served):
@@ -91,66 +96,100 @@ EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_inte
 
 
 class TestQwen2Moe(_Served):
-    config = SMALL | EXPERTS | {
-        "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe",
-        "shared_expert_intermediate_size": 28, "mlp_only_layers": [1],
-    }  # fmt: skip
+    config = (
+        SMALL
+        | EXPERTS
+        | {
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "model_type": "qwen2_moe",
+            "shared_expert_intermediate_size": 28,
+            "mlp_only_layers": [1],
+        }
+    )
     bad_configs = ({"num_experts_per_tok": 7}, {"mlp_only_layers": 3})
 
 
 class TestQwen3Moe(_Served):
-    config = SMALL | EXPERTS | {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 20,
-        "norm_topk_prob": True,
-    }  # fmt: skip
+    config = (
+        SMALL
+        | EXPERTS
+        | {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "head_dim": 20,
+            "norm_topk_prob": True,
+        }
+    )
 
 
 class TestGptOss(_Served):
     config = SMALL | {
-        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 5,
-        "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9,
-    }  # fmt: skip
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "sliding_window": 9,
+    }
     bad_configs = ({"hidden_act": "gelu"}, {"num_experts_per_tok": 6}, {"swiglu_limit": 0})
 
 
 class TestOlmoe(_Served):
     config = SMALL | {
-        "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_experts": 5,
+        "architectures": ["OlmoeForCausalLM"],
+        "model_type": "olmoe",
+        "num_experts": 5,
         "num_experts_per_tok": 2,
-    }  # fmt: skip
+    }
     bad_configs = ({"clip_qkv": 8.0},)
 
 
 class TestGlm4Moe(_Served):
     config = SMALL | {
-        "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "n_routed_experts": 6,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 16, "n_group": 3,
-        "topk_group": 2, "use_qk_norm": True,
-    }  # fmt: skip
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "head_dim": 16,
+        "n_group": 3,
+        "topk_group": 2,
+        "use_qk_norm": True,
+    }
     bad_configs = ({"n_group": 4}, {"topk_group": 4}, {"num_experts_per_tok": 5})
 
 
 class TestGraniteMoe(_Served):
     config = SMALL | {
-        "architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe",
-        "num_local_experts": 5, "num_experts_per_tok": 2, "embedding_multiplier": 2.0,
-        "logits_scaling": 3.0, "attention_multiplier": 0.25,
-    }  # fmt: skip
+        "architectures": ["GraniteMoeForCausalLM"],
+        "model_type": "granitemoe",
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "embedding_multiplier": 2.0,
+        "logits_scaling": 3.0,
+        "attention_multiplier": 0.25,
+    }
 
 
 class TestMiniMaxM2(_Served):
     config = SMALL | {
-        "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "head_dim": 16,
-        "num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 8,
-    }  # fmt: skip
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "model_type": "minimax_m2",
+        "head_dim": 16,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 8,
+    }
     bad_configs = ({"scoring_func": "softmax"}, {"rotary_dim": 17}, {"use_qk_norm": False})
 
 
 class TestMixtral(_Served):
     config = SMALL | {
-        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 5,
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 5,
         "num_experts_per_tok": 2,
-    }  # fmt: skip
+    }
 
 
 LATENT: dict[str, Any] = {
@@ -178,25 +217,41 @@ BAD_LATENTS = (
 
 
 class TestDeepSeekV2(_Served):
-    config = SMALL | LATENT | {
-        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2",
-        "q_lora_rank": None, "topk_method": "group_limited_greedy",
-    }  # fmt: skip
+    config = (
+        SMALL
+        | LATENT
+        | {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+        }
+    )
     bad_configs = (*(one for one in BAD_LATENTS if "n_group" not in one), {"norm_topk_prob": True})
 
 
 class TestDeepSeekV3(_Served):
-    config = SMALL | LATENT | {
-        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
-    }  # fmt: skip
+    config = (
+        SMALL
+        | LATENT
+        | {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+        }
+    )
     bad_configs = BAD_LATENTS
 
 
 class TestGlm4MoeLite(_Served):
-    config = SMALL | LATENT | {
-        "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite",
-        "n_shared_experts": 2,
-    }  # fmt: skip
+    config = (
+        SMALL
+        | LATENT
+        | {
+            "architectures": ["Glm4MoeLiteForCausalLM"],
+            "model_type": "glm4_moe_lite",
+            "n_shared_experts": 2,
+        }
+    )
 
 
 INDEXED: dict[str, Any] = {"index_topk": 192, "index_head_dim": 16, "index_n_heads": 2}
@@ -209,9 +264,15 @@ INDEXER = tuple(
 
 
 class TestDeepSeekV32(_Served):
-    config = SMALL | LATENT | INDEXED | {
-        "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32",
-    }  # fmt: skip
+    config = (
+        SMALL
+        | LATENT
+        | INDEXED
+        | {
+            "architectures": ["DeepseekV32ForCausalLM"],
+            "model_type": "deepseek_v32",
+        }
+    )
     unused_tensors = INDEXER
 
     def test_is_served_up_to_the_tokens_that_the_indexer_picks(self) -> None:
@@ -219,16 +280,24 @@ class TestDeepSeekV32(_Served):
 
 
 class TestGlmMoeDsa(_Served):
-    config = SMALL | LATENT | INDEXED | {
-        "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa",
-    }  # fmt: skip
+    config = (
+        SMALL
+        | LATENT
+        | INDEXED
+        | {
+            "architectures": ["GlmMoeDsaForCausalLM"],
+            "model_type": "glm_moe_dsa",
+        }
+    )
     unused_tensors = INDEXER
 
 
 class TestSmolLM3(_Served):
     config = SMALL | {
-        "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "num_hidden_layers": 5,
-    }  # fmt: skip
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "num_hidden_layers": 5,
+    }
 
 
 class TestGemma(_Served):
@@ -237,9 +306,12 @@ class TestGemma(_Served):
 
 class TestGemma2(_Served):
     config = SMALL | {
-        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 20,
-        "query_pre_attn_scalar": 30, "sliding_window": 11,
-    }  # fmt: skip
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "head_dim": 20,
+        "query_pre_attn_scalar": 30,
+        "sliding_window": 11,
+    }
     bad_configs = ({"sliding_window": 0}, {"use_bidirectional_attention": True})
 
 
@@ -248,18 +320,27 @@ BY_LAYER_TYPE = {key: value for key, value in SMALL.items() if key != "rope_para
 
 class TestGemma3(_Served):
     config = BY_LAYER_TYPE | {
-        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "head_dim": 20,
-        "query_pre_attn_scalar": 30, "sliding_window": 11, "sliding_window_pattern": 3,
-    }  # fmt: skip
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "head_dim": 20,
+        "query_pre_attn_scalar": 30,
+        "sliding_window": 11,
+        "sliding_window_pattern": 3,
+    }
     bad_configs = ({"layer_types": ["chunked_attention"] * 3}, {"query_pre_attn_scalar": -1})
 
 
 GEMMA4 = BY_LAYER_TYPE | {
-    "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "head_dim": 12,
-    "global_head_dim": 20, "sliding_window": 11, "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 8,
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "head_dim": 12,
+    "global_head_dim": 20,
+    "sliding_window": 11,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 61,
-}  # fmt: skip
+}
 
 
 class TestGemma4Shared(_Served):
@@ -268,48 +349,63 @@ class TestGemma4Shared(_Served):
 
     config = GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
     bad_configs = (
-        {"num_kv_shared_layers": 3}, {"use_bidirectional_attention": "all"},
-        {"per_layer_config": {"1": {"sliding_window": 3}}}, {"top_k_experts": 2, "num_experts": 2,
-                                                             "enable_moe_block": True},
-    )  # fmt: skip
+        {"num_kv_shared_layers": 3},
+        {"use_bidirectional_attention": "all"},
+        {"per_layer_config": {"1": {"sliding_window": 3}}},
+        {"top_k_experts": 2, "num_experts": 2, "enable_moe_block": True},
+    )
 
 
 class TestGemma4Experts(_Served):
     """The form of 26B-A4B: experts beside the MLP, values that are the keys."""
 
     config = GEMMA4 | {
-        "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "enable_moe_block": True,
-        "num_global_key_value_heads": 1, "num_experts": 5, "top_k_experts": 2,
-        "moe_intermediate_size": 20, "final_logit_softcapping": 20.0,
-    }  # fmt: skip
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "num_global_key_value_heads": 1,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 20,
+        "final_logit_softcapping": 20.0,
+    }
     bad_configs = ({"top_k_experts": 6},)
 
 
 class TestSeedOss(_Served):
     config = SMALL | {
-        "architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss", "head_dim": 20,
+        "architectures": ["SeedOssForCausalLM"],
+        "model_type": "seed_oss",
+        "head_dim": 20,
         "attention_out_bias": True,
-    }  # fmt: skip
+    }
 
 
 class TestErnie(_Served):
     config = SMALL | {
-        "architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5", "head_dim": 20,
+        "architectures": ["Ernie4_5ForCausalLM"],
+        "model_type": "ernie4_5",
+        "head_dim": 20,
         "use_bias": True,
-    }  # fmt: skip
+    }
 
 
 class TestHelium(_Served):
     config = SMALL | {
-        "architectures": ["HeliumForCausalLM"], "model_type": "helium", "head_dim": 12,
-    }  # fmt: skip
+        "architectures": ["HeliumForCausalLM"],
+        "model_type": "helium",
+        "head_dim": 12,
+    }
 
 
 class TestCwm(_Served):
     config = SMALL | {
-        "architectures": ["CwmForCausalLM"], "model_type": "cwm", "head_dim": 12, "bos_token_id": 1,
+        "architectures": ["CwmForCausalLM"],
+        "model_type": "cwm",
+        "head_dim": 12,
+        "bos_token_id": 1,
         "sliding_window": 11,
-    }  # fmt: skip
+    }
 
 
 class TestOlmo2(_Served):
@@ -318,9 +414,11 @@ class TestOlmo2(_Served):
 
 class TestOlmo3(_Served):
     config = BY_LAYER_TYPE | {
-        "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "sliding_window": 11,
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "sliding_window": 11,
         "num_hidden_layers": 4,
-    }  # fmt: skip
+    }
 
 
 class TestPhi3(_Served):
@@ -329,47 +427,65 @@ class TestPhi3(_Served):
 
 class TestGlm4(_Served):
     config = SMALL | {
-        "architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "head_dim": 20,
+        "architectures": ["Glm4ForCausalLM"],
+        "model_type": "glm4",
+        "head_dim": 20,
         "rope_parameters": {**SMALL["rope_parameters"], "partial_rotary_factor": 0.5},
-    }  # fmt: skip
+    }
 
 
 class TestGranite(_Served):
     config = SMALL | {
-        "architectures": ["GraniteForCausalLM"], "model_type": "granite",
-        "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0,
+        "architectures": ["GraniteForCausalLM"],
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 2.0,
         "attention_multiplier": 0.2,
-    }  # fmt: skip
+    }
 
 
 class TestCohere(_Served):
     config = SMALL | {
-        "architectures": ["CohereForCausalLM"], "model_type": "cohere", "use_qk_norm": True,
-    }  # fmt: skip
+        "architectures": ["CohereForCausalLM"],
+        "model_type": "cohere",
+        "use_qk_norm": True,
+    }
     bad_configs = ({"clip_qkv": 5.0},)
 
 
 class TestCohere2(_Served):
     config = SMALL | {
-        "architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "sliding_window": 11,
+        "architectures": ["Cohere2ForCausalLM"],
+        "model_type": "cohere2",
+        "sliding_window": 11,
         "num_hidden_layers": 4,
-    }  # fmt: skip
+    }
 
 
 class TestStableLm(_Served):
     config = SMALL | {
-        "architectures": ["StableLmForCausalLM"], "model_type": "stablelm", "qk_layernorm": True,
+        "architectures": ["StableLmForCausalLM"],
+        "model_type": "stablelm",
+        "qk_layernorm": True,
         "rope_parameters": {**SMALL["rope_parameters"], "partial_rotary_factor": 0.5},
-    }  # fmt: skip
+    }
 
 
 RECURRENT = {
     f"{family}ForCausalLM"
     for family in (
-        "Bamba", "GraniteMoeHybrid", "KimiLinear", "Lfm2", "Lfm2Moe", "NemotronH", "Qwen3Next",
-        "Qwen3_5", "Qwen3_5Moe",
+        "Bamba",
+        "GraniteMoeHybrid",
+        "KimiLinear",
+        "Lfm2",
+        "Lfm2Moe",
+        "NemotronH",
+        "Qwen3Next",
+        "Qwen3_5",
+        "Qwen3_5Moe",
     )
-}  # fmt: skip
+}
 """test_recurrent_architectures.py."""
 
 

@@ -46,10 +46,15 @@ def uploaded(device: EmulatedDevice, values: np.ndarray) -> Memory:
     return memory
 
 
-@pytest.mark.parametrize(("arch", "cols", "blocks"), [
-    ("sm_90a", 4096, (3, 1, 2)), ("sm_90a", 96, (3, 1, 1)), ("sm_90a", 100, (5, 1, 1)),
-    ("sm_75", 4096, (5, 1, 1)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arch", "cols", "blocks"),
+    [
+        ("sm_90a", 4096, (3, 1, 2)),
+        ("sm_90a", 96, (3, 1, 1)),
+        ("sm_90a", 100, (5, 1, 1)),
+        ("sm_75", 4096, (5, 1, 1)),
+    ],
+)
 def test_few_tokens(arch: str, cols: int, blocks: tuple[int, ...]) -> None:
     """A part of a wider product; tokens that share a step do not change each other's bits, and what
     a split product leaves behind does not disturb the next."""

@@ -39,12 +39,16 @@ CODED = {name: FEATURES[name] for name in ("grouped 2", "head size 20", "window 
 """Enough for codes here, where each feature is one more compilation; the kernels' own tests and a
 GPU have them all."""
 EXPERTS = (
-    "route: softmax, 2 of 8", "route: sigmoid, 6 of 48, bias, factor",
-    "route: sigmoid, 9 of 24, 3 of 8 groups, bias", "route: ties, sigmoid, 4 groups",
-    "experts: 33 by 17, 3 of 5, silu, biased", "experts: 24 by 20, 2 of 4, relu2, no gate",
-    "experts: 24 by 20, 2 of 4, silu, clamp 7.0, biased", "experts: 16 by 8, 1 of 40, silu",
+    "route: softmax, 2 of 8",
+    "route: sigmoid, 6 of 48, bias, factor",
+    "route: sigmoid, 9 of 24, 3 of 8 groups, bias",
+    "route: ties, sigmoid, 4 groups",
+    "experts: 33 by 17, 3 of 5, silu, biased",
+    "experts: 24 by 20, 2 of 4, relu2, no gate",
+    "experts: 24 by 20, 2 of 4, silu, clamp 7.0, biased",
+    "experts: 16 by 8, 1 of 40, silu",
     "experts: 24 by 20, 2 of 7 with 3 from 2 on, silu, biased",
-)  # fmt: skip
+)
 """Enough of these ops: each further shape is some more compilations."""
 SKIPPED = {name for name in CASES if name.startswith(("route: ", "experts: "))} - set(EXPERTS)
 
@@ -107,11 +111,15 @@ TILED: dict[str, dict[str, Any]] = {
     "both ways": {"causal": False, "num_kv_heads": 2},
     "window": {"window": 20, "num_kv_heads": 1},
     "everything": {
-        "num_kv_heads": 2, "head_size": 64, "norms": True, "rotary_dim": 32, "softcap": 3.0,
+        "num_kv_heads": 2,
+        "head_size": 64,
+        "norms": True,
+        "rotary_dim": 32,
+        "softcap": 3.0,
         "sinks": True,
     },
     "heads of 512": {"num_kv_heads": 1, "head_size": 512, "scale": 512**-0.5},
-}  # fmt: skip
+}
 
 
 class TestPromptsOnTensorCores(Harness):
@@ -131,13 +139,20 @@ class TestPromptsOnTensorCores(Harness):
 WGMMA: dict[str, dict[str, Any]] = {
     "head size 64": {"num_kv_heads": 2, "head_size": 64, "norms": True, "rotary_dim": 32},
     "head size 128, window, sinks": {
-        "num_kv_heads": 1, "head_size": 128, "window": 20, "softcap": 3.0, "sinks": True,
+        "num_kv_heads": 1,
+        "head_size": 128,
+        "window": 20,
+        "softcap": 3.0,
+        "sinks": True,
     },
     "head size 192, both ways": {
-        "causal": False, "head_size": 192, "num_heads": 3, "num_kv_heads": 1,
+        "causal": False,
+        "head_size": 192,
+        "num_heads": 3,
+        "num_kv_heads": 1,
     },
     "head size 20": {"head_size": 20},
-}  # fmt: skip
+}
 
 
 class TestPromptsOnWgmma(Harness):
@@ -173,11 +188,19 @@ class LaunchingDevice(EmulatedDevice):
 
 
 QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 131, "hidden_size": 48,
-    "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
 PROMPTS = [[5], [7, 11, 13] * 13, list(range(40, 60))]
 
 

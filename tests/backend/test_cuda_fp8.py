@@ -40,21 +40,29 @@ def static_fp8(scales: Mapping[str, float]) -> Callable[[str, F32], WeightPart |
             return None
         part, module = fp8_rows(name, values), name.split(".")[-2]
         scale = np.array([scales.get(module, scales["any"])], np.float32).view(np.uint8)
-        layout = replace(part.layout, options={
-            **part.layout.options, "activations": "static", "activation_strategy": "tensor",
-        })  # fmt: skip
+        layout = replace(
+            part.layout,
+            options={
+                **part.layout.options,
+                "activations": "static",
+                "activation_strategy": "tensor",
+            },
+        )
         raw = RawTensor(f"{name}.input_scale", "f32", (1,), scale)
         return replace(part, layout=layout, buffers={**part.buffers, "input_scale": raw})
 
     return encoded
 
 
-@pytest.mark.parametrize(("scales", "limit"), [
-    ({"any": 1 / 64}, (0, 0.1)),
-    ({"any": 1 / 64, "k_proj": 1 / 50}, (0, 0.1)),  # one matrix, rows of x by two scales
-    ({"any": 0.0}, (0, 0.1)),  # not calibrated: each row has its own
-    ({"any": 1e-4}, (0.3, 10)),  # nearly all of x is clipped to 0.0448
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scales", "limit"),
+    [
+        ({"any": 1 / 64}, (0, 0.1)),
+        ({"any": 1 / 64, "k_proj": 1 / 50}, (0, 0.1)),  # one matrix, rows of x by two scales
+        ({"any": 0.0}, (0, 0.1)),  # not calibrated: each row has its own
+        ({"any": 1e-4}, (0.3, 10)),  # nearly all of x is clipped to 0.0448
+    ],
+)
 def test_static_scales_of_fp8(scales: Mapping[str, float], limit: tuple[float, float]) -> None:
     source, prompt = Quantised(static_fp8(scales)), [7, 11, 13] * 13
     device = CountingDevice(emulator=EMULATOR)
@@ -85,8 +93,10 @@ def test_fp8_on_a_gpu_that_has_none(name: str, arch: str, dtype: str) -> None:
         assert not device.entries["f8e4m3"]
 
 
-@pytest.mark.parametrize(("arch", "product"), [("sm_90a", "f8e4m3"), ("sm_89", "codes8_blocks"),
-                                               ("sm_120a", "codes8_blocks")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arch", "product"),
+    [("sm_90a", "f8e4m3"), ("sm_89", "codes8_blocks"), ("sm_120a", "codes8_blocks")],
+)
 def test_fp8_blocks_times_codes(
     arch: str, product: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -44,9 +44,13 @@ def given(oracle: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, A
 
 def load(given: tuple[Any, Any], dtype: str, device: EmulatedDevice) -> Any:
     limits = LoadOptions(
-        dtype=dtype, max_model_len=128, num_kv_blocks=16, max_num_seqs=4,
-        max_num_batched_tokens=64, encoder_cache_bytes=0,
-    )  # fmt: skip
+        dtype=dtype,
+        max_model_len=128,
+        num_kv_blocks=16,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        encoder_cache_bytes=0,
+    )
     return CudaBackend(lambda: device, capture_s=0).load(*given, limits)
 
 

@@ -53,8 +53,12 @@ def gguf_as(kinds: Mapping[str, str], usual: str) -> Encode:
 
 
 Q4_K_M = gguf_as({"v_proj": "Q6_K", "down_proj": "Q6_K", "embed": "Q6_K"}, "Q4_K")
-GGUF = {"Q4_K_M": Q4_K_M, "Q8_0": gguf_as({}, "Q8_0"), "Q4_0": gguf_as({"embed": "Q5_1"}, "Q4_0"),
-        "Q2_K": gguf_as({"v_proj": "Q3_K", "embed": "Q5_K"}, "Q2_K")}  # fmt: skip
+GGUF = {
+    "Q4_K_M": Q4_K_M,
+    "Q8_0": gguf_as({}, "Q8_0"),
+    "Q4_0": gguf_as({"embed": "Q5_1"}, "Q4_0"),
+    "Q2_K": gguf_as({"v_proj": "Q3_K", "embed": "Q5_K"}, "Q2_K"),
+}
 
 
 @pytest.mark.parametrize("name", GGUF)

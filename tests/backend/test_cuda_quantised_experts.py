@@ -96,10 +96,17 @@ def one_scale(name: str, values: F32) -> WeightPart:
     """FP8 with a scale for each tensor, and one for its activations."""
     step = abs(values).max() / 448
     codes = e4m3_codes(values / step)
-    layout = QuantLayout("fp8", 8, None, {
-        "strategy": "tensor", "dtype": "f8e4m3", "activations": "static",
-        "activation_strategy": "tensor",
-    })  # fmt: skip
+    layout = QuantLayout(
+        "fp8",
+        8,
+        None,
+        {
+            "strategy": "tensor",
+            "dtype": "f8e4m3",
+            "activations": "static",
+            "activation_strategy": "tensor",
+        },
+    )
     raw = {
         key: RawTensor(f"{name}.{key}", "f32", (1,), np.array([size], np.float32).view(np.uint8))
         for key, size in (("scale", step), ("input_scale", len(name) / 100))

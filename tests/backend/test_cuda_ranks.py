@@ -42,9 +42,13 @@ Rank = tuple[LoadedModel, Watched]
 
 def options(dtype: str, **more: Any) -> LoadOptions:
     return LoadOptions(
-        dtype=dtype, max_model_len=64, num_kv_blocks=4, max_num_seqs=2, max_num_batched_tokens=16,
+        dtype=dtype,
+        max_model_len=64,
+        num_kv_blocks=4,
+        max_num_seqs=2,
+        max_num_batched_tokens=16,
         **more,
-    )  # fmt: skip
+    )
 
 
 def load(model: Model, source: WeightSource, given: LoadOptions, **how: Any) -> Rank:

@@ -25,9 +25,12 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 PROMPTS = [[5], [7, 11, 13], [2, 40]]
 LIMITS: dict[str, Any] = {
-    "dtype": "f32", "max_model_len": 64, "max_num_seqs": 3, "max_num_batched_tokens": 16,
+    "dtype": "f32",
+    "max_model_len": 64,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 16,
     "num_kv_blocks": 8,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("layers", LAYERS)

@@ -76,9 +76,14 @@ def test_no_step_has_a_product_that_was_not_measured(
     monkeypatch.setattr(codes8, "WORK_BYTES", 280 << 10)  # two pieces from 137 rows on
     source: WeightSource = plain() if kind == "plain" else Quantised(EIGHT_BITS[kind])
     options = LoadOptions(
-        dtype=dtype, max_model_len=256, max_num_seqs=48, max_num_batched_tokens=TOKENS,
-        block_size=16, num_kv_blocks=64, enforce_eager=True,
-    )  # fmt: skip
+        dtype=dtype,
+        max_model_len=256,
+        max_num_seqs=48,
+        max_num_batched_tokens=TOKENS,
+        block_size=16,
+        num_kv_blocks=64,
+        enforce_eager=True,
+    )
     known: set[str] = set()
     for start in range(2):
         device = MeasuringDevice(known)

@@ -24,9 +24,13 @@ from .test_cuda_emulated import LaunchingDevice
 __all__ = ["_can_emulate"]  # a fixture
 EMULATOR = Emulator()
 SMALL: dict[str, Any] = {
-    "vocab_size": 61, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "max_position_embeddings": 80,
-}  # fmt: skip
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 80,
+}
 LAYERS = ["sliding_attention", "full_attention"]
 ROPE = {layer: {"rope_type": "default", "rope_theta": 10000.0} for layer in LAYERS}
 MODELS: dict[str, dict[str, Any]] = {

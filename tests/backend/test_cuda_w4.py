@@ -74,22 +74,27 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
 W4A16 = {"num_bits": 4, "group_size": 32, "strategy": "group", "symmetric": False}
 FORMS = {
     "gptq": (
-        partial(quantizers.gptq, bits=4, group_size=64, shuffled=False, v2=False), gptq, GPTQ,
+        partial(quantizers.gptq, bits=4, group_size=64, shuffled=False, v2=False),
+        gptq,
+        GPTQ,
     ),
     "gptq desc_act": (
-        partial(quantizers.gptq, bits=4, group_size=64, shuffled=True, v2=False), gptq,
+        partial(quantizers.gptq, bits=4, group_size=64, shuffled=True, v2=False),
+        gptq,
         {**GPTQ, "desc_act": True},
     ),
     "gptq 8 bit": (
-        partial(quantizers.gptq, bits=8, group_size=128, shuffled=False, v2=True), gptq,
+        partial(quantizers.gptq, bits=8, group_size=128, shuffled=False, v2=True),
+        gptq,
         {**GPTQ, "bits": 8, "group_size": 128, "checkpoint_format": "gptq_v2"},
     ),
     "awq": (partial(quantizers.awq, group_size=128), awq, AWQ),
     "compressed-tensors": (
-        partial(quantizers.pack_quantized, bits=4, group_size=32), compressed_tensors,
+        partial(quantizers.pack_quantized, bits=4, group_size=32),
+        compressed_tensors,
         quantizers.ct_config(W4A16),
     ),
-}  # fmt: skip
+}
 
 
 def bits_held(source: Quantised, loaded_bytes: int) -> float:

@@ -27,11 +27,15 @@ CUTS = (30, 31, 44)
 TINY: dict[str, dict[str, Any]] = {
     "biases, 1 kv head": LLAMA
     | {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
-    "experts": LLAMA | EXPERTS | {
-        "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe",
-        "shared_expert_intermediate_size": 28, "mlp_only_layers": [1],
+    "experts": LLAMA
+    | EXPERTS
+    | {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 28,
+        "mlp_only_layers": [1],
     },
-}  # fmt: skip
+}
 
 
 def on_ranks(model: Model, source: WeightSource, ranks: int, dtype: str, **how: bool) -> list[F32]:

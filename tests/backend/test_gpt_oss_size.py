@@ -69,7 +69,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, free: int, **options: Any) -> tuple[Sh
     monkeypatch.setattr(planning, "free_bytes", lambda: free)
     limits = LoadOptions(
         max_num_seqs=8, block_size=16, group_caches=True, memory_fraction=0.99, **options
-    )  # fmt: skip
+    )
     return source, planning.load_sizes(model, mxfp4(source, QUANTISED), limits, "bf16", 8)
 
 

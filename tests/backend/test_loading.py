@@ -13,8 +13,11 @@ from vllmx_core.specs import BackendSpec
 from vllmx_core.testing.step_checks import decoder
 
 LIMITS: dict[str, Any] = {
-    "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_threads": 1,
-}  # fmt: skip
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "num_threads": 1,
+}
 
 
 @pytest.fixture(params=["cpu", "torch"])

@@ -21,17 +21,27 @@ from vllmx_core.weights import WeightPart, WeightSource, made_part
 
 REGISTRY = load_registry()
 SMALL: dict[str, Any] = {
-    "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 32,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6, "torch_dtype": "float32",
-}  # fmt: skip
+    "vocab_size": 2048,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "float32",
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "dense": SMALL | {"architectures": ["LlamaForCausalLM"]},
-    "experts": SMALL | {
-        "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48, "head_dim": 32,
+    "experts": SMALL
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "head_dim": 32,
     },
-}  # fmt: skip
+}
 MOST = 0.05
 """Of the weights, beside them: no tensor of these configs is larger."""
 

@@ -149,9 +149,11 @@ def test_mlx_checkpoints_stay_as_they_are(mode: str) -> None:
     weight = mx.array(RNG.standard_normal((ROWS, COLS)).astype(np.float32))
     codes, made = mx.quantize(weight, group_size=group, bits=bits, mode=mode)
     part = WeightPart(
-        "w", (ROWS, COLS), QuantLayout("mlx", bits, group, {"mode": mode}),
+        "w",
+        (ROWS, COLS),
+        QuantLayout("mlx", bits, group, {"mode": mode}),
         {"weight": raw("u32", np.array(codes)), "scales": raw("u8", np.array(made))},
-    )  # fmt: skip
+    )
     matrix = matrix_of(part)
     expected = mx.dequantize(codes, made, group_size=group, bits=bits, mode=mode, dtype=mx.float32)
     np.testing.assert_array_equal(values(matrix), np.array(expected))

@@ -33,9 +33,11 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[int], list[Any]]]] = {
         lambda n: [normal(n, 2, 4), mx.abs(normal(n, 2, 1)), mx.array(127.0)],
     ),
     **{kind: (ops._ACTIVATIONS[kind], lambda n: [normal(n, 6)]) for kind in ops._ACTIVATIONS},
-    **{f"gate {kind}": (ops._GATES[kind], lambda n: [normal(n, 6), normal(n, 6)])
-       for kind in ops._GATES},
-}  # fmt: skip
+    **{
+        f"gate {kind}": (ops._GATES[kind], lambda n: [normal(n, 6), normal(n, 6)])
+        for kind in ops._GATES
+    },
+}
 
 
 @pytest.mark.parametrize(("function", "arguments"), CASES.values(), ids=CASES.keys())
@@ -46,9 +48,11 @@ def test_compiled_is_the_same(
     for size in (3, 1, 8):
         given = arguments(size)
         found, expected = compiled(*given), function(*given)
-        pairs = zip(found, expected, strict=True) if isinstance(found, list | tuple) else [
-            (found, expected)
-        ]  # fmt: skip
+        pairs = (
+            zip(found, expected, strict=True)
+            if isinstance(found, list | tuple)
+            else [(found, expected)]
+        )
         for one, other in pairs:
             assert (one.shape, one.dtype) == (other.shape, other.dtype)
             np.testing.assert_allclose(np.array(one), np.array(other), rtol=2e-6, atol=2e-6)

@@ -44,9 +44,13 @@ def load(model: SyntheticModel, source: WeightSource, **options: Any) -> MetalLo
 class TestProbe:
     @pytest.mark.parametrize(
         ("system", "machine", "priority"),
-        [("darwin", "arm64", 20), ("darwin", "x86_64", -1), ("linux", "x86_64", -1),
-         ("linux", "aarch64", -1)],
-    )  # fmt: skip
+        [
+            ("darwin", "arm64", 20),
+            ("darwin", "x86_64", -1),
+            ("linux", "x86_64", -1),
+            ("linux", "aarch64", -1),
+        ],
+    )
     def test_auto_takes_it_on_apple_silicon_alone(
         self, monkeypatch: pytest.MonkeyPatch, system: str, machine: str, priority: int
     ) -> None:

@@ -26,9 +26,14 @@ POOL_BYTES = BLOCKS * PAGE * 2 * 64 * 4  # one of keys, with two heads of 64 flo
 def load(kv: str = "f32") -> MetalLoadedModel:
     model, source = attention_model(head_size=64, num_heads=4, num_kv_heads=2)
     options = LoadOptions(
-        dtype="f32", max_model_len=1024, max_num_seqs=ROWS, max_num_batched_tokens=64,
-        block_size=PAGE, num_kv_blocks=BLOCKS, kv_cache_dtype=kv,
-    )  # fmt: skip
+        dtype="f32",
+        max_model_len=1024,
+        max_num_seqs=ROWS,
+        max_num_batched_tokens=64,
+        block_size=PAGE,
+        num_kv_blocks=BLOCKS,
+        kv_cache_dtype=kv,
+    )
     return MetalBackend().load(model, source, options)
 
 

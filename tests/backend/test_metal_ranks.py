@@ -19,9 +19,12 @@ from .test_sharding import CONFIGS, TEXT, of
 
 def options(**more: object) -> LoadOptions:
     return LoadOptions(
-        dtype="f32", max_model_len=64, num_kv_blocks=4, max_num_seqs=2,
+        dtype="f32",
+        max_model_len=64,
+        num_kv_blocks=4,
+        max_num_seqs=2,
         **more,  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
 
 
 def chunks(loaded: LoadedModel) -> F32:

@@ -37,8 +37,15 @@ def blocks(name: str, rows: int = ROWS, cols: int = COLS) -> NDArray[np.uint8]:
     """Random bytes whose float16 scales are of a usual size: every code and sub-scale occurs."""
     kind = TYPES_BY_NAME[name]
     data = RNG.integers(0, 256, (rows * cols // kind.values, kind.num_bytes), np.uint8)
-    places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2),
-              "Q4_K": (0, 2), "Q5_K": (0, 2)}.get(name, (0,))  # fmt: skip
+    places = {
+        "Q2_K": (80, 82),
+        "Q3_K": (108,),
+        "Q6_K": (208,),
+        "Q4_1": (0, 2),
+        "Q5_1": (0, 2),
+        "Q4_K": (0, 2),
+        "Q5_K": (0, 2),
+    }.get(name, (0,))
     for place in places:
         scale = (RNG.uniform(0.5, 2, len(data)) * 1e-2).astype("<f2")
         data[:, place : place + 2] = scale.view(np.uint8).reshape(-1, 2)
@@ -201,9 +208,12 @@ def test_a_layout_that_mlx_does_not_have_is_dequantised_and_the_log_says_so(
 ) -> None:
     raw = RawTensor("w", "i8", (32, 32), RNG.integers(0, 256, 32 * 32, np.uint8))
     part = WeightPart(
-        "w", (32, 32), QuantLayout("strange", 8), {"weight": raw},
+        "w",
+        (32, 32),
+        QuantLayout("strange", 8),
+        {"weight": raw},
         lambda part, begin, end: part.buffers["weight"].rows(begin, end).to_f32() / np.float32(64),
-    )  # fmt: skip
+    )
     model, dense = decoder()
 
     class Source(ArraySource):

@@ -18,9 +18,14 @@ from vllmx_core.testing.synthetic import ArraySource
 from .test_architectures import EXPERTS, SMALL, _Served
 
 DELTA: dict[str, Any] = {
-    "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
-    "linear_key_head_dim": 8, "linear_value_head_dim": 10, "linear_conv_kernel_dim": 4,
-}  # fmt: skip
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+}
 GATED = EXPERTS | {"shared_expert_intermediate_size": 28}
 
 
@@ -35,32 +40,55 @@ class _Recurrent(_Served):
 
 
 class TestQwen3Next(_Recurrent):
-    config = SMALL | DELTA | GATED | {
-        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
-        "partial_rotary_factor": 0.5, "mlp_only_layers": [1],
-    }  # fmt: skip
+    config = (
+        SMALL
+        | DELTA
+        | GATED
+        | {
+            "architectures": ["Qwen3NextForCausalLM"],
+            "model_type": "qwen3_next",
+            "partial_rotary_factor": 0.5,
+            "mlp_only_layers": [1],
+        }
+    )
     bad_configs = (
-        {"linear_num_key_heads": 4}, {"hidden_act": "gelu"}, {"layer_types": ["full_attention"]},
+        {"linear_num_key_heads": 4},
+        {"hidden_act": "gelu"},
+        {"layer_types": ["full_attention"]},
         {"linear_conv_kernel_dim": 1},
-    )  # fmt: skip
+    )
 
 
 class TestQwen35(_Recurrent):
-    config = SMALL | DELTA | {
-        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text",
-        "rope_parameters": {
-            "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
-            "mrope_section": [2, 1, 1], "mrope_interleaved": True,
-        },
-    }  # fmt: skip
+    config = (
+        SMALL
+        | DELTA
+        | {
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "model_type": "qwen3_5_text",
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+        }
+    )
     bad_configs = ({"attn_output_gate": False},)
 
 
 class TestQwen35Moe(_Recurrent):
-    config = SMALL | DELTA | GATED | {
-        "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text",
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-    }  # fmt: skip
+    config = (
+        SMALL
+        | DELTA
+        | GATED
+        | {
+            "architectures": ["Qwen3_5MoeForCausalLM"],
+            "model_type": "qwen3_5_moe_text",
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        }
+    )
 
 
 CONVS = ["conv", "full_attention", "conv", "conv"]
@@ -68,18 +96,31 @@ CONVS = ["conv", "full_attention", "conv", "conv"]
 
 class TestLfm2(_Recurrent):
     config = SMALL | {
-        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "num_hidden_layers": 4,
-        "layer_types": CONVS, "conv_bias": True, "block_multiple_of": 8, "norm_eps": 1e-5,
-    }  # fmt: skip
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "num_hidden_layers": 4,
+        "layer_types": CONVS,
+        "conv_bias": True,
+        "block_multiple_of": 8,
+        "norm_eps": 1e-5,
+    }
     bad_configs = ({"conv_L_cache": 1}, {"layer_types": ["conv"]}, {"block_ffn_dim_multiplier": 0})
 
 
 class TestLfm2Moe(_Recurrent):
-    config = SMALL | EXPERTS | {
-        "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "num_hidden_layers": 4,
-        "layer_types": CONVS, "num_dense_layers": 1, "norm_eps": 1e-5,
-        "routed_scaling_factor": 1.5,
-    }  # fmt: skip
+    config = (
+        SMALL
+        | EXPERTS
+        | {
+            "architectures": ["Lfm2MoeForCausalLM"],
+            "model_type": "lfm2_moe",
+            "num_hidden_layers": 4,
+            "layer_types": CONVS,
+            "num_dense_layers": 1,
+            "norm_eps": 1e-5,
+            "routed_scaling_factor": 1.5,
+        }
+    )
 
 
 class TestNemotronH(_Recurrent):
@@ -92,9 +133,12 @@ class TestNemotronH(_Recurrent):
         "layer_norm_epsilon": 1e-5, "time_step_min": 0.4,
     }  # fmt: skip
     bad_configs = (
-        {"n_groups": 4}, {"hybrid_override_pattern": "MX"}, {"mlp_hidden_act": "silu"},
-        {"hybrid_override_pattern": ""}, {"mamba_hidden_act": "gelu"},
-    )  # fmt: skip
+        {"n_groups": 4},
+        {"hybrid_override_pattern": "MX"},
+        {"mlp_hidden_act": "silu"},
+        {"hybrid_override_pattern": ""},
+        {"mamba_hidden_act": "gelu"},
+    )
 
 
 class TestGraniteMoeHybrid(_Recurrent):
@@ -107,17 +151,24 @@ class TestGraniteMoeHybrid(_Recurrent):
         "logits_scaling": 3.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5,
     }  # fmt: skip
     bad_configs = (
-        {"mamba_n_heads": 7}, {"mamba_n_groups": 4}, {"time_step_limit": [1]},
+        {"mamba_n_heads": 7},
+        {"mamba_n_groups": 4},
+        {"time_step_limit": [1]},
         {"layer_types": ["mamba2"] * 4},
-    )  # fmt: skip
+    )
 
 
 class TestBamba(_Recurrent):
     config = SMALL | {
-        "architectures": ["BambaForCausalLM"], "model_type": "bamba", "num_hidden_layers": 4,
-        "attn_layer_indices": [1, 3], "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2,
+        "architectures": ["BambaForCausalLM"],
+        "model_type": "bamba",
+        "num_hidden_layers": 4,
+        "attn_layer_indices": [1, 3],
+        "mamba_n_heads": 6,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 2,
         "mamba_d_state": 12,
-    }  # fmt: skip
+    }
     bad_configs = ({"attn_layer_indices": [4]}, {"mamba_n_heads": 7}, {"mamba_n_groups": 4})
 
 
@@ -138,9 +189,10 @@ def test_published_files_hold_the_text_and_the_experts_otherwise() -> None:
     plain = load_registry().model_for(config).load()(config)
     source = random_weights(plain)
     outer = {
-        "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
         "text_config": config,
-    }  # fmt: skip
+    }
     published = load_registry().model_for(outer).load()(outer)
     found = [
         logits(model, weights)

@@ -116,7 +116,7 @@ def test_attention_with_every_feature(chunks: list[int]) -> None:
     q_norm, k_norm, sinks = normal(size), normal(size), normal(4)
     spec = AttentionSpec(
         0, 4, 2, size, scale, rotary_dim=4, norm_eps=eps, window=window, softcap=cap
-    )  # fmt: skip
+    )
     weights = AttentionWeights(table, q_norm, k_norm, sinks)
     qkv = normal(21, 8 * size)
     heads = qkv.reshape(21, 8, size)
@@ -172,6 +172,7 @@ def test_latent_attention_is_attention_over_expanded_heads(interleaved: bool) ->
     queries = np.concatenate([by_head[..., :12], turned(by_head[..., 12:])], axis=-1)
     wanted = functional.scaled_dot_product_attention(
         *(torch.from_numpy(x.swapaxes(0, 1).copy()) for x in (queries, keys, values)),
-        is_causal=True, scale=0.3,
-    )  # fmt: skip
+        is_causal=True,
+        scale=0.3,
+    )
     close(got, wanted.swapaxes(0, 1).reshape(tokens, -1))

@@ -48,9 +48,11 @@ def test_route(spec: RouteSpec) -> None:
         for token in range(40):
             zeros, ones = np.zeros(12), np.ones(12)
             expected = by_hand(
-                logits[token], spec, zeros if bias_used is None else bias,
+                logits[token],
+                spec,
+                zeros if bias_used is None else bias,
                 ones if factor_used is None else factor,
-            )  # fmt: skip
+            )
             assert ids[token].tolist() == expected[0], token
             np.testing.assert_allclose(weights[token], expected[1], rtol=1e-12)
 

@@ -31,9 +31,12 @@ from .test_recurrent_architectures import TestQwen35 as Qwen35
 REGISTRY = load_registry()
 TEXT = [7, 3, 60, 0, 33, 12, 12, 5, 41, 59, 2, 18, 30, 44]
 LLAMA = SMALL | {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_attention_heads": 8,
-    "hidden_size": 64, "num_hidden_layers": 2,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_attention_heads": 8,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+}
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 CONFIGS: dict[str, dict[str, Any]] = {
     "8 kv heads": LLAMA | {"num_key_value_heads": 8},
@@ -43,18 +46,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "biases of qkv": QWEN2,
     "norms of heads": LLAMA
     | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 20},
-    "experts with biases and sinks": LLAMA | {
-        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 5,
-        "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9,
+    "experts with biases and sinks": LLAMA
+    | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "sliding_window": 9,
     },
-    "a shared expert": LLAMA | EXPERTS | {
-        "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe",
-        "shared_expert_intermediate_size": 28, "mlp_only_layers": [1],
+    "a shared expert": LLAMA
+    | EXPERTS
+    | {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 28,
+        "mlp_only_layers": [1],
     },
-    "a norm across heads": LLAMA
-    | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
+    "a norm across heads": LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
     "fused matrices": LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"},
-}  # fmt: skip
+}
 
 
 def options(**more: Any) -> LoadOptions:

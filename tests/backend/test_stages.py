@@ -41,9 +41,15 @@ UNCUT = {"TestGemma4Shared"}
 
 def options(**more: Any) -> LoadOptions:
     return LoadOptions(
-        dtype="f64", kv_cache_dtype="f64", max_model_len=64, num_kv_blocks=96, max_num_seqs=2,
-        block_size=4, group_caches=True, **more,
-    )  # fmt: skip
+        dtype="f64",
+        kv_cache_dtype="f64",
+        max_model_len=64,
+        num_kv_blocks=96,
+        max_num_seqs=2,
+        block_size=4,
+        group_caches=True,
+        **more,
+    )
 
 
 def of(config: dict[str, Any]) -> tuple[Model, WeightSource]:
@@ -60,9 +66,11 @@ def chunks(loaded: ReferenceLoadedModel) -> list[F32]:
     tables.append([[60 + 2 * group + block for block in range(2)] for group in range(groups)])
     steps = [
         [Row(TEXT[:9], 0, tables[0], "all" if has_head else "none", 0)],
-        [Row(TEXT[9:], 9, tables[0], "all" if has_head else "none", 0),
-         Row(TEXT[3:8], 0, tables[1], "all" if has_head else "none", 1)],
-    ]  # fmt: skip
+        [
+            Row(TEXT[9:], 9, tables[0], "all" if has_head else "none", 0),
+            Row(TEXT[3:8], 0, tables[1], "all" if has_head else "none", 1),
+        ],
+    ]
     return [loaded.logits(make_plan(rows, 4)) for rows in steps]
 
 
@@ -104,8 +112,12 @@ def test_uneven_stages_hold_their_own_layers_alone() -> None:
     assert table[0] == table[1]  # ... which are one tensor
     assert not both
     ranks = check(model, source, 2)
-    assert ranks.calls == [("send", (9, 48)), ("send", (9, 48)), ("send", (10, 48)),
-                           ("send", (10, 48))]  # fmt: skip
+    assert ranks.calls == [
+        ("send", (9, 48)),
+        ("send", (9, 48)),
+        ("send", (10, 48)),
+        ("send", (10, 48)),
+    ]
 
 
 def test_groups_of_caches_are_those_of_the_whole_model() -> None:
@@ -149,9 +161,13 @@ def test_layers_that_read_the_pages_of_others_stay_with_them() -> None:
     model, source = of(CONFIGS["TestGemma4Shared"])
     with pytest.raises(ConfigError, match="parted at 0 places"):
         staged(model, source, options(), 0, 2)
-    model, source = of(CONFIGS["TestGemma4Shared"] | {
-        "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3,
-    })  # fmt: skip
+    model, source = of(
+        CONFIGS["TestGemma4Shared"]
+        | {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+        }
+    )
     shapes = [staged(model, source, options(), stage, 2).shape for stage in range(2)]
     assert [len(shape.caches) for shape in shapes] == [2, 4]
     check(model, source, 3)

@@ -33,8 +33,11 @@ from vllmx_torch.loaded import TorchLoadedModel  # noqa: E402
 from vllmx_torch.weights import LinearWeight  # noqa: E402
 
 LIMITS: dict[str, Any] = {
-    "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_threads": 1,
-}  # fmt: skip
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "num_threads": 1,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -90,9 +93,15 @@ def test_a_step_never_looks_at_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
         np.array([0, 0, 1], np.int32), np.array([7], np.int32), np.ones(1, np.float32)
     )
     rows = sampling_rows(
-        2, temperature=1.0, top_k=3, counts=counts, edits=edits, repetition_penalty=1.2,
-        masks=np.ones((1, 1), np.uint32), mask_index=np.array([-1, 0], np.int32),
-    )  # fmt: skip
+        2,
+        temperature=1.0,
+        top_k=3,
+        counts=counts,
+        edits=edits,
+        repetition_penalty=1.2,
+        masks=np.ones((1, 1), np.uint32),
+        mask_index=np.array([-1, 0], np.int32),
+    )
     loaded.step(make_plan([Row([-18], 18, [0, 1]), Row([-19], 1, [2])], PAGE), rows)
     assert loaded._last_ids.device.type == "meta"
     assert loaded._last_ids.shape == (2,)

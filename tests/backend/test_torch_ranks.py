@@ -27,9 +27,13 @@ from .test_sharding import CONFIGS, TEXT, of
 
 def options(**more: object) -> LoadOptions:
     return LoadOptions(
-        dtype="f32", max_model_len=64, num_kv_blocks=4, max_num_seqs=2, num_threads=1,
+        dtype="f32",
+        max_model_len=64,
+        num_kv_blocks=4,
+        max_num_seqs=2,
+        num_threads=1,
         **more,  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
 
 
 def chunks(loaded: TorchLoadedModel) -> F32:

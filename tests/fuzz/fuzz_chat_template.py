@@ -18,11 +18,16 @@ CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
     [
         {"role": "system", "content": "s"},
         {"role": "user", "content": [{"type": "text", "text": "a"}]},
-        {"role": "assistant", "content": None, "tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+            ],
+        },
         {"role": "tool", "content": "r", "tool_call_id": "1"},
     ],
-)  # fmt: skip
+)
 WORDS = (
     "{{", "}}", "{%", "%}", "{%-", "-%}", "{#", "#}", " for ", " in ", " if ", " else ", " set ",
     "endfor", "endif", "endmacro", "macro f(x)", "f(f)", "block b", "endblock", "call f()",

@@ -19,11 +19,19 @@ from .mutations import DEEP_TEXTS, as_json, changed_json, odd_json
 
 POSITIONS = 64
 SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 512, "hidden_act": "silu", "torch_dtype": "bfloat16",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
 TRAITS: tuple[dict[str, Any], ...] = (
     {},
     {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0,

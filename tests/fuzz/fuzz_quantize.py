@@ -25,8 +25,15 @@ from .folders import folder_of, registry
 from .mutations import as_json, changed_json, odd_json
 
 HIDDEN = 32
-FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
-         "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")  # fmt: skip
+FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 TYPES = ("f16", "q8_0", "q4_k_m")
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -92,11 +99,18 @@ def seeds() -> list[bytes]:
     found = []
     for kind in TYPES:
         config = {
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN,
-            "intermediate_size": HIDDEN, "num_hidden_layers": 1, "num_attention_heads": 2,
-            "vocab_size": vocab, "max_position_embeddings": 64, "tie_word_embeddings": True,
-            "rms_norm_eps": 1e-5, "torch_dtype": "float16",
-        }  # fmt: skip
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": HIDDEN,
+            "intermediate_size": HIDDEN,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "vocab_size": vocab,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-5,
+            "torch_dtype": "float16",
+        }
         found.append(as_json({"type": kind, "config.json": config, **companions}))
     return found
 

@@ -16,13 +16,24 @@ from .mutations import DEEP_TEXTS, as_json, changed_json, odd_json, patched
 
 HIDDEN, VOCAB = 8, 6
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": HIDDEN, "intermediate_size": HIDDEN,
-    "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": VOCAB,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": HIDDEN,
+    "intermediate_size": HIDDEN,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "vocab_size": VOCAB,
+}
 CONFIG_TEXT = json.dumps(CONFIG).encode()
 INDEX = "model.safetensors.index.json"
-MATRICES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-            "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+MATRICES = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
 DTYPES = ("F64", "F32", "F16", "BF16", "I32", "U8", "BOOL", "F8_E4M3", "F8_E8M0", "F4", "F6_E2M3")
 
 

@@ -21,9 +21,16 @@ from vllmx_engine.text.tokenizer import Tokenizer
 from .folders import folder_of
 from .mutations import DEEP_TEXTS, as_json, changed_json, odd_json
 
-FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-         "generation_config.json", "config.json", "chat_template.json",
-         "chat_template.jinja")  # fmt: skip
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
 TEXTS = ("", "hello a b", "<s>x</s> \u00e9\u4e2d\U0001f642\n\n", "aaaa" * 50)
 MAX_IDS = 300
 
@@ -121,13 +128,15 @@ def seeds() -> list[bytes]:
     """A folder for each algorithm, with all its files."""
     companions = {
         "tokenizer_config.json": {
-            "bos_token": "<s>", "eos_token": {"content": "</s>"}, "add_bos_token": True,
+            "bos_token": "<s>",
+            "eos_token": {"content": "</s>"},
+            "add_bos_token": True,
             "added_tokens_decoder": {"1": {"content": "<s>", "special": True}},
             "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
         },
         "special_tokens_map.json": {"pad_token": "</s>"},
         "generation_config.json": {"eos_token_id": [2, 3]},
-    }  # fmt: skip
+    }
     backends = (_byte_level(), _sentencepiece(), _unigram(), _word_piece())
     return [
         as_json({"tokenizer.json": json.loads(backend.to_str()), **companions})
@@ -153,8 +162,9 @@ def _byte_level() -> tokenizers.Tokenizer:
 def _sentencepiece() -> tokenizers.Tokenizer:
     pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *LETTERS, "\u2581a"]
     vocab = {token: index for index, token in enumerate(pieces)}
-    model = models.BPE(vocab, [("\u2581", "a")], unk_token="<unk>", fuse_unk=True,
-                       byte_fallback=True)  # fmt: skip
+    model = models.BPE(
+        vocab, [("\u2581", "a")], unk_token="<unk>", fuse_unk=True, byte_fallback=True
+    )
     backend = tokenizers.Tokenizer(model)
     backend.normalizer = normalizers.Sequence(
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]

@@ -93,9 +93,16 @@ ODD_NUMBERS = (
     b"-0.0", b"1E+2", b"NaN", b"-Infinity", b"007", b"0x10", b"18446744073709551616", b"1" * 4301,
 )  # fmt: skip
 ODD_STRINGS = (
-    b'"\\ud800"', b'"\\udc00\\ud800x"', b'"\xed\xa0\x80"', b'"\xff"', b'"\\u0000"',
-    b'"\\ud83d\\ude42"', b'"\n"', b'"\\q"', b'"' + b"\\u00e9" * 2000 + b'"',
-)  # fmt: skip
+    b'"\\ud800"',
+    b'"\\udc00\\ud800x"',
+    b'"\xed\xa0\x80"',
+    b'"\xff"',
+    b'"\\u0000"',
+    b'"\\ud83d\\ude42"',
+    b'"\n"',
+    b'"\\q"',
+    b'"' + b"\\u00e9" * 2000 + b'"',
+)
 ODD_VALUES = (b"[" * 600 + b"]" * 600, b'{"a":' * 600 + b"1" + b"}" * 600, b"", b"[1,]", b"{,}")
 _NUMBER = re.compile(rb"(?<=[:\[,\s])-?\d+(?:\.\d+)?(?:e-?\d+)?(?=[,\s\]}])")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')

@@ -23,9 +23,14 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
 LATENT = ROUTED | {
-    "num_key_value_heads": 4, "kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32, "v_head_dim": 32, "head_dim": None,
-}  # fmt: skip
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 96,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "head_dim": None,
+}
 
 Views = Iterator[tuple[str, F32]]
 """Names of matrices as quantised checkpoints have them, and views of where they lie in the

@@ -260,12 +260,18 @@ def write_tower(
     depth = getattr(vision, "depth", None) or vision.num_hidden_layers
     heads = getattr(vision, "num_heads", None) or vision.num_attention_heads
     known = {
-        "projection_dim": model.config.text_config.hidden_size, "image_size": 24,
-        "patch_size": vision.patch_size, "embedding_length": vision.hidden_size,
-        "feed_forward_length": vision.intermediate_size, "block_count": depth,
-        "attention.head_count": heads, "attention.layer_norm_epsilon": 1e-6,
-        "image_mean": [0.5] * 3, "image_std": [0.5] * 3, **files.keys,
-    }  # fmt: skip
+        "projection_dim": model.config.text_config.hidden_size,
+        "image_size": 24,
+        "patch_size": vision.patch_size,
+        "embedding_length": vision.hidden_size,
+        "feed_forward_length": vision.intermediate_size,
+        "block_count": depth,
+        "attention.head_count": heads,
+        "attention.layer_norm_epsilon": 1e-6,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        **files.keys,
+    }
     projector = "clip.vision.projector_type" if family == "gemma4" else "clip.projector_type"
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_type("mmproj")

@@ -41,33 +41,56 @@ Image = tuple[np.ndarray, tuple[int, int, int]]
 
 
 _TEXT: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": None,
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 _TURNS: dict[str, Any] = {
-    "rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True,
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_interleaved": True,
     "mrope_section": [4, 2, 2],
-}  # fmt: skip
+}
 _EXPERTS: dict[str, Any] = {
-    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-}  # fmt: skip
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 _TOWER: dict[str, Any] = {
-    "depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2,
-    "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2,
-    "out_hidden_size": 48, "num_position_embeddings": 25,
-}  # fmt: skip
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 25,
+}
 _TOKENS: dict[str, Any] = {
-    "image_token_id": PAD, "vision_start_token_id": START, "vision_end_token_id": END,
-    "video_token_id": 93, "tie_word_embeddings": False,
-}  # fmt: skip
+    "image_token_id": PAD,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+    "video_token_id": 93,
+    "tie_word_embeddings": False,
+}
 _DELTA: dict[str, Any] = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 10, "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "rope_parameters": _TURNS | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
-}  # fmt: skip
+}
 
 
 def _random(kind: Any, config: Any) -> Any:
@@ -111,18 +134,27 @@ def qwen3_5_moe() -> Any:
 def gemma3() -> Any:
     """An image is longer than the window."""
     text = _TEXT | {
-        "sliding_window": 8, "query_pre_attn_scalar": 16,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 16,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
-    }  # fmt: skip
+    }
     tower = {
-        "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "patch_size": 4,
-        "num_attention_heads": 2, "image_size": 24, "vision_use_head": False,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "patch_size": 4,
+        "num_attention_heads": 2,
+        "image_size": 24,
+        "vision_use_head": False,
         "model_type": "siglip_vision_model",
-    }  # fmt: skip
+    }
     config = Gemma3Config(
-        text_config=text, vision_config=tower, mm_tokens_per_image=9, image_token_index=PAD,
+        text_config=text,
+        vision_config=tower,
+        mm_tokens_per_image=9,
+        image_token_index=PAD,
         tie_word_embeddings=False,
-    )  # fmt: skip
+    )
     return _random(Gemma3ForConditionalGeneration, config)
 
 
@@ -130,21 +162,41 @@ def gemma4(*, clipped: bool = False) -> Any:
     """Images see both ways in every other layer; the last two layers share their pages. Clipped:
     what goes into and out of the tower's matrices is held between bounds, each its own."""
     text = _TEXT | {
-        "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "global_head_dim": 24,
-        "vocab_size_per_layer_input": 97, "use_bidirectional_attention": "vision",
-        "final_logit_softcapping": 30.0, "pad_token_id": 3, "tie_word_embeddings": True,
-    }  # fmt: skip
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "global_head_dim": 24,
+        "vocab_size_per_layer_input": 97,
+        "use_bidirectional_attention": "vision",
+        "final_logit_softcapping": 30.0,
+        "pad_token_id": 3,
+        "tie_word_embeddings": True,
+    }
     tower = {
-        "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "patch_size": 4,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
-        "pooling_kernel_size": 2, "position_embedding_size": 32, "standardize": True,
-        "model_type": "gemma4_vision", "use_clipped_linears": clipped,
-    }  # fmt: skip
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "patch_size": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 32,
+        "standardize": True,
+        "model_type": "gemma4_vision",
+        "use_clipped_linears": clipped,
+    }
     config = Gemma4Config(
-        text_config=text, vision_config=tower, image_token_id=PAD, video_token_id=94,
-        audio_token_id=95, boi_token_id=START, eoi_token_id=END, tie_word_embeddings=True,
-    )  # fmt: skip
+        text_config=text,
+        vision_config=tower,
+        image_token_id=PAD,
+        video_token_id=94,
+        audio_token_id=95,
+        boi_token_id=START,
+        eoi_token_id=END,
+        tie_word_embeddings=True,
+    )
     model = _random(Gemma4ForConditionalGeneration, config)
     for name, buffer in model.named_buffers():
         if "std_" in name or "layer_scalar" in name:
@@ -160,22 +212,29 @@ def qwen2_5_vl() -> Any:
     text = {key: value for key, value in _TEXT.items() if key != "head_dim"} | {
         "hidden_size": 64,
         "rope_parameters": {
-            "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3],
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [2, 3, 3],
         },
-    }  # fmt: skip
+    }
     tower = {key: value for key, value in _TOWER.items() if key != "num_position_embeddings"} | {
-        "out_hidden_size": 64, "window_size": 16, "fullatt_block_indexes": [1],
-    }  # fmt: skip
+        "out_hidden_size": 64,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    }
     config = Qwen2_5_VLConfig(text_config=text, vision_config=tower, **_TOKENS)
     return _random(Qwen2_5_VLForConditionalGeneration, config)
 
 
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
-    "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2,
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
     "size": {"shortest_edge": 64, "longest_edge": 4096},
-    "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
-}  # fmt: skip
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
 MARKS = {"<|image_pad|>": PAD, "<|vision_start|>": START, "<|vision_end|>": END}
 _TEMPLATE = (
     "{% for message in messages %}{% for part in message.content %}{% if part.type == 'image' %}"

@@ -39,9 +39,15 @@ def log_probabilities(path: Path, dtype: str) -> tuple[NDArray[Any], LoadedInfo]
     """(tokens, 64) of the likeliest ids of each place, by id; and what was loaded."""
     checkpoint = open_checkpoint(REGISTRY, path)
     options = LoadOptions(
-        dtype=dtype, kv_cache_dtype="f32", max_model_len=64, max_num_seqs=1,
-        max_num_batched_tokens=64, block_size=BLOCK_SIZE, num_kv_blocks=4, num_threads=2,
-    )  # fmt: skip
+        dtype=dtype,
+        kv_cache_dtype="f32",
+        max_model_len=64,
+        max_num_seqs=1,
+        max_num_batched_tokens=64,
+        block_size=BLOCK_SIZE,
+        num_kv_blocks=4,
+        num_threads=2,
+    )
     model = build_model(REGISTRY, checkpoint)
     with closing(checkpoint.weights):
         loaded = REGISTRY.get(BackendSpec, "cpu").load()().load(model, checkpoint.weights, options)

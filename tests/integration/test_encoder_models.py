@@ -20,9 +20,14 @@ transformers = pytest.importorskip("transformers")
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdeorst", *(f"##{c}" for c in "abcdeorst")]
 WORDS += ["cat", "dog", "##s", "are", "the", "##at", "do", "."]
 CONFIG: dict[str, Any] = {
-    "vocab_size": len(WORDS), "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "pad_token_id": 0, "max_position_embeddings": 24,
-}  # fmt: skip
+    "vocab_size": len(WORDS),
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+    "max_position_embeddings": 24,
+}
 TEXTS = ["The cats are cats.", "a dog", "dogs"]
 MODULES = [
     {"type": "sentence_transformers.models.Transformer", "path": ""},

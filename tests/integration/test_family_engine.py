@@ -30,9 +30,11 @@ LATENT: dict[str, Any] = {
 }  # fmt: skip
 BOTH = ["sliding_attention", "full_attention"]
 GEMMA4 = {
-    "global_head_dim": 32, "sliding_window": WINDOW, "num_hidden_layers": 4,
+    "global_head_dim": 32,
+    "sliding_window": WINDOW,
+    "num_hidden_layers": 4,
     "layer_types": [*BOTH, *BOTH],
-}  # fmt: skip
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {
         "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "sliding_window": NARROW,

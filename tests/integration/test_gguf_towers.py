@@ -144,22 +144,28 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "width": (
         {"clip.vision.projection_dim": 64},
-        ConfigError, "makes features of 64 numbers.*takes 48.*published",
+        ConfigError,
+        "makes features of 64 numbers.*takes 48.*published",
     ),
     "unknown type": (
-        {"clip.projector_type": "ldpv2"}, UnsupportedModelError, "'ldpv2'.*known: qwen3vl_merger",
+        {"clip.projector_type": "ldpv2"},
+        UnsupportedModelError,
+        "'ldpv2'.*known: qwen3vl_merger",
     ),
     "another family's": (
-        {"clip.projector_type": "gemma3"}, ConfigError, "'gemma3'.*takes 'qwen3vl_merger'",
+        {"clip.projector_type": "gemma3"},
+        ConfigError,
+        "'gemma3'.*takes 'qwen3vl_merger'",
     ),
     "other layers": (
         {"clip.vision.is_deepstack_layers": [True, False, False]},
-        ConfigError, "for 1 layers.*takes them in 2",
+        ConfigError,
+        "for 1 layers.*takes them in 2",
     ),
     "no depth": ({"clip.vision.block_count": 0}, WeightFormatError, "block_count"),
     "a lie": ({"clip.vision.block_count": 2}, WeightFormatError, "is_deepstack_layers"),
     "colours": ({"clip.vision.image_mean": [1.0]}, WeightFormatError, "three numbers"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -239,10 +245,16 @@ def test_other_files_are_no_towers(pair: tuple[Path, Path, Any], tmp_path: Path)
 
 def test_a_model_of_text_alone_takes_no_tower(pair: tuple[Path, Path, Any], tmp_path: Path) -> None:
     config = {
-        "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 1, "hidden_size": 48,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 72,
-        "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-    }  # fmt: skip
+        "architectures": ["Qwen3ForCausalLM"],
+        "num_hidden_layers": 1,
+        "hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 72,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+    }
     tensors = {"token_embd.weight": np.ones((97, 48), np.float32)}
     text = write_model(tmp_path / "text.gguf", config, tensors, of_type(TYPES["F32"]))
     with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM.*text alone.*leave --mmproj out"):
@@ -257,17 +269,25 @@ def test_a_chat_is_answered_as_by_the_whole_model(
     size = PROCESSOR["size"]
     assert isinstance(size, dict)
     tower = write_tower(
-        tmp_path / "tower.gguf", "qwen3_vl", oracle,
-        **{"clip.vision.image_min_pixels": size["shortest_edge"],
-           "clip.vision.image_max_pixels": size["longest_edge"]},
-    )  # fmt: skip
+        tmp_path / "tower.gguf",
+        "qwen3_vl",
+        oracle,
+        **{
+            "clip.vision.image_min_pixels": size["shortest_edge"],
+            "clip.vision.image_max_pixels": size["longest_edge"],
+        },
+    )
     folder = save(oracle, tmp_path / "folder")
     image = {"type": "image_url", "image_url": {"url": data_url(stored(picture(40, 24, seed=1)))}}
     chat = [{"role": "user", "content": [{"type": "text", "text": "w5"}, image]}]
     given: dict[str, Any] = {
-        "dtype": "float32", "kv_cache_dtype": "f32", "num_kv_blocks": 32, "backend": "cpu",
-        "max_model_len": 200, "tokenizer": str(folder),
-    }  # fmt: skip
+        "dtype": "float32",
+        "kv_cache_dtype": "f32",
+        "num_kv_blocks": 32,
+        "backend": "cpu",
+        "max_model_len": 200,
+        "tokenizer": str(folder),
+    }
     answers = []
     for model, options in ((folder, {}), (text, {"mmproj": str(tower)})):
         with LLM(str(model), **given, **options) as llm:

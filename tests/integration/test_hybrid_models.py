@@ -22,16 +22,28 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 MODELS = [
-    suites.TestQwen3Next, suites.TestQwen35, suites.TestQwen35Moe, suites.TestLfm2,
-    suites.TestLfm2Moe, suites.TestNemotronH, suites.TestGraniteMoeHybrid, suites.TestBamba,
+    suites.TestQwen3Next,
+    suites.TestQwen35,
+    suites.TestQwen35Moe,
+    suites.TestLfm2,
+    suites.TestLfm2Moe,
+    suites.TestNemotronH,
+    suites.TestGraniteMoeHybrid,
+    suites.TestBamba,
     suites.TestKimiLinear,
-]  # fmt: skip
+]
 VOCAB_SIZE, LENGTH, BLOCK = 4096, 64, 16
 PROMPTS = [np.random.default_rng(size).integers(3, 4096, size).tolist() for size in (37, 13, 50)]
 CONFIG: dict[str, Any] = {
-    "backend": "cpu", "dtype": "float32", "num_threads": 1, "max_model_len": 128,
-    "max_num_seqs": 4, "num_kv_blocks": 40, "block_size": BLOCK, "state_snapshot_tokens": 1,
-}  # fmt: skip
+    "backend": "cpu",
+    "dtype": "float32",
+    "num_threads": 1,
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "num_kv_blocks": 40,
+    "block_size": BLOCK,
+    "state_snapshot_tokens": 1,
+}
 FEW_BLOCKS = 12
 """Three rows come to more."""
 

@@ -122,10 +122,15 @@ class Passes:
 
 def config(folder: Path, **options: Any) -> EngineConfig:
     return EngineConfig(
-        model=str(folder), dtype="float32", kv_cache_dtype="f32", block_size=BLOCK,
-        num_threads=1, state_snapshot_tokens=BLOCK, num_state_slots=32,
+        model=str(folder),
+        dtype="float32",
+        kv_cache_dtype="f32",
+        block_size=BLOCK,
+        num_threads=1,
+        state_snapshot_tokens=BLOCK,
+        num_state_slots=32,
         **({"num_kv_blocks": 64, "max_model_len": 128} | options),
-    )  # fmt: skip
+    )
 
 
 CASES = {
@@ -150,9 +155,13 @@ RUNS = [
 
 @pytest.mark.parametrize(("family", "backend", "budget"), RUNS, indirect=["family"])
 def test_answers(
-    family: Family, oracle: Any, folder: Path, backend: str, budget: int,
+    family: Family,
+    oracle: Any,
+    folder: Path,
+    backend: str,
+    budget: int,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     budget = max(budget, family.spans)
     options = {"max_num_batched_tokens": budget, "max_num_seqs": min(budget - family.spans + 1, 4)}
     engine = InlineEngine(config(folder, backend=backend, target_step_ms=None, **options))
@@ -298,10 +307,13 @@ def test_images_that_do_not_fit_their_prompt(other_folder: Path, wrong: str) -> 
         made = request(engine, ids, starts, images)
         first, second = made.core[0].images
         change: dict[str, Any] = {
-            "start": {"start": 200}, "count": {"num_tokens": 2}, "grid": {"grid": (1, 2, 3)},
-            "bytes": {"patches": first.patches[:-4]}, "levels": {"levels": b""},
+            "start": {"start": 200},
+            "count": {"num_tokens": 2},
+            "grid": {"grid": (1, 2, 3)},
+            "bytes": {"patches": first.patches[:-4]},
+            "levels": {"levels": b""},
             "order": {"start": 50},
-        }[wrong]  # fmt: skip
+        }[wrong]
         broken = [msgspec.structs.replace(first, **change), second]
         core = [msgspec.structs.replace(one, images=broken) for one in made.core]
         state = engine.submit(replace(made, core=core))

@@ -83,8 +83,12 @@ def test_flag_variable_and_file(tmp_path: Path) -> None:
         arguments = ["complete", "-p", "Once", "--max-tokens", "1", "--log-level", "info", *flags]
         done = subprocess.run(
             [sys.executable, "-m", "vllmx", *arguments],
-            env=environment, capture_output=True, text=True, timeout=120, check=True,
-        )  # fmt: skip
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
         assert "isq=q8_0" in done.stderr.lower()
 
 

@@ -68,9 +68,13 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 def load(folder: Path, backend: str, **config: Any) -> LLM:
     return LLM(
-        str(folder), backend=backend, dtype="float32", block_size=BLOCK,
-        max_num_batched_tokens=CHUNK, **config,
-    )  # fmt: skip
+        str(folder),
+        backend=backend,
+        dtype="float32",
+        block_size=BLOCK,
+        max_num_batched_tokens=CHUNK,
+        **config,
+    )
 
 
 @pytest.fixture(scope="module")

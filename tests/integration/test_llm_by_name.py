@@ -13,8 +13,11 @@ from vllmx_core.registry import load_registry
 
 REFERENCE = Path(__file__).parents[1] / "data" / "demo" / "reference_greedy.json"
 CONFIG: dict[str, Any] = {
-    "dtype": "float32", "max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 27, "num_threads": 1,
-}  # fmt: skip
+    "dtype": "float32",
+    "max_num_seqs": 16,
+    "kv_cache_memory_bytes": 1 << 27,
+    "num_threads": 1,
+}
 
 
 @pytest.fixture(params=["torch", "metal"])
@@ -40,10 +43,15 @@ def test_reference_answers(backend: str) -> None:
 def test_a_seeded_answer_is_that_of_the_cpu_backend(backend: str) -> None:
     """Every rule of the sampler, in one batch."""
     rules: list[dict[str, Any]] = [
-        {}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"repetition_penalty": 1.3},
-        {"frequency_penalty": 0.7, "presence_penalty": 0.3}, {"logit_bias": {300: 4.0}},
+        {},
+        {"top_k": 20},
+        {"top_p": 0.8},
+        {"min_p": 0.05},
+        {"repetition_penalty": 1.3},
+        {"frequency_penalty": 0.7, "presence_penalty": 0.3},
+        {"logit_bias": {300: 4.0}},
         {"top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1},
-    ]  # fmt: skip
+    ]
     params = [
         SamplingParams(temperature=0.9, max_tokens=24, seed=seed, logprobs=2, **rule)
         for seed, rule in enumerate(rules)

@@ -33,10 +33,14 @@ DENSE: dict[str, Any] = {
 PACKED = DENSE | {
     "quantization_config": {
         "quant_method": "mxfp4",
-        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router",
-                                   "model.embed_tokens", "lm_head"],
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
     },
-}  # fmt: skip
+}
 
 
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> Path:

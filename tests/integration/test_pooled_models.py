@@ -29,10 +29,16 @@ transformers = pytest.importorskip("transformers")
 
 VOCAB, HIDDEN, TEXTS = 4096, 48, ["Once upon a time there was a cat.", "The", "Once upon a dog."]
 CONFIG: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 80, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0,
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
     "max_position_embeddings": 128,
-}  # fmt: skip
+}
 MODULES = ["Transformer", "Pooling", "Dense", "Normalize"]
 Save = Callable[..., Path]
 
@@ -179,9 +185,9 @@ def test_modules_of_sentence_transformers(save: Save, trunk: Any, pooling: str) 
     w, b = (rng.normal(0, 1, shape).astype(np.float32) for shape in ((9, HIDDEN), (9,)))
     dense = {"linear.weight": w, "linear.bias": b}
     safetensors.numpy.save_file(dense, folder / "2_Dense" / "model.safetensors", {"format": "pt"})
-    pick = {
-        "mean": lambda x: x.mean(0), "cls": lambda x: x[0], "lasttoken": lambda x: x[-1]
-    }[pooling]  # fmt: skip
+    pick = {"mean": lambda x: x.mean(0), "cls": lambda x: x[0], "lasttoken": lambda x: x[-1]}[
+        pooling
+    ]
     with LLM(str(folder), backend="cpu", dtype="float32", max_num_batched_tokens=16) as llm:
         bare, found = llm.embed(TEXTS[0]), llm.embed(TEXTS[0], prompt_name="query")
         with pytest.raises(InvalidRequestError, match="known: query"):
@@ -235,9 +241,11 @@ def test_a_file_that_pools_makes_vectors(tmp_path: Path, kind: str) -> None:
     """A decoder's GGUF file by its `pooling_type`; `--task generate` has the last word."""
     pooling = gguf.PoolingType[kind]
     path = convert_folder(
-        Path(MODEL_FOLDER), tmp_path / "model.gguf", of_type(TYPES.F32),
+        Path(MODEL_FOLDER),
+        tmp_path / "model.gguf",
+        of_type(TYPES.F32),
         extra=lambda writer: writer.add_pooling_type(pooling),
-    )  # fmt: skip
+    )
     options: dict[str, Any] = {"backend": "cpu", "dtype": "float32", "max_model_len": 64}
     with LLM(str(path), **options) as llm, LLM("demo", task="embed", **options) as plain:
         (found,), (last,) = llm.embed([[5, 6, 7]]), plain.embed([[5, 6, 7]])

@@ -16,9 +16,13 @@ from .test_quantised_experts import CONFIG, logprobs
 
 REGISTRY = load_registry()
 CHECKED = (
-    "gptq 4 bit act-order", "awq", "w4a16", "compressed-tensors fp8", "fp8 blocks",
+    "gptq 4 bit act-order",
+    "awq",
+    "w4a16",
+    "compressed-tensors fp8",
+    "fp8 blocks",
     "modelopt nvfp4",
-)  # fmt: skip
+)
 Pair = tuple[Path, Path]
 
 

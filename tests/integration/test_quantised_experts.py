@@ -62,9 +62,11 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Granite with experts, whose files have those of a layer as one tensor."""
     config = CONFIG | {
-        "architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe",
-        "num_local_experts": 4, "attention_multiplier": 0.125,
-    }  # fmt: skip
+        "architectures": ["GraniteMoeForCausalLM"],
+        "model_type": "granitemoe",
+        "num_local_experts": 4,
+        "attention_multiplier": 0.125,
+    }
     return write(tmp_path_factory.mktemp("stacked") / "model", config)
 
 
@@ -76,9 +78,14 @@ def file(original: Path) -> Path:
 
 
 LATENT = {
-    "q_lora_rank": 256, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
-    "v_head_dim": 64, "num_key_value_heads": 4, "head_dim": None,
-}  # fmt: skip
+    "q_lora_rank": 256,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "num_key_value_heads": 4,
+    "head_dim": None,
+}
 SHARED = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
 OTHERS: dict[str, dict[str, Any]] = {
     "gpt_oss": {

@@ -18,9 +18,14 @@ from vllmx_core.errors import ConfigError, RankLostError
 from vllmx_demo.source import MODEL_FOLDER
 
 LIMITS = {
-    "backend": "cpu", "dtype": "bfloat16", "max_num_seqs": 4, "max_num_batched_tokens": 32,
-    "num_kv_blocks": 24, "max_model_len": 128, "num_threads": 1,
-}  # fmt: skip
+    "backend": "cpu",
+    "dtype": "bfloat16",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "num_kv_blocks": 24,
+    "max_model_len": 128,
+    "num_threads": 1,
+}
 PROMPTS = ["Once upon a time there was a little", "The capital of", "A cat"]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=6, logprobs=2),

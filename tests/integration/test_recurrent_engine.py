@@ -59,8 +59,9 @@ def hybrid_model() -> tuple[SyntheticModel, ArraySource]:
 
 
 MODELS: dict[str, tuple[MakeModel, int]] = {
-    "recurrent": (recurrent_model, 9), "hybrid": (hybrid_model, 16),
-}  # fmt: skip
+    "recurrent": (recurrent_model, 9),
+    "hybrid": (hybrid_model, 16),
+}
 """How each is made, and so few blocks that four sequences do not fit into them."""
 
 
@@ -69,9 +70,13 @@ class Engine:
 
     def __init__(self, backend: Backend, make_model: MakeModel, **config: Any) -> None:
         wanted: dict[str, Any] = {
-            "block_size": SIZE, "max_num_batched_tokens": 64, "max_num_seqs": 4,
-            "num_kv_blocks": 400, "num_state_slots": 10, "state_snapshot_tokens": 1,
-        }  # fmt: skip
+            "block_size": SIZE,
+            "max_num_batched_tokens": 64,
+            "max_num_seqs": 4,
+            "num_kv_blocks": 400,
+            "num_state_slots": 10,
+            "state_snapshot_tokens": 1,
+        }
         wanted |= config
         model, source = make_model()
         names = LoadOptions.__slots__

@@ -23,8 +23,13 @@ from .quantised_models import CASES, REGISTRY, write_pair
 TEXT = [5, 900, 17, 3000, 42, 8]
 LIMITS = {"dtype": "f32", "max_model_len": 16, "max_num_seqs": 1, "num_kv_blocks": 1}
 FORMATS = (
-    "gptq 4 bit act-order", "awq", "w8a8", "compressed-tensors fp8", "fp8 blocks", "mlx 4 bit",
-)  # fmt: skip
+    "gptq 4 bit act-order",
+    "awq",
+    "w8a8",
+    "compressed-tensors fp8",
+    "fp8 blocks",
+    "mlx 4 bit",
+)
 """One of each way in which rows and columns lie."""
 TOO_WIDE = {"fp8 blocks": 96}
 """Blocks of so many columns do not go into two heads of 64."""

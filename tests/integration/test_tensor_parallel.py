@@ -19,9 +19,13 @@ from vllmx import LLM, SamplingParams
 from vllmx_core.errors import ConfigError, RankLostError
 
 LIMITS: dict[str, Any] = {
-    "backend": "numpy", "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 32,
-    "num_kv_blocks": 24, "max_model_len": 128,
-}  # fmt: skip
+    "backend": "numpy",
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "num_kv_blocks": 24,
+    "max_model_len": 128,
+}
 SYSTEM = "You are a teller of short stories for small children, who like animals. "
 PROMPTS = [SYSTEM + "Once upon a time", SYSTEM + "The capital of", "A cat"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2)
@@ -73,9 +77,12 @@ def test_64_seeded_requests_answer_as_one_process() -> None:
     """Answers are equal to the last bit, so that no draw can differ; there are more rows than the
     cache holds at once, which are preempted, prefixes that others have left, prompts in chunks."""
     limits = LIMITS | {
-        "backend": "cpu", "dtype": "bfloat16", "num_threads": 2, "deterministic": True,
+        "backend": "cpu",
+        "dtype": "bfloat16",
+        "num_threads": 2,
+        "deterministic": True,
         "max_num_seqs": 16,
-    }  # fmt: skip
+    }
     prompts = [f"{SYSTEM if number % 3 else ''}Number {number}" for number in range(64)]
     params = [
         SamplingParams(temperature=1.0, top_p=0.95, seed=number, max_tokens=6, logprobs=1)
@@ -97,9 +104,12 @@ def test_stories260k_on_four_ranks_goes_on_as_in_one_process() -> None:
     if not STORIES.is_dir():
         pytest.skip("stories260K lies outside the repository")
     limits: dict[str, Any] = {
-        "backend": "cpu", "dtype": "float32", "num_kv_blocks": 16, "max_num_seqs": 4,
+        "backend": "cpu",
+        "dtype": "float32",
+        "num_kv_blocks": 16,
+        "max_num_seqs": 4,
         "num_threads": 4,
-    }  # fmt: skip
+    }
     params = SamplingParams(temperature=0.0, max_tokens=24)
     prompts = ["Once upon a time", "Lily and Tom", "The dog"]
     with LLM(str(STORIES), **limits) as llm:

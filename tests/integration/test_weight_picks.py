@@ -49,15 +49,21 @@ def made(layout: str, values: Array, folder: Any) -> WeightPart:
                 values, bits=4, group_size=128, shuffled="act" in layout, v2=False
             )
             quantization = {
-                "quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False,
+                "quant_method": "gptq",
+                "bits": 4,
+                "group_size": 128,
+                "sym": False,
                 "desc_act": "act" in layout,
-            }  # fmt: skip
+            }
         case "awq":
             tensors, _ = quantizers.awq(values, group_size=128)
             quantization = {
-                "quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True,
+                "quant_method": "awq",
+                "bits": 4,
+                "group_size": 128,
+                "zero_point": True,
                 "version": "gemm",
-            }  # fmt: skip
+            }
         case "fp8 blocks":
             tensors, _ = quantizers.fp8(values, block=(32, 128), name="weight_scale_inv")
             quantization = {"quant_method": "fp8", "weight_block_size": [32, 128]}
@@ -88,9 +94,10 @@ def whole(request: pytest.FixtureRequest, tmp_path: Any) -> tuple[str, WeightPar
 
 
 @pytest.mark.parametrize(
-    "index", [np.arange(7, 61), RowRuns(4, 8, 24).index(32), RowRuns(1, 1, 2).index(48)[::-1]],
+    "index",
+    [np.arange(7, 61), RowRuns(4, 8, 24).index(32), RowRuns(1, 1, 2).index(48)[::-1]],
     ids=["run", "heads", "odd backwards"],
-)  # fmt: skip
+)
 def test_rows_are_those_of_the_whole(whole: tuple[str, WeightPart], index: Any) -> None:
     layout, part = whole
     picked, wanted = rows_of(part, index), part.dequantize()[index]
@@ -210,7 +217,7 @@ def test_other_names_and_stacks_and_shapes() -> None:
         (PartSpec("n", 7, alternatives=("o",)), "no tensor 'n'"),
         (PartSpec("q", 256, transposed=True), "q'? is stored as gguf with its axes|other way"),
     ],
-)  # fmt: skip
+)
 def test_what_a_tensor_has_not_is_told(part: PartSpec, message: str) -> None:
     values = np.zeros((7, 8), np.float32)
     source = Parts({"m": values}, {"q": gguf("Q8_0", np.ones((6, 256), np.float32))})

@@ -26,11 +26,16 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 1024, "rope_theta": 10000.0, "tie_word_embeddings": True,
 }  # fmt: skip
 SIZES = {
-    "self_attn.q_proj": (32, HIDDEN), "self_attn.k_proj": (16, HIDDEN),
-    "self_attn.v_proj": (16, HIDDEN), "self_attn.o_proj": (HIDDEN, 32),
-    "mlp.gate_proj": (64, HIDDEN), "mlp.up_proj": (64, HIDDEN), "mlp.down_proj": (HIDDEN, 64),
-    "input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,),
-}  # fmt: skip
+    "self_attn.q_proj": (32, HIDDEN),
+    "self_attn.k_proj": (16, HIDDEN),
+    "self_attn.v_proj": (16, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, 32),
+    "mlp.gate_proj": (64, HIDDEN),
+    "mlp.up_proj": (64, HIDDEN),
+    "mlp.down_proj": (HIDDEN, 64),
+    "input_layernorm": (HIDDEN,),
+    "post_attention_layernorm": (HIDDEN,),
+}
 PROMPT = [int(token) for token in np.random.default_rng(1).integers(10, VOCAB, 400)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
 
@@ -64,9 +69,13 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 def load(folder: Path, backend: str, **config: Any) -> LLM:
     return LLM(
-        str(folder), backend=backend, dtype="float32", block_size=BLOCK,
-        max_num_batched_tokens=CHUNK, **config,
-    )  # fmt: skip
+        str(folder),
+        backend=backend,
+        dtype="float32",
+        block_size=BLOCK,
+        max_num_batched_tokens=CHUNK,
+        **config,
+    )
 
 
 @pytest.fixture(scope="module")

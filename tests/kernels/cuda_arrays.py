@@ -11,8 +11,10 @@ from vllmx_cuda.kernel_specs import DTYPES
 from vllmx_cuda.testing.emulator import empty
 
 NUMPY_TYPES: dict[str, npt.DTypeLike] = {
-    "f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16,
-}  # fmt: skip
+    "f32": np.float32,
+    "f16": np.float16,
+    "bf16": ml_dtypes.bfloat16,
+}
 # Half a unit in the last place of the result, and a little for the order of the sums
 RELATIVE = {"f32": 3e-6, "f16": 1e-3, "bf16": 8e-3}
 

@@ -101,9 +101,14 @@ def run_decode(
         [partial, weights, first_item, sinks, out, case.heads],
     )
     spec = AttentionSpec(
-        0, case.heads, case.kv_heads, case.size, scale, window=case.window or None,
+        0,
+        case.heads,
+        case.kv_heads,
+        case.size,
+        scale,
+        window=case.window or None,
         softcap=case.softcap or None,
-    )  # fmt: skip
+    )
     want = np.zeros(q.shape)
     wide_keys, wide_values = (
         wide(pages) * (1 if scales is None else wide(scales)[..., None])

@@ -46,7 +46,10 @@ WANTED = {
     "paged_decode": ("LDG.E.128",),
     "paged_decode_mma": ("LDG.E.128", "HMMA.16816.F32.BF16"),
     "paged_prefill": (
-        "HMMA.16816.F32.BF16", "LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS.E.BYPASS.128",
+        "HMMA.16816.F32.BF16",
+        "LDSM.16.M88.4",
+        "LDSM.16.MT88.4",
+        "LDGSTS.E.BYPASS.128",
     ),
     "paged_prefill_wgmma": ("x16.F32.BF16", "LDGSTS.E.BYPASS.128"),  # HGMMA.64x128x16.F32.BF16
     "wgmma_wrappers": ("x16.F32.BF16",),
@@ -75,7 +78,9 @@ WANTED = {
     "codes8_gemv": ("LDG.E.NA.LTC",),
     "codes8_mma": ("LDGSTS.E.BYPASS.128", "LDG.E.128", "HMMA.16816.F32.BF16"),
     "codes8_blocks": (
-        "QMMA.16832.F32.E4M3.E4M3", "LDSM.16.M88.4", "LDGSTS.E.BYPASS.128",
+        "QMMA.16832.F32.E4M3.E4M3",
+        "LDSM.16.M88.4",
+        "LDGSTS.E.BYPASS.128",
     ),
     "linear_mma": ("LDG.E.NA.LTC", "HMMA.16816.F32.BF16"),
     "experts_mma": ("LDG.E.NA.LTC", "HMMA.16816.F32.BF16"),
@@ -85,7 +90,7 @@ WANTED = {
     "heads_gemv": ("LDG.E.NA.LTC",),
     "experts_sum": ("LDG.E.128", "STG.E.128"),
     "clamped_swiglu": ("LDG.E.128", "STG.E.128"),
-}  # fmt: skip
+}
 OVERLAPPED = ("paged_prefill_wgmma",)
 """Entries whose softmax runs while products of a warpgroup are under way."""
 Units = Sequence[tuple[str, Mapping[str, int]]]
@@ -276,9 +281,14 @@ def measure(cubin: bytes, *, disassembled: bool = False) -> dict[str, dict[str, 
     found = {}
     for entry, registers, stack, shared, local in _USAGE.findall(usage):
         found[entry] = {
-            "registers": int(registers), "stack": int(stack), "shared": int(shared),
-            "local": int(local), "sass": set(), "alone": False, "idle": False,
-        }  # fmt: skip
+            "registers": int(registers),
+            "stack": int(stack),
+            "shared": int(shared),
+            "local": int(local),
+            "sass": set(),
+            "alone": False,
+            "idle": False,
+        }
     for part in re.split(r"\n\s*\.section\s+\.text\.", sass)[1:]:
         entry = re.match(r"\w+", part)
         if entry and entry[0] in found:

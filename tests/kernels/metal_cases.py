@@ -58,7 +58,7 @@ class Case:
         self.sinks = mx.array(self._sinks) if sinks else None
         self.spec = AttentionSpec(
             0, heads, kv_heads, size, size**-0.5, window=window, softcap=softcap
-        )  # fmt: skip
+        )
         held = [kv_quant.rounded(side, kv) for side in (k, v)]
         rows = np.repeat(np.arange(len(lengths)), self.queries)
         query = np.array(self.q.astype(mx.float32))

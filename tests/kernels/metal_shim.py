@@ -17,8 +17,15 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
 pytest.importorskip("vllmx_metal")
 HERE = Path(__file__).parent
-TYPES = {"float32": "float", "float16": "float16_t", "bfloat16": "bfloat16_t", "int8": "int8_t",
-         "uint8": "uint8_t", "int32": "int32_t", "uint32": "uint"}  # fmt: skip
+TYPES = {
+    "float32": "float",
+    "float16": "float16_t",
+    "bfloat16": "bfloat16_t",
+    "int8": "int8_t",
+    "uint8": "uint8_t",
+    "int32": "int32_t",
+    "uint32": "uint",
+}
 SIGNATURE = """#include "{shim}"
 {header}
 {constants}
@@ -101,8 +108,11 @@ class ShimKernel:
         self.divergences += library.run(
             (ctypes.c_void_p * len(every))(*(array.ctypes.data for array in every)),
             (ctypes.c_void_p * len(every))(*(shape.ctypes.data for shape in shapes)),
-            grid[0] // threadgroup[0], grid[1], grid[2], threadgroup[0],
-        )  # fmt: skip
+            grid[0] // threadgroup[0],
+            grid[1],
+            grid[2],
+            threadgroup[0],
+        )
         return [mx.array(result) for result in results]
 
     def _build(self, template: Sequence[tuple[str, Any]], types: Sequence[str]) -> Any:

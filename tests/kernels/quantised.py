@@ -56,17 +56,28 @@ class Case:
     panels: AnyArray = field(repr=False)
 
     def run(
-        self, run_op: RunOp, isa: Isa, x: F32, *, threads: int = 2, activation: str | None = None,
+        self,
+        run_op: RunOp,
+        isa: Isa,
+        x: F32,
+        *,
+        threads: int = 2,
+        activation: str | None = None,
         rows: I32 | None = None,
-    ) -> F32:  # fmt: skip
+    ) -> F32:
         count = len(x) if rows is None else len(rows)
         width = self.part.shape[0] // (2 if activation else 1)
         y = np.full((count + 1, width), 7.0, np.float32)
         arguments = VxLinear(
-            self.matrix.struct(), x.ctypes.data, y.ctypes.data, self.panels.ctypes.data,
+            self.matrix.struct(),
+            x.ctypes.data,
+            y.ctypes.data,
+            self.panels.ctypes.data,
             NO_ACTIVATION if activation is None else ACTIVATIONS[activation],
-            int(rows is not None), 0.0, 0,
-        )  # fmt: skip
+            int(rows is not None),
+            0.0,
+            0,
+        )
         step = VxStep(T=len(x))
         if rows is not None:
             step.L, step.logit_rows = count, rows.ctypes.data

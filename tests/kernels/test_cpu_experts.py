@@ -72,12 +72,20 @@ class Experts:
         y = np.full((len(x) + 1, self.width), 7.0, np.float32)
         panels, workspace = self.room(*ids.shape)
         arguments = VxExperts(
-            gate_up=self.gate_up.struct(), down=self.down.struct(), x=x.ctypes.data,
-            ids=ids.ctypes.data, weights=weights.ctypes.data, y=y.ctypes.data,
-            panels=panels.ctypes.data, workspace=workspace.ctypes.data, count=COUNT,
-            chosen=ids.shape[1], activation=ACTIVATIONS[self.spec.activation],
-            clamp=self.spec.clamp or 0.0, alpha=self.spec.alpha,
-        )  # fmt: skip
+            gate_up=self.gate_up.struct(),
+            down=self.down.struct(),
+            x=x.ctypes.data,
+            ids=ids.ctypes.data,
+            weights=weights.ctypes.data,
+            y=y.ctypes.data,
+            panels=panels.ctypes.data,
+            workspace=workspace.ctypes.data,
+            count=COUNT,
+            chosen=ids.shape[1],
+            activation=ACTIVATIONS[self.spec.activation],
+            clamp=self.spec.clamp or 0.0,
+            alpha=self.spec.alpha,
+        )
         run_op(isa, "experts", arguments, VxStep(T=len(x)), threads)
         np.testing.assert_array_equal(y[len(x)], 7.0)  # nothing beyond the last row
         return y[: len(x)]
@@ -102,9 +110,15 @@ class Experts:
         }
         wide = {name: stack.astype(np.float64) for name, stack in stacks.items()}
         found: Any = experts(
-            x.astype(np.float64), ids, weights.astype(np.float64), wide["gate_up"], wide["down"],
-            self.spec, wide["gate_up_bias"], wide["down_bias"],
-        )  # fmt: skip
+            x.astype(np.float64),
+            ids,
+            weights.astype(np.float64),
+            wide["gate_up"],
+            wide["down"],
+            self.spec,
+            wide["gate_up_bias"],
+            wide["down_bias"],
+        )
         return found  # type: ignore[no-any-return]
 
 

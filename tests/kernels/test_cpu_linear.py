@@ -37,17 +37,28 @@ class Case:
     panels: AnyArray = field(repr=False)
 
     def run(
-        self, run_op: RunOp, isa: Isa, x: F32, *, threads: int = 2, activation: str | None = None,
-        softcap: float = 0.0, rows: I32 | None = None,
-    ) -> F32:  # fmt: skip
+        self,
+        run_op: RunOp,
+        isa: Isa,
+        x: F32,
+        *,
+        threads: int = 2,
+        activation: str | None = None,
+        softcap: float = 0.0,
+        rows: I32 | None = None,
+    ) -> F32:
         count = len(x) if rows is None else len(rows)
         width = len(self.values) // (2 if activation else 1)
         y = np.full((count + 1, width), 7.0, np.float32)
         arguments = VxLinear(
-            self.matrix.struct(), x.ctypes.data, y.ctypes.data, self.panels.ctypes.data,
+            self.matrix.struct(),
+            x.ctypes.data,
+            y.ctypes.data,
+            self.panels.ctypes.data,
             NO_ACTIVATION if activation is None else ACTIVATIONS[activation],
-            int(rows is not None), softcap,
-        )  # fmt: skip
+            int(rows is not None),
+            softcap,
+        )
         step = VxStep(T=len(x))
         if rows is not None:
             step.L, step.logit_rows = count, rows.ctypes.data
@@ -145,9 +156,11 @@ def test_a_fused_gate_gives_the_bits_of_two_ops(
     gate_up = case.run(run_op, isa, x)
     apart = np.empty((5, features), np.float32)
     arguments = VxElementwise(
-        x=gate_up.ctypes.data, y=apart.ctypes.data, width=features,
+        x=gate_up.ctypes.data,
+        y=apart.ctypes.data,
+        width=features,
         activation=ACTIVATIONS[activation],
-    )  # fmt: skip
+    )
     run_op(isa, "gated_act", arguments, VxStep(T=5), 2)
     np.testing.assert_array_equal(case.run(run_op, isa, x, activation=activation), apart)
 

@@ -272,8 +272,10 @@ def test_every_exponent_of_mxfp4(isa: Isa, run_op: RunOp) -> None:
 
 
 def test_what_stays_quantised() -> None:
-    parts = {name: random_part(name, TYPES[kind], 32, 256) for name, kind in
-             (("q", "Q4_K"), ("k", "Q4_K"), ("v", "Q6_K"))}  # fmt: skip
+    parts = {
+        name: random_part(name, TYPES[kind], 32, 256)
+        for name, kind in (("q", "Q4_K"), ("k", "Q4_K"), ("v", "Q6_K"))
+    }
     source = Source(parts | {"dense": dense_part("dense", np.ones((32, 256), np.float32))})
 
     def kind(*names: str, offset: float = 0.0) -> str:

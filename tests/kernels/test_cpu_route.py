@@ -12,12 +12,15 @@ from vllmx_cpu.structs import VxRoute, VxStep
 from .quantised import RunOp, inputs
 
 SPECS = [
-    (1, RouteSpec(1)), (5, RouteSpec(5)), (16, RouteSpec(4, renormalise=True)),
+    (1, RouteSpec(1)),
+    (5, RouteSpec(5)),
+    (16, RouteSpec(4, renormalise=True)),
     (33, RouteSpec(6, "sigmoid", renormalise=True, eps=1e-20, scale=2.5)),
-    (48, RouteSpec(7, groups=6, groups_kept=2)), (259, RouteSpec(9, scale=0.5)),
+    (48, RouteSpec(7, groups=6, groups_kept=2)),
+    (259, RouteSpec(9, scale=0.5)),
     (64, RouteSpec(8, "sigmoid", 8, 4, "best_two", True, 1e-20, 2.5)),
     (24, RouteSpec(24, groups=3, groups_kept=3)),
-]  # fmt: skip
+]
 
 
 def run(
@@ -27,13 +30,21 @@ def run(
     ids = np.full((rows + 1, spec.chosen), -7, np.int32)
     weights = np.full(ids.shape, 7.0, np.float32)
     arguments = VxRoute(
-        logits=logits.ctypes.data, bias=None if bias is None else bias.ctypes.data,
-        factor=None if factor is None else factor.ctypes.data, ids=ids.ctypes.data,
-        weights=weights.ctypes.data, count=count, chosen=spec.chosen,
-        sigmoid=int(spec.score == "sigmoid"), groups=spec.groups, groups_kept=spec.groups_kept,
-        best_two=int(spec.group_score == "best_two"), renormalise=int(spec.renormalise),
-        eps=spec.eps, scale=spec.scale,
-    )  # fmt: skip
+        logits=logits.ctypes.data,
+        bias=None if bias is None else bias.ctypes.data,
+        factor=None if factor is None else factor.ctypes.data,
+        ids=ids.ctypes.data,
+        weights=weights.ctypes.data,
+        count=count,
+        chosen=spec.chosen,
+        sigmoid=int(spec.score == "sigmoid"),
+        groups=spec.groups,
+        groups_kept=spec.groups_kept,
+        best_two=int(spec.group_score == "best_two"),
+        renormalise=int(spec.renormalise),
+        eps=spec.eps,
+        scale=spec.scale,
+    )
     run_op(isa, "route", arguments, VxStep(T=rows), 2)
     assert (ids[rows] == -7).all()  # nothing beyond the last row
     assert (weights[rows] == 7.0).all()

@@ -51,9 +51,13 @@ def test_layer_norm(isa: Isa, run_op: RunOp, width: int, biased: bool) -> None:
     x, weight, bias = values(ROWS, width) + 3, values(width, seed=1), values(width, seed=2)
     y = np.empty_like(x)
     arguments = VxNorm(
-        x=x.ctypes.data, weight=weight.ctypes.data, y=y.ctypes.data, width=width, eps=1e-5,
+        x=x.ctypes.data,
+        weight=weight.ctypes.data,
+        y=y.ctypes.data,
+        width=width,
+        eps=1e-5,
         bias=bias.ctypes.data if biased else None,
-    )  # fmt: skip
+    )
     run_op(isa, "layer_norm", arguments, VxStep(T=ROWS), 2)
     wanted = reference.layer_norm(x.astype(np.float64), weight, bias if biased else None, 1e-5)
     np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-5)

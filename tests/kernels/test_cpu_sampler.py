@@ -18,12 +18,18 @@ from vllmx_cpu.structs import VxStep
 
 RunOp = Callable[[Isa, str, ctypes.Structure, VxStep, int], None]
 DEFAULTS: dict[str, tuple[Any, Any]] = {
-    "temperature": (np.float32, 1), "top_k": (np.int32, 0), "top_p": (np.float32, 1),
-    "min_p": (np.float32, 0), "repetition_penalty": (np.float32, 1),
-    "frequency_penalty": (np.float32, 0), "presence_penalty": (np.float32, 0),
-    "seed": (np.uint64, 5), "position": (np.int32, 9), "target": (np.int32, -1),
+    "temperature": (np.float32, 1),
+    "top_k": (np.int32, 0),
+    "top_p": (np.float32, 1),
+    "min_p": (np.float32, 0),
+    "repetition_penalty": (np.float32, 1),
+    "frequency_penalty": (np.float32, 0),
+    "presence_penalty": (np.float32, 0),
+    "seed": (np.uint64, 5),
+    "position": (np.int32, 9),
+    "target": (np.int32, -1),
     "num_logprobs": (np.int32, -1),
-}  # fmt: skip
+}
 
 
 def make_rows(count: int, **given: Any) -> SamplingRows:

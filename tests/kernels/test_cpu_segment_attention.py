@@ -68,9 +68,14 @@ def plan(lengths: tuple[int, ...]) -> StepPlan:
 
 def options(dtype: str) -> LoadOptions:
     return LoadOptions(
-        dtype=dtype, max_model_len=LONGEST, max_num_seqs=8, max_num_batched_tokens=sum(LENGTHS),
-        block_size=16, num_kv_blocks=200, num_threads=2,
-    )  # fmt: skip
+        dtype=dtype,
+        max_model_len=LONGEST,
+        max_num_seqs=8,
+        max_num_batched_tokens=sum(LENGTHS),
+        block_size=16,
+        num_kv_blocks=200,
+        num_threads=2,
+    )
 
 
 @pytest.mark.usefixtures("instruction_set")

@@ -50,8 +50,10 @@ STORES = [
     Shape(size=512, rotary_dim=128, heads=2, kv_heads=1, norms=True),
 ]
 STORED = [
-    *((shape, 5) for shape in STORES), *((STORES[i], 1) for i in (0, 9, 10)), (STORES[9], 33),
-]  # fmt: skip
+    *((shape, 5) for shape in STORES),
+    *((STORES[i], 1) for i in (0, 9, 10)),
+    (STORES[9], 33),
+]
 
 
 @pytest.mark.parametrize(("shape", "tokens"), STORED, ids=str)
@@ -216,9 +218,14 @@ PREFILLS = [
 def test_paged_prefill(emulator: Emulator, case: Prefill) -> None:
     group = mma_group(case.heads // case.kv_heads)
     variant = KERNELS["paged_prefill"].variant(
-        **options(case.dtype, VX_HEAD=case.size, VX_KV=case.kv, VX_GROUP=group,
-                  VX_KEYS=prefill_keys(case.size, case.arch))
-    )  # fmt: skip
+        **options(
+            case.dtype,
+            VX_HEAD=case.size,
+            VX_KV=case.kv,
+            VX_GROUP=group,
+            VX_KEYS=prefill_keys(case.size, case.arch),
+        )
+    )
     check_prefill(emulator, case, variant, prefill_tile_tokens(group, case.size))
 
 
@@ -270,9 +277,15 @@ def check_prefill(emulator: Emulator, case: Prefill, variant: Variant, tile_toke
          case.softcap],
     )  # fmt: skip
     spec = AttentionSpec(
-        0, case.heads, case.kv_heads, case.size, scale, window=case.window or None,
-        softcap=case.softcap or None, causal=case.causal,
-    )  # fmt: skip
+        0,
+        case.heads,
+        case.kv_heads,
+        case.size,
+        scale,
+        window=case.window or None,
+        softcap=case.softcap or None,
+        causal=case.causal,
+    )
     wide_keys, wide_values = (
         wide(pages) * (1 if scales is None else wide(scales)[..., None])
         for pages, scales in (keys, values)

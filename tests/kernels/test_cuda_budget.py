@@ -71,10 +71,12 @@ def test_a_softmax_that_waits_is_found(what: str, compiler: Nvrtc, tmp_path: Pat
 def test_the_matrix_has_every_head_size_in_both_types() -> None:
     """What `nox -s kernels` compiles; here its list alone."""
     sizes = {
-        (entry, chosen["VX_DTYPE"]): {o["VX_HEAD"] for e, o in matrix()
-                                      if e == entry and o["VX_DTYPE"] == chosen["VX_DTYPE"]}
-        for entry, chosen in matrix() if "VX_HEAD" in chosen
-    }  # fmt: skip
+        (entry, chosen["VX_DTYPE"]): {
+            o["VX_HEAD"] for e, o in matrix() if e == entry and o["VX_DTYPE"] == chosen["VX_DTYPE"]
+        }
+        for entry, chosen in matrix()
+        if "VX_HEAD" in chosen
+    }
     everything = {64, 80, 96, 112, 128, 192, 256}
     for dtype in (1, 2):
         for entry in ("kv_store", "paged_decode", "paged_prefill"):

@@ -60,12 +60,18 @@ def test_integers(emulator: Emulator, case: tuple[str, *tuple[int, ...]]) -> Non
     w = random_weights(rng, (EXPERTS * outputs, inputs), bits, scale, zero, group)
     more = {"VX_TILES": tiles, "VX_ROWS": rows, "VX_FOLDS": folds(w.form.group_shift)}
     check(
-        emulator, KERNELS["experts_w4"].variant(
-            **options(dtype, VX_OUT=out, **more, **w.form.options)
-        ),
-        [w.data], w.values.reshape(EXPERTS, outputs, inputs), [w.form.group_shift], dtype=dtype,
-        tokens=tokens, chosen=chosen, tile=8 * tiles, biased=tokens != 5, out=out,
-    )  # fmt: skip
+        emulator,
+        KERNELS["experts_w4"].variant(**options(dtype, VX_OUT=out, **more, **w.form.options)),
+        [w.data],
+        w.values.reshape(EXPERTS, outputs, inputs),
+        [w.form.group_shift],
+        dtype=dtype,
+        tokens=tokens,
+        chosen=chosen,
+        tile=8 * tiles,
+        biased=tokens != 5,
+        out=out,
+    )
 
 
 CODES8 = [  # dtype, block, tokens, chosen, outputs, inputs, tiles, rows, out
@@ -91,9 +97,17 @@ def test_codes(emulator: Emulator, case: tuple[str, tuple[int, int], *tuple[int,
     values = (wide(codes.view(E4M3)) * whole).reshape(EXPERTS, outputs, inputs)
     shift = 31 if block[1] == inputs else block[1].bit_length() - 1
     check(
-        emulator, KERNELS["experts_codes8"].variant(
+        emulator,
+        KERNELS["experts_codes8"].variant(
             **options(dtype, VX_TILES=tiles, VX_ROWS=rows, VX_OUT=out)
         ),
-        [codes, as_stored(scales, block)], values, [block[0], shift], dtype=dtype, tokens=tokens,
-        chosen=chosen, tile=8 * tiles, biased=tokens != 5, out=out,
-    )  # fmt: skip
+        [codes, as_stored(scales, block)],
+        values,
+        [block[0], shift],
+        dtype=dtype,
+        tokens=tokens,
+        chosen=chosen,
+        tile=8 * tiles,
+        biased=tokens != 5,
+        out=out,
+    )

@@ -52,9 +52,17 @@ def check_codes(codes: Array, scales: Array, exact: Array, code: str) -> None:
 
 
 WIDTHS = [
-    ("bf16", 1), ("bf16", 33), ("bf16", 264), ("f16", 1), ("f16", 35), ("f16", 36), ("f32", 1),
-    ("f32", 130), ("f32", 515), ("f32", 2056),
-]  # fmt: skip
+    ("bf16", 1),
+    ("bf16", 33),
+    ("bf16", 264),
+    ("f16", 1),
+    ("f16", 35),
+    ("f16", 36),
+    ("f32", 1),
+    ("f32", 130),
+    ("f32", 515),
+    ("f32", 2056),
+]
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -197,10 +205,17 @@ def test_dequantize(
 
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("blocks", BLOCKS)
-@pytest.mark.parametrize(("dtype", "tokens", "tile", "out"), [
-    ("bf16", 1, 1, 0), ("f16", 5, 2, 0), ("f32", 7, 4, 1), ("bf16", 3, 1, 0), ("f16", 1, 2, 0),
-    ("f32", 1, 4, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "tile", "out"),
+    [
+        ("bf16", 1, 1, 0),
+        ("f16", 5, 2, 0),
+        ("f32", 7, 4, 1),
+        ("bf16", 3, 1, 0),
+        ("f16", 1, 2, 0),
+        ("f32", 1, 4, 1),
+    ],
+)
 def test_gemv(
     emulator: Emulator, code: str, blocks: str, dtype: str, tokens: int, tile: int, out: int
 ) -> None:
@@ -236,8 +251,9 @@ def test_rescale(
     emulator: Emulator, code: str, dtype: str, out: int, biased: bool, tokens: int, outputs: int
 ) -> None:
     rng = np.random.default_rng(5)
-    sums = on_device(rng.integers(-(10**6), 10**6, (tokens, outputs)),
-                     np.int32 if code == "i8" else np.float32)  # fmt: skip
+    sums = on_device(
+        rng.integers(-(10**6), 10**6, (tokens, outputs)), np.int32 if code == "i8" else np.float32
+    )
     x_scales, w_scales = (on_device(rng.random(n) / 1000, np.float32) for n in (tokens, outputs))
     bias = normal(rng, (outputs,), "f32") if biased else None
     y = empty((tokens, outputs + 5), np.float32 if out else NUMPY_TYPES[dtype])
@@ -269,7 +285,7 @@ MMA = [  # dtype, blocks, tokens, outputs, inputs, tiles, rows, splits, out
     ("f16", "blocks", 9, 1, 80, 2, 2, 1, 1),
     ("f16", "halves", 65, 17, 64, 8, 2, 1, 0),
     ("bf16", "rows", 31, 15, 48, 4, 2, 1, 0),
-]  # fmt: skip
+]
 MMA_BLOCKS = {"rows": (1, 10**6), "halves": (1, 64), "blocks": (24, 128), "tensor": (10**6, 10**6)}
 
 
@@ -277,9 +293,17 @@ MMA_BLOCKS = {"rows": (1, 10**6), "halves": (1, 64), "blocks": (24, 128), "tenso
     ("dtype", "blocks", "tokens", "outputs", "inputs", "tiles", "rows", "parts", "out"), MMA
 )
 def test_mma(
-    emulator: Emulator, dtype: str, blocks: str, tokens: int, outputs: int, inputs: int,
-    tiles: int, rows: int, parts: int, out: int,
-) -> None:  # fmt: skip
+    emulator: Emulator,
+    dtype: str,
+    blocks: str,
+    tokens: int,
+    outputs: int,
+    inputs: int,
+    tiles: int,
+    rows: int,
+    parts: int,
+    out: int,
+) -> None:
     """Every code but NaN among them, subnormal ones too; scales of rows, of parts of rows, of
     blocks whose last is smaller, of all."""
     rng = np.random.default_rng(inputs)
@@ -314,9 +338,16 @@ def test_mma(
     assert_near(y[:, :outputs], want, "f32" if out else dtype, scale=magnitude if out else 2)
 
 
-@pytest.mark.parametrize(("dtype", "width"), [
-    ("f16", 8), ("bf16", 128), ("bf16", 132), ("f16", 400), ("bf16", 2064),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [
+        ("f16", 8),
+        ("bf16", 128),
+        ("bf16", 132),
+        ("f16", 400),
+        ("bf16", 2064),
+    ],
+)
 @pytest.mark.parametrize("source", ["x", "norm", "sum and norm"])
 def test_scales_of_128_columns(emulator: Emulator, dtype: str, width: int, source: str) -> None:
     """Each group as if it were a row, its scale beside other rows'; the last one smaller."""
@@ -331,9 +362,7 @@ def test_scales_of_128_columns(emulator: Emulator, dtype: str, width: int, sourc
     groups = -(-width // 128)
     codes, scales = empty(x.shape, E4M3), inout(np.full((groups, pitch), 7), np.float32)
     entry = {"x": "quantize_rows", "norm": "rms_norm_codes", "sum and norm": "add_rms_norm_codes"}
-    chosen = options(
-        dtype, VX_VEC=vector_width(width), VX_CODE=CODES["f8e4m3"], VX_GROUPS=1
-    )  # fmt: skip
+    chosen = options(dtype, VX_VEC=vector_width(width), VX_CODE=CODES["f8e4m3"], VX_GROUPS=1)
     inputs = {"x": [x], "norm": [x, weight], "sum and norm": [x, residual, weight]}[source]
     eps = [] if source == "x" else [1e-5]
     arguments = [*inputs, codes.view(np.uint8), scales, width, *eps, 0.0, pitch]
@@ -356,10 +385,16 @@ def test_scales_of_128_columns(emulator: Emulator, dtype: str, width: int, sourc
         check_codes(codes[finite, columns], scales[group, :rows][finite], part[finite], "f8e4m3")
 
 
-@pytest.mark.parametrize(("dtype", "tokens", "outputs", "inputs", "out", "biased"), [
-    ("bf16", 1, 1, 16, 0, True), ("f16", 131, 129, 400, 1, False), ("bf16", 5, 201, 528, 1, True),
-    ("bf16", 77, 24, 1040, 0, False), ("f16", 1, 1, 16, 0, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "outputs", "inputs", "out", "biased"),
+    [
+        ("bf16", 1, 1, 16, 0, True),
+        ("f16", 131, 129, 400, 1, False),
+        ("bf16", 5, 201, 528, 1, True),
+        ("bf16", 77, 24, 1040, 0, False),
+        ("f16", 1, 1, 16, 0, True),
+    ],
+)
 def test_blocks(
     emulator: Emulator, dtype: str, tokens: int, outputs: int, inputs: int, out: int, biased: bool
 ) -> None:

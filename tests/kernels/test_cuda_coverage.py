@@ -85,9 +85,13 @@ def launched(out: Path) -> list[dict[str, Any]]:
                "-k", "forward"]  # fmt: skip
     files = map(str, sorted(TESTS.glob("test_cuda_*.py")))
     done = subprocess.run(
-        [*command, *files], cwd=TESTS.parents[1], text=True, capture_output=True, check=False,
+        [*command, *files],
+        cwd=TESTS.parents[1],
+        text=True,
+        capture_output=True,
+        check=False,
         env={**outer, "LAUNCHES": str(out)},
-    )  # fmt: skip
+    )
     # where a test wants an error of what was computed it fails, behind its launch
     assert done.returncode in (0, 1), done.stdout[-2000:] + done.stderr[-2000:]
     found: list[dict[str, Any]] = json.loads(out.read_text())
@@ -110,11 +114,16 @@ def test_every_kernel_meets_every_type_and_size(tmp_path: Path) -> None:
 def test_a_size_that_no_test_has_is_missed() -> None:
     whole = [
         {"options": {"VX_DTYPE": dtype, "VX_VEC": vec}, "values": {**sizes, "bias?": biased}}
-        for dtype in (0, 1, 2) for biased in (0, 1)
-        for vec, sizes in ((1, {"rows": 1, "width": 1}), (1, {"rows": 3, "width": 33}),
-                           (2, {"rows": 3, "width": 130}), (4, {"rows": 3, "width": 36}),
-                           (8, {"rows": 3, "width": 1032}))
-    ]  # fmt: skip
+        for dtype in (0, 1, 2)
+        for biased in (0, 1)
+        for vec, sizes in (
+            (1, {"rows": 1, "width": 1}),
+            (1, {"rows": 3, "width": 33}),
+            (2, {"rows": 3, "width": 130}),
+            (4, {"rows": 3, "width": 36}),
+            (8, {"rows": 3, "width": 1032}),
+        )
+    ]
 
     def found(some: Callable[[dict[str, int]], bool]) -> set[str]:
         left = [one for one in whole if some({**one["values"], **one["options"]})]

@@ -61,9 +61,13 @@ def test_a_token_without_numbers_disturbs_nobody(emulator: Emulator, score: str)
 
 
 def route(
-    emulator: Emulator, score: str, logits: Array, bias: Array | None, factor: Array | None,
+    emulator: Emulator,
+    score: str,
+    logits: Array,
+    bias: Array | None,
+    factor: Array | None,
     spec: tuple[Any, ...],
-) -> tuple[Array, Array]:  # fmt: skip
+) -> tuple[Array, Array]:
     (tokens, experts), (chosen, groups, kept, best_two, renormalise) = logits.shape, spec
     ids, weights = empty((tokens, chosen), np.int32), empty((tokens, chosen), np.float32)
     dtype = {4: "f32", 2: "f16" if logits.dtype == np.float16 else "bf16"}[logits.itemsize]
@@ -174,9 +178,17 @@ def test_products_with_experts(emulator: Emulator, case: tuple[str, str, *tuple[
 
 
 WIDTHS = [
-    ("f32", 1, 1), ("f32", 3, 257), ("f32", 2, 130), ("f32", 1, 1028), ("f32", 1, 2056),
-    ("f16", 1, 1), ("f16", 3, 33), ("bf16", 1, 1), ("bf16", 3, 257), ("bf16", 2, 2056),
-]  # fmt: skip
+    ("f32", 1, 1),
+    ("f32", 3, 257),
+    ("f32", 2, 130),
+    ("f32", 1, 1028),
+    ("f32", 1, 2056),
+    ("f16", 1, 1),
+    ("f16", 3, 33),
+    ("bf16", 1, 1),
+    ("bf16", 3, 257),
+    ("bf16", 2, 2056),
+]
 
 
 @pytest.mark.parametrize(("dtype", "tokens", "width"), WIDTHS)

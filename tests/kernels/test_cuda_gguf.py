@@ -62,10 +62,13 @@ def test_one_block_and_more_than_a_launch_takes(emulator: Emulator, name: str) -
         np.testing.assert_array_equal(y, values)
 
 
-@pytest.mark.parametrize(("dtype", "name"), [
-    *(("bf16", name) for name in ("q4_k", "q6_k", "q8_0", "q5_1", "mxfp4")),
-    *(("f16", name) for name in ("q4_k", "q2_k", "q3_k", "q5_0", "iq4_xs")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        *(("bf16", name) for name in ("q4_k", "q6_k", "q8_0", "q5_1", "mxfp4")),
+        *(("f16", name) for name in ("q4_k", "q2_k", "q3_k", "q5_0", "iq4_xs")),
+    ],
+)
 def test_dequantised_to_16_bits(emulator: Emulator, dtype: str, name: str) -> None:
     rng, unit = np.random.default_rng(0), block_values(BLOCKS[name])
     variant = KERNELS["gguf_dequantize"].variant(**options(dtype, VX_BLOCK=BLOCKS[name]))
@@ -100,9 +103,15 @@ GEMV = [  # block, dtype, tokens, tile, out, outputs, blocks of a row or 0: 4352
 
 @pytest.mark.parametrize(("name", "dtype", "tokens", "tile", "out", "outputs", "blocks"), GEMV)
 def test_gguf_gemv(
-    emulator: Emulator, name: str, dtype: str, tokens: int, tile: int, out: int, outputs: int,
+    emulator: Emulator,
+    name: str,
+    dtype: str,
+    tokens: int,
+    tile: int,
+    out: int,
+    outputs: int,
     blocks: int,
-) -> None:  # fmt: skip
+) -> None:
     rng = np.random.default_rng(BLOCKS[name])
     inputs = blocks * block_values(BLOCKS[name]) or 4352
     w, values = random_blocks(name, outputs, inputs, rng)
@@ -133,10 +142,13 @@ def test_gguf_gemv(
 
 # block, dtype, tokens, chosen, tile, outputs, blocks of a row, with bias, f32 answers
 EXPERTS = [
-    ("q4_k", "bf16", 9, 2, 8, 5, 3, True, 0), ("mxfp4", "bf16", 2, 1, 4, 1, 1, False, 1),
-    ("q8_0", "f16", 5, 2, 8, 3, 3, False, 0), ("q6_k", "f16", 1, 2, 4, 1, 1, True, 1),
-    ("q5_1", "f32", 3, 2, 4, 3, 3, True, 1), ("q8_0", "f32", 1, 1, 4, 1, 1, False, 1),
-]  # fmt: skip
+    ("q4_k", "bf16", 9, 2, 8, 5, 3, True, 0),
+    ("mxfp4", "bf16", 2, 1, 4, 1, 1, False, 1),
+    ("q8_0", "f16", 5, 2, 8, 3, 3, False, 0),
+    ("q6_k", "f16", 1, 2, 4, 1, 1, True, 1),
+    ("q5_1", "f32", 3, 2, 4, 3, 3, True, 1),
+    ("q8_0", "f32", 1, 1, 4, 1, 1, False, 1),
+]
 
 
 @pytest.mark.parametrize("case", EXPERTS, ids=lambda case: "-".join(map(str, case)))

@@ -14,10 +14,17 @@ from vllmx_cuda.testing.emulator import Emulator, empty
 from .cuda_arrays import NUMPY_TYPES, assert_near, inout, normal, on_device, options, wide
 
 WIDTHS = [
-    ("f32", 1), ("f32", 257), ("f32", 130), ("f32", 2056),
-    ("f16", 1), ("f16", 33), ("f16", 588),
-    ("bf16", 1), ("bf16", 257), ("bf16", 1032),
-]  # fmt: skip
+    ("f32", 1),
+    ("f32", 257),
+    ("f32", 130),
+    ("f32", 2056),
+    ("f16", 1),
+    ("f16", 33),
+    ("f16", 588),
+    ("bf16", 1),
+    ("bf16", 257),
+    ("bf16", 1032),
+]
 
 
 @pytest.mark.parametrize(("dtype", "width"), WIDTHS)
@@ -64,9 +71,10 @@ def test_features_are_kept_and_placed(emulator: Emulator, dtype: str, width: int
         for adds in (0, 1):
             y = empty(before.shape, before.dtype)
             emulator.launch(
-                KERNELS["place"].variant(**chosen), shape,
+                KERNELS["place"].variant(**chosen),
+                shape,
                 [before, on_device(picked[:rows], np.int32), kept, y, width, adds],
-            )  # fmt: skip
+            )
             want = wide(before)
             for token, row in enumerate(picked[:rows]):
                 if row >= 0:
@@ -75,9 +83,12 @@ def test_features_are_kept_and_placed(emulator: Emulator, dtype: str, width: int
 
 
 TURNS = {
-    "sections": (0, 0, 1, 2), "in turns": (0, 1, 2) * 21 + (0,), "one": (0,), "last axis": (3, 0),
+    "sections": (0, 0, 1, 2),
+    "in turns": (0, 1, 2) * 21 + (0,),
+    "one": (0,),
+    "last axis": (3, 0),
     "over words": tuple(np.random.default_rng(3).integers(0, MAX_AXES, 128).tolist()),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -89,9 +100,10 @@ def test_turn(emulator: Emulator, name: str, tokens: int) -> None:
     positions = on_device(rng.integers(0, 40, (tokens, lines)), np.int32)
     y, count = empty((tokens, 2 * half), np.float32), tokens * half
     emulator.launch(
-        KERNELS["turn"].variant(**options("f32", VX_VEC=1)), {"count": count},
+        KERNELS["turn"].variant(**options("f32", VX_VEC=1)),
+        {"count": count},
         [rope, positions, y, count, half, lines, *axis_words(axes)],
-    )  # fmt: skip
+    )
     plan: StepPlan = make_plan([Row([1] * tokens, 0, [0])], 16)
     plan.rope_positions = positions.T
     np.testing.assert_array_equal(y, rotations(rope, plan, axes))

@@ -16,9 +16,13 @@ from .cuda_arrays import Array, assert_near, inout, normal, on_device, options, 
 PAGE_SHIFT = 2
 # dtype, tokens, heads, rank, nope, rotary, interleaved
 STORES = [
-    ("f32", 3, 2, 20, 6, 2, 1), ("bf16", 1, 1, 300, 8, 16, 0), ("f16", 3, 3, 33, 5, 4, 1),
-    ("f32", 1, 1, 1, 1, 2, 0), ("bf16", 3, 1, 32, 4, 4, 1), ("f16", 1, 2, 8, 4, 2, 0),
-]  # fmt: skip
+    ("f32", 3, 2, 20, 6, 2, 1),
+    ("bf16", 1, 1, 300, 8, 16, 0),
+    ("f16", 3, 3, 33, 5, 4, 1),
+    ("f32", 1, 1, 1, 1, 2, 0),
+    ("bf16", 3, 1, 32, 4, 4, 1),
+    ("f16", 1, 2, 8, 4, 2, 0),
+]
 
 
 @pytest.mark.parametrize("case", STORES, ids=lambda case: "-".join(map(str, case)))
@@ -53,11 +57,15 @@ def test_store(emulator: Emulator, case: tuple[str, *tuple[int, ...]]) -> None:
 
 # dtype, heads, rank, rotary, positions of each token's items
 DECODES: list[tuple[str, int, int, int, list[list[int]]]] = [
-    ("f32", 3, 20, 2, [[5], [1]]), ("f32", 9, 33, 8, [[40, 3], [], [1]]),
-    ("bf16", 16, 300, 4, [[33], [2], [4]]), ("f16", 1, 8, 2, [[32, 32, 1], [7], [1]]),
-    ("bf16", 1, 1, 2, [[2, 1]]), ("f32", 1, 1, 2, [[1]]), ("f16", 3, 257, 2, [[9]]),
+    ("f32", 3, 20, 2, [[5], [1]]),
+    ("f32", 9, 33, 8, [[40, 3], [], [1]]),
+    ("bf16", 16, 300, 4, [[33], [2], [4]]),
+    ("f16", 1, 8, 2, [[32, 32, 1], [7], [1]]),
+    ("bf16", 1, 1, 2, [[2, 1]]),
+    ("f32", 1, 1, 2, [[1]]),
+    ("f16", 3, 257, 2, [[9]]),
     ("bf16", 2, 3, 2, [[1]] * 3),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", DECODES, ids=lambda case: "-".join(map(str, case)))
@@ -99,10 +107,14 @@ def test_decode(emulator: Emulator, case: tuple[str, int, int, int, list[list[in
 
 # dtype, tokens, heads, outputs, inputs, tile, f32 answers
 HEADS = [
-    ("f32", 1, 1, 1, 1, 1, 1), ("f32", 5, 3, 7, 33, 4, 0), ("f16", 1, 2, 1, 1, 1, 0),
-    ("f16", 3, 2, 5, 36, 2, 1), ("f16", 2, 1, 3, 33, 2, 0),
-    ("bf16", 1, 2, 1, 1, 1, 0), ("bf16", 9, 2, 9, 33, 8, 1),
-]  # fmt: skip
+    ("f32", 1, 1, 1, 1, 1, 1),
+    ("f32", 5, 3, 7, 33, 4, 0),
+    ("f16", 1, 2, 1, 1, 1, 0),
+    ("f16", 3, 2, 5, 36, 2, 1),
+    ("f16", 2, 1, 3, 33, 2, 0),
+    ("bf16", 1, 2, 1, 1, 1, 0),
+    ("bf16", 9, 2, 9, 33, 8, 1),
+]
 
 
 @pytest.mark.parametrize("case", HEADS, ids=lambda case: "-".join(map(str, case)))

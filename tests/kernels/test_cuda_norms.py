@@ -61,10 +61,13 @@ def test_layer_norm(emulator: Emulator, dtype: str, rows: int, width: int, biase
 
 
 HEADS = [  # heads, kv heads, size, norms of q and k, kind, across, values
-    (2, 1, 20, (1, 1), "rms", 0, 0), (4, 2, 16, (1, 1), "layer", 0, 0),
-    (3, 3, 33, (1, 1), "rms", 1, 0), (2, 1, 130, (0, 1), "rms", 0, 1),
-    (1, 1, 1, (0, 0), "rms", 0, 1), (40, 2, 64, (1, 0), "rms", 1, 1),
-]  # fmt: skip
+    (2, 1, 20, (1, 1), "rms", 0, 0),
+    (4, 2, 16, (1, 1), "layer", 0, 0),
+    (3, 3, 33, (1, 1), "rms", 1, 0),
+    (2, 1, 130, (0, 1), "rms", 0, 1),
+    (1, 1, 1, (0, 0), "rms", 0, 1),
+    (40, 2, 64, (1, 0), "rms", 1, 1),
+]
 
 
 @pytest.mark.parametrize("dtype", NUMPY_TYPES)
@@ -80,9 +83,10 @@ def test_head_norm(emulator: Emulator, dtype: str, case: tuple[Any, ...]) -> Non
     out = empty(qkv.shape, qkv.dtype)
     variant = KERNELS["head_norm"].variant(**options(dtype, VX_VEC=vector_width(size)))
     sizes = {
-        "rows": rows, "runs": head_runs(heads, kv_heads, bool(across)),
+        "rows": rows,
+        "runs": head_runs(heads, kv_heads, bool(across)),
         "width": heads * size if across else size,
-    }  # fmt: skip
+    }
     shape = (heads, kv_heads, size, across, int(kind == "layer"), values, EPS)
     emulator.launch(variant, sizes, [qkv, *norms, out, *shape])
     spec = HeadNormSpec(heads, kv_heads, size, EPS, kind, bool(across), bool(values))

@@ -26,9 +26,13 @@ WIDTHS = [
 ]  # fmt: skip
 ACTIVATED = [
     *(("silu", *case) for case in WIDTHS),
-    *((kind, *case) for kind in ACTIVATIONS if kind != "silu"
-      for case in (("bf16", 2056), ("f16", 33), ("f32", 130))),
-]  # fmt: skip
+    *(
+        (kind, *case)
+        for kind in ACTIVATIONS
+        if kind != "silu"
+        for case in (("bf16", 2056), ("f16", 33), ("f32", 130))
+    ),
+]
 
 
 @pytest.mark.parametrize(("kind", "dtype", "width"), ACTIVATED)
@@ -50,14 +54,25 @@ def test_activations(emulator: Emulator, kind: GateKind, dtype: str, width: int)
 # (type, features, features that share a factor)
 SPANS = [
     *((dtype, width, 1) for dtype, width in WIDTHS),
-    ("f32", 96, 32), ("f32", 33, 33), ("f32", 260, 130), ("bf16", 2056, 257), ("bf16", 512, 128),
-    ("bf16", 60, 20), ("f16", 514, 514), ("f16", 84, 12), ("f16", 10, 2),
-]  # fmt: skip
+    ("f32", 96, 32),
+    ("f32", 33, 33),
+    ("f32", 260, 130),
+    ("bf16", 2056, 257),
+    ("bf16", 512, 128),
+    ("bf16", 60, 20),
+    ("f16", 514, 514),
+    ("f16", 84, 12),
+    ("f16", 10, 2),
+]
 GATED = [
     *(("sigmoid", *case) for case in SPANS),
-    *((kind, *case) for kind in GATES if kind != "sigmoid"
-      for case in (("bf16", 2056, 1), ("f16", 33, 1), ("f32", 260, 130))),
-]  # fmt: skip
+    *(
+        (kind, *case)
+        for kind in GATES
+        if kind != "sigmoid"
+        for case in (("bf16", 2056, 1), ("f16", 33, 1), ("f32", 260, 130))
+    ),
+]
 
 
 @pytest.mark.parametrize(("kind", "dtype", "width", "span"), GATED)
@@ -164,9 +179,7 @@ def test_a_step_begins_with_its_tokens_and_table(emulator: Emulator) -> None:
     want[patches[:270, 0]] = patches[:270, 1]
     variant = KERNELS["begin_step"].variant(**options("f32", VX_VEC=1))
     sent = on_device(patches, np.int32)
-    emulator.launch(
-        variant, {"count": 5, "patches": 300}, [tokens, sampled, table, sent, 5, 300]
-    )  # fmt: skip
+    emulator.launch(variant, {"count": 5, "patches": 300}, [tokens, sampled, table, sent, 5, 300])
     assert tokens.tolist() == [5, 31, 7, 0, 0]
     np.testing.assert_array_equal(table, want)
 
@@ -184,12 +197,20 @@ def test_steps_of_other_sizes(emulator: Emulator, count: int, patches: int) -> N
 
 
 GEMV = [
-    ("bf16", 1, 4, 1, 1, 0), ("bf16", 3, 4, 1, 7, 0), ("f16", 1, 4, 1, 1, 0),
-    ("bf16", 2, 2, 5, 36, 1), ("f16", 1, 4, 1, 33, 0),
-    ("f16", 9, 4, 3, 1032, 0), ("f32", 1, 8, 5, 2056, 0),
-    ("bf16", 1, 1, 9, 1024, 0), ("bf16", 3, 2, 6, 2056, 1), ("f16", 4, 4, 5, 72, 0),
-    ("f32", 5, 8, 17, 33, 0), ("f32", 2, 1, 3, 514, 1), ("f32", 1, 1, 1, 1, 0),
-]  # fmt: skip
+    ("bf16", 1, 4, 1, 1, 0),
+    ("bf16", 3, 4, 1, 7, 0),
+    ("f16", 1, 4, 1, 1, 0),
+    ("bf16", 2, 2, 5, 36, 1),
+    ("f16", 1, 4, 1, 33, 0),
+    ("f16", 9, 4, 3, 1032, 0),
+    ("f32", 1, 8, 5, 2056, 0),
+    ("bf16", 1, 1, 9, 1024, 0),
+    ("bf16", 3, 2, 6, 2056, 1),
+    ("f16", 4, 4, 5, 72, 0),
+    ("f32", 5, 8, 17, 33, 0),
+    ("f32", 2, 1, 3, 514, 1),
+    ("f32", 1, 1, 1, 1, 0),
+]
 
 
 @pytest.mark.parametrize(("dtype", "tokens", "tile", "outputs", "inputs", "out"), GEMV)
@@ -207,13 +228,17 @@ def test_linear_gemv(
 
 
 MMA = [  # dtype, tokens, tiles, rows, splits, outputs, inputs, out
-    ("bf16", 1, 1, 1, 1, 40, 1024, 0), ("f16", 16, 2, 2, 1, 16, 96, 1),
-    ("bf16", 17, 2, 2, 1, 33, 2080, 1), ("bf16", 5, 1, 2, 1, 40, 32, 0),
-    ("bf16", 9, 2, 1, 2, 13, 4128, 1), ("f16", 7, 1, 1, 4, 24, 544, 0),
+    ("bf16", 1, 1, 1, 1, 40, 1024, 0),
+    ("f16", 16, 2, 2, 1, 16, 96, 1),
+    ("bf16", 17, 2, 2, 1, 33, 2080, 1),
+    ("bf16", 5, 1, 2, 1, 40, 32, 0),
+    ("bf16", 9, 2, 1, 2, 13, 4128, 1),
+    ("f16", 7, 1, 1, 4, 24, 544, 0),
     ("bf16", 20, 2, 1, 8, 5, 96, 0),  # pieces without columns
-    ("bf16", 1, 1, 1, 1, 1, 32, 0), ("f16", 1, 1, 1, 1, 1, 32, 0),
+    ("bf16", 1, 1, 1, 1, 1, 32, 0),
+    ("f16", 1, 1, 1, 1, 1, 32, 0),
     ("f16", 9, 1, 1, 1, 17, 64, 0),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", MMA, ids=lambda case: "-".join(map(str, case)))
@@ -267,9 +292,16 @@ def test_splits_of_few_outputs() -> None:
 
 
 def multiply_by_mma(
-    emulator: Emulator, x: Array, w: Array, bias: Array | None, y: Array, dtype: str,
-    tiles: int, rows: int, parts: int,
-) -> None:  # fmt: skip
+    emulator: Emulator,
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    y: Array,
+    dtype: str,
+    tiles: int,
+    rows: int,
+    parts: int,
+) -> None:
     (tokens, inputs), outputs = x.shape, len(w)
     partial = empty((parts, tokens, outputs), np.float32) if parts > 1 else None
     arrivals = inout(np.zeros(-(-outputs // 8) * tokens), np.uint32) if parts > 1 else None

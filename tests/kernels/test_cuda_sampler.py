@@ -19,12 +19,25 @@ from .cuda_arrays import Array, on_device
 def sampling_rows(count: int, **given: Any) -> SamplingRows:
     """Greedy rows without any wish, unless given."""
     values: dict[str, Any] = {
-        "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
-        "frequency_penalty": 0.0, "presence_penalty": 0.0, "seed": 0, "position": 0, "target": -1,
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "seed": 0,
+        "position": 0,
+        "target": -1,
         "num_logprobs": -1,
-    }  # fmt: skip
-    types = {"top_k": np.int32, "position": np.int32, "target": np.int32,
-             "num_logprobs": np.int32, "seed": np.uint64}  # fmt: skip
+    }
+    types = {
+        "top_k": np.int32,
+        "position": np.int32,
+        "target": np.int32,
+        "num_logprobs": np.int32,
+        "seed": np.uint64,
+    }
     arrays = {
         name: np.broadcast_to(given.pop(name, value), count).astype(types.get(name, np.float32))
         for name, value in values.items()
@@ -97,9 +110,11 @@ def run_sampler(
     parts += tops if width else [None, None]
     launch("logprob_chunks", size, [raw, device["num_logprobs"], *parts, vocab, width])
     out = {
-        "chosen": empty(count, np.float32), "rank": empty(count, np.int32),
-        "top_ids": empty((count, width), np.int32), "top": empty((count, width), np.float32),
-    }  # fmt: skip
+        "chosen": empty(count, np.float32),
+        "rank": empty(count, np.int32),
+        "top_ids": empty((count, width), np.int32),
+        "top": empty((count, width), np.float32),
+    }
     launch("logprob_rows", {"rows": count}, [
         raw, device["num_logprobs"], ids, *parts,
         *(array if array.size else None for array in out.values()), vocab, chunks, width,
@@ -177,11 +192,18 @@ def test_masks_edits_and_penalties(emulator: Emulator) -> None:
     )
     masks = rng.integers(0, 1 << 32, (2, 4), dtype=np.uint64).astype(np.uint32)
     rows = sampling_rows(
-        count, temperature=[0, 0.7, 0, 1.3, 0, 1], seed=np.arange(count), edits=edits,
-        counts=counts, masks=masks, mask_index=np.array([0, 1, -1, -1, 1, 0], np.int32),
-        repetition_penalty=[1.3, 0.7, 1, 1.1, 2, 1], frequency_penalty=[0.5, 0, -1, 0.2, 0, 0],
-        presence_penalty=[0, 0.3, 0.4, -0.2, 0, 1], num_logprobs=2,
-    )  # fmt: skip
+        count,
+        temperature=[0, 0.7, 0, 1.3, 0, 1],
+        seed=np.arange(count),
+        edits=edits,
+        counts=counts,
+        masks=masks,
+        mask_index=np.array([0, 1, -1, -1, 1, 0], np.int32),
+        repetition_penalty=[1.3, 0.7, 1, 1.1, 2, 1],
+        frequency_penalty=[0.5, 0, -1, 0.2, 0, 0],
+        presence_penalty=[0, 0.3, 0.4, -0.2, 0, 1],
+        num_logprobs=2,
+    )
     check(emulator, logits, rows, fed)
     check(emulator, logits, replace(rows, masks=None, mask_index=None, edits=None), fed)
 
@@ -212,9 +234,14 @@ def test_rows_without_a_wish_beside_one_that_has_some(emulator: Emulator, vocab:
     counts = TokenCounts(start, ids, np.ones(vocab, np.int32), np.array([False, True, False]))
     masks = np.array([[1, 0]], np.uint32)[:, : -(-vocab // 32)]
     rows = sampling_rows(
-        3, edits=edits, counts=counts, masks=masks, mask_index=np.array([-1, -1, 0], np.int32),
-        repetition_penalty=1.5, temperature=[0, 0.7, 1.3],
-    )  # fmt: skip
+        3,
+        edits=edits,
+        counts=counts,
+        masks=masks,
+        mask_index=np.array([-1, -1, 0], np.int32),
+        repetition_penalty=1.5,
+        temperature=[0, 0.7, 1.3],
+    )
     want = check(emulator, logits, rows)
     assert want.ids[2] == 0
     alone = LogitEdits(np.array([0, vocab], np.int32), ids, edits.values)
@@ -233,9 +260,13 @@ def test_rows_that_cannot_be_sampled_are_refused(emulator: Emulator) -> None:
     index = np.array([-1, -1, -1, 0, -1, -1], np.int32)
     target = np.array([4, -1, -1, -1, 5, -1])
     rows = sampling_rows(
-        6, temperature=[0, 1, 1, 1, 0, 1], target=target, num_logprobs=1, masks=masks,
+        6,
+        temperature=[0, 1, 1, 1, 0, 1],
+        target=target,
+        num_logprobs=1,
+        masks=masks,
         mask_index=index,
-    )  # fmt: skip
+    )
     want = check(emulator, logits, rows)
     assert (want.ids[:4] == -1).all()
     assert (want.ids[4:] >= 0).all()

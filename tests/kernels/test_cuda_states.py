@@ -30,9 +30,16 @@ def plan_of(name: str) -> StepPlan:
     start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     none = np.zeros(0, np.int32)
     return StepPlan(
-        none, none, (), start, np.array(counts, np.int32), (), none,
-        np.array(source, np.int32), np.array(target, np.int32),
-    )  # fmt: skip
+        none,
+        none,
+        (),
+        start,
+        np.array(counts, np.int32),
+        (),
+        none,
+        np.array(source, np.int32),
+        np.array(target, np.int32),
+    )
 
 
 def ints(values: Any) -> I32:
@@ -63,9 +70,14 @@ def check_slots(found: Array, expected: Array, size: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", NUMPY_TYPES)
-@pytest.mark.parametrize(("name", "channels", "kernel", "biased", "silu"), [
-    ("one token", 1, 2, 0, 0), ("rows", 33, 4, 1, 1), ("rows", 261, 3, 0, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "channels", "kernel", "biased", "silu"),
+    [
+        ("one token", 1, 2, 0, 0),
+        ("rows", 33, 4, 1, 1),
+        ("rows", 261, 3, 0, 1),
+    ],
+)
 def test_short_conv(
     emulator: Emulator, dtype: str, name: str, channels: int, kernel: int, biased: int, silu: int
 ) -> None:
@@ -138,9 +150,11 @@ def test_recurrence(emulator: Emulator, dtype: str, case: str) -> None:
         int(spec.tiled), size + 3, spec.scale, spec.norm_eps, spec.dt_min, spec.dt_max,
     ]  # fmt: skip
     shape = {
-        "rows": plan.num_rows + pad, "heads": heads, "keys": spec.key_size,
+        "rows": plan.num_rows + pad,
+        "heads": heads,
+        "keys": spec.key_size,
         "values": spec.value_size,
-    }  # fmt: skip
+    }
     variant = KERNELS["recurrence"].variant(
         **options(dtype, VX_KEYS=keys_of(spec.key_size), VX_VEC=vec)
     )

@@ -63,18 +63,30 @@ def random_weights(
 
 
 def run(
-    emulator: Emulator, w: Weights, x: Array, bias: Array | None, dtype: str, out: int,
-    *, tiles: int, rows: int, parts: int = 1,
-) -> Array:  # fmt: skip
+    emulator: Emulator,
+    w: Weights,
+    x: Array,
+    bias: Array | None,
+    dtype: str,
+    out: int,
+    *,
+    tiles: int,
+    rows: int,
+    parts: int = 1,
+) -> Array:
     (tokens, inputs), outputs = x.shape, len(w.values)
     pitch = outputs + 3
     y = inout(np.full((tokens, pitch), 7), np.float32 if out else x.dtype)
     partial = empty((parts, tokens, outputs), np.float32) if parts > 1 else None
     arrivals = inout(np.zeros(-(-outputs // 16) * 8), np.uint32) if parts > 1 else None
     chosen = options(
-        dtype, VX_TILES=tiles, VX_ROWS=rows, VX_FOLDS=folds(w.form.group_shift), VX_OUT=out,
+        dtype,
+        VX_TILES=tiles,
+        VX_ROWS=rows,
+        VX_FOLDS=folds(w.form.group_shift),
+        VX_OUT=out,
         **w.form.options,
-    )  # fmt: skip
+    )
     sizes = {"tokens": tokens, "outputs": outputs, "width": inputs, "splits": parts}
     emulator.launch(
         KERNELS["w4_linear"].variant(**chosen),
@@ -143,25 +155,34 @@ def test_a_token_has_the_same_bits_in_any_batch(emulator: Emulator, parts: int) 
 
 
 DEQUANTIZE = [
-    ("bf16", 4, F16, ZERO_CODES, 32, 17, 544), ("f16", 4, F32, ZERO_MIDDLE, 4096, 32, 1056),
-    ("bf16", 4, F16, MINIMA, 64, 5, 608), ("bf16", 8, BF16, ZERO_CODES, 128, 33, 640),
-    ("f16", 8, F16, ZERO_MIDDLE, 32, 16, 96), ("bf16", 6, F16, ZERO_MIDDLE, 16, 17, 544),
-    ("f32", 4, F16, ZERO_CODES, 32, 19, 160), ("f32", 4, F16, ZERO_CODES, 32, 1, 32),
-    ("f16", 8, F16, ZERO_MIDDLE, 32, 1, 32), ("f16", 8, F16, ZERO_MIDDLE, 32, 33, 96),
+    ("bf16", 4, F16, ZERO_CODES, 32, 17, 544),
+    ("f16", 4, F32, ZERO_MIDDLE, 4096, 32, 1056),
+    ("bf16", 4, F16, MINIMA, 64, 5, 608),
+    ("bf16", 8, BF16, ZERO_CODES, 128, 33, 640),
+    ("f16", 8, F16, ZERO_MIDDLE, 32, 16, 96),
+    ("bf16", 6, F16, ZERO_MIDDLE, 16, 17, 544),
+    ("f32", 4, F16, ZERO_CODES, 32, 19, 160),
+    ("f32", 4, F16, ZERO_CODES, 32, 1, 32),
+    ("f16", 8, F16, ZERO_MIDDLE, 32, 1, 32),
+    ("f16", 8, F16, ZERO_MIDDLE, 32, 33, 96),
     ("bf16", 4, F16, ZERO_CODES, 32, 1, 32),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
     ("dtype", "bits", "scale", "zero", "group", "outputs", "inputs"), DEQUANTIZE
 )
 def test_w4_dequantize(
-    emulator: Emulator, dtype: str, bits: int, scale: int, zero: int, group: int, outputs: int,
+    emulator: Emulator,
+    dtype: str,
+    bits: int,
+    scale: int,
+    zero: int,
+    group: int,
+    outputs: int,
     inputs: int,
-) -> None:  # fmt: skip
-    w = random_weights(
-        np.random.default_rng(inputs), (outputs, inputs), bits, scale, zero, group
-    )  # fmt: skip
+) -> None:
+    w = random_weights(np.random.default_rng(inputs), (outputs, inputs), bits, scale, zero, group)
     y = empty((outputs, inputs), NUMPY_TYPES[dtype])
     emulator.launch(
         KERNELS["w4_dequantize"].variant(**options(dtype, **w.form.options)),
@@ -175,8 +196,9 @@ def test_w4_dequantize(
     ids, picked = on_device(few, np.int32), empty((len(few), inputs), NUMPY_TYPES[dtype])
     emulator.launch(
         KERNELS["w4_gather"].variant(**options(dtype, **w.form.options)),
-        {"rows": len(few), "width": inputs}, [w.data, ids, picked, inputs, w.form.group_shift],
-    )  # fmt: skip
+        {"rows": len(few), "width": inputs},
+        [w.data, ids, picked, inputs, w.form.group_shift],
+    )
     np.testing.assert_array_equal(picked, want[ids])
 
 
@@ -184,10 +206,11 @@ REPACKED = [
     (name, *shape)
     for name in BLOCK_FORMS
     for shape in (
-        [(16, 256), (48, 768), (272, 256)] if name.endswith("_k")
+        [(16, 256), (48, 768), (272, 256)]
+        if name.endswith("_k")
         else [(16, 32), (48, 96), (32, 288), (272, 64), (16, 544)]
     )
-]  # fmt: skip
+]
 
 
 def repacked(
@@ -200,8 +223,9 @@ def repacked(
     fault = inout([0], np.uint32)
     emulator.launch(
         KERNELS["w4_repack_blocks"].variant(VX_BLOCK=BLOCKS[name]),
-        {"outputs": rows, "width": cols}, [on_device(blocks, np.uint8), data, fault, cols],
-    )  # fmt: skip
+        {"outputs": rows, "width": cols},
+        [on_device(blocks, np.uint8), data, fault, cols],
+    )
     return data, int(fault[0])
 
 
@@ -225,17 +249,22 @@ def test_blocks_of_gguf(emulator: Emulator, name: str) -> None:
     data, y = repacked(emulator, name, blocks, (32, 512))[0], empty((32, 512), np.float32)
     emulator.launch(
         KERNELS["w4_dequantize"].variant(**options("f32", **packing.options)),
-        {"outputs": 32, "width": 512}, [data, y, 32, 512, packing.group_shift],
-    )  # fmt: skip
+        {"outputs": 32, "width": 512},
+        [data, y, 32, 512, packing.group_shift],
+    )
     rounding = 1e-3 * abs(values).max() if name in ("q4_k", "q6_k") else 0
     np.testing.assert_allclose(y, values, rtol=0, atol=rounding)
 
 
 DAMAGED = [  # type, byte of the f16, its value, what is found
-    ("q4_0", 0, np.inf, np.inf), ("q4_1", 2, np.nan, np.nan), ("q8_0", 0, -np.inf, np.inf),
-    ("q4_k", 0, 60000.0, 60000 * 63), ("q4_k", 2, -2000.0, 2000 * 63),
-    ("q6_k", 208, 1000.0, 128000), ("q6_k", 208, 500.0, 0),
-]  # fmt: skip
+    ("q4_0", 0, np.inf, np.inf),
+    ("q4_1", 2, np.nan, np.nan),
+    ("q8_0", 0, -np.inf, np.inf),
+    ("q4_k", 0, 60000.0, 60000 * 63),
+    ("q4_k", 2, -2000.0, 2000 * 63),
+    ("q6_k", 208, 1000.0, 128000),
+    ("q6_k", 208, 500.0, 0),
+]
 
 
 @pytest.mark.parametrize("case", DAMAGED, ids=str)
@@ -270,8 +299,9 @@ def test_minima_and_small_groups_share_fewer_tokens() -> None:
     assert token_tiles(64, ZERO_CODES, 1, 75) == 4
     kernel = KERNELS["w4_linear"].variant(
         **options("bf16", VX_BITS=4, VX_SCALE=F16, VX_ZERO=MINIMA, VX_TILES=8, VX_ROWS=2),
-        VX_FOLDS=1, VX_OUT=0,
-    )  # fmt: skip
+        VX_FOLDS=1,
+        VX_OUT=0,
+    )
     sizes = {"tokens": 64, "outputs": 16, "width": 64, "splits": 1}
     with pytest.raises(ConfigError, match=r"VX_TILES must be at most 4 .registers"):
         kernel.launch(sizes)

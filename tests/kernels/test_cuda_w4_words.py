@@ -25,8 +25,14 @@ from vllmx_models.quantization.gptq import gptq
 
 from .cuda_arrays import Array
 
-KINDS = {"int32": "i32", "float16": "f16", "float32": "f32", "bfloat16": "bf16", "int8": "i8",
-         "int64": "i64"}  # fmt: skip
+KINDS = {
+    "int32": "i32",
+    "float16": "f16",
+    "float32": "f32",
+    "bfloat16": "bf16",
+    "int8": "i8",
+    "int64": "i64",
+}
 
 
 class Tensors:
@@ -56,9 +62,17 @@ def scales(rng: np.random.Generator, dtype: Any, *shape: int) -> Array:
 
 
 def gptq_part(
-    rng: np.random.Generator, rows: int, cols: int, group: int, *, bits: int, v2: bool = False,
-    shuffled: bool = False, symmetric: bool = False, dtype: Any = np.float16,
-) -> WeightPart:  # fmt: skip
+    rng: np.random.Generator,
+    rows: int,
+    cols: int,
+    group: int,
+    *,
+    bits: int,
+    v2: bool = False,
+    shuffled: bool = False,
+    symmetric: bool = False,
+    dtype: Any = np.float16,
+) -> WeightPart:
     groups, per = -(-cols // group), 32 // bits
     arrays = {
         "qweight": words(rng, cols // per, rows),
@@ -71,40 +85,55 @@ def gptq_part(
     if symmetric:
         del arrays["qzeros"]
     config = {
-        "bits": bits, "group_size": group if groups > 1 else -1, "desc_act": shuffled,
-        "sym": symmetric, "checkpoint_format": "gptq_v2" if v2 else "gptq",
-    }  # fmt: skip
+        "bits": bits,
+        "group_size": group if groups > 1 else -1,
+        "desc_act": shuffled,
+        "sym": symmetric,
+        "checkpoint_format": "gptq_v2" if v2 else "gptq",
+    }
     return gptq(Tensors(arrays), config).part("w.weight")
 
 
 def awq_part(rng: np.random.Generator, rows: int, cols: int, group: int) -> WeightPart:
     arrays = {
-        "qweight": words(rng, cols, rows // 8), "qzeros": words(rng, cols // group, rows // 8),
+        "qweight": words(rng, cols, rows // 8),
+        "qzeros": words(rng, cols // group, rows // 8),
         "scales": scales(rng, np.float16, cols // group, rows),
-    }  # fmt: skip
+    }
     config = {"bits": 4, "group_size": group, "version": "gemm"}
     return awq(Tensors(arrays), config).part("w.weight")
 
 
 def packed_part(
-    rng: np.random.Generator, rows: int, cols: int, group: int | None, *, bits: int, zeros: str,
-    dtype: Any = ml_dtypes.bfloat16, low: int = -8, **changed: Array,
-) -> WeightPart:  # fmt: skip
+    rng: np.random.Generator,
+    rows: int,
+    cols: int,
+    group: int | None,
+    *,
+    bits: int,
+    zeros: str,
+    dtype: Any = ml_dtypes.bfloat16,
+    low: int = -8,
+    **changed: Array,
+) -> WeightPart:
     """group: None: a scale a row; 0: one for all."""
     groups, per = cols // group if group else 1, 32 // bits
     arrays = {
-        "weight_packed": words(rng, rows, cols // per), "weight_shape": np.array([rows, cols]),
+        "weight_packed": words(rng, rows, cols // per),
+        "weight_shape": np.array([rows, cols]),
         "weight_scale": scales(rng, dtype, rows, groups),
-    }  # fmt: skip
+    }
     if zeros == "words":
         arrays["weight_zero_point"] = words(rng, rows // per, groups)
     elif zeros == "bytes":
         found = rng.integers(low, 100, (rows, groups)).astype(np.int8)
         arrays["weight_zero_point"] = found
     weights = {
-        "num_bits": bits, "strategy": {None: "channel", 0: "tensor"}.get(group, "group"),
-        "group_size": group or None, "symmetric": zeros == "none",
-    }  # fmt: skip
+        "num_bits": bits,
+        "strategy": {None: "channel", 0: "tensor"}.get(group, "group"),
+        "group_size": group or None,
+        "symmetric": zeros == "none",
+    }
     config = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
     source = compressed_tensors(Tensors({**arrays, **changed}), config)
     return source.part("w.weight")
@@ -182,7 +211,7 @@ DAMAGED = [
     ("zero", 120, "'w.weight' has a zero point of 128,.* within 0 and 127"),
     ("scale", np.nan, "'w.weight' has a scale of nan"),
     ("scale", -np.inf, "'w.weight' has a scale of -?inf"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("what", "value", "message"), DAMAGED)

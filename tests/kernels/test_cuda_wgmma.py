@@ -82,11 +82,13 @@ def run_fault(emulator: Emulator, fault: int) -> tuple[Array, Array]:
     """(got, want) of the product of tests/kernels/cuda_wgmma_faults.cu."""
     own = Emulator(check=True, order=emulator.order, folder=Path(__file__).parent)
     kernel = Kernel(
-        entry="wgmma_fault", source="cuda_wgmma_faults.cu",
-        options={"VX_DTYPE": (2,)}, arguments=arguments("in elem* x, out f32* y, i32 fault"),
+        entry="wgmma_fault",
+        source="cuda_wgmma_faults.cu",
+        options={"VX_DTYPE": (2,)},
+        arguments=arguments("in elem* x, out f32* y, i32 fault"),
         sizes=(),
         rule=lambda sizes, options: Launch((1, 1, 1), 256, 64 * 64 * 2 + 128),
-    )  # fmt: skip
+    )
     x, y = normal(np.random.default_rng(2), (64, 64), "bf16"), empty((64, 64), np.float32)
     own.launch(kernel.variant(VX_DTYPE=2), {}, [x, y, fault])
     return y, wide(x) @ wide(x).T

@@ -24,9 +24,10 @@ def test_wrappers(emulator: Emulator, dtype: str) -> None:
     dots, fused = empty(32, np.int32), empty(32, np.uint32)
     permuted, coded = empty((4, 32), np.uint32), empty((16, 8), np.float32)
     emulator.launch(
-        KERNELS["wrappers"].variant(**options(dtype)), {},
+        KERNELS["wrappers"].variant(**options(dtype)),
+        {},
         [a, b, words, products, fused, coded, permuted, fragments, copied, loaded, dots],
-    )  # fmt: skip
+    )
     once = wide(a) @ wide(b).T
     np.testing.assert_allclose(products, np.stack([once, 2 * once]), rtol=1e-5, atol=1e-5)
     pairs, row, pair = wide(a).reshape(16, 8, 2), np.arange(32) // 4, np.arange(32) % 4

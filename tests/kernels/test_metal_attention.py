@@ -45,9 +45,14 @@ CASES: dict[str, dict[str, Any]] = {
     "float16": {"kv": "f16", "dtype": "f16"},
     "bfloat16": {"kv": "bf16", "dtype": "bf16"},
     "everything": {
-        "heads": 6, "window": 100, "softcap": 3.0, "sinks": True, "kv": "fp8", "dtype": "bf16",
+        "heads": 6,
+        "window": 100,
+        "softcap": 3.0,
+        "sinks": True,
+        "kv": "fp8",
+        "dtype": "bf16",
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
@@ -74,9 +79,12 @@ WRONG = {
     "a block too far": ("position / PAGE]", "(position + 1) / PAGE]"),
     "scale forgotten": ("* factors[0] : 0", ": 0"),
     "one simdgroup's share": ("whole_sum += all_sums[at * D + d] * share;", "whole_sum = 1;"),
-    "barrier in one simdgroup": ("float highest =", "if (simd == 0) metal::threadgroup_barrier("
-                                 "metal::mem_flags::mem_threadgroup);\n  float highest ="),
-}  # fmt: skip
+    "barrier in one simdgroup": (
+        "float highest =",
+        "if (simd == 0) metal::threadgroup_barrier("
+        "metal::mem_flags::mem_threadgroup);\n  float highest =",
+    ),
+}
 
 
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG.keys())

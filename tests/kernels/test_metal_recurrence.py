@@ -29,9 +29,14 @@ class Case:
     """Rows that begin anew or go on from a slot, in an order that is none of the slots'."""
 
     def __init__(
-        self, heads: int = 3, keys: int = 40, values: int = 36, *, channel: bool = False,
+        self,
+        heads: int = 3,
+        keys: int = 40,
+        values: int = 36,
+        *,
+        channel: bool = False,
         delta: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         random = np.random.default_rng(keys + values)
         self.lengths, self.source, self.delta = [9, 4, 1], [2, -1, 0], delta
         count = sum(self.lengths)
@@ -124,7 +129,7 @@ WRONG = {
     "one lane's answer": ("answer = metal::simd_sum(answer);", "metal::simd_sum(answer);"),
     "another column's place": ("out[at * DV + first_col + c]", "out[at * DV + first_col]"),
     "another row's place": ("left[((ulong(row) * H", "left[((ulong(0) * H"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG.keys())

@@ -92,18 +92,29 @@ def test_the_mix_is_that_of_llama_cpp(bench: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["ceilings", "0.6b bf16", "8b bf16, fp8 KV", "8b q4_k_m", "0.6b fp8 blocks",
-             "256 x 1024 on 0.6b"],
-)  # fmt: skip
+    "part",
+    [
+        "ceilings",
+        "0.6b bf16",
+        "8b bf16, fp8 KV",
+        "8b q4_k_m",
+        "0.6b fp8 blocks",
+        "256 x 1024 on 0.6b",
+    ],
+)
 def test_parts_run_to_their_end(
     bench: Any, tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measure = bench("measure")
     monkeypatch.setattr(measure, "WARM_S", 0.0)
     shared = measure.Bench(
-        measure.REHEARSAL, time.perf_counter() + 60, tmp_path / "part.json",
-        {"copy_gb_s": 100.0, "bf16_tflop_s": 1.0}, IdleDevice, rehearse=True,
-    )  # fmt: skip
+        measure.REHEARSAL,
+        time.perf_counter() + 60,
+        tmp_path / "part.json",
+        {"copy_gb_s": 100.0, "bf16_tflop_s": 1.0},
+        IdleDevice,
+        rehearse=True,
+    )
     measure.PARTS[part](shared)
     found = json.loads((tmp_path / "part.json").read_text())
     assert found == shared.found
@@ -134,9 +145,13 @@ def test_a_start_reaches_its_first_token(
 def test_a_part_that_is_late_keeps_what_it_has(bench: Any, tmp_path: Path) -> None:
     measure = bench("measure")
     shared = measure.Bench(
-        measure.REHEARSAL, time.perf_counter() - 1, tmp_path / "part.json", {}, IdleDevice,
+        measure.REHEARSAL,
+        time.perf_counter() - 1,
+        tmp_path / "part.json",
+        {},
+        IdleDevice,
         rehearse=True,
-    )  # fmt: skip
+    )
     measure.PARTS["0.6b bf16"](shared)
     found = json.loads((tmp_path / "part.json").read_text())
     assert found["cut"] == "out of time before decode 3 x 40"
@@ -151,7 +166,8 @@ def test_the_table_says_what_was_found(bench: Any) -> None:
 
     report = {
         "8b bf16": {
-            "status": "killed after 30 s", "seconds": 30.0,
+            "status": "killed after 30 s",
+            "seconds": 30.0,
             "cut": "out of time before prefill 8192",
             "decode 1 x 128": decode(4.25, 0.853, False),
             "decode 256 x 128": decode(9.5, 0.71, False),
@@ -159,11 +175,14 @@ def test_the_table_says_what_was_found(bench: Any) -> None:
             "prefill 512": {"device_ms": 20.0, "tokens_s": 25600.0, "share_of_matmul": 0.7},
         },
         "torch 8b": {
-            "status": "ok", "seconds": 9.0, "torch": "2.11", "decode 1 x 8 failed": "Boom: no",
+            "status": "ok",
+            "seconds": 9.0,
+            "torch": "2.11",
+            "decode 1 x 8 failed": "Boom: no",
             "captured 1 x 1024": {"device_ms": 12.5, "share_of_copy": 0.4},
         },
         "start, warm": {"status": "ok", "seconds": 3.2, "first_token_s": 2.5},
-    }  # fmt: skip
+    }
     text = figures.table(report)
     lines = text.splitlines()
     assert lines[0] == "8b bf16: killed after 30 s, 30.0 s"
@@ -182,14 +201,16 @@ def test_the_table_holds_what_was_found_to_the_goals(bench: Any) -> None:
     step = {"share_of_copy": 0.9, "wall_ms": 0.3, "device_ms": 0.3, "blocks_shared": False}
     report = {
         "8b bf16": {
-            "status": "ok", "seconds": 1.0, "decode 1 x 128": step,
+            "status": "ok",
+            "seconds": 1.0,
+            "decode 1 x 128": step,
             "decode 4 x 128": step | {"share_of_copy": 0.84},
             "decode 256 x 32768": step | {"share_of_copy": 0.2, "blocks_shared": True},
         },
         "0.6b bf16": {"status": "ok", "seconds": 1.0, "decode 1 x 128": step},
         "256 x 1024 on 0.6b": {"status": "ok", "seconds": 1.0, "tokens_s": 46_000.0},
         "start, warm": {"status": "ok", "seconds": 1.0, "first_token_s": 3.5},
-    }  # fmt: skip
+    }
     lines = figures.table(report).splitlines()[-len(figures.GOALS) :]
     assert [line.strip() for line in lines] == [
         "8B BF16 decode, share of the bandwidth: 0.84 (decode 4 x 128), at least 0.85: MISSED",
@@ -217,9 +238,13 @@ def test_parts_without_ceilings_keep_their_figures(
     measure = bench("measure")
     monkeypatch.setattr(measure, "WARM_S", 0.0)
     shared = measure.Bench(
-        measure.REHEARSAL, time.perf_counter() + 60, tmp_path / "part.json", {}, IdleDevice,
+        measure.REHEARSAL,
+        time.perf_counter() + 60,
+        tmp_path / "part.json",
+        {},
+        IdleDevice,
         rehearse=True,
-    )  # fmt: skip
+    )
     measure.PARTS["0.6b bf16"](shared)
     found = json.loads((tmp_path / "part.json").read_text())
     assert next(name for name in found if name.startswith("decode")) == "decode 3 x 40", "first"

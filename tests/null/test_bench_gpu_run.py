@@ -160,8 +160,10 @@ def test_two_ranks_on_emulated_devices() -> None:
         pytest.skip(str(error))
     done = subprocess.run(
         [sys.executable, str(GPU / "ranks.py"), "--rehearse"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ids of 2 ranks: agree" in done.stdout
     assert "sum of 8 KiB over the ranks: " in done.stdout
@@ -200,9 +202,13 @@ def test_a_lost_gpu_costs_one_test(tmp_path: Path, side_by_side: list[str]) -> N
     # This test may itself be run by a worker of xdist, whose variables the run in it must not see.
     outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "test_it.py"], cwd=tmp_path, text=True, check=False,
-        capture_output=True, env={**outer, "PYTHONPATH": path},
-    )  # fmt: skip
+        [*command, "-p", "no:cacheprovider", "test_it.py"],
+        cwd=tmp_path,
+        text=True,
+        check=False,
+        capture_output=True,
+        env={**outer, "PYTHONPATH": path},
+    )
     assert done.returncode in (1, 2)
     assert "the kernel that failed" in done.stderr, "told at once"
     if side_by_side:

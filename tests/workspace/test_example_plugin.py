@@ -69,9 +69,12 @@ def test_the_registry_finds_it_and_its_model_runs_on_every_backend(installed: st
     found = json.loads(run("-c", SCRIPT, PYTHONPATH=installed).splitlines()[-1])
     assert found["version"] == "0.1.0"
     assert found["provides"] == [
-        "model phi", "model flex-olmo", "model mamba2", "model distilbert",
+        "model phi",
+        "model flex-olmo",
+        "model mamba2",
+        "model distilbert",
         "model distilbert-classifier",
-    ]  # fmt: skip
+    ]
     expected = found["ids"]["numpy"]
     assert [len(output) for output in expected] == [16, 16]
     assert all(ids == expected for ids in found["ids"].values()), found["ids"]

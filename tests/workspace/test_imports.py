@@ -163,14 +163,21 @@ def test_a_server_imports_what_answers_requests_while_the_core_loads() -> None:
 
 STREETS = {
     "vllmx_engine": (
-        {"wire", "text"}, {"grammar", "images"}, {"core", "formats"}, {"link", "client"},
+        {"wire", "text"},
+        {"grammar", "images"},
+        {"core", "formats"},
+        {"link", "client"},
         {"async_core", "async_llm", "llm", "engine", "grammars", "streams"},
     ),
     "vllmx_cuda": (
-        {"compiler", "kernel_specs"}, {"device"}, {"matrices"}, {"loading"}, {"program"},
+        {"compiler", "kernel_specs"},
+        {"device"},
+        {"matrices"},
+        {"loading"},
+        {"program"},
         {"backend", "loaded", "environment", "plugin", "testing"},
     ),
-}  # fmt: skip
+}
 """Folders of a package from the ground up: whoever stands higher may import from below, nobody from
 above, and neighbours on one floor not from each other."""
 

@@ -108,8 +108,10 @@ def test_every_package_has_the_license(root: Path, projects: dict[str, dict[str,
 def test_no_extra_but_its_own_pulls_torch(projects: dict[str, dict[str, Any]]) -> None:
     extras = projects["vllmx"]["project"]["optional-dependencies"]
     assert {name for name, needs in extras.items() if "torch" in str(needs)} == {
-        "torch", "transformers", "all",
-    }  # fmt: skip
+        "torch",
+        "transformers",
+        "all",
+    }
     needs_torch = {
         name for name, data in projects.items() if "torch" in str(data["project"]["dependencies"])
     }
@@ -127,9 +129,11 @@ def test_mlx_comes_with_the_metal_backend_alone(projects: dict[str, dict[str, An
         "vllmx-metal==" + (projects["vllmx-metal"]["project"]["version"])
     ]
     wanted = {
-        ("darwin", "arm64"): [set()], ("darwin", "x86_64"): [],
-        ("linux", "x86_64"): [{"cpu"}], ("linux", "aarch64"): [{"cpu"}],
-    }  # fmt: skip
+        ("darwin", "arm64"): [set()],
+        ("darwin", "x86_64"): [],
+        ("linux", "x86_64"): [{"cpu"}],
+        ("linux", "aarch64"): [{"cpu"}],
+    }
     for (system, machine), extras in wanted.items():
         environment = {"sys_platform": system, "platform_machine": machine}
         found = [Requirement(need) for need in needs["vllmx-metal"]]

@@ -15,15 +15,22 @@ SERVER = Path(__file__).parents[2] / "null" / "mcp" / "real_server.py"
 def chat(path: Path, said: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "vllmx", "chat", "--temperature", "0", "--mcp", str(path)],
-        check=False, input=said, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        check=False,
+        input=said,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 def test_a_tool_is_called_and_its_result_is_read(tmp_path: Path) -> None:
     pytest.importorskip("mcp", reason="the package mcp is not installed")
     path = tmp_path / "mcp.json"
-    entry = {"command": sys.executable, "args": [str(SERVER), "stdio"],
-             "allowedTools": ["get_weather"]}  # fmt: skip
+    entry = {
+        "command": sys.executable,
+        "args": [str(SERVER), "stdio"],
+        "allowedTools": ["get_weather"],
+    }
     path.write_text(json.dumps({"mcpServers": {"weather": entry}}))
     done = chat(path, "What is the weather in Paris?\n/undo\n/show\n")
     assert done.returncode == 0, done.stderr

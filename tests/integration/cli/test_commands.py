@@ -113,7 +113,7 @@ def test_bench_reports_json() -> None:
         (["frobnicate"], "there is no command"),
         (["serve", "--frobnicate"], "no such option"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], text: str) -> None:
     done = vllmx(*arguments, code=2)
     assert text in done.stderr

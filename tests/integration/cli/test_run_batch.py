@@ -23,9 +23,14 @@ def line(custom_id: str, url: str = "/v1/completions", **body: Any) -> str:
 def run(*arguments: str, code: int = 0, **options: Any) -> str:
     command = [sys.executable, "-m", "vllmx", "run-batch", *arguments]
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=240,
-        check=False, **options,
-    )  # fmt: skip
+        command,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=240,
+        check=False,
+        **options,
+    )
     assert done.returncode == code, done.stderr
     return done.stderr
 

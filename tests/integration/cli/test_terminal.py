@@ -41,8 +41,12 @@ def terminal(state: Path, *arguments: str) -> Iterator[Terminal]:
     environment = {**os.environ, "XDG_STATE_HOME": str(state), "TERM": "xterm", "NO_COLOR": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", "vllmx", *arguments],
-        stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True,
-    )  # fmt: skip
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=environment,
+        start_new_session=True,
+    )
     os.close(slave)
     try:
         yield Terminal(master, process)

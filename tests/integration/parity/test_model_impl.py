@@ -39,10 +39,16 @@ LENGTH, NEW = 45, 64
 VOCAB = 61  # backends give at most 64 log-probabilities a row
 WINDOW = 11  # shorter than the prompts, no multiple of a block
 SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "max_position_embeddings": 128, "bos_token_id": None,
-    "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
 EXPERTS = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
 CASES: dict[str, dict[str, Any]] = {
@@ -138,10 +144,15 @@ def runner(folder: Path, impl: str = "auto", **options: Any) -> Runner:
         chosen = choose_model(registry(), checkpoint, impl)
         assert chosen.backend == "torch"
         limits: dict[str, Any] = {
-            "dtype": "f32", "kv_cache_dtype": "f32", "max_model_len": 96, "max_num_seqs": 4,
-            "max_num_batched_tokens": 128, "block_size": BLOCK_SIZE, "num_kv_blocks": 24,
+            "dtype": "f32",
+            "kv_cache_dtype": "f32",
+            "max_model_len": 96,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 128,
+            "block_size": BLOCK_SIZE,
+            "num_kv_blocks": 24,
             "num_threads": 1,
-        } | options  # fmt: skip
+        } | options
         backend = registry().get(BackendSpec, "torch").load()()
         loaded = backend.load(chosen.model, checkpoint.weights, LoadOptions(**limits))
     return Runner(loaded, VOCAB)
@@ -220,9 +231,12 @@ def test_sixteen_bits(gpt2: Saved, dtype: str, tolerance: float) -> None:
 
 def test_positions_end_where_mates_would_change_them(tmp_path: Path) -> None:
     rope = {
-        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4,
-        "long_factor": [4.0] * 4, "original_max_position_embeddings": 40,
-    }  # fmt: skip
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 40,
+    }
     short = {"rope_parameters": rope, "original_max_position_embeddings": 40}
     saved = save("phi3", tmp_path / "phi3", num_key_value_heads=2, **short)
     checkpoint = open_checkpoint(registry(), saved.folder)

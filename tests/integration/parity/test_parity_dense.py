@@ -21,10 +21,12 @@ GEMMA: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 20}
 GEMMA3: dict[str, Any] = {**GEMMA, "sliding_window": WINDOW, "num_hidden_layers": 4}
 BOTH = ["sliding_attention", "full_attention"]
 SHORT: dict[str, Any] = {
-    "rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
     "long_factor": [1.0, 2.0, 3.0, 8.0, 8.0, 9.0],
-    "original_max_position_embeddings": parity.LENGTH, "partial_rotary_factor": 0.75,
-}  # fmt: skip
+    "original_max_position_embeddings": parity.LENGTH,
+    "partial_rotary_factor": 0.75,
+}
 CASES = [
     Case("gemma-bf16-mqa", "gemma", {"head_dim": 16, "num_key_value_heads": 1}, "bfloat16"),
     Case("gemma2-no-caps", "gemma2",

@@ -30,9 +30,12 @@ from .test_parity_encoders import (
 gguf = pytest.importorskip("gguf")
 
 FORMS = {
-    "bert": "BERT", "roberta": "BERT", "modernbert": "MODERN_BERT", "nomic_bert": "NOMIC_BERT",
+    "bert": "BERT",
+    "roberta": "BERT",
+    "modernbert": "MODERN_BERT",
+    "nomic_bert": "NOMIC_BERT",
     "gemma3_text": "GEMMA_EMBEDDING",
-}  # fmt: skip
+}
 CASES = [
     Case("bert", "bert"),
     Case("bert-reranker", "bert", labels=1),

@@ -32,9 +32,13 @@ transformers = pytest.importorskip("transformers")
 LONGEST, BLOCKS = 80, 5
 LENGTHS = (1, 37, 8, 80)
 TINY: dict[str, Any] = {
-    "vocab_size": 61, "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "max_position_embeddings": LONGEST,
-}  # fmt: skip
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": LONGEST,
+}
 
 
 @dataclass(frozen=True)
@@ -52,14 +56,23 @@ class Case:
 
 
 TRUNKS = {
-    "bert": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta", "modernbert": "ModernBert",
-    "nomic_bert": "NomicBert", "gte": "Gte", "gemma3_text": "Gemma3Text",
-}  # fmt: skip
+    "bert": "Bert",
+    "roberta": "Roberta",
+    "xlm-roberta": "XLMRoberta",
+    "modernbert": "ModernBert",
+    "nomic_bert": "NomicBert",
+    "gte": "Gte",
+    "gemma3_text": "Gemma3Text",
+}
 
 EMBEDDING_GEMMA: dict[str, Any] = {
-    "use_bidirectional_attention": True, "sliding_window": 12, "head_dim": 16,
-    "num_key_value_heads": 2, "query_pre_attn_scalar": 20, "sliding_window_pattern": 2,
-}  # fmt: skip
+    "use_bidirectional_attention": True,
+    "sliding_window": 12,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "query_pre_attn_scalar": 20,
+    "sliding_window_pattern": 2,
+}
 CASES = [
     Case("bert", "bert"),
     Case("bert-relu-3-types", "bert", {"hidden_act": "relu", "type_vocab_size": 3}),
@@ -169,9 +182,15 @@ def loading(name: str, path: Path, labels: int) -> Iterator[LoadedModel]:
             assert isinstance(model, Encoder | PooledDecoder)
             model = replace_end(model, End("vectors", "last"))
         options = LoadOptions(
-            dtype="f32", kv_cache_dtype="f32", max_model_len=LONGEST, max_num_seqs=4,
-            max_num_batched_tokens=sum(LENGTHS), block_size=16, num_kv_blocks=20, num_threads=1,
-        )  # fmt: skip
+            dtype="f32",
+            kv_cache_dtype="f32",
+            max_model_len=LONGEST,
+            max_num_seqs=4,
+            max_num_batched_tokens=sum(LENGTHS),
+            block_size=16,
+            num_kv_blocks=20,
+            num_threads=1,
+        )
         backend = registry().get(BackendSpec, name).load()()
         with closing(backend.load(model, checkpoint.weights, options)) as loaded:
             yield loaded

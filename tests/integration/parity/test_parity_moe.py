@@ -24,12 +24,18 @@ from .test_parity_transformers import Case
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 SHARED: dict[str, Any] = {**EXPERTS, "shared_expert_intermediate_size": 20}
 GPT_OSS: dict[str, Any] = {
-    "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16,
-    "sliding_window": parity.WINDOW, "swiglu_limit": 1.5,
-}  # fmt: skip
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "sliding_window": parity.WINDOW,
+    "swiglu_limit": 1.5,
+}
 GROUPED: dict[str, Any] = {
-    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16,
-}  # fmt: skip
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "head_dim": 16,
+}
 CASES = [
     Case("qwen3-moe", "qwen3_moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}, seed=1),
     Case("qwen3-moe-bf16-shards", "qwen3_moe", {**EXPERTS, "head_dim": 16}, "bfloat16", True),

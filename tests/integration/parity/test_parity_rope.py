@@ -34,14 +34,19 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn-narrow-ramp": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
     "longrope": {"rope_type": "longrope", "original_max_position_embeddings": 4096, **FACTORS},
     "longrope-factor": {
-        "rope_type": "longrope", "original_max_position_embeddings": 4096, "factor": 8.0, **FACTORS
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 4096,
+        "factor": 8.0,
+        **FACTORS,
     },
     "longrope-attention-factor": {
-        "rope_type": "longrope", "original_max_position_embeddings": 4096,
-        "attention_factor": 1.5, **FACTORS,
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 4096,
+        "attention_factor": 1.5,
+        **FACTORS,
     },
     "longrope-no-original": {"rope_type": "longrope", **FACTORS},
-}  # fmt: skip
+}
 
 
 def hf_config(kind: str, parameters: dict[str, Any], **options: Any) -> Any:

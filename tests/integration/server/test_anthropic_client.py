@@ -36,9 +36,12 @@ def test_a_message_from_the_real_model(client: anthropic.Anthropic) -> None:
 
 def test_the_streaming_helper_comes_to_the_same(client: anthropic.Anthropic) -> None:
     options = {
-        "model": "demo", "max_tokens": 40, **GREEDY, "system": "You are kind.",
+        "model": "demo",
+        "max_tokens": 40,
+        **GREEDY,
+        "system": "You are kind.",
         "messages": [{"role": "user", "content": [{"type": "text", "text": "Tell me a story."}]}],
-    }  # fmt: skip
+    }
     whole = client.messages.create(**options)
     with client.messages.stream(**options) as stream:
         text = "".join(stream.text_stream)
@@ -71,9 +74,11 @@ def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
 
 def test_an_answer_begun_by_the_client_goes_on(client: anthropic.Anthropic) -> None:
     answer = client.messages.create(
-        model="demo", max_tokens=64, **GREEDY,
+        model="demo",
+        max_tokens=64,
+        **GREEDY,
         messages=[*HELLO, {"role": "assistant", "content": "Hello! How"}],
-    )  # fmt: skip
+    )
     assert answer.content[0].text.startswith(" can I help")
 
 
@@ -85,9 +90,12 @@ def test_the_answer_follows_a_schema(client: anthropic.Anthropic) -> None:
         "additionalProperties": False,
     }
     answer = client.messages.create(
-        model="demo", max_tokens=40, messages=HELLO, **GREEDY,
+        model="demo",
+        max_tokens=40,
+        messages=HELLO,
+        **GREEDY,
         output_config={"format": {"type": "json_schema", "schema": schema}},
-    )  # fmt: skip
+    )
     assert list(json.loads(answer.content[0].text)) == ["ok"]
 
 
@@ -95,9 +103,11 @@ TOOL = {
     "name": "get_weather",
     "description": "The weather of a city.",
     "input_schema": {
-        "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"],
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
     },
-}  # fmt: skip
+}
 
 
 def test_a_tool_is_called_and_its_result_is_read(client: anthropic.Anthropic) -> None:
@@ -133,10 +143,12 @@ def test_a_call_can_be_forced(client: anthropic.Anthropic, choice: dict[str, str
 
 def test_thinking_is_a_block_of_its_own(client: anthropic.Anthropic) -> None:
     options: Any = {
-        "model": "demo", "max_tokens": 200, **GREEDY,
+        "model": "demo",
+        "max_tokens": 200,
+        **GREEDY,
         "messages": [{"role": "user", "content": "What is 2 + 3?"}],
         "thinking": {"type": "enabled", "budget_tokens": 1024},
-    }  # fmt: skip
+    }
     answer = client.messages.create(**options)
     kinds = [block.type for block in answer.content]
     assert kinds == ["thinking", "text"]
@@ -150,9 +162,11 @@ def test_thinking_is_a_block_of_its_own(client: anthropic.Anthropic) -> None:
 def test_a_budget_for_thoughts(client: anthropic.Anthropic) -> None:
     """The end of the thoughts is forced, and the answer goes on."""
     options: Any = {
-        "model": "demo", "max_tokens": 200, **GREEDY,
+        "model": "demo",
+        "max_tokens": 200,
+        **GREEDY,
         "messages": [{"role": "user", "content": "What is 2 + 3?"}],
-    }  # fmt: skip
+    }
     whole, cut = (
         client.messages.create(**options, thinking={"type": "enabled", "budget_tokens": budget})
         for budget in (1024, 4)
@@ -173,10 +187,13 @@ WEATHER = {
 @pytest.mark.parametrize("thinking", ["disabled", "enabled"])
 def test_an_answer_follows_its_schema(client: anthropic.Anthropic, thinking: str) -> None:
     options: Any = {
-        "model": "demo", "max_tokens": 400, **GREEDY, "messages": HELLO,
+        "model": "demo",
+        "max_tokens": 400,
+        **GREEDY,
+        "messages": HELLO,
         "thinking": {"type": thinking, **({"budget_tokens": 8} if thinking == "enabled" else {})},
         "output_config": {"format": {"type": "json_schema", "schema": WEATHER}},
-    }  # fmt: skip
+    }
     answer = client.messages.create(**options)
     found = json.loads(answer.content[-1].text)
     assert found["sky"] in ("clear", "cloudy")

@@ -111,7 +111,7 @@ WRONG = {
     "a file that is not there": ("file://{images}/dog.png", "file"),
     "another scheme": ("ftp://host/cat.png", "data URL"),
     "no URL": ("", "URL"),
-}  # fmt: skip
+}
 
 
 def openai_error(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
@@ -195,8 +195,10 @@ def test_the_three_apis_see_the_same(seeing: RunningServer, folder: Path) -> Non
     for url in (data_url(GOOD), f"file://{folder}/images/cat.png"):
         answer = seeing.post("/v1/chat/completions", chat(part(url), WORD)).json()
         texts.append(answer["choices"][0]["message"]["content"])
-    said = [{"type": "input_image", "image_url": data_url(GOOD)},
-            {"type": "input_text", "text": "w5"}]  # fmt: skip
+    said = [
+        {"type": "input_image", "image_url": data_url(GOOD)},
+        {"type": "input_text", "text": "w5"},
+    ]
     body: dict[str, Any] = {"input": [{"role": "user", "content": said}], "max_output_tokens": 4}
     body |= {"model": "seeing", "temperature": 0}
     answer = seeing.post("/v1/responses", body).json()
@@ -230,8 +232,9 @@ def test_anthropic_images_elsewhere_than_in_a_turn_are_refused(seeing: RunningSe
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [WORD, image]}
     returned = chat(WORD)
     returned["messages"] += [
-        {"role": "assistant", "content": [used]}, {"role": "user", "content": [result]},
-    ]  # fmt: skip
+        {"role": "assistant", "content": [used]},
+        {"role": "user", "content": [result]},
+    ]
     for body in (chat(WORD) | {"system": [image]}, returned):
         answer = seeing.post("/v1/messages", body)
         assert answer.status_code == 400, answer.text
@@ -299,15 +302,20 @@ def test_a_tower_in_a_file_of_its_own(tmp_path: Path) -> None:
     template += "{{ part.text }}{% endif %}{% endfor %} w11"
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     preprocessor = {
-        "image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "pooling_kernel_size": 2,
-    }  # fmt: skip
+        "image_processor_type": "Gemma4ImageProcessor",
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+    }
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
     text_file = write_text(tmp_path / "model.gguf", "gemma4", model)
     tower = write_tower(tmp_path / "tower.gguf", "gemma4", model)
     options = {
-        "backend": "cpu", "dtype": "float32", "kv_cache_dtype": "f32", "num_kv_blocks": 64,
+        "backend": "cpu",
+        "dtype": "float32",
+        "kv_cache_dtype": "f32",
+        "num_kv_blocks": 64,
         "max_model_len": 400,
-    }  # fmt: skip
+    }
     body = chat(part(data_url(stored(picture(24, 24, seed=1)))), WORD)
     with LLM(str(folder), **options) as llm:
         params = SamplingParams(temperature=0, max_tokens=4)
@@ -327,9 +335,12 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=["over HTTP", "in Python"])
 def test_examples_of_the_page(
-    seeing: RunningServer, folder: Path, example: str, monkeypatch: pytest.MonkeyPatch,
+    seeing: RunningServer,
+    folder: Path,
+    example: str,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     """The examples run as they stand, but for the model, its address and where the image lies."""
     pytest.importorskip("openai", reason="the client is not installed")
     monkeypatch.chdir(folder / "images")

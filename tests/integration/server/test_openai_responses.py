@@ -44,13 +44,17 @@ def test_streamed_equals_not_streamed(client: openai.OpenAI) -> None:
     events = list(client.responses.create(**options, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [event.type for event in events[:4]] == [
-        "response.created", "response.in_progress", "response.output_item.added",
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
         "response.content_part.added",
-    ]  # fmt: skip
+    ]
     assert [event.type for event in events[-4:]] == [
-        "response.output_text.done", "response.content_part.done", "response.output_item.done",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
         "response.incomplete",
-    ]  # fmt: skip
+    ]
     text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
     assert text == whole.output_text
     assert events[-1].response.output_text == text
@@ -78,11 +82,14 @@ def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
     assert second.previous_response_id == first.id
     items: Any = [*first.output, {"role": "user", "content": "Tell me a story."}]
     by_hand = client.responses.create(
-        input=[{"role": "user", "content": "Hello!"}, *(
-            item if isinstance(item, dict) else item.model_dump() for item in items
-        )],
-        max_output_tokens=12, store=False, **GREEDY,
-    )  # fmt: skip
+        input=[
+            {"role": "user", "content": "Hello!"},
+            *(item if isinstance(item, dict) else item.model_dump() for item in items),
+        ],
+        max_output_tokens=12,
+        store=False,
+        **GREEDY,
+    )
     assert by_hand.output_text == second.output_text
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(by_hand.id)
@@ -116,12 +123,16 @@ def test_the_answer_follows_a_schema(client: openai.OpenAI) -> None:
 
 def test_a_function_is_called_and_its_result_is_read(client: openai.OpenAI) -> None:
     tool: Any = {
-        "type": "function", "name": "get_weather", "description": "The weather of a city.",
+        "type": "function",
+        "name": "get_weather",
+        "description": "The weather of a city.",
         "parameters": {
-            "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"],
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
         },
         "strict": True,
-    }  # fmt: skip
+    }
     ask: Any = {"input": "What is the weather in Paris?", "tools": [tool], **GREEDY}
     answer = client.responses.create(**ask)
     call = answer.output[-1]
@@ -136,9 +147,11 @@ def test_a_function_is_called_and_its_result_is_read(client: openai.OpenAI) -> N
     )
     assert final.output_text
     forced = client.responses.create(
-        input="Hello!", tools=[tool], tool_choice={"type": "function", "name": "get_weather"},
+        input="Hello!",
+        tools=[tool],
+        tool_choice={"type": "function", "name": "get_weather"},
         **GREEDY,
-    )  # fmt: skip
+    )
     assert forced.output[-1].type == "function_call"
 
 
@@ -169,9 +182,11 @@ def test_a_required_call_follows_its_schema(client: openai.OpenAI) -> None:
 def test_log_probabilities_of_the_text_alone(client: openai.OpenAI) -> None:
     """Thoughts have none, whose tokens come first."""
     ask: Any = {
-        "input": "What is 3 plus 4? /think", "include": ["message.output_text.logprobs"],
-        "top_logprobs": 2, **GREEDY,
-    }  # fmt: skip
+        "input": "What is 3 plus 4? /think",
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+        **GREEDY,
+    }
     whole = client.responses.create(**ask)
     kinds = [item.type for item in whole.output]
     assert kinds == ["reasoning", "message"]

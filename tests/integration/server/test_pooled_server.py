@@ -23,9 +23,14 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 CONFIG: dict[str, Any] = {
-    "vocab_size": 4096, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 4096,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
 Client = httpx.AsyncClient
 Serve = Callable[..., AbstractAsyncContextManager[Client]]
 

@@ -11,9 +11,17 @@ import psutil
 from .conftest import RunningServer, running_server, wait_until
 
 FLAGS = (
-    "--backend", "cpu", "--tensor-parallel-size", "2", "--num-threads", "2", "--max-num-seqs", "2",
-    "--num-kv-blocks", "32",
-)  # fmt: skip
+    "--backend",
+    "cpu",
+    "--tensor-parallel-size",
+    "2",
+    "--num-threads",
+    "2",
+    "--max-num-seqs",
+    "2",
+    "--num-kv-blocks",
+    "32",
+)
 PATH = "/v1/completions"
 REQUEST = {"prompt": "A cat", "max_tokens": 8, "temperature": 0}
 PATIENCE_S = 90.0

@@ -27,12 +27,19 @@ if load_registry().find(BackendSpec, "torch") is None:
     pytest.skip("vllmx-torch is not installed", allow_module_level=True)
 
 CONFIG: dict[str, Any] = {
-    "vocab_size": 4096, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "max_position_embeddings": 128, "bos_token_id": None,
-    "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
-PROMPTS = [[int(token) for token in np.random.default_rng(seed).integers(9, 4096, 20)]
-           for seed in range(3)]  # fmt: skip
+    "vocab_size": 4096,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+PROMPTS = [
+    [int(token) for token in np.random.default_rng(seed).integers(9, 4096, 20)] for seed in range(3)
+]
 FLAGS = ("--dtype", "float32", "--num-kv-blocks", "32", "--max-num-seqs", "2")
 
 
@@ -54,9 +61,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 def body(prompt: list[int]) -> dict[str, Any]:
     return {
-        "model": "m", "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True,
+        "model": "m",
+        "prompt": prompt,
+        "max_tokens": 16,
+        "temperature": 0,
+        "ignore_eos": True,
         "return_token_ids": True,
-    }  # fmt: skip
+    }
 
 
 def check(model: Any, prompt: list[int], answer: dict[str, Any]) -> None:

@@ -92,8 +92,12 @@ main()
 def test_ctrl_c_during_imports_leaves_no_traceback(module: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPT, module, "complete", "--prompts", "a"],
-        capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
     assert done.returncode in (130, -signal.SIGINT)
     assert not done.stderr.strip()
 

@@ -33,8 +33,14 @@ def test_a_line_for_each() -> None:
     lines = CliRunner().invoke(models, []).output.splitlines()
     assert len(lines) == len(rows) + 1
     assert lines[0].split() == [
-        "MODEL", "TYPE", "ARCHITECTURE", "GGUF", "BACKENDS", "CHECKED", "FROM",
-    ]  # fmt: skip
+        "MODEL",
+        "TYPE",
+        "ARCHITECTURE",
+        "GGUF",
+        "BACKENDS",
+        "CHECKED",
+        "FROM",
+    ]
     assert any(line.startswith("qwen3_moe ") and " qwen3moe " in line for line in lines)
 
 

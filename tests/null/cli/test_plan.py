@@ -131,9 +131,11 @@ def test_the_choice_is_the_most_precise_that_fits(tmp_path: Path) -> None:
 
 def test_windows_and_states_bound_the_cache(tmp_path: Path) -> None:
     windowed = DENSE | {
-        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 1024,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 1024,
         "max_position_embeddings": 32768,
-    }  # fmt: skip
+    }
     found = planned(written(tmp_path, windowed), "--on", "l4", "--context", "32768")
     assert form(found, "stored")["rows"] > 5  # 0.5 with all tokens kept
 
@@ -322,10 +324,16 @@ def write_gguf(path: Path) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"token {n}" for n in range(300)])
     shapes = {
-        "token_embd": (300, 128), "output": (300, 128), "blk.0.attn_q": (128, 128),
-        "blk.0.attn_k": (64, 128), "blk.0.attn_v": (64, 128), "blk.0.attn_output": (128, 128),
-        "blk.0.ffn_gate": (256, 128), "blk.0.ffn_up": (256, 128), "blk.0.ffn_down": (128, 256),
-    }  # fmt: skip
+        "token_embd": (300, 128),
+        "output": (300, 128),
+        "blk.0.attn_q": (128, 128),
+        "blk.0.attn_k": (64, 128),
+        "blk.0.attn_v": (64, 128),
+        "blk.0.attn_output": (128, 128),
+        "blk.0.ffn_gate": (256, 128),
+        "blk.0.ffn_up": (256, 128),
+        "blk.0.ffn_down": (128, 256),
+    }
     kind = gguf.GGMLQuantizationType.Q8_0
     for name, (rows, cols) in shapes.items():
         blocks = np.zeros((rows, cols // 32 * 34), np.uint8)

@@ -30,12 +30,15 @@ def test_lines_and_json_lines_with_their_own_parameters() -> None:
 
 def batch(**changes: Any) -> str:
     line: dict[str, Any] = {
-        "custom_id": "one", "method": "POST", "url": "/v1/chat/completions",
+        "custom_id": "one",
+        "method": "POST",
+        "url": "/v1/chat/completions",
         "body": {
-            "model": "m", "messages": [{"role": "user", "content": "hi"}],
+            "model": "m",
+            "messages": [{"role": "user", "content": "hi"}],
             "max_completion_tokens": 5,
         },
-    }  # fmt: skip
+    }
     return json.dumps({**line, **changes})
 
 
@@ -80,9 +83,13 @@ def test_what_nobody_reads_is_refused_with_its_line(line: str, text: str) -> Non
 def output(error: str | None = None) -> RequestOutput:
     choice = CompletionOutput(index=0, text="yes", token_ids=[1, 2], finish_reason="stop")
     return RequestOutput(
-        request_id="7", prompt="x", prompt_token_ids=[5], outputs=[choice], finished=True,
+        request_id="7",
+        prompt="x",
+        prompt_token_ids=[5],
+        outputs=[choice],
+        finished=True,
         error=error,
-    )  # fmt: skip
+    )
 
 
 def test_answers_of_a_batch_are_lines_of_a_batch() -> None:
@@ -100,6 +107,9 @@ def test_answers_of_a_batch_are_lines_of_a_batch() -> None:
 def test_other_answers_say_what_was_asked() -> None:
     (record,) = records(Task("x"), output(), "m")
     assert record == {
-        "prompt": "x", "text": "yes", "finish_reason": "stop", "prompt_tokens": 1,
+        "prompt": "x",
+        "text": "yes",
+        "finish_reason": "stop",
+        "prompt_tokens": 1,
         "completion_tokens": 2,
-    }  # fmt: skip
+    }

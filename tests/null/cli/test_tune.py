@@ -194,9 +194,12 @@ def test_a_file_is_written_that_a_server_takes(
     path = tmp_path / "out.yaml"
     assert path.stat().st_mode & 0o777 == 0o600
     assert yaml.safe_load(path.read_text()) == {
-        "model": str(fake), "backend": "fake", "max-num-seqs": 7, "port": 9000,
+        "model": str(fake),
+        "backend": "fake",
+        "max-num-seqs": 7,
+        "port": 9000,
         "api-key": ["secret"],
-    }  # fmt: skip
+    }
 
 
 def test_a_promise_that_nothing_keeps_ends_with_1(

@@ -139,9 +139,12 @@ def test_engine_config_names_the_flag_and_the_limit(name: str, value: Any) -> No
 
 def test_engine_config_from_the_environment() -> None:
     environment = {
-        "VLLMX_MODEL": "m", "VLLMX_TARGET_STEP_MS": "none", "VLLMX_MAX_MODEL_LEN": "100",
-        "VLLMX_ASYNC_SCHEDULING": "false", "VLLMX_UNRELATED": "x",
-    }  # fmt: skip
+        "VLLMX_MODEL": "m",
+        "VLLMX_TARGET_STEP_MS": "none",
+        "VLLMX_MAX_MODEL_LEN": "100",
+        "VLLMX_ASYNC_SCHEDULING": "false",
+        "VLLMX_UNRELATED": "x",
+    }
     config = resolve_config(EngineConfig, flags={}, environment=environment, file={})
     assert (config.model, config.target_step_ms, config.max_model_len) == ("m", None, 100)
     assert config.async_scheduling is False

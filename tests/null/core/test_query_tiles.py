@@ -24,13 +24,23 @@ ROWS = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), min_size=1, 
 
 
 @given(
-    ROWS, st.integers(1, 12), st.none() | st.integers(1, 50), st.booleans(), st.integers(1, 600),
-    st.sampled_from([1.0, 1.25, np.inf]), st.sampled_from([0, 16]),
-)  # fmt: skip
+    ROWS,
+    st.integers(1, 12),
+    st.none() | st.integers(1, 50),
+    st.booleans(),
+    st.integers(1, 600),
+    st.sampled_from([1.0, 1.25, np.inf]),
+    st.sampled_from([0, 16]),
+)
 def test_every_token_is_in_one_tile_of_one_group(
-    rows: list[tuple[int, int]], most_queries: int, window: int | None, causal: bool,
-    most_keys: int, padding: float, slack: int,
-) -> None:  # fmt: skip
+    rows: list[tuple[int, int]],
+    most_queries: int,
+    window: int | None,
+    causal: bool,
+    most_keys: int,
+    padding: float,
+    slack: int,
+) -> None:
     plan = plan_of(rows)
     tiles = QueryTiles.cut(plan, window, causal, most_queries)
     assert tiles.tokens().tolist() == list(range(plan.num_tokens))

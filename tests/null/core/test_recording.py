@@ -43,9 +43,13 @@ def latent(ops: Ops, **changed: Any) -> Value:
     given = {
         "q": ops.linear(x, WeightRef("q", "linear", 14, 8)),
         "latent": ops.linear(x, WeightRef("latent", "linear", 10, 8)),
-        "spec": LATENT, "step": STEP, "rope": TABLE, "norm": WeightRef("n", "vector", 6),
-        "k_b": K_B, "v_b": V_B,
-    } | changed  # fmt: skip
+        "spec": LATENT,
+        "step": STEP,
+        "rope": TABLE,
+        "norm": WeightRef("n", "vector", 6),
+        "k_b": K_B,
+        "v_b": V_B,
+    } | changed
     return ops.latent_attention(**given)
 
 
@@ -269,9 +273,10 @@ class NoWeights:
 
 
 def test_an_op_of_a_plugin_runs_by_what_it_expands_into() -> None:
-    names = [op.name for op in prepare(
-        with_op(Twice)[0], 128, "numpy", ReferenceBackend().supports
-    ).steps.ops]  # fmt: skip
+    names = [
+        op.name
+        for op in prepare(with_op(Twice)[0], 128, "numpy", ReferenceBackend().supports).steps.ops
+    ]
     assert names == ["embedding", "add", "logits"]
 
 

@@ -207,9 +207,12 @@ def test_the_architecture_decides_and_the_model_type_stands_in() -> None:
     assert registry.model_for({"architectures": ["X", "C"]}).name == "two"
     assert registry.model_for({"model_type": "a"}).name == "one"
     wrong: list[dict[str, Any]] = [
-        {}, {"architectures": ["X"], "model_type": "a"}, {"architectures": "A"},
-        {"architectures": [1]}, {"architectures": 7},
-    ]  # fmt: skip
+        {},
+        {"architectures": ["X"], "model_type": "a"},
+        {"architectures": "A"},
+        {"architectures": [1]},
+        {"architectures": 7},
+    ]
     for config in wrong:
         with pytest.raises(UnsupportedModelError, match="known: A, B, C"):
             registry.model_for(config)

@@ -81,9 +81,15 @@ def fake_cupy(log: list[Any]) -> Any:
         ctypes.memmove(target, source, size)
 
     def move_rows(
-        target: int, pitch: int, source: int, source_pitch: int, width: int, rows: int, kind: int,
+        target: int,
+        pitch: int,
+        source: int,
+        source_pitch: int,
+        width: int,
+        rows: int,
+        kind: int,
         stream: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         for row in range(rows):
             ctypes.memmove(target + row * pitch, source + row * source_pitch, width)
 
@@ -106,11 +112,15 @@ def fake_cupy(log: list[Any]) -> Any:
     runtime = SimpleNamespace(
         memGetInfo=lambda: (LIMIT, LIMIT),
         getDeviceProperties=lambda ordinal: {"multiProcessorCount": 132},
-        memcpyAsync=move, memcpy2DAsync=move_rows, memcpyHostToDevice=1, memcpyDeviceToHost=2,
-        memcpyDeviceToDevice=3, CUDARuntimeError=CUDARuntimeError,
+        memcpyAsync=move,
+        memcpy2DAsync=move_rows,
+        memcpyHostToDevice=1,
+        memcpyDeviceToHost=2,
+        memcpyDeviceToDevice=3,
+        CUDARuntimeError=CUDARuntimeError,
         deviceSynchronize=lambda: log.append("device synchronize"),
         memsetAsync=lambda p, value, size, stream: ctypes.memset(p, value, size),
-    )  # fmt: skip
+    )
     ticks = iter(range(10_000))
     cuda = SimpleNamespace(
         runtime=runtime,

@@ -135,9 +135,11 @@ def reopened(device: CupyDevice) -> None:
 
 
 def test_prompts_of_every_length_are_measured_once(
-    device: CupyDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    device: CupyDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     log: list[Any],
-) -> None:  # fmt: skip
+) -> None:
     """Measures are taken at load, in steps of rows; the next start measures and launches nothing,
     and any length has the algorithm of its step with the workspace that it needs itself."""
     caplog.set_level("INFO", "vllmx")

@@ -52,9 +52,15 @@ class CountingPopen(subprocess.Popen[str]):
 
 @pytest.mark.parametrize(("cores", "workers"), [(1, 0), (2, 2), (64, 2)])
 def test_every_unit_is_compiled_and_the_second_start_only_loads(
-    units: list[Unit], target: Target, nvrtc: Nvrtc, cache: CubinCache, cores: int, workers: int,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    units: list[Unit],
+    target: Target,
+    nvrtc: Nvrtc,
+    cache: CubinCache,
+    cores: int,
+    workers: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr(compiling, "available_processors", lambda: cores)
     monkeypatch.setattr(subprocess, "Popen", CountingPopen)
     CountingPopen.started = 0
@@ -75,9 +81,12 @@ def test_every_unit_is_compiled_and_the_second_start_only_loads(
 
 
 def test_what_does_not_compile_is_reported_and_the_rest_is_kept(
-    units: list[Unit], target: Target, nvrtc: Nvrtc, cache: CubinCache,
+    units: list[Unit],
+    target: Target,
+    nvrtc: Nvrtc,
+    cache: CubinCache,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(compiling, "available_processors", lambda: 2)
     bad = Unit(units[0].source, ("FACTOR=nonsense",))
     with pytest.raises(CompileError, match="nonsense"):
@@ -87,9 +96,12 @@ def test_what_does_not_compile_is_reported_and_the_rest_is_kept(
 
 
 def test_workers_that_die_only_cost_time(
-    units: list[Unit], target: Target, nvrtc: Nvrtc, cache: CubinCache,
+    units: list[Unit],
+    target: Target,
+    nvrtc: Nvrtc,
+    cache: CubinCache,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(compiling, "available_processors", lambda: 2)
     monkeypatch.setattr(compiling.sys, "executable", "/bin/false")
     assert list(compiled(units, target, nvrtc, cache)) == units

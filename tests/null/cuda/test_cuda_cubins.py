@@ -154,9 +154,12 @@ def test_folders_are_made_for_this_user_alone(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_only_costs_time(
-    unit: Unit, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    unit: Unit,
+    target: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     def refuse(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

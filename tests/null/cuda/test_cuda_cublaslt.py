@@ -94,10 +94,14 @@ class OlderLibrary:
         return call
 
 
-@pytest.mark.parametrize(("version", "attributes", "reason"), [
-    (120405, 31, r"12\.4 .* no FP8 scales of blocks.*nvidia-cublas-cu12"),
-    (120803, 40, r"12\.8 .* no FP8 scales of blocks"), (130100, 31, "status 7"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("version", "attributes", "reason"),
+    [
+        (120405, 31, r"12\.4 .* no FP8 scales of blocks.*nvidia-cublas-cu12"),
+        (120803, 40, r"12\.8 .* no FP8 scales of blocks"),
+        (130100, 31, "status 7"),
+    ],
+)
 def test_an_older_library_says_no(
     version: int, attributes: int, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -79,9 +79,10 @@ def test_large_shared_memory_is_asked_for_once(
 ) -> None:
     kernel = KERNELS["scale"].variant(VX_DTYPE=0, VX_VEC=1)
     monkeypatch.setattr(
-        type(kernel), "launch",
+        type(kernel),
+        "launch",
         lambda self, sizes: SimpleNamespace(grid=(1, 1, 1), block=32, shared_bytes=100_000),
-    )  # fmt: skip
+    )
     for _ in range(2):
         memory = device.empty(4)
         device.launch(kernel, {"count": 1}, [memory, memory, 1, 2.0])
@@ -215,12 +216,16 @@ ILLEGAL = CUDARuntimeError("cudaErrorIllegalAddress: an illegal memory access wa
         (CublasLtError("cuBLASLt refuses: status 13"), True, EngineDeadError, "cudaErrorIllegal"),
         (CUDADriverError("CUDA_ERROR_LAUNCH_FAILED: ..."), True, EngineDeadError, "nvidia-smi"),
         (CUDARuntimeError("cudaErrorInvalidValue: ..."), False, CUDARuntimeError, "InvalidValue"),
-        (CUDADriverError("CUDA_ERROR_OUT_OF_MEMORY: out of memory"), False, CapacityError,
-         "Fake H200 has no memory left.*--memory-fraction"),
+        (
+            CUDADriverError("CUDA_ERROR_OUT_OF_MEMORY: out of memory"),
+            False,
+            CapacityError,
+            "Fake H200 has no memory left.*--memory-fraction",
+        ),
         (CUDARuntimeError("cudaErrorMemoryAllocation: ..."), False, CapacityError, "lower"),
         (ValueError("a bug"), True, ValueError, "a bug"),
     ],
-)  # fmt: skip
+)
 def test_a_fault_says_whether_the_gpu_can_go_on(
     device: CupyDevice, error: Exception, lost: bool, kind: type[Exception], says: str
 ) -> None:

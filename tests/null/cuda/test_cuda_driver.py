@@ -56,8 +56,9 @@ def test_facts_are_those_of_the_driver() -> None:
     facts = driver.query(lambda: FakeCuda((("NVIDIA H200", 9, 0), ("NVIDIA T4", 7, 5))))
     assert facts.cuda_version == (13, 1)
     assert [(d.ordinal, d.name, d.capability) for d in facts.devices] == [
-        (0, "NVIDIA H200", (9, 0)), (1, "NVIDIA T4", (7, 5)),
-    ]  # fmt: skip
+        (0, "NVIDIA H200", (9, 0)),
+        (1, "NVIDIA T4", (7, 5)),
+    ]
     assert facts.devices[0].memory_bytes == 80 << 30
 
 
@@ -107,8 +108,12 @@ def test_architectures() -> None:
     assert architecture((12, 0)) == "sm_120a"
     assert architecture((8, 0)) == "sm_80"
     assert architecture((8, 7)) == "sm_87"
-    assert len({architecture((int(a[3:].rstrip("a")) // 10, int(a[3:].rstrip("a")) % 10))
-                for a in ARCHITECTURES}) == len(ARCHITECTURES)  # fmt: skip
+    assert len(
+        {
+            architecture((int(a[3:].rstrip("a")) // 10, int(a[3:].rstrip("a")) % 10))
+            for a in ARCHITECTURES
+        }
+    ) == len(ARCHITECTURES)
     with pytest.raises(BackendUnavailableError, match=r"7\.0.*7\.5"):
         architecture((7, 0))
 

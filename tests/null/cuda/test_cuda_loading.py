@@ -31,8 +31,11 @@ from vllmx_cuda.program.planning import load_sizes
 from vllmx_cuda.testing.emulated_device import EmulatedDevice, array, wide
 
 LIMITS: dict[str, Any] = {
-    "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64, "dtype": "f32",
-}  # fmt: skip
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "dtype": "f32",
+}
 
 
 def options(**changes: Any) -> LoadOptions:

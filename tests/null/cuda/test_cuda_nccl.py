@@ -120,14 +120,19 @@ def test_calls_between_kernels_in_a_capture(
     graph = device.capture(enqueue)
     calls = [entry[0] if entry[0] == "scale" else entry for entry in log]
     assert calls == [
-        "stream", "begin capture", "scale",
+        "stream",
+        "begin capture",
+        "scale",
         ("allReduce", y.address, x.address, 6, 9, 0, STREAM),
         "group",
         ("broadcast", x.address, z.address, 4, 7, 0, STREAM),
         ("broadcast", z.address + 16, z.address + 16, 3, 7, 1, STREAM),
         ("broadcast", z.address + 28, z.address + 28, 5, 7, 2, STREAM),
-        "group end", "scale", "end capture", "upload graph",
-    ]  # fmt: skip
+        "group end",
+        "scale",
+        "end capture",
+        "upload graph",
+    ]
     log.clear()
     graph.launch()
     assert log == ["launch graph"]

@@ -85,9 +85,13 @@ class IdleDevice(EmulatedDevice):
 def load(device: IdleDevice, capture_s: float = 60.0, **changes: Any) -> CudaLoadedModel:
     model, source = decoder()
     options: dict[str, Any] = {
-        "max_model_len": MAX_LEN, "max_num_seqs": ROWS, "max_num_batched_tokens": 64,
-        "dtype": "f32", "block_size": PAGE, "num_kv_blocks": 1024,
-    }  # fmt: skip
+        "max_model_len": MAX_LEN,
+        "max_num_seqs": ROWS,
+        "max_num_batched_tokens": 64,
+        "dtype": "f32",
+        "block_size": PAGE,
+        "num_kv_blocks": 1024,
+    }
     backend = CudaBackend(lambda: device, capture_s=capture_s)
     return backend.load(model, source, LoadOptions(**(options | changes)))
 

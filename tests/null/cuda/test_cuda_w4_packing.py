@@ -20,9 +20,14 @@ TARGET = Target("bf16", 90)
 
 
 def integers(
-    shape: tuple[int, int] = (ROWS, COLS), *, bits: int = 4, group: int | None = 32,
-    group_of: Any = None, zero: int | None = None, scales: str = "f16",
-) -> WeightPart:  # fmt: skip
+    shape: tuple[int, int] = (ROWS, COLS),
+    *,
+    bits: int = 4,
+    group: int | None = 32,
+    group_of: Any = None,
+    zero: int | None = None,
+    scales: str = "f16",
+) -> WeightPart:
     """Random codes; zeros are stored unless `zero` is the only one."""
     random = np.random.default_rng(0)
     groups = -(-shape[1] // (group or shape[1]))
@@ -49,10 +54,13 @@ def integers(
 SHUFFLED = np.random.default_rng(1).permutation(np.arange(COLS) // 32).astype(np.int32)
 UNEVEN = np.sort(np.random.default_rng(1).integers(0, 4, COLS)).astype(np.int32)
 REFUSED = {
-    "rows": integers((40, COLS)), "columns": integers((ROWS, 80), group=None),
-    "small groups": integers(group=16), "groups of 96": integers((ROWS, 192), group=96),
-    "too many bits": integers(bits=9, zero=0), "uneven groups": integers(group_of=UNEVEN),
-}  # fmt: skip
+    "rows": integers((40, COLS)),
+    "columns": integers((ROWS, 80), group=None),
+    "small groups": integers(group=16),
+    "groups of 96": integers((ROWS, 192), group=96),
+    "too many bits": integers(bits=9, zero=0),
+    "uneven groups": integers(group_of=UNEVEN),
+}
 
 
 def test_a_rank_s_columns_have_zeros_of_their_own() -> None:
@@ -74,8 +82,11 @@ def test_packings() -> None:
     found = packing_of(integers())
     assert found is not None
     assert (found.bits, found.scale, found.zero, found.group_shift) == (
-        4, DTYPES["f16"], ZERO_CODES, 5,
-    )  # fmt: skip
+        4,
+        DTYPES["f16"],
+        ZERO_CODES,
+        5,
+    )
     assert not found.order
     whole = packing_of(integers(bits=3, group=None, zero=8, scales="bf16"))
     assert whole is not None

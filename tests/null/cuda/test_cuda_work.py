@@ -41,9 +41,15 @@ def visible(plan: StepPlan, token: int, seen: Visibility) -> set[int]:
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(
-    "seen", [Visibility(), Visibility(window=200), Visibility(causal=False),
-             Visibility(window=7, causal=False)], ids=str,
-)  # fmt: skip
+    "seen",
+    [
+        Visibility(),
+        Visibility(window=200),
+        Visibility(causal=False),
+        Visibility(window=7, causal=False),
+    ],
+    ids=str,
+)
 def test_every_token_sees_what_it_may_once(seed: int, seen: Visibility) -> None:
     random = np.random.default_rng(seed)
     plan = random_plan(random, decode=seed % 2 == 0)
@@ -86,7 +92,7 @@ def test_a_plan_of_nothing_but_padding() -> None:
     empty = np.zeros(0, np.int32)
     plan = StepPlan(
         empty, empty, (empty,), np.zeros(1, np.int32), empty, (empty.reshape(0, 0),), empty
-    )  # fmt: skip
+    )
     work = plan_items(plan, Visibility(), 4, 9)
     assert (work.items == -1).all()
     assert work.first_item.tolist() == [0] * 5

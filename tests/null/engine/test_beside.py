@@ -14,12 +14,15 @@ def harness(token_s: float, **config: Any) -> Harness:
     return Harness(
         rules=QUIET,
         model={
-            "num_blocks": 1000, "max_tokens": 256, "max_logit_rows": 64,
-            "step_s": 1e-3, "token_s": token_s,
+            "num_blocks": 1000,
+            "max_tokens": 256,
+            "max_logit_rows": 64,
+            "step_s": 1e-3,
+            "token_s": token_s,
         },
         config={"max_num_seqs": 32, "enable_prefix_caching": False, **config},
         max_model_len=600,
-    )  # fmt: skip
+    )
 
 
 def test_rows_of_lower_priority_take_turns_for_their_share() -> None:

@@ -82,9 +82,14 @@ def simulate(machine: Callable[[random.Random], Slowness], seed: int) -> list[fl
 
 @pytest.mark.parametrize(
     ("machine", "over", "steps"),
-    [(steady, 1.001, 1.01), (jitter, 1.01, 1.4), (bursts, 1.18, 1.95), (drift, 1.05, 1.6),
-     (heavy_tail, 1.09, 1.65)],
-)  # fmt: skip
+    [
+        (steady, 1.001, 1.01),
+        (jitter, 1.01, 1.4),
+        (bursts, 1.18, 1.95),
+        (drift, 1.05, 1.6),
+        (heavy_tail, 1.09, 1.65),
+    ],
+)
 def test_p99_stays_near_the_target(
     machine: Callable[[random.Random], Slowness], over: float, steps: float
 ) -> None:

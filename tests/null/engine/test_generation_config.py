@@ -26,8 +26,10 @@ def test_the_operators_values_win() -> None:
     text = '{"temperature": 0.1, "max_new_tokens": 9}'
     config = EngineConfig(override_generation_config=text, generation_config="vllm")
     assert generation_config(config, OWN) == {
-        "eos_token_id": 7, "temperature": 0.1, "max_new_tokens": 9,
-    }  # fmt: skip
+        "eos_token_id": 7,
+        "temperature": 0.1,
+        "max_new_tokens": 9,
+    }
 
 
 @pytest.mark.parametrize(

@@ -174,11 +174,21 @@ def test_a_grammar_begins_behind_given_ids() -> None:
     rules = FakeRules(vocab_size=VOCAB_SIZE)
     driver = Driver(rules=rules)
     for number in range(6):
-        driver.add(f"g{number}", regex("[0-6]{4}", marker), seed=number, params={"max_tokens": 50},
-                   stop_ids=[])  # fmt: skip
-    driver.add("now", regex("[0-6]{4}", (LETTERS.index("a") + 1,)), params={
-        "allowed_token_ids": (LETTERS.index("a") + 1, 0, 1), "max_tokens": 50,
-    })  # fmt: skip
+        driver.add(
+            f"g{number}",
+            regex("[0-6]{4}", marker),
+            seed=number,
+            params={"max_tokens": 50},
+            stop_ids=[],
+        )
+    driver.add(
+        "now",
+        regex("[0-6]{4}", (LETTERS.index("a") + 1,)),
+        params={
+            "allowed_token_ids": (LETTERS.index("a") + 1, 0, 1),
+            "max_tokens": 50,
+        },
+    )
     driver.run()
     for number in range(6):
         ids = driver.ids[f"g{number}"]
@@ -272,8 +282,13 @@ def forced_answers(**options: Any) -> tuple[dict[str, list[int]], int, int]:
     driver = Driver(**options)
     for number in range(12):
         prompt = list(range(1 + number % 9))
-        driver.add(f"g{number}", regex(LITERALS[number % 4]), seed=number, prompt=prompt,
-                   params={"max_tokens": 14 if number == 9 else 50})  # fmt: skip
+        driver.add(
+            f"g{number}",
+            regex(LITERALS[number % 4]),
+            seed=number,
+            prompt=prompt,
+            params={"max_tokens": 14 if number == 9 else 50},
+        )
         driver.add(f"p{number}", None, seed=number, prompt=prompt, params={"max_tokens": 6})
     driver.run()
     for number in range(12):

@@ -46,9 +46,12 @@ class SimulatedModel(FakeLoadedModel):
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(
-            FakeRules(vocab_size=VOCAB_SIZE), num_blocks=1000, max_tokens=2048, verify_pages=False,
+            FakeRules(vocab_size=VOCAB_SIZE),
+            num_blocks=1000,
+            max_tokens=2048,
+            verify_pages=False,
             strict=False,
-        )  # fmt: skip
+        )
         self.machine = machine
         self.clock_s = 0.0
         self._random = random.Random(0)

@@ -36,8 +36,14 @@ def test_a_client_with_a_backlog_does_not_hold_up_another() -> None:
     modest = [harness.add([20 + i] * 9, 5, client="modest") for i in range(3)]
     harness.run()
     assert harness.order[:7] == [
-        greedy[0], modest[0], greedy[1], modest[1], greedy[2], modest[2], greedy[3],
-    ]  # fmt: skip
+        greedy[0],
+        modest[0],
+        greedy[1],
+        modest[1],
+        greedy[2],
+        modest[2],
+        greedy[3],
+    ]
     harness.check_idle()
 
 
@@ -92,8 +98,10 @@ def test_decodes_go_first_and_prefills_take_the_rest_of_the_budget() -> None:
     for _ in range(3):
         harness.step()
     assert [record.lengths for record in harness.loaded.records[-3:]] == [
-        [1, 1, 1, 7], [1, 1, 1, 7], [1, 1, 1, 6],
-    ]  # fmt: skip
+        [1, 1, 1, 7],
+        [1, 1, 1, 7],
+        [1, 1, 1, 6],
+    ]
 
 
 def test_without_chunked_prefill_prompts_stay_whole() -> None:
@@ -289,8 +297,10 @@ def test_prefill_makes_progress_when_decodes_alone_miss_the_target() -> None:
     for _ in range(3):
         harness.step()
     assert [record.lengths for record in harness.loaded.records[-3:]] == [
-        [1, 16], [1, 16], [1, 8],
-    ]  # fmt: skip
+        [1, 16],
+        [1, 16],
+        [1, 8],
+    ]
 
 
 def test_late_results_do_not_touch_the_next_owner_of_a_row() -> None:

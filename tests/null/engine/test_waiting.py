@@ -13,9 +13,14 @@ from vllmx_engine.core.waiting import FairShare, WaitingQueue
 from vllmx_engine.wire.messages import CoreRequest, pack_ids
 
 LIMITS = Limits(
-    token_budget=64, max_rows=8, max_logit_rows=8, max_model_len=64, num_blocks=64, block_size=8,
+    token_budget=64,
+    max_rows=8,
+    max_logit_rows=8,
+    max_model_len=64,
+    num_blocks=64,
+    block_size=8,
     vocab_size=48,
-)  # fmt: skip
+)
 CLIENTS = ("a", "b", "c", "d")
 
 

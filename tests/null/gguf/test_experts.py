@@ -17,10 +17,18 @@ from vllmx_core.testing.model_suite import random_weights
 gguf = pytest.importorskip("gguf")
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 48, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5, "rope_theta": 1e6, "torch_dtype": "float32", "num_experts_per_tok": 2,
-}  # fmt: skip
+    "vocab_size": 48,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "torch_dtype": "float32",
+    "num_experts_per_tok": 2,
+}
 EXPERTS = {"num_experts": 5, "moe_intermediate_size": 32}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3moe": SMALL | EXPERTS | {
@@ -74,8 +82,14 @@ METADATA: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """What files say beside what all do."""
-ROLES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down",
-         "w1": "gate", "w3": "up", "w2": "down"}  # fmt: skip
+ROLES = {
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
+}
 
 
 @pytest.fixture(scope="module")
@@ -138,9 +152,11 @@ def write(path: Path, name: str, tensors: Mapping[str, F32], experts: int, layer
         writer.add_expert_feed_forward_length(32)
     for key, value in METADATA.get(name, {}).items():
         add = {
-            int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
             bool: writer.add_bool,
-        }[type(value)]  # fmt: skip
+        }[type(value)]
         add(f"{name}.{key}", value)
     for key, values in tensors.items():
         writer.add_tensor(key, values)

@@ -24,11 +24,19 @@ from .models import interleave
 ARCH = gguf.MODEL_ARCH
 Write = Callable[[gguf.GGUFWriter], None]
 SMALL: dict[str, Any] = {
-    "vocab_size": 61, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
-    "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "layer_norm_eps": 1e-5,
-    "rope_theta": 10000.0, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "layer_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+}
 LONG = [1.0, 2.0, 4.0, 8.0, 16.0, 20.0]
 SHORT = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]
 
@@ -122,9 +130,12 @@ def gemma4_experts(writer: gguf.GGUFWriter) -> None:
 
 
 GEMMA4: dict[str, Any] = {
-    "global_head_dim": 20, "sliding_window": 11, "num_hidden_layers": 4,
-    "tie_word_embeddings": True, "layer_types": ["sliding_attention", "full_attention"] * 2,
-}  # fmt: skip
+    "global_head_dim": 20,
+    "sliding_window": 11,
+    "num_hidden_layers": 4,
+    "tie_word_embeddings": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 STILL = [1.0, 1.0, *[1e30] * 8]
 GELU = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 ROPE = {"type": "longrope", "short_factor": SHORT, "long_factor": LONG}
@@ -277,8 +288,10 @@ def test_quantize_states_what_it_read(case: Case, registry: Registry, tmp_path: 
             quantize(registry, first, second, "f32", threads=1)
         return
     quantize(registry, first, second, "f32", threads=1)
-    ours, theirs = ({tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
-                    for path in (second, first))  # fmt: skip
+    ours, theirs = (
+        {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
+        for path in (second, first)
+    )
     assert ours.keys() == theirs.keys()
     for name, values in theirs.items():
         np.testing.assert_allclose(ours[name], values, rtol=0, atol=2e-7, err_msg=name)

@@ -24,14 +24,24 @@ from .test_recurrent import logits
 Arrays = dict[str, np.ndarray]
 LAYERS, HEADS, KV = 4, 4, 2
 SMALL: dict[str, Any] = {
-    "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS, "num_key_value_heads": KV, "head_dim": 16,
-    "rms_norm_eps": 1e-5, "max_position_embeddings": 256, "rope_theta": 10000.0,
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 256,
+    "rope_theta": 10000.0,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 EXPERTS: dict[str, Any] = {
-    "num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-}  # fmt: skip
+    "num_experts": 5,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 MAMBA = {"heads": 8, "size": 16, "groups": 2, "state": 12, "kernel": 4}
 
 
@@ -88,9 +98,10 @@ def qwen3_next(arrays: Arrays, config: Mapping[str, Any]) -> Iterator[tuple[str,
             heads = values.reshape(keys, -1, values.shape[-1])
             q, k, v, z = np.split(heads, np.cumsum([key, key, 2 * value]), axis=1)
             layer = name.split(".")[2]
-            yield f"blk.{layer}.attn_qkv.weight", np.concatenate([
-                part.reshape(-1, values.shape[-1]) for part in (q, k, v)
-            ])  # fmt: skip
+            yield (
+                f"blk.{layer}.attn_qkv.weight",
+                np.concatenate([part.reshape(-1, values.shape[-1]) for part in (q, k, v)]),
+            )
             yield f"blk.{layer}.attn_gate.weight", z.reshape(-1, values.shape[-1])
         elif name.endswith("A_log"):
             yield name, -np.exp(values)
@@ -223,33 +234,56 @@ def config_of(architecture: str, **keys: Any) -> dict[str, Any]:
 
 
 _QWEN = EXPERTS | {
-    "partial_rotary_factor": 0.5, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8, "linear_value_head_dim": 16, "shared_expert_intermediate_size": 32,
-}  # fmt: skip
+    "partial_rotary_factor": 0.5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 32,
+}
 _CONVS = {
-    "layer_types": ["conv", "full_attention", "conv", "conv"], "norm_eps": 1e-5,
-    "block_auto_adjust_ff_dim": False, "conv_L_cache": 3,
-}  # fmt: skip
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "norm_eps": 1e-5,
+    "block_auto_adjust_ff_dim": False,
+    "conv_L_cache": 3,
+}
 TIED = {**_CONVS, "tie_word_embeddings": True}
 _GRANITE = {
-    "layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 32,
-    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12,
-    "embedding_multiplier": 2.0, "logits_scaling": 3.0, "attention_multiplier": 0.25,
-    "residual_multiplier": 0.5, "position_embedding_type": "nope",
-}  # fmt: skip
+    "layer_types": ["mamba", "attention"] * 2,
+    "shared_intermediate_size": 32,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "embedding_multiplier": 2.0,
+    "logits_scaling": 3.0,
+    "attention_multiplier": 0.25,
+    "residual_multiplier": 0.5,
+    "position_embedding_type": "nope",
+}
 _NEMOTRON = {
-    "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 12, "n_groups": 2,
-    "layer_norm_epsilon": 1e-5, "hybrid_override_pattern": "M-*M",
-}  # fmt: skip
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 12,
+    "n_groups": 2,
+    "layer_norm_epsilon": 1e-5,
+    "hybrid_override_pattern": "M-*M",
+}
 _GRANITE_MOE = _GRANITE | EXPERTS | {"intermediate_size": 32}
 _GRANITE_DENSE = _GRANITE | {
-    "num_local_experts": 0, "position_embedding_type": "rope", "intermediate_size": 32,
-}  # fmt: skip
+    "num_local_experts": 0,
+    "position_embedding_type": "rope",
+    "intermediate_size": 32,
+}
 _NEMOTRON_MOE = _NEMOTRON | {
-    "hybrid_override_pattern": "ME*E", "n_routed_experts": 5, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
-    "moe_latent_size": 32, "routed_scaling_factor": 2.5,
-}  # fmt: skip
+    "hybrid_override_pattern": "ME*E",
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_latent_size": 32,
+    "routed_scaling_factor": 2.5,
+}
 
 
 def family_of(arch: str, tensors: Any, header: Any, architecture: str, config: Any) -> Family:
@@ -378,16 +412,18 @@ def test_what_a_file_cannot_mean_is_refused(tmp_path: Path, registry: Registry) 
 
     changes: dict[str, tuple[type[Exception], Callable[[GGUFWriter], None]]] = {
         "differs from layer to layer": (
-            UnsupportedModelError, lambda writer: writer.add_head_count_kv([0, 2, 4, 0])
+            UnsupportedModelError,
+            lambda writer: writer.add_head_count_kv([0, 2, 4, 0]),
         ),
         "must be 4 integers of at least 0": (
-            WeightFormatError, lambda writer: writer.add_head_count_kv([0, 2])
+            WeightFormatError,
+            lambda writer: writer.add_head_count_kv([0, 2]),
         ),
         "must be 2, sigmoid": (
             WeightFormatError,
             lambda writer: writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX),
         ),
-    }  # fmt: skip
+    }
     for number, (message, (error, change)) in enumerate(changes.items()):
         path = tmp_path / f"{number}.gguf"
         written(path, header(change), arrays, GGMLQuantizationType.F32)

@@ -27,18 +27,30 @@ SMALL: dict[str, Any] = {
     "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 3,
     "moe_intermediate_size": 16, "n_shared_experts": 2, "routed_scaling_factor": 1.5,
 }  # fmt: skip
-YARN = {"type": "yarn", "factor": 4.0, "mscale": 0.707, "mscale_all_dim": 0.707,
-        "original_max_position_embeddings": 32}  # fmt: skip
+YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": 32,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "v2": SMALL | {
-        "architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, "rope_scaling": YARN,
+    "v2": SMALL
+    | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "q_lora_rank": None,
+        "rope_scaling": YARN,
         "topk_method": "greedy",
     },
-    "v3": SMALL | {
-        "architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 20, "n_group": 4,
-        "topk_group": 2, "norm_topk_prob": True,
+    "v3": SMALL
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "q_lora_rank": 20,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +162,11 @@ def test_the_model_of_a_file_is_that_of_the_original(
 def test_layers_of_prediction_are_passed_over(registry: Registry, tmp_path: Path) -> None:
     source = random_weights(registry.model_for(CONFIGS["v3"]).load()(CONFIGS["v3"]))
     tensors = in_file(source, True)
-    extra = {f"blk.3.{key.split('.', 2)[2]}": value for key, value in tensors.items()
-             if key.startswith("blk.2.")}  # fmt: skip
+    extra = {
+        f"blk.3.{key.split('.', 2)[2]}": value
+        for key, value in tensors.items()
+        if key.startswith("blk.2.")
+    }
     extra["blk.3.nextn.eh_proj.weight"] = np.zeros((32, 64), np.float32)
     path = write(tmp_path / "m.gguf", CONFIGS["v3"], tensors | extra, True, nextn_predict_layers=1)
     checkpoint = open_checkpoint(registry, path)

@@ -28,15 +28,22 @@ CONFIG: dict[str, Any] = {
     "linear_key_head_dim": KEY, "linear_value_head_dim": VALUE,
 }  # fmt: skip
 MOE = {
-    "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
     "shared_expert_intermediate_size": 28,
-}  # fmt: skip
+}
 LINEAR = {
-    "in_proj_qkv.weight": "attn_qkv.weight", "in_proj_z.weight": "attn_gate.weight",
-    "in_proj_a.weight": "ssm_alpha.weight", "in_proj_b.weight": "ssm_beta.weight",
-    "conv1d.weight": "ssm_conv1d.weight", "A_log": "ssm_a", "dt_bias": "ssm_dt.bias",
-    "norm.weight": "ssm_norm.weight", "out_proj.weight": "ssm_out.weight",
-}  # fmt: skip
+    "in_proj_qkv.weight": "attn_qkv.weight",
+    "in_proj_z.weight": "attn_gate.weight",
+    "in_proj_a.weight": "ssm_alpha.weight",
+    "in_proj_b.weight": "ssm_beta.weight",
+    "conv1d.weight": "ssm_conv1d.weight",
+    "A_log": "ssm_a",
+    "dt_bias": "ssm_dt.bias",
+    "norm.weight": "ssm_norm.weight",
+    "out_proj.weight": "ssm_out.weight",
+}
 
 
 def tiled(values: np.ndarray, size: int) -> np.ndarray:

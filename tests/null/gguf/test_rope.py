@@ -35,9 +35,12 @@ def open_config(registry: Registry, tmp_path: Path) -> Callable[..., dict[str, A
     ) -> dict[str, Any]:
         table = {"token_embd.weight": np.zeros((48, 64), np.float32)}
         path = write_model(
-            tmp_path / "x.gguf", BASE | config, table | (tensors or {}), of_type(TYPES.F32),
+            tmp_path / "x.gguf",
+            BASE | config,
+            table | (tensors or {}),
+            of_type(TYPES.F32),
             extra=extra,
-        )  # fmt: skip
+        )
         checkpoint = open_checkpoint(registry, path)
         build_model(registry, checkpoint)  # whatever it says, an architecture takes it
         checkpoint.weights.close()
@@ -68,9 +71,12 @@ def test_llama_3_scaling_is_named_again(
     open_config: Callable[..., dict[str, Any]], factor: float
 ) -> None:
     scaling = {
-        "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
-    }  # fmt: skip
+    }
     factors = converter_factors(500000.0, HEAD, scaling)
     assert len(set(factors.tolist())) > 2
     config = open_config(lambda writer: None, {"rope_freqs.weight": factors}, rope_theta=500000.0)
@@ -120,11 +126,16 @@ def none(writer: gguf.GGUFWriter) -> None:
         (none, None),
         (
             yarn,
-            {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "attention_factor": 1.25,
-             "original_max_position_embeddings": 128},
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "beta_fast": 16.0,
+                "attention_factor": 1.25,
+                "original_max_position_embeddings": 128,
+            },
         ),
     ],
-)  # fmt: skip
+)
 def test_scalings_of_the_metadata(
     open_config: Callable[..., dict[str, Any]], extra: Extra, scaling: dict[str, Any] | None
 ) -> None:

@@ -263,9 +263,12 @@ def test_unmapped_tensors_and_quirks_are_refused(registry: Registry, tmp_path: P
     with pytest.raises(UnsupportedModelError, match=r"blk\.0\.attn_sinks\.weight"):
         open_checkpoint(registry, path)
     path = write_model(
-        tmp_path / "experts.gguf", BASE, tensors, of_type(TYPES.F32),
+        tmp_path / "experts.gguf",
+        BASE,
+        tensors,
+        of_type(TYPES.F32),
         extra=lambda writer: writer.add_expert_count(8),
-    )  # fmt: skip
+    )
     with pytest.raises(WeightFormatError, match=r"llama\.expert_used_count = \(absent\) is needed"):
         open_checkpoint(registry, path)
 
@@ -273,15 +276,21 @@ def test_unmapped_tensors_and_quirks_are_refused(registry: Registry, tmp_path: P
 def test_parts_of_models_are_refused(registry: Registry, tmp_path: Path) -> None:
     tensors = {"token_embd.weight": np.zeros((48, 64), np.float32)}
     path = write_model(
-        tmp_path / "adapter.gguf", BASE, tensors, of_type(TYPES.F32),
+        tmp_path / "adapter.gguf",
+        BASE,
+        tensors,
+        of_type(TYPES.F32),
         extra=lambda writer: writer.add_type("adapter"),
-    )  # fmt: skip
+    )
     with pytest.raises(UnsupportedModelError, match="'adapter'"):
         open_checkpoint(registry, path)
     path = write_model(
-        tmp_path / "array.gguf", BASE, tensors, of_type(TYPES.F32),
+        tmp_path / "array.gguf",
+        BASE,
+        tensors,
+        of_type(TYPES.F32),
         extra=lambda writer: writer.add_array("general.type", [1, 2]),
-    )  # fmt: skip
+    )
     with pytest.raises(UnsupportedModelError, match=r"general.type array\(\[1, 2\]"):
         open_checkpoint(registry, path)
     vocabulary = write_model(tmp_path / "vocab.gguf", BASE, {}, of_type(TYPES.F32))
@@ -386,9 +395,12 @@ def test_a_plugin_brings_its_own_architecture(
     tensors = convert_tensors(BASE, original(registry, BASE))
     sinks = np.arange(4, dtype=np.float32)
     path = write_model(
-        tmp_path / "mine.gguf", BASE, tensors | {"blk.1.attn_sinks.weight": sinks},
-        of_type(TYPES.F32), extra=lambda writer: writer.add_logit_scale(0.25),
-    )  # fmt: skip
+        tmp_path / "mine.gguf",
+        BASE,
+        tensors | {"blk.1.attn_sinks.weight": sinks},
+        of_type(TYPES.F32),
+        extra=lambda writer: writer.add_logit_scale(0.25),
+    )
     opened = open_checkpoint(own, path)
     assert opened.config["architectures"] == ["MineForCausalLM"]
     assert opened.config["logits_scaling"] == 0.25

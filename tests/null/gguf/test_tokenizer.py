@@ -102,10 +102,14 @@ def gemma4(**more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The metadata of a file with what Gemma 4's vocabulary has of some texts, and those texts."""
     part = json.loads(gzip.decompress((DATA / "gemma-4-part.json.gz").read_bytes()))
     values = {
-        "model": "gemma4", "tokens": part["tokens"], "merges": part["merges"],
-        "token_type": np.array(part["types"], np.int32), "add_space_prefix": False,
-        **part["ids"], **more,
-    }  # fmt: skip
+        "model": "gemma4",
+        "tokens": part["tokens"],
+        "merges": part["merges"],
+        "token_type": np.array(part["types"], np.int32),
+        "add_space_prefix": False,
+        **part["ids"],
+        **more,
+    }
     return {f"tokenizer.ggml.{key}": value for key, value in values.items()}, part
 
 
@@ -223,10 +227,16 @@ def test_unigram_takes_the_cut_of_the_highest_scores() -> None:
     pieces = ["<s>", "<pad>", "</s>", "<unk>", "\u2581", "c", "a", "t", "s", "at", "\u2581cat"]
     scores = [0.0, 0.0, 0.0, 0.0, -4.0, -6.0, -5.0, -7.0, -3.0, -20.0, -8.0]
     metadata = {
-        "model": "t5", "tokens": pieces, "scores": np.array(scores, np.float32),
-        "token_type": np.array([3, 3, 3, 2, *[1] * 7], np.int32), "unknown_token_id": 3,
-        "bos_token_id": 0, "eos_token_id": 2, "add_bos_token": True, "add_eos_token": True,
-    }  # fmt: skip
+        "model": "t5",
+        "tokens": pieces,
+        "scores": np.array(scores, np.float32),
+        "token_type": np.array([3, 3, 3, 2, *[1] * 7], np.int32),
+        "unknown_token_id": 3,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "add_bos_token": True,
+        "add_eos_token": True,
+    }
     tokenizer = gguf_tokenizer({f"tokenizer.ggml.{key}": v for key, v in metadata.items()})
     assert tokenizer.encode("  cats  at ") == [0, 10, 8, 4, 6, 7, 2]  # a and t are likelier than at
     assert tokenizer.encode("a</s>x", add_special_tokens=False) == [4, 6, 2, 4, 3]

@@ -34,28 +34,54 @@ SMALL: dict[str, Any] = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 32,
 }  # fmt: skip
 LATENT: dict[str, Any] = SMALL | {
-    "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8, "v_head_dim": 10, "first_k_dense_replace": 1, "n_routed_experts": 4,
-    "n_shared_experts": 2, "routed_scaling_factor": 2.827, "num_nextn_predict_layers": 1,
-}  # fmt: skip
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 2.827,
+    "num_nextn_predict_layers": 1,
+}
 del LATENT["head_dim"]
-YARN = {"type": "yarn", "factor": 4.0, "mscale": 0.707, "mscale_all_dim": 0.707, "beta_fast": 32,
-        "beta_slow": 1, "original_max_position_embeddings": 32}  # fmt: skip
+YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 32,
+}
 OSS = SMALL | {
-    "architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "sliding_window": 16,
-}  # fmt: skip
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 4,
+    "sliding_window": 16,
+}
 INDEX = {"index_topk": 48, "index_n_heads": 2, "index_head_dim": 16}
 GEMMA4 = SMALL | {
     "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-    "global_head_dim": 32, "sliding_window": 16, "tie_word_embeddings": True,
-    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 4096,
-    "num_kv_shared_layers": 1, "use_double_wide_mlp": True,
-}  # fmt: skip
+    "global_head_dim": 32,
+    "sliding_window": 16,
+    "tie_word_embeddings": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 4096,
+    "num_kv_shared_layers": 1,
+    "use_double_wide_mlp": True,
+}
 MIXED = GEMMA4 | {
-    "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_k_eq_v": True,
-    "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 4,
-    "top_k_experts": 2, "final_logit_softcapping": 30.0,
-}  # fmt: skip
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "final_logit_softcapping": 30.0,
+}
 ARCHS = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("gpt-oss", OSS),
@@ -164,8 +190,9 @@ def test_a_lossless_file_is_the_model(name: str, folders: dict[str, Path], tmp_p
 def _check_names(path: Path, arch: str) -> None:
     """Checks names against the tables of the `gguf` package."""
     file = GGUFFile(path)
-    allowed = {gguf.TENSOR_NAMES[one].replace("{bid}", "#")
-               for one in gguf.MODEL_TENSORS[ARCHS[arch]]}  # fmt: skip
+    allowed = {
+        gguf.TENSOR_NAMES[one].replace("{bid}", "#") for one in gguf.MODEL_TENSORS[ARCHS[arch]]
+    }
     for name in file.tensors:
         stem = re.sub(r"\.(weight|bias|scale)$", "", name)
         assert re.sub(r"^blk\.\d+", "blk.#", stem) in allowed, name

@@ -27,8 +27,9 @@ DIGITS = {"properties": {"code": {"type": "string", "pattern": "^[0-9]{5}$"}}}
 LETTERS = {"properties": {"code": {"type": "string", "pattern": "^[A-Z]{2}$"}}}
 ADDRESSES = [
     {"country": country, "code": code}
-    for country in ("US", "CA", "NL", "FR") for code in ("12345", "AB", "x")
-]  # fmt: skip
+    for country in ("US", "CA", "NL", "FR")
+    for code in ("12345", "AB", "x")
+]
 SWITCH = {
     "type": "object",
     "properties": {"on": {"type": "boolean"}, "level": {"type": "integer"}},
@@ -123,8 +124,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no values": ({"enum": ["a"], "not": {"const": "a"}}, "nothing is left"),
     "if a type": ({"if": {"type": "integer"}, "then": {"minimum": 3}}, "if at #/if can be held"),
     "if a property that may be missing": (
-        {"type": "object", "properties": {"a": {"enum": [1, 2]}},
-         "if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}},
+        {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}},
+            "if": {"properties": {"a": {"const": 1}}},
+            "then": {"required": ["b"]},
+        },
         "which can be held where that is required",
     ),
     "if among all": (
@@ -132,8 +137,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "if at #/allOf/0/if",
     ),
     "unique texts": (
-        {"properties": {"tags": {"type": "array", "items": {"type": "string"},
-                                 "uniqueItems": True}}},
+        {
+            "properties": {
+                "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+            }
+        },
         "uniqueItems at #/properties/tags can be held for an array",
     ),
     "unique among many": (
@@ -144,7 +152,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"type": "object", "properties": {"a": {"type": "array", "contains": {"const": 1}}}},
         "contains at #/properties/a is a keyword that cannot be held",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -184,10 +184,16 @@ SCHEMAS: dict[str, Any] = {
         "required": ["id"],
     },
     "annotations": {
-        "title": "T", "description": "d", "default": 1, "examples": [1], "type": "integer",
-        "$comment": "c", "deprecated": True, "x-own": {"y": 1},
+        "title": "T",
+        "description": "d",
+        "default": 1,
+        "examples": [1],
+        "type": "integer",
+        "$comment": "c",
+        "deprecated": True,
+        "x-own": {"y": 1},
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

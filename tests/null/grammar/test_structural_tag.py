@@ -64,8 +64,13 @@ TAG = {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "<
             ["n=!", "n=1", "12!"],
         ),
         (
-            form(type="triggered_tags", triggers=["<a"], tags=[TAG], at_least_one=True,
-                 stop_after_first=True),
+            form(
+                type="triggered_tags",
+                triggers=["<a"],
+                tags=[TAG],
+                at_least_one=True,
+                stop_after_first=True,
+            ),
             ["so <a>b</a>"],
             ["so", "so <a>b</a> more"],
         ),
@@ -80,7 +85,7 @@ TAG = {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "<
             ['{"n": 3}'],
         ),
     ],
-)  # fmt: skip
+)
 def test_forms_are_composed(
     tag: dict[str, Any], good: list[str], bad: list[str], grammarian: Grammarian
 ) -> None:

@@ -49,8 +49,11 @@ class Handler(BaseHTTPRequestHandler):
         method, params = message["method"], message.get("params", {})
         head = {"jsonrpc": "2.0", "id": message["id"]}
         if method == "initialize":
-            result = {"protocolVersion": params["protocolVersion"], "capabilities": {"tools": {}},
-                      "serverInfo": {"name": "bad", "version": "1"}}  # fmt: skip
+            result = {
+                "protocolVersion": params["protocolVersion"],
+                "capabilities": {"tools": {}},
+                "serverInfo": {"name": "bad", "version": "1"},
+            }
         elif method == "tools/list":
             result = {"tools": [{"name": n, "inputSchema": {"type": "object"}} for n in TOOLS]}
         elif method == "ping":

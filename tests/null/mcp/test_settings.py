@@ -33,11 +33,17 @@ def test_both_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files, web, *rest = servers(
         tmp_path,
         files={**CAT, "args": ["-u"], "env": {"A": "${KEY}x", "B": "$KEY"}, "cwd": str(tmp_path)},
-        web={**HTTP, "headers": {"Authorization": "Bearer ${KEY}"}, "type": "http",
-             "allowedTools": ["a"], "callTimeoutSeconds": 5, "startTimeoutSeconds": 2.5,
-             "maxResultBytes": 1000},
+        web={
+            **HTTP,
+            "headers": {"Authorization": "Bearer ${KEY}"},
+            "type": "http",
+            "allowedTools": ["a"],
+            "callTimeoutSeconds": 5,
+            "startTimeoutSeconds": 2.5,
+            "maxResultBytes": 1000,
+        },
         off={"command": "/not/there", "disabled": True},
-    )  # fmt: skip
+    )
     assert rest == []
     assert (files.name, files.env) == ("files", {"A": "k1x", "B": "$KEY"})
     assert files.environment["A"] == "k1x"
@@ -113,8 +119,10 @@ def fed(*pieces: bytes, max_bytes: int = 100) -> list[bytes | Unread]:
 
 def test_lines_come_whole() -> None:
     assert fed(b'{"a"', b': 1}\n\n{"b": 2}\r\nhello\n{', b"}\n{") == [
-        b'{"a": 1}', b'{"b": 2}\r', b"{}",
-    ]  # fmt: skip
+        b'{"a": 1}',
+        b'{"b": 2}\r',
+        b"{}",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,10 @@ def test_qwen3_dimensions(registry: Registry) -> None:
     assert weights["layers.0.o"].cols == 16 * 128
     assert weights["lm_head"].parts == weights["embed"].parts  # tied
     assert [weights[name].shard for name in ("layers.0.qkv", "layers.0.o", "embed")] == [
-        "column", "row", "vocab",
-    ]  # fmt: skip
+        "column",
+        "row",
+        "vocab",
+    ]
 
 
 def test_model_type_serves_where_architectures_is_missing(registry: Registry) -> None:
@@ -117,8 +119,11 @@ QUIRKS = [
     ("LlamaForCausalLM", {"rms_norm_eps": float("nan")}, "must be a finite number"),
     ("LlamaForCausalLM", {"rms_norm_eps": 10**400}, "must be a finite number"),
     ("LlamaForCausalLM", {"rope_theta": 10**400}, "rope_theta as a number above 0"),
-    ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "linear", "factor": 10**400}},
-     "needs factor as a number above 0"),
+    (
+        "LlamaForCausalLM",
+        {"rope_scaling": {"rope_type": "linear", "factor": 10**400}},
+        "needs factor as a number above 0",
+    ),
     ("LlamaForCausalLM", {"rms_norm_eps": "1e-6"}, "must be a number above 0"),
     ("LlamaForCausalLM", {"attention_bias": "yes"}, "must be true or false"),
     ("LlamaForCausalLM", {"torch_dtype": "int8"}, "torch_dtype = int8"),
@@ -137,7 +142,7 @@ QUIRKS = [
     ("MixtralForCausalLM", {"num_key_value_heads": 2}, "num_experts = (absent) is needed"),
     ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}, "each of the 4 layers"),
     ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0, "x", 1]}, "list of integers"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("architecture", "config", "message"), QUIRKS)
@@ -165,9 +170,15 @@ def test_hyper_connections_are_refused_by_name(registry: Registry, config: dict[
 
 @pytest.mark.parametrize(
     "config",
-    [{"pretraining_tp": 2}, {"sliding_window": None}, {"attention_dropout": 0.1},
-     {"layer_types": ["full_attention"] * 4}, {"num_experts": 1}, {"unknown_to_us": "x"}],
-)  # fmt: skip
+    [
+        {"pretraining_tp": 2},
+        {"sliding_window": None},
+        {"attention_dropout": 0.1},
+        {"layer_types": ["full_attention"] * 4},
+        {"num_experts": 1},
+        {"unknown_to_us": "x"},
+    ],
+)
 def test_accepted(build: Any, config: dict[str, Any]) -> None:
     """Values that do not change the result."""
     assert build("LlamaForCausalLM", **config).spec == build("LlamaForCausalLM").spec
@@ -245,9 +256,10 @@ def test_layers_of_prediction_are_passed_over_with_a_line(
 
 def test_windows(build: Any) -> None:
     assert windows(build("MistralForCausalLM", num_key_value_heads=2)) == [4096] * 4
-    assert windows(
-        build("MistralForCausalLM", num_key_value_heads=2, sliding_window=None)
-    ) == [None] * 4  # fmt: skip
+    assert (
+        windows(build("MistralForCausalLM", num_key_value_heads=2, sliding_window=None))
+        == [None] * 4
+    )
     assert windows(build("Qwen2ForCausalLM", sliding_window=7)) == [None] * 4
     upper = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3}
     assert windows(build("Qwen2ForCausalLM", **upper)) == [None, None, None, 7]

@@ -55,9 +55,13 @@ def test_a_layer_of_today_is_seven_ops() -> None:
     """The sum and the norm behind it are one op, wherever a norm reads the stream."""
     later = ["add_rms_norm attn_norm", *LAYER, "add_rms_norm mlp_norm", *MLP]
     assert lines(spec()) == [
-        "embedding embed", "rms_norm attn_norm", *later[1:], *later, "add_rms_norm norm",
+        "embedding embed",
+        "rms_norm attn_norm",
+        *later[1:],
+        *later,
+        "add_rms_norm norm",
         "logits lm_head",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(
@@ -102,8 +106,9 @@ def test_a_plain_mlp_has_no_gate() -> None:
     mlp = DenseMLP(72, "gelu", gated=False, bias=True, names=MLPNames(up="fc1", down="fc2"))
     changed = replace(plain, layers=tuple(replace(one, feed_forward=mlp) for one in plain.layers))
     assert [op for op in lines(changed) if op in ("linear up", "activation")] == [
-        "linear up", "activation",
-    ] * 2  # fmt: skip
+        "linear up",
+        "activation",
+    ] * 2
     weights = {weight.name: weight for weight in Decoder(changed).weights()}
     assert weights["layers.1.up"].parts[0].bias == "model.layers.1.mlp.fc1.bias"
 

@@ -36,9 +36,13 @@ def test_other_names_are_not_the_demo() -> None:
 
 def test_everything_that_serving_needs_is_there() -> None:
     assert {path.name for path in MODEL_FOLDER.iterdir()} == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-        "tokenizer_config.json", "MODEL_CARD.md",
-    }  # fmt: skip
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "MODEL_CARD.md",
+    }
     tokenizer = json.loads((MODEL_FOLDER / "tokenizer_config.json").read_text())
     assert "add_generation_prompt" in tokenizer["chat_template"]
     assert importlib.metadata.version("vllmx-demo") == importlib.metadata.version("vllmx-core")

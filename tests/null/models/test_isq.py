@@ -143,13 +143,15 @@ def test_eight_bits_leave_table_and_head_alone(
 
 def test_float8_codes_of_many_floats() -> None:
     rng = np.random.default_rng(4)
-    values = np.concatenate((
-        rng.standard_normal(200_000) * np.exp2(rng.integers(-14, 8, 200_000)),
-        np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32),
-        np.arange(-65536, 65536) / 1024,  # ties among them
-        np.arange(-2048, 2048) / 2**16,
-        [0.0, -0.0, 448, -448, 2**-10, 2**-11, 1e-30, -1e-45],
-    ))  # fmt: skip
+    values = np.concatenate(
+        (
+            rng.standard_normal(200_000) * np.exp2(rng.integers(-14, 8, 200_000)),
+            np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32),
+            np.arange(-65536, 65536) / 1024,  # ties among them
+            np.arange(-2048, 2048) / 2**16,
+            [0.0, -0.0, 448, -448, 2**-10, 2**-11, 1e-30, -1e-45],
+        )
+    )
     values = np.clip(values[np.isfinite(values)], -448, 448).astype(np.float32)
     expected = values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     np.testing.assert_array_equal(e4m3_codes(values), expected)

@@ -47,8 +47,9 @@ def added(**values: Any) -> Change:
 
 
 TOKENIZERS: dict[str, Change] = {
-    "empty": lambda value: value.update(added_tokens=[], model={"type": "BPE", "vocab": {},
-                                                                "merges": []}),
+    "empty": lambda value: value.update(
+        added_tokens=[], model={"type": "BPE", "vocab": {}, "merges": []}
+    ),
     "list": of_model(vocab=["a", "b"]),
     "no number": first_token("1"),
     "negative": first_token(-1),
@@ -64,7 +65,7 @@ TOKENIZERS: dict[str, Change] = {
     "no post-processor's pieces": lambda value: value.update(
         post_processor={"type": "TemplateProcessing", "single": []}
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -77,9 +78,16 @@ def test_an_odd_tokenizer_is_a_typed_error(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "template", ["x" * ((1 << 20) + 1), [{"name": "default"}], [{"name": 1, "template": "x"}],
-                 {"default": "x"}, 5, "\ud800"]
-)  # fmt: skip
+    "template",
+    [
+        "x" * ((1 << 20) + 1),
+        [{"name": "default"}],
+        [{"name": 1, "template": "x"}],
+        {"default": "x"},
+        5,
+        "\ud800",
+    ],
+)
 def test_an_odd_template_is_a_typed_error(folder: Path, template: Any) -> None:
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     change(folder / "tokenizer_config.json", lambda value: value.update(chat_template=template))

@@ -64,11 +64,19 @@ LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
         ({"rope_type": "dynamic", "factor": 2.0}, 2000),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}, 4000),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 250}, 1000),
-        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 125}, 1000),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 125,
+            },
+            1000,
+        ),
         ({"type": "su", "original_max_position_embeddings": 100, **LONG}, 1000),
     ],
-)  # fmt: skip
+)
 def test_context_that_is_claimed(scaling: Any, length: int) -> None:
     assert read(scaling).context_len == length
 
@@ -92,8 +100,13 @@ def test_table_is_cos_then_sin_of_the_rotation() -> None:
 @pytest.mark.parametrize("kind", SCALINGS)
 def test_a_factor_of_one_changes_nothing(kind: str) -> None:
     """Every scaling with neutral options is the plain rotation."""
-    options = {"factor": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}  # fmt: skip
+    options = {
+        "factor": 1.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.0] * 4,
+    }
     table = read({"rope_type": kind, **options}).table(100)
     np.testing.assert_allclose(table, read(None).table(100), atol=1e-5)
 

@@ -130,7 +130,7 @@ HEADERS: dict[str, tuple[Any, str]] = {
     "beyond the end": ({"x": entry(shape=[999], offsets=[0, 999])}, "is truncated"),
     "surplus": ({"x": entry(shape=[2], offsets=[0, 2])}, "bytes that belong to no tensor"),
     "metadata": ({"__metadata__": {"a": 1}, "x": entry()}, "__metadata__"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", HEADERS)
@@ -352,9 +352,14 @@ def test_folder_without_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [(b"{", "not valid JSON"), (b"[]", "an object is needed"), (b"\xff", "not valid JSON"),
-     (b'{"a": ' + b"[" * 100_000, "too deeply"), (b" " * (9 << 20), "larger than the 8 MiB")],
-)  # fmt: skip
+    [
+        (b"{", "not valid JSON"),
+        (b"[]", "an object is needed"),
+        (b"\xff", "not valid JSON"),
+        (b'{"a": ' + b"[" * 100_000, "too deeply"),
+        (b" " * (9 << 20), "larger than the 8 MiB"),
+    ],
+)
 def test_damaged_config(tmp_path: Path, text: bytes, problem: str) -> None:
     save_shards(tmp_path)
     (tmp_path / "config.json").write_bytes(text)

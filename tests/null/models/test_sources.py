@@ -35,9 +35,12 @@ FILES = {
     "gptq_model-4bit-128g.safetensors": b"under a name of AutoGPTQ",
 }
 WANTED = {
-    "config.json", "model.safetensors", "gptq_model-4bit-128g.safetensors", "tokenizer.json",
+    "config.json",
+    "model.safetensors",
+    "gptq_model-4bit-128g.safetensors",
+    "tokenizer.json",
     "chat_template.jinja",
-}  # fmt: skip
+}
 SCRIPT = """
 import json, sys
 from vllmx_core.errors import ModelNotFoundError
@@ -246,10 +249,12 @@ def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "files"),
     [
         ("model.gguf", {"model.gguf"}),
-        ("Q8/big-00002-of-00002.gguf",
-         {"Q8/big-00001-of-00002.gguf", "Q8/big-00002-of-00002.gguf"}),
+        (
+            "Q8/big-00002-of-00002.gguf",
+            {"Q8/big-00001-of-00002.gguf", "Q8/big-00002-of-00002.gguf"},
+        ),
     ],
-)  # fmt: skip
+)
 def test_one_file_of_a_model_and_its_shards(
     tmp_path: Path, endpoint: str, name: str, files: set[str]
 ) -> None:
@@ -281,8 +286,16 @@ def test_a_model_of_gguf_files_asks_for_one(tmp_path: Path, endpoint: str) -> No
 
 @pytest.mark.parametrize(
     "name",
-    ["org/model", "org/model:", "org/model:x.bin", "org/model:../x.gguf", "org/model:*.gguf",
-     "org/model:/etc/x.gguf", "/a/b:x.gguf", "c:\\x.gguf"],
-)  # fmt: skip
+    [
+        "org/model",
+        "org/model:",
+        "org/model:x.bin",
+        "org/model:../x.gguf",
+        "org/model:*.gguf",
+        "org/model:/etc/x.gguf",
+        "/a/b:x.gguf",
+        "c:\\x.gguf",
+    ],
+)
 def test_names_that_are_no_files_on_the_hub(name: str) -> None:
     assert hub_file(name, None, False) is None

@@ -16,15 +16,24 @@ from vllmx_core.testing.synthetic import ArraySource
 from vllmx_core.weight_map import assemble
 
 TEXT: dict[str, Any] = {
-    "vocab_size": 61, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 20, "sliding_window": 11,
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "sliding_window": 11,
     "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-}  # fmt: skip
+}
 VISION = {"hidden_size": 8, "num_attention_heads": 2, "image_size": 32, "patch_size": 2}
 INSIDE: dict[str, Any] = {
-    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
-    "torch_dtype": "bfloat16", "text_config": TEXT, "vision_config": VISION,
-}  # fmt: skip
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "torch_dtype": "bfloat16",
+    "text_config": TEXT,
+    "vision_config": VISION,
+}
 ALONE: dict[str, Any] = {**TEXT, "architectures": ["Gemma3ForCausalLM"]}
 PREFIXES = ("language_model.model.", "model.language_model.")
 
@@ -38,10 +47,12 @@ def built(config: Mapping[str, Any]) -> Model:
 def test_tensors_by_either_name(prefix: str) -> None:
     alone, inside = built(ALONE), built(INSIDE)
     arrays = random_weights(alone)
-    renamed = ArraySource({
-        prefix + name.removeprefix("model."): arrays.part(name).dequantize()
-        for name in arrays.names()
-    })  # fmt: skip
+    renamed = ArraySource(
+        {
+            prefix + name.removeprefix("model."): arrays.part(name).dequantize()
+            for name in arrays.names()
+        }
+    )
     for ours, theirs in zip(alone.weights(), inside.weights(), strict=True):
         assert ours.name == theirs.name
         np.testing.assert_array_equal(assemble(ours, arrays)[0], assemble(theirs, renamed)[0])

@@ -12,10 +12,18 @@ from vllmx_models.blocks.norms import PRE
 from vllmx_models.decoder import Decoder, DecoderSpec
 
 CONFIG: dict[str, Any] = {
-    "vocab_size": 61, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-    "head_dim": 12, "rms_norm_eps": 1e-5, "rope_theta": 5000.0, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "head_dim": 12,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0,
+    "torch_dtype": "bfloat16",
+}
 
 
 def spec(architecture: str, **config: Any) -> DecoderSpec:
@@ -25,8 +33,13 @@ def spec(architecture: str, **config: Any) -> DecoderSpec:
     return model.spec
 
 
-LLAMAS = ["AquilaForCausalLM", "AquilaModel", "LLaMAForCausalLM", "XverseForCausalLM",
-          "InternLM3ForCausalLM"]  # fmt: skip
+LLAMAS = [
+    "AquilaForCausalLM",
+    "AquilaModel",
+    "LLaMAForCausalLM",
+    "XverseForCausalLM",
+    "InternLM3ForCausalLM",
+]
 OTHERS = {"InternLMForCausalLM", "MiMoForCausalLM", "YiForCausalLM"}
 """Below, each with what it has of its own."""
 

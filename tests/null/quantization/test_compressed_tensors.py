@@ -38,9 +38,15 @@ def config(weights: dict[str, Any], activations: Any = None, **more: Any) -> dic
 
 def integers(bits: int, strategy: str, group_size: int | None, **more: Any) -> dict[str, Any]:
     return {
-        "num_bits": bits, "type": "int", "symmetric": True, "strategy": strategy,
-        "group_size": group_size, "dynamic": False, "observer": "minmax", **more,
-    }  # fmt: skip
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": strategy,
+        "group_size": group_size,
+        "dynamic": False,
+        "observer": "minmax",
+        **more,
+    }
 
 
 def packed_module(
@@ -66,10 +72,14 @@ def plain_packed(
     rows, cols = tensors["m.weight_shape"].tolist()
     scale = tensors["m.weight_scale"].reshape(-1, 1) if group_size == cols else None
     return statement.pack_quantized(
-        tensors["m.weight_packed"], (rows, cols),
+        tensors["m.weight_packed"],
+        (rows, cols),
         tensors["m.weight_scale"] if scale is None else scale,
-        tensors.get("m.weight_zero_point"), g_idx, bits=bits, group_size=group_size,
-    )  # fmt: skip
+        tensors.get("m.weight_zero_point"),
+        g_idx,
+        bits=bits,
+        group_size=group_size,
+    )
 
 
 @pytest.mark.parametrize("zeros", ["none", "packed", "plain"])
@@ -128,10 +138,14 @@ def test_int8(tmp_path: Path, strategy: str, shape: tuple[int, ...], zeros: bool
     part = open_part(tmp_path, tensors, config(weights, activations, format="int-quantized"))
     assert part.layout.kind == "int8"
     assert part.layout.options == {
-        "strategy": strategy, "symmetric": not zeros, "activations": "dynamic",
-        "activation_bits": 8, "activation_type": "int", "activation_strategy": "token",
+        "strategy": strategy,
+        "symmetric": not zeros,
+        "activations": "dynamic",
+        "activation_bits": 8,
+        "activation_type": "int",
+        "activation_strategy": "token",
         "activation_symmetric": True,
-    }  # fmt: skip
+    }
     grid = (len(scale), scale.size // len(scale))
     expected = statement.int8(
         weight,
@@ -279,7 +293,7 @@ def test_what_a_format_needs(tmp_path: Path) -> None:
         ({"strategy": "group", "type": "float", "num_bits": 4}, {}, "4-bit floats.*group with 32"),
         ({"dynamic": True}, {}, "dynamic = True .*known: False"),
     ],
-)  # fmt: skip
+)
 def test_options_that_are_not_read(
     tmp_path: Path, weights: dict[str, Any], change: dict[str, Any], message: str
 ) -> None:

@@ -33,9 +33,14 @@ def config(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize(
     ("rows", "cols", "block"),
-    [(256, 128, (128, 128)), (200, 130, (128, 128)), (7, 300, (128, 128)), (33, 20, (16, 8)),
-     (5, 64, (1, 32))],
-)  # fmt: skip
+    [
+        (256, 128, (128, 128)),
+        (200, 130, (128, 128)),
+        (7, 300, (128, 128)),
+        (33, 20, (16, 8)),
+        (5, 64, (1, 32)),
+    ],
+)
 def test_blocks(tmp_path: Path, rows: int, cols: int, block: tuple[int, int], dtype: Any) -> None:
     weight = codes(rows, cols)
     grid = scales(-(-rows // block[0]), -(-cols // block[1]), dtype=dtype)
@@ -43,10 +48,14 @@ def test_blocks(tmp_path: Path, rows: int, cols: int, block: tuple[int, int], dt
     part = open_part(tmp_path, tensors, config(weight_block_size=list(block), fmt="e4m3"))
     assert part.layout.kind == "fp8"
     assert part.layout.options == {
-        "strategy": "block", "block_rows": block[0], "block_cols": block[1],
-        "activations": "dynamic", "activation_bits": 8, "activation_strategy": "group",
+        "strategy": "block",
+        "block_rows": block[0],
+        "block_cols": block[1],
+        "activations": "dynamic",
+        "activation_bits": 8,
+        "activation_strategy": "group",
         "dtype": "f8e4m3",
-    }  # fmt: skip
+    }
     assert part.buffers["weight"].dtype == "f8e4m3"
     expected = statement.fp8(weight.view(np.uint8), grid.astype(np.float32), block)
     assert_same_bits(part.dequantize(), expected)

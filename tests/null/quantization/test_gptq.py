@@ -52,9 +52,14 @@ def plain(
 ) -> NDArray[np.float32]:
     cols = tensors["m.qweight"].shape[0] * 32 // bits
     return statement.gptq(
-        tensors["m.qweight"], tensors.get("m.qzeros"), tensors["m.scales"], tensors.get("m.g_idx"),
-        bits=bits, group_size=group_size if group_size > 0 else cols, stored_minus_one=minus_one,
-    )  # fmt: skip
+        tensors["m.qweight"],
+        tensors.get("m.qzeros"),
+        tensors["m.scales"],
+        tensors.get("m.g_idx"),
+        bits=bits,
+        group_size=group_size if group_size > 0 else cols,
+        stored_minus_one=minus_one,
+    )
 
 
 def config(bits: int, group_size: int, **more: Any) -> dict[str, Any]:

@@ -21,8 +21,14 @@ PACKED = (".qweight", ".qzeros", ".scales", ".g_idx")
 METHODS = {
     "awq": PACKED,
     "compressed-tensors": (
-        ".weight", ".weight_packed", ".weight_shape", ".weight_scale", ".weight_zero_point",
-        ".weight_g_idx", ".weight_global_scale", ".input_scale",
+        ".weight",
+        ".weight_packed",
+        ".weight_shape",
+        ".weight_scale",
+        ".weight_zero_point",
+        ".weight_g_idx",
+        ".weight_global_scale",
+        ".input_scale",
     ),
     "fbgemm_fp8": (".weight", ".weight_scale", ".input_scale"),
     "fp8": (".weight", ".weight_scale", ".weight_scale_inv", ".input_scale"),
@@ -30,7 +36,7 @@ METHODS = {
     "mlx": (".weight", ".scales", ".biases"),
     "modelopt": (".weight", ".weight_scale", ".weight_scale_2", ".input_scale"),
     "mxfp4": ("_blocks", "_scales"),
-}  # fmt: skip
+}
 """Suffixes of the tensors that matter to each."""
 SIZES = st.sampled_from([0, 1, 2, 3, 4, 8, 12, 16, 32, 96])
 SCALARS = (

@@ -159,9 +159,10 @@ async def test_tls_and_http2(make_server: MakeServer, certificate: tuple[str, st
             long = asyncio.ensure_future(stream(60))
             await served.in_flight_become(1)
             refused = await client.post(
-                "/v1/completions", content=b" " * 300_000,
+                "/v1/completions",
+                content=b" " * 300_000,
                 headers={"content-type": "application/json"},
-            )  # fmt: skip
+            )
             assert refused.status_code == 413
             await long
             body = {"prompt": "a", "max_tokens": 400, "stream": True}

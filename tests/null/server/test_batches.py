@@ -174,11 +174,14 @@ async def test_errors_of_an_input_are_bounded(
         ({"input_file_id": "x" * 65}, 400, "input_file_id"),
         ({"metadata": {str(i): "x" for i in range(17)}}, 400, "metadata"),
         ({"metadata": {"k": "x" * 513}}, 400, "metadata[...]"),
-        ({"output_expires_after": {"anchor": "created_at", "seconds": 0}}, 400,
-         "output_expires_after.seconds"),
+        (
+            {"output_expires_after": {"anchor": "created_at", "seconds": 0}},
+            400,
+            "output_expires_after.seconds",
+        ),
         ({"nonsense": 1}, 400, "nonsense"),
     ],
-)  # fmt: skip
+)
 async def test_wrong_batches_are_refused(
     served: Served, body: dict[str, Any], status: int, param: str | None
 ) -> None:

@@ -67,11 +67,23 @@ AGENTS = {
     "type": "namespace",
     "name": "agents",
     "description": "Other agents.",
-    "tools": [{"type": "function", "name": "close", "strict": False, "description": "Ends one.",
-               "parameters": {"type": "object", "properties": {"id": {"type": "string"}}}}],
-}  # fmt: skip
-EXEC = {"type": "function", "name": "exec_command", "strict": False, "description": "Runs it.",
-        "parameters": {"type": "object", "properties": {"cmd": {"type": "string"}}}}  # fmt: skip
+    "tools": [
+        {
+            "type": "function",
+            "name": "close",
+            "strict": False,
+            "description": "Ends one.",
+            "parameters": {"type": "object", "properties": {"id": {"type": "string"}}},
+        }
+    ],
+}
+EXEC = {
+    "type": "function",
+    "name": "exec_command",
+    "strict": False,
+    "description": "Runs it.",
+    "parameters": {"type": "object", "properties": {"cmd": {"type": "string"}}},
+}
 PATCH = "*** Begin Patch\n*** Delete File: a\n*** End Patch\n"
 CODEX = {
     "model": "fake",
@@ -115,10 +127,13 @@ CODEX = {
 async def test_both_are_answered(make_server: MakeServer) -> None:
     betas = "claude-code-20250219,interleaved-thinking-2025-05-14,effort-2025-11-24"
     headers = {
-        "anthropic-version": "2023-06-01", "anthropic-beta": betas, "x-app": "cli",
-        "x-codex-beta-features": "remote_compaction_v2", "originator": "codex_exec",
+        "anthropic-version": "2023-06-01",
+        "anthropic-beta": betas,
+        "x-app": "cli",
+        "x-codex-beta-features": "remote_compaction_v2",
+        "originator": "codex_exec",
         "authorization": "Bearer none",
-    }  # fmt: skip
+    }
     async with make_server(max_model_len=1024) as served:
         for path, body, last in (
             ("/v1/messages?beta=true", CLAUDE_CODE, "message_stop"),
@@ -138,8 +153,10 @@ def test_custom_tools_and_namespaces_are_functions() -> None:
     made = chat(**CODEX)
     functions = [tool["function"] for tool in made.chat_options().tools or ()]
     assert [function["name"] for function in functions] == [
-        "exec_command", "apply_patch", "agents.close",
-    ]  # fmt: skip
+        "exec_command",
+        "apply_patch",
+        "agents.close",
+    ]
     assert functions[1]["parameters"]["required"] == ["input"]
     assert functions[1]["description"].endswith('start: "*** Begin Patch"')
     calls = [
@@ -182,14 +199,20 @@ def test_calls_are_told_of_as_their_tools() -> None:
             told += output.take(event)
     custom, cut, close, plain = output.items
     assert (custom["type"], custom["name"], custom["input"]) == (
-        "custom_tool_call", "apply_patch", PATCH,
-    )  # fmt: skip
+        "custom_tool_call",
+        "apply_patch",
+        PATCH,
+    )
     assert cut["input"] == '{"input": "cu'
     assert (close["type"], close["name"], close["namespace"]) == (
-        "function_call", "close", "agents",
-    )  # fmt: skip
+        "function_call",
+        "close",
+        "agents",
+    )
     assert (plain["name"], "namespace" in plain) == ("exec_command", False)
     assert [name for name, _ in told[:4]] == [
-        "output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done",
+        "output_item.added",
+        "custom_tool_call_input.delta",
+        "custom_tool_call_input.done",
         "output_item.done",
-    ]  # fmt: skip
+    ]

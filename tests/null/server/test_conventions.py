@@ -161,8 +161,12 @@ async def test_an_answer_can_be_sent_back(served: Served) -> None:
     answer = (await served.post(CHAT, messages=MESSAGES, max_tokens=3)).json()
     ours = answer["choices"][0]["message"]
     theirs = {
-        "refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None
-    }  # fmt: skip
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+    }
     for message in (ours, {**ours, **theirs}, {**ours, "tool_calls": [], "function_call": {}}):
         response = await served.post(CHAT, messages=[*MESSAGES, message, *MESSAGES], max_tokens=1)
         assert response.status_code == 200, response.text

@@ -222,8 +222,12 @@ async def test_windows_are_given_back_for_bodies_that_nobody_reads(client: Clien
 
 
 async def test_a_stream_whose_body_stops_does_not_stop_others(client: Client) -> None:
-    held = [client.open("/v1/completions", ("content-type", "application/json"),
-                        method="POST", end=False) for _ in range(20)]  # fmt: skip
+    held = [
+        client.open(
+            "/v1/completions", ("content-type", "application/json"), method="POST", end=False
+        )
+        for _ in range(20)
+    ]
     for stream_id in held:
         client.h2.send_data(stream_id, b"x" * 3000)
     assert await client.answer(client.open("/health")) == 200

@@ -85,8 +85,11 @@ def test_a_conversation_with_tools_becomes_one_of_chats() -> None:
     assert called["id"] == "c1"
     assert called["function"] == {"name": "weather", "arguments": {"city": "Bern"}}
     assert result == {
-        "role": "tool", "content": "Error: no", "name": "weather", "tool_call_id": "c1"
-    }  # fmt: skip
+        "role": "tool",
+        "content": "Error: no",
+        "name": "weather",
+        "tool_call_id": "c1",
+    }
     assert again == {"role": "user", "content": [{"type": "text", "text": "and now?"}]}
     (tool,) = made.chat_options().tools or ()
     assert tool["function"]["parameters"] == {"type": "object"}
@@ -249,8 +252,10 @@ async def test_streamed_and_whole_are_one_answer(served: Served) -> None:
     events = named_events(response.text)
     assert [name for name, _ in events[:3]] == ["message_start", "ping", "content_block_start"]
     assert [name for name, _ in events[-3:]] == [
-        "content_block_stop", "message_delta", "message_stop"
-    ]  # fmt: skip
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
     text = "".join(e["delta"]["text"] for name, e in events if name == "content_block_delta")
     assert whole["content"] == [{"type": "text", "text": text}]
     start, end = events[0][1]["message"], events[-2][1]

@@ -137,8 +137,11 @@ async def test_grammars_and_calls_that_are_not_read(make_server: MakeServer) -> 
         assert refused.status_code == 400
         await served.becomes_idle()
         assert await values_of(served, reasons, "reason") == {
-            "derived": 2, "by_markers": 0, "not_found": 0, "not_parsed": 2,
-        }  # fmt: skip
+            "derived": 2,
+            "by_markers": 0,
+            "not_found": 0,
+            "not_parsed": 2,
+        }
         refusals = await values_of(served, "grammar_refusals_total", "reason")
         assert refusals == {"invalid": 1, "overloaded": 0, "failed": 0}
         checked = await values_of(served, "grammar_compile_time_seconds_count", "model_name")

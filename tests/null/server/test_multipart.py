@@ -87,10 +87,16 @@ def test_what_is_broken_is_said(body: bytes, words: str) -> None:
 
 @pytest.mark.parametrize(
     "content_type",
-    ["", "application/json", "multipart/form-data", "multipart/form-data; boundary=",
-     "multipart/form-data; boundary=" + "x" * 71, "multipart/form-data; boundary=\xff",
-     "a\r\nb: c"],
-)  # fmt: skip
+    [
+        "",
+        "application/json",
+        "multipart/form-data",
+        "multipart/form-data; boundary=",
+        "multipart/form-data; boundary=" + "x" * 71,
+        "multipart/form-data; boundary=\xff",
+        "a\r\nb: c",
+    ],
+)
 def test_a_type_without_a_boundary_is_refused(content_type: str) -> None:
     with pytest.raises(InvalidRequestError):
         read(b"", content_type=content_type)

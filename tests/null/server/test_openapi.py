@@ -168,8 +168,11 @@ def test_thoughts_and_calls_in_responses() -> None:
     output = Output(forms={"g": ToolForm("g", is_custom=True)})
     told = [each for event in EVENTS for each in output.take(event)]
     assert {item["type"] for item in output.items} == {
-        "message", "reasoning", "function_call", "custom_tool_call"
-    }  # fmt: skip
+        "message",
+        "reasoning",
+        "function_call",
+        "custom_tool_call",
+    }
     for number, (name, fields) in enumerate(told):
         event = {"type": f"response.{name}", "sequence_number": number, **fields}
         decoded = msgspec.json.decode(msgspec.json.encode(event), type=ResponsesEvent)

@@ -66,8 +66,9 @@ async def test_a_stream_that_waits_says_so_before_its_first_event() -> None:
     gate.set()
     await running
     assert [message["type"] for message in wire.messages[:2]] == [
-        "http.response.start", "http.response.body"
-    ]  # fmt: skip
+        "http.response.start",
+        "http.response.body",
+    ]
     assert sum(message["type"] == "http.response.start" for message in wire.messages) == 1
     assert wire.body.replace(PING, b"") == b"data: 1\n\n" + DONE
     assert [message["more_body"] for message in wire.messages[-2:]] == [True, False]

@@ -76,8 +76,13 @@ async def test_echo_with_logprobs_streams_as_it_is_whole(
     served: Served, body: dict[str, Any]
 ) -> None:
     asked = {
-        "prompt": ["x" * 150, "äb"], "echo": True, "logprobs": 2, "max_tokens": 6, "seed": 1, **body
-    }  # fmt: skip
+        "prompt": ["x" * 150, "äb"],
+        "echo": True,
+        "logprobs": 2,
+        "max_tokens": 6,
+        "seed": 1,
+        **body,
+    }
     whole = (await served.post("/v1/completions", **asked)).json()
     *events, done = await served.events("/v1/completions", **asked)
     assert done == "[DONE]"

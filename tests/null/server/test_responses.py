@@ -94,8 +94,10 @@ def test_images_are_parts_of_messages() -> None:
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "u"}]}]},
-         "input[0].content[0]"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "u"}]}]},
+            "input[0].content[0]",
+        ),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 101}, "temperature"),
         ({"top_logprobs": -5}, "top_logprobs"),
@@ -108,7 +110,7 @@ def test_images_are_parts_of_messages() -> None:
         ({"previous_response_id": "x" * 65}, "previous_response_id"),
         ({"nonsense": 1}, "nonsense"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_served_is_named(body: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as info:
         chat(**body)
@@ -172,8 +174,11 @@ async def test_a_response_is_found_again(served: Served) -> None:
     assert item["content"] == [{"type": "input_text", "text": "hi"}]
     assert (await served.client.delete(path)).json()["deleted"] is True
     for method, where in (
-        ("GET", path), ("DELETE", path), ("POST", path + "/cancel"), ("GET", path + "/input_items"),
-    ):  # fmt: skip
+        ("GET", path),
+        ("DELETE", path),
+        ("POST", path + "/cancel"),
+        ("GET", path + "/input_items"),
+    ):
         gone = await served.client.request(method, where)
         assert gone.status_code == 404
         assert gone.json()["error"]["code"] == "response_not_found"
@@ -240,11 +245,13 @@ async def test_conversations_are_told_again(served: Served) -> None:
     by_hand = await create(
         served,
         input=[
-            {"role": "user", "content": "hi"}, *first["output"],
-            {"role": "user", "content": "and?"}, *second["output"],
+            {"role": "user", "content": "hi"},
+            *first["output"],
+            {"role": "user", "content": "and?"},
+            *second["output"],
             {"role": "user", "content": "so?"},
         ],
-    )  # fmt: skip
+    )
     assert third["usage"]["input_tokens"] == by_hand["usage"]["input_tokens"]
     await served.client.delete(f"/v1/responses/{first['id']}")
     response = await served.client.post(

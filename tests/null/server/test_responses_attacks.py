@@ -109,9 +109,13 @@ async def test_ended_at_once_by_many(make_server: MakeServer) -> None:
             return served.client.request(method, path + end)
 
         answers: list[httpx.Response] = await asyncio.gather(
-            send("POST", "/cancel"), send("DELETE"), send("GET"), send("DELETE"),
-            send("POST", "/cancel"), send("GET", "?stream=true"),
-        )  # fmt: skip
+            send("POST", "/cancel"),
+            send("DELETE"),
+            send("GET"),
+            send("DELETE"),
+            send("POST", "/cancel"),
+            send("GET", "?stream=true"),
+        )
         assert {answer.status_code for answer in answers} <= {200, 400, 404}
         assert [answers[1].status_code, answers[3].status_code].count(200) == 1
         assert (await served.client.get(path)).status_code == 404

@@ -32,8 +32,12 @@ pytest.importorskip("mcp", reason="the package mcp is not installed")
 
 SERVER = str(Path(__file__).parents[1] / "mcp" / "scripted_server.py")
 QWEN = OutputFormat("qwen", THINK.thinking, HERMES.calls)
-WELL = {"type": "mcp", "server_label": "well", "require_approval": "never",
-        "allowed_tools": ["echo", "fail", "hang", "env"]}  # fmt: skip
+WELL = {
+    "type": "mcp",
+    "server_label": "well",
+    "require_approval": "never",
+    "allowed_tools": ["echo", "fail", "hang", "env"],
+}
 PROMPT_TOKENS = 10
 
 
@@ -69,9 +73,13 @@ class ScriptedStream:
                 index=0, text=piece, token_ids=[5], finish_reason="stop" if last else None
             )
             yield RequestOutput(
-                request_id="r", prompt="prompt", prompt_token_ids=[], outputs=[choice],
-                finished=last, metrics=times,
-            )  # fmt: skip
+                request_id="r",
+                prompt="prompt",
+                prompt_token_ids=[],
+                outputs=[choice],
+                finished=last,
+                metrics=times,
+            )
 
     def abort(self) -> None: ...
 
@@ -145,12 +153,17 @@ async def test_calls_are_run_and_their_results_read(served: Served) -> None:
     assert first["content"][0]["text"] == "Wait."
     assert last["content"][0]["text"] == "Done."
     assert (called["status"], called["server_label"], called["name"]) == (
-        "completed", "well", "echo",
-    )  # fmt: skip
+        "completed",
+        "well",
+        "echo",
+    )
     assert json.loads(called["arguments"]) == json.loads(called["output"]) == {"a": 1}
     assert [t["function"]["name"] for t in script.options[0].tools] == [
-        "well__echo", "well__fail", "well__env", "well__hang",
-    ]  # fmt: skip
+        "well__echo",
+        "well__fail",
+        "well__env",
+        "well__hang",
+    ]
     system, user, turn, result = script.asked[1]
     assert (system["content"], user["content"]) == ("Be brief.", "hi")
     assert (turn["content"], turn["reasoning_content"]) == ("Wait.", "see")
@@ -177,17 +190,29 @@ async def test_the_stream_tells_the_same(served: Served) -> None:
     assert [event["sequence_number"] for _, event in events] == list(range(len(events)))
     names = [name.removeprefix("response.") for name, _ in events]
     assert names[:6] == [
-        "created", "in_progress", "output_item.added", "mcp_list_tools.in_progress",
-        "mcp_list_tools.completed", "output_item.done",
-    ]  # fmt: skip
+        "created",
+        "in_progress",
+        "output_item.added",
+        "mcp_list_tools.in_progress",
+        "mcp_list_tools.completed",
+        "output_item.done",
+    ]
     told = [name for name in names[6:] if not name.endswith(".delta")]
     assert told == [
         *("output_item.added", "mcp_call.in_progress", "mcp_call_arguments.done") * 3,
-        "mcp_call.completed", "output_item.done", "mcp_call.completed", "output_item.done",
-        "mcp_call.failed", "output_item.done",
-        "output_item.added", "content_part.added", "output_text.done", "content_part.done",
-        "output_item.done", "completed",
-    ]  # fmt: skip
+        "mcp_call.completed",
+        "output_item.done",
+        "mcp_call.completed",
+        "output_item.done",
+        "mcp_call.failed",
+        "output_item.done",
+        "output_item.added",
+        "content_part.added",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
+    ]
     items = [event["item"] for name, event in events if name == "response.output_item.done"]
     final = events[-1][1]["response"]
     assert items == final["output"]
@@ -211,8 +236,12 @@ async def test_a_conversation_goes_on_after_calls(served: Served) -> None:
     second = await answered(served, input="and?", previous_response_id=first["id"])
     assert kinds(second) == ["message"], "the tools were listed before"
     assert [message["role"] for message in script.asked[0]] == [
-        "user", "assistant", "tool", "assistant", "user",
-    ]  # fmt: skip
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+    ]
     assert script.asked[0][1]["tool_calls"][0]["function"]["name"] == "well__echo"
     by_hand = Script(served, "Again.")
     hi, more = {"role": "user", "content": "hi"}, {"role": "user", "content": "and?"}

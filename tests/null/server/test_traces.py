@@ -135,8 +135,10 @@ async def test_a_span_for_each_request_with_its_parts(
     assert set(collector.paths) == {"/v1/traces"}
     roots = [span for span in spans if span.kind == 2]
     assert [root.name for root in roots] == [
-        *["chat fake"] * 3, "text_completion fake", "POST /v1/completions",
-    ]  # fmt: skip
+        *["chat fake"] * 3,
+        "text_completion fake",
+        "POST /v1/completions",
+    ]
     for root in roots[:3]:  # the client's trace goes on
         assert (root.trace, root.parent) == (TRACE, PARENT)
         assert root.values["gen_ai.request.id"] == "mine"

@@ -206,10 +206,12 @@ def test_a_panic_at_request_time_is_the_requests_error(
 
     monkeypatch.setattr(byte_level, "backend", Backend())
     calls = (
-        lambda: byte_level.encode("x"), lambda: byte_level.decode([1]),
-        lambda: byte_level.id_to_token(1), lambda: byte_level.token_to_id("x"),
+        lambda: byte_level.encode("x"),
+        lambda: byte_level.decode([1]),
+        lambda: byte_level.id_to_token(1),
+        lambda: byte_level.token_to_id("x"),
         lambda: byte_level.token_bytes(1 << 20),
-    )  # fmt: skip
+    )
     for call in calls:
         with pytest.raises(InvalidRequestError, match="index out of bounds"):
             call()
@@ -236,8 +238,11 @@ def test_what_the_library_raises_is_a_typed_error(byte_level: Tokenizer, tmp_pat
     saved = json.loads(byte_level.backend.to_str())
     piece = {"SpecialToken": {"id": "<x>", "type_id": 0}}
     saved["post_processor"] = {
-        "type": "TemplateProcessing", "single": [piece], "pair": [piece], "special_tokens": {},
-    }  # fmt: skip
+        "type": "TemplateProcessing",
+        "single": [piece],
+        "pair": [piece],
+        "special_tokens": {},
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
     with pytest.raises(ConfigError, match="tokenizer"):
         Tokenizer.from_folder(tmp_path)

@@ -71,14 +71,18 @@ def test_everything_that_a_step_may_have() -> None:
     ints = np.arange(6, dtype=I32)
     plan = replace(
         PLAN,
-        state_from=ints[:2], state_to=ints[2:4], token_types=ints[:4], feature_rows=ints[:4],
+        state_from=ints[:2],
+        state_to=ints[2:4],
+        token_types=ints[:4],
+        feature_rows=ints[:4],
         rope_positions=np.arange(12, dtype=I32).reshape(3, 4),
-        slots=(ints[:4], ints[1:5]), block_tables=(PLAN.block_tables[0], np.zeros((2, 2), I32)),
+        slots=(ints[:4], ints[1:5]),
+        block_tables=(PLAN.block_tables[0], np.zeros((2, 2), I32)),
         patches=PatchRows(
             np.ones((4, 3), F32), np.ones((4, 0), I32), np.zeros((4, 0), F32), ints[:2], ints[:3]
         ),
         visible_to=ints[:4],
-    )  # fmt: skip
+    )
     rows = replace(
         ROWS,
         edits=LogitEdits(ints[:4], ints[:3], np.array([-np.inf, 0.5, 1], F32)),

@@ -90,8 +90,9 @@ def test_pieces_go_round_three_hosts() -> None:
             theirs, _ = listener.accept()
         others = [rank for rank in range(3) if rank != host]
         for region, end, own, far in (
-            (regions[0], ours, others, [host]), (regions[host], theirs, [host], others),
-        ):  # fmt: skip
+            (regions[0], ours, others, [host]),
+            (regions[host], theirs, [host], others),
+        ):
             links.append(StageLink(region, end, own, far, lambda: broken.append(0)))
     for rank in range(3):
         after = (rank + 1) % 3
@@ -108,9 +109,11 @@ def test_pieces_go_round_three_hosts() -> None:
 
 def test_a_result_is_what_it_was() -> None:
     logprobs = LogprobRows(
-        np.array([-1, -2], np.float32), np.array([1, 9], np.int32),
-        np.array([[3, 4], [5, -1]], np.int32), np.array([[-1, -2], [-3, -np.inf]], np.float32),
-    )  # fmt: skip
+        np.array([-1, -2], np.float32),
+        np.array([1, 9], np.int32),
+        np.array([[3, 4], [5, -1]], np.int32),
+        np.array([[-1, -2], [-3, -np.inf]], np.float32),
+    )
     given = StepResult(np.array([7, -1], np.int32), logprobs, np.ones((1, 5), np.float32))
     found = decode_result(encode_result(given), 0.25)
     np.testing.assert_array_equal(found.ids, given.ids)
