@@ -291,6 +291,29 @@ def test_the_live_panel(open_tab: OpenTab) -> None:
     assert len(tab.page.locator(".plot").all()) == 6
 
 
+def test_states_of_models_and_a_refusal_that_is_no_matter_of_keys(open_tab: OpenTab) -> None:
+    page = open_tab().page
+    states = {"one": "loaded", "two": "unloaded", "three": "loading", "four": "failed"}
+    cards = [{"id": name, "state": state} for name, state in states.items()]
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": cards}))
+    page.get_by_label("Model").focus()
+    page.locator("option", has_text="two (on demand)").wait_for(state="attached")
+    shown = page.locator("header option").all_inner_texts()
+    assert shown == [
+        "one",
+        "two (on demand)",
+        "three (loading …)",
+        "four (cannot be loaded)",
+    ]
+    error = {"error": {"message": "no", "type": "permission_error", "code": "forbidden"}}
+    page.route("**/metrics", lambda route: route.fulfill(status=403, json=error))
+    page.get_by_role("button", name="The server now").click()
+    page.get_by_text("No figures at the moment.").wait_for()
+    assert page.locator("dialog").count() == 0
+    error["error"]["code"] = "invalid_api_key"
+    page.locator("dialog").wait_for()
+
+
 def test_keys_colours_and_a_narrow_screen(open_tab: OpenTab) -> None:
     tab = open_tab(viewport={"width": 390, "height": 780}, color_scheme="dark")
     page = tab.page

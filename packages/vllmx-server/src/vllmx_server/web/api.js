@@ -3,6 +3,7 @@ import { EventReader } from "./sse.js";
 import { pause } from "./ui.js";
 
 const SLICE_MS = 8;
+const WRONG_KEY = "invalid_api_key";
 
 /** `kind`: "key" (none, or a wrong one), "offline", "busy" (try later), "refused" or "failed". */
 export class ServerError extends Error {
@@ -71,9 +72,9 @@ async function refusal(response) {
     // A proxy's page: the status has to do.
   }
   const message = error.message ?? `The server answered with status ${response.status}.`;
-  const kinds = { 401: "key", 403: "key", 429: "busy", 502: "offline", 503: "busy", 504: "offline" };
+  const kinds = { 401: "key", 429: "busy", 502: "offline", 503: "busy", 504: error.code ? "failed" : "offline" };
   const kind = kinds[response.status] ?? (response.status < 500 ? "refused" : "failed");
-  return new ServerError(error.code === "host_not_allowed" ? "refused" : kind, message, error.code);
+  return new ServerError(error.code === WRONG_KEY ? "key" : kind, message, error.code);
 }
 
 export async function listModels() {

@@ -44,9 +44,9 @@ function Header({ chats, state, openList, drawer, turn }) {
   return html`<header>
     <${IconButton} icon="menu" class="icon-button narrow-only" label="Chats" onClick=${openList} />
     <label class="model"><span class="hidden">Model</span>
-      <select value=${state.model} onChange=${(event) => chats.setModel(event.target.value)} disabled=${!state.models.length}>
+      <select value=${state.model} onChange=${(event) => chats.setModel(event.target.value)} onFocus=${() => chats.look()} disabled=${!state.models.length}>
         ${!state.models.length && html`<option value="">no model</option>`}
-        ${state.models.map((model) => html`<option key=${model.id} value=${model.id}>${model.id}</option>`)}
+        ${state.models.map((model) => html`<option key=${model.id} value=${model.id}>${model.id}${shownState(model)}</option>`)}
       </select>
     </label>
     <span class="grow"></span>
@@ -54,6 +54,13 @@ function Header({ chats, state, openList, drawer, turn }) {
     <${IconButton} icon="pulse" label="The server now" aria-pressed=${drawer === "panel"} onClick=${() => turn("panel")} />
     <${IconButton} icon="sliders" label="Settings" aria-pressed=${drawer === "settings"} onClick=${() => turn("settings")} />
   </header>`;
+}
+
+const STATES = { unloaded: "on demand", loading: "loading …", failed: "cannot be loaded" };
+
+/** What the picker says of a model beside its name; nothing of one that is there. */
+function shownState(model) {
+  return model.state in STATES ? ` (${STATES[model.state]})` : "";
 }
 
 const THEMES = { auto: "Colours as the system has them", light: "Light", dark: "Dark" };

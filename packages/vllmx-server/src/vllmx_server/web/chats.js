@@ -59,6 +59,15 @@ export class Chats {
     }
   }
 
+  /** Takes note of what has become of the models, as somebody is about to choose one. */
+  async look() {
+    try {
+      this.store.set({ models: await listModels() });
+    } catch (error) {
+      this.note(error);
+    }
+  }
+
   /** What an error says about the server, beside what it says about the request. */
   note(error) {
     if (!(error instanceof ServerError)) return;
