@@ -10,6 +10,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from vllmx_core.errors import ConfigError
+from vllmx_server.address import check_certificate
+from vllmx_server.config import ServerConfig
 from vllmx_server.running import hypercorn_config
 
 from .conftest import MakeServer
@@ -52,3 +55,47 @@ async def test_new_connections_see_a_new_certificate(
         await server.wait_closed()
     state.tls = None
     state.reload()  # nothing to read
+
+
+def made_for(folder: Path, start: str, end: str) -> ServerConfig:
+    """A server with a certificate for that time, as openssl writes times, of an authority of ours
+    that no client knows."""
+    (folder / "index.txt").write_text("")
+    (folder / "serial").write_text("01\n")
+    (folder / "ca.cnf").write_text(
+        f"[ca]\ndefault_ca=d\n[d]\ndir={folder}\ndatabase=$dir/index.txt\nserial=$dir/serial\n"
+        "new_certs_dir=$dir\ndefault_md=sha256\npolicy=p\n[p]\ncommonName=supplied\n"
+    )
+    key, cert = folder / "leaf.key", folder / "leaf.pem"
+    new = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    for arguments in (
+        (*new, "-x509", "-days", "2", "-keyout", folder / "ca.key", "-out", folder / "ca.pem",
+         "-subj", "/CN=ours"),
+        (*new, "-keyout", key, "-out", folder / "leaf.csr", "-subj", "/CN=127.0.0.1"),
+        ("ca", "-batch", "-config", folder / "ca.cnf", "-cert", folder / "ca.pem", "-keyfile",
+         folder / "ca.key", "-in", folder / "leaf.csr", "-out", cert, "-startdate", start,
+         "-enddate", end, "-notext"),
+    ):  # fmt: skip
+        done = subprocess.run(["openssl", *map(str, arguments)], capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
+    return ServerConfig(ssl_certfile=str(cert), ssl_keyfile=str(key))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
+@pytest.mark.parametrize(
+    ("start", "end", "message"),
+    [
+        ("20200101000000Z", "20200201000000Z", "has expired: renew it"),
+        ("20990101000000Z", "20990201000000Z", "is not valid yet: .*this machine's clock"),
+        ("20200101000000Z", "20990101000000Z", None),
+    ],
+)
+def test_a_certificate_out_of_its_time_is_refused_at_the_start(
+    tmp_path: Path, start: str, end: str, message: str | None
+) -> None:
+    server = made_for(tmp_path, start, end)
+    if message is None:
+        check_certificate(server)
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_certificate(server)

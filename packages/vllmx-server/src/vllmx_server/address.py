@@ -6,12 +6,18 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllmx_core.errors import ConfigError
 
 from vllmx_server.config import ServerConfig
 
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
 _BACKLOG = 1024
+_WRONG_DATES = {9: "is not valid yet", 10: "has expired"}
+"""OpenSSL's codes of them."""
 
 
 def bind(server: ServerConfig) -> tuple[socket.socket, str]:
@@ -68,6 +74,35 @@ def check_certificate(server: ServerConfig) -> None:
             " together",
             param="ssl_certfile",
         ) from None
+    _check_dates(context, server.ssl_certfile)
+
+
+def _check_dates(context: SSLContext, path: str) -> None:
+    """Raises ConfigError for a certificate that clients refuse today: shows it to one, in memory,
+    that trusts nothing else."""
+    import ssl
+
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    client.load_verify_locations(path)
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (client.wrap_bio(down, up), context.wrap_bio(up, down, server_side=True))
+    for end in (*ends, *ends, *ends):
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLCertVerificationError as error:
+            if error.verify_code in _WRONG_DATES:
+                raise ConfigError(
+                    f"--ssl-certfile {path} {_WRONG_DATES[error.verify_code]}: renew it, or set"
+                    " this machine's clock",
+                    param="ssl_certfile",
+                ) from None
+            return  # clients have other reasons, and other certificates that they trust
+        except ssl.SSLError:
+            return
 
 
 def listen(listener: socket.socket, server: ServerConfig) -> None:

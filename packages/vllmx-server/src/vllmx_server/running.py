@@ -80,6 +80,8 @@ async def serve_until_stopped(
             app.state.server.tool_servers = tool_servers
             await running.open_models(app.state.server, models)
             if peers is None:
+                if storage.folder.outlives:
+                    await storage.check()
                 await app.state.server.background.start()
             tls = app.state.server.tls = config.create_ssl_context()
             listen(listener, server)

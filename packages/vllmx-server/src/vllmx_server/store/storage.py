@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from vllmx_core.errors import ConfigError
+
 from vllmx_server.config import ServerConfig
 from vllmx_server.store.batches import Batches
-from vllmx_server.store.database import Database
+from vllmx_server.store.database import Database, StorageError
 from vllmx_server.store.files import Files
 from vllmx_server.store.folder import Folder
 from vllmx_server.store.ids import now
@@ -26,6 +28,17 @@ class Storage:
         self.files = Files(self.database, self.folder, config.max_stored_bytes, self.lifetime_s)
         self.batches = Batches(self.database)
         self.responses = Responses(self.database, config.max_stored_bytes, self.lifetime_s)
+
+    async def check(self) -> None:
+        """Raises ConfigError where a folder that was named can keep nothing."""
+        try:
+            await self.database.run(lambda connection: None)
+        except StorageError:
+            raise ConfigError(
+                f"nothing can be kept in --data-dir {self.folder.database} just now (the log above"
+                " says why): free some space there, or name another folder",
+                param="data_dir",
+            ) from None
 
     async def clean(self) -> None:
         """Forgets what is too old."""

@@ -113,7 +113,11 @@ async def _open_storage(server: ServerConfig, folder: str | None) -> Storage:
     """Holds the lock of the folder, in which workers find a database then."""
     path = server.data_dir or folder
     stored = Storage(dataclasses.replace(server, data_dir=path))
-    await stored.database.run(lambda connection: None)
+    try:
+        await stored.check()
+    except BaseException:
+        stored.close()
+        raise
     return stored
 
 

@@ -1,0 +1,100 @@
+"""A full disk and a clock that jumps: one sentence, and nobody else notices."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllmx_core.errors import ConfigError
+from vllmx_server.config import ServerConfig
+from vllmx_server.store import database as database_module
+from vllmx_server.store.storage import Storage
+
+from .conftest import MakeServer, Served
+from .test_files import upload
+
+
+async def test_uploads_on_a_full_disk_are_503_and_the_rest_goes_on(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("has no /dev/full, which is a disk without room")
+
+    class FullDisk:
+        """What is opened on it can be written, until it is to be kept."""
+
+        def open(self, mode: str) -> Any:
+            return full.open("wb", buffering=0)
+
+        def unlink(self, missing_ok: bool = False) -> None:
+            return None
+
+    with monkeypatch.context() as patched:
+        patched.setattr(served.state.storage.files, "new_path", FullDisk)
+        for _ in range(2):
+            refused = await upload(served, b"{}\n" * 9)
+            assert refused.status_code == 503, refused.text
+            assert refused.json()["error"]["code"] == "storage_unavailable"
+        assert (await served.complete(max_tokens=1))["choices"]
+    assert (await upload(served)).status_code == 200
+    assert len((await served.client.get("/v1/files")).json()["data"]) == 1
+
+
+async def test_a_database_on_a_full_disk_is_503_until_there_is_room(
+    make_server: MakeServer, tmp_path: Path
+) -> None:
+    async with make_server({"data_dir": str(tmp_path / "data")}) as served:
+        first = (await upload(served)).json()["id"]
+        store = served.state.storage.database
+
+        def limit(pages: int) -> Any:
+            return store.run(lambda c: c.execute(f"PRAGMA max_page_count = {pages}").fetchone())
+
+        await limit(1)  # SQLite takes the size that it has, and says "database or disk is full"
+        statuses = []
+        for _ in range(200):
+            statuses.append((await upload(served, name="x" * 200)).status_code)
+            if statuses[-1] != 200:
+                break
+        assert statuses[-1] == 503
+        assert (await served.client.get(f"/v1/files/{first}")).status_code == 200
+        assert (await served.complete(max_tokens=1))["choices"]
+        await limit(1 << 20)
+        assert (await upload(served)).status_code == 200
+
+
+async def test_a_data_folder_without_room_is_told_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: str) -> sqlite3.Connection:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(database_module, "_open", full)
+    storage = Storage(ServerConfig(data_dir=str(tmp_path)))
+    with pytest.raises(ConfigError, match="free some space there, or name another folder"):
+        await storage.check()
+    storage.close()
+
+
+@pytest.mark.parametrize("jump_s", [-1e9, 1e9])
+async def test_a_clock_that_jumps_ends_nothing(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    """Deadlines and measures go by a clock that never jumps."""
+    settings = {"request_timeout_s": 600.0, "queue_timeout_s": 600.0}
+    async with make_server(settings) as served:
+        kept = (await upload(served)).json()["id"]
+        right = time.time
+        with monkeypatch.context() as patched:
+            patched.setattr(time, "time", lambda: right() + jump_s)
+            answer = await served.complete(max_tokens=3)
+            assert answer["usage"]["completion_tokens"] == 3
+            assert answer["created"] > 0
+            assert (await upload(served)).status_code == 200
+            metrics = await served.metrics()
+            assert 0 <= metrics["vllmx:e2e_request_latency_seconds_sum"] < 600
+        assert (await served.client.get(f"/v1/files/{kept}")).status_code == 200
