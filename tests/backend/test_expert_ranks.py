@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.backend import LoadedModel
-from vllmx_core.errors import ConfigError
+from vllmx_core.errors import ConfigError, UnsupportedOpError
 from vllmx_core.model import Array, Ops, Weight
 from vllmx_core.ops.case import Case
 from vllmx_core.ops.experts import Experts, ExpertsSpec
 from vllmx_core.ops.route import RouteSpec
 from vllmx_core.plan import F32
-from vllmx_core.recording import record
+from vllmx_core.recording import prepare, record
 from vllmx_core.reference_backend import ReferenceBackend
 from vllmx_core.registry import load_registry
 from vllmx_core.sharding.model import sharded
@@ -30,6 +30,7 @@ from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.region import Region
 
 from .test_architectures import EXPERTS, SMALL
+from .test_backends import backend_spec
 from .test_sharding import CONFIGS, LLAMA, check, of, options
 
 MOE: dict[str, dict[str, Any]] = {
@@ -142,6 +143,15 @@ def test_process_groups_add_rows_that_ranks_hold() -> None:
     ):
         np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
     ranks.close()
+
+
+@pytest.mark.parametrize("name", ["metal", "cuda"])
+def test_backends_that_do_not_add_token_by_token_say_so(name: str) -> None:
+    model, source = of(MOE["qwen3"])
+    mine = sharded(model, source, 64, 0, 2, whole_experts=True, in_place_ranks=1)
+    spec = backend_spec(name) if name == "metal" else load_registry().get(BackendSpec, name)
+    with pytest.raises(UnsupportedOpError, match=r"needs the op 'combine' .* choose --backend cpu"):
+        prepare(mine, 64, name, spec.load()().supports)
 
 
 def test_each_expert_is_read_by_one_rank() -> None:
