@@ -91,6 +91,7 @@ class RankedThreads:
             num_kv_blocks=min(one.num_kv_blocks for one in infos),
             weight_bytes=sum(one.weight_bytes for one in infos),
             kv_cache_bytes=sum(one.kv_cache_bytes for one in infos),
+            state_slot_bytes=sum(one.state_slot_bytes for one in infos),
         )
 
     def step(self, plan: StepPlan, rows: SamplingRows) -> RankedHandle:
