@@ -18,14 +18,13 @@ from vllmx_core.records import MutableRecord
 from vllmx_engine.core.batch import BatchBuilder, Step
 from vllmx_engine.core.chunk import Batch
 from vllmx_engine.core.commit import Committer, error_output
-from vllmx_engine.core.cost import StepCost
 from vllmx_engine.core.grammars import Grammars
 from vllmx_engine.core.images import Images
+from vllmx_engine.core.limits import most_in_flight, step_cost, step_limits
 from vllmx_engine.core.prefix_cache import CacheIdentity
 from vllmx_engine.core.queue_deadlines import Clock, QueueDeadlines, timed_out
-from vllmx_engine.core.row_states import tokens_of_slot
 from vllmx_engine.core.scheduler import Scheduler
-from vllmx_engine.core.sequence import Limits, Sequence, check_request
+from vllmx_engine.core.sequence import Sequence, check_request
 from vllmx_engine.wire.grammars import Vocabulary
 from vllmx_engine.wire.messages import STEP_TOKENS, CoreOutput, CoreRequest, CoreStats
 
@@ -36,8 +35,6 @@ _MAX_FAILURES = 3
 
 _GRAMMAR_WAIT_S = 0.002
 """That a step waits for a grammar with nothing else to do, as do requests that come meanwhile."""
-_MIN_CHUNK = 16
-"""Prompt tokens that a step computes however far it misses its target."""
 
 
 class CoreActivity(MutableRecord):
@@ -83,8 +80,8 @@ class EngineCore:
         self.step_timeout_s = (
             model.info.step_timeout_s if config.step_timeout_s is None else config.step_timeout_s
         )
-        self.limits = _limits(model, config, max_model_len, vocab_size, shape)
-        self._cost = _cost(config, self.limits)
+        self.limits = step_limits(model, config, max_model_len, vocab_size, shape)
+        self._cost = step_cost(config, self.limits)
         features = None if shape is None else shape.features
         self._images = Images(model, encoder, self.limits, features)
         self._scheduler = Scheduler(
@@ -102,7 +99,7 @@ class EngineCore:
         self._deadlines = QueueDeadlines(scheduler.live, clock)
         self._grammars = Grammars(vocab_size)
         self._in_flight: deque[_Launched] = deque()
-        self._most_in_flight = _most_in_flight(model.info, config)
+        self._most_in_flight = most_in_flight(model.info, config)
         self._idle = False
         """The last call of `step` found nothing to compute."""
         self._outputs: list[CoreOutput] = []
@@ -351,57 +348,6 @@ class EngineCore:
             self._model.close()
         finally:
             self.activity.calls += 1
-
-
-def _cost(config: EngineConfig, limits: Limits) -> StepCost:
-    """The cost model of steps. It keeps no target without chunked prefill, where there is nothing
-    to size."""
-    target_ms = config.target_step_ms if config.enable_chunked_prefill else None
-    return StepCost(
-        None if target_ms is None else target_ms / 1000,
-        min_chunk=min(limits.token_budget, _MIN_CHUNK),
-    )
-
-
-def _most_in_flight(info: LoadedInfo, config: EngineConfig) -> int:
-    """Steps, counted when one was just launched: the next is prepared while one runs."""
-    return max(2, info.num_stages) if config.async_scheduling else 1
-
-
-def _limits(
-    model: LoadedModel,
-    config: EngineConfig,
-    max_model_len: int,
-    vocab_size: int,
-    shape: ModelShape | None,
-) -> Limits:
-    info = model.info
-    pools = shape is not None and shape.output != "tokens"
-    whole_prompts = shape is not None and shape.whole_prompts
-    budget = info.max_num_batched_tokens
-    if config.max_num_batched_tokens is not None and not whole_prompts:
-        budget = min(config.max_num_batched_tokens, budget)
-    return Limits(
-        token_budget=budget,
-        max_rows=min(
-            config.max_num_seqs or info.max_num_seqs,
-            budget,
-            info.max_logit_rows,
-            info.num_state_slots or budget,
-        ),
-        max_logit_rows=info.max_logit_rows,
-        max_model_len=max_model_len,
-        num_blocks=info.num_kv_blocks,
-        block_size=info.block_size,
-        vocab_size=vocab_size,
-        windows=info.cache_windows,
-        num_stages=info.num_stages if config.async_scheduling else 1,
-        num_in_flight=_most_in_flight(info, config),
-        pools=pools,
-        whole_prompts=whole_prompts,
-        num_state_slots=info.num_state_slots,
-        snapshot_tokens=config.state_snapshot_tokens or tokens_of_slot(info),
-    )
 
 
 def _cache_dtype(info: LoadedInfo) -> str:
