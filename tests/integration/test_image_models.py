@@ -181,11 +181,29 @@ def test_features_are_the_same_whatever_other_images_a_pass_has(
         loaded.close()
 
 
-def features(model: Any, loaded: Any, store: Any, images: list[Any]) -> Any:
-    """What a pass over images leaves in the store, row after row."""
+@pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
+def test_products_in_pieces_leave_the_same_features(
+    family: Family, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass in parts stops between 32 rows of a matrix; to the last bit it is the whole one."""
+    monkeypatch.setattr("vllmx_cpu.tower._LARGEST", 1)
+    images = [family.image(4, 6, 0), family.image(8, 2, 1)]
+    model, loaded = load(folder, "cpu")
+    store, shares = loaded._lowering.features[0], np.linspace(0, 1, 60)
+    try:
+        whole = features(model, loaded, store, images)
+        store[:] = 0
+        np.testing.assert_array_equal(features(model, loaded, store, images, shares), whole)
+    finally:
+        loaded.close()
+
+
+def features(model: Any, loaded: Any, store: Any, images: list[Any], ends: Any = (0.0, 1.0)) -> Any:
+    """What a pass over images, in parts with these ends, leaves in the store, row after row."""
     ids = prompt(images)[0]
     tower, steps = plans(model, ids, images, [len(ids)])
-    loaded.encode(tower)
+    for begin, end in pairwise(ends):
+        loaded.encode(tower, float(begin), float(end))
     loaded.step(steps[0], sampling_rows(steps[0].num_logit_rows)).result()
     rows = steps[0].feature_rows
     return store[rows[rows >= 0]].copy()

@@ -39,9 +39,13 @@ class Tower:
 class SeeingModel(FakeLoadedModel):
     """Knows how long steps and passes take, and that no step reads what no pass has written."""
 
-    def __init__(self, *, in_parts: bool = True, num_features: int = 2048) -> None:
+    def __init__(
+        self, *, in_parts: bool = True, num_features: int = 2048, spread: float = 0.0
+    ) -> None:
         super().__init__(FakeRules(vocab_size=48), num_blocks=4096, max_num_seqs=16)
         self._info = replace(self._info, num_feature_rows=num_features, encodes_in_parts=in_parts)
+        self._spread, self._random = spread, np.random.default_rng(0)
+        """How far a part may be from what its share says."""
         self.seconds: list[float] = []
         """Of each step, with the passes before it."""
         self.num_images = 0
@@ -63,7 +67,8 @@ class SeeingModel(FakeLoadedModel):
         assert begin < end <= 1
         self._open, self._done = (plan, end) if end < 1 else (None, 0.0)
         counts = np.diff(plan.query_start).astype(float)
-        self._tower_s += (end - begin) * float((PATCH_S * counts + WORK_S * counts**2).sum())
+        far = 1.0 + self._spread * self._random.uniform(-1, 1)
+        self._tower_s += (end - begin) * far * float((PATCH_S * counts + WORK_S * counts**2).sum())
         self._made -= set(plan.patches.keep.tolist())
         if end == 1:
             self._made |= set(plan.patches.keep.tolist())
@@ -129,8 +134,10 @@ def decoding(core: EngineCore) -> None:
     run(core, 40)
 
 
-def test_running_rows_keep_their_pace_while_images_arrive() -> None:
-    model = SeeingModel()
+@pytest.mark.parametrize(("spread", "most"), [(0.0, 2.0), (0.8, 2.2)])
+def test_running_rows_keep_their_pace_while_images_arrive(spread: float, most: float) -> None:
+    """Where parts take up to 1.8 times what was meant, they are made smaller."""
+    model = SeeingModel(spread=spread)
     core = make_core(model)
     decoding(core)
     alone = float(np.median(model.seconds[20:]))
@@ -142,7 +149,7 @@ def test_running_rows_keep_their_pace_while_images_arrive() -> None:
         run(core, 60)
     taken = model.seconds[before:]
     assert model.num_images == 9
-    assert np.quantile(taken, 0.99) <= 2 * alone
+    assert np.quantile(taken, 0.99) <= most * alone
     assert max(taken) <= 3 * alone
     core.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from ctypes import Structure
 from dataclasses import replace
 
@@ -12,9 +13,15 @@ from vllmx_cpu.images import allocate_turned
 from vllmx_cpu.lowering.site import Lowering
 from vllmx_cpu.lowering.table import lower_all
 from vllmx_cpu.memory import Bytes, allocate
+from vllmx_cpu.native import library
+from vllmx_cpu.packing import TILE_ROWS
 from vllmx_cpu.planning import TowerSizes
 from vllmx_cpu.structs import VxLinear, VxRecord, VxSegmentAttention
-from vllmx_cpu.tape import Tape, make_tape
+from vllmx_cpu.tape import Call, Tape, make_tape
+
+_LARGEST = 1 << 21
+"""Weights of a product that a pass in parts does at once: ten milliseconds for 1,024 patches and
+two cores."""
 
 
 class CpuTower:
@@ -32,8 +39,10 @@ class CpuTower:
         """Patches, images and windows that there is room for."""
         self._arena: Bytes | None = None
         self._tape: Tape | None = None
+        self._parts: Tape | None = None
+        """The same with large products in pieces, for passes that stop on the way."""
         self._ends = np.zeros(0)
-        """Of each record, as a share of the pass."""
+        """Of each record of a pass in parts, as a share of it."""
 
     def make_room(self, plan: StepPlan) -> None:
         """Makes the buffers large enough for a pass. None may be in flight. Raises
@@ -45,7 +54,7 @@ class CpuTower:
         patches, images, windows = (max(_power_of_two(new), old) for new, old in sizes)
         room = self._sizes.room(patches, images, windows)
         self._size = (0, 0, 0)
-        self._tape = self._arena = None
+        self._tape = self._parts = self._arena = None
         self.lowering = replace(
             self.lowering,
             panels=allocate(room.panel_bytes),
@@ -55,20 +64,44 @@ class CpuTower:
         self._arena = allocate(room.arena.num_bytes)
         base = int(self._arena.ctypes.data)
         self._tape = make_tape(lower_all(self.lowering, self.ops.ops, room.arena.offsets, base))
-        costs = [_cost(call.arguments, patches, windows) for call in self._tape.calls]
+        pieces = [piece for call in self._tape.calls for piece in _pieces(call)]
+        self._parts = make_tape(pieces)
+        costs = [_cost(call.arguments, patches, windows) for call in pieces]
         self._ends = np.cumsum(costs) / sum(costs)
         self._size = (patches, images, windows)
 
     def part(self, begin: float, end: float) -> list[VxRecord]:
         """The records of a part of the largest pass so far, by what ops cost."""
         assert self._tape is not None, "make_room came first"
-        return self._tape.records[self._place(begin) : self._place(end)]
+        assert self._parts is not None, "it is made with the tape"
+        if (begin, end) == (0.0, 1.0):
+            return list(self._tape.records)
+        return self._parts.records[self._place(begin) : self._place(end)]
 
     def _place(self, share: float) -> int:
         """How many records are over when so much of the pass is."""
         if share >= 1.0:
             return len(self._ends)
         return int(np.searchsorted(self._ends, share, side="right"))
+
+
+def _pieces(call: Call) -> Iterator[Call]:
+    """A large product as several, each of some rows of its matrix; any other call itself."""
+    given = call.arguments
+    if not isinstance(given, VxLinear) or given.w.gated:
+        yield call
+        return
+    matrix = given.w
+    each = max(1, _LARGEST // (TILE_ROWS * matrix.cols))
+    for tile in range(0, matrix.tiles, each):
+        row, tiles = tile * TILE_ROWS, min(each, matrix.tiles - tile)
+        piece = VxLinear.from_buffer_copy(given)
+        piece.w.data = matrix.data + library().vx_packed_bytes(tile, matrix.cols, matrix.kind)
+        piece.w.bias = None if matrix.bias is None else matrix.bias + 4 * row
+        piece.w.rows = min(matrix.rows - row, tiles * TILE_ROWS)
+        piece.w.tiles = tiles
+        piece.y = given.y + 4 * row
+        yield Call(call.name, call.function, piece, call.pooled)
 
 
 def _cost(arguments: Structure, num_patches: int, num_windows: int) -> float:

@@ -37,6 +37,8 @@ _FEW_DECODES = 16
 
 _FIRST_PATCHES = 64.0
 """Of a tower of which nothing is known yet."""
+_LEAST_TOWER = 0.25
+"""A pass may always add so much of what the decodes take."""
 _LEAST_SHARE = 1 / 128
 """Of a pass of the tower, which comes to an end whatever the target says."""
 
@@ -106,6 +108,8 @@ class StepCost:
         self._seen = [0, 0]
         self._passes: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
         """Units of a tower, and the seconds that they added to a step."""
+        self._pass_ratios: deque[float] = deque(maxlen=_REMEMBERED)
+        """What passes added to steps, by what was predicted that they would."""
         self._is_timed = True
         self._fit: tuple[float, ...] | None = None
         self._ratios = np.ones(_RATIOS, np.float32)
@@ -118,8 +122,11 @@ class StepCost:
         if not self._is_timed:
             return
         if load.patches:
-            added_s = max(0.0, elapsed_s - self.predict(load))
-            self._passes.append((TowerLoad(load.patches, load.patch_work).units, added_s))
+            tower, known_s = TowerLoad(load.patches, load.patch_work), self.predict(load)
+            added_s, meant_s = max(0.0, elapsed_s - known_s), self.tower_seconds(tower)
+            if len(self._passes) >= _LEAST_SEEN and meant_s > 0.0:
+                self._pass_ratios.append(added_s / meant_s)
+            self._passes.append((tower.units, added_s))
             return
         kind = 1 if load.chunk_tokens else 0
         if kind and self._seen[kind] >= _LEAST_SEEN:  # a fit of fewer steps predicts nothing
@@ -180,11 +187,15 @@ class StepCost:
 
     def tower_budget(self, num_decodes: int, decode_context: int) -> float:
         """Seconds of a tower beside these decodes: as many as they take themselves, so that their
-        pace is half of what it was at the least; infinite without either. An image waits longer
-        than a prompt of as much work: hundreds of steps would be at the target's pace."""
+        pace is half of what it was at the least, with nearly all parts, however far they were from
+        what was predicted; infinite without either. An image waits longer than a prompt of as much work: hundreds of steps would
+        be at the target's pace."""
         if self.target_s is None or num_decodes == 0 or not self._is_timed:
             return math.inf
-        return self.predict(StepLoad(num_decodes, decode_context)) / self._overrun()
+        decodes_s, margin = self.predict(StepLoad(num_decodes, decode_context)), 1.0
+        if self._pass_ratios:
+            margin = max(1.0, float(np.quantile(self._pass_ratios, _KEPT_SHARE)))
+        return decodes_s * max(1.0 / margin, _LEAST_TOWER)
 
     def tower_seconds(self, load: TowerLoad) -> float:
         """Seconds that a pass adds to a step, 0 before one was seen."""
