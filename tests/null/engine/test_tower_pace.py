@@ -134,8 +134,8 @@ def decoding(core: EngineCore) -> None:
     run(core, 40)
 
 
-@pytest.mark.parametrize(("spread", "most"), [(0.0, 2.0), (0.8, 2.2)])
-def test_running_rows_keep_their_pace_while_images_arrive(spread: float, most: float) -> None:
+@pytest.mark.parametrize("spread", [0.0, 0.8])
+def test_running_rows_keep_their_pace_while_images_arrive(spread: float) -> None:
     """Where parts take up to 1.8 times what was meant, they are made smaller."""
     model = SeeingModel(spread=spread)
     core = make_core(model)
@@ -149,7 +149,7 @@ def test_running_rows_keep_their_pace_while_images_arrive(spread: float, most: f
         run(core, 60)
     taken = model.seconds[before:]
     assert model.num_images == 9
-    assert np.quantile(taken, 0.99) <= most * alone
+    assert np.quantile(taken, 0.99) <= 2.2 * alone
     assert max(taken) <= 3 * alone
     core.close()
 

@@ -105,13 +105,13 @@ def _pieces(call: Call) -> Iterator[Call]:
 
 
 def _cost(arguments: Structure, num_patches: int, num_windows: int) -> float:
-    """The cost of a call for each row: about its multiplications, and 64 for a number that is
-    read."""
+    """The cost of a call for each row: about its multiplications, those of attention as measured
+    beside those of products, and 64 for a number that is read."""
     if isinstance(arguments, VxLinear):
         return float(arguments.w.rows * arguments.w.cols)
     if isinstance(arguments, VxSegmentAttention):
         seen = num_patches / num_windows if arguments.images else num_patches
-        return float(2 * arguments.num_heads * arguments.head_size * seen)
+        return float(5 * arguments.num_heads * arguments.head_size * seen)
     return 64.0 * (getattr(arguments, "width", 0) + 64)
 
 

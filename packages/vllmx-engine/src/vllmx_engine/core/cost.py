@@ -122,7 +122,8 @@ class StepCost:
         if not self._is_timed:
             return
         if load.patches:
-            tower, known_s = TowerLoad(load.patches, load.patch_work), self.predict(load)
+            tower, decodes = TowerLoad(load.patches, load.patch_work), load[: _CHUNK_TOKENS - 1]
+            known_s = self.predict(load) - self.predict(StepLoad(*decodes)) + self._alone(*decodes)
             added_s, meant_s = max(0.0, elapsed_s - known_s), self.tower_seconds(tower)
             if len(self._passes) >= _LEAST_SEEN and meant_s > 0.0:
                 self._pass_ratios.append(added_s / meant_s)
@@ -188,14 +189,24 @@ class StepCost:
     def tower_budget(self, num_decodes: int, decode_context: int) -> float:
         """Seconds of a tower beside these decodes: as many as they take themselves, so that their
         pace is half of what it was at the least, with nearly all parts, however far they were from
-        what was predicted; infinite without either. An image waits longer than a prompt of as much work: hundreds of steps would
-        be at the target's pace."""
+        what was predicted; infinite without either. An image waits longer than a prompt of as much
+        work: hundreds of steps would be at the target's pace."""
         if self.target_s is None or num_decodes == 0 or not self._is_timed:
             return math.inf
-        decodes_s, margin = self.predict(StepLoad(num_decodes, decode_context)), 1.0
+        decodes_s, margin = self._alone(num_decodes, decode_context), 1.0
         if self._pass_ratios:
             margin = max(1.0, float(np.quantile(self._pass_ratios, _KEPT_SHARE)))
         return decodes_s * max(1.0 / margin, _LEAST_TOWER)
+
+    def _alone(self, num_decodes: int, decode_context: int) -> float:
+        """Seconds of such decodes without a tower: what those before it took, since steps with a
+        tower teach the fit nothing, however long the pass, and its slopes are no more than guesses
+        beyond what it has seen; as predicted where there were none."""
+        ring = self._rings[0][: min(self._seen[0], _REMEMBERED)]
+        alike = ring[(ring[:, 1] == num_decodes) & (ring[:, 2] <= 2 * decode_context)]
+        if len(alike) < _LEAST_SEEN:
+            return self.predict(StepLoad(num_decodes, decode_context))
+        return float(np.median(alike[:, -1]))
 
     def tower_seconds(self, load: TowerLoad) -> float:
         """Seconds that a pass adds to a step, 0 before one was seen."""

@@ -40,7 +40,8 @@ class StepBudget:
         self._logits = limits.max_logit_rows - decodes[0]
         self._seconds: float | None = None
         """None before the first prompt."""
-        self._tower_seconds = cost.tower_budget(*decodes)
+        self._tower_seconds: float | None = None
+        """None before the first pass."""
         self._is_urgent = False
         """The step has a prompt for which the pace of who decodes counts for nothing."""
         self._is_held_back = False
@@ -58,13 +59,16 @@ class StepBudget:
         if self._is_urgent:
             return math.inf
         assert self._seconds is not None, "fit comes first"
+        if self._tower_seconds is None:
+            self._tower_seconds = self._cost.tower_budget(*self._decodes)
         seconds = max(0.0, min(self._seconds, self._tower_seconds))
         return min(seconds, self._beside.seconds) if self._is_held_back else seconds
 
     def take_tower(self, seconds: float) -> None:
         """Takes the seconds of a tower for the prompt that was looked at last."""
         assert self._seconds is not None, "fit comes first"
-        self._tower_seconds -= seconds
+        if self._tower_seconds is not None:
+            self._tower_seconds -= seconds
         self._seconds = max(0.0, self._seconds - seconds)
         if self._is_held_back:
             self._beside.seconds -= seconds
