@@ -122,8 +122,10 @@ class StepCost:
         if not self._is_timed:
             return
         if load.patches:
-            tower, decodes = TowerLoad(load.patches, load.patch_work), load[: _CHUNK_TOKENS - 1]
-            known_s = self.predict(load) - self.predict(StepLoad(*decodes)) + self._alone(*decodes)
+            tower = TowerLoad(load.patches, load.patch_work)
+            decodes, context = load.num_decodes, load.decode_context
+            known_s = self.predict(load) - self.predict(StepLoad(decodes, context))
+            known_s += self._alone(decodes, context)
             added_s, meant_s = max(0.0, elapsed_s - known_s), self.tower_seconds(tower)
             if len(self._passes) >= _LEAST_SEEN and meant_s > 0.0:
                 self._pass_ratios.append(added_s / meant_s)
