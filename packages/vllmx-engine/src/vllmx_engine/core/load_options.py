@@ -19,6 +19,8 @@ logger = logging.getLogger("vllmx.load")
 AUTOMATIC_CONTEXT = 1 << 20
 """A longer context must be asked for: its tables alone take hundreds of megabytes."""
 DEFAULT_BATCHED_TOKENS = 2048
+STAGED_BATCHED_TOKENS = 256
+"""Of a model in stages, which compute chunks of a prompt at once when there are several."""
 TABLE_SHARE = 8
 """One part in so many of the free memory may go to tables that grow with the context."""
 
@@ -41,7 +43,8 @@ def load_options(
         )
     max_model_len = config.max_model_len or min(longest, text_limit or longest, AUTOMATIC_CONTEXT)
     max_model_len = _with_tables_that_fit(config, model, max_model_len)
-    step_tokens = config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
+    usual = DEFAULT_BATCHED_TOKENS if config.pipeline_parallel_size == 1 else STAGED_BATCHED_TOKENS
+    step_tokens = config.max_num_batched_tokens or usual
     if model.shape.whole_prompts:
         step_tokens = max(step_tokens, max_model_len)
     if config.num_kv_blocks is not None:

@@ -70,7 +70,7 @@ HELP: Mapping[str, str] = {
     "max_model_len": "Longest prompt plus output; default: the model's, up to 1048576 and what"
     " fits.",
     "max_num_seqs": "Sequences that run together; default: 256, on Apple GPUs 8 to 32 by memory.",
-    "max_num_batched_tokens": "Token budget of a step.",
+    "max_num_batched_tokens": "Token budget of a step; default: 2048, with stages 256.",
     "block_size": "Tokens in a page of the KV cache.",
     "num_kv_blocks": "Pages in the KV cache; default: from free memory.",
     "kv_cache_memory_bytes": "Bytes for the KV cache; default: from free memory.",
