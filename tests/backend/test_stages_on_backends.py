@@ -1,5 +1,5 @@
-"""Stages on the CPU and torch backends: threads that share memory as processes do. On the CPU the
-logits are those of one process to the last bit."""
+"""Stages on the CPU, torch and metal backends: threads that share memory as processes do. On the
+CPU the logits are those of one process to the last bit."""
 
 from __future__ import annotations
 
@@ -112,3 +112,12 @@ def test_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         for found, expected in check(TorchBackend, CONFIGS["TestQwen3Next"], 3, dtype):
             limit = most * np.abs(expected).max()
             np.testing.assert_allclose(found, expected, rtol=0, atol=limit)
+
+
+def test_metal() -> None:
+    pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
+    from vllmx_metal.backend import MetalBackend
+
+    for found, expected in check(MetalBackend, CONFIGS["TestQwen3Next"], 3):
+        limit = 1e-5 * np.abs(expected).max()
+        np.testing.assert_allclose(found, expected, rtol=0, atol=limit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,8 +113,11 @@ class Harness:
         self.aborted: set[str] = set()
         self.num_faults = 0
         self._last_fault = -4
-        self._computed: dict[tuple[int, int], int] = {}
-        """Tokens of each row, by its epoch too, before the last step."""
+        known_after = max(1, self.core.limits.num_in_flight - 1)
+        none: dict[tuple[int, int], int] = {}
+        self._computed = deque([none] * known_after, maxlen=known_after)
+        """Tokens of each row, by its epoch too, before each of the last steps: those that were
+        launched before the oldest of these are known by now."""
 
     def add(
         self,
@@ -161,7 +164,9 @@ class Harness:
         """One step, with everything that came out of it checked."""
         table = self.core._scheduler.table
         rows = [sequence.row for sequence in self.core._scheduler.running]
-        self._computed = {(row, int(table.epoch[row])): int(table.computed[row]) for row in rows}
+        self._computed.append(
+            {(row, int(table.epoch[row])): int(table.computed[row]) for row in rows}
+        )
         outputs = self.core.step()
         for output in outputs:
             self._take(output)
@@ -245,7 +250,7 @@ class Harness:
                 end -= int(table.num_ahead[row])
                 seen = max(0, computed - window + 1) // size
                 assert first <= seen, "a block that is still seen was given back"
-                before = self._computed.get((row, int(table.epoch[row])), 0)
+                before = self._computed[0].get((row, int(table.epoch[row])), 0)
                 unseen = max(0, before - window + 1) // size
                 assert first >= min(filed, unseen), "a block outlived its window"
             assert end * size >= computed, "tokens without a block"
