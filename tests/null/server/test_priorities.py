@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from vllmx_core.errors import ConfigError
 from vllmx_server.config import ServerConfig
+from vllmx_server.priorities import PriorityRange
 
 from .conftest import MakeServer
 
@@ -36,6 +37,31 @@ async def test_each_key_has_its_range(make_server: MakeServer) -> None:
                 )
                 inside = least <= priority <= greatest or (key == "batch" and priority >= 100)
                 assert response.status_code == (200 if inside else 400), (key, priority)
+
+
+async def test_who_names_no_priority_has_one_that_is_allowed(make_server: MakeServer) -> None:
+    """Most clients cannot name one."""
+    keys = {"api_key": ("usual", "boss", "batch")}
+    ranges = {"priority_range": ("0:10", "boss=-5:-3", "batch=100:")}
+    async with make_server({**keys, **ranges}) as served:
+        for key in keys["api_key"]:
+            for path, asked in (
+                ("/v1/completions", {"prompt": "a"}),
+                ("/v1/chat/completions", CHAT),
+            ):
+                response = await served.client.post(
+                    path,
+                    json={"max_tokens": 1, **asked},
+                    headers={"authorization": f"Bearer {key}"},
+                )
+                assert response.status_code == 200, (key, response.text)
+    found = [
+        PriorityRange(*ends).checked(None) for ends in ((0, 10), (-5, -3), (100, 200), (-1, 1))
+    ]
+    assert found == [0, -3, 100, 0]
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,18 @@ class PriorityRange:
     least: int = 0
     greatest: int = _GREATEST
 
-    def check(self, priority: int) -> None:
-        """Raises InvalidRequestError."""
+    def checked(self, priority: int | None) -> int:
+        """The priority of a request that names this one; of one that names none, the allowed one
+        that is nearest to 0. Raises InvalidRequestError."""
+        if priority is None:
+            return max(self.least, min(0, self.greatest))
         if not self.least <= priority <= self.greatest:
             raise InvalidRequestError(
                 f"priority must be between {self.least} and {self.greatest} here, got {priority}:"
                 " smaller is served first, and the server's --priority-range says who may",
                 param="priority",
             )
+        return priority
 
 
 def client_name(key_digest: bytes) -> str:

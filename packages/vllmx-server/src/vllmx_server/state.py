@@ -291,12 +291,10 @@ def caller_of(request: Request, body: Asking) -> RequestOptions:
     client can probe another's prompts; a `cache_salt` of the request narrows it further. Raises
     InvalidRequestError for a priority that the key does not allow."""
     client, key, state = client_of(request), owner_of(request), state_of(request)
-    priority, queue_timeout_s = body.priority or 0, 0.0
-    if "is_batch" in request.scope["state"]:
-        priority = BATCH_PRIORITY
-    else:
+    priority, queue_timeout_s = BATCH_PRIORITY, 0.0
+    if "is_batch" not in request.scope["state"]:
         queue_timeout_s = state.config.queue_timeout_s
-        state.priorities.get(key, state.priorities[""]).check(priority)
+        priority = state.priorities.get(key, state.priorities[""]).checked(body.priority)
     salt = f"{key}\n{body.cache_salt}" if body.cache_salt else key
     session = getattr(body, "session_id", None) or ""
     log_id = request.scope["state"]["request_id"]
