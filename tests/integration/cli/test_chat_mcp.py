@@ -30,6 +30,7 @@ def test_a_tool_is_called_and_its_result_is_read(tmp_path: Path) -> None:
         "command": sys.executable,
         "args": [str(SERVER), "stdio"],
         "allowedTools": ["get_weather"],
+        "startTimeoutSeconds": 600,
     }
     path.write_text(json.dumps({"mcpServers": {"weather": entry}}))
     done = chat(path, "What is the weather in Paris?\n/undo\n/show\n")

@@ -36,7 +36,8 @@ def servers_of(path: Path) -> list[int]:
 def test_the_model_calls_a_tool_and_reads_what_it_returns(tmp_path: Path) -> None:
     pytest.importorskip("mcp", reason="the package mcp is not installed")
     path, mark = tmp_path / "mcp.json", tmp_path / "mark"
-    entry = {"command": sys.executable, "args": ["-S", str(SERVER), "weather", str(mark)]}
+    entry = {"command": sys.executable, "args": ["-S", str(SERVER), "weather", str(mark)],
+             "startTimeoutSeconds": 600, "callTimeoutSeconds": 600}  # fmt: skip
     path.write_text(json.dumps({"mcpServers": {"weather": entry}}))
     flags = ("--max-num-seqs", "8", "--api-workers", "2", "--mcp-config", str(path))
     with running_server(*flags) as server:

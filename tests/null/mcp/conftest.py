@@ -19,13 +19,13 @@ from vllmx_server.mcp.settings import read_servers
 HERE = Path(__file__).parent
 PATIENCE_S = 600
 """A machine may stand still for minutes."""
+PATIENT = {"startTimeoutSeconds": PATIENCE_S, "callTimeoutSeconds": PATIENCE_S}
 
 
 def scripted(mode: str, *more: str, **fields: Any) -> dict[str, Any]:
     """An entry of the file for `scripted_server.py`."""
     script = str(HERE / "scripted_server.py")
-    times = {"startTimeoutSeconds": PATIENCE_S, "callTimeoutSeconds": PATIENCE_S}
-    return {"command": sys.executable, "args": ["-S", script, mode, *more], **times, **fields}
+    return {"command": sys.executable, "args": ["-S", script, mode, *more], **PATIENT, **fields}
 
 
 class Started:
@@ -63,6 +63,7 @@ def start_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
 
     def start(**entries: Any) -> Started:
         path = tmp_path / "mcp.json"
+        entries = {name: {**PATIENT, **entry} for name, entry in entries.items()}
         path.write_text(json.dumps({"mcpServers": entries}))
         started.append(Started(path))
         return started[-1]

@@ -10,7 +10,19 @@ from typing import Any
 
 MODE, FILE = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
 ANY = {"type": "object"}
-WELL = ("echo", "fail", "env", "image", "long", "large", "die", "hang", "noise", "structured")
+WELL = (
+    "echo",
+    "fail",
+    "env",
+    "image",
+    "long",
+    "large",
+    "die",
+    "hang",
+    "noise",
+    "structured",
+    "slow",
+)
 
 
 def tools() -> list[dict[str, Any]]:
@@ -57,6 +69,9 @@ def call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         sys.exit(3)
     elif name == "get_weather":
         text = '{"temperature": 21, "sky": "sunny"}'
+    elif name == "slow":
+        time.sleep(0.5)
+        text = "at last"
     elif name == "hang":
         time.sleep(1000)
     elif name == "noise":

@@ -201,3 +201,14 @@ def test_the_official_server(start_servers: StartServers) -> None:
     refused = started.call("real__add", '{"a": "x"}')
     assert refused.is_error
     assert add.tool == "add"
+
+
+def test_a_server_that_is_busy_for_somebody_is_left_alone(
+    start_servers: StartServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One leaves while another's call holds the server, which answers nobody meanwhile."""
+    monkeypatch.setattr(one_server, "_PING_S", 0.05)
+    started = start_servers(s=scripted("well"))
+    slow = started.begin("s__slow")
+    assert started.begin("s__echo").cancel()
+    assert slow.result(PATIENCE_S).text == "at last"

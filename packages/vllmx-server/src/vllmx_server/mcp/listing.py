@@ -3,6 +3,7 @@ is wrong: such a tool is taken out."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,12 @@ class ToolLists:
 
     Attributes:
         num_wrong: tools that were taken out.
+        heard_s: when the last message came, in seconds of `time.monotonic`.
     """
 
     def __init__(self) -> None:
         self.num_wrong = 0
+        self.heard_s = time.monotonic()
 
     @asynccontextmanager
     async def checked(
@@ -89,5 +92,6 @@ class _Checked:
         await self._stream.aclose()
 
     def _seen(self, item: Any) -> Any:
+        self._lists.heard_s = time.monotonic()
         self._lists.clean(getattr(getattr(item, "message", None), "result", None))
         return item

@@ -63,6 +63,8 @@ class ToolServer:
         self._lists = ToolLists()
         self._left: set[asyncio.Task[Any]] = set()
         self._checking = False
+        self._num_waiting = 0
+        """Calls that are waited for."""
         self._told: str | None = None
         self._up_s = 0.0
 
@@ -95,17 +97,25 @@ class ToolServer:
         task = asyncio.ensure_future(self._call(session, tool, arguments))
         self._left.add(task)
         task.add_done_callback(self._left.discard)
+        self._num_waiting += 1
         try:
             done, _ = await asyncio.wait((task,), timeout=wait_s)
         except asyncio.CancelledError:
             task.cancel()
             self._check(session)  # it may not heed that nobody waits any more
             raise
-        if not done:
+        finally:
+            self._num_waiting -= 1
+        if done:
+            result = task.result()
+        else:
             task.cancel()  # not waited for: it may tell the server, which may not listen
             self._check(session)
-            return failure(f"the tool did not answer within {wait_s:g} s", TIMED_OUT)
-        return task.result()
+            result = failure(f"the tool did not answer within {wait_s:g} s", TIMED_OUT)
+        if result.code is not None:
+            name = self.settings.name
+            logger.info("MCP server %s: a call of %s failed (%d)", name, tool, result.code)
+        return result
 
     async def _call(
         self, session: ClientSession, tool: str, arguments: dict[str, Any]
@@ -235,7 +245,8 @@ class ToolServer:
                 asking.cancel()
                 self._left.add(asking)
                 asking.add_done_callback(self._left.discard)
-                self._useless.set()
+                if self._is_silent():
+                    self._useless.set()
                 return
             asking.result()
         except MCPError as error:
@@ -245,6 +256,11 @@ class ToolServer:
             self._useless.set()
         finally:
             self._checking = False
+
+    def _is_silent(self) -> bool:
+        """Whether nobody's call can be what it is busy with."""
+        silent_s = time.monotonic() - self._lists.heard_s
+        return not self._num_waiting or silent_s > self.settings.call_timeout_seconds
 
     def _up(self, session: ClientSession) -> None:
         self._session, self.fault, self._told = session, None, None
