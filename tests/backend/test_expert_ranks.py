@@ -114,8 +114,8 @@ def test_backends_that_add_token_by_token(backend: str) -> None:
 
 
 def test_rows_that_ranks_hold_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In pieces of three rows; what nobody holds is zero, what somebody has and does not hold is
-    not heard."""
+    """Pieces have three rows; what nobody holds is zero, what somebody has and does not hold is not
+    heard."""
     monkeypatch.setattr(communicator, "BUFFER_BYTES", 3 * 4 * 5)
     random = np.random.default_rng(0)
     parts = random.standard_normal((3, 8, 5)).astype(np.float32)

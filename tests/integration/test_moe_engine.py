@@ -56,7 +56,7 @@ def alone(folder: Path, backend: str) -> Iterator[list[list[int]]]:
 
 
 def test_four_ranks_with_an_expert_each(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As processes, through the public interface."""
+    """Ranks are processes, and the interface is the public one."""
     with load(folder, "cpu", max_num_seqs=1, enable_prefix_caching=False, num_threads=1) as llm:
         expected = [ids(llm, [prompt])[0] for prompt in PROMPTS]
     monkeypatch.setenv("VLLMX_TP_COMPARE", "1")

@@ -118,7 +118,7 @@ def test_who_always_waits_is_given_its_share(shares: list[float], sizes: list[in
 
 
 def test_rows_are_shared_while_all_wait() -> None:
-    """Through the core: all rows become free at once, time and again."""
+    """The core shares: all rows become free at once, time and again."""
     harness = Harness(config={"max_num_seqs": 4}, rules=FakeRules(48, eos_id=None))
     for client, weight in (("a", 1.0), ("b", 3.0)):
         for number in range(40):

@@ -1,4 +1,4 @@
-"""Who waits too long for a row ends, and nobody else does."""
+"""Requests that wait too long for a row end, and nobody else does."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_without_overlap_one_step_is_in_flight() -> None:
 
 
 def test_who_is_preempted_waits_for_what_is_in_flight() -> None:
-    """Or it would draw the token that is on its way a second time."""
+    """The row would draw the token that is on its way a second time otherwise."""
     harness = staged(4, max_num_seqs=2)
     for prompt in prompts(2, longest=4):
         harness.add(prompt, 8)

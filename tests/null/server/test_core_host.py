@@ -137,7 +137,8 @@ async def test_one_that_cannot_be_loaded_is_tried_again(host: CoreHost, machine:
 
 
 async def test_what_models_were_promised_is_not_free(machine: Machine) -> None:
-    """Though the system says that it is: pages of a KV cache are taken when they are written."""
+    """The system says that it is free, though: pages of a KV cache are taken when they are
+    written."""
     machine.free = 1000
     models = [ModelConfig(engine=EngineConfig(model=name)) for name in ("a", "b", "c")]
     host = CoreHost(models, 0.0, machine.leave)

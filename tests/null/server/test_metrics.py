@@ -110,7 +110,7 @@ TALK = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 40}
 
 
 async def values_of(served: Served, name: str, label: str) -> dict[str, float]:
-    """Of one counter, by one of its labels."""
+    """The values of one counter, by one of its labels."""
     text = (await served.client.get("/metrics", headers={"x-api-key": "plain"})).text
     return {
         sample.labels[label]: sample.value
