@@ -13,7 +13,7 @@ from vllmx_core.sampling import gumbel_noise
 mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
 pytest.importorskip("vllmx_metal")
 
-from vllmx_metal import attention, kv_quant, noise, ops  # noqa: E402
+from vllmx_metal import activations, attention, kv_quant, noise  # noqa: E402
 
 RNG = np.random.default_rng(2)
 
@@ -32,10 +32,13 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[int], list[Any]]]] = {
         kv_quant._scaled,
         lambda n: [normal(n, 2, 4), mx.abs(normal(n, 2, 1)), mx.array(127.0)],
     ),
-    **{kind: (ops._ACTIVATIONS[kind], lambda n: [normal(n, 6)]) for kind in ops._ACTIVATIONS},
     **{
-        f"gate {kind}": (ops._GATES[kind], lambda n: [normal(n, 6), normal(n, 6)])
-        for kind in ops._GATES
+        kind: (activations.ACTIVATIONS[kind], lambda n: [normal(n, 6)])
+        for kind in activations.ACTIVATIONS
+    },
+    **{
+        f"gate {kind}": (activations.GATES[kind], lambda n: [normal(n, 6), normal(n, 6)])
+        for kind in activations.GATES
     },
 }
 
