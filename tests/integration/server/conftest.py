@@ -83,6 +83,8 @@ def running_server(
     )
     assert process.stderr is not None
     lines: list[str] = []
+    # A full pipe would stop the server.
+    reader = threading.Thread(target=lines.extend, args=(process.stderr,), daemon=True)
     try:
         for line in process.stderr:
             lines.append(line)
@@ -90,8 +92,6 @@ def running_server(
                 break
         else:
             raise AssertionError(f"the server ended: {''.join(lines)}")
-        # A full pipe would stop the server.
-        reader = threading.Thread(target=lines.extend, args=(process.stderr,), daemon=True)
         reader.start()
         yield RunningServer(line.strip().removesuffix("/v1"), process, lines, reader)
     finally:
@@ -102,6 +102,8 @@ def running_server(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        if reader.ident is not None:
+            reader.join(20)  # what it reads is not to be closed under it
         process.stderr.close()
 
 

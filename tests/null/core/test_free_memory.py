@@ -12,6 +12,7 @@ from vllmx_core.errors import ConfigError
 from vllmx_core.memory import free_memory
 from vllmx_core.reference_backend import ReferenceBackend
 from vllmx_core.registry import Registry
+from vllmx_core.testing import fake
 from vllmx_core.testing.fake import FakeBackend
 from vllmx_core.testing.fake_checkpoint import FakePlugin, make_fake_checkpoint
 from vllmx_engine.core.found_model import find_model
@@ -19,8 +20,14 @@ from vllmx_engine.core.load import OpenedModel, load_core, open_model
 
 
 def gpu_of(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    """The fake backend gets a memory of its own."""
-    monkeypatch.setattr(FakeBackend, "free_bytes", lambda self: free, raising=False)
+    """The fake backend gets a memory of its own. By a class of its own too: Python remembers of a
+    class that its objects are a `HasMemory`."""
+
+    class FakeGpu(FakeBackend):
+        def free_bytes(self) -> int:
+            return free
+
+    monkeypatch.setattr(fake, "FakeBackend", FakeGpu)
 
 
 def opened(folder: Path, **config: Any) -> OpenedModel:
@@ -42,7 +49,7 @@ def test_the_device_or_else_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not isinstance(ReferenceBackend(), HasMemory)
     assert free_memory(ReferenceBackend()) == 77
     gpu_of(monkeypatch, 1000)
-    assert free_memory(FakeBackend()) == 1000
+    assert free_memory(fake.FakeBackend()) == 1000
 
 
 def test_a_limit_in_bytes_is_a_share_of_what_is_free(

@@ -116,7 +116,8 @@ def test_sizes_that_fit_are_named() -> None:
 def test_ops_without_weights_to_cut_stay() -> None:
     """A map that says nothing of sharding is computed whole by every rank."""
     builder = Builder(20)
-    model = tiny_decoder(builder)
+    marks = tiny_decoder(builder)
+    model = replace(marks, specs=tuple(replace(spec, shard="none") for spec in marks.specs))
     mine = record(sharded(model, ArraySource(builder.arrays), 64, 0, 2), 64).steps.ops
 
     def facts(ops: tuple[Op, ...]) -> list[tuple[str, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -18,8 +19,8 @@ from vllmx_server.keys.usage import KeyUsage, UsageBook
 from vllmx_server.metrics import MetricCounts, Metrics
 from vllmx_server.workers.channel import Channel, GoneError
 from vllmx_server.workers.counted import Counted, ModelCounts
-from vllmx_server.workers.crew import asked_of_all
-from vllmx_server.workers.messages import COUNTED, METRICS, USAGE, USED
+from vllmx_server.workers.crew import Crew, Worker, asked_of_all
+from vllmx_server.workers.messages import COUNTED, LEAD, METRICS, USAGE, USED, Lead
 from vllmx_server.workers.peers import RemoteUsage
 from vllmx_server.workers.shared_counts import SharedCounts
 
@@ -51,6 +52,32 @@ async def test_both_sides_ask_and_answers_find_who_asked() -> None:
         answers = await asyncio.gather(*(one.ask("times ten", n, int) for n in (1, 2)))
         assert answers == [10, 20]
         assert await two.ask("name", None, str) == "one"
+
+
+async def test_a_worker_that_ends_as_it_is_to_lead_is_passed_over() -> None:
+    """Two that are killed at once: one's end is noticed while the other still counts as alive."""
+    async with channels() as (gone, end), channels() as (alive, other):
+        asked: list[Lead] = []
+
+        async def lead(body: Lead) -> None:
+            asked.append(body)
+
+        other.serve(LEAD, Lead, lead)
+        crew = Crew.__new__(Crew)  # without processes
+        crew._leader, crew._had_leader = None, True
+        crew._workers = {row: worker_over(each) for row, each in enumerate((gone, alive))}
+        end.close()
+        await gone.gone.wait()
+        await crew._choose_leader()
+        assert crew.leader is alive
+        assert [each.is_first for each in asked] == [False]
+
+
+def worker_over(channel: Channel) -> Worker:
+    worker = Worker(subprocess.Popen(["true"]), channel)
+    worker.process.wait()
+    worker.serves = True
+    return worker
 
 
 async def test_errors_of_ours_come_back_whole_and_others_tell_nothing() -> None:

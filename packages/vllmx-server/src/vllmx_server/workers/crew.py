@@ -189,11 +189,17 @@ class Crew:
                 await self._choose_leader()
 
     async def _choose_leader(self) -> None:
-        for worker in self._workers.values():
+        """Where nobody leads, the first that serves does; one that ends as it is asked is passed
+        over: its own end is seen to where it is waited for."""
+        for worker in list(self._workers.values()):
             if self._leader is None and worker.serves:
                 self._leader = worker
                 is_first, self._had_leader = not self._had_leader, True
-                await worker.channel.ask(LEAD, Lead(is_first), type(None))
+                try:
+                    await worker.channel.ask(LEAD, Lead(is_first), type(None))
+                except GoneError:
+                    if worker is self._leader:
+                        self._leader = None
 
 
 async def asked_of_all(
