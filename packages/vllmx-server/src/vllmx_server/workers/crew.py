@@ -189,7 +189,7 @@ class Crew:
                 await self._choose_leader()
 
     async def _choose_leader(self) -> None:
-        """Where nobody leads, the first that serves does; one that ends as it is asked is passed
+        """The first that serves leads where nobody does; one that ends as it is asked is passed
         over: its own end is seen to where it is waited for."""
         for worker in list(self._workers.values()):
             if self._leader is None and worker.serves:
