@@ -6,21 +6,21 @@ import os
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import replace
 
 from vllmx_core.backend import ForwardStep, LoadedInfo, LoadedModel, SeeingModel, StepHandle
-from vllmx_core.errors import RankLostError, VllmxError
+from vllmx_core.errors import RankLostError
 from vllmx_core.plan import I32, SamplingRows, StepPlan, StepResult
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.load import OpenedModel
 
+from vllmx_tp.agreement import agreed_ranks, agreed_stages
 from vllmx_tp.frames import Frame
 from vllmx_tp.group import Group
 from vllmx_tp.handshake import read_key
 from vllmx_tp.hosts import RemoteHost, addresses
 from vllmx_tp.loading import divide_cores, load_rank, share_of_host
-from vllmx_tp.messages import ALIKE, Call, RankReady
-from vllmx_tp.pipeline import PipelinedModel, agreed_stages
+from vllmx_tp.messages import Call
+from vllmx_tp.pipeline import PipelinedModel
 from vllmx_tp.region import NUM_CHECKSUMS, Region, Word
 
 COMPARE_VARIABLE = "VLLMX_TP_COMPARE"
@@ -55,35 +55,13 @@ def load(found: FoundModel, opened: OpenedModel) -> RankedModel | PipelinedModel
         others = group.loaded()
         if config.pipeline_parallel_size > 1:
             return PipelinedModel(model, group, agreed_stages(model.info, others))
-        return RankedModel(model, group, _agreed(model.info, others))
+        return RankedModel(model, group, agreed_ranks(model.info, others))
     except BaseException:
         group.kill()
         if model is not None:
             model.close()
         region.close()
         raise
-
-
-def _agreed(mine: LoadedInfo, others: list[RankReady]) -> LoadedInfo:
-    """What all ranks can do. Raises VllmxError where they do not fit together."""
-    everyone = [RankReady.of(mine), *others]
-    for name in ALIKE:
-        values = [getattr(one, name) for one in everyone]
-        if len(set(values)) > 1:
-            raise VllmxError(
-                f"ranks differ in {name}: {values}; set it by its flag, or report this"
-            )
-    ranks = len(everyone)
-    return replace(
-        mine,
-        num_kv_blocks=min(one.num_kv_blocks for one in everyone),
-        max_num_seqs=min(one.max_num_seqs for one in everyone),
-        num_state_slots=min(one.num_state_slots for one in everyone),
-        state_slot_bytes=sum(one.state_slot_bytes for one in everyone),
-        weight_bytes=sum(one.weight_bytes for one in everyone),
-        kv_cache_bytes=sum(one.kv_cache_bytes for one in everyone),
-        details=mine.details | {"ranks": ranks},
-    )
 
 
 class RankedModel:

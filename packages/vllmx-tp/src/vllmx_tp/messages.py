@@ -51,19 +51,6 @@ class RankReady(msgspec.Struct, frozen=True):
         return cls(**{name: getattr(info, name) for name in cls.__struct_fields__})
 
 
-ALIKE = (
-    "backend",
-    "dtype",
-    "kv_cache_dtype",
-    "block_size",
-    "cache_windows",
-    "max_num_batched_tokens",
-    "max_logit_rows",
-    "num_feature_rows",
-)
-"""Of `RankReady`: equal on every rank."""
-
-
 class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """How loading ended, one of both."""
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
@@ -20,12 +19,12 @@ from queue import Empty, SimpleQueue
 import numpy as np
 from vllmx_core.backend import ForwardStep, LoadedInfo, LoadedModel, StepHandle
 from vllmx_core.backend_kit.in_flight import MAX_STEPS
-from vllmx_core.errors import RankLostError, VllmxError
+from vllmx_core.errors import RankLostError
 from vllmx_core.plan import SamplingRows, StepPlan, StepResult
 
 from vllmx_tp.frames import Frame
 from vllmx_tp.group import Group
-from vllmx_tp.messages import Call, RankReady
+from vllmx_tp.messages import Call
 from vllmx_tp.region import Region
 from vllmx_tp.results import decode_result, encode_result
 from vllmx_tp.wire import Incoming, Outgoing
@@ -33,8 +32,6 @@ from vllmx_tp.wire import Incoming, Outgoing
 _LOOK_S = 0.2
 _NO_ROWS = np.zeros(0, np.int32)
 _NOTHING_SAMPLED = SamplingRows.greedy(0)
-_ALIKE = ("backend", "dtype", "kv_cache_dtype", "block_size", "cache_windows")
-"""Of `RankReady`: equal on every stage."""
 
 
 class InnerStage:
@@ -74,31 +71,6 @@ class LastStage:
     def tell(self, result: StepResult) -> None:
         """Returns when rank 0 has room for it."""
         self._outgoing.send_message(encode_result(result))
-
-
-def agreed_stages(mine: LoadedInfo, others: Sequence[RankReady]) -> LoadedInfo:
-    """What all stages can do together, and take. Raises VllmxError where they do not fit."""
-    stages = [RankReady.of(mine), *others]
-    for name in _ALIKE:
-        values = [getattr(one, name) for one in stages]
-        if len(set(values)) > 1:
-            raise VllmxError(
-                f"stages differ in {name}: {values}; set it by its flag, or report this"
-            )
-    slots = [one.num_state_slots for one in stages if one.num_state_slots]
-    return replace(
-        mine,
-        num_kv_blocks=min(one.num_kv_blocks for one in stages),
-        max_num_seqs=min(one.max_num_seqs for one in stages),
-        max_num_batched_tokens=min(one.max_num_batched_tokens for one in stages),
-        max_logit_rows=stages[-1].max_logit_rows,
-        num_state_slots=min(slots, default=0),
-        state_slot_bytes=sum(one.state_slot_bytes for one in stages),
-        weight_bytes=sum(one.weight_bytes for one in stages),
-        kv_cache_bytes=sum(one.kv_cache_bytes for one in stages),
-        num_stages=len(stages),
-        details=mine.details | {"stages": len(stages)},
-    )
 
 
 class PipelinedModel:

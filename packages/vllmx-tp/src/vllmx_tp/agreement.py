@@ -1,0 +1,56 @@
+"""What the ranks or the stages of a group can do together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from vllmx_core.backend import LoadedInfo
+from vllmx_core.errors import VllmxError
+
+from vllmx_tp.messages import RankReady
+
+_ALIKE_STAGES = ("backend", "dtype", "kv_cache_dtype", "block_size", "cache_windows")
+_ALIKE_RANKS = (*_ALIKE_STAGES, "max_num_batched_tokens", "max_logit_rows", "num_feature_rows")
+
+
+def agreed_ranks(mine: LoadedInfo, others: Sequence[RankReady]) -> LoadedInfo:
+    """What all ranks can do, and take. Raises VllmxError where they do not fit together."""
+    ranks = [RankReady.of(mine), *others]
+    return replace(
+        _together(mine, ranks, "ranks", _ALIKE_RANKS),
+        num_state_slots=min(one.num_state_slots for one in ranks),
+    )
+
+
+def agreed_stages(mine: LoadedInfo, others: Sequence[RankReady]) -> LoadedInfo:
+    """What all stages can do together, and take. Raises VllmxError where they do not fit."""
+    stages = [RankReady.of(mine), *others]
+    slots = [one.num_state_slots for one in stages if one.num_state_slots]
+    return replace(
+        _together(mine, stages, "stages", _ALIKE_STAGES),
+        max_num_batched_tokens=min(one.max_num_batched_tokens for one in stages),
+        max_logit_rows=stages[-1].max_logit_rows,
+        num_state_slots=min(slots, default=0),
+        num_stages=len(stages),
+    )
+
+
+def _together(
+    mine: LoadedInfo, everyone: Sequence[RankReady], who: str, alike: Sequence[str]
+) -> LoadedInfo:
+    for name in alike:
+        values = [getattr(one, name) for one in everyone]
+        if len(set(values)) > 1:
+            raise VllmxError(
+                f"{who} differ in {name}: {values}; set it by its flag, or report this"
+            )
+    return replace(
+        mine,
+        num_kv_blocks=min(one.num_kv_blocks for one in everyone),
+        max_num_seqs=min(one.max_num_seqs for one in everyone),
+        state_slot_bytes=sum(one.state_slot_bytes for one in everyone),
+        weight_bytes=sum(one.weight_bytes for one in everyone),
+        kv_cache_bytes=sum(one.kv_cache_bytes for one in everyone),
+        details=mine.details | {who: len(everyone)},
+    )
