@@ -131,7 +131,7 @@ CASES: dict[str, tuple[Case, float]] = {
     "cached prefix, first look": (first_lookup, 8.0),
     "cached prefix, each later look": (second_lookup, 0.3),
 }
-"""With the target in ms."""
+"""The cases with their targets in ms."""
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from vllmx_engine.async_llm import AsyncLLM
 
 _NUM_IDS = 1000
 _BREAK_S = 1.0
-"""Between two prompts."""
+"""The seconds between two prompts."""
 
 
 class Gaps:

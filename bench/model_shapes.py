@@ -15,7 +15,8 @@ Kind = Literal["weight", "router", "norm", "plain_norm", "decay", "bias", "codes
 that it does not; "decay" the logarithm of a decay rate; "router" a small matrix that a GGUF keeps
 in F32; "codes" and "exponents" are bytes of MXFP4."""
 Arrange = Literal["none", "value_rows", "qkv_rows", "value_columns"]
-"""Where a GGUF has the value heads of a delta net tiled over its key heads, not grouped."""
+"""An arrangement for a GGUF that has the value heads of a delta net tiled over its key heads, not
+grouped."""
 Named = tuple[str, str, tuple[int, ...], Kind, Arrange]
 
 

@@ -33,7 +33,7 @@ TYPES = (
 END = "<|endoftext|>"
 TRAINING = Path(__file__).resolve().parents[1] / "packages" / "vllmx-demo" / "train"
 STORY_SEED = 987654
-"""Not one of the seeds that made the training data."""
+"""A seed which is none of those that made the training data."""
 
 
 @dataclass(frozen=True)

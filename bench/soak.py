@@ -40,7 +40,7 @@ _WARM_S = 5.0
 _TURN_S = 40.0
 """A span alone and one with hostile clients."""
 _SETTLE_S = 1.0
-"""After a span has begun: requests of then may have met the one before."""
+"""The seconds after a span has begun: requests of then may have met the one before."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 

@@ -31,7 +31,8 @@ _MOST_S = 45
 LONG = ENDLESS | {"minItems": 60}
 """llama.cpp writes every repetition out, and refuses more than some thousands."""
 _PLAIN_S = 1.1
-"""Between plain prompts, so that as many are answered as of those with hostile schemas."""
+"""The seconds between plain prompts, so that as many are answered as of those with hostile schemas.
+"""
 _HOSTILE: tuple[Body, ...] = (
     {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(5000)}},
     {"enum": [f"choice number {i} of many" for i in range(20_000)]},

@@ -20,7 +20,7 @@ class Case:
     """`prefill`: one sequence of `context` tokens, until its first token. `decode`: see below."""
     batch: int
     context: int
-    """For decode the mean context length over the timed steps."""
+    """The context length; for decode the mean one over the timed steps."""
 
     @property
     def label(self) -> str:
@@ -71,7 +71,7 @@ class Job:
     busy_pid: int | None
     """Process that keeps a core busy on purpose; its CPU time does not count as foreign."""
     quiet_wait_s: float
-    """Before a sample, wait at most this long for the other work on the machine to pause."""
+    """The most seconds to wait before a sample for the other work on the machine to pause."""
     out: str = ""
     """File to which a worker appends its samples, one JSON object a line."""
 

@@ -29,7 +29,7 @@ from cpu_peers.cases import Case
 
 BLOCK = 16
 NUM_IDS = 1000
-"""Of which the tokens are drawn, as those that are measured."""
+"""The number of ids of which the tokens are drawn, as those that are measured."""
 _STEPS = 4
 _BEHIND = ("experts.", "gate_up", "down", "choice_bias", "shared_gate", "mlp_post_norm")
 """Weights of a layer that its router does not need."""

@@ -31,7 +31,7 @@ from parts import FIRST, HERE, SECOND, Part
 from table import part_lines, table
 
 MARGIN_S = 4.0
-"""Between the time when a part should end by itself and when it is ended."""
+"""The seconds between the time when a part should end by itself and when it is ended."""
 END_S = 8.0
 """Kept for the table and for packing."""
 REHEARSAL_FACTOR = 10

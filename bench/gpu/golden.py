@@ -35,8 +35,8 @@ DTYPES = ("bf16", "f16", "f32")
 """What matters most first, for a run may be cut."""
 NAMES = ("qk norm and rope", "head size 64", "head size 128", "window 23", "softcap", "everything")
 TOLERANCE = {"f32": 1e-4, "bf16": 0.05, "f16": 0.01}
-"""Of log-probabilities: what other last bits of exp2, rsqrt and tensor-core sums come to after two
-layers, each rounded to the dtype."""
+"""The tolerance of log-probabilities: what other last bits of exp2, rsqrt and tensor-core sums come
+to after two layers, each rounded to the dtype."""
 
 OpenDevice = Callable[[], Device]
 

@@ -28,7 +28,8 @@ OPTIONS = LoadOptions(
     dtype="bf16", max_model_len=128, max_num_seqs=2, max_num_batched_tokens=128, num_kv_blocks=16
 )
 TOLERANCE = 0.05
-"""Of the spread of a position's logits: what two to thirty layers in bf16 are off by."""
+"""The tolerance as a share of the spread of a position's logits: what two to thirty layers in bf16
+are off by."""
 
 
 def weights(config: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from vllmx_tp.region import Region
 
 SUMS_BYTES = (8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20)
 CALLS = 20
-"""In one graph."""
+"""The calls in one graph."""
 STEPS = 64
 
 

@@ -25,7 +25,8 @@ from vllmx_cuda.program.prefill import prefill_kernel
 
 PAGE_SHIFT, ARCH = 4, "sm_90a"
 TOLERANCE = {"bf16": 0.05, "f16": 0.006}
-"""Of attention over values of a standard deviation of one: weights and results are rounded."""
+"""The tolerance of attention over values of a standard deviation of one: weights and results are
+rounded."""
 Array = np.ndarray[Any, Any]
 
 

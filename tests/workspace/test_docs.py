@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 # A docstring that begins so goes on with the name above it, and says nothing without that name.
 FRAGMENT = re.compile(
-    r'(?:\A|:(?:  #.*)?\n)\s*r?"""'
-    "((?:About|After|Against|Along|Also|Among|And|Around|As|At|Because|Before|Behind|Below|Beneath|"
+    "(?:About|After|Against|Along|Also|Among|And|Around|As|At|Because|Before|Behind|Below|Beneath|"
     "Beside|Besides|Between|Beyond|But|By|During|Except|For|From|If|In|Inside|Instead|Into|Its|Like|"
     "Maybe|Neither|Never|Not|Of|Off|On|Once|Onto|Or|Out|Outside|Over|Per|Perhaps|Since|So|Such|That|"
     "Their|Then|There|Through|To|Too|Toward|Under|Unless|Until|Up|Upon|Whatever|When|Where|Wherever|"
-    "While|Who|Whoever|Whom|Whose|With|Within|Without)\\s.*)"
+    "While|Who|Whoever|Whom|Whose|With|Within|Without)\\s"
 )
 
 
@@ -48,8 +50,22 @@ def test_docstrings_stand_without_the_name_before_them(root: Path) -> None:
         if not any(part.startswith(".") for part in path.relative_to(root).parts)
     ]
     found = [
-        f"{path.relative_to(root)}: {text}"
+        f"{path.relative_to(root)}:{line}: {text}"
         for path in sources
-        for text in FRAGMENT.findall(path.read_text())
+        for line, text in _docstrings(ast.parse(path.read_text()))
+        if FRAGMENT.match(text)
     ]
     assert not found, "docstrings that finish the sentence of a name:\n" + "\n".join(found)
+
+
+def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of each docstring: those of modules, classes and functions, and the texts
+    behind attributes and constants."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for before, one in pairwise([None, *body] if isinstance(body, list) else []):
+            match one:
+                case ast.Expr(ast.Constant(str(text))) if isinstance(
+                    before, ast.Assign | ast.AnnAssign | None
+                ):
+                    yield one.lineno, text

@@ -46,7 +46,8 @@ class LoadOptions(Record):
     memory_fraction: float = 0.9
     num_threads: int | None = None
     encoder_cache_bytes: int = 256 << 20
-    """For features of images, on the device; at least those of a step are held."""
+    """The bytes that features of images may take on the device; at least those of a step are held.
+    """
     enforce_eager: bool = False
     """Run op by op without the recorded step; same bits, for debugging."""
     communicator: Communicator | None = None
@@ -89,7 +90,7 @@ class LoadedInfo(Record):
     encodes_in_parts: bool = False
     """Whether a pass of the tower can be given in parts; see `SeeingModel.encode`."""
     step_timeout_s: float = DEVICE_STEP_TIMEOUT_S
-    """After which a step here must be taken for hung, where the user does not say."""
+    """The time after which a step here must be taken for hung, where the user does not say."""
     cache_windows: tuple[int | None, ...] = (None,)
     """One entry for each cache group, in the order of `StepPlan.block_tables`: how many of a
     sequence's tokens, the newest included, its layers see. Pages before them may be given to

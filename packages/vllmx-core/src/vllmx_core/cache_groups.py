@@ -32,7 +32,8 @@ class CacheLayout(Record):
     places: tuple[OwnedKV, ...]
     """What a page of each place holds; its window says nothing here."""
     group_of: tuple[int, ...]
-    """By layer, as is `place_of`. A layer that shares has those of the layer that owns."""
+    """The group of each layer; `place_of` is its place there. A layer that shares has those of the
+    layer that owns."""
     place_of: tuple[int, ...]
 
     @property

@@ -30,7 +30,7 @@ class Checkpoint(Record):
     path: Path
     """The folder (or single file) that holds everything."""
     config: dict[str, Any]
-    """In the terms of a Hugging Face config.json, whatever the format."""
+    """The configuration in the terms of a Hugging Face config.json, whatever the format."""
     weights: WeightSource
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Any = None

@@ -18,9 +18,9 @@ from vllmx_core.state_capacity import StateSlots, plan_slots
 PageBytes = Callable[[OwnedKV, int, str], tuple[int, int]]
 """(what is kept, tokens of a page, dtype) -> bytes of a page of keys and of one of values."""
 MAX_BARE_BLOCKS = 1 << 19
-"""Of a model without attention, unless one sequence needs more: its blocks take no memory on the
-device, but about 40 bytes each of the engine core's, and prefixes of millions of tokens are enough.
-"""
+"""The blocks of a model without attention, unless one sequence needs more: they take no memory on
+the device, but about 40 bytes each of the engine core's, and prefixes of millions of tokens are
+enough."""
 _ITEM_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "int8": 1, "fp8": 1}
 
 

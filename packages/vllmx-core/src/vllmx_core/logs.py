@@ -16,7 +16,7 @@ FORMAT = "%(asctime)s %(levelname).1s %(process)d %(name)s  %(message)s"
 DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
 LOG_FORMATS = ("text", "json")
 FORMAT_VARIABLE = "VLLMX_LOG_FORMAT"
-"""Which processes that a server starts inherit, so that all of them write alike."""
+"""The variable that processes of a server inherit, so that all of them write alike."""
 
 
 def check_log_level(level: str) -> None:

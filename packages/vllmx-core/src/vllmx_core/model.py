@@ -150,9 +150,9 @@ class ModelShape(Record):
     output_size: int = 0
     """Numbers of a vector or of a text's scores; 0 where tokens are sampled."""
     features: FeatureSpec | None = None
-    """Of a model that sees images: `Model.encoder` makes them."""
+    """The features of images, where a model sees them: `Model.encoder` makes them."""
     groups: tuple[CacheGroup, ...] | None = None
-    """Of a stage of a model: the groups of the whole model, with the stage's layers in them. None:
+    """The groups of the whole model with the stage's layers in them, for a stage of a model. None:
     `vllmx_core.cache_groups` finds them."""
     whole_prompts: bool = False
     """A text must be computed in one step: its tokens see later ones, or all of them are pooled."""
@@ -187,7 +187,7 @@ class ImagePlaces(Record):
     """(A, n) positions of the image's tokens behind that of its first one; None: they count on like
     those of text."""
     advance: int
-    """By how much the position of the token behind the image is greater than that of its first."""
+    """The difference between the position of the token behind the image and that of its first."""
     order: I32 | None = None
     """(n,) tokens of the image in the order that the tower has their patches in, which everything
     here that is said of patches follows; None: their own."""

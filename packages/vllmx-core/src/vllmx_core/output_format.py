@@ -74,7 +74,7 @@ class NamedCall(Record):
     header: str = "{name}"
     """What identifies the call, with {name} and perhaps {id} and {index}."""
     header_end: str = ""
-    """Between header and arguments."""
+    """The text between header and arguments."""
 
 
 class Calls(Record):
@@ -131,7 +131,7 @@ class OutputFormat(Record):
     thinking: Thinking | None = None
     calls: Calls | None = None
     channels: Channels | None = None
-    """In place of the two others."""
+    """The channels that stand in place of the two others."""
     content_begin: str = ""
     """Stands before the content, where the model marks it, and is no part of it."""
     content_end: str = ""

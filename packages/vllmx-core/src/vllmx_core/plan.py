@@ -57,13 +57,13 @@ class StepPlan(MutableRecord):
     positions: I32
     """(T,) position of each token in its sequence."""
     slots: tuple[I32, ...]
-    """For each cache group (T,) where this token's K/V go: block * P + offset."""
+    """The places (T,) in each cache group where the tokens' K/V go: block * P + offset."""
     query_start: I32
     """(R + 1,) first token of each row; the last entry is T."""
     context_len: I32
     """(R,) tokens in the KV cache after this step's writes."""
     block_tables: tuple[I32, ...]
-    """For each cache group (R, B), one B for all: the physical blocks of each row. Undefined are
+    """The physical blocks of each row in each cache group (R, B), one B for all. Undefined are
     entries beyond the row's context and, in a group with a window, those of pages that the row's
     first token of this step no longer sees; nobody may read them. May be views whose rows are
     further apart than B (see `strides`)."""
@@ -90,7 +90,7 @@ class StepPlan(MutableRecord):
     own, or of an image's token that of the image's last one, which is computed in this step. Never
     less than for the token before it in its row. None: each token's own."""
     patches: PatchRows | None = None
-    """Of a pass of the model's tower, see `SeeingModel.encode`; None: a step."""
+    """The patches of a pass of the model's tower, see `SeeingModel.encode`; None: a step."""
 
     @property
     def state_slots(self) -> tuple[I32, I32]:

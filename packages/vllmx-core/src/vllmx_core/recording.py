@@ -29,7 +29,8 @@ class Recording(Record):
     refs: Mapping[str, WeightRef]
     """Weights and constants by name, as the model saw them."""
     tower: OpList | None = None
-    """Of a model that sees images; its weights and constants are among the others."""
+    """The ops of the tower of a model that sees images; its weights and constants are among the
+    others."""
 
     @property
     def all_ops(self) -> tuple[Op, ...]:

@@ -68,7 +68,7 @@ class SamplingParams:
     is served is bounded by `EngineConfig.max_logprobs`."""
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
-    """Of a longer prompt, read this many of its last tokens; -1: as many as leave room for
+    """The number of last tokens to read of a longer prompt; -1: as many as leave room for
     `max_tokens`."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
@@ -76,8 +76,8 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     """What the answer must look like."""
     thinking_token_budget: int | None = None
-    """Of a conversation with a model that thinks: after so many tokens of thoughts their end is
-    forced; -1: never."""
+    """The number of tokens of thoughts after which their end is forced, in a conversation with a
+    model that thinks; -1: never."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -12,7 +12,7 @@ from vllmx_core.memory import format_bytes
 from vllmx_core.records import Record
 
 SPARE_SLOTS = 2
-"""Beside one for each sequence."""
+"""The slots that there are beside one for each sequence."""
 
 
 class StateSlots(Record):

@@ -9,7 +9,7 @@ from typing import Any
 from vllmx_core.errors import InvalidRequestError, shown
 
 MAX_GRAMMAR_CHARS = 1 << 18
-"""Of a regular expression, a grammar, or all choices together."""
+"""The longest regular expression, grammar, or sum of all choices."""
 MAX_GRAMMAR_CHOICES = 4096
 MAX_AFTER_IDS = 64
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
@@ -32,7 +32,7 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     """The answer is one of these texts."""
     grammar: str | None = None
-    """In llguidance's form of Lark, or in llama.cpp's GBNF."""
+    """The grammar in llguidance's form of Lark, or in llama.cpp's GBNF."""
     structural_tag: Any = None
     """Free text with parts that follow schemas: a mapping, or its JSON text."""
 

@@ -21,7 +21,7 @@ from vllmx_core.records import Record
 Bytes = npt.NDArray[np.uint8]
 
 _CALL_BYTES = 1 << 30
-"""That one call reads; systems take no more than 2 GiB."""
+"""The bytes that one call reads; systems take no more than 2 GiB."""
 KEPT_BYTES = 256 << 20
 
 

@@ -290,7 +290,7 @@ class RankShare(Record):
 
     whole_rows: int
     whole_cols: int
-    """Of the part and of the weight that all ranks have."""
+    """The columns of the part and of the weight that all ranks have."""
     rows: tuple[tuple[int, int], ...] | None = None
     """(first, end) of each stretch of the part's rows; None: all."""
     cols: tuple[int, int] | None = None
@@ -315,19 +315,20 @@ class PartSpec(Record):
     """Other names of the same tensor, or other parts in place of this one, for checkpoints that
     differ; the first that is there."""
     entry: int | None = None
-    """Of a tensor with one more axis in front, such as the expert of a stack."""
+    """The entry of a tensor with one more axis in front, such as the expert of a stack."""
     transposed: bool | None = False
     """Whether the tensor lies as (input features, output features); None: where it does not fit
     otherwise."""
     runs: RowRuns | None = None
-    """Which rows; None: all, or those from the first on where the weight has columns picked."""
+    """The rows that are taken; None: all, or those from the first on where the weight has columns
+    picked."""
     first_col: int | None = None
     """The first of the weight's columns; None: it has all."""
     turned: bool = False
     """Whether the weight is the transposed form of the rows that `runs` picks, which are as many as
     the weight has columns. Of a quantised tensor they become float32."""
     share: RankShare | None = None
-    """Of a model that several ranks share: what is this one's. `rows` counts that."""
+    """This rank's share of a model that several ranks share. `rows` counts the share alone."""
 
 
 Shard = Literal["none", "column", "row", "vocab", "expert", "head"]
@@ -349,7 +350,8 @@ class WeightSpec(Record):
     name: str
     kind: Literal["linear", "embedding", "vector", "stack"]
     parts: tuple[PartSpec, ...]
-    """Of a stack: those of its first matrix, then those of the second ..."""
+    """The tensors that make up the weight; for a stack those of its first matrix, then those of the
+    second ..."""
     cols: int = 0
     shard: Shard = "none"
     """How tensor parallelism splits it: columns = output features of each part, rows = input
@@ -361,9 +363,9 @@ class WeightSpec(Record):
     count: int = 1
     """Matrices of a stack."""
     shape: tuple[int, ...] | None = None
-    """Of each tensor of a "vector" whose values are more than a row, such as the taps of a
-    convolution: (rows,) row-major values all the same. Axes of length 1 in the file are ignored;
-    a part with `runs` picks along the first axis, its `rows` being values. Of a "linear" whose one
+    """The shape of each tensor of a "vector" whose values are more than a row, such as the taps of
+    a convolution: (rows,) row-major values all the same. Axes of length 1 in the file are ignored;
+    a part with `runs` picks along the first axis, its `rows` being values. For a "linear" whose one
     tensor has more axes: (rows, cols), row-major, just so."""
 
     @property

@@ -17,7 +17,7 @@ from vllmx_cpu.structs import KV_DTYPES
 BLOCK_SIZES = BlockSizes("CPU", multiple=16)
 _ALIGNMENT = 4096
 DEFAULT_BYTES = 4 * GIB
-"""Without a flag the cache is no larger than this, unless one sequence needs more."""
+"""The largest cache without a flag, unless one sequence needs more."""
 
 
 class LayerPages(Record):
@@ -26,7 +26,7 @@ class LayerPages(Record):
     k: Bytes
     v: Bytes
     group: int
-    """Which of the step's block tables lists them."""
+    """The number of the step's block table that lists them."""
 
 
 def allocate_pages(cache: CachePlan) -> tuple[LayerPages, ...]:

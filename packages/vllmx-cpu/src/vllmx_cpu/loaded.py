@@ -54,7 +54,7 @@ class CpuLoadedModel:
         self._pass: CpuStep | None = None
         """The last pass of the tower, which may still run."""
         self._passes: list[VxJob] = []
-        """Its last parts."""
+        """The last parts of a pass."""
         self._unbilled: list[VxJob] = []
         """Parts since the last step."""
         self._team = team
@@ -253,7 +253,7 @@ class CpuStep:
             tokens=pointers["tokens"],
         )
         self.passes: list[VxJob] = []
-        """Of the tower, between the step before and this one."""
+        """The passes of the tower between the step before and this one."""
         self.second_job: VxJob | None = None
         """The sampler's own, where it came late."""
         if previous is not None:

@@ -29,7 +29,8 @@ from vllmx_cpu.room import Extent, Room, plan_room
 from vllmx_cpu.structs import KV_DTYPES
 
 PATCHES_OF_WINDOW = 16
-"""At the least, on an average of an image: those at its edges may have fewer."""
+"""The patches that a window has at the least, on an average of an image: those at its edges may
+have fewer."""
 
 
 class TowerSizes(Record):

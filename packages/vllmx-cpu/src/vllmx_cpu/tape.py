@@ -17,7 +17,7 @@ class Call(Record):
     function: int
     arguments: ctypes.Structure
     pooled: bool = False
-    """Its rows are the step's logit rows, not its tokens."""
+    """Whether the rows are the step's logit rows instead of its tokens."""
 
     @property
     def record(self) -> VxRecord:

@@ -42,7 +42,7 @@ class CpuTower:
         self._parts: Tape | None = None
         """The same with large products in pieces, for passes that stop on the way."""
         self._ends = np.zeros(0)
-        """Of each record of a pass in parts, as a share of it."""
+        """The end of each record of a pass in parts, as a share of the pass."""
 
     def make_room(self, plan: StepPlan) -> None:
         """Makes the buffers large enough for a pass. None may be in flight. Raises

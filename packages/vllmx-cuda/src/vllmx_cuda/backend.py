@@ -37,9 +37,11 @@ from vllmx_cuda.program.vectors import DeviceVectors
 logger = logging.getLogger("vllmx.cuda")
 NAME = "cuda"
 TUNE_SECONDS = 10.0
-"""Of a start that go at most into measuring cuBLASLt's algorithms; a GPU is measured once."""
+"""The seconds of a start that go at most into measuring cuBLASLt's algorithms; a GPU is measured
+once."""
 CAPTURE_SECONDS = 5.0
-"""Of a start that go into capturing decode steps; what is left then is captured at first use."""
+"""The seconds of a start that go into capturing decode steps; what is left then is captured at
+first use."""
 
 
 class CudaBackend:

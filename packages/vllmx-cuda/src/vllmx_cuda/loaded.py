@@ -16,7 +16,7 @@ from vllmx_cuda.program.tower import Tower
 from vllmx_cuda.program.vectors import Vectors
 
 Span = tuple[Event, Event]
-"""Of what was enqueued between two events."""
+"""The span of what was enqueued between two events."""
 
 
 class CudaLoadedModel:

@@ -39,13 +39,13 @@ from vllmx_engine.wire.ipc import FrameError, FrameReader, encode_frame
 logger = logging.getLogger("vllmx.grammars")
 
 CHECK_S = 2.0
-"""For a grammar and its first mask."""
+"""The seconds for a grammar and its first mask."""
 CHECK_BYTES = 1 << 29
 """Address space that a check may take beside what the process has."""
 NUM_CHILDREN = 2
 _NICENESS = 12
-"""Of a check: who computes answers goes first. It leaves a check 6 % of a core that computes, so
-that two of them cost answers no more; most take a few milliseconds."""
+"""The niceness of a check: who computes answers goes first. It leaves a check 6 % of a core that
+computes, so that two of them cost answers no more; most take a few milliseconds."""
 _RECEIVE_BYTES = 1 << 18
 _TOO_SLOW = (
     f"the grammar takes more than {CHECK_S:g} s to prepare: simplify it (fewer optional properties,"

@@ -25,8 +25,8 @@ _STORED: Mapping[str, mx.Dtype] = {**DTYPES, **CODES}
 BLOCK_SIZES = BlockSizes("metal")
 
 DEFAULT_HOST_BYTES = 4 * GIB
-"""In the host's memory, which others need too, the cache is no larger than this without a flag,
-unless one sequence needs more."""
+"""The largest cache in the host's memory, which others need too, without a flag and unless one
+sequence needs more."""
 
 FEWEST_SEQS, MOST_SEQS = 8, 32
 """A machine with one GPU of this kind serves a desk, not a data centre: more rows than these take
@@ -71,7 +71,7 @@ class LayerPages:
     k: Pages
     v: Pages
     group: int = 0
-    """Which of the step's block tables lists them."""
+    """The number of the step's block table that lists them."""
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:

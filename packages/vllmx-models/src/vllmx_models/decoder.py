@@ -72,12 +72,12 @@ class DecoderSpec(Record):
     tied_embeddings: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
-    """Of what a block adds to the stream."""
+    """The scale of what a block adds to the stream."""
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     features: FeatureSpec | None = None
-    """Of images: the first part replaces embeddings, each other one is added behind a layer, the
-    first behind the first."""
+    """The features of images: the first part replaces embeddings, each other one is added behind a
+    layer, the first behind the first."""
     names: ModelNames = ModelNames()
 
     @property

@@ -33,7 +33,7 @@ class EncoderNames(Record):
     embedding_norm: str = "embeddings.LayerNorm"
     layers: str = "encoder.layer"
     norm: str | None = None
-    """Behind the last layer."""
+    """The norm behind the last layer."""
     prefixes: tuple[str, ...] = ()
     """What may stand before all of them."""
 

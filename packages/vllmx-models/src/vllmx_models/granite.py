@@ -28,7 +28,8 @@ MULTIPLIERS = (
     "attention_multiplier",
     "logits_scaling",
 )
-"""Of the embeddings, of what blocks add, of the scores; what logits are divided by."""
+"""The multipliers of the embeddings, of what blocks add and of the scores, and what logits are
+divided by."""
 
 
 def granite(config: Mapping[str, Any]) -> Decoder:

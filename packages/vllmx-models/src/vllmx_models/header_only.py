@@ -23,7 +23,8 @@ from vllmx_models.shard_names import shard_names
 from vllmx_models.sources import is_gguf_name, is_repo_id, local_path, unreachable_model
 
 FIRST_BYTES = 4 << 20
-"""Of a GGUF file on the hub are read first; four times as many while its header goes on."""
+"""The bytes of a GGUF file on the hub that are read first; four times as many while its header goes
+on."""
 MOST_BYTES = 256 << 20
 """No header is longer: the longest vocabularies take 20 MB."""
 
@@ -33,11 +34,12 @@ class Header:
     """What is known of a model."""
 
     checkpoint: Checkpoint
-    """Its weights have names and shapes, or names alone; nothing of them is read."""
+    """The checkpoint, whose weights have names and shapes, or names alone; nothing of them is read.
+    """
     has_shapes: bool
     """Whether `checkpoint.weights.part` says how each tensor is stored."""
     stored_bytes: int | None = None
-    """Of all weight files, where that is known."""
+    """The bytes of all weight files, where that is known."""
 
 
 class NamedWeights:

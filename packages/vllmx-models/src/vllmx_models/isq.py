@@ -47,7 +47,7 @@ logger = logging.getLogger("vllmx.models")
 ALIASES: Mapping[str, str] = {"q5_k": "q5_k_m", "q4_k": "q4_k_m", "q3_k": "q3_k_m"}
 """What llama.cpp means by the bare names."""
 ROWS_ALONE = 1024
-"""Up to so many rows are made by whoever asks for them; more by all cores together."""
+"""The most rows that are made by whoever asks for them; more are made by all cores together."""
 
 
 class Encoding(Record):

@@ -23,7 +23,7 @@ from vllmx_models.rope import still
 KINDS = ("linear_attention", "full_attention")
 MODULE = "block_sparse_moe"
 DENSE = MLPNames(also=MODULE)
-"""As transformers writes it, named like the experts."""
+"""The dense feed-forward as transformers writes it, named like the experts."""
 RENAMED = {
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",

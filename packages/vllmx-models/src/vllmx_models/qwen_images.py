@@ -16,7 +16,7 @@ from vllmx_models.qwen2_5_vl_tower import WindowTower
 from vllmx_models.qwen3_vl_tower import QwenTower
 
 Axes = Callable[[int], tuple[int, ...]]
-"""From a number of frequencies to `AttentionSpec.rope_axes`."""
+"""A function from a number of frequencies to `AttentionSpec.rope_axes`."""
 
 
 def sees_images(config: Mapping[str, Any]) -> bool:

@@ -74,7 +74,7 @@ class ClassHead(Record):
 
     labels: int
     dense: str
-    """Its modules in the checkpoint."""
+    """The name of its modules in the checkpoint."""
     classifier: str
     kind: PoolKind = "cls"
     activation: ActKind = "tanh"

@@ -61,8 +61,8 @@ OPERATORS_ROUTES = (
     ("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
     ("POST", "/shutdown", admin.shutdown),
 )
-"""On the public port they want an operator's key; with `ServerConfig.admin_uds` they are not there
-at all."""
+"""The routes of operators. On the public port they want an operator's key; with
+`ServerConfig.admin_uds` they are not there at all."""
 _ROUTES = (
     ("POST", "/v1/chat/completions", chat.chat_completions),
     ("POST", "/v1/completions", completions.completions),
@@ -105,7 +105,7 @@ _ROUTES = (
     ("GET", "/v1/usage", key_usage.usage),
 )
 WEB_ROUTES = (("GET", "/", web.page), ("GET", web.PREFIX + "{name:path}", web.file))
-"""Of the web page, which `ServerConfig.web` leaves out; open to those without a key."""
+"""The routes of the web page, which `ServerConfig.web` leaves out; open to those without a key."""
 ROUTES = (*OPERATORS_ROUTES, *_ROUTES)
 ALL_ROUTES = (*ROUTES, *WEB_ROUTES)
 """Each has an `Operation` in `vllmx_server.openapi.operations`, which a test demands, and a right
@@ -145,7 +145,7 @@ _PATTERNS = [
     )
     for path in dict.fromkeys(path for _, path, _ in ALL_ROUTES if "{" in path)
 ]
-"""Of paths with a part of the client's, and what is shown of them."""
+"""The patterns of paths with a part of the client's, and what is shown of them."""
 
 
 class App(Starlette):

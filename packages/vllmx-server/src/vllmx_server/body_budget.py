@@ -9,10 +9,10 @@ from vllmx_server.errors import OverloadedError
 from vllmx_server.sharing import ALONE, Sharing
 
 _FREE_BYTES = 64 << 10
-"""Of each body. So small requests are never refused for the bodies of others; the connections bound
-their number."""
+"""The bytes of each body that count against nobody. So small requests are never refused for the
+bodies of others; the connections bound their number."""
 _BODIES_IN_ALL = 16
-"""As many bodies of the largest size."""
+"""The number of bodies of the largest size whose bytes may be in flight."""
 _BODIES_OF_A_CLIENT = 8
 
 

@@ -25,7 +25,7 @@ from vllmx_server.answers.chat import (
 from vllmx_server.chunks import Chunks, encode
 
 _SLICE_CHARS = 4096
-"""So much of a whole answer is read between two turns of the event loop."""
+"""The characters of a whole answer that are read between two turns of the event loop."""
 
 
 class ReadStream:

@@ -27,16 +27,16 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     num_requests: int = 1
     num_tokens: int = 0
-    """Of prompts and answers together."""
+    """The tokens of prompts and answers together."""
 
 
 class Granted(msgspec.Struct, frozen=True, kw_only=True):
     """It may go on."""
 
     ticket: int
-    """For `settle`."""
+    """The ticket for `settle`."""
     headers: dict[str, str] = {}
-    """Of the answer, such as x-ratelimit-*."""
+    """The headers of the answer, such as x-ratelimit-*."""
 
 
 class Used(msgspec.Struct, frozen=True, kw_only=True):

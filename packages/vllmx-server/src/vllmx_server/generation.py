@@ -28,7 +28,7 @@ class Usage:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.reasoning_tokens: int | None = None
-        """Of the completion's; None where thoughts are not told from content."""
+        """The completion's tokens of thoughts; None where thoughts are not told from content."""
 
     def shown(self) -> TokenUsage:
         """The usage in the form of OpenAI's API."""

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 _PIECE_BYTES = 32 << 10
-"""So much is made and encoded in one to three milliseconds."""
+"""The bytes that are made and encoded in one to three milliseconds."""
 _GROUP = 16
 _NOTHING_BYTES = 64
 """What a member that is left out counts for: finding that out takes as long as so much JSON."""

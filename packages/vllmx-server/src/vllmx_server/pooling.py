@@ -26,7 +26,7 @@ class PoolingOptions(msgspec.Struct, frozen=True):
 
     add_special_tokens: bool = True
     max_tokens: int | None = None
-    """Of longer inputs the first so many are taken; None: they are refused."""
+    """The number of first tokens that are taken of longer inputs; None: those are refused."""
     normalize: bool = True
     """Vectors have length 1, scores go through the model's activation."""
     who: RequestOptions = RequestOptions()

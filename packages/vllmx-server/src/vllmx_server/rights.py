@@ -82,7 +82,7 @@ RIGHTS: Mapping[tuple[str, str], Right] = {
     for right, lines in _LISTED.items()
     for method, path in map(str.split, lines.strip().splitlines())
 }
-"""By method and path, as `vllmx_server.app` has them."""
+"""The rights by method and path, as `vllmx_server.app` has them."""
 
 
 def entitled(method: str, path: str, endpoint: Endpoint) -> Endpoint:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllmx.server")
 
 _PREPARE_S = 2.0
-"""From the start to making what grammars need."""
+"""The seconds from the start to making what grammars need."""
 
 
 class Stopping(Protocol):

@@ -20,7 +20,7 @@ class Sharing:
     bodies: Gauge = field(default_factory=Alone)
     """Bytes of bodies that are being read."""
     clients: NamedGauge = field(default_factory=AloneByName)
-    """Of them, of each client."""
+    """Bytes of the bodies of each client that are being read."""
     texts: Gauge = field(default_factory=Alone)
     """Bytes of texts that wait for a thread."""
     sequences: Callable[[str], Gauge] = lambda model: Alone()
@@ -28,4 +28,4 @@ class Sharing:
 
 
 ALONE = Sharing()
-"""There is no other process."""
+"""The sharing of a server that has no other process."""

@@ -48,10 +48,10 @@ OPERATIONS = {
 }
 """`gen_ai.operation.name` of the routes that ask a model; the others have no spans."""
 MAX_PROMPTS = 8
-"""Of so many prompts of one request the times are told."""
+"""The most prompts of one request whose times are told."""
 CLOSE_S = 3.0
 _QUIET_S = 60.0
-"""Between two lines of the log about a collector that takes nothing."""
+"""The seconds between two lines of the log about a collector that takes nothing."""
 _HEADERS = (b"traceparent", b"tracestate")
 
 Attributes = dict[str, str | bool | int | float | Sequence[str]]

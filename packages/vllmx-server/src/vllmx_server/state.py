@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllmx.server")
 
 BATCH_PRIORITY = (1 << 31) - 1
-"""Behind everybody else, as batches are."""
+"""The priority of batches, which come behind everybody else."""
 
 
 @dataclass(slots=True)
@@ -66,17 +66,17 @@ class ServerState:
     tool_servers: ToolServers | None = None
     """MCP servers of the operator; None: there are none."""
     pooler: Pooler | None = None
-    """Of a model that makes vectors or scores; None: it generates text."""
+    """The pooler of a model that makes vectors or scores; None: it generates text."""
     sharing: Sharing = field(default_factory=Sharing)
-    """Of limits, with other processes of the server."""
+    """The limits that are shared with other processes of the server."""
     models: Models | None = None
-    """Where there are several; None: `llm` is the only one."""
+    """The models where there are several; None: `llm` is the only one."""
     peers: Peers | None = None
     """The other processes of the server; None: there are none."""
     tracer: Tracer | None = None
     """What makes spans of requests; whoever owns the server closes it."""
     tls: SSLContext | None = None
-    """Of connections, where they are encrypted."""
+    """The TLS context of connections, where they are encrypted."""
     desk: Desk = field(default_factory=OpenDesk)
     """What keys may have."""
     settling: Settling = field(default_factory=Settling)
@@ -84,7 +84,7 @@ class ServerState:
     fingerprint: str = field(init=False)
     """`system_fingerprint` of answers: while it stays the same, so do seeded ones."""
     keys: KeyRing = field(default_factory=KeyRing)
-    """Who may use the server."""
+    """The keys of those who may use the server."""
     usage: UsageBook = field(default_factory=UsageBook)
     """What each of them has used."""
     priorities: dict[str, PriorityRange] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class ServerState:
     batches: BatchRunner = field(init=False)
     running_responses: BackgroundResponses = field(default_factory=BackgroundResponses)
     background: Background = field(init=False)
-    """Of it the owner of the server calls `start` and `stop`."""
+    """The background work, whose `start` and `stop` the owner of the server calls."""
     admission: Admission = field(init=False)
 
     def __post_init__(self) -> None:

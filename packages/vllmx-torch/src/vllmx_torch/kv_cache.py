@@ -19,8 +19,8 @@ from vllmx_torch.weights import DTYPES
 
 _STORED: Mapping[str, torch.dtype] = {**DTYPES, **CODES}
 DEFAULT_HOST_BYTES = 4 * GIB
-"""In the host's memory, which others need too, the cache is no larger than this without a flag,
-unless one sequence needs more."""
+"""The largest cache in the host's memory, which others need too, without a flag and unless one
+sequence needs more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class LayerPages:
     k: Pages
     v: Pages
     group: int = 0
-    """Which of the step's block tables lists them."""
+    """The number of the step's block table that lists them."""
 
 
 def allocate(cache: CachePlan, device: torch.device) -> tuple[LayerPages, ...]:

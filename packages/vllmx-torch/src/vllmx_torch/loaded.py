@@ -50,7 +50,7 @@ class TorchLoadedModel:
         self._features, self._ranks = features, ranks
         self._pass: TorchFrame | None = None
         self._tower_started: Started | None = None
-        """When passes before the next step were enqueued."""
+        """The start of the passes that were enqueued before the next step."""
         self._interpreter = Interpreter(steps, OPS.handler)
         self._weights, self._pages, self._states = weights, pages, states
         self._scratch = Scratch()

@@ -26,7 +26,7 @@ from vllmx_core.ops.op import Op
 
 _FOLDER_BYTES = 512
 _PATIENCE = timedelta(minutes=10)
-"""For a call of NCCL; the watch over the processes ends a group long before."""
+"""The patience of a call of NCCL; the watch over the processes ends a group long before."""
 
 
 class TorchRanks(Protocol):

@@ -32,7 +32,7 @@ HANG_S = 3.0
 """A rank whose heartbeat stands still for so long hangs, or was stopped."""
 _FAREWELL_S = 5.0
 _LAST_WORDS_S = 1.0
-"""That a rank which has ended the group may take to be seen to end."""
+"""The seconds that a rank which has ended the group may take to be seen to end."""
 _WAIT_S = 20e-6
 
 

@@ -37,7 +37,7 @@ logger = logging.getLogger("vllmx.tp")
 
 _LOOK_S = 0.2
 _LINK_S = 30.0
-"""That rank 0 may take to make its second connection."""
+"""The seconds that rank 0 may take to make its second connection."""
 _MOST_BYTES = 1 << 30
 _decoder = msgspec.msgpack.Decoder(Begin)
 

@@ -20,7 +20,7 @@ class Call(IntEnum):
     ENCODE = 4
     CLOSE = 5
     BEAT = 6
-    """To a host: rank 0 lives."""
+    """The word to a host that rank 0 lives."""
 
 
 NOTICE = struct.Struct("<IIQ")
@@ -64,7 +64,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
 
     config: EngineConfig
     num_ranks: int
-    """Of all hosts."""
+    """The number of ranks of all hosts."""
     first: int
     count: int
     """How many of them the host runs, from `first` on."""

@@ -83,7 +83,7 @@ class PipelinedModel:
         """Numbers and handles of the first stage's steps that were not read."""
         self._num_launched = self._num_read = 0
         self._results: SimpleQueue[tuple[float, bytes] | None] = SimpleQueue()
-        """When each came, and what; None: no more will."""
+        """The results and when each came; None: no more will."""
         self._is_closed = False
         self._thread = threading.Thread(target=self._take, name="vllmx-results", daemon=True)
         self._thread.start()

@@ -29,7 +29,7 @@ NUM_CHECKSUMS = 8
 PAGE_BYTES = 4096
 CAUSE_BYTES = 1024
 BUFFER_BYTES = 4 << 20
-"""Of one communicator call; longer ones go in pieces."""
+"""The bytes of one communicator call; longer ones go in pieces."""
 RING_BYTES = 16 << 20
 
 
@@ -46,8 +46,8 @@ class Word(IntEnum):
     CHECKED = 4
     """Steps whose checksum was written."""
     PIECES = 5
-    """Of a stage: pieces of what the rank before sent that it needs no more (`vllmx_tp.wire`). What
-    it sends itself it counts in `ARRIVED`."""
+    """The pieces of what the rank before sent that a stage needs no more (`vllmx_tp.wire`). What it
+    sends itself it counts in `ARRIVED`."""
 
 
 RANK_BYTES = len(Word) * LINE_BYTES

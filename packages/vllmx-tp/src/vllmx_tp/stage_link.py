@@ -22,7 +22,8 @@ from vllmx_tp.link import Link, LinkEndedError
 from vllmx_tp.region import BUFFER_BYTES, Word
 
 _HEAD = struct.Struct("<4I")
-"""Which word it is, the rank, its count, and the bytes of the piece behind it."""
+"""The head of a word: which one it is, the rank, its count, and the bytes of the piece behind it.
+"""
 
 
 class StageLink(Link):

@@ -19,7 +19,7 @@ class Scrape:
     at_s: float
     values: Mapping[str, float]
     buckets: Mapping[str, Mapping[float, float]]
-    """By name of the histogram: observations of at most each bound."""
+    """The observations of at most each bound, by the name of the histogram."""
 
 
 def scrape(text: str, at_s: float) -> Scrape:
@@ -53,7 +53,7 @@ class Figures:
     """Median and 99th percentile of the time to the first token."""
     between_tokens_s: tuple[float | None, float | None]
     prefix_share: float | None
-    """Of the prompt tokens that were looked up, those found in the cache."""
+    """The share of the looked-up prompt tokens that were found in the cache."""
     preemptions_s: float
 
 

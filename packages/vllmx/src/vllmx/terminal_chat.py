@@ -37,7 +37,7 @@ HELP = """\
 
 
 _KEYS = {"role", "content", "tool_calls", "name", "tool_call_id"}
-"""Of a message in a file."""
+"""The keys of a message in a file."""
 
 
 class Conversation:

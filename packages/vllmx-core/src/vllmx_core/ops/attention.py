@@ -47,8 +47,8 @@ class AttentionSpec(Record):
     causal: bool = True
     """False: a row sees its whole context, and a window reaches as far forward as back."""
     rope_axes: tuple[int, ...] = ()
-    """Which line of `StepPlan.rope_positions` turns each of the rotary_dim / 2 frequencies; empty:
-    the token's position turns all."""
+    """The line of `StepPlan.rope_positions` that turns each of the rotary_dim / 2 frequencies;
+    empty: the token's position turns all."""
     spans: bool = False
     """Whether a token sees up to `StepPlan.visible_to`, as those of an image do that see each other
     both ways. A window reaches back alone."""

@@ -31,8 +31,8 @@ class ExpertsSpec(Record):
     gated: bool = True
     """act(gate) * up; False: act(up), and `gate_up` has the rows of up alone."""
     clamp: float | None = None
-    """With a limit, g = min(gate, limit) and u = up within +-limit make g * sigmoid(alpha * g) *
-    (u + 1)."""
+    """The limit c of a clamped SwiGLU: g = min(gate, c) and u = up within +-c make g *
+    sigmoid(alpha * g) * (u + 1)."""
     alpha: float = 1.0
 
 

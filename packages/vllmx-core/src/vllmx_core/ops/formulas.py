@@ -27,7 +27,7 @@ class Pages(Record):
     k: Floats  # (blocks, P, K, D)
     v: Floats  # (blocks, P, K, D)
     group: int = 0
-    """Which of the step's block tables lists its pages."""
+    """The number of the step's block table that lists its pages."""
 
 
 class NumpyWeights(Record):

@@ -40,7 +40,7 @@ class RecurrenceSpec(Record):
     """
 
     state: int
-    """Which of `ModelShape.states` holds its (H, Dk, Dv)."""
+    """The number of the state in `ModelShape.states` that holds its (H, Dk, Dv)."""
     num_heads: int  # H
     num_key_heads: int  # Hk
     key_size: int  # Dk

@@ -46,9 +46,9 @@ class SegmentSpec(Record):
     window: int | None = None
     """Tokens less than so many places away are seen, before and behind; None: all."""
     rope_axes: tuple[int, ...] = ()
-    """Which axis turns each frequency, see `AttentionSpec.rope_axes`."""
+    """The axis that turns each frequency, see `AttentionSpec.rope_axes`."""
     windowed: bool = False
-    """In a tower: a segment is a window of an image, `PatchRows.windows`."""
+    """Whether a segment of a tower is a window of an image, see `PatchRows.windows`."""
 
     @property
     def attention(self) -> AttentionSpec:

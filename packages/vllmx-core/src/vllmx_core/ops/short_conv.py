@@ -22,8 +22,8 @@ class ShortConvSpec(Record):
     """The options of one convolution over C channels."""
 
     state: int
-    """Which of `ModelShape.states` holds its (1, K - 1, C) taps: the channels of the K - 1 tokens
-    before, the oldest first."""
+    """The number of the state in `ModelShape.states` that holds its (1, K - 1, C) taps: the
+    channels of the K - 1 tokens before, the oldest first."""
     kernel: int  # K
     activation: Literal["silu"] | None = None
 

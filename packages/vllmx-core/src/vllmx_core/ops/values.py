@@ -24,7 +24,7 @@ class Value(Record, eq=False):
     dtype: ValueType = "model"
     """"model": the type that the backend computes in."""
     below: int = 0
-    """Of i32: its values are 0 to below - 1."""
+    """The bound of an i32 value's numbers: they are 0 to below - 1."""
 
     def __bool__(self) -> bool:
         raise OpError("the forward pass branches on a value: it must only pass arrays on")

@@ -25,8 +25,8 @@ from vllmx_core.weights import WeightSource, WeightSpec
 
 MOST_RANKS = 64
 IN_PLACE_RANKS = 8
-"""Up to so many ranks the answers of experts are summed as everything is: all ranks read what each
-of them has of all tokens, and wait once."""
+"""The most ranks whose answers of experts are summed as everything is: all ranks read what each of
+them has of all tokens, and wait once."""
 
 
 class ShardedModel:

@@ -25,9 +25,10 @@ from vllmx_core.sharding.weights import narrowed
 from vllmx_core.weights import WeightSpec
 
 COUNTS = (4, 2)
-"""Of parts, the best first: the first one into which all sums of the model can be cut."""
+"""The numbers of parts, the best first: the first one into which all sums of the model can be cut
+is taken."""
 Planner = Callable[[int, int], ShardPlan]
-"""Of a rank and the number of ranks; raises ConfigError."""
+"""A function of a rank and the number of ranks; raises ConfigError."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from vllmx_core.weights import WeightSpec
 VOCABULARY_UNIT = 64
 """Rows of the vocabulary that stay together where there are many."""
 ColUnit = Callable[[WeightSpec], int]
-"""At multiples of how many input features a weight may be cut."""
+"""The number of input features at whose multiples a weight may be cut."""
 
 
 class WeightCut(MutableRecord):
@@ -35,7 +35,7 @@ class WeightCut(MutableRecord):
     rows: Share | None = None
     cols: Piece | None = None
     matrices: Piece | None = None
-    """Of a stack."""
+    """The matrices of a stack that are taken."""
 
 
 class ShardPlan(MutableRecord):
@@ -99,7 +99,7 @@ class _Cutter:
         self._uncut: dict[str, Op] = {}
         """Weights that some op needs whole, and the op."""
         self._taken: set[tuple[Op, Value | str]] = set()
-        """Of which values and weights an op takes a part."""
+        """The values and weights of which an op takes a part."""
         self._shard = ShardPlan()
 
     def run(self) -> ShardPlan:

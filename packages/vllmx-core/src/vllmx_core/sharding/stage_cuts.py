@@ -17,7 +17,7 @@ from vllmx_core.ops.values import Value
 from vllmx_core.records import Record
 
 _AS_NARROW = 1.25
-"""By how much more may cross between two layers than between others."""
+"""The factor by which more may cross between two layers than between others."""
 
 Home = tuple[str, int]
 """Pages or states that ops have in common: ("layer", number) or ("state", number)."""
@@ -112,8 +112,8 @@ def balanced(cuts: Sequence[Cut], costs: Sequence[float], stages: int) -> tuple[
         return min(choices)
 
     best = [(total[end], total[end] ** 2) for end in ends]
-    """Of the stages so far, the last of which ends at each place: the dearest one's cost, and the
-    sum of the squares of all."""
+    """The stages so far, for each place at which the last of them may end: the dearest one's cost,
+    and the sum of the squares of all."""
     chosen: list[list[int]] = []
     for stage in range(1, stages):
         rows = [

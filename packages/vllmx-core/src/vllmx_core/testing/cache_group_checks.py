@@ -47,7 +47,7 @@ class _Blocks:
         self.windows = windows
         self.free = np.random.default_rng(3).permutation(count).tolist()
         self.gone = [self.free.pop() for _ in windows]
-        """Of each group one block full of NaN, which stands for all that fell out of a window."""
+        """A block full of NaN for each group, which stands for all that fell out of a window."""
 
     def poison(self) -> list[Row]:
         """A step that fills the blocks which nobody may read, and has a logit row beside them."""

@@ -38,11 +38,12 @@ class FakeRules:
     eos_every: int | None = None
     """The token at every position that this divides is `eos_id`."""
     eos_rate: int | None = None
-    """About one token in this many is `eos_id`, by the history's hash."""
+    """The mean distance of `eos_id`: about one token in this many is it, by the history's hash."""
     nan_token: int | None = None
     """A row that is fed this token "has NaN logits" and answers -1."""
     windows: tuple[int | None, ...] = (None,)
-    """Of the cache groups: the history holds each group's last so many tokens; None: all."""
+    """The windows of the cache groups: the history holds each group's last so many tokens; None:
+    all."""
     has_states: bool = False
     """The history holds a recurrent state too, a hash of all tokens one after the other."""
 

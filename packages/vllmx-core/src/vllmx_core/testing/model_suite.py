@@ -45,7 +45,7 @@ from vllmx_core.weight_map import name_in
 MAX_MODEL_LEN = 192
 PAGE = 16
 NUM_GREEDY_IDS = 64
-"""That are compared with those of transformers."""
+"""The number of ids that are compared with those of transformers."""
 MOST_LOGPROBS = 64
 """What every backend gives."""
 

@@ -29,7 +29,7 @@ TEXTS = [
 ]
 """Steps of models that give vectors: a row's last token or none is a logit row."""
 CASES: dict[str, Case] = {f"{op.name}: {case.name}": case for op in OPS for case in op.cases()}
-"""By op and name."""
+"""The cases by op and name."""
 
 
 def case_model(case: Case, dtype: DType = "f32") -> tuple[SyntheticModel, ArraySource]:

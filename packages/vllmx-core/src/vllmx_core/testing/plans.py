@@ -25,7 +25,7 @@ class Row:
     """Those of the only cache group, or of each."""
     logits: Wanted = "last"
     state: tuple[int, int] | int | None = None
-    """Of a model with states: the slots that the row reads (-1: zeros) and leaves; one number for
+    """The slots that the row of a model with states reads (-1: zeros) and leaves; one number for
     both stands for a sequence that begins where `start` is 0 and lives in that slot."""
     types: Sequence[int] = ()
     """Token types, 0 for those that are not listed."""
@@ -122,7 +122,7 @@ class _Sequence:
     """Prompt and, where they are known, outputs; a placeholder stands for one in flight."""
     prompt_length: int
     blocks: list[list[int]]
-    """Of each cache group; -1 for those that fell out of its window."""
+    """The blocks of each cache group; -1 for those that fell out of its window."""
     seed: int
     temperature: float
     state: int | None

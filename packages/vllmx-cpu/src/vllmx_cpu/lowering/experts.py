@@ -12,7 +12,7 @@ from vllmx_cpu.tape import Call
 
 OPS = Table("cpu")
 MAX_EXPERTS = SCRATCH_BYTES // 32
-"""Of a token's scores, which lie three times in a thread's scratch memory."""
+"""The most experts: a token's scores lie three times in a thread's scratch memory."""
 
 
 @OPS.add(Route, when=lambda op: op.logits.width <= MAX_EXPERTS)

@@ -36,14 +36,14 @@ class Lowering(Record):
     panels: Bytes
     """Packed activations of the largest product; in use only inside one op."""
     workspace: Bytes
-    """Of attention and experts; in use only inside one op."""
+    """The scratch memory of attention and experts; in use only inside one op."""
     images: VxImages
-    """Of the step that runs, for models that see."""
+    """The images of the step that runs, for models that see."""
     turned: Mapping[Rotation, Turned]
     features: tuple[F32, ...]
     """(rows, E) of each part of the store."""
     ranks: ctypes.Structure | None = None
-    """Where ranks of the model meet, a `vllmx_cpu.lowering.ranks.VxRanks`."""
+    """The place where ranks of the model meet, a `vllmx_cpu.lowering.ranks.VxRanks`."""
 
     def vector(self, ref: WeightRef) -> int:
         """The address of a vector or a constant."""

@@ -28,7 +28,7 @@ logger = logging.getLogger("vllmx.cuda")
 
 MAX_WORKERS = 16
 WORKER_PAYS = 3
-"""So many kernels to compile make up for the start of one more process."""
+"""The number of kernels to compile that makes up for the start of one more process."""
 
 
 def compiled(

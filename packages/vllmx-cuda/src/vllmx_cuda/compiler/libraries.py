@@ -21,7 +21,7 @@ _WHEELS = {
 }
 _MAJORS = (13, 12)
 _NCCL_MAJORS = (2,)
-"""Its number is its own."""
+"""The major versions of NCCL, whose numbering is its own."""
 _HEADER = "cuda_bf16.h"
 
 

@@ -50,7 +50,7 @@ class CupyEvent:
     event: Any
     elapsed_ms: Callable[[Any, Any], float]
     ranks: NcclRanks | None = None
-    """Of a device among others: what the event waits for may never come."""
+    """The ranks of a device among others: what the event waits for may never come."""
 
     def wait(self) -> None:
         if self.ranks is not None:

@@ -44,7 +44,7 @@ class DeviceInfo:
 
     name: str
     arch: str
-    """As `vllmx_cuda.device.arch` names it."""
+    """The architecture as `vllmx_cuda.device.arch` names it."""
     num_processors: int
     """Streaming multiprocessors."""
     memory_bytes: int
@@ -58,7 +58,7 @@ class Product:
     n: int
     k: int
     dtype: str
-    """Of x and w: bf16, f16 or f32; f8e4m3, with sums in f32; i8, with sums in i32."""
+    """The type of x and w: bf16, f16 or f32; f8e4m3, with sums in f32; i8, with sums in i32."""
     out_dtype: str
     """The type of y and of the bias."""
     biased: bool = False

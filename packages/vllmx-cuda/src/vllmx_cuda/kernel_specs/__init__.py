@@ -46,7 +46,7 @@ _GROUPS = (
     wrappers,
 )
 KERNELS: dict[str, Kernel] = {kernel.entry: kernel for group in _GROUPS for kernel in group.KERNELS}
-"""By entry name."""
+"""The kernels by entry name."""
 
 __all__ = [
     "DTYPES",

@@ -30,7 +30,7 @@ _GROUPS = (1, 2, 3, 4, 5, 6, 7)
 _PREFILL_KEYS = (64, 32, 16)
 _WGMMA_QUERIES = 128
 _WGMMA_HEAD_SIZES = (64, 128, 192, 256)
-"""Of paged_prefill_wgmma: whole chunks of 64 columns."""
+"""The head sizes of paged_prefill_wgmma: whole chunks of 64 columns."""
 _MMA_GROUPS = tuple(range(1, 17))
 _MMA_HEAD_SIZES = (*range(16, 128, 16), *range(128, 257, 32))
 

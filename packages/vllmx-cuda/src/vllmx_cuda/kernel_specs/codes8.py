@@ -31,7 +31,7 @@ GROUP = 128
 BLOCK = 128
 """Tokens and outputs of a block of codes8_blocks."""
 E4M3_ARCHITECTURES = (89, 120, 121)
-"""Whose `mma` multiplies FP8. sm_90 and sm_100 have other instructions for it."""
+"""The architectures whose `mma` multiplies FP8. sm_90 and sm_100 have other instructions for it."""
 _CODE_OPTIONS = {**ROW_OPTIONS, "VX_CODE": tuple(CODES.values()), "VX_GROUPS": (0, 1)}
 _LINEAR_OPTIONS = {
     "VX_DTYPE": tuple(DTYPES.values()),

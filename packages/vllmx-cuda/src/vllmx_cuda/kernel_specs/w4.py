@@ -27,7 +27,8 @@ ROW_TILES = (1, 2)
 ZERO_MIDDLE, ZERO_CODES, MINIMA = 0, 1, 2
 """Values of VX_ZERO: zero is 8 or 128; one of u8 a group; a minimum in its place."""
 TILE_ROWS, TILE_COLS, GROUP_COLS = 16, 64, 32
-"""Of a tile, and what K is a multiple of: the fewest columns of a group, but for 6 bits."""
+"""The rows and columns of a tile, and what K is a multiple of: the fewest columns of a group, but
+for 6 bits."""
 ONE_GROUP = 31
 """A group_shift, of rows with one scale."""
 TRANSPOSED, PACKED_ROWS, PACKED_COLUMNS = 0, 1, 2
@@ -43,7 +44,7 @@ BLOCK_FORMS = {
 WARPS = 8
 _FEWER_TILES = 4
 _LEAST_TILES = 4
-"""Of columns, that a warp has after splitting."""
+"""The fewest tiles of columns that a warp has after splitting."""
 
 
 def tile_bytes(bits: int) -> int:

@@ -21,7 +21,7 @@ from vllmx_cuda.device.device import Bytes, Device, Event, Memory
 from vllmx_cuda.matrices.pieces import Piece
 
 PIECES_IN_FLIGHT = 4
-"""At least; as many as there are cores to fill them, up to the next."""
+"""The least number of pieces in flight; as many as there are cores to fill them, up to the next."""
 MOST_IN_FLIGHT = 12
 """A core copies some GB/s out of the mapped file, and makes 0.2 GB/s of what only the host can put
 into its order; a GPU takes 25 GB/s and more."""

@@ -67,7 +67,7 @@ class Codes8:
     coded_products: bool
     """Whether activations become codes as well."""
     x_scale: float = 0.0
-    """Of such activations, as the checkpoint fixes it; 0: each row has its own."""
+    """The scale of such activations, as the checkpoint fixes it; 0: each row has its own."""
     alone: str = ""
     """Tells a part that cannot share blocks of rows with its neighbours from them."""
     gathers = False

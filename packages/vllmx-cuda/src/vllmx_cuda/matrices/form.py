@@ -30,9 +30,9 @@ class ScratchBytes:
     codes: int = 0
     """Activations as codes of 8 bits."""
     scales: int = 0
-    """Their scales."""
+    """The bytes of the codes' scales."""
     work: int = 0
-    """Whatever else: rows in the model's dtype, sums that are not scaled yet."""
+    """The bytes of everything else: rows in the model's dtype, sums that are not scaled yet."""
     counters: int = 0
     """u32, 0 before and after each product."""
 
@@ -67,7 +67,7 @@ class Segment:
     form: Form
     data: Memory
     begin: int
-    """Its first row in the matrix, which is its first column of a product."""
+    """The piece's first row in the matrix, which is its first column of a product."""
     rows: int
     cols: int
 
@@ -113,7 +113,7 @@ class ActivationCodes:
     kind: str
     """A key of `activations.QUANTISERS`."""
     scale: float = 0.0
-    """Of all rows, as a checkpoint fixes it; 0: each has its own."""
+    """The scale of all rows, as a checkpoint fixes it; 0: each has its own."""
     groups: bool = False
     """Each row has one for each 128 columns."""
 

@@ -34,7 +34,8 @@ class Piece:
     fill: Callable[[Bytes], object]
     """Called on some thread; gets a buffer of `num_bytes`."""
     more: tuple[Memory, ...] = ()
-    """Where the rest of the buffer goes, for what is made together (codes and their scales)."""
+    """The memory where the rest of the buffer goes, for what is made together (codes and their
+    scales)."""
     stored: Stored | None = None
     """What the buffer holds where it is not what the target does."""
 

@@ -24,7 +24,7 @@ class Skinny:
     entry: str
     options: Mapping[str, int]
     splits: int = 0
-    """Of its columns among blocks; 0: it knows none."""
+    """The number of blocks among which its columns are split; 0: it knows none."""
 
 
 def skinny_kernels(

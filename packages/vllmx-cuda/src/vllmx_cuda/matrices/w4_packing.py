@@ -26,7 +26,7 @@ from vllmx_cuda.matrices.w4_gguf import block_type
 
 U8 = npt.NDArray[np.uint8]
 _MOST_ZERO = {4: 127, 8: 255}
-"""By bits: what the kernels take away from a code exactly."""
+"""The greatest zero that the kernels take away from a code exactly, by bits."""
 
 
 @dataclass(frozen=True, slots=True)

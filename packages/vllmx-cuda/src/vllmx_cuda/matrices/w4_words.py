@@ -26,7 +26,7 @@ from vllmx_cuda.kernel_specs.w4 import (
 from vllmx_cuda.matrices.w4_packing import Packing, scale_refusal, zero_refusal
 
 _NOT_FINITE = 0x7F800000
-"""From here on a fault is the bits of a scale, below the last 16 bits are a zero."""
+"""The least fault that is the bits of a scale; the last 16 bits of a lesser one are a zero."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class KeyRows:
     """How a layer finds keys and values in one step."""
 
     slots: Memory
-    """Where each token's go."""
+    """The places where each token's K and V go."""
     table: Memory
     stride: int
     positions: Memory

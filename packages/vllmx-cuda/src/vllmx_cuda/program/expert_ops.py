@@ -62,11 +62,11 @@ class Spaces:
     place: int
     tiles: int
     wide: int
-    """Of gate and up, then of the answers of all slots."""
+    """The offset of gate and up, then of the answers of all slots."""
     narrow: int
-    """Where the input of the down projection lies."""
+    """The offset of the input of the down projection."""
     codes: int
-    """Of rows as codes of 8 bits, for blocks, and of their scales."""
+    """The offset of rows as codes of 8 bits, for blocks, and of their scales."""
     scales: int
     num_bytes: int
 

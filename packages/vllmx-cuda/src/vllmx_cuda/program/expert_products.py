@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 GEMV_TILE = 4
 _TOKENS_A_TILE = 8
-"""Of products on tensor cores, in each of their tiles."""
+"""The tokens of products on tensor cores, in each of their tiles."""
 
 
 @dataclass(frozen=True, slots=True)

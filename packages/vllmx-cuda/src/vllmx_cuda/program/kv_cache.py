@@ -33,7 +33,7 @@ class LayerPages:
     k_scales: Memory | None = None
     v_scales: Memory | None = None
     group: int = 0
-    """Which of the step's block tables lists them."""
+    """The number of the step's block table that lists them."""
 
 
 def kind_of(dtype: str) -> int:

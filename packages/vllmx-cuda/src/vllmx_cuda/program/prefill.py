@@ -30,7 +30,7 @@ class PrefillKernel:
 
     entry: str
     options: Mapping[str, int]
-    """But for VX_DTYPE."""
+    """The compile options but for VX_DTYPE."""
     tile_tokens: int
     """Query tokens of a tile, at most."""
     spans: bool = True

@@ -70,7 +70,7 @@ class Sampled:
     logprobs: Bytes
     num_whole: int = 0
     logits: Bytes | None = None
-    """Of the rows that want them whole, one behind the other."""
+    """The logits of the rows that want them whole, one behind the other."""
 
     def read(self) -> StepResult:
         """Reads the results, after the copies have run."""

@@ -78,7 +78,7 @@ class Layout:
     arrays: tuple[int, ...]
     """Offsets of the arrays in `WorkKinds.arrays`."""
     parameters: Mapping[str, int]
-    """Of the sampler, behind everything else."""
+    """The offsets of the sampler's parameters, behind everything else."""
     num_bytes: int
 
     @property
@@ -145,7 +145,7 @@ class StepMemory:
     tokens: Memory
     positions: Memory
     slots: tuple[Memory, ...]
-    """Of each cache group, as are `block_tables`."""
+    """The places of new tokens in each cache group, as are `block_tables`."""
     logit_rows: Memory
     items: Mapping[Visibility, Memory]
     first_item: Mapping[Visibility, Memory]
@@ -155,7 +155,7 @@ class StepMemory:
     patches: Memory
     """(N, 2) index into all block tables, -1: unused, and the entry."""
     parameters: Mapping[str, Memory]
-    """Of the sampler, one a logit row; see `vllmx_cuda.program.parameters`."""
+    """The parameters of the sampler, one a logit row; see `vllmx_cuda.program.parameters`."""
     block_tables: tuple[Memory, ...]
     table_stride: int
     states: StateMemory | None = None

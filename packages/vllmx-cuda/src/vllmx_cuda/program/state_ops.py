@@ -25,9 +25,9 @@ class LayerStates:
     """The states of one layer."""
 
     memory: Memory
-    """From that of slot 0 on."""
+    """The memory from that of slot 0 on."""
     slot_floats: int
-    """From one slot to the next."""
+    """The numbers from one slot to the next."""
 
 
 def allocate_states(

@@ -24,7 +24,7 @@ class _Group:
 
     plan: StepPlan
     placed: tuple[StepSizes, StepMemory] | None = None
-    """Once its first launches were enqueued."""
+    """The sizes and memory of the pass, once its first launches were enqueued."""
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class _Pass:
 
     groups: Sequence[_Group]
     ends: Sequence[float]
-    """Of each launch, as a share of the pass."""
+    """The end of each launch, as a share of the pass."""
 
     def place(self, share: float) -> int:
         """How many launches are over when so much of the pass is."""

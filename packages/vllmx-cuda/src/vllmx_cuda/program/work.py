@@ -28,7 +28,8 @@ class Visibility:
     window: int | None = None
     causal: bool = True
     segments: Segments | None = None
-    """Instead of pages the tokens of its own segment in this step, see `segments_of`."""
+    """The segments of `segments_of`, where a token sees those of its own in this step instead of
+    pages."""
     spans: bool = False
     """Whether tokens of one image see each other, see `AttentionSpec.spans`."""
 
@@ -40,7 +41,7 @@ class TileKind:
     tokens: int
     """The most tokens that a tile holds."""
     segments: Segments | None = None
-    """Which segments bound what tokens see, see `Visibility.segments`."""
+    """The segments that bound what tokens see, see `Visibility.segments`."""
 
 
 @dataclass(frozen=True, slots=True)

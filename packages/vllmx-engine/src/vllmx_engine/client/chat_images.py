@@ -24,7 +24,7 @@ from vllmx_engine.wire.messages import CoreInfo, ImageInput
 
 Stopped = Callable[[], bool]
 _MAX_PATCH_BYTES = MAX_FRAME_BYTES - (32 << 20)
-"""Of a request, which reaches the core in one message."""
+"""The most bytes of a request's patches, which reach the core in one message."""
 _KINDS = ("image_url", "input_image", "image")
 """Types of parts that are images, in the names of several APIs."""
 

@@ -34,7 +34,7 @@ logger = logging.getLogger("vllmx.inline")
 
 MAX_KEPT_GRAMMARS = 64
 ON_WAIT_S = 0.1
-"""Between two calls of `on_wait`."""
+"""The seconds between two calls of `on_wait`."""
 
 _GIVEN_UP = (StepTimeoutError, RankLostError)
 """Ends of a core that its own thread need not have met."""

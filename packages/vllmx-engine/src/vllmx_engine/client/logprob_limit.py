@@ -8,7 +8,8 @@ from vllmx_core.errors import InvalidRequestError
 from vllmx_core.sampling import MAX_TOKENS_LIMIT, SamplingParams
 
 MAX_CALL_LOGPROBS = 1 << 21
-"""Over all prompts, choices and tokens: one choice of 99,864 tokens with the 20 likeliest each."""
+"""The most log-probabilities over all prompts, choices and tokens: one choice of 99,864 tokens with
+the 20 likeliest each."""
 
 
 def resolve_logprobs(name: str, wanted: int | None, limit: int, vocab_size: int) -> int | None:

@@ -45,7 +45,7 @@ class PoolingText(Record):
 
     text: str = ""
     ids: Sequence[int] | None = None
-    """Instead of `text`."""
+    """The token ids to take instead of `text`."""
     pair: str | None = None
     """Another text that `text` is compared with."""
 
@@ -61,13 +61,14 @@ class PoolingChoice(Record):
 
     add_special_tokens: bool = True
     max_tokens: int | None = None
-    """Of longer inputs the first so many are taken; None: they are refused."""
+    """The number of first tokens that are taken of longer inputs; None: those are refused."""
     normalize: bool | None = None
     """Vectors have length 1, scores go through the model's activation; None: as the model says."""
     dimensions: int | None = None
     """Only the first so many numbers of a vector."""
     prompt_name: str | None = None
-    """Which of the model's prompts is written before each text; None: its default, if any."""
+    """The name of the model's prompt that is written before each text; None: its default, if any.
+    """
 
 
 class PoolingBuilder:

@@ -55,7 +55,7 @@ class Request(Record):
     grammar_s: float = 0.0
     """How long the check of its grammar took before that."""
     readers: AnswerReaders | None = None
-    """Of a conversation, where its answers hold more than content."""
+    """The readers of a conversation's answers, where they hold more than content."""
 
     def timed(self, grammar_s: float, text_begun_s: float) -> Request:
         """The request with what its preparation took; `text_begun_s` is of `time.monotonic`."""
@@ -75,7 +75,7 @@ class RequestOptions:
     priority: int = 0
     """Smaller is served first; 32 bits."""
     client: str = ""
-    """Who asks: capacity is shared fairly between clients."""
+    """The name of who asks: capacity is shared fairly between clients."""
     cache_salt: str = ""
     """Only requests of one salt share cached prefixes."""
     session_id: str = ""

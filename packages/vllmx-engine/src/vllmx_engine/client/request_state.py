@@ -209,7 +209,7 @@ class RequestState:
         self.num_cached_tokens = 0
         self.prompt_logprobs: LogprobRows | None = None
         self.scored: list[TokenLogprobs] = []
-        """Of its prompt, as they come, until the first token is there."""
+        """The scored tokens of its prompt, as they come, until the first token is there."""
         self.metrics = RequestMetrics(request.arrival_s)
         self.error: VllmxError | None = None
 

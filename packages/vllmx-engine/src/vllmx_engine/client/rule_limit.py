@@ -7,8 +7,8 @@ from vllmx_core.errors import InvalidRequestError
 from vllmx_core.sampling import SamplingParams
 
 MAX_CALL_RULES = 1 << 21
-"""Over all prompts of a call: four with the longest `allowed_token_ids`, eight with as much in
-`bad_words`, and any number with what is usual."""
+"""The most rules over all prompts of a call: four with the longest `allowed_token_ids`, eight with
+as much in `bad_words`, and any number with what is usual."""
 
 
 def check_rules(params: SamplingParams, num_prompts: int) -> None:

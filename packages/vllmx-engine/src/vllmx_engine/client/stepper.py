@@ -38,7 +38,7 @@ class Stepper:
         self._step = step
         self._more = more
         self._left_s = 0.0
-        """When the last who waited had what it wanted."""
+        """The time when the last who waited had what it wanted."""
         self._change = threading.Condition()
         self._waiters: list[_Waiter] = []
         self._running = False

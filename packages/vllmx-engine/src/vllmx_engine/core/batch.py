@@ -24,7 +24,7 @@ class Step(MutableRecord):
     context_len: I32  # (R,)
     owners: LogitOwners
     waits_for_ids: bool
-    """Its edits wait for the ids of the step before: `BatchBuilder.edit` makes them."""
+    """Whether its edits wait for the ids of the step before: `BatchBuilder.edit` makes them."""
 
 
 class BatchBuilder:

@@ -20,8 +20,8 @@ from vllmx_engine.wire.messages import CoreOutput, FinishReason, TokenLogprobs
 logger = logging.getLogger("vllmx.commit")
 
 MIN_FORCED_TOKENS = 3
-"""So many in a row are computed at once: k of them save k - 1 steps of their row, and make one step
-a mixed one for all."""
+"""The fewest forced tokens in a row that are computed at once: k of them save k - 1 steps of their
+row, and make one step a mixed one for all."""
 _PIECE_LOGPROBS = 1 << 14
 """Log-probabilities of a prompt in one output, or those of one token: a few ms to decode."""
 
@@ -244,7 +244,7 @@ class _Details:
     def __init__(self, result: StepResult, whole: I32 | None) -> None:
         self._result = result
         self._places: dict[int, int] = {}
-        """Where the logits of a row lie that came back whole."""
+        """The places where the logits of rows lie that came back whole."""
         if whole is not None:
             self._places = {logit: place for place, logit in enumerate(whole.tolist())}
         self._lists: tuple[list[float], list[int], list[list[int]], list[list[float]]] | None = None

@@ -20,10 +20,10 @@ _SEEN_BY_EACH = 6000.0
 """Patches whose attention to one costs a tower about as much as everything else of that one."""
 _RATIOS = 256
 _KEPT_SHARE = 0.99
-"""Of the steps with prefill, so many are to keep the target."""
+"""The share of the steps with prefill that are to keep the target."""
 _MAX_MARGIN = 2.0
 _PACE_WEIGHT = 0.25
-"""Of the newest step in how fast the machine is now."""
+"""The weight of the newest step in how fast the machine is now."""
 _GROWTH = 2.0
 _LEAST_STEP = 1.5
 """A step with prefill may always take so many times what its decodes take."""
@@ -32,15 +32,15 @@ _MAX_STRETCH = 8.0
 _LOWER_SHARE = 0.5
 """What work of lower priority may add to a step, of what the step takes without it."""
 _FEW_DECODES = 16
-"""Up to so many running rows, each prompt that waits stretches the target by a whole one."""
+"""The most running rows with which each prompt that waits stretches the target by a whole one."""
 
 
 _FIRST_PATCHES = 64.0
-"""Of a tower of which nothing is known yet."""
+"""The patches of a tower of which nothing is known yet."""
 _LEAST_TOWER = 0.25
 """A pass may always add so much of what the decodes take."""
 _LEAST_SHARE = 1 / 128
-"""Of a pass of the tower, which comes to an end whatever the target says."""
+"""The least share of a pass of the tower, which comes to an end whatever the target says."""
 
 
 class TowerLoad(Record):
@@ -78,7 +78,7 @@ class StepLoad(NamedTuple):
     chunk_work: float = 0.0
     """Sum over chunks of tokens times the mean context that they attend to."""
     patches: float = 0.0
-    """Of passes of the tower before the step, see `TowerLoad`."""
+    """The patches of passes of the tower before the step, see `TowerLoad`."""
     patch_work: float = 0.0
 
 

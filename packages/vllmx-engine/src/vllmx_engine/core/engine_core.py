@@ -34,7 +34,8 @@ _MAX_FAILURES = 3
 """Steps that fail one after the other until the backend counts as dead."""
 
 _GRAMMAR_WAIT_S = 0.002
-"""That a step waits for a grammar with nothing else to do, as do requests that come meanwhile."""
+"""The seconds that a step waits for a grammar with nothing else to do, as do requests that come
+meanwhile."""
 
 
 class CoreActivity(MutableRecord):

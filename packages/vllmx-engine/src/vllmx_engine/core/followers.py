@@ -14,7 +14,7 @@ class Followers:
         self._leaders: dict[str, Sequence] = {}
         """Live sequences that others may name as their leader, while their prompt is computed."""
         self._waiting: dict[str, dict[str, Sequence]] = {}
-        """By their leader's id, then by their own."""
+        """The sequences that wait, by their leader's id, then by their own."""
 
     def __len__(self) -> int:
         """Those that wait."""

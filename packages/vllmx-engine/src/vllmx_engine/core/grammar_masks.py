@@ -15,10 +15,10 @@ from vllmx_engine.grammar.matcher import GrammarMatcher, MaskFiller
 
 _ALL = np.uint32(0xFFFFFFFF)
 _USUAL_S = 1e-4
-"""Of a mask."""
+"""The usual seconds of a mask."""
 _MEASURED_STEPS = 3
-"""So many steps, less one, tell a row that is slow from a machine that was: `GrammarRow.is_slow`
-takes two slow masks in a row."""
+"""The number of steps that, less one, tell a row that is slow from a machine that was:
+`GrammarRow.is_slow` takes two slow masks in a row."""
 
 
 class Constrained(MutableRecord):
@@ -27,7 +27,7 @@ class Constrained(MutableRecord):
     logit: int
     sequence: Sequence
     mask: int = -1
-    """Its row of the step's masks."""
+    """The row among the step's masks."""
     must_end: bool = False
     """Nothing but an end of sequence may come, which `min_tokens` must not ban."""
 

@@ -37,17 +37,18 @@ class GrammarRow:
     def __init__(self, compiled: CompiledGrammar, after_ids: tuple[int, ...] = ()) -> None:
         self._matcher: GrammarMatcher = compiled.start()
         self._first_mask: U32 | None = compiled.first_mask
-        """While nothing was consumed."""
+        """The mask of the first token, while nothing was consumed."""
         self._num_words = compiled.first_mask.size
         self._after: tuple[int, ...] | None = after_ids or None
-        """While they have not come."""
+        """The ids after which the grammar begins, while they have not come."""
         self._recent: deque[int] = deque(maxlen=len(after_ids))
         self._preparing: Future[U32] | None = None
         """The next mask, made on another thread."""
         self.is_slow = compiled.repeated_mask_s > SLOW_S
-        """Its masks are made between steps, in which it sits out."""
+        """Whether its masks are made between steps, in which it sits out."""
         self._was_slow = False
-        """Its last mask took long: two in a row, or it may be that another process had its turn."""
+        """Whether its last mask took long: two in a row, or it may be that another process had its
+        turn."""
         self.paused_step = -1
         """The step behind which it does so."""
 

@@ -81,7 +81,7 @@ class FeatureStore:
 
     def __init__(self, num_rows: int) -> None:
         self._rows: OrderedDict[bytes, I32] = OrderedDict()
-        """By digest, least recently used first."""
+        """The rows by digest, least recently used first."""
         self._free = np.arange(num_rows, dtype=np.int32)
         self._num_free = num_rows
 
@@ -187,7 +187,7 @@ class Images:
         self._encoder = encoder
         self._store = FeatureStore(model.info.num_feature_rows)
         self._begun: Pass | None = None
-        """Of the tower, which steps have done a part of."""
+        """The pass of the tower of which steps have done a part."""
 
     def take(self, request: CoreRequest) -> SequenceImages | None:
         """The images of a request, checked. Raises InvalidRequestError, CapacityError."""

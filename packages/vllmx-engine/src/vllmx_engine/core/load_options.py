@@ -20,7 +20,8 @@ AUTOMATIC_CONTEXT = 1 << 20
 """A longer context must be asked for: its tables alone take hundreds of megabytes."""
 DEFAULT_BATCHED_TOKENS = 2048
 STAGED_BATCHED_TOKENS = 256
-"""Of a model in stages, which compute chunks of a prompt at once when there are several."""
+"""The tokens of a step of a model in stages, which compute chunks of a prompt at once when there
+are several."""
 TABLE_SHARE = 8
 """One part in so many of the free memory may go to tables that grow with the context."""
 

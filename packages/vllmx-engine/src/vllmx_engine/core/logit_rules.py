@@ -117,7 +117,7 @@ class Counts:
     def __init__(self, in_prompt: array[int]) -> None:
         self._num_in_prompt = len(in_prompt)
         self._index: dict[int, int] = {}
-        """Where generated ids stand in `ids`."""
+        """The places of generated ids in `ids`."""
         self.ids = in_prompt[:]
         self.output_counts = _ZERO * len(in_prompt)
         """How often each of `ids` was generated (0: in the prompt alone)."""

@@ -61,8 +61,8 @@ class PrefixCache:
         self._children: list[dict[bytes, int] | None] = [
             {} if window is None else None for window in windows
         ]
-        """In each group without a window: how many cached blocks follow a digest; those of none
-        are left out."""
+        """The number of cached blocks that follow a digest in each group without a window; digests
+        with none are left out."""
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -22,11 +22,12 @@ class Hit(Record):
     num_blocks: int
     """It ends with this block of the sequence."""
     blocks: tuple[I32, ...]
-    """In each cache group its last blocks: all of them, or those that a window still covers."""
+    """The last blocks in each cache group: all of them, or those that a window still covers."""
     snapshot: Snapshot | None = None
-    """Of the states behind it, where the model has recurrent layers."""
+    """The snapshot of the states behind it, where the model has recurrent layers."""
     num_found: int = 0
-    """In such a model, how many blocks the hit would have had with states behind each of them."""
+    """The number of blocks that the hit of such a model would have had with states behind each of
+    them."""
 
     @property
     def all_blocks(self) -> I32:

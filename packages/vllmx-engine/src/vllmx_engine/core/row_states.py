@@ -47,7 +47,8 @@ class _Marks(MutableRecord):
     due: list[int] = field(default_factory=list)
     """Positions at which one is due, ascending: chunks end there."""
     last_kept: int = 0
-    """Of the last one that stays: the one that the row began with, or one that was due."""
+    """The end of the last snapshot that stays: the one that the row began with, or one that was
+    due."""
     passing: Snapshot | None = None
     """The last one, if the next takes its place."""
 
@@ -66,9 +67,10 @@ class RowStates:
         self._least = min(limits.snapshot_tokens, _WORTH_A_STEP)
         rows = limits.max_rows
         self._from = np.full(rows, -1, np.int32)
-        """Where the states of each row lie; -1 before its first step, when it begins with none."""
+        """The slots where the states of each row lie; -1 before its first step, when it begins with
+        none."""
         self._to = np.full(rows, -1, np.int32)
-        """Where its next step leaves them."""
+        """The slots where its next step leaves them."""
         self._pending = np.full((limits.num_in_flight, rows), -1, np.int32)
         """Slots left behind by the steps under way, in turn: they are filed when the step comes
         back."""

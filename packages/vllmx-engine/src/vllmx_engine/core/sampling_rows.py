@@ -29,7 +29,7 @@ from vllmx_engine.core.sequence import Limits, Sequence
 _FLOAT_DEFAULTS: F32 = np.array([list(FLOAT_DEFAULTS.values())], np.float32).T  # (fields, 1)
 
 NOTHING_SAMPLED = SamplingRows.greedy(0)
-"""Of a step whose model gives vectors or scores."""
+"""The result of sampling of a step whose model gives vectors or scores."""
 
 Number = TypeVar("Number", np.int32, np.float32)
 

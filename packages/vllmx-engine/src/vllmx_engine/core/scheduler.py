@@ -29,7 +29,7 @@ from vllmx_engine.core.waiting_room import WaitingRoom
 logger = logging.getLogger("vllmx.scheduler")
 
 _MAX_MISFITS = 4
-"""After so many of the queue that do not fit a step looks for no other that would."""
+"""The number of misfits of the queue after which a step looks for no other that would fit."""
 _MAX_FREED = 256
 """Sequences that a step frees of those that ended together."""
 
@@ -89,8 +89,8 @@ class Scheduler:
         """Sequences whose own bookkeeping raised; the owner takes them out and ends them."""
         self.num_preemptions = self.num_queried_tokens = self.num_hit_tokens = 0
         self._least_chunk = cost.min_chunk if chunked_prefill else limits.max_tokens
-        """Of a prefill that is not the first of its step; shorter ones wait. Without chunked
-        prefill only a prompt that is too long for its step is ever cut."""
+        """The least chunk of a prefill that is not the first of its step; shorter ones wait.
+        Without chunked prefill only a prompt that is too long for its step is ever cut."""
         self._beside = Beside(self.table, cost)
 
     # --- the life of a sequence -------------------------------------------------------------------
@@ -274,7 +274,7 @@ class Scheduler:
         only who outranks the victims is admitted."""
         prefills = deque(self.prefills)
         aside: list[Sequence] = []
-        """Who does not fit, out of the queue until this is closed."""
+        """The sequences that do not fit, out of the queue until this is closed."""
         try:
             while True:
                 head = self._next_to_admit(victim, aside)

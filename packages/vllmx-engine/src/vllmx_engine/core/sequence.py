@@ -43,17 +43,18 @@ class Limits:
     whole_prompts: bool = False
     """A prompt is computed in one step, see `ModelShape.whole_prompts`."""
     windows: tuple[int | None, ...] = (None,)
-    """Of each cache group, as in `LoadedInfo.cache_windows`."""
+    """The window of each cache group, as in `LoadedInfo.cache_windows`."""
     num_stages: int = 1
     """Above 1: so many steps are in flight, and a row that decodes in one of them at most."""
     num_in_flight: int = 2
     """Steps that are in flight at once at the most."""
     num_state_slots: int = 0
-    """For the states of recurrent layers; 0: the model has none."""
+    """The slots for the states of recurrent layers; 0: the model has none."""
     snapshot_tokens: int = 1
     """A snapshot of states that saves at least so many tokens may evict any other one."""
     max_tokens: int = dataclasses.field(init=False)
-    """Of a sequence, prompt included: what the context and the whole KV cache can hold."""
+    """The most tokens of a sequence, prompt included: what the context and the whole KV cache can
+    hold."""
 
     def __post_init__(self) -> None:
         longest = longest_sequence(
@@ -66,11 +67,11 @@ class Found(MutableRecord):
     """What a look into the prefix cache came upon in the groups without a window."""
 
     num_groups: int
-    """Without a window."""
+    """The number of groups without a window."""
     num_blocks: int = 0
     """All of those groups hold so many first blocks."""
     blocks: array[int] = field(default_factory=lambda: array("i"))
-    """Of all those groups, one after the other for each block of the sequence."""
+    """The blocks of all those groups, one after the other for each block of the sequence."""
     entries: list[Entry] = field(default_factory=list)
 
     def cut(self, num_blocks: int) -> None:
@@ -130,9 +131,10 @@ class Sequence:
         self.arrival = arrival
         self.arrival_s = time.monotonic()
         self.queue_s = 0.0
-        """From then to its first row."""
+        """The seconds from then to its first row."""
         self.rank = request.priority
-        """Its priority; a smaller one once it had to wait for long (see `WaitingQueue`)."""
+        """The rank in the queue: its priority, and a smaller one once it had to wait for long (see
+        `WaitingQueue`)."""
         self.tokens = array("i", request.prompt)
         """Prompt and generated ids that the host has seen."""
         self.num_prompt = len(self.tokens)
@@ -149,9 +151,9 @@ class Sequence:
         self.images: SequenceImages | None = None
         """Set with `content` before it is scheduled."""
         self.digests: list[bytes] = []
-        """Of its full blocks, as far as they were asked for."""
+        """The digests of its full blocks, as far as they were asked for."""
         self.found: Found | None = None
-        """While it waits: what the last look at its prefix found."""
+        """What the last look at its prefix found, while it waits."""
         self.num_cached_tokens = 0
         self.num_charged = 0
         """The first so many tokens were charged to its client: its prompt as it was admitted, or
@@ -166,7 +168,7 @@ class Sequence:
             else leader.rules.of_another_choice()
         )
         self.grammar: GrammarRow | ThoughtBudget | None = None
-        """Of a request with a grammar, once that is compiled."""
+        """The row's grammar or budget, once it is compiled."""
         self.awaited_step = -1
         """Number of the step that still brings a token of it, where it was preempted meanwhile."""
         self.skipped_step = -1

@@ -20,7 +20,7 @@ class Snapshot(MutableRecord, eq=False):
 
     slot: int
     entry: Entry
-    """Of the block that the prefix ends with."""
+    """The entry of the block that the prefix ends with."""
     is_far: bool
     """It saves so many tokens that it is worth the place of any other."""
     num_hits: int = 0

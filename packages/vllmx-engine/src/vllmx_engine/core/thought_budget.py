@@ -27,7 +27,7 @@ class ThoughtBudget:
         self._thoughts = thoughts
         self._inner = inner
         self._begin: tuple[int, ...] = thoughts.begin_ids
-        """Of what begins thoughts, the tokens that have not come."""
+        """The tokens of what begins thoughts that have not come."""
         self._num_left: int | None = thoughts.most_tokens
         """None: the thoughts are over, or there are none."""
         self._recent: list[int] = []

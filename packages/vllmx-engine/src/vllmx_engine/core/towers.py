@@ -20,7 +20,7 @@ class Pass(MutableRecord):
     image: ImageInput
     places: ImagePlaces
     plan: StepPlan | None = None
-    """Once it has begun."""
+    """The pass's plan, once it has begun."""
     done: float = 0.0
     """Share of its work that steps before did."""
 

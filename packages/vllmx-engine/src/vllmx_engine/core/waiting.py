@@ -15,7 +15,8 @@ from vllmx_engine.core.sequence import Sequence
 
 _MAX_REMEMBERED = 4096
 _TURN_EVERY = 16
-"""Of so many admissions, while several priorities wait, one is of another than the best."""
+"""The number of admissions after which, while several priorities wait, one is of another than the
+best."""
 _NO_PRIORITY = 1 << 31
 """Greater than any."""
 _Head = tuple[float, int, str]
@@ -34,7 +35,7 @@ class FairShare:
         self._live = [0] * 16
         """Requests of the client of each slot."""
         self._service = np.full(16, np.inf)
-        """Of each slot; infinite where no client lives."""
+        """The service of each slot; infinite where no client lives."""
         self._of_token = np.ones(16)
         """What a token counts for the client of each slot: one over its share."""
         self._free = list(range(15, -1, -1))
@@ -114,8 +115,8 @@ class _Class:
     def __init__(self, service: Callable[[str], float]) -> None:
         self._service = service
         self.ahead: Ordered[Sequence] = Ordered()
-        """Who goes first: those that ran before, so that new ones do not take their place time and
-        again, and those of a lower priority whose turn it is."""
+        """The sequences that go first: those that ran before, so that new ones do not take their
+        place time and again, and those of a lower priority whose turn it is."""
         self._clients: dict[str, Ordered[Sequence]] = {}
         """New requests of each client, by arrival."""
         self._heads: list[_Head] = []
@@ -209,7 +210,7 @@ class WaitingQueue:
         self._turns: OrderedDict[int, None] = OrderedDict()
         """Priorities by their next turn; some of them may have nobody left."""
         self._num_admitted = 0
-        """Since the last turn, while others waited."""
+        """The number of admissions since the last turn, while others waited."""
         self._best_admitted = _NO_PRIORITY
         """The best priority among those admissions."""
         self._length = 0

@@ -22,7 +22,7 @@ from vllmx_engine.core.engine_core import EngineCore
 logger = logging.getLogger("vllmx.watchdog")
 
 _LOOKS = 20
-"""In the time that a step has."""
+"""The number of looks in the time that a step has."""
 _SHORTEST_S, _LONGEST_S = 0.01, 1.0
 
 

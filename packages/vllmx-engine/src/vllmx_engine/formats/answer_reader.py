@@ -30,7 +30,7 @@ class ReadOptions(Record):
     """What is looked for in an answer."""
 
     tools: Tools = field(default_factory=dict)
-    """Of the request; without any, nothing is a call."""
+    """The tools of the request; without any, nothing is a call."""
     in_thinking: bool = False
     """The prompt left the thoughts open."""
     has_thinking: bool = True
@@ -73,12 +73,12 @@ class AnswerReader(AnswerSink):
         self.in_thinking = options.in_thinking and self._thinking is not None
         """The text that comes next is thought."""
         self.has_reasoned = False
-        """There were thoughts, be they empty."""
+        """Whether there were thoughts, be they empty."""
         self._passes = False
         """All that follows is content."""
         self._num_seen = 0
         self._attempt = 0
-        """Where what may be a call begins."""
+        """The place where what may be a call begins."""
         self._steps = self._answer()
         next(self._steps, None)
 

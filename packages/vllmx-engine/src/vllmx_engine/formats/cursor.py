@@ -153,7 +153,7 @@ class Triggers:
         starts = "".join(re.escape(word[0]) for word in self.words)
         plain = rf"[^{starts}]*[^{starts}\s]" if starts else r"[\s\S]*\S"
         self.is_plain: Callable[[str], object] = re.compile(plain).fullmatch
-        """Of a text: no word begins in it, nor could its end belong to one that follows."""
+        """A test of a text: no word begins in it, nor could its end belong to one that follows."""
         self._prefixes = {word[:size] for word in self.words for size in range(1, len(word))}
 
     def find(self, cursor: Cursor) -> tuple[int, str] | None:

@@ -14,7 +14,7 @@ from vllmx_engine.grammar.vocabulary import Lexicon
 from vllmx_engine.wire.grammars import GrammarSpec
 
 MAX_MASK_S = 0.05
-"""Of processor time for the mask of a token."""
+"""The most seconds of processor time for the mask of a token."""
 
 
 def check(spec: GrammarSpec, lexicon: Lexicon) -> str:

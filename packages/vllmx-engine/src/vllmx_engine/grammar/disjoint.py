@@ -7,7 +7,7 @@ from typing import Any
 
 _TYPES = frozenset(("object", "array", "string", "number", "boolean", "null"))
 _MAX_DEPTH = 8
-"""Of references and properties that are followed."""
+"""The most references and properties that are followed."""
 _MAX_PAIRS = 4096
 _SIZES = (
     ("string", "minLength", "maxLength"),

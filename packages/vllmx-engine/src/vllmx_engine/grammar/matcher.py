@@ -89,7 +89,7 @@ class CompiledGrammar:
         self.mask_s = times[-1]
         """Processor time that a mask takes, as some answers show that are drawn at random."""
         self.repeated_mask_s = times[-2:][0]
-        """That more than one of their masks takes: a single one may be the machine's."""
+        """Seconds that more than one of their masks takes: a single one may be the machine's."""
 
     def _try(self, seed: int) -> list[float]:
         """Times of the masks in such an answer. Raises GrammarError."""

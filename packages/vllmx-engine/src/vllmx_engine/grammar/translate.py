@@ -14,8 +14,8 @@ from vllmx_engine.grammar.structural_tag import lark_of_tag
 from vllmx_engine.wire.grammars import GrammarSpec
 
 BOUNDED_BLANKS = r"[ \t]?|\r?\n[ \t]{0,20}"
-"""Between two tokens of JSON: a blank, or a new line and its indentation. Weak models write blanks
-without end where they may."""
+"""The blanks between two tokens of JSON: one, or a new line and its indentation. Weak models write
+blanks without end where they may."""
 
 
 def translate(spec: GrammarSpec, specials: Mapping[str, int] | None = None) -> str:

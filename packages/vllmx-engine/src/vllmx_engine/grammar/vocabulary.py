@@ -17,7 +17,8 @@ Trie = Any
 """llguidance.LLTokenizer."""
 _SHORT_CHARS = 64
 _KEPT_TEXTS = 4096
-"""Of texts that grammars force, such as names of properties, which come again in each answer."""
+"""The number of texts kept that grammars force, such as names of properties, which come again in
+each answer."""
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> Vocabulary:

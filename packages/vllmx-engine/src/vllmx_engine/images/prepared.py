@@ -17,7 +17,7 @@ class PreparedImage(Record):
     """An image as rows of patches."""
 
     digest: bytes
-    """Of the patches, their levels and their grid: equal ones have equal features."""
+    """The digest of the patches, their levels and their grid: equal ones have equal features."""
     patches: Pixels
     """(N, D) levels of grey; a row is (C, frames, height, width) of one patch, flattened. Rows that
     the tower merges into one token lie one after the other."""

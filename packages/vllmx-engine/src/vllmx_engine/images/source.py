@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 Stopped = Callable[[], bool]
 
 _TIMEOUT_S = 5.0
-"""Of one wait for a server."""
+"""The seconds of one wait for a server."""
 _DEADLINE_S = 20.0
-"""Of a whole image, redirects included."""
+"""The seconds of a whole image, redirects included."""
 _MAX_REDIRECTS = 3
 _CHUNK_BYTES = 64 << 10
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -36,7 +36,7 @@ class ImageSource(Record):
 
     url: str
     where: str
-    """Its place in the request, for messages to users."""
+    """The place in the request, for messages to users."""
 
     @property
     def is_inline(self) -> bool:

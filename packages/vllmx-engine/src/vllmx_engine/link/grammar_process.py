@@ -39,11 +39,12 @@ MAX_WAITING = 256
 MAX_CLIENT_WAITING = 32
 """Those of one client."""
 MAX_KEPT_CHARS = 1 << 24
-"""Of grammars whose verdict is remembered."""
+"""The characters of grammars whose verdict is remembered."""
 START_S = 30.0
-"""For the process to come up."""
+"""The seconds for the process to come up."""
 ANSWER_S = 60.0
-"""Of a process that does not hang: each of those that wait may take its two seconds."""
+"""The seconds for an answer of a process that does not hang: each of those that wait may take its
+two seconds."""
 _POLL_S = 0.02
 _ATTEMPTS = 2
 _RECEIVE_BYTES = 1 << 18
@@ -180,12 +181,12 @@ class GrammarChecker:
         self._process: GrammarProcess | None = None
         self._starting = asyncio.Lock()
         self._kept: OrderedDict[bytes, tuple[int, Answer]] = OrderedDict()
-        """By digest: how long the grammar is, and its verdict."""
+        """The verdicts that are kept by digest: how long the grammar is, and its verdict."""
         self._kept_chars = 0
         self._checking: dict[bytes, asyncio.Task[Answer]] = {}
         self.news: GrammarNews | None = None
         self._turns: dict[str, _Turns] = {}
-        """Of each client with grammars that are checked or wait."""
+        """The turns of each client with grammars that are checked or wait."""
 
     @property
     def pid(self) -> int | None:

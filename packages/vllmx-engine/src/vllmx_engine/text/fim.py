@@ -13,7 +13,7 @@ class FimMarks(Record):
     prefix: str
     suffix: str
     middle: str = ""
-    """Before the part that the model writes; without it the prefix comes last."""
+    """The marker before the part that the model writes; without it the prefix comes last."""
 
     def prompt(self, before: str, after: str) -> str:
         """The prompt for what stands between two texts."""

@@ -165,4 +165,5 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizerKind] = {
         add_bos=True,
     ),
 }
-"""By name; models of one kind share an entry under the names that their converters gave them."""
+"""The kinds by name; models of one kind share an entry under the names that their converters gave
+them."""

@@ -69,7 +69,7 @@ class SequenceText:
         self.text_length = 0
         """Characters decoded so far, held back ones included."""
         self.token_offsets: list[int] | None = [] if keep_offsets else None
-        """Per token taken, where its text begins in the output, in characters."""
+        """The offset of each token taken, in characters: where its text begins in the output."""
 
     def push(
         self, ids: Sequence[int], *, ends_with_stop_token: bool = False

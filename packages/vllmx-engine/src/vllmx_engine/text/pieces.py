@@ -50,7 +50,7 @@ class PieceCoding(Record):
     """Error handler of the UTF-8 decode of the concatenated bytes."""
     strip_char: str = " "
     strip_count: int = 0
-    """So many of `strip_char` are removed at the left end of the whole text."""
+    """The number of `strip_char` that are removed at the left end of the whole text."""
 
 
 def piece_coding(backend: tokenizers.Tokenizer) -> PieceCoding | None:

@@ -17,7 +17,7 @@ from vllmx_core.records import Record
 MAX_DEPTH = 100
 MAX_INT_BITS = 4096
 _LOOK_S = 0.05
-"""Between two looks at the CPU time and at `Budget.stopped`."""
+"""The seconds between two looks at the CPU time and at `Budget.stopped`."""
 Stopped = Callable[[], bool]
 _ELEMENT_CHARS = 16
 """An element of a new container is charged like so many characters."""

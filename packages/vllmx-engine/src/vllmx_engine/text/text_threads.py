@@ -50,7 +50,7 @@ class TextThreads:
     def __init__(self, limits: TextLimits = TextLimits()) -> None:
         self._limits = limits
         self.gauge: Gauge = Alone()
-        """Of the bytes of all clients."""
+        """The gauge of the bytes of all clients."""
         self._lock = threading.Lock()
         self._clients: dict[str, _Client] = {}
         self._bytes = 0
@@ -185,7 +185,8 @@ class _Job(MutableRecord, eq=False):
     function: Callable[[Stopped], Any] | None
     future: Future[Any] = field(default_factory=Future)
     due: int = 0
-    """Of a large one: no small one passes it once its client was served so many bytes."""
+    """The bytes of service at which a large one is due: no small one passes it once its client was
+    served so many."""
     stopped: bool = False
     left: bool = False
 
@@ -193,7 +194,7 @@ class _Job(MutableRecord, eq=False):
 class _Client(MutableRecord, eq=False):
     served: int
     num_bytes: int = 0
-    """In flight."""
+    """The number of bytes in flight."""
     small: deque[_Job] = field(default_factory=deque)
     large: deque[_Job] = field(default_factory=deque)
 

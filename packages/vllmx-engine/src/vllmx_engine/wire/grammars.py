@@ -54,7 +54,8 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True, tag="vocabulary"):
     """What grammars need to know of a model's tokens. Sent once, before any grammar."""
 
     tokens: list[bytes]
-    """By id, as many as the model has logits; empty where an id stands for no text."""
+    """The bytes of each id, as many as the model has logits; empty where an id stands for no text.
+    """
     special_ids: list[int]
     eos_ids: list[int]
     tokenizer: str

@@ -31,9 +31,9 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
 
     config: EngineConfig
     path: str
-    """Where `config.model` leads."""
+    """The path where `config.model` leads."""
     mmproj: str | None = None
-    """Where `config.mmproj` leads, where images are taken."""
+    """The path where `config.mmproj` leads, where images are taken."""
     specs: KnownSpecs
     progress: bool
     log_level: int

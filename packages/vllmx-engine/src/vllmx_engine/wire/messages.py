@@ -36,7 +36,7 @@ class ImageInput(msgspec.Struct, frozen=True, array_like=True):
     start: int
     num_tokens: int
     digest: bytes
-    """Of all that its features depend on."""
+    """The digest of all that its features depend on."""
     grid: tuple[int, int, int]
     """(frames, rows, columns) of patches."""
     patches: bytes
@@ -53,9 +53,10 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     prompt: bytes
     """Token ids, see `pack_ids`. A list of 128k of them would hold up the step loop for 10 ms."""
     images: list[ImageInput] = []
-    """By their places, ascending and apart."""
+    """The images by their places, ascending and apart."""
     params: SamplingParams
-    """Without its texts: `stop` is the frontend's, `bad_words_ids` below replaces `bad_words`."""
+    """The parameters without their texts: `stop` is the frontend's, `bad_words_ids` below replaces
+    `bad_words`."""
     stop_ids: list[int] = []
     """End-of-sequence ids of the model (empty when ignore_eos) and `params.stop_token_ids`."""
     bad_words_ids: list[list[int]] = []
@@ -68,7 +69,8 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     priority: int = 0
     """Smaller is served first."""
     client: str = ""
-    """Whom the request belongs to, for fair share; the API key's digest on the server."""
+    """The client whom the request belongs to, for fair share; the API key's digest on the server.
+    """
     share: float = 1.0
     """What the client gets of the capacity beside the others that want some."""
     queue_timeout_s: float = 0.0
@@ -82,7 +84,8 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     pools: bool = False
     """It wants the vector or the scores of its prompt, and no token."""
     token_types: bytes = b""
-    """Of a pair: which text each prompt token belongs to, as `pack_ids`; empty: there is one."""
+    """The text of a pair that each prompt token belongs to, as `pack_ids`; empty: there is one
+    text."""
     leader: str | None = None
     """Request whose prompt is the same (another choice of one call): wait with the prefill until
     its blocks can be shared."""
@@ -147,8 +150,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
     top_ids: list[int]
     top_logprobs: list[float]
     packed: bytes = b""
-    """In place of the two lists where they are long: the ids, then their log-probabilities, as
-    numbers of 32 bits."""
+    """The bytes in place of the two lists where they are long: the ids, then their
+    log-probabilities, as numbers of 32 bits."""
 
     def likeliest(self) -> Iterator[tuple[int, float]]:
         """Ids with their log-probabilities, the likeliest first."""
@@ -189,11 +192,11 @@ class CoreOutput(
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache; sent with the first token."""
     error: str | None = None
-    """With finish_reason "error": what a user may read."""
+    """The text that a user may read, with finish_reason "error"."""
     error_code: str | None = None
     """`VllmxError.code` of it."""
     queue_s: float | None = None
-    """From its arrival in the core to its first row; sent with the first token."""
+    """The seconds from its arrival in the core to its first row; sent with the first token."""
     vector: bytes = b""
     """What a request that pools comes to: float32, in this machine's order."""
 
@@ -210,10 +213,10 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
-    """Of the free ones: hold a prefix that can be hit."""
+    """The number of free blocks that hold a prefix which can be hit."""
     num_blocks: int = 0
     num_state_slots: int = 0
-    """For the states of recurrent layers; 0: the model has none."""
+    """The slots for the states of recurrent layers; 0: the model has none."""
     num_used_slots: int = 0
     """Slots that running sequences use."""
     num_snapshots: int = 0
@@ -251,7 +254,7 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_kv_blocks: int
     num_state_slots: int = 0
-    """For the states of recurrent layers, and the memory of one."""
+    """The slots for the states of recurrent layers, and the memory of one."""
     state_slot_bytes: int = 0
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -265,12 +268,12 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     image_processor: dict[str, Any] = {}
     """How they are prepared, in the terms of preprocessor_config.json; empty: files in `path`."""
     generation_config: dict[str, Any] = {}
-    """As the checkpoint has it: defaults of sampling parameters."""
+    """The checkpoint's generation_config: defaults of sampling parameters."""
     max_logprobs: int = MAX_LOGPROBS
     """`EngineConfig.max_logprobs`."""
     pooling: PoolingInfo | None = None
-    """Of a model that answers with vectors or scores; None: it generates text."""
+    """What a model that answers with vectors or scores gives; None: it generates text."""
     id_prefix: str = ""
     """What the ids of a client's requests begin with, so that no two clients choose the same."""
     details: dict[str, str] = {}
-    """Of the backend: kernel variant, threads, ..."""
+    """The details of the backend: kernel variant, threads, ..."""

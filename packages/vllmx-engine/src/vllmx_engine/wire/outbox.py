@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 MAX_WAITING_BYTES = 64 << 20
-"""Behind the frame that is being sent, however large that one is."""
+"""The most bytes that wait behind the frame that is being sent, however large that one is."""
 
 
 class Outbox:

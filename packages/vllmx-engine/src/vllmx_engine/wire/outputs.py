@@ -40,23 +40,24 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     cumulative_logprob: float | None = None
     """Sum over all tokens so far, also in a delta; None without logprobs."""
     logprobs: Sequence[dict[int, Logprob]] | None = None
-    """For each of `token_ids`: the token itself first, then the likeliest ones."""
+    """The log-probabilities for each of `token_ids`: the token itself first, then the likeliest
+    ones."""
     text_offsets: list[int] | None = None
-    """With logprobs, for each of `token_ids`: where its text begins in the whole output, in
-    characters."""
+    """The offset of each of `token_ids`, with logprobs: where its text begins in the whole output,
+    in characters."""
     finish_reason: FinishReason | None = None
     """None while more follows."""
     stop_reason: int | str | None = None
-    """With "stop": the stop string or stop token id that ended it; None for the model's own
+    """The stop string or stop token id that ended an answer with "stop"; None for the model's own
     end of sequence."""
     reasoning: str | None = None
-    """Of `LLM.chat`, where the model's thoughts can be told from its text: the thoughts."""
+    """The thoughts, in answers of `LLM.chat` whose thoughts can be told from the text."""
     content: str | None = None
-    """Of `LLM.chat`: `text` without thoughts and calls."""
+    """The text of an answer of `LLM.chat` without thoughts and calls."""
     tool_calls: list[ToolCall] | None = None
-    """Of `LLM.chat` with tools: what the model calls."""
+    """The calls that the model makes, in answers of `LLM.chat` with tools."""
     vector: bytes = b""
-    """Of a request that pools: what the model gave, float32."""
+    """The vector of a request that pools: what the model gave, float32."""
 
 
 class PoolingOutput(msgspec.Struct, frozen=True):
@@ -87,7 +88,7 @@ class PoolingRequestOutput(msgspec.Struct, kw_only=True, frozen=True):
     request_id: str
     prompt_token_ids: list[int]
     outputs: PoolingOutput
-    """Without data where there is an error."""
+    """The output, without data where there is an error."""
     error: str | None = None
     """What went wrong, for people."""
     finished: bool = True
@@ -124,4 +125,4 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     """Prompt tokens that came from the prefix cache."""
     metrics: RequestMetrics | None = None
     error: str | None = None
-    """With finish reason "error": what went wrong, for people."""
+    """What went wrong, for people, with finish reason "error"."""

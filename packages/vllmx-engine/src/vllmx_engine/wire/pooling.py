@@ -19,7 +19,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
     labels: list[str] = []
     """The names of the classes."""
     activation: Activation = "none"
-    """From what the model gives to scores; yes: the share of the last of two."""
+    """The function from what the model gives to scores; yes: the share of the last of two."""
     normalize: bool = True
     """Vectors are made to have length 1 where nobody says otherwise."""
     prompts: dict[str, str] = {}

@@ -39,7 +39,7 @@ class AttentionNames(Record):
     """One matrix with the rows of q, then those of k, then those of v."""
     q_norm: str = "q_norm"
     k_norm: str = "k_norm"
-    """With {} where each head's norm is a module of its own."""
+    """The module of the norm of keys, with {} where each head's norm is a module of its own."""
     sinks: str = "sinks"
 
 
@@ -56,16 +56,16 @@ class AttentionMixer(Record):
     """What scores are multiplied by; None: 1 / sqrt(D)."""
     softcap: float | None = None
     rope_axes: tuple[int, ...] = ()
-    """Which axis turns each frequency, see `AttentionSpec.rope_axes`."""
+    """The axis that turns each frequency, see `AttentionSpec.rope_axes`."""
     interleaved: bool = False
     """Whether neighbouring dimensions are rotated together, as GLM's and Cohere's are."""
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: Norm | None = None
-    """Of each query and key head before the rotation."""
+    """The norm of each query and key head before the rotation."""
     norm_weights: Literal["shared", "each", "across"] = "shared"
-    """Of `qk_norm`: one weight (D) for all heads; (heads, D), each head its own; or one norm over
-    all heads of q and one over those of k."""
+    """The form of the weights of `qk_norm`: one weight (D) for all heads; (heads, D), each head its
+    own; or one norm over all heads of q and one over those of k."""
     v_norm: bool = False
     """Whether each value head is scaled to a root mean square of one."""
     shared_with: int | None = None

@@ -36,7 +36,7 @@ class DenseMLP(Record):
     gated: bool = True
     bias: bool = False
     down_bias: bool | None = None
-    """Of the last matrix; None: as `bias`."""
+    """Whether the last matrix has a bias; None: as `bias`."""
     names: MLPNames = MLPNames()
 
     def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:

@@ -26,12 +26,12 @@ class LatentMixer(Record):
     scale: float
     """What scores are multiplied by."""
     q_rank: int | None = None
-    """Of the queries, which come out of a normed row of so many numbers; None: of the stream."""
+    """The width of the normed row from which queries come; None: they come from the stream."""
     interleaved: bool = True
     bias: bool = False
-    """Of all matrices that read or write the stream."""
+    """Whether all matrices that read or write the stream have one."""
     norm_eps: float = 1e-6
-    """Of the norms of latents and queries."""
+    """The epsilon of the norms of latents and queries."""
     cut_heads: bool = False
     """Whether the checkpoint has two matrices of each head, k_b and v_b, and not all in kv_b."""
 

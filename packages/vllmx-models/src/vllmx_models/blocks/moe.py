@@ -119,7 +119,7 @@ class Router(Record):
 
     route: RouteSpec
     name: str = "gate"
-    """Its module within the feed-forward's."""
+    """The module's name within the feed-forward's."""
     bias: bool = False
     choice_bias: str | None = None
     """A vector within the feed-forward's module that takes part in the choice alone."""

@@ -57,7 +57,7 @@ SANDWICH_TENSORS: Mapping[str, str] = {
     "blk.{}.ffn_norm": "model.layers.{}.pre_feedforward_layernorm",
     "blk.{}.post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
 }
-"""Of layers with norms around both blocks."""
+"""The tensors of layers with norms around both blocks."""
 INTERLEAVED: Mapping[str, Literal["heads", "kv_heads"]] = {
     "blk.{}.attn_q": "heads",
     "blk.{}.attn_k": "kv_heads",
@@ -130,7 +130,7 @@ class GGUFArchitecture(Record):
     """The GGUF form of one architecture."""
 
     architecture: str
-    """Of config.json's `architectures`; `config` may name another one."""
+    """The name in config.json's `architectures`; `config` may name another one."""
     tensors: Mapping[str, str] = field(default_factory=lambda: DECODER_TENSORS)
     """Name in the file -> name in the original checkpoint; see `DECODER_TENSORS`. A key with
     ".weight" or ".bias" at its end names one tensor, and the original's whole name is given."""

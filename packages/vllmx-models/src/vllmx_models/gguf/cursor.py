@@ -12,7 +12,7 @@ _U64 = struct.Struct("<Q")
 MAX_STRING_BYTES = 64 << 20
 MAX_HEADER_BYTES = 512 << 20
 _FIRST_BYTES = 1 << 20
-"""That are read at once; each time these do not suffice, as many again."""
+"""The bytes that are read at once; each time these do not suffice, as many again."""
 
 
 class Cursor:

@@ -27,7 +27,7 @@ NEXT_TOKENS: Mapping[str, str] = {
         "shared_head_norm",
     )
 }
-"""Of layers of multi-token prediction, which nobody reads."""
+"""The tensors of layers of multi-token prediction, which nobody reads."""
 
 
 def mamba_tensors(module: str) -> dict[str, str]:

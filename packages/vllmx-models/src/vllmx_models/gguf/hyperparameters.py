@@ -61,7 +61,7 @@ class GGUFHeader(Record):
     architecture: str
     metadata: Mapping[str, Value]
     tensors: Mapping[str, TensorInfo]
-    """Of all shards, by the names in the file."""
+    """The tensors of all shards, by the names in the file."""
     vector: Callable[[str], F32]
     """A small tensor of `tensors` as float32."""
 

@@ -58,7 +58,7 @@ class Place(Record):
     """Bytes of the tensor."""
     shape: tuple[int, ...]
     heads: int | None = None
-    """Its rows are interleaved within each of so many heads; None: they are not."""
+    """The number of heads within each of which its rows are interleaved; None: they are not."""
 
 
 def places_of(files: Sequence[GGUFFile], table: GGUFArchitecture, heads: Heads) -> dict[str, Place]:

@@ -16,7 +16,7 @@ from vllmx_models.gguf.file import GGUFFile
 from vllmx_models.gguf.norms import shifted
 
 Make = Callable[[str, Sequence[WeightPart]], WeightPart]
-"""From the name in the original checkpoint and the file's tensors to the weight."""
+"""A function from the name in the original checkpoint and the file's tensors to the weight."""
 
 
 # --- forms ----------------------------------------------------------------------------------------
@@ -93,9 +93,9 @@ class Entry(Record):
     """The tensors of the file that one weight, or several, are made of."""
 
     name: str
-    """In the original checkpoint."""
+    """The name in the original checkpoint."""
     stored: tuple[str, ...]
-    """In the file."""
+    """The names in the file."""
     make: Make = as_it_is
     whole: bool = False
     """The names are those of one tensor, and not of a weight and perhaps a bias."""

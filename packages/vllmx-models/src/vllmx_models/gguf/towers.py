@@ -30,7 +30,7 @@ class TowerForm(Record):
     """One `projector_type`. `GGUFHeader` is that of the tower's file, its architecture "clip"."""
 
     architectures: tuple[str, ...]
-    """Of config.json, whose text models it stands before."""
+    """The architectures of config.json before whose text models it stands."""
     config: Callable[[GGUFHeader], dict[str, Any]]
     """What config.json has beside the text model: `vision_config` and the like."""
     processor: Callable[[GGUFHeader], dict[str, Any]]
@@ -266,8 +266,8 @@ _GEMMA4_LINEARS = {
 }
 _GEMMA4_TOKENS = 280
 _CAUSAL_WIDTHS = (1536, 2560)
-"""Of the text models E2B and E4B, where the tokens of an image do not see each other both ways.
-No file says so."""
+"""The widths of the text models E2B and E4B, where the tokens of an image do not see each other
+both ways. No file says so."""
 
 
 def _gemma4_config(header: GGUFHeader) -> dict[str, Any]:

@@ -37,7 +37,8 @@ BACKENDS = (
     "torch_awq",
     "torch_fused_awq",
 )
-"""Whose kernels ran it last; all of them read the same tensors. llm-awq has its own."""
+"""The programs whose kernels may have run it last; all of them read the same tensors. llm-awq has
+its own."""
 BITS = 4
 PER_WORD = 8
 _GEMM_PLACE = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # where feature i of a word lies

@@ -63,7 +63,7 @@ class _Name:
 
 
 Move = Callable[[_Name, int], int]
-"""From the places that the ways have come to, those that they come to next."""
+"""A step from the places that the ways have come to, to those that they come to next."""
 
 
 class Pattern:

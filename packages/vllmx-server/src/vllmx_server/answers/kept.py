@@ -16,7 +16,7 @@ Status = Literal[
     "cancelling",
     "cancelled",
 ]
-"""Of a batch."""
+"""The status of a batch."""
 
 
 class Deleted(Record, kw_only=True):

@@ -31,7 +31,7 @@ class TextLogprobs(Record, kw_only=True):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-    """Where each token begins in the text."""
+    """The offset in the text at which each token begins."""
 
 
 class PromptLogprob(Record, kw_only=True):

@@ -33,7 +33,7 @@ ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 class MessagesUsage(Record, kw_only=True):
     input_tokens: int
-    """Without those from the prefix cache."""
+    """The tokens of the prompt without those from the prefix cache."""
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int

@@ -24,7 +24,7 @@ class Embedding(Record, kw_only=True):
     object: Literal["embedding"] = "embedding"
     index: int
     embedding: list[float] | str
-    """As base64: 32-bit floats, little-endian."""
+    """The vector as numbers, or as base64 of 32-bit floats, little-endian."""
 
 
 class EmbeddingList(PoolingList, kw_only=True):
@@ -69,7 +69,7 @@ class RankedText(Record, kw_only=True):
 
 class Ranked(Record, kw_only=True):
     index: int
-    """Of the document among those that were sent."""
+    """The place of the document among those that were sent."""
     relevance_score: float
     document: RankedText | UnsetType = UNSET
 

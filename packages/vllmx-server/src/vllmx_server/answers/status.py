@@ -26,7 +26,7 @@ class ModelCard(Record, kw_only=True):
     """Other names of it."""
     state: Literal["unloaded", "loading", "loaded", "failed"] = "loaded"
     size_bytes: int | None = None
-    """Of weights and KV cache, once it was loaded."""
+    """The bytes of weights and KV cache, once it was loaded."""
     error: str | None = None
     """Why it could not be loaded."""
 
@@ -49,7 +49,7 @@ class ModelState(Record, kw_only=True):
 
 class PrefixCachesReset(Record, kw_only=True):
     reset: dict[str, bool]
-    """By model; false where requests run."""
+    """Whether each model's cache was reset; false where requests run."""
 
 
 class KeyUsed(Record, kw_only=True):
@@ -57,12 +57,12 @@ class KeyUsed(Record, kw_only=True):
     key: str
     """The name of the key."""
     requests: int
-    """That were taken."""
+    """The requests that were taken."""
     refused: int
-    """By a limit of the key."""
+    """The requests that a limit of the key refused."""
     prompt_tokens: int
     cached_tokens: int
-    """Of the prompts'."""
+    """The tokens of the prompts that came from the cache."""
     completion_tokens: int
 
 

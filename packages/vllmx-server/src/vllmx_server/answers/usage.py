@@ -14,7 +14,7 @@ class PromptTokens(Record, kw_only=True):
 
 class CompletionTokens(Record, kw_only=True):
     reasoning_tokens: int
-    """Of thoughts."""
+    """The tokens of thoughts."""
 
 
 class TokenUsage(Record, kw_only=True):
@@ -25,7 +25,7 @@ class TokenUsage(Record, kw_only=True):
     total_tokens: int
     prompt_tokens_details: PromptTokens
     completion_tokens_details: CompletionTokens | UnsetType = UNSET
-    """Where thoughts are told from content."""
+    """The details of the completion, where thoughts are told from content."""
 
 
 class PoolingUsage(Record, kw_only=True):

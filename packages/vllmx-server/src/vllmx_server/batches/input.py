@@ -13,7 +13,8 @@ from vllmx_server.store.batches import Line
 
 MAX_LINES = 50_000
 ANY_ENDPOINT = ""
-"""Of a batch whose lines name routes of their own, and which may have any number of them."""
+"""The endpoint of a batch whose lines name routes of their own, and which may have any number of
+them."""
 _MAX_ERRORS = 50
 _BOM = b"\xef\xbb\xbf"
 

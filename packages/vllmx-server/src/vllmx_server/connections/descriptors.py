@@ -13,7 +13,8 @@ _ENOUGH = 1 << 16
 _MACOS_MOST = 10240
 """OPEN_MAX: macOS refuses a higher limit whatever it calls the hard one."""
 _KEPT_BACK = 256
-"""For the engine core and its restart, files and logs: never more than half of all."""
+"""The descriptors for the engine core and its restart, files and logs: never more than half of all.
+"""
 _MOST_BY_DEFAULT = 1 << 14
 
 

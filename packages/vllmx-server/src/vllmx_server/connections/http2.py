@@ -57,7 +57,7 @@ _WINDOW_STEP = 16384
 _SMALL_BYTES = 128
 """A DATA frame with less is charged like one that carries nothing."""
 _DROPPED_BYTES = 64 << 20
-"""Of one stream's body after its answer; more is stopped."""
+"""The bytes of one stream's body after its answer that are dropped; more is stopped."""
 _HOP_HEADERS = (b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding")
 
 

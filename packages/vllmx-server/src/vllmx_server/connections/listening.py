@@ -30,7 +30,7 @@ class ConnectionLimits:
     in_all: int
     per_address: int
     sharing: Sharing = ALONE
-    """With other processes that accept from the same socket."""
+    """What is shared with other processes that accept from the same socket."""
 
 
 class Place:

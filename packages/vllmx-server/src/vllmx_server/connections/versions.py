@@ -7,7 +7,7 @@ from importlib.metadata import version
 from vllmx_core.errors import ConfigError
 
 TESTED = {"hypercorn": ((0, 18), (0, 19)), "h11": ((0, 14), (0, 17)), "h2": ((4, 3), (5, 0))}
-"""By distribution: the first release, and the first that was not tested."""
+"""The versions by distribution: the first release, and the first that was not tested."""
 
 
 def check_versions() -> None:

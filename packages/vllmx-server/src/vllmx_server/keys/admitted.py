@@ -19,11 +19,11 @@ RESERVED_OUTPUT = 2048
 """Most tokens of an answer that are reserved before it is there: most requests name a max_tokens
 that they never use."""
 USUAL_OUTPUT = 512
-"""Where a request names none."""
+"""The tokens of an answer where a request names no limit."""
 BYTES_OF_TOKEN = 4
-"""Of a body; a guess, which the end of the answer corrects."""
+"""The bytes of a body that count as a token; a guess, which the end of the answer corrects."""
 HEADERS = "limit_headers"
-"""In a request's state: what the answer says of its key's limits."""
+"""The name in a request's state under which stands what the answer says of its key's limits."""
 
 
 class Counted(Protocol):
@@ -41,7 +41,7 @@ class Admitted:
     leave: Callable[[], None]
     count: Callable[[KeyUsage], None]
     settle: Callable[[Used], None] | None = None
-    """Of what was reserved; None: nothing was."""
+    """The function that settles what was reserved; None: nothing was."""
     ticket: int = 0
     usage: Counted | None = None
 

@@ -22,7 +22,7 @@ from vllmx_server.priorities import parse_range
 
 MAX_FILE_BYTES = 16 << 20
 PREFIX = "vx-"
-"""Of keys that are made here, so that scanners of repositories know one."""
+"""The prefix of keys that are made here, so that scanners of repositories know one."""
 _Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 
 
@@ -30,7 +30,7 @@ class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     """One key. None: no limit."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}$")]
-    """Of its holder: what the key may see of files, batches and responses goes by it."""
+    """The name of its holder: what the key may see of files, batches and responses goes by it."""
     sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
     admin: bool = False
     """May use the routes that change the server."""
@@ -41,7 +41,8 @@ class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     concurrency: _Count | None = None
     """Requests at a time."""
     share: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
-    """Of the capacity that those who wait at one priority get: twice as much where it is 2."""
+    """The share of the capacity that those who wait at one priority get: twice as much where it is
+    2."""
     priority_range: str | None = None
     """LEAST:GREATEST, as in --priority-range."""
 

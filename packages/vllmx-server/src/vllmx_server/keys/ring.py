@@ -25,7 +25,7 @@ class Holder:
     """The holder of a key, who sent a request."""
 
     client: str
-    """Its name in fair share, salts, ranges and what is stored; "" without a key."""
+    """The name in fair share, salts, ranges and what is stored; "" without a key."""
     record: KeyRecord | None = None
     """What the file of keys says of it; None: a key of --api-key, or none."""
 

@@ -29,12 +29,12 @@ class KeyUsage:
     """The usage of one key."""
 
     requests: int = 0
-    """That were taken."""
+    """The requests that were taken."""
     refused: int = 0
-    """By a limit of the key."""
+    """The requests that a limit of the key refused."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Of the prompts'."""
+    """The tokens of the prompts that came from the cache."""
     completion_tokens: int = 0
 
     def add(self, other: KeyUsage) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 MAX_MESSAGE_BYTES = 4 << 20
 """Longer messages are not read."""
 MAX_NOISE_BYTES = 1 << 20
-"""Of lines that are no messages, in all: some servers greet."""
+"""The most bytes of lines that are no messages, in all: some servers greet."""
 _ENDS = 256
 _ID = rb'"id"\s*:\s*(\d{1,9})\s*'
 _FIRST = re.compile(rb'\s*\{\s*(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?' + _ID + rb",")
@@ -38,7 +38,7 @@ class MessageLines:
         self._size = 0
         self._is_large = False
         self._tail = b""
-        """Of a line that is too long; `_line` has its beginning then."""
+        """The last bytes of a line that is too long; `_line` has its beginning then."""
         self._noise = 0
 
     def feed(self, data: bytes) -> Iterator[bytes | Unread]:

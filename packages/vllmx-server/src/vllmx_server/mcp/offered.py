@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from mcp_types import Tool
 
 MAX_TOOLS = 128
-"""Of one server."""
+"""The most tools of one server."""
 MAX_TOOL_BYTES = 16 << 10
-"""Of one tool's definition, which stands in every prompt."""
+"""The most bytes of one tool's definition, which stands in every prompt."""
 _MAX_NAME = 128
 _STRANGE = re.compile(r"[^A-Za-z0-9_-]")
 

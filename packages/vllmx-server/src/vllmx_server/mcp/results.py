@@ -17,7 +17,7 @@ class ToolResult(msgspec.Struct, frozen=True):
     text: str
     is_error: bool = False
     code: int | None = None
-    """Of the protocol, where the tool itself did not answer."""
+    """The error code of the protocol, where the tool itself did not answer."""
 
 
 TIMED_OUT = -32001

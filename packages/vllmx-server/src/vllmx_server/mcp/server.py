@@ -29,10 +29,10 @@ LONGEST_WAIT_S = 60.0
 _MAX_PAGES = 100
 _MAX_LISTED = 10_000
 _MAX_CALLS = 16
-"""At a time; others wait, within their time-out."""
+"""The most calls at a time; others wait, within their time-out."""
 _PING_S = 5.0
 _RELIST_S = 5.0
-"""Between two readings of a list that changes."""
+"""The seconds between two readings of a list that changes."""
 
 
 class _LostError(Exception):

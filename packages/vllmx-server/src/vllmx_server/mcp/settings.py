@@ -17,7 +17,8 @@ from vllmx_core.errors import ConfigError, shown
 MAX_FILE_BYTES = 1 << 20
 MAX_SERVERS = 64
 INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TERM")
-"""Of our environment, beside LC_*: what a server gets without its entry's saying so."""
+"""The variables of our environment, beside LC_*, that a server gets without its entry's saying so.
+"""
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]|_(?=[A-Za-z0-9-]))*")
 _MAX_NAME = 48
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -32,24 +33,24 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, re
     """A program that speaks over its standard input and output."""
     args: tuple[str, ...] = ()
     env: dict[str, str] = {}
-    """Beside `INHERITED`; `${NAME}` is a variable of our own environment."""
+    """The environment beside `INHERITED`; `${NAME}` is a variable of our own environment."""
     cwd: str | None = None
     url: str | None = None
-    """Of a server that is reached over streamable HTTP."""
+    """The address of a server that is reached over streamable HTTP."""
     headers: dict[str, str] = {}
-    """Of each request to it; `${NAME}` as in `env`."""
+    """The headers of each request to it; `${NAME}` as in `env`."""
     type: Literal["stdio", "http", "streamable-http"] | None = None
     """What `command` and `url` say already."""
     disabled: bool = False
     allowed_tools: tuple[str, ...] | None = None
     """Names of tools that models may call; None: all."""
     start_timeout_seconds: _Seconds = 30.0
-    """From the start to the list of tools."""
+    """The seconds from the start to the list of tools."""
     call_timeout_seconds: _Seconds = 60.0
     max_result_bytes: Annotated[int, Meta(ge=256, le=4 << 20)] = 64 << 10
-    """Of a result's text; the rest is cut, and the model is told."""
+    """The bytes of a result's text; the rest is cut, and the model is told."""
     name: str = ""
-    """Its key in the file; set by `read_servers`."""
+    """The key in the file; set by `read_servers`."""
 
     @property
     def environment(self) -> dict[str, str]:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 _RECEIVE_BYTES = 1 << 16
 _LEAVE_S = 2.0
-"""For a server to end by itself once its input has."""
+"""The seconds for a server to end by itself once its input has."""
 _CODE_S = 5.0
-"""For it to be gone once its output has ended."""
+"""The seconds for it to be gone once its output has ended."""
 _KILLED_S = 5.0
 _POLL_S = 0.01
 _STDERR_BYTES = 2000

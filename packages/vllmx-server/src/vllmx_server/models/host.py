@@ -51,7 +51,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     state: State
     num_bytes: int | None = None
-    """Of weights and KV cache, once it was loaded."""
+    """The bytes of weights and KV cache, once it was loaded."""
     max_model_len: int | None = None
     error: str | None = None
     """Why it could not be loaded."""

@@ -19,7 +19,7 @@ from vllmx_server.models.host import Attachment, ModelCard
 from vllmx_server.state import ServerState, cache_labels, fingerprint, pooler_of
 
 _GRACE_S = 1.0
-"""Between a request that needs a model and its part in the engine."""
+"""The seconds between a request that needs a model and its part in the engine."""
 
 
 class Host(Protocol):

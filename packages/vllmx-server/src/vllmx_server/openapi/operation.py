@@ -13,7 +13,7 @@ Endpoint = Callable[[Request], Awaitable[Any]]
 BODY = (400, 408, 413, 415, 429, 503)
 """Errors of routes that read a body and do some work for it."""
 GENERATES = (*BODY, 404, 504)
-"""And of those that ask a model."""
+"""The errors of routes that ask a model, beside the others."""
 ANY = (400, 401, 403, 500, 503)
 """Errors that every route may answer: no HTTP, no key, another host, a bug of ours, no place."""
 SCHEMA = {"type": "string"}

@@ -111,7 +111,7 @@ class Messages:
     def __init__(self) -> None:
         self.found: list[ChatMessage] = []
         self._turn: ChatMessage | None = None
-        """Of the assistant, to which more may come."""
+        """The turn of the assistant, to which more may come."""
 
     def say(self, role: str, content: str | list[str | ContentPart]) -> None:
         """A message of its own."""

@@ -43,7 +43,7 @@ class CallDone(msgspec.Struct, frozen=True):
     """A call of this round came to something."""
 
     number: int
-    """Of the calls of the round."""
+    """The number of the call among those of the round."""
     result: ToolResult
 
 

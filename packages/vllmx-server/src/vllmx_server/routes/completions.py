@@ -105,7 +105,7 @@ class Echo:
     output: RequestOutput
     text: str
     offsets: Sequence[int]
-    """Where the prompt's tokens begin in it."""
+    """The offsets in it at which the prompt's tokens begin."""
 
 
 class CompletionAnswer:

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from vllmx_server.errors import route_path
 
 PREFIX = "/web/"
-"""Of the paths of all files but the page itself, which is at "/"."""
+"""The prefix of the paths of all files but the page itself, which is at "/"."""
 PAGE = "index.html"
 _FOLDER = Path(__file__).parent.parent / "web"
 _TYPES = {

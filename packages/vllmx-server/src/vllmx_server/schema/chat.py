@@ -189,7 +189,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
     include_reasoning: bool | None = None
     """False: thoughts are told from content and left out."""
     thinking_token_budget: int | None = None
-    """After so many tokens of thoughts their end is forced; -1: never."""
+    """The number of tokens of thoughts after which their end is forced; -1: never."""
 
     # Taken where they ask for what is done anyway: see `unserved`.
     modalities: list[str] | None = None

@@ -54,7 +54,7 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     summary: list[InputPart] | None = None
     status: str | None = None
     server_label: str | None = None
-    """Of the MCP server whose tool was called or whose tools are listed."""
+    """The label of the MCP server whose tool was called or whose tools are listed."""
     error: Any = None
     """Why a tool of an MCP server answered nothing."""
     # Accepted and ignored.
@@ -132,7 +132,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     include: list[str] | None = None
     """ "message.output_text.logprobs" is served; what else there is to include is left out."""
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
-    """For each token of the text, where `include` asks for them."""
+    """The number of likely tokens for each token of the text, where `include` asks for them."""
     max_tool_calls: int | None = None
     """Calls of MCP servers' tools that are run; others are answered with an error."""
 

@@ -17,7 +17,7 @@ DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields whose default the model's generation_config.json may set."""
 
 MAX_STREAMED_LOGPROBS = 1000
-"""For each token; a chunk is encoded at once."""
+"""The most log-probabilities for each token; a chunk is encoded at once."""
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):

@@ -50,7 +50,7 @@ class Batch(msgspec.Struct, kw_only=True):
     completed: int = 0
     failed: int = 0
     times: dict[str, int] = {}
-    """When it came to be in each status."""
+    """The times at which it came to be in each status."""
 
     @property
     def is_open(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Protocol
 from vllmx_core.errors import InvalidRequestError, shown
 
 _MAX_HEADERS = 8 << 10
-"""Of one part; as much may stand before the first part."""
+"""The most bytes of the headers of one part; as much may stand before the first part."""
 _MAX_PARTS = 16
 _MAX_NAME = 255
 

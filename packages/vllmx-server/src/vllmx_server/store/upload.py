@@ -19,9 +19,9 @@ from vllmx_server.store.multipart import MultipartReader, Sink
 
 _MAX_FIELD = 4 << 10
 _OVERHEAD = 64 << 10
-"""Of a body over its file: boundaries, headers, fields."""
+"""The bytes of a body over its file: boundaries, headers, fields."""
 _CHUNK = 256 << 10
-"""So much is handed to a thread at a time."""
+"""The bytes that are handed to a thread at a time."""
 _SLOWEST = 64 << 10
 """Bytes a second that a client must send after `body_timeout_s`."""
 

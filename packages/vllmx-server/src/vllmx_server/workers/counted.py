@@ -19,7 +19,7 @@ from vllmx_server.workers.messages import COUNT, COUNTED, METRICS
 COUNT_S = 1.0
 """The counts of a worker that says none for so long are those that it told last."""
 ModelCounts = dict[str, MetricCounts]
-"""By model."""
+"""The counts by model."""
 
 
 class Counted:

@@ -19,13 +19,13 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     core: Start
     """What the core was told to load."""
     door: str
-    """Of the core."""
+    """The path of the core's socket."""
     models: list[ModelConfig]
     """All that are served, where they are several; `core` is the first one's."""
     row: int
     num_rows: int
     seed: int
-    """Of the shared counts."""
+    """The seed of the shared counts."""
     data_dir: str
     outlives: bool
     """The data folder does."""

@@ -21,8 +21,8 @@ _FIELDS = get_args(Counted)
 Table = Literal["addresses", "clients", "sequences"]
 _TABLES = get_args(Table)
 _BUCKETS = 2048
-"""Of a table. Two names that share one are counted together, by the workers that they are not
-counted in by name."""
+"""The buckets of a table. Two names that share one are counted together, by the workers that they
+are not counted in by name."""
 _WIDTH = len(_FIELDS) + len(_TABLES) * _BUCKETS
 
 

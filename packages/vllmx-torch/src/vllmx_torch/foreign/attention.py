@@ -19,7 +19,7 @@ from vllmx_core.errors import UnsupportedModelError
 from vllmx_torch.foreign.masks import NamedMask, named_mask
 
 NAME = "vllmx"
-"""Of our attention function in transformers' tables."""
+"""The name of our attention function in transformers' tables."""
 _SEAM = "vllmx_seam"
 _HARMLESS = frozenset(
     {
@@ -54,7 +54,7 @@ class AttentionShape:
     scale: float
     softcap: float | None
     window: int | None
-    """By the call's own word; its mask may say more."""
+    """The window by the call's own word; its mask may say more."""
     sinks: bool
 
 

@@ -14,7 +14,7 @@ from vllmx_torch.kv_cache import LayerPages
 from vllmx_torch.step import TorchStep
 
 FOREIGN_MODULE = "transformers module"
-"""Under which the module stands among the weights."""
+"""The name under which the module stands among the weights."""
 
 
 @runtime_checkable

@@ -23,7 +23,7 @@ from vllmx_torch.foreign.config import refusal
 from vllmx_torch.foreign.masks import window_of
 
 _FX: Any = fx_config
-"""Where torch keeps what lets routers of experts run without values."""
+"""The place where torch keeps what lets routers of experts run without values."""
 _TOKENS = 3
 _OWN_ATTENTION = (
     "its attention is code of its own (for ALiBi, perhaps) that transformers lets no attention"
@@ -65,7 +65,7 @@ class Survey:
     """What is known of a module before its weights are read."""
 
     calls: tuple[AttentionCall, ...]
-    """Of each attention layer, in their order."""
+    """The calls of each attention layer, in their order."""
     vocab_size: int
     parameters: tuple[int, ...]
     """How many numbers each of its tensors has; those that are tied count once."""

@@ -19,7 +19,7 @@ class ServerProcess(Record):
     """The address at which a server answers, and its process."""
 
     url: str
-    """Without /v1."""
+    """The server's address, without /v1."""
     pid: int
 
 

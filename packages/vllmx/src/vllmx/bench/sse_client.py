@@ -21,7 +21,7 @@ class Streamed(MutableRecord):
 
     sent_s: float
     event_s: list[float] = field(default_factory=list)
-    """When each event that carries text arrived."""
+    """The times at which events that carry text arrived."""
     completion_tokens: int = 0
     error: str | None = None
 

@@ -16,13 +16,13 @@ class Architecture(Record):
     """One line of the list."""
 
     model_type: str
-    """Of config.json; "-" where the architecture alone tells it."""
+    """The `model_type` of config.json; "-" where the architecture alone tells it."""
     architectures: tuple[str, ...]
     """What `architectures` in config.json may say."""
     gguf: tuple[str, ...]
     """`general.architecture` of GGUF files; none: such files are not read."""
     formats: tuple[str, ...]
-    """Of files: safetensors, the quantisations of such that are installed, and gguf."""
+    """The formats of files: safetensors, the installed quantisations of it, and gguf."""
     backends: tuple[str, ...]
     """Those that have all its ops; none: its plugin says nothing of it."""
     checked: tuple[str, ...]

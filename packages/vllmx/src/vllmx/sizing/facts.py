@@ -39,7 +39,7 @@ class Matrices:
     bits: float
     """A number takes, scales included."""
     chosen: int = 0
-    """Of `count` experts, for a token."""
+    """How many of the `count` experts are used for a token."""
 
     @property
     def num_bytes(self) -> float:
@@ -51,7 +51,7 @@ class Form:
     """The model's weights in one quantisation."""
 
     name: str
-    """As --isq has it, or "stored"."""
+    """The type as --isq names it, or "stored"."""
     matrices: tuple[Matrices, ...]
 
     @property
@@ -86,7 +86,7 @@ class Facts:
     architecture: str
     shape: ModelShape
     forms: tuple[Form, ...]
-    """As it is stored, then the quantisations that may be had of it."""
+    """The form in which the model is stored, then the quantisations that may be had of it."""
 
 
 def facts_of(header: Header, registry: Registry) -> Facts:

@@ -53,7 +53,7 @@ class Forecast:
     form: str
     weight_bytes: float
     kv_token_bytes: float
-    """Of one token in the layers without a window."""
+    """The bytes of one token in the layers without a window."""
     longest_context: int
     """Tokens of a sequence that runs alone; 0: the model does not fit."""
     rows: int

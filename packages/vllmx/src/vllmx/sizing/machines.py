@@ -16,11 +16,11 @@ from vllmx_core.errors import ConfigError
 from vllmx_core.memory import GIB
 
 MEMORY_SHARE = 0.8
-"""Of the published bandwidth that reading weights reaches."""
+"""The share of the published bandwidth that reading weights reaches."""
 ARITHMETIC_SHARE = 0.5
-"""Of the published rate that products of prompts reach."""
+"""The share of the published rate that products of prompts reach."""
 DEVICES_SHARE = 0.85
-"""Of n times one device's speed that n devices reach together."""
+"""The share of n times one device's speed that n devices reach together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class MeasuredRates:
 
     title: str
     seconds: Mapping[str, Sequence[float]]
-    """By type, one for each of `ROWS`."""
+    """The seconds by type, one for each of `ROWS`."""
     bits: Mapping[str, float]
 
     def seconds_per_value(self, kind: str, bits: float, rows: float) -> float:

@@ -32,7 +32,7 @@ class Trial(Record):
     requests: int
     failed: int
     keeps_up: bool
-    """As many were answered as came: those that wait did not become more and more."""
+    """Whether as many were answered as came: those that wait did not become more and more."""
     tokens_per_s: float
     peak: int
     """Greatest number of requests that were in flight together."""

@@ -18,7 +18,7 @@ from vllmx_cuda.kernel_specs.types import Argument, Launch, Sizes, Variant
 from vllmx_cuda.testing.emulator.build import KERNELS, build_module
 
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
-"""In which order the threads of a block run between two barriers."""
+"""The orders in which the threads of a block run between two barriers."""
 _POISON = 0xFF  # NaN in every float format
 _ALIGNMENT = 256  # of a CUDA allocation
 

@@ -56,7 +56,7 @@ class Target(Record):
     table: GGUFArchitecture
     spec: DecoderSpec
     mixer: AttentionMixer | LatentMixer
-    """Of the first layer that attends."""
+    """The mixer of the first layer that attends."""
     experts: int
     """How many experts a layer has that has some."""
     metadata: Mapping[str, Any]

@@ -27,8 +27,8 @@ from vllmx_models.gguf.quantize.search import (
 )
 
 _MOVES = ((0, 0), (-1, 0), (1, 0), (0, -1), (0, 1))
-"""Of a group's integer scale and minimum. The corners, and a second pass over both kinds of scale,
-would take two thirds more time and lower the RMS error by half a percent."""
+"""The moves of a group's integer scale and minimum. The corners, and a second pass over both kinds
+of scale, would take two thirds more time and lower the RMS error by half a percent."""
 
 
 def _grouped(values: F32, group: int) -> F32:

@@ -23,7 +23,7 @@ from vllmx_models.gguf.quantize.search import (
 
 _E8M0_BIAS = 127
 _MOST_E8M0 = 252
-"""Of exponents under which the greatest level is finite."""
+"""The greatest of the exponents under which the greatest level is finite."""
 _E2M1_LEVELS = np.array((0, 0.5, 1, 1.5, 2, 3, 4, 6), np.float32)
 _E2M1_BOUNDS = (_E2M1_LEVELS[1:] + _E2M1_LEVELS[:-1]) / 2
 

@@ -51,7 +51,7 @@ _NARROWER: Mapping[str, str] = {
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
 }
-"""For rows that are no multiple of 256."""
+"""The types for rows that are no multiple of 256."""
 
 _TABLES = ("token_embd", "per_layer_token_embd")
 _EXACT = (".bias", "_norm.weight")

@@ -37,14 +37,14 @@ _HEADS = {"blk.{}.attn_k_b": 0, "blk.{}.attn_v_b": 1}
 _ALL_HEADS = "blk.{}.attn_kv_b"
 """Both of `_HEADS` in one, as older files have it."""
 _TOWER = "model.visual."
-"""Where Qwen's tower is, beside the text model's own `model.`."""
+"""The prefix of Qwen's tower, beside the text model's own `model.`."""
 _WHOLE = ("scale", "ssm_a", "ssm_d")
 """Names of tensors that are neither a weight nor a bias."""
 _PREDICTION = "mtp."
 """Multi-token prediction in checkpoints that have it in a module of its own."""
 _DENSE = {"blk.{}.ffn_gate": 0, "blk.{}.ffn_up": 1, "blk.{}.ffn_down": None}
 _SHARED = {"blk.{}.ffn_gate_shexp": 0, "blk.{}.ffn_up_shexp": 1, "blk.{}.ffn_down_shexp": None}
-"""Which part of a feed-forward's first matrix a tensor is; None: it is its second one."""
+"""The part of a feed-forward's first matrix that a tensor is; None: it is its second one."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -52,7 +52,7 @@ class Origin(Record):
     """A tensor of the checkpoint, or what is picked of it."""
 
     name: str
-    """In the checkpoint."""
+    """The name in the checkpoint."""
     open: Callable[[WeightSource], WeightPart]
 
 
