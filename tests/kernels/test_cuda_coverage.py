@@ -19,8 +19,9 @@ from vllmx_cuda.kernel_specs import KERNELS, Kernel
 from vllmx_cuda.kernel_specs.gguf import block_values
 from vllmx_cuda.testing.emulator.build import KERNELS as FOLDER
 
+from .cuda_bugs.bug import Bug
 from .cuda_cubins import BUDGET, UNITS, key, units_of
-from .cuda_mutations import BUGS, TESTS, Bug
+from .cuda_mutations import BUGS, TESTS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
 
