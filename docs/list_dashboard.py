@@ -78,6 +78,17 @@ PANELS: tuple[tuple[str, str, dict[str, str]], ...] = (
         "{{key}}": _rate("key_requests_total", "key"),
         "{{key}} over a limit": _rate("key_refusals_total", "key"),
     }),
+    ("Calls of MCP servers' tools, a second", "short", {
+        "{{server}} {{tool}} {{outcome}}": "sum by (server, tool, outcome)"
+        " (rate(vllmx:mcp_calls_total[$__rate_interval]))",
+    }),
+    ("Calls of MCP servers' tools, p99", "s", {
+        "{{server}}": "histogram_quantile(0.99, sum by (le, server)"
+        " (rate(vllmx:mcp_call_time_seconds_bucket[$__rate_interval])))",
+    }),
+    ("MCP servers that were started again, a second", "short", {
+        "{{server}}": "sum by (server) (rate(vllmx:mcp_restarts_total[$__rate_interval]))",
+    }),
     ("HTTP answers a second", "short", {
         "{{status}}": "sum by (status) (rate(vllmx:http_requests_total[$__rate_interval]))",
     }),
@@ -100,6 +111,8 @@ ALERTS: tuple[tuple[str, str, str, str], ...] = (
     ("VllmxCallsNotRead",
      'sum(rate(vllmx:parser_fallbacks_total{reason=~"not_.*"}[15m])) > 0.1', "15m",
      "calls of tools reach clients as text: name the format with --tool-parser"),
+    ("VllmxToolsDown", "sum by (server) (increase(vllmx:mcp_restarts_total[15m])) > 5", "5m",
+     "an MCP server cannot be reached, or ends again and again: the log says why"),
     ("VllmxStands", "sum(vllmx:num_requests_running) > 0 and"
      " sum(rate(vllmx:engine_steps_total[5m])) == 0", "5m", "sequences run and no step ends"),
 )  # fmt: skip

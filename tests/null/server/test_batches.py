@@ -39,7 +39,7 @@ async def upload(served: Served, lines: list[dict[str, Any]] | bytes) -> str:
 async def begin(
     served: Served, lines: list[dict[str, Any]] | bytes, **options: Any
 ) -> dict[str, Any]:
-    body = {"input_file_id": await upload(served, lines), "endpoint": URL, **options}
+    body = {"endpoint": URL, **options, "input_file_id": await upload(served, lines)}
     response = await served.client.post("/v1/batches", json=body)
     assert response.status_code == 200, response.text
     return response.json()  # type: ignore[no-any-return]

@@ -7,6 +7,8 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+from vllmx_server.tool_counts import ToolCounts
+
 from .conftest import MakeServer, Served
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -24,7 +26,14 @@ def test_files_are_what_the_program_writes() -> None:
         )
 
 
+def add_tools(served: Served) -> None:
+    """The counts of a server that has tools."""
+    counts = served.state.metrics.tools = ToolCounts(["files"])
+    counts.called("files", "read_file", "ok", 0.1)
+
+
 async def test_all_that_is_asked_for_is_there(served: Served) -> None:
+    add_tools(served)
     await served.complete(max_tokens=3)
     text = (await served.client.get("/metrics")).text
     there = set(re.findall(r"^(vllmx:\w+)", text, re.MULTILINE))
@@ -37,6 +46,7 @@ async def test_all_that_is_asked_for_is_there(served: Served) -> None:
 async def test_the_table_of_metrics_has_all_of_them(make_server: MakeServer) -> None:
     """Each that a server has stands in docs/serving.md, and no other."""
     async with make_server() as served:
+        add_tools(served)
         await served.complete(max_tokens=3)
         text = (await served.client.get("/metrics")).text
     there = set(re.findall(r"^# TYPE vllmx:(\w+)", text, re.MULTILINE))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import stat
 from pathlib import Path
@@ -15,7 +16,7 @@ from vllmx.cli.keys import keys
 from vllmx_core.errors import ConfigError
 from vllmx_core.sampling import SamplingParams
 from vllmx_server.desk import RemoteDesk, ServedDesk, Used, Wanted
-from vllmx_server.errors import RateLimitError
+from vllmx_server.errors import ForbiddenError, RateLimitError
 from vllmx_server.keys.limits import KeyDesk
 from vllmx_server.keys.records import KeyRecord, digest_of, read_keys
 from vllmx_server.keys.ring import KeyRing
@@ -154,6 +155,30 @@ async def test_who_may_and_who_may_not(tmp_path: Path, make_server: MakeServer) 
         assert await served.state.drain(5)  # nothing is left in flight
 
 
+def test_who_may_use_which_mcp_server(tmp_path: Path) -> None:
+    """All of them everybody's, until one key names any."""
+    ring = KeyRing(("plain",), key_file(tmp_path, ann={}, bob={}))
+    for client in ("key-ann", "key-bob", "plain", ""):
+        ring.holder(client).check_mcp_server("tickets", "tools")
+    key_file(tmp_path, ann={"mcp_servers": ["tickets"]}, bob={})
+    ring.reload()
+    ring.holder("key-ann").check_mcp_server("tickets", "tools")
+    plain = ring.find(hashlib.sha256(b"plain").digest())
+    assert plain is not None
+    for holder, server, allowed in (
+        (ring.holder("key-ann"), "files", "tickets"),
+        (ring.holder("key-bob"), "tickets", "none"),
+        (plain, "tickets", "none"),
+        (ring.holder("key-gone"), "tickets", "none"),
+    ):
+        with pytest.raises(ForbiddenError, match=f"may use: {allowed}"):
+            holder.check_mcp_server(server, "tools")
+    key_file(tmp_path, ann={"mcp_servers": []}, bob={})
+    ring.reload()
+    with pytest.raises(ForbiddenError):
+        ring.holder("key-bob").check_mcp_server("tickets", "tools")
+
+
 async def test_answers_say_what_is_left_and_refusals_when_to_come_back(
     tmp_path: Path, make_server: MakeServer
 ) -> None:
@@ -284,15 +309,16 @@ def test_the_command_makes_keys(tmp_path: Path) -> None:
         return done.output.strip()
 
     key = run("add", "ann", "--requests-per-minute", "5", "--model", "m")
-    boss = run("add", "boss", "--admin")
+    boss = run("add", "boss", "--admin", "--mcp-server", "files", "--mcp-server", "web")
     assert key != boss
     assert key not in path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert read_keys(path) == (
         KeyRecord("ann", digest_of(key), models=("m",), requests_per_minute=5),
-        KeyRecord("boss", digest_of(boss), admin=True),
+        KeyRecord("boss", digest_of(boss), admin=True, mcp_servers=("files", "web")),
     )
     assert run("list").splitlines()[0].startswith("ann  models m, requests_per_minute 5")
+    assert "admin True, mcp_servers files web" in run("list").splitlines()[1]
     with pytest.raises(ConfigError, match="has a key for 'ann'"):
         run("add", "ann")
     with pytest.raises(ConfigError, match="letters, digits"):

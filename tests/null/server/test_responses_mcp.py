@@ -26,6 +26,8 @@ from vllmx_server.mcp.servers import ToolServers
 from vllmx_server.mcp.settings import read_servers
 
 from .conftest import MakeServer, Served
+from .test_batches import begin, content, ended
+from .test_keys import key_file
 from .test_messages import named_events
 
 pytest.importorskip("mcp", reason="the package mcp is not installed")
@@ -356,6 +358,35 @@ async def test_what_only_operators_say(
     error = response.json()["error"]
     assert error["param"] == param
     assert message in error["message"]
+
+
+async def test_keys_use_the_servers_that_are_theirs(
+    tmp_path: Path, make_server: MakeServer, tool_servers: ToolServers
+) -> None:
+    path = key_file(tmp_path, ann={"mcp_servers": ["well", "down"]}, bob={})
+    async with make_server({"api_keys_file": path, "api_key": ("k",)}) as served:
+        served.state.tool_servers = tool_servers
+        for key, label, status in (
+            ("secret-ann", "well", 200),
+            ("secret-ann", "stands", 403),
+            ("secret-bob", "well", 403),
+            ("k", "well", 403),
+            ("secret-bob", "there is none", 403),
+        ):
+            Script(served, "Fine.")
+            served.client.headers["authorization"] = f"Bearer {key}"
+            response = await ask(served, tools=[{**WELL, "server_label": label}])
+            assert response.status_code == status, response.text
+            if status == 403:
+                error = response.json()["error"]
+                assert error["param"] == "tools[0].server_label"
+                assert ("well" in error["message"]) == (key == "secret-ann" or label == "well")
+        served.client.headers["authorization"] = "Bearer secret-bob"
+        items = [{"custom_id": "a", "method": "POST", "url": "/v1/responses",
+                  "body": {"model": "fake", "input": "hi", "tools": [WELL]}}]  # fmt: skip
+        batch = await ended(served, await begin(served, items, endpoint="/v1/responses"))
+        records = await content(served, batch["error_file_id"])
+        assert [each["response"]["status_code"] for each in records] == [403]
 
 
 async def test_nothing_of_this_without_the_operator(make_server: MakeServer) -> None:

@@ -1,13 +1,15 @@
-"""Counters with one label of their own, and those of API keys."""
+"""Counters with labels of their own: those of API keys, and of calls of tools."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
+from vllmx_server.histogram import Histogram
 from vllmx_server.keys.ring import MAX_LABELS, OTHER
 from vllmx_server.keys.usage import KeyUsage
+from vllmx_server.tool_counts import CALL_S, ToolsCounted
 
 
 class Counter:
@@ -60,3 +62,27 @@ class KeyCounters:
         self.refusals.add(label, new.refused)
         self.prompt_tokens.add(label, new.prompt_tokens)
         self.generation_tokens.add(label, new.completion_tokens)
+
+
+def tool_families(counted: ToolsCounted) -> Iterator[Metric]:
+    """Calls of MCP servers' tools as Prometheus has them."""
+    calls = CounterMetricFamily(
+        "vllmx:mcp_calls", "Calls of MCP servers' tools", labels=["server", "tool", "outcome"]
+    )
+    for server, tool, outcome, count in counted.calls:
+        calls.add_metric([server, tool, outcome], count)
+    yield calls
+    seconds = HistogramMetricFamily(
+        "vllmx:mcp_call_time_seconds", "From a call of a tool to its end", labels=["server"]
+    )
+    for server, counts, total in counted.seconds:
+        histogram = Histogram(CALL_S)
+        histogram.add(counts, total)
+        seconds.add_metric([server], histogram.buckets(), total)
+    yield seconds
+    restarts = CounterMetricFamily(
+        "vllmx:mcp_restarts", "Further attempts to reach an MCP server", labels=["server"]
+    )
+    for server, count in counted.restarts:
+        restarts.add_metric([server], count)
+    yield restarts

@@ -6,9 +6,7 @@ Prometheus families only when somebody scrapes.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Literal
 
 import msgspec
@@ -31,8 +29,10 @@ from vllmx_engine.link.grammar_process import Refusal
 from vllmx_engine.wire.messages import STEP_TOKENS, CoreStats
 from vllmx_engine.wire.outputs import RequestMetrics
 
-from vllmx_server.counters import Counter, KeyCounters
+from vllmx_server.counters import Counter, KeyCounters, tool_families
+from vllmx_server.histogram import Histogram
 from vllmx_server.keys.usage import KeyUsage
+from vllmx_server.tool_counts import ToolCounts, ToolsCounted
 
 FIRST_TOKEN_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -52,26 +52,6 @@ CHOICES = (1, 2, 5, 10, 20, 50, 100)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Histogram:
-    """Counts in buckets with inclusive upper bounds."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(self.bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative, as Prometheus wants them."""
-        names = [*map(str, map(float, self.bounds)), "+Inf"]
-        return list(zip(names, accumulate(self.counts), strict=True))
-
-
 class MetricCounts(msgspec.Struct, frozen=True):
     """What one process has counted, on its way to another."""
 
@@ -80,6 +60,7 @@ class MetricCounts(msgspec.Struct, frozen=True):
     counters: list[dict[str, int]]
     """Counts by label, in the order of `Metrics`."""
     http: list[tuple[str, str, str, int]]
+    tools: ToolsCounted | None = None
 
 
 def render_all(metrics: Sequence[Metrics]) -> bytes:
@@ -138,6 +119,9 @@ class Metrics(Collector):
         model: the name that clients use.
         stats: gives the engine's newest counters.
         cache: what `cache_config_info` shows, by label.
+
+    Attributes:
+        tools: calls of MCP servers' tools; None: there are no such servers.
     """
 
     def __init__(
@@ -169,6 +153,7 @@ class Metrics(Collector):
             "reason", ("derived", "by_markers", "not_found", "not_parsed"),
         )  # fmt: skip
         self._keys = KeyCounters()
+        self.tools: ToolCounts | None = None
         self._http: dict[tuple[str, str, str], int] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -225,19 +210,22 @@ class Metrics(Collector):
             histograms=[(each.counts, each.total) for each in self._histograms()],
             counters=[each.counts for each in self._counters()],
             http=[(*key, count) for key, count in self._http.items()],
+            tools=None if self.tools is None else self.tools.counted(),
         )
 
     def add(self, counts: MetricCounts) -> None:
         """Counts what another process has counted."""
         for each, (buckets, total) in zip(self._histograms(), counts.histograms, strict=True):
-            each.counts = [a + b for a, b in zip(each.counts, buckets, strict=True)]
-            each.total += total
+            each.add(buckets, total)
         for counter, found in zip(self._counters(), counts.counters, strict=True):
             for label, count in found.items():
                 counter.add(label, count)
         for *key, count in counts.http:
             name = (key[0], key[1], key[2])
             self._http[name] = self._http.get(name, 0) + count
+        if counts.tools is not None:
+            self.tools = self.tools or ToolCounts()
+            self.tools.add(counts.tools)
 
     def with_others(self, others: Sequence[MetricCounts]) -> Metrics:
         """The metrics of the whole server, of which other processes have counted so much."""
@@ -269,6 +257,8 @@ class Metrics(Collector):
         yield from self._core_counters()
         yield from (counter.family(self.model) for counter in self._counters())
         yield self._http_counter()
+        if self.tools is not None:
+            yield from tool_families(self.tools.counted())
         steps = Histogram(STEP_TOKENS)
         now = self._stats()
         steps.counts, steps.total = list(now.step_sizes), float(now.step_tokens)

@@ -77,7 +77,9 @@ async def serve_until_stopped(
     try:
         async with await AsyncLLM.over(core) as llm:
             app = build_app(llm, server, storage, peers, several=is_several(models))
-            app.state.server.tool_servers = tool_servers
+            if tool_servers is not None:
+                app.state.server.tool_servers = tool_servers
+                app.state.server.metrics.tools = tool_servers.counts
             await running.open_models(app.state.server, models)
             if peers is None:
                 if storage.folder.outlives:

@@ -36,6 +36,9 @@ class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     """May use the routes that change the server."""
     models: tuple[str, ...] | None = None
     """Served names that it may use."""
+    mcp_servers: tuple[str, ...] | None = None
+    """Servers of --mcp-config whose tools it may use. None: all, unless another key of the file
+    names any; none then."""
     requests_per_minute: _Count | None = None
     tokens_per_minute: _Count | None = None
     concurrency: _Count | None = None

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllmx_core.errors import ConfigError
+from vllmx_core.errors import ConfigError, shown
 
 from vllmx_server.errors import ForbiddenError
 from vllmx_server.keys.records import KeyRecord, read_keys
@@ -28,6 +28,8 @@ class Holder:
     """The name in fair share, salts, ranges and what is stored; "" without a key."""
     record: KeyRecord | None = None
     """What the file of keys says of it; None: a key of --api-key, or none."""
+    mcp_servers: tuple[str, ...] | None = None
+    """MCP servers whose tools it may use; None: all."""
 
     @property
     def name(self) -> str:
@@ -49,6 +51,18 @@ class Holder:
             param="model",
         )
 
+    def check_mcp_server(self, server: str, param: str) -> None:
+        """Raises ForbiddenError for an MCP server whose tools the key may not use, be it there or
+        not."""
+        if self.mcp_servers is None or server in self.mcp_servers:
+            return
+        allowed = ", ".join(self.mcp_servers) or "none"
+        raise ForbiddenError(
+            f"the key {self.name!r} may not use tools of the MCP server {shown(server)}; it may"
+            f" use: {allowed}",
+            param=param,
+        )
+
 
 @dataclass(slots=True)
 class KeyRing:
@@ -59,6 +73,8 @@ class KeyRing:
     _holders: Mapping[bytes, Holder] = field(init=False)
     _clients: Mapping[str, Holder] = field(init=False)
     _labels: Mapping[str, str] = field(init=False)
+    _unlisted: tuple[()] | None = field(init=False)
+    """The MCP servers of keys that name none."""
 
     def __post_init__(self) -> None:
         self.reload()
@@ -67,9 +83,12 @@ class KeyRing:
         """Reads the file anew and says how many keys there are. Raises ConfigError, and the keys of
         before stay."""
         digests = [hashlib.sha256(key.encode()).digest() for key in self.keys]
-        holders = {digest: Holder(client_name(digest)) for digest in digests}
-        for record in () if self.path is None else read_keys(self.path):
-            holders[bytes.fromhex(record.sha256)] = Holder(f"key-{record.name}", record)
+        records = () if self.path is None else read_keys(self.path)
+        self._unlisted = () if any(each.mcp_servers is not None for each in records) else None
+        holders = {digest: self._nobody(client_name(digest)) for digest in digests}
+        for record in records:
+            servers = self._unlisted if record.mcp_servers is None else record.mcp_servers
+            holders[bytes.fromhex(record.sha256)] = Holder(f"key-{record.name}", record, servers)
         named = [each for each in holders.values() if each.record is not None]
         self._labels = {each.client: each.name for each in named[:MAX_LABELS]}
         self._holders = holders
@@ -89,7 +108,10 @@ class KeyRing:
     def holder(self, client: str) -> Holder:
         """The holder that a client is; somebody without limits and rights where the ring does not
         know it."""
-        return self._clients.get(client) or Holder(client)
+        return self._clients.get(client) or self._nobody(client)
+
+    def _nobody(self, client: str) -> Holder:
+        return Holder(client, mcp_servers=self._unlisted)
 
     def label(self, client: str) -> str | None:
         """What /metrics calls a client: a name that the file gives, of the first `MAX_LABELS`, or

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from vllmx_core.errors import excerpt
 
+from vllmx_server.tool_counts import Outcome
+
 if TYPE_CHECKING:
     from mcp_types import CallToolResult
 
@@ -18,6 +20,13 @@ class ToolResult(msgspec.Struct, frozen=True):
     is_error: bool = False
     code: int | None = None
     """The error code of the protocol, where the tool itself did not answer."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """The word that /metrics has for it."""
+        if self.code is not None:
+            return "timed_out" if self.code == TIMED_OUT else "failed"
+        return "error" if self.is_error else "ok"
 
 
 TIMED_OUT = -32001

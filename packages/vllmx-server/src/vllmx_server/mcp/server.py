@@ -18,6 +18,7 @@ from vllmx_server.mcp.offered import OfferedTool, offered
 from vllmx_server.mcp.results import TIMED_OUT, ToolResult, failure, read_result
 from vllmx_server.mcp.settings import ServerSettings
 from vllmx_server.mcp.stdio import StdioTransport
+from vllmx_server.tool_counts import ToolCounts
 
 if TYPE_CHECKING:
     from mcp import ClientSession
@@ -43,13 +44,17 @@ class ToolServer:
     """One server, on the loop of `ToolServers`. What it has is replaced as a whole, so that other
     threads may look.
 
+    Args:
+        counts: of all servers, where restarts are counted.
+
     Attributes:
         tools: there while it can be called.
         fault: why it cannot be called; None: it can.
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, counts: ToolCounts) -> None:
         self.settings = settings
+        self._counts = counts
         self.tools: tuple[OfferedTool, ...] = ()
         self.fault: str | None = "it is being started"
         self.settled = asyncio.Event()
@@ -83,6 +88,8 @@ class ToolServer:
             self._down(fault)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), wait_s)
+                return
+            self._counts.restarted(self.settings.name)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     def stop(self) -> None:

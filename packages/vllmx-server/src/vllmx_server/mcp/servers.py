@@ -10,8 +10,10 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,6 +22,7 @@ from vllmx_server.mcp.offered import OfferedTool
 from vllmx_server.mcp.results import REFUSED, ToolResult, failure
 from vllmx_server.mcp.server import ToolServer
 from vllmx_server.mcp.settings import ServerSettings
+from vllmx_server.tool_counts import Outcome, ToolCounts
 
 T = TypeVar("T")
 
@@ -33,6 +36,9 @@ class ToolServers:
 
     Args:
         settings: of servers that are not disabled.
+
+    Attributes:
+        counts: what became of their calls.
     """
 
     def __init__(self, settings: Sequence[ServerSettings]) -> None:
@@ -40,7 +46,8 @@ class ToolServers:
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="mcp", daemon=True)
-        self._servers = {each.name: ToolServer(each) for each in settings}
+        self.counts = ToolCounts(each.name for each in settings)
+        self._servers = {each.name: ToolServer(each, self.counts) for each in settings}
         self._running: list[asyncio.Task[None]] = []
         self._thread.start()
         self._submit(self._begin()).result()
@@ -72,10 +79,16 @@ class ToolServers:
         try:
             decoded = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeError, RecursionError):
-            refused: Future[ToolResult] = Future()
-            refused.set_result(failure("the arguments are not a JSON object", REFUSED))
-            return refused
-        return self._submit(self._servers[tool.server].call(tool.tool, decoded))
+            called: Future[ToolResult] = Future()
+            called.set_result(failure("the arguments are not a JSON object", REFUSED))
+        else:
+            called = self._submit(self._servers[tool.server].call(tool.tool, decoded))
+        called.add_done_callback(partial(self._count, tool, time.monotonic()))
+        return called
+
+    def _count(self, tool: OfferedTool, begun_s: float, called: Future[ToolResult]) -> None:
+        outcome: Outcome = "cancelled" if called.cancelled() else called.result().outcome
+        self.counts.called(tool.server, tool.tool, outcome, time.monotonic() - begun_s)
 
     def close(self) -> None:
         """Ends all servers."""

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from vllmx_core.errors import InvalidRequestError, listing, shown
 
+from vllmx_server.keys.ring import Holder
 from vllmx_server.mcp.offered import OfferedTool, called, chosen
 from vllmx_server.mcp.results import ToolResult
 from vllmx_server.responses.tools import functions_of
@@ -51,17 +52,20 @@ class WantedServer(msgspec.Struct, frozen=True):
     param: str
 
 
-def wanted_servers(body: ResponsesRequest, names: Sequence[str] | None) -> list[WantedServer]:
+def wanted_servers(
+    body: ResponsesRequest, names: Sequence[str] | None, holder: Holder
+) -> list[WantedServer]:
     """The servers that a request asks for. Raises InvalidRequestError for what only the operator
-    says, and for a server that is not there.
+    says, and for a server that is not there, and ForbiddenError for one that is not the holder's.
 
     Args:
         names: of the servers; None: the operator names none.
+        holder: of the request's key.
     """
     found: list[WantedServer] = []
     for index, tool in enumerate(body.tools or ()):
         if tool.get("type") == "mcp":
-            found.append(_wanted(tool, f"tools[{index}]", names))
+            found.append(_wanted(tool, f"tools[{index}]", names, holder))
             if found[-1].label in (each.label for each in found[:-1]):
                 raise _wrong(f"tools[{index}].server_label", "is given twice: keep one")
     if found and body.has_logprobs:
@@ -72,7 +76,9 @@ def wanted_servers(body: ResponsesRequest, names: Sequence[str] | None) -> list[
     return found
 
 
-def _wanted(tool: dict[str, Any], place: str, names: Sequence[str] | None) -> WantedServer:
+def _wanted(
+    tool: dict[str, Any], place: str, names: Sequence[str] | None, holder: Holder
+) -> WantedServer:
     for field in _ADDRESSES:
         if field in tool:
             raise _wrong(
@@ -88,6 +94,7 @@ def _wanted(tool: dict[str, Any], place: str, names: Sequence[str] | None) -> Wa
             'is of type "mcp", but there are no MCP servers here: the operator names them with'
             " --mcp-config",
         )
+    holder.check_mcp_server(asked.server_label, f"{place}.server_label")
     if asked.server_label not in names:
         raise _wrong(
             f"{place}.server_label",

@@ -33,7 +33,7 @@ from vllmx_server.routes.generate import held
 from vllmx_server.routes.pages import answer, check_query, newest_first, number, one_of, page
 from vllmx_server.schema.chat import MAX_MESSAGES
 from vllmx_server.schema.responses import RESPONSES, InputItem, ResponsesRequest
-from vllmx_server.state import ServerState, client_of, owner_of, state_of
+from vllmx_server.state import ServerState, client_of, holder_of, owner_of, state_of
 from vllmx_server.tracing import trace_of
 
 encode = msgspec.json.Encoder().encode
@@ -72,7 +72,8 @@ async def create(request: Request) -> Response | HeldResponse:
         if body.background and not state.leads:
             raise _ElsewhereError(data)
         servers = state.tool_servers
-        wanted = wanted_servers(body, None if servers is None else servers.names)
+        names = None if servers is None else servers.names
+        wanted = wanted_servers(body, names, holder_of(request))
         if wanted:
             return body, Asking(request, state, body, wanted, _before)
         if body.previous_response_id is not None:

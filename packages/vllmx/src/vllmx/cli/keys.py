@@ -33,6 +33,13 @@ def keys() -> None:
 @_FILE
 @click.option("--admin", is_flag=True, help="May use the routes that change the server.")
 @click.option("--model", "models", multiple=True, help="A served name; may be repeated.")
+@click.option(
+    "--mcp-server",
+    "mcp_servers",
+    multiple=True,
+    help="A server of --mcp-config whose tools it may use; may be repeated. Once one key names any,"
+    " those that name none may use none.",
+)
 @click.option("--requests-per-minute", type=_COUNT)
 @click.option("--tokens-per-minute", type=_COUNT, help="Tokens of prompts and answers together.")
 @click.option("--concurrency", type=_COUNT, help="Requests at a time.")
@@ -48,6 +55,7 @@ def add(
     path: Path,
     admin: bool,
     models: tuple[str, ...],
+    mcp_servers: tuple[str, ...],
     requests_per_minute: int | None,
     tokens_per_minute: int | None,
     concurrency: int | None,
@@ -75,6 +83,7 @@ def add(
                 "sha256": digest_of(key),
                 "admin": admin,
                 "models": models or None,
+                "mcp_servers": mcp_servers or None,
                 "requests_per_minute": requests_per_minute,
                 "tokens_per_minute": tokens_per_minute,
                 "concurrency": concurrency,
@@ -122,7 +131,7 @@ def list_keys(path: Path, as_json: bool) -> None:
         name = record.pop("name")
         del record["sha256"]
         told = (
-            f"{key} {' '.join(value) if key == 'models' else value}"
+            f"{key} {(' '.join(value) or 'none') if isinstance(value, (list, tuple)) else value}"
             for key, value in record.items()
         )
         limits = ", ".join(told) or "no limits"
