@@ -128,6 +128,14 @@ def test_opentelemetry_is_imported_where_it_is_asked_for(root: Path) -> None:
     assert "opentelemetry" not in loaded_after("import vllmx_server.running")
 
 
+def test_tools_of_mcp_servers_are_imported_where_there_are_any() -> None:
+    script = "import sys, vllmx_server.running, vllmx_server.worker; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    loaded = done.stdout.decode().split()
+    assert "vllmx_server.routes.responses" in loaded
+    assert not [name for name in loaded if name.startswith(("vllmx_server.mcp", "mcp"))]
+
+
 AFTER_THE_CORE_BEGAN = (
     "vllmx_server.app", "vllmx_server.routes", "vllmx_server.schema", "vllmx_server.store",
     "vllmx_server.running", "vllmx_engine.async_llm", "vllmx_engine.client",

@@ -26,7 +26,6 @@ from vllmx_server.connections.safe_headers import AnswerConfig
 from vllmx_server.connections.serving import serve
 from vllmx_server.connections.versions import check_versions
 from vllmx_server.loop_errors import on_loop_error
-from vllmx_server.mcp.settings import read_servers
 from vllmx_server.sharing import ALONE, Sharing
 from vllmx_server.signals import CLOSE_S, Serving
 from vllmx_server.store.storage import Storage
@@ -134,8 +133,11 @@ async def _tool_servers(server: ServerConfig) -> ToolServers | None:
     """MCP servers, which come up while the model loads. Raises ConfigError."""
     if server.mcp_config is None:
         return None
+    from vllmx_server.mcp.settings import read_servers
+
     settings = read_servers(server.mcp_config, "--mcp-config")
     servers: Any = await asyncio.to_thread(import_module, "vllmx_server.mcp.servers")
+    await asyncio.to_thread(import_module, "vllmx_server.responses.asking")
     started: ToolServers = servers.ToolServers(settings)
     return started
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllmx_core.errors import VllmxError
@@ -16,13 +16,15 @@ from vllmx_server.errors import cut_message, internal_error
 from vllmx_server.generation import Generation
 from vllmx_server.responses.as_chat import items_of
 from vllmx_server.responses.output import Output, Told
-from vllmx_server.responses.rounds import ToolRounds
 from vllmx_server.responses.tools import forms_of
 from vllmx_server.schema.responses import InputItem, ResponsesRequest
 from vllmx_server.state import ServerState
 from vllmx_server.store.database import logger
 from vllmx_server.store.ids import new_id, now
 from vllmx_server.store.responses import StoredResponse
+
+if TYPE_CHECKING:
+    from vllmx_server.responses.rounds import ToolRounds
 
 encode = msgspec.json.Encoder().encode
 _PREFIXES = {
@@ -57,12 +59,12 @@ class ResponseAnswer:
         self._generation = generation
         logprobs, tools = None, None
         self._events: ChatEvents | ToolRounds
-        if isinstance(generation, ToolRounds):
-            self._events, tools = generation, generation.tools
-        else:
+        if isinstance(generation, Generation):
             if body.has_logprobs:
                 logprobs = ContentLogprobs(generation.readers, body.top_logprobs or 0)
             self._events = ChatEvents(generation, logprobs)
+        else:
+            self._events, tools = generation, generation.tools
         self._output = Output(logprobs, forms_of(body.tools), tools)
         self._number = 0
         self.is_cancelled = False

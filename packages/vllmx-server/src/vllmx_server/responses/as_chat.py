@@ -9,7 +9,7 @@ from typing import Any
 from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.field_names import RESPONSES_FIELDS
-from vllmx_server.responses.mcp_tools import text_of_error
+from vllmx_server.responses.mcp_items import text_of_error
 from vllmx_server.responses.tools import functions_of, whole_name
 from vllmx_server.schema.chat import (
     ChatCompletionRequest,

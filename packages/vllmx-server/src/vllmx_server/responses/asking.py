@@ -16,7 +16,8 @@ from vllmx_server.deadline import Deadline
 from vllmx_server.field_names import RESPONSES_FIELDS
 from vllmx_server.mcp.servers import ToolServers
 from vllmx_server.responses.as_chat import chat_of, items_of
-from vllmx_server.responses.mcp_tools import RequestTools, WantedServer
+from vllmx_server.responses.mcp_tools import RequestTools
+from vllmx_server.responses.mcp_wanted import WantedServer
 from vllmx_server.responses.rounds import ToolRounds
 from vllmx_server.schema.chat import ChatCompletionRequest, ChatMessage
 from vllmx_server.schema.responses import InputItem, ResponsesRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllmx_server.answers.logprobs import TokenLogprob
 from vllmx_server.chat_events import (
@@ -16,10 +16,19 @@ from vllmx_server.chat_events import (
     ReasoningPiece,
 )
 from vllmx_server.content_logprobs import ContentLogprobs
-from vllmx_server.responses.mcp_tools import RequestTools, finish_call, listed, new_call
-from vllmx_server.responses.rounds import CallDone, Happening, ToolsListed
+from vllmx_server.responses.mcp_items import (
+    CallDone,
+    Happening,
+    ToolsListed,
+    finish_call,
+    listed,
+    new_call,
+)
 from vllmx_server.responses.tools import ToolForm, free_form
 from vllmx_server.store.ids import new_id
+
+if TYPE_CHECKING:
+    from vllmx_server.responses.mcp_tools import RequestTools
 
 Told = tuple[str, dict[str, Any]]
 """The type of an event without "response.", and its own fields."""

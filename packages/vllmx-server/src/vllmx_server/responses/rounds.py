@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
 from vllmx_engine.client.answers import ReadAnswer
 from vllmx_engine.client.request import Request
 from vllmx_engine.client.request_stream import RequestStream
@@ -23,6 +22,7 @@ from vllmx_server.mcp.offered import OfferedTool
 from vllmx_server.mcp.results import ToolResult, failure
 from vllmx_server.mcp.servers import ToolServers
 from vllmx_server.metrics import Metrics
+from vllmx_server.responses.mcp_items import CallDone, Happening, ToolsListed
 from vllmx_server.responses.mcp_tools import RequestTools
 from vllmx_server.schema.chat import ChatMessage, ToolFunction
 from vllmx_server.schema.chat import ToolCall as WrittenCall
@@ -31,23 +31,6 @@ MAX_CALLS = 32
 """Calls of one round that are run."""
 
 
-class ToolsListed(msgspec.Struct, frozen=True):
-    """A server was asked for its tools."""
-
-    label: str
-    tools: list[OfferedTool]
-    fault: str | None
-
-
-class CallDone(msgspec.Struct, frozen=True):
-    """A call of this round came to something."""
-
-    number: int
-    """The number of the call among those of the round."""
-    result: ToolResult
-
-
-Happening = ChatEvent | ToolsListed | CallDone
 Submit = Callable[[Sequence[ChatMessage], int, bool], Awaitable[list[RequestStream]]]
 """Starts the next answer of the model, from: what followed on the request's own conversation,
 tokens generated so far, and whether it is the last one, in which nothing may be called."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 from starlette.requests import Request
@@ -25,16 +26,18 @@ from vllmx_server.generation import Generation
 from vllmx_server.keys.admitted import expected_tokens
 from vllmx_server.responses.answer import ResponseAnswer
 from vllmx_server.responses.as_chat import chat_of
-from vllmx_server.responses.asking import Asking
 from vllmx_server.responses.background import Running
-from vllmx_server.responses.mcp_tools import wanted_servers
-from vllmx_server.responses.rounds import ToolRounds
+from vllmx_server.responses.mcp_wanted import wanted_servers
 from vllmx_server.routes.generate import held
 from vllmx_server.routes.pages import answer, check_query, newest_first, number, one_of, page
 from vllmx_server.schema.chat import MAX_MESSAGES
 from vllmx_server.schema.responses import RESPONSES, InputItem, ResponsesRequest
 from vllmx_server.state import ServerState, client_of, holder_of, owner_of, state_of
 from vllmx_server.tracing import trace_of
+
+if TYPE_CHECKING:
+    from vllmx_server.responses.asking import Asking
+    from vllmx_server.responses.rounds import ToolRounds
 
 encode = msgspec.json.Encoder().encode
 
@@ -58,7 +61,7 @@ class _ElsewhereError(Exception):
         self.data = data
 
 
-_Asked = ChatCall | Asking | None
+_Asked: TypeAlias = "ChatCall | Asking | None"
 """What a body comes to; None: a call after what is stored."""
 
 
@@ -74,7 +77,9 @@ async def create(request: Request) -> Response | HeldResponse:
         servers = state.tool_servers
         names = None if servers is None else servers.names
         wanted = wanted_servers(body, names, holder_of(request))
-        if wanted:
+        if wanted:  # imported where there are servers of tools, at the start
+            from vllmx_server.responses.asking import Asking
+
             return body, Asking(request, state, body, wanted, _before)
         if body.previous_response_id is not None:
             return body, None
@@ -87,18 +92,19 @@ async def create(request: Request) -> Response | HeldResponse:
         return await state.relay(request, found.data)
     release = await state.admit(request, expected_tokens(body_bytes(request), body))
     try:
-        submit = (
-            asked.submit() if isinstance(asked, Asking) else _submit(request, state, body, asked)
-        )
+        if asked is None or isinstance(asked, ChatCall):
+            submit = _submit(request, state, body, asked)
+        else:
+            submit = asked.submit()
         streams = await unless_gone(request.receive, submit, deadline)
     except BaseException:
         release()
         raise
     generation: Generation | ToolRounds
-    if isinstance(asked, Asking):
-        generation = asked.rounds(streams, started_s, deadline)
-    else:
+    if asked is None or isinstance(asked, ChatCall):
         generation = Generation(streams, state.metrics, started_s, deadline)
+    else:
+        generation = asked.rounds(streams, started_s, deadline)
     release.usage = generation.usage
     if (trace := trace_of(request)) is not None:
         trace.generation = generation
