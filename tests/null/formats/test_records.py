@@ -138,6 +138,43 @@ def test_channels(text: str, result: tuple[str, str, list[tuple[str, Any]]]) -> 
         assert parts(read(spec.load(), text, size)) == result
 
 
+@pytest.mark.parametrize(
+    ("text", "is_unread"),
+    [
+        (HARMONY_TEXT, False),
+        ("<|channel|>commentary to=python <|message|>1 + 1<|call|>", True),
+        ("<|channel|>analysis to=browser.search code<|message|>{}<|call|>", True),
+        (" to=functions. <|channel|>commentary<|message|>{}", True),
+        ("<|channel|>commentary to=functions.now<|call|>", True),
+        ("<|channel|>commentary to=functions.now " + "x" * 600, True),
+        ("<|channel|>final<|message|>Go to=functions.now<|return|>", False),
+        ("Just text to=functions.now", False),
+        ("Just text to=functions.now " + "x" * 600, False),
+    ],
+)
+def test_messages_to_tools_that_are_no_calls(text: str, is_unread: bool) -> None:
+    made_of = next(spec for spec in PARSERS if spec.name == "harmony").load()
+    for size in (1, 7, len(text)):
+        reader = AnswerReader(made_of, ReadOptions(TOOLS))
+        for start in range(0, len(text), size):
+            reader.push(text[start : start + size])
+        reader.finish()
+        assert reader.has_unread_calls == is_unread
+        assert not (is_unread and reader.num_calls)
+    plain = AnswerReader(made_of, ReadOptions())
+    plain.push(text)
+    plain.finish()
+    assert not plain.has_unread_calls, "without tools nothing is a call"
+
+
+def test_an_answer_that_was_cut_has_no_call_that_could_not_be_read() -> None:
+    made_of = next(spec for spec in PARSERS if spec.name == "harmony").load()
+    reader = AnswerReader(made_of, ReadOptions(TOOLS))
+    reader.push("<|channel|>commentary to=functions.now")
+    reader.finish(is_cut=True)
+    assert not reader.has_unread_calls
+
+
 def test_names_are_given_once() -> None:
     names = [name for spec in PARSERS for name in (spec.name, *spec.aliases)]
     assert len(names) == len(set(names))

@@ -69,7 +69,7 @@ class AnswerReader(AnswerSink):
         self.num_calls = 0
         """Calls that have begun, those that were left out aside."""
         self.has_unread_calls = False
-        """Something began as calls do and was none, so that it is content."""
+        """Something began as calls do and was none that can be read."""
         self.in_thinking = options.in_thinking and self._thinking is not None
         """The text that comes next is thought."""
         self.has_reasoned = False
@@ -144,6 +144,10 @@ class AnswerReader(AnswerSink):
         yield from self._cursor.take(self._thinking.end)
         self.end_reasoning()
 
+    def unread_call(self) -> None:
+        """See `AnswerSink`."""
+        self.has_unread_calls = True
+
     def begin_reasoning(self) -> None:
         """See `AnswerSink`."""
         self.has_reasoned = self.in_thinking = True
@@ -207,7 +211,7 @@ class AnswerReader(AnswerSink):
         cursor.held = False
         if self._num_seen == count:
             cursor.at = start
-            self.has_unread_calls = True
+            self.unread_call()
         return self._num_seen > count
 
     def _several(self, calls: Calls, reader: CallReader) -> Steps[None]:
@@ -235,7 +239,7 @@ class AnswerReader(AnswerSink):
         elif not (self._num_seen and _is_part(rest, calls.section_end, calls.separator)):
             self.content(rest)
             if not cursor.is_cut:
-                self.has_unread_calls = True
+                self.unread_call()
 
     def content(self, text: str) -> None:
         """See `AnswerSink`."""

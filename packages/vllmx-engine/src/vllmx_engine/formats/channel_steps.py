@@ -29,13 +29,17 @@ class ChannelReader:
         self._ends = Triggers((*channels.ends, channels.start), with_space=False)
         recipient = re.escape(channels.recipient.strip())
         self._recipient = re.compile(recipient + r"([^\s<]{1,256})")
+        word, sign, _ = channels.recipient.strip().partition("=")
+        self._address = re.compile(r"(?:^|\W)" + re.escape(word + sign))
         self._channel = re.compile(re.escape(channels.channel) + r"\s*(\w+)")
 
     def read(self) -> Steps[None]:
         """Reads one message after the other, to the end."""
         while True:
+            start = self._cursor.at
             header = yield from self._header()
             if header is None:
+                self._note_unread(self._cursor.text[start : start + _MAX_HEADER])
                 yield from passed_on(self._cursor, self._ends, self._sink.content)
             else:
                 yield from self._message(header)
@@ -47,6 +51,8 @@ class ChannelReader:
         try:
             found = yield from cursor.until((self._channels.message,), _MAX_HEADER)
         except TextEndError:
+            if not cursor.is_cut:
+                self._note_unread(cursor.text[start:])
             self._sink.content(self._without_start(cursor.text[start:]))
             cursor.at = len(cursor.text)
             raise
@@ -63,6 +69,16 @@ class ChannelReader:
         is_header = any(text.startswith(each) or each.startswith(text) for each in begins)
         return "" if is_header else header
 
+    def _note_unread(self, header: str) -> None:
+        """Tells of a header that is addressed to a tool and begins no call."""
+        if self._tools and self._begins_message(header) and self._address.search(header):
+            self._sink.unread_call()
+
+    def _begins_message(self, text: str) -> bool:
+        channels = self._channels
+        begins = (channels.start, channels.channel, channels.recipient.strip())
+        return text.lstrip().startswith(begins)
+
     def _message(self, header: str) -> Steps[None]:
         sink = self._sink
         channel = self._channel.search(header)
@@ -71,7 +87,9 @@ class ChannelReader:
             sink.begin(recipient[1], None)
             yield from passed_on(self._cursor, self._ends, sink.arguments)
             sink.end()
-        elif channel is not None and channel[1] == self._channels.thinking:
+            return
+        self._note_unread(header)
+        if channel is not None and channel[1] == self._channels.thinking:
             sink.begin_reasoning()
             yield from passed_on(self._cursor, self._ends, sink.reasoning)
             sink.end_reasoning()

@@ -28,6 +28,10 @@ class AnswerSink(CallSink, Protocol):
         """Content that follows."""
         ...
 
+    def unread_call(self) -> None:
+        """Something began as a call and was none that can be read."""
+        ...
+
     def begin_reasoning(self) -> None:
         """Thoughts begin."""
         ...
