@@ -10,7 +10,7 @@ import numpy as np
 from vllmx_core.plan import I32, AnyArray
 from vllmx_core.records import Record
 from vllmx_core.weight_map import parts_of
-from vllmx_core.weights import RawTensor, WeightPart, WeightSource, WeightSpec
+from vllmx_core.weights import WeightPart, WeightSource, WeightSpec
 
 from vllmx_cpu.structs import AFFINE_KINDS, BLOCK_KINDS, FLOAT8_COLS, FLOAT8_KIND
 
@@ -102,18 +102,3 @@ def _affine_kind(part: WeightPart) -> NativeKind | None:
     order = column_order(part)
     bits = 4 if part.layout.bits <= 4 else 8
     return NativeKind(AFFINE_KINDS[bits, width], b"" if order is None else order.tobytes())
-
-
-def blocks_of(part: WeightPart) -> RawTensor:
-    """The rows of a part of a block kind as the packer reads them. Safetensors have MXFP4 as codes,
-    two neighbours to a byte, and exponents; a block is an exponent and 16 bytes whose low halves
-    are the first 16 values."""
-    raw = part.buffers["weight"]
-    if part.layout.kind != "fp4":
-        return raw
-    pairs = np.asarray(raw.view()).reshape(-1, 16)
-    codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(-1, 32)
-    blocks = np.empty((len(codes), 17), np.uint8)
-    blocks[:, 0] = np.asarray(part.buffers["scale"].view()).reshape(-1)
-    blocks[:, 1:] = codes[:, :16] | codes[:, 16:] << 4
-    return replace(raw, shape=blocks.shape, stored=blocks.reshape(-1))

@@ -59,6 +59,10 @@ def _declare(lib: ctypes.CDLL) -> None:
             None,
             (c_void_p, c_int32, c_int32, c_int32, c_void_p, c_int32, c_int32),
         ),
+        "vx_pack_mxfp4": (
+            None,
+            (c_void_p, c_int32, c_int32, c_void_p, c_void_p, c_int32, c_int32),
+        ),
         "vx_pack_coded": (
             None,
             (

@@ -17,7 +17,7 @@ from vllmx_core.weight_map import bias_of, parts_of
 from vllmx_core.weights import DENSE, ITEM_BYTES, WeightPart, WeightSource, WeightSpec
 
 from vllmx_cpu.coded import affine_rows, float8_rows
-from vllmx_cpu.kinds import blocks_of, column_order, native_kind
+from vllmx_cpu.kinds import column_order, native_kind
 from vllmx_cpu.memory import Bytes, allocate
 from vllmx_cpu.native import library
 from vllmx_cpu.structs import (
@@ -254,13 +254,27 @@ def _piece(
     features = shape.rows // 2 if shape.gated else 0
 
     def pack_blocks() -> None:
-        blocks = np.ascontiguousarray(blocks_of(part.rows(begin, end)).in_memory(room).data)
+        blocks = np.ascontiguousarray(part.rows(begin, end).buffers["weight"].in_memory(room).data)
         library().vx_pack_blocks(
             matrix.address,
             BLOCK_KINDS[shape.kind],
             shape.cols,
             features,
             blocks.ctypes.data,
+            first + begin,
+            end - begin,
+        )
+
+    def pack_mxfp4() -> None:
+        rows = part.rows(begin, end)
+        codes = np.ascontiguousarray(rows.buffers["weight"].in_memory(room).data)
+        exponents = np.ascontiguousarray(rows.buffers["scale"].data)
+        library().vx_pack_mxfp4(
+            matrix.address,
+            shape.cols,
+            features,
+            codes.ctypes.data,
+            exponents.ctypes.data,
             first + begin,
             end - begin,
         )
@@ -297,7 +311,9 @@ def _piece(
 
     if shape.kind in CODED_KINDS:
         return pack_coded
-    return pack_blocks if shape.kind in BLOCK_KINDS else pack
+    if shape.kind not in BLOCK_KINDS:
+        return pack
+    return pack_mxfp4 if part.layout.kind == "fp4" else pack_blocks
 
 
 def _values(

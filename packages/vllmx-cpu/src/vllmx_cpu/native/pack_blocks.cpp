@@ -1,5 +1,5 @@
-// Repacks rows of GGUF blocks into the blocks of 16 rows that block_kinds.h reads: the same codes and
-// scales, in another order. Runs once, at load.
+// Repacks rows of GGUF blocks, and of safetensors' MXFP4, into the blocks of 16 rows that block_kinds.h
+// reads: the same codes and scales, in another order. Runs once, at load.
 #include "block_layout.h"
 #include "team.h"
 
@@ -38,12 +38,20 @@ void pack_nibbles(const uint8_t* in, uint8_t* block, int32_t u, int32_t units, i
     for (int k = 0; k < 32; ++k) codes[k] |= (uint8_t)((high[k / 8] >> (k % 8) & 1) << 4);
   write_scaled<Format>(block, u, units, lane, codes, in);
 }
-// exponent e | 16 bytes of nibbles; the scale 2^(e - 128) as bf16, the two smallest being subnormal
+// The scale 2^(e - 128) as bf16, the two smallest being subnormal.
+uint16_t mxfp4_scale(uint8_t e) { return (uint16_t)(e < 2 ? 0x20 << e : (e - 1) << 7); }
+// exponent | 16 bytes of nibbles
 void pack_mxfp4(const uint8_t* in, uint8_t* block, int32_t u, int32_t units, int32_t lane) {
   uint8_t codes[32];
   read_nibbles(in + 1, codes);
-  const uint16_t scale = (uint16_t)(in[0] < 2 ? 0x20 << in[0] : (in[0] - 1) << 7);
+  const uint16_t scale = mxfp4_scale(in[0]);
   write_scaled<MXFP4>(block, u, units, lane, codes, (const uint8_t*)&scale);
+}
+
+// Eight codes in order, a nibble each, as a plane of Codes<4> has them: the fifth beside the first.
+uint32_t nibbles_of_plane(uint32_t w) {
+  w = (w & 0xff0000ff) | (w & 0x0000ff00) << 8 | (w & 0x00ff0000) >> 8;
+  return (w & 0xf00ff00f) | (w & 0x00f000f0) << 4 | (w & 0x0f000f00) >> 4;
 }
 
 // A byte for group g of the row into a vector of group scales or minima.
@@ -168,5 +176,25 @@ VX_API void vx_pack_blocks(void* packed, int32_t kind, int32_t cols, int32_t fea
     uint8_t* block = (uint8_t*)packed + (size_t)place.block * block_bytes(kind, cols);
     for (int32_t u = 0; u < units; ++u, in += packer.source_bytes)
       packer.pack(in, block, u, units, place.lane);
+  }
+}
+
+// The same for MXFP4 as safetensors have it: codes (count, cols / 2), two neighbours to a byte, and exponents
+// (count, cols / 32). `cols` is a multiple of 32.
+VX_API void vx_pack_mxfp4(void* packed, int32_t cols, int32_t features, const uint8_t* codes,
+                          const uint8_t* exponents, int32_t first, int32_t count) {
+  const int32_t units = cols / 32;
+  for (int32_t i = 0; i < count; ++i) {
+    const Place place = place_of(first + i, features);
+    uint8_t* block = (uint8_t*)packed + (size_t)place.block * block_bytes(VX_MXFP4, cols);
+    for (int32_t u = 0; u < units; ++u, codes += 16, ++exponents) {
+      uint32_t words[4];
+      __builtin_memcpy(words, codes, 16);
+      for (int j = 0; j < 4; ++j) words[j] = nibbles_of_plane(words[j]);
+      for (int j = 0; j < 4; ++j)
+        __builtin_memcpy(block + MXFP4::codes(u) + j * 64 + place.lane * 4, words + j, 4);
+      const uint16_t scale = mxfp4_scale(*exponents);
+      __builtin_memcpy(block + MXFP4::scale(u, units) + place.lane * 2, &scale, 2);
+    }
   }
 }
