@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from vllmx_core.plan import F32, AnyArray
-from vllmx_core.weights import PartSpec, WeightPart, WeightSpec
+from vllmx_core.weights import PartSpec, RawTensor, WeightPart, WeightSpec
 from vllmx_cpu.kinds import segments
 from vllmx_cpu.native import Isa
 from vllmx_cpu.packing import matrix_shapes
@@ -17,6 +17,7 @@ from vllmx_cpu.structs import BLOCK_KINDS
 from vllmx_models.gguf.blocks import TENSOR_TYPES, TensorType, weight_part
 from vllmx_models.gguf.k_blocks import _scales_and_minima
 from vllmx_models.gguf.legacy_blocks import half, planes
+from vllmx_models.quantization.matrices import fp4_part
 
 from .quantised import (
     Case,
@@ -261,12 +262,18 @@ def test_embedding_reads_rows_out_of_the_packed_table(isa: Isa, run_op: RunOp, k
     assert np.isnan(y[5]).all()
 
 
-def test_every_exponent_of_mxfp4(isa: Isa, run_op: RunOp) -> None:
+@pytest.mark.parametrize("file", ["gguf", "safetensors"])
+def test_every_exponent_of_mxfp4(isa: Isa, run_op: RunOp, file: str) -> None:
     """Two scales are subnormal, the largest values of the last one are infinite."""
     random = np.random.default_rng(0)
-    blocks = random.integers(0, 256, (256, 17)).astype(np.uint8)
-    blocks[:, 0] = np.arange(256)
-    part = weight_part("w", TYPES["MXFP4"], (256, 32), blocks.reshape(-1))
+    exponents = np.stack([np.arange(256), np.arange(256)[::-1]], axis=1).astype(np.uint8)
+    codes = random.integers(0, 256, (256, 2, 16), np.uint8)
+    if file == "gguf":
+        blocks = np.concatenate([exponents[..., None], codes], axis=2)
+        part = weight_part("w", TYPES["MXFP4"], (256, 64), blocks.reshape(-1))
+    else:
+        raw = [RawTensor("w", "u8", each.shape, each.reshape(-1)) for each in (codes, exponents)]
+        part = fp4_part("w", *raw, (256, 64))
     y = embedding_rows(part, run_op, isa, np.arange(256, dtype=np.int32))
     np.testing.assert_array_equal(y, part.dequantize())
 

@@ -180,7 +180,7 @@ VX_API void vx_pack_blocks(void* packed, int32_t kind, int32_t cols, int32_t fea
 }
 
 // The same for MXFP4 as safetensors have it: codes (count, cols / 2), two neighbours to a byte, and exponents
-// (count, cols / 32). `cols` is a multiple of 32.
+// (count, cols / 32) of which the last one, 255, means NaN. `cols` is a multiple of 32.
 VX_API void vx_pack_mxfp4(void* packed, int32_t cols, int32_t features, const uint8_t* codes,
                           const uint8_t* exponents, int32_t first, int32_t count) {
   const int32_t units = cols / 32;
@@ -193,7 +193,7 @@ VX_API void vx_pack_mxfp4(void* packed, int32_t cols, int32_t features, const ui
       for (int j = 0; j < 4; ++j) words[j] = nibbles_of_plane(words[j]);
       for (int j = 0; j < 4; ++j)
         __builtin_memcpy(block + MXFP4::codes(u) + j * 64 + place.lane * 4, words + j, 4);
-      const uint16_t scale = mxfp4_scale(*exponents);
+      const uint16_t scale = *exponents == 255 ? 0x7fc0 : mxfp4_scale(*exponents);
       __builtin_memcpy(block + MXFP4::scale(u, units) + place.lane * 2, &scale, 2);
     }
   }
