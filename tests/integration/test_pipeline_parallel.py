@@ -19,7 +19,7 @@ def stages(llm: LLM) -> list[psutil.Process]:
     """The processes of all stages but the first, in order."""
     children = psutil.Process().children()
     found = [one for one in children if "vllmx_tp.rank_process" in one.cmdline()]
-    assert len(found) == int(llm.info.details["stages"]) - 1
+    assert len(found) == int(llm.info.details["ranks"]) - 1
     return sorted(found, key=lambda one: int(one.cmdline()[4]))
 
 
@@ -68,9 +68,32 @@ def test_two_stages_of_another_backend_and_one_that_is_stopped() -> None:
         last.wait(PATIENCE_S)
 
 
-def test_layers_are_divided_one_way_alone() -> None:
-    with pytest.raises(ConfigError, match="do not go together: set one of them to 4"):
-        LLM("demo", pipeline_parallel_size=2, tensor_parallel_size=2, **LIMITS)
+def test_stages_of_two_ranks_answer_as_one_process_and_end_with_one_of_them() -> None:
+    more = CPU | {"dtype": "bfloat16", "deterministic": True}
+    with LLM("demo", **more) as llm:
+        expected = everything(llm)
+        whole = llm.info
+    with LLM("demo", pipeline_parallel_size=2, tensor_parallel_size=2, **more) as llm:
+        assert everything(llm) == expected
+        assert llm.info.details["stages"] == "2"
+        assert llm.info.num_kv_blocks == whole.num_kv_blocks
+        assert llm.info.kv_cache_bytes == whole.kv_cache_bytes
+        processes = stages(llm)
+        assert len(processes) == 3
+        processes[0].kill()
+        assert lost(llm) == "rank 1 was killed by SIGKILL"
+    for one in processes:
+        one.wait(PATIENCE_S)
+
+
+def test_the_last_rank_of_a_stage_is_stopped() -> None:
+    """It tells rank 0 nothing of what it sampled, and is missed all the same."""
+    with LLM("demo", pipeline_parallel_size=2, tensor_parallel_size=2, **CPU) as llm:
+        llm.generate(PROMPTS[2:], BAD_WORDS)
+        *_, last = stages(llm)
+        last.suspend()
+        assert lost(llm) == f"rank 3 (process {last.pid}) hangs or was stopped"
+        last.wait(PATIENCE_S)
 
 
 def test_more_stages_than_layers() -> None:

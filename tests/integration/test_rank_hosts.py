@@ -112,6 +112,21 @@ def test_stages_on_three_hosts_answer_as_one_process(key_file: Path) -> None:
                 until_lost(llm)
 
 
+def test_each_host_has_a_stage_of_two_ranks(key_file: Path) -> None:
+    with LLM("demo", **LIMITS) as llm:  # type: ignore[arg-type]
+        expected = answers(llm)
+    with rank_host(key_file) as (place, process):
+        more = LIMITS | {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "num_threads": 4}
+        more |= {"rank_hosts": place, "rank_key_file": str(key_file)}
+        with LLM("demo", **more) as llm:  # type: ignore[arg-type]
+            assert answers(llm) == expected
+            ranks = psutil.Process(process.pid).children()
+            assert len(ranks) == 2
+            min(ranks, key=lambda one: int(one.cmdline()[4])).kill()
+            with pytest.raises(RankLostError, match=r"rank 2 was killed by SIGKILL \(on host 127"):
+                until_lost(llm)
+
+
 def test_a_host_with_another_model_or_key(key_file: Path, tmp_path: Path) -> None:
     """The config differs, so no weight needs to be loaded."""
     other = shutil.copytree(MODEL_FOLDER, tmp_path / "model")

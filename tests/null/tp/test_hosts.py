@@ -149,8 +149,12 @@ def test_ranks_are_shared_out_evenly() -> None:
     assert share_of_host(EngineConfig(model="demo", tensor_parallel_size=4), 2) == 2
     with pytest.raises(ConfigError, match=r"3 ranks .* 2 hosts .* --tensor-parallel-size 2 or a"):
         share_of_host(EngineConfig(model="demo", tensor_parallel_size=3), 2)
-    with pytest.raises(ConfigError, match=r"3 ranks .* --pipeline-parallel-size 2 or a multiple"):
+    with pytest.raises(ConfigError, match=r"3 stages .* --pipeline-parallel-size 2 or a multiple"):
         share_of_host(EngineConfig(model="demo", pipeline_parallel_size=3), 2)
+    both = EngineConfig(model="demo", pipeline_parallel_size=2, tensor_parallel_size=3)
+    assert share_of_host(both, 2) == 3
+    with pytest.raises(ConfigError, match=r"2 stages cannot .* --pipeline-parallel-size 3 or a"):
+        share_of_host(both, 3)  # a stage is on one host
 
 
 def test_a_port_in_use() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from vllmx_core.errors import RankLostError
 from vllmx_core.plan import LogprobRows, StepResult
+from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.region import BUFFER_BYTES, Region
 from vllmx_tp.results import decode_result, encode_result
 from vllmx_tp.stage_link import StageLink
@@ -104,6 +105,57 @@ def test_pieces_go_round_three_hosts() -> None:
     for link in links:
         link.close()
     for region in regions:
+        region.close()
+
+
+def test_ranks_of_stages_add_and_hand_on_at_once() -> None:
+    """Two stages of three ranks: what ranks of a stage add and what they hand on lie apart."""
+    region = Region.create(6, 2)
+    sums: dict[int, list[float]] = {}
+
+    def run(rank: int) -> None:
+        end, stage = SharedMemoryCommunicator(region, rank), rank // 3
+        assert (end.rank, end.num_ranks) == (rank % 3, 3)
+        sums[rank] = []
+        for turn in range(5):
+            given = np.full(4, 10.0**stage * (rank % 3 + 1) + turn)
+            if stage:
+                given += end.recv((4,), np.float64) * 1000
+            total = end.all_reduce(given)
+            sums[rank].append(float(total[0]))
+            if not stage:
+                end.send(given)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    first = [6.0 + 3 * turn for turn in range(5)]
+    second = [60 + 3 * turn + 1000 * one for turn, one in enumerate(first)]
+    assert [sums[rank] for rank in range(6)] == 3 * [first] + 3 * [second]
+    region.close()
+
+
+def test_pieces_of_several_ranks_go_to_another_host_and_back() -> None:
+    """Each host has a stage of two ranks, and rank 0's place is told of results."""
+    regions, broken = [Region.create(4, 2) for _ in range(2)], list[int]()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    links = [
+        StageLink(regions[0], ours, [0, 1], [2, 3], lambda: broken.append(0)),
+        StageLink(regions[1], theirs, [2, 3], [0, 1], lambda: broken.append(1)),
+    ]
+    for rank in (0, 1, 2):
+        after = (rank + 2) % 4
+        with beside(lambda rank=rank: said(Outgoing(regions[rank // 2], rank))):
+            check_heard(Incoming(regions[after // 2], after))
+    assert not broken
+    for region, link in zip(regions, links, strict=True):
+        region.aborted[0] = 1
+        link.close()
         region.close()
 
 

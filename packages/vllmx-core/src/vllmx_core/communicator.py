@@ -46,13 +46,21 @@ class SharedAddresses(Record):
     that the rank before sent it has taken. Behind it is one more: how many sleep for it. A rank
     counts what it sends in its `arrived` word and puts piece n into its buffer of turn n modulo 2,
     when piece n - 2 was taken."""
+    stages: SharedAddresses | None = None
+    """The same of the ranks that have this one's place in the stages of the model, where stages
+    have ranks of their own; pieces go between these."""
+
+    @property
+    def place(self) -> int:
+        """Number of the process among the ranks of all stages."""
+        return self.rank if self.stages is None else self.stages.rank * self.num_ranks + self.rank
 
 
 class Communicator(Protocol):
     """One rank's end. Ranks that compute layers together make the same calls of `all_reduce` and
     `all_gather` in the same order; each call waits for the others. Ranks that are stages of a model
-    `recv` what the rank before them `send`s. Raises RankLostError where one of them will not
-    come."""
+    `recv` what the rank before them `send`s; where stages have several ranks each, `rank` and
+    `num_ranks` are of a stage. Raises RankLostError where one of them will not come."""
 
     @property
     def rank(self) -> int: ...

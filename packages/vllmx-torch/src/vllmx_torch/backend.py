@@ -42,7 +42,7 @@ from vllmx_torch.kv_cache import allocate, allocate_states, plan_kv
 from vllmx_torch.kv_quant import dtypes_of
 from vllmx_torch.loaded import TorchLoadedModel
 from vllmx_torch.ops import OPS
-from vllmx_torch.ranks import ranks_of
+from vllmx_torch.ranks import place_of, ranks_of
 from vllmx_torch.weights import DTYPES, TorchWeight, WeightLoader, weight_bytes
 
 logger = logging.getLogger("vllmx.torch")
@@ -77,7 +77,7 @@ class TorchBackend:
         which there is one for the whole process."""
         device = choose_device()
         if options.communicator is not None:
-            device = device_of_rank(device, options.communicator.rank)
+            device = device_of_rank(device, place_of(options.communicator))
         dtype = choose_dtype(options.dtype, model.shape.dtype, DTYPES, self.name)
         cached = kv_dtype(options.kv_cache_dtype, dtypes_of(device), dtype, self.name)
         if device.type == "cpu":

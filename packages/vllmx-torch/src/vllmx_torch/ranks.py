@@ -84,10 +84,14 @@ class HostRanks:
 
 class ProcessGroupRanks:
     """Ranks that meet through a process group of torch (`torch.distributed.ProcessGroup`) of this
-    model alone; no global group is made."""
+    model alone; no global group is made. What they hand on to the next stage goes through the host.
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    Args:
+        host: for that.
+    """
+
+    def __init__(self, group: Any, host: HostRanks) -> None:
+        self._group, self._host = group, host
 
     @classmethod
     def meet(cls, communicator: Communicator, kind: str) -> ProcessGroupRanks:
@@ -117,8 +121,9 @@ class ProcessGroupRanks:
                     f"this torch ({torch.__version__}) was built without {kind}, which ranks on"
                     " CUDA devices need: install one with it, or leave out --tensor-parallel-size"
                 ) from error
-            found = cls(group)
-            first = torch.ones(1, device="cuda" if kind == "nccl" else "cpu")
+            device = torch.device("cuda" if kind == "nccl" else "cpu")
+            found = cls(group, HostRanks(communicator, device))
+            first = torch.ones(1, device=device)
             found.all_reduce(first)  # which connects them, so that the store is needed no more
             communicator.all_reduce(np.ones(1, np.float32))
         return found
@@ -157,12 +162,12 @@ class ProcessGroupRanks:
         )
 
     def send(self, x: Tensor) -> None:
-        """Ranks that meet in a process group are no stages."""
-        raise AssertionError("a stage speaks through the host")
+        """See `TorchRanks.send`."""
+        self._host.send(x)
 
     def recv(self, shape: tuple[int, ...]) -> Tensor:
-        """See `send`."""
-        raise AssertionError("a stage speaks through the host")
+        """See `TorchRanks.recv`."""
+        return self._host.recv(shape)
 
     @staticmethod
     def _wait(call: Any) -> None:
@@ -189,6 +194,12 @@ def _check_one_host(communicator: Communicator, folder: str) -> None:
             " --backend cpu",
             param="rank_hosts",
         )
+
+
+def place_of(communicator: Communicator) -> int:
+    """The number of a rank among all of the model, whatever stage it belongs to."""
+    shared = communicator.shared
+    return communicator.rank if shared is None else shared.place
 
 
 def ranks_of(

@@ -23,16 +23,19 @@ def agreed_ranks(mine: LoadedInfo, others: Sequence[RankReady]) -> LoadedInfo:
     )
 
 
-def agreed_stages(mine: LoadedInfo, others: Sequence[RankReady]) -> LoadedInfo:
-    """What all stages can do together, and take. Raises VllmxError where they do not fit."""
+def agreed_stages(mine: LoadedInfo, others: Sequence[RankReady], num_stages: int) -> LoadedInfo:
+    """What all stages, of as many ranks each, can do together, and take. Raises VllmxError where
+    they do not fit."""
     stages = [RankReady.of(mine), *others]
     slots = [one.num_state_slots for one in stages if one.num_state_slots]
+    found = _together(mine, stages, "stages", _ALIKE_STAGES)
     return replace(
-        _together(mine, stages, "stages", _ALIKE_STAGES),
+        found,
         max_num_batched_tokens=min(one.max_num_batched_tokens for one in stages),
         max_logit_rows=stages[-1].max_logit_rows,
         num_state_slots=min(slots, default=0),
-        num_stages=len(stages),
+        num_stages=num_stages,
+        details=found.details | {"stages": num_stages, "ranks": len(stages)},
     )
 
 

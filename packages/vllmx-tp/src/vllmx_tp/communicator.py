@@ -15,7 +15,7 @@ from vllmx_core.errors import RankLostError
 from vllmx_core.plan import AnyArray
 
 from vllmx_tp import futex
-from vllmx_tp.region import BUFFER_BYTES, RANK_BYTES, Region, Word
+from vllmx_tp.region import BUFFER_BYTES, RANK_BYTES, Region, Seats, Word
 from vllmx_tp.wire import Incoming, Outgoing
 
 _SPINS = 200
@@ -28,11 +28,12 @@ class SharedMemoryCommunicator:
     part n + 2 has seen all others arrive at n + 1, which they do when they have read part n."""
 
     def __init__(self, region: Region, rank: int) -> None:
-        self._region, self._rank = region, rank
-        ranks = range(region.num_ranks)
-        self._arrived = [region.word(one, Word.ARRIVED) for one in ranks]
-        self._buffers = [[region.buffer(one, turn) for turn in (0, 1)] for one in ranks]
-        self._aborted, self._bridged = region.aborted, region.bridged(rank)
+        self._region, self._seats, self._pieces = region, region.sums(rank), region.pieces(rank)
+        self._rank, self._seat = self._seats.own, self._seats.seat
+        seats = range(self._seats.first, self._seats.first + self._seats.count)
+        self._arrived = [region.word(one, Word.ARRIVED) for one in seats]
+        self._buffers = [[region.buffer(one, turn) for turn in (0, 1)] for one in seats]
+        self._aborted, self._bridged = region.aborted, region.bridged(self._seat)
         self._count = 0
         self._outgoing, self._incoming = Outgoing(region, rank), Incoming(region, rank)
 
@@ -42,21 +43,26 @@ class SharedMemoryCommunicator:
 
     @property
     def num_ranks(self) -> int:
-        return self._region.num_ranks
+        return self._seats.count
 
     @property
     def shared(self) -> SharedAddresses:
         """See `Communicator.shared`."""
+        stages = None if self._region.num_stages == 1 else self._addresses(self._pieces, None)
+        return self._addresses(self._seats, stages)
+
+    def _addresses(self, seats: Seats, stages: SharedAddresses | None) -> SharedAddresses:
         region, address = self._region, self._region.address
         return SharedAddresses(
-            self._rank,
-            region.num_ranks,
+            seats.own,
+            seats.count,
             abort=address,
-            arrived=address + region.word_at(0, Word.ARRIVED),
+            arrived=address + region.word_at(seats.first, Word.ARRIVED),
             arrived_stride=RANK_BYTES,
-            buffers=address + region.buffers_at,
+            buffers=address + region.buffers_at + 2 * seats.first * BUFFER_BYTES,
             buffer_bytes=BUFFER_BYTES,
-            taken=address + region.word_at(0, Word.PIECES),
+            taken=address + region.word_at(seats.first, Word.PIECES),
+            stages=stages,
         )
 
     def all_reduce(self, x: AnyArray) -> AnyArray:
@@ -114,7 +120,7 @@ class SharedMemoryCommunicator:
         self._count = (self._count + 1) & 0xFFFFFFFF
         turn = self._count & 1
         self._buffers[self._rank][turn][: piece.nbytes].view(piece.dtype)[:] = piece
-        self._region.part_bytes(self._rank, turn)[0] = piece.nbytes
+        self._region.part_bytes(self._seat, turn)[0] = piece.nbytes
         self._arrived[self._rank][0] = self._count
         if self._bridged[0]:
             futex.wake(self._arrived[self._rank])

@@ -37,7 +37,7 @@ def load(found: FoundModel, opened: OpenedModel) -> RankedModel | PipelinedModel
     share = share_of_host(config, 1 + len(places))
     key = read_key(config.rank_key_file) if places else b""
     cores = divide_cores(share, config, opened.backend.name)
-    region = Region.create(ranks)
+    region = Region.create(ranks, config.pipeline_parallel_size)
 
     def hosts(group: Group) -> Iterator[RemoteHost]:
         for address, first in zip(places, range(share, ranks, share), strict=True):
@@ -54,7 +54,8 @@ def load(found: FoundModel, opened: OpenedModel) -> RankedModel | PipelinedModel
         model = load_rank(opened, region, 0, cores[0], share=share, config=config)
         others = group.loaded()
         if config.pipeline_parallel_size > 1:
-            return PipelinedModel(model, group, agreed_stages(model.info, others))
+            info = agreed_stages(model.info, others, config.pipeline_parallel_size)
+            return PipelinedModel(model, group, info)
         return RankedModel(model, group, agreed_ranks(model.info, others))
     except BaseException:
         group.kill()

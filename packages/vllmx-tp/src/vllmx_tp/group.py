@@ -100,6 +100,7 @@ class Group:
             "vllmx_tp.rank_process",
             str(rank),
             str(self.region.num_ranks),
+            str(self.region.num_stages),
             str(self.region.fd),
             str(theirs.fileno()),
             str(os.getpid()),

@@ -46,13 +46,18 @@ class Link:
         on_end: Callable[[], None],
     ) -> None:
         self._region, self._socket, self._on_end = region, connection, on_end
-        self._mine, self._theirs = mine, theirs
+        self._ranks = mine
+        self._mine, self._theirs = self._seats_of(mine), self._seats_of(theirs)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for rank in mine:
-            region.bridged(rank)[0] = 1  # the rank wakes this link from now on
+        for seat in self._mine:
+            region.bridged(seat)[0] = 1  # the rank wakes this link from now on
         for work in self._works():
             name = "vllmx-link"
             threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True).start()
+
+    def _seats_of(self, ranks: Sequence[int]) -> Sequence[int]:
+        """The seats at which ranks put down what goes this way."""
+        return ranks
 
     def _works(self) -> list[Callable[[], None]]:
         """What each of its threads does."""

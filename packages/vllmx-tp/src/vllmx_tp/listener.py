@@ -114,7 +114,7 @@ class HostedGroup:
     def run(self) -> None:
         """Runs ranks until rank 0 closes or is gone."""
         begin = self._begin()
-        region = Region.create(begin.num_ranks)
+        region = Region.create(begin.num_ranks, begin.config.pipeline_parallel_size)
         link: Link | None = None
         group: Group | None = None
         threading.Thread(target=self._beat, name="vllmx-beats", daemon=True).start()

@@ -27,8 +27,10 @@ def divide_cores(ranks: int, config: EngineConfig, backend: str) -> list[Cores]:
     ConfigError for more ranks than cores, unless `num_threads` asks for so many threads."""
     count = available_processors()
     if ranks > count and config.num_threads is None and backend != "numpy":
+        one_way = 1 in (config.tensor_parallel_size, config.pipeline_parallel_size)
+        what = f"{_flag(config)} {ranks} is" if one_way else f"{ranks} ranks on this host are"
         raise ConfigError(
-            f"{_flag(config)} {ranks} is more than the {count} cores that there are: choose"
+            f"{what} more than the {count} cores that there are: choose"
             f" at most {count}, or set --num-threads {ranks} to share cores",
             param=_param(config),
         )
@@ -41,9 +43,11 @@ def divide_cores(ranks: int, config: EngineConfig, backend: str) -> list[Cores]:
 
 def share_of_host(config: EngineConfig, hosts: int) -> int:
     """Ranks of each host. Raises ConfigError where they cannot be shared out evenly."""
-    if config.num_ranks % hosts:
+    stages = config.pipeline_parallel_size
+    if config.num_ranks % hosts or (stages > 1 and stages % hosts):
+        what = f"{config.num_ranks} ranks" if stages == 1 else f"{stages} stages"
         raise ConfigError(
-            f"{config.num_ranks} ranks cannot be shared out among {hosts} hosts (this one and those"
+            f"{what} cannot be shared out among {hosts} hosts (this one and those"
             f" of --rank-hosts): choose {_flag(config)} {hosts} or a multiple",
             param=_param(config),
         )
@@ -51,7 +55,8 @@ def share_of_host(config: EngineConfig, hosts: int) -> int:
 
 
 def _param(config: EngineConfig) -> str:
-    return "tensor_parallel_size" if config.tensor_parallel_size > 1 else "pipeline_parallel_size"
+    in_stages = config.pipeline_parallel_size > 1
+    return "pipeline_parallel_size" if in_stages else "tensor_parallel_size"
 
 
 def _flag(config: EngineConfig) -> str:
@@ -83,19 +88,9 @@ def load_rank(
 ) -> LoadedModel:
     """One rank's part on its backend, of a host that has `share` of the ranks. Raises what
     `sharded`, `staged` and the backend raise."""
-    options, ranks = opened.options, region.num_ranks
-    source, length = opened.checkpoint.weights, options.max_model_len
-    own_devices = opened.backend.own_devices
-    model: Model = opened.model
-    how = {"deterministic": config.deterministic, "whole_experts": config.expert_parallel}
-    part = 1 / ranks
-    if config.pipeline_parallel_size > 1:
-        if config.deterministic:
-            model = sharded(model, source, length, 0, 1, **how)
-        model = stage = staged(model, source, options, rank, ranks)
-        part = stage.share_of_cache
-    else:
-        model = sharded(model, source, length, rank, ranks, **how)
+    options, own_devices = opened.options, opened.backend.own_devices
+    source = opened.checkpoint.weights
+    model, part = _part(opened, region, rank, config)
     mine = replace(
         rank_options(options, part, len(cores), share, own_devices=own_devices),
         communicator=SharedMemoryCommunicator(region, rank),
@@ -104,6 +99,28 @@ def load_rank(
     with on_cores(cores):
         loaded: LoadedModel = opened.backend.load()().load(model, source, mine)
     return loaded
+
+
+def _part(
+    opened: OpenedModel, region: Region, rank: int, config: EngineConfig
+) -> tuple[Model, float]:
+    """A rank's part, and how much it keeps of what all ranks keep of a token."""
+    source, options = opened.checkpoint.weights, opened.options
+    ranks, stages = region.ranks_of_stage, region.num_stages
+
+    def of_rank(number: int) -> Model:
+        if ranks == 1 and not config.deterministic:
+            return opened.model
+        how = {"deterministic": config.deterministic, "whole_experts": config.expert_parallel}
+        return sharded(opened.model, source, options.max_model_len, number, ranks, **how)
+
+    number = rank % ranks
+    model = of_rank(number)
+    if stages == 1:
+        return model, 1 / ranks
+    first = of_rank(0) if number else None
+    stage = staged(model, source, options, rank // ranks, stages, as_rank_0=first)
+    return stage, stage.share_of_cache / ranks
 
 
 def rank_options(

@@ -4,7 +4,8 @@ Rank 0 hands each step to all ranks at once, runs the first stage of it and retu
 on what their layers came to by themselves; the last one samples and tells rank 0. So as many steps
 are computed at once as there are stages, each by another one. A token that a step is to feed must
 have been sampled by then, as the first stage has nothing of the last one: rows of steps in flight
-are different ones (`LoadedInfo.num_stages`).
+are different ones (`LoadedInfo.num_stages`). A stage may be several ranks, which
+all have the same ops of it; each hands its part on to the rank at its place in the next stage.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class LastStage:
 
     Args:
         region: what the ranks share.
-        rank: the last one.
+        rank: the first one of the last stage.
     """
 
     def __init__(self, region: Region, rank: int) -> None:

@@ -1,5 +1,5 @@
-"""The process of a rank above 0: `python -P -m vllmx_tp.rank_process RANK RANKS REGION SOCKET
-PARENT TIED SHARE CORES`.
+"""The process of a rank above 0: `python -P -m vllmx_tp.rank_process RANK RANKS STAGES REGION
+SOCKET PARENT TIED SHARE CORES`.
 
 Started by `vllmx_tp.group` alone. It opens and loads its part of the model, then runs every step
 that rank 0 runs, which it reads out of shared memory. It ends with rank 0, however that ends.
@@ -98,12 +98,13 @@ class Follower:
 
 class StageFollower(Follower):
     """Runs a stage of what rank 0 begins. The last one tells what came of a step as soon as it
-    knows."""
+    knows, by its first rank."""
 
     def __init__(self, model: LoadedModel, region: Region, rank: int) -> None:
-        is_last = rank == region.num_ranks - 1
+        stage, place = divmod(rank, region.ranks_of_stage)
+        is_last = stage == region.num_stages - 1
         super().__init__(model if is_last else InnerStage(model), region, rank)
-        self._last = LastStage(region, rank) if is_last else None
+        self._last = LastStage(region, rank) if is_last and place == 0 else None
 
     def _must_finish(self, reader: Reader) -> bool:
         waits = self._last is not None and bool(self._in_flight) and not reader.has_more
@@ -165,15 +166,15 @@ def _answer(connection: socket.socket, answer: RankAnswer) -> None:
 
 def main() -> int:
     """Signals are rank 0's business."""
-    rank, ranks, region_fd, socket_fd, parent, tied, share = map(int, sys.argv[1:8])
-    cores = tuple(map(int, filter(None, sys.argv[8].split(","))))
+    rank, ranks, stages, region_fd, socket_fd, parent, tied, share = map(int, sys.argv[1:9])
+    cores = tuple(map(int, filter(None, sys.argv[9].split(","))))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logging(stream=StandardError())
     faulthandler.enable()
     if tied and sys.platform == "linux":  # ends it even while it is stopped
         ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
-    region = Region(region_fd, ranks)
+    region = Region(region_fd, ranks, stages)
     threading.Thread(target=_beat, args=(region, rank, parent), daemon=True).start()
     try:
         return serve(region, rank, socket.socket(fileno=socket_fd), cores, share)

@@ -4,11 +4,14 @@ It is a file without a name, which ranks inherit as a descriptor: when the last 
 however that came, nothing of it is left. Layout:
 
     words of the group     the abort word
-    words of each rank     one word a cache line, written by that rank alone: heartbeat, frames
+    words of each seat     one word a cache line, written by one rank alone: heartbeat, frames
                            taken, calls of the communicator, ids of the last step
     causes                 what each rank says of its failure, as text
-    buffers                two for each rank, for the communicator
+    buffers                two for each seat, for the communicator
     ring                   frames from rank 0
+
+Rank r has seat r. Where stages have several ranks each, these meet there, and each has one seat
+more, behind those of all ranks, for what it hands on to the next stage.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from vllmx_core.errors import CapacityError
 from vllmx_core.memory import format_bytes
+from vllmx_core.records import Record
 
 LINE_BYTES = 64
 NUM_CHECKSUMS = 8
@@ -53,24 +57,47 @@ class Word(IntEnum):
 RANK_BYTES = len(Word) * LINE_BYTES
 
 
-class Region:
-    """One rank's view of it."""
+class Seats(Record):
+    """Neighbouring seats of ranks that say something to each other, and the one of them that is
+    the rank's own."""
 
-    def __init__(self, fd: int, num_ranks: int) -> None:
-        self.fd, self.num_ranks = fd, num_ranks
-        self.map = mmap.mmap(fd, size_of(num_ranks))
+    first: int
+    count: int
+    own: int
+
+    @property
+    def seat(self) -> int:
+        """The rank's own, as the region counts."""
+        return self.first + self.own
+
+    def beside(self, distance: int) -> int:
+        """The one so many seats on; behind the last comes the first."""
+        return self.first + (self.own + distance) % self.count
+
+
+class Region:
+    """One rank's view of it.
+
+    Args:
+        num_stages: into which the ranks are divided, evenly.
+    """
+
+    def __init__(self, fd: int, num_ranks: int, num_stages: int = 1) -> None:
+        self.fd, self.num_ranks, self.num_stages = fd, num_ranks, num_stages
+        seats = num_seats(num_ranks, num_stages)
+        self.map = mmap.mmap(fd, size_of(num_ranks, num_stages))
         self._bytes = np.frombuffer(self.map, np.uint8)
         self._words = PAGE_BYTES
-        self._causes = self._words + _paged(num_ranks * RANK_BYTES)
+        self._causes = self._words + _paged(seats * RANK_BYTES)
         self.buffers_at = self._causes + _paged(num_ranks * CAUSE_BYTES)
-        ring = self.buffers_at + 2 * num_ranks * BUFFER_BYTES
+        ring = self.buffers_at + 2 * seats * BUFFER_BYTES
         self.ring = self._bytes[ring : ring + RING_BYTES]
 
     @classmethod
-    def create(cls, num_ranks: int) -> Region:
+    def create(cls, num_ranks: int, num_stages: int = 1) -> Region:
         """A new one, all zeros. Raises CapacityError where there is no memory for it."""
         fd = os.memfd_create("vllmx-ranks") if hasattr(os, "memfd_create") else _unlinked()
-        size = size_of(num_ranks)
+        size = size_of(num_ranks, num_stages)
         try:
             os.ftruncate(fd, size)
             if hasattr(os, "posix_fallocate"):
@@ -82,20 +109,37 @@ class Region:
                 f" ({error.strerror}): free memory or ask for fewer ranks",
                 param="tensor_parallel_size",
             ) from error
-        return cls(fd, num_ranks)
+        return cls(fd, num_ranks, num_stages)
+
+    @property
+    def ranks_of_stage(self) -> int:
+        """Ranks that compute the same layers; those of a stage are neighbours."""
+        return self.num_ranks // self.num_stages
+
+    def sums(self, rank: int) -> Seats:
+        """The seats of the ranks that add and gather with this one."""
+        each = self.ranks_of_stage
+        return Seats(rank - rank % each, each, rank % each)
+
+    def pieces(self, rank: int) -> Seats:
+        """The seats of the ranks that have the same place in other stages, in order."""
+        ranks, stages, each = self.num_ranks, self.num_stages, self.ranks_of_stage
+        if num_seats(ranks, stages) == ranks:
+            return Seats(0, ranks, rank)
+        return Seats(ranks + rank % each * stages, stages, rank // each)
 
     @property
     def address(self) -> int:
         """The address of the region in this process."""
         return int(self._bytes.ctypes.data)
 
-    def word_at(self, rank: int, word: Word) -> int:
-        """Bytes from the beginning to a rank's word."""
-        return self._words + rank * RANK_BYTES + word * LINE_BYTES
+    def word_at(self, seat: int, word: Word) -> int:
+        """Bytes from the beginning to a word of a seat."""
+        return self._words + seat * RANK_BYTES + word * LINE_BYTES
 
-    def word(self, rank: int, word: Word) -> npt.NDArray[np.uint32]:
-        """(1,) which the rank itself writes and all may read."""
-        at = self.word_at(rank, word)
+    def word(self, seat: int, word: Word) -> npt.NDArray[np.uint32]:
+        """(1,) which the rank whose seat it is writes and all may read."""
+        at = self.word_at(seat, word)
         return self._bytes[at : at + 4].view(np.uint32)
 
     def checksums(self, rank: int) -> npt.NDArray[np.uint32]:
@@ -104,16 +148,16 @@ class Region:
         at = self.word_at(rank, Word.IDS)
         return self._bytes[at : at + 4 * NUM_CHECKSUMS].view(np.uint32)
 
-    def part_bytes(self, rank: int, turn: int) -> npt.NDArray[np.uint32]:
-        """(1,) bytes of the part that lies in a rank's buffer of that turn; beside `ARRIVED`, whose
+    def part_bytes(self, seat: int, turn: int) -> npt.NDArray[np.uint32]:
+        """(1,) bytes of the part that lies in a seat's buffer of that turn; beside `ARRIVED`, whose
         second word counts those who sleep for the first."""
-        at = self.word_at(rank, Word.ARRIVED) + 4 * (2 + turn)
+        at = self.word_at(seat, Word.ARRIVED) + 4 * (2 + turn)
         return self._bytes[at : at + 4].view(np.uint32)
 
-    def bridged(self, rank: int) -> npt.NDArray[np.uint32]:
+    def bridged(self, seat: int) -> npt.NDArray[np.uint32]:
         """(1,) not zero: a link to another host sleeps until the rank arrives, so it is to wake
         it."""
-        at = self.word_at(rank, Word.ARRIVED) + 16
+        at = self.word_at(seat, Word.ARRIVED) + 16
         return self._bytes[at : at + 4].view(np.uint32)
 
     @property
@@ -121,9 +165,9 @@ class Region:
         """(1,) not zero: the group has ended."""
         return self._bytes[:4].view(np.uint32)
 
-    def buffer(self, rank: int, turn: int) -> npt.NDArray[np.uint8]:
+    def buffer(self, seat: int, turn: int) -> npt.NDArray[np.uint8]:
         """What a rank puts down for the others."""
-        at = self.buffers_at + (2 * rank + turn) * BUFFER_BYTES
+        at = self.buffers_at + (2 * seat + turn) * BUFFER_BYTES
         return self._bytes[at : at + BUFFER_BYTES]
 
     def write_cause(self, rank: int, text: str) -> None:
@@ -146,10 +190,16 @@ class Region:
             self.fd = -1
 
 
-def size_of(num_ranks: int) -> int:
+def num_seats(num_ranks: int, num_stages: int) -> int:
+    """One a rank, or two where ranks both meet in a stage and hand on to the next."""
+    return num_ranks if num_stages in (1, num_ranks) else 2 * num_ranks
+
+
+def size_of(num_ranks: int, num_stages: int) -> int:
     """Bytes of the whole."""
-    words, causes = _paged(num_ranks * RANK_BYTES), _paged(num_ranks * CAUSE_BYTES)
-    return PAGE_BYTES + words + causes + 2 * num_ranks * BUFFER_BYTES + RING_BYTES
+    seats = num_seats(num_ranks, num_stages)
+    words, causes = _paged(seats * RANK_BYTES), _paged(num_ranks * CAUSE_BYTES)
+    return PAGE_BYTES + words + causes + 2 * seats * BUFFER_BYTES + RING_BYTES
 
 
 def _paged(size: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from vllmx_core.config import EngineConfig
@@ -22,7 +22,7 @@ from vllmx_tp.link import Link, LinkEndedError
 from vllmx_tp.region import BUFFER_BYTES, Word
 
 _HEAD = struct.Struct("<4I")
-"""The head of a word: which one it is, the rank, its count, and the bytes of the piece behind it.
+"""The head of a word: which one it is, the seat, its count, and the bytes of the piece behind it.
 """
 
 
@@ -31,34 +31,39 @@ class StageLink(Link):
 
     def _works(self) -> list[Callable[[], None]]:
         self._turn = threading.Lock()
-        ranks = self._region.num_ranks
-        sent = [rank for rank in self._mine if (rank + 1) % ranks in self._theirs]
-        taken = [rank for rank in self._mine if (rank - 1) % ranks in self._theirs]
         return [
-            *(partial(self._send_pieces, rank) for rank in sent),
-            *(partial(self._send_taken, rank) for rank in taken),
+            *(partial(self._send_pieces, seat) for seat in self._beside(1)),
+            *(partial(self._send_taken, seat) for seat in self._beside(-1)),
             self._receive,
         ]
 
-    def _send_pieces(self, rank: int) -> None:
+    def _seats_of(self, ranks: Sequence[int]) -> list[int]:
+        return [self._region.pieces(rank).seat for rank in ranks]
+
+    def _beside(self, distance: int) -> list[int]:
+        """Those of this side so far from whom one of the other side is."""
+        ends = (self._region.pieces(rank) for rank in self._ranks)
+        return [one.seat for one in ends if one.beside(distance) in self._theirs]
+
+    def _send_pieces(self, seat: int) -> None:
         """Sends each piece of a rank once."""
         region, count = self._region, 0
-        arrived = region.word(rank, Word.ARRIVED)
+        arrived = region.word(seat, Word.ARRIVED)
         while True:
             count = (count + 1) & 0xFFFFFFFF
             self._wait(arrived, count)
-            size = int(region.part_bytes(rank, count & 1)[0])
-            message = bytearray(_HEAD.pack(Word.ARRIVED, rank, count, size))
-            message += region.buffer(rank, count & 1)[:size].data
+            size = int(region.part_bytes(seat, count & 1)[0])
+            message = bytearray(_HEAD.pack(Word.ARRIVED, seat, count, size))
+            message += region.buffer(seat, count & 1)[:size].data
             self._tell(message)
 
-    def _send_taken(self, rank: int) -> None:
+    def _send_taken(self, seat: int) -> None:
         """Sends the newest count alone."""
-        word, count = self._region.word(rank, Word.PIECES), 0
+        word, count = self._region.word(seat, Word.PIECES), 0
         while True:
             self._wait(word, (count + 1) & 0xFFFFFFFF)
             count = int(word[0])
-            self._tell(_HEAD.pack(Word.PIECES, rank, count, 0))
+            self._tell(_HEAD.pack(Word.PIECES, seat, count, 0))
 
     def _tell(self, message: bytes | bytearray) -> None:
         with self._turn:
@@ -69,14 +74,14 @@ class StageLink(Link):
         head = bytearray(_HEAD.size)
         while True:
             self._fill(memoryview(head))
-            kind, rank, count, size = _HEAD.unpack(head)
-            is_known = kind in (Word.ARRIVED, Word.PIECES) and rank in self._theirs
+            kind, seat, count, size = _HEAD.unpack(head)
+            is_known = kind in (Word.ARRIVED, Word.PIECES) and seat in self._theirs
             if not is_known or size > BUFFER_BYTES:
                 raise LinkEndedError
             if kind == Word.ARRIVED:
-                self._fill(region.buffer(rank, count & 1)[:size].data)
-                region.part_bytes(rank, count & 1)[0] = size  # for those to whom it is passed on
-            word = region.word(rank, Word(kind))
+                self._fill(region.buffer(seat, count & 1)[:size].data)
+                region.part_bytes(seat, count & 1)[0] = size  # for those to whom it is passed on
+            word = region.word(seat, Word(kind))
             word[0] = count
             futex.wake(word)
 

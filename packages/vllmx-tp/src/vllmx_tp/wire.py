@@ -1,4 +1,4 @@
-"""The way from a stage of a model to the next, and from the last one to rank 0.
+"""The way from a rank of a stage to that of the next one, and from the last stage to rank 0.
 
 Pieces of bytes lie in the buffers of the rank that sends, two in turn, until the next rank has
 taken them. The CPU backend's native code does the same to the same words.
@@ -24,12 +24,12 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class _End:
-    """What both ends have in common; `sender` is the rank that sends."""
+    """What both ends have in common; `sender` and `receiver` are their seats."""
 
-    def __init__(self, region: Region, sender: int) -> None:
+    def __init__(self, region: Region, sender: int, receiver: int) -> None:
         self._region, self._sender = region, sender
         self._sent = region.word(sender, Word.ARRIVED)
-        self._taken = region.word((sender + 1) % region.num_ranks, Word.PIECES)
+        self._taken = region.word(receiver, Word.PIECES)
         self._buffers = [region.buffer(sender, turn) for turn in (0, 1)]
         self._aborted = region.aborted
         self._count = 0
@@ -48,10 +48,11 @@ class _End:
 
 
 class Outgoing(_End):
-    """The end of a rank that sends to the next one."""
+    """The end of a rank that sends to the next stage."""
 
     def __init__(self, region: Region, rank: int) -> None:
-        super().__init__(region, rank)
+        seats = region.pieces(rank)
+        super().__init__(region, seats.seat, seats.beside(1))
 
     def send(self, x: AnyArray) -> None:
         """An array, without its shape."""
@@ -74,10 +75,11 @@ class Outgoing(_End):
 
 
 class Incoming(_End):
-    """The end of a rank that receives from the one before."""
+    """The end of a rank that receives from the stage before."""
 
     def __init__(self, region: Region, rank: int) -> None:
-        super().__init__(region, (rank - 1) % region.num_ranks)
+        seats = region.pieces(rank)
+        super().__init__(region, seats.beside(-1), seats.seat)
 
     def recv(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> AnyArray:
         """The next array, which had this shape and type."""

@@ -66,6 +66,11 @@ def places(steps: OpList, shape: ModelShape) -> list[Cut]:
     return [cut for cut in found if cut.width <= most]
 
 
+def own_cut(steps: OpList, cut: Cut) -> Cut:
+    """A place of another rank's part of the model in this one's, which has the same ops."""
+    return Cut(cut.index, _crossing(steps)[cut.index])
+
+
 def _crossing(steps: OpList) -> list[tuple[Value, ...]]:
     """What is alive before each op."""
     last = {value: index for index, op in enumerate(steps.ops) for value in op.reads}

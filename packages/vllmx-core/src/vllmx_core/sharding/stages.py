@@ -24,7 +24,7 @@ from vllmx_core.ops.send import Send
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.plan import AnyArray
 from vllmx_core.recording import record
-from vllmx_core.sharding.stage_cuts import Cut, balanced, home_of, places
+from vllmx_core.sharding.stage_cuts import Cut, balanced, home_of, own_cut, places
 from vllmx_core.weight_map import parts_of
 from vllmx_core.weights import WeightSource, WeightSpec
 
@@ -138,28 +138,36 @@ def _groups(shape: ModelShape, layers: list[int], layout: CacheLayout) -> tuple[
 
 
 def staged(
-    model: Model, source: WeightSource, options: LoadOptions, stage: int, stages: int
+    model: Model,
+    source: WeightSource,
+    options: LoadOptions,
+    stage: int,
+    stages: int,
+    *,
+    as_rank_0: Model | None = None,
 ) -> StagedModel:
-    """Stage `stage` of `stages`; of the weights nothing is read but what tells their layouts.
+    """Stage `stage` of `stages`; of the weights nothing is read but what tells their layouts. Where
+    the model is one rank's part, it is cut at the ops at which `as_rank_0` is, the first rank's
+    part, so that all ranks of a stage have the same ops of their own widths.
 
     Raises ConfigError for more stages than the model has layers that can be parted, with numbers
     that it can be cut into; OpError as recording does.
     """
     recording = record(model, options.max_model_len)
-    steps = recording.steps
-    found = places(steps, model.shape)
+    alike = recording if as_rank_0 is None else record(as_rank_0, options.max_model_len)
+    found = places(alike.steps, model.shape)
     if stages > len(found) + 1:
         raise ConfigError(
             f"the model cannot be cut into {stages} stages, as its layers can be parted at"
             f" {len(found)} places: choose --pipeline-parallel-size {len(found) + 1} at most",
             param="pipeline_parallel_size",
         )
-    specs = {spec.name: spec for spec in recording.specs}
-    costs = [_cost(op, specs, source) for op in steps.ops]
-    inner = balanced(found, costs, stages)
+    specs = {spec.name: spec for spec in alike.specs}
+    costs = [_cost(op, specs, source) for op in alike.steps.ops]
+    inner = [own_cut(recording.steps, cut) for cut in balanced(found, costs, stages)]
     begin = Cut(0, ()) if stage == 0 else inner[stage - 1]
     end = None if stage == stages - 1 else inner[stage]
-    return StagedModel(model, steps, begin, end, layout_of(model.shape, options))
+    return StagedModel(model, recording.steps, begin, end, layout_of(model.shape, options))
 
 
 def _cost(op: Op, specs: Mapping[str, WeightSpec], source: WeightSource) -> float:

@@ -133,8 +133,9 @@ def ranks_of(communicator: Communicator | None) -> VxRanks | None:
         shared.num_ranks,
     )
     ranks.counter, ranks.communicator = counter, communicator
-    ranks.sends = VxWire.of(shared, shared.rank)
-    ranks.receives = VxWire.of(shared, shared.rank - 1)
+    stages = shared.stages or shared
+    ranks.sends = VxWire.of(stages, stages.rank)
+    ranks.receives = VxWire.of(stages, stages.rank - 1)
     return ranks
 
 

@@ -167,12 +167,6 @@ def _check_ranks(config: EngineConfig, impl: str) -> None:
             " --pipeline-parallel-size to the number of hosts, this one counted, or a multiple",
             param="tensor_parallel_size",
         )
-    if config.tensor_parallel_size > 1 and config.pipeline_parallel_size > 1:
-        raise ConfigError(
-            "--tensor-parallel-size and --pipeline-parallel-size do not go together: set one of"
-            f" them to {config.num_ranks} and leave the other out",
-            param="pipeline_parallel_size",
-        )
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(config, name) > 1 and impl != OWN:
             raise ConfigError(

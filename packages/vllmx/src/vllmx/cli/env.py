@@ -73,9 +73,12 @@ def _ranks(registry: Registry) -> dict[str, str]:
 
     if registry.find(ExecutorSpec, "tensor-parallel") is None:
         return {"--tensor-parallel-size": "needs vllmx-tp: pip install 'vllmx[tp]'"}
+    together = _backends_with(registry, AllReduce.of(Value(1)))
+    stages = _backends_with(registry, Send.of(Value(1)))
     return {
-        "backends": ", ".join(_backends_with(registry, AllReduce.of(Value(1)))),
-        "stages": ", ".join(_backends_with(registry, Send.of(Value(1)))),
+        "backends": ", ".join(together),
+        "stages": ", ".join(stages),
+        "stages of several": ", ".join(name for name in stages if name in together),
         "on this host": f"up to {available_processors()}, one a core; parts go through shared"
         " memory",
         "on other hosts": "--rank-hosts; parts go by TCP (CUDA devices: one host alone)",

@@ -86,7 +86,7 @@ HELP: Mapping[str, str] = {
     "tensor_parallel_size": "Processes that compute each layer together, each with a part of the"
     " weights and its own cores; needs vllmx[tp].",
     "pipeline_parallel_size": "Processes that have some of the layers each, and compute as many"
-    " steps at once; needs vllmx[tp].",
+    " steps at once; with the one above each is so many processes; needs vllmx[tp].",
     "expert_parallel": "Give each of these processes some experts of a layer, whole, in place of a"
     " part of every one.",
     "rank_hosts": "host:port of each other host whose ranks compute with this one's, with commas"
