@@ -177,7 +177,7 @@ def build_app(
     gets before the first request."""
     ring = KeyRing(known_keys(config), config.api_keys_file)
     metrics = Metrics(llm.config.name, lambda: llm.stats, cache_labels(llm))
-    llm.grammars.news = metrics
+    llm.grammars.observer = metrics
     tracer = open_tracer(config.otlp_traces_endpoint)
     routes = (
         *(() if config.admin_uds else OPERATORS_ROUTES),

@@ -183,11 +183,11 @@ class Metrics(Collector):
             self._times.observe(times, longest)
 
     def grammar_compiled(self, seconds: float) -> None:
-        """See `GrammarNews`."""
+        """See `GrammarObserver`."""
         self._grammar_time.observe(seconds)
 
     def grammar_refused(self, why: Refusal) -> None:
-        """See `GrammarNews`."""
+        """See `GrammarObserver`."""
         self._refused_grammars.add(why)
 
     def parser_fell_back(self, why: Origin | Literal["not_parsed"], count: int = 1) -> None:

@@ -58,7 +58,7 @@ Refusal = Literal["invalid", "overloaded", "failed"]
 """A grammar that no answer can follow; too many that wait; the process that checks them."""
 
 
-class GrammarNews(Protocol):
+class GrammarObserver(Protocol):
     """The listener that is told what becomes of grammars."""
 
     def grammar_compiled(self, seconds: float) -> None:
@@ -184,7 +184,7 @@ class GrammarChecker:
         """The verdicts that are kept by digest: how long the grammar is, and its verdict."""
         self._kept_chars = 0
         self._checking: dict[bytes, asyncio.Task[Answer]] = {}
-        self.news: GrammarNews | None = None
+        self.observer: GrammarObserver | None = None
         self._turns: dict[str, _Turns] = {}
         """The turns of each client with grammars that are checked or wait."""
 
@@ -225,8 +225,8 @@ class GrammarChecker:
             raise
 
     def _refused(self, why: Refusal) -> None:
-        if self.news is not None:
-            self.news.grammar_refused(why)
+        if self.observer is not None:
+            self.observer.grammar_refused(why)
 
     async def check(self, spec: GrammarSpec, client: str = "") -> str:
         """The grammar as the core takes it. Raises GrammarError for one that no answer can follow,
@@ -297,8 +297,8 @@ class GrammarChecker:
             try:
                 begun_s = time.monotonic()
                 verdict = await process.check(spec)
-                if self.news is not None:
-                    self.news.grammar_compiled(time.monotonic() - begun_s)
+                if self.observer is not None:
+                    self.observer.grammar_compiled(time.monotonic() - begun_s)
             except ConnectionError:
                 logger.warning("the process that checks grammars died: starting another one")
                 continue

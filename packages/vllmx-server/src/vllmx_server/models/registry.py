@@ -159,7 +159,7 @@ class Models:
             entry.metrics = Metrics(entry.config.name, lambda: llm.stats, cache_labels(llm))
         else:
             entry.metrics.follow(lambda: llm.stats)
-        llm.grammars.news = entry.metrics
+        llm.grammars.observer = entry.metrics
         state = copy.copy(default)
         state.llm, state.metrics, state.pooler = llm, entry.metrics, pooler_of(llm)
         state.fingerprint = fingerprint(llm.info)
