@@ -123,14 +123,18 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "not anything": ({"not": {}}, "nothing is left"),
     "no values": ({"enum": ["a"], "not": {"const": "a"}}, "nothing is left"),
     "if a type": ({"if": {"type": "integer"}, "then": {"minimum": 3}}, "if at #/if can be held"),
-    "if a property that may be missing": (
+    "if a text": (
         {
             "type": "object",
-            "properties": {"a": {"enum": [1, 2]}},
-            "if": {"properties": {"a": {"const": 1}}},
+            "properties": {"a": {"type": "string"}},
+            "if": {"properties": {"a": {"const": "x"}}},
             "then": {"required": ["b"]},
         },
-        "which can be held where that is required",
+        "which can be held where that has an enum",
+    ),
+    "no case left": (
+        {"type": "object", "required": ["a"], "not": {"anyOf": [{"required": ["a"]}]}},
+        "nothing is left",
     ),
     "if among all": (
         {"type": "object", "allOf": [{"if": {"minProperties": 2}, "then": False}]},

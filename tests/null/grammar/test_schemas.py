@@ -217,7 +217,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "branches with properties that overlap": (
         {
             "type": "array",
-            "items": {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+            "items": {"oneOf": [{"required": ["a"]}, {"properties": {"b": {"type": "null"}}}]},
         },
         "oneOf at #/items",
     ),
@@ -233,7 +233,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"properties": {"x": {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}}},
         "the excluded bound 0 at #/properties/x",
     ),
-    "dependencies": ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+    "dependences of what may be no object": (
+        {"dependentRequired": {"a": ["b"]}},
+        "dependentRequired",
+    ),
     "a wrong type": ({"type": "object", "propertyNames": [1]}, "wrong type"),
     "another wrong type": (
         {"oneOf": [{"type": "object", "required": [{}]}, {"type": "object"}]},

@@ -1,5 +1,6 @@
-"""Keywords of JSON schemas that exclude values, said by what is left: `not`, `if` and `uniqueItems`
-where that is exact and short. Otherwise they are refused by their names and places."""
+"""Keywords of JSON schemas that exclude values, said by what is left: `not`, `if`, `oneOf` and
+dependences of properties, and `uniqueItems`, where that is exact and short. Otherwise they are
+refused by their names and places."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from typing import Any
 from vllmx_core.errors import GrammarError, shown
 
 from vllmx_engine.grammar.disjoint import equal, type_of, values_of
+from vllmx_engine.grammar.presence import ANNOTATIONS, case_schema, formula_of, hold, said_by
 
 Schema = dict[str, Any]
 _TYPES = ("null", "boolean", "object", "array", "string", "number")
-_ANNOTATIONS = frozenset(("title", "description", "$comment", "examples", "default"))
 _MAX_ARRAYS = 400
 """Arrays of different items that are listed one by one."""
 _MAX_HOLES = 16
@@ -25,11 +26,30 @@ def rewrite(schema: Schema, path: str) -> Schema:
     """The schema without these keywords; its parts are left as they are. Raises GrammarError."""
     found = dict(schema)
     _conditions(found, path)
+    _presence(found, path)
     if "not" in found:
         _negation(found, found.pop("not"), path)
     if found.get("uniqueItems") is not None:
         _unique_items(found, path)
     return found
+
+
+# --- which properties there are -------------------------------------------------------------------
+def _presence(schema: Schema, path: str) -> None:
+    """Holds an object to the keywords that speak of nothing but which properties it has."""
+    if schema.get("type") == "object":
+        for key in ("allOf", "anyOf", "oneOf"):
+            if isinstance(schema.get(key), list):
+                schema[key] = [_of_object(branch) for branch in schema[key]]
+    for key in ("oneOf", "not", "dependentRequired", "dependencies"):
+        formula = said_by(schema, key)
+        if formula is None:
+            continue
+        if "type" not in schema and not formula.holds_of_others:
+            schema["type"] = "object"
+        if schema.get("type") == "object":
+            del schema[key]
+            hold(schema, formula, key, path)
 
 
 # --- if -------------------------------------------------------------------------------------------
@@ -43,6 +63,7 @@ def _conditions(schema: Schema, path: str) -> None:
             conditions.append((part, f"{path}/allOf/{number}/if"))
         else:
             rest.append(part)
+    conditions += _dependences(schema, path)
     rest += [{"anyOf": list(_branches(schema, each, where))} for each, where in conditions]
     for key in ("if", "then", "else"):  # the last two say nothing without the first
         schema.pop(key, None)
@@ -50,26 +71,70 @@ def _conditions(schema: Schema, path: str) -> None:
         schema["allOf"] = rest
 
 
-_CONDITION = _ANNOTATIONS | {"if", "then", "else"}
+_CONDITION = ANNOTATIONS | {"if", "then", "else"}
+
+
+def _dependences(schema: Schema, path: str) -> Iterator[tuple[Schema, str]]:
+    """The schemas that hold where a property is present, as conditions."""
+    for key in ("dependentSchemas", "dependencies"):
+        found = _mapping(schema, key)
+        if not any(isinstance(part, dict | bool) for part in found.values()):
+            continue
+        del schema[key]
+        for name, part in found.items():
+            then = {"required": part} if isinstance(part, list) else part
+            yield {"if": {"required": [name]}, "then": then}, f"{path}/{key}/{name}"
 
 
 def _branches(schema: Schema, condition: Schema, path: str) -> Iterator[Any]:
+    """The cases of a condition, each with what holds in it."""
+    formula = formula_of(condition["if"])
+    if formula is None:
+        yield from _cases_of_values(schema, condition, path)
+        return
+    _check_is_object(schema, path)
+    required = frozenset(schema.get("required") or ())
+    for key, held in (("then", formula), ("else", formula.negated())):
+        for case in held.cases(required):
+            yield from _with(case_schema(case), condition.get(key, True))
+
+
+def _cases_of_values(schema: Schema, condition: Schema, path: str) -> Iterator[Any]:
     name, tested = _tested(condition["if"], path)
     domain = _domain(_mapping(schema, "properties").get(name))
-    if domain is None or name not in (schema.get("required") or ()):
+    if domain is None:
         raise GrammarError(
-            f"if at {path} looks at the property {shown(name)}, which can be held where that is"
-            " required and has an enum, a const or the type boolean: give it one beside the if, or"
-            " write the cases as branches of anyOf"
+            f"if at {path} looks at the property {shown(name)}, which can be held where that has"
+            " an enum, a const or the type boolean: give it one beside the if, or write the cases"
+            " as branches of anyOf"
         )
-    if schema.get("type") != "object":
-        raise GrammarError(f'if at {path} can be held beside "type": "object" alone: say so')
+    _check_is_object(schema, path)
     is_met = [any(equal(value, other) for other in tested) for value in domain]
     for key, wanted in (("then", True), ("else", False)):
         values = [value for value, met in zip(domain, is_met, strict=True) if met is wanted]
         branch = condition.get(key, True)
         if values and branch is not False:
             yield _restricted(branch, name, values)
+    if name not in (schema.get("required") or ()):  # a test of what is missing is met
+        is_wanted = name in (condition["if"].get("required") or ())
+        branch = condition.get("else" if is_wanted else "then", True)
+        yield from _with(case_schema({name: False}), branch)
+
+
+def _check_is_object(schema: Schema, path: str) -> None:
+    if schema.get("type") != "object":
+        raise GrammarError(f'if at {path} can be held beside "type": "object" alone: say so')
+
+
+def _with(case: Schema, branch: Any) -> Iterator[Schema]:
+    """A case of an object with what holds in it; nothing, where nothing does."""
+    if branch is not False:
+        yield case if branch is True or not branch else {"allOf": [case, _of_object(branch)]}
+
+
+def _of_object(branch: Any) -> Any:
+    """A branch of a schema of objects: it need not say what they are."""
+    return {"type": "object", **branch} if isinstance(branch, dict) else branch
 
 
 def _restricted(branch: Any, name: str, values: list[Any]) -> Schema:
@@ -87,17 +152,17 @@ def _restricted(branch: Any, name: str, values: list[Any]) -> Schema:
 def _tested(test: Any, path: str) -> tuple[str, list[Any]]:
     """The property that a condition looks at, and the values that meet it."""
     properties = _mapping(test, "properties") if isinstance(test, dict) else {}
-    others = set(test) - {"properties", "required", "type"} - _ANNOTATIONS if properties else {1}
+    others = set(test) - {"properties", "required", "type"} - ANNOTATIONS if properties else {1}
     if len(properties) == 1 and not others:
         ((name, part),) = properties.items()
         values = values_of(part) if isinstance(part, dict) else None
-        is_plain = values is not None and not set(part) - {"const", "enum"} - _ANNOTATIONS
+        is_plain = values is not None and not set(part) - {"const", "enum"} - ANNOTATIONS
         if is_plain and set(test.get("required") or ()) <= {name}:
             assert values is not None, "checked above"
             return name, values
     raise GrammarError(
-        f"if at {path} can be held where it looks at one property by const or enum alone: write"
-        " other cases as branches of anyOf"
+        f"if at {path} can be held where it looks at one property by const or enum alone, or at"
+        " which properties there are: write other cases as branches of anyOf"
     )
 
 
@@ -114,7 +179,7 @@ def _domain(schema: Any) -> list[Any] | None:
 
 # --- not ------------------------------------------------------------------------------------------
 def _negation(schema: Schema, excluded: Any, path: str) -> None:
-    keys = set(excluded) - _ANNOTATIONS if isinstance(excluded, dict) else set()
+    keys = set(excluded) - ANNOTATIONS if isinstance(excluded, dict) else set()
     if excluded is False:
         return
     if not keys:
@@ -124,15 +189,10 @@ def _negation(schema: Schema, excluded: Any, path: str) -> None:
         _without_types(schema, excluded["type"], path)
     elif values is not None and not keys - {"const", "enum"}:
         _without_values(schema, values, path)
-    elif keys == {"required"} and len(excluded["required"]) == 1 and schema.get("type") == "object":
-        (name,) = excluded["required"]
-        if name in (schema.get("required") or ()):
-            raise _nothing_left(path)
-        schema["properties"] = {**_mapping(schema, "properties"), name: False}
     else:
         raise GrammarError(
             f"not at {path} can be held where it excludes types, the values of an enum or a const,"
-            " or one required property of an object: say what is allowed in its place"
+            " or which properties an object has: say what is allowed in its place"
         )
 
 
@@ -228,7 +288,7 @@ def _unique_items(schema: Schema, path: str) -> None:
     if is_wanted is False or (isinstance(most, int) and most < 2):
         return
     values = _domain(schema.get("items"))
-    is_alone = not set(schema) - _ANNOTATIONS - {"type", "items", "minItems", "maxItems"}
+    is_alone = not set(schema) - ANNOTATIONS - {"type", "items", "minItems", "maxItems"}
     if schema.get("type") == "array" and values is not None and is_alone:
         items = _different(values)
         longest = len(items) if most is None else min(most, len(items))
