@@ -1,12 +1,13 @@
-"""How many of the JSON schemas in some folders an answer can be held to, and whether such answers are
+"""The share of JSON schemas in some folders that answers can be held to, and whether these are
 valid.
 
     python bench/schemas.py FOLDER ... [--most 300] [--answers 6] [--seed 0] [--json FILE]
 
-Each schema is checked as the grammar process does. Where it passes, answers are drawn at random from
-its masks, over the tokens of the demo model, and validated by `jsonschema`. A schema that is refused
-counts under the words of its refusal; an answer that is not valid counts as broken, and the command
-then ends with 1. Any package that ships schemas will do: unpack its wheel and name the folder.
+Each schema is checked as the grammar process does. Where it passes, answers are drawn at random
+from its masks, over the tokens of the demo model, and validated by `jsonschema`. A schema that is
+refused counts under the words of its refusal; an answer that is not valid counts as broken, and the
+command then ends with 1. Any package that ships schemas will do: unpack its wheel and name the
+folder.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import msgspec
 from rich.console import Console
 from rich.progress import track

@@ -131,9 +131,9 @@ def _part(key: str, value: Any) -> Formula | None:
             return None
         join = {"allOf": all, "anyOf": any, "oneOf": _one}[key]
         return _joined([part for part in parts if part is not None], join)
-    if key in ("dependentRequired", "dependencies") and isinstance(value, dict):
-        if all(isinstance(names, list) for names in value.values()):
-            return _joined([_dependence(name, names) for name, names in value.items()], all)
+    is_dependence = key in ("dependentRequired", "dependencies") and isinstance(value, dict)
+    if is_dependence and all(isinstance(names, list) for names in value.values()):
+        return _joined([_dependence(name, names) for name, names in value.items()], all)
     return None
 
 
