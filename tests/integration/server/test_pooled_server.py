@@ -100,6 +100,19 @@ async def test_embeddings(serve: Serve) -> None:
         )
         assert "generates no text" in text
         assert "load" in await refused(client, "/classify", input="x")
+        await check_times(client, num_texts=6)
+
+
+async def check_times(client: Client, num_texts: int) -> None:
+    """Each text that was computed has its times in /metrics, one that came twice once."""
+    text = (await client.get("/metrics")).text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    label = '{model_name="m"}'
+    for kind in ("queue", "prefill", "inference"):
+        assert values[f"vllmx:request_{kind}_time_seconds_count{label}"] == f"{num_texts}.0"
+    assert float(values[f"vllmx:request_prefill_time_seconds_sum{label}"]) > 0
+    assert values[f"vllmx:request_decode_time_seconds_count{label}"] == "0.0"
+    assert values[f"vllmx:request_prompt_tokens_count{label}"] == f"{num_texts}.0"
 
 
 async def test_a_text_whose_vector_is_broken_is_named(serve: Serve) -> None:

@@ -12,12 +12,16 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import msgspec
 import pytest
 from vllmx_core.errors import ConfigError
+from vllmx_engine.wire.outputs import RequestMetrics
 from vllmx_server.config import ServerConfig
+from vllmx_server.pooling import Pooled, TextTimes
 from vllmx_server.tracing import check_tracing, open_tracer, traces_url
 
 from .conftest import MakeServer, Served
+from .test_pooling import LetterPooler
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="vllmx[otel] is not installed")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -167,6 +171,47 @@ def check_values(values: dict[str, Any]) -> None:
     latency = {name: value for name, value in values.items() if ".latency." in name}
     assert len(latency) == 6
     assert all(0 <= value <= latency["gen_ai.latency.e2e"] for value in latency.values())
+
+
+class TimedPooler(LetterPooler):
+    """Each text waits for 2 ms and is computed in 3."""
+
+    async def pool(self, *args: Any) -> list[Pooled]:
+        now_s = time.monotonic()
+        times = RequestMetrics(now_s, now_s + 0.005, now_s + 0.005, queue_s=0.002)
+        await asyncio.sleep(0.006)
+        return [
+            msgspec.structs.replace(each, texts=[TextTimes(each.num_tokens, 0.0, times)])
+            for each in await super().pool(*args)
+        ]
+
+
+async def test_texts_that_become_vectors_have_their_parts(
+    make_server: MakeServer, collector: Collector
+) -> None:
+    async with make_server({"otlp_traces_endpoint": collector.url}) as served:
+        served.state.pooler = TimedPooler()
+        answer = await served.post("/v1/embeddings", input=["abc", "de"])
+        assert answer.status_code == 200, answer.text
+        (root, *parts) = await flushed(served, collector, 1)
+        await served.state.tracer.close()  # type: ignore[union-attr]
+        text = (await served.client.get("/metrics")).text
+    assert (root.name, root.values["gen_ai.usage.input_tokens"]) == ("embeddings fake", 5)
+    assert root.values["gen_ai.latency.time_in_queue"] == pytest.approx(0.002)
+    assert sorted(part.name for part in parts) == [
+        "prefill",
+        "prefill",
+        "queue",
+        "queue",
+        *["render"] * 2,
+    ]
+    for part in parts:
+        assert (part.parent, part.trace) == (root.own, root.trace)
+        assert root.begin <= part.begin <= part.end <= root.end
+    prefills = [part for part in parts if part.name == "prefill"]
+    assert {part.values["gen_ai.usage.input_tokens"] for part in prefills} == {2, 3}
+    for name, count in (("queue", 2.0), ("prefill", 2.0), ("inference", 2.0), ("decode", 0.0)):
+        assert f'request_{name}_time_seconds_count{{model_name="fake"}} {count}\n' in text
 
 
 async def test_what_fails_is_an_error(make_server: MakeServer, collector: Collector) -> None:

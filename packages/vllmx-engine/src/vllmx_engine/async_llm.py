@@ -266,12 +266,16 @@ class AsyncLLM(AsyncCore):
             for number in numbers:
                 text = texts[number]
                 build = partial(self._pooling.build, task, text, choice, options)
+                begun_s = time.monotonic()
                 with naming(number, len(texts)):
-                    requests.append(await self.convert(options.client, text.num_bytes, build))
+                    request = await self.convert(options.client, text.num_bytes, build)
+                requests.append(request.timed(0.0, begun_s))
                 await asyncio.sleep(0)
             streams = await self._streams.launch_all(requests, "final")
             with all_or_none(streams):
                 for number, stream in zip(numbers, streams, strict=True):
                     with naming(number, len(texts)):
-                        found += [pooled_output(task, model, each, choice) async for each in stream]
+                        async for each in stream:
+                            text_s = stream.request.text_s
+                            found.append(pooled_output(task, model, each, choice, text_s))
         return found

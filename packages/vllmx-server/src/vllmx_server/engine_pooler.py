@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.client.pooling import PoolingChoice, PoolingText, cosine
+from vllmx_engine.wire.outputs import PoolingRequestOutput
 from vllmx_engine.wire.pooling import PoolingInfo
 
-from vllmx_server.pooling import Pooled, PoolingOptions, Task
+from vllmx_server.pooling import Pooled, PoolingOptions, Task, TextTimes
 
 
 class EnginePooler:
@@ -37,11 +38,15 @@ class EnginePooler:
         texts = list(dict.fromkeys(text for pair in pairs for text in (pair.text, pair.pair or "")))
         found = await self._answers("score", [PoolingText(text) for text in texts], options)
         by_text = dict(zip(texts, found, strict=True))
-        answers = []
+        answers, told = [], set[str]()
         for pair in pairs:
-            first, second = by_text[pair.text], by_text[pair.pair or ""]
+            both = (pair.text, pair.pair or "")
+            first, second = by_text[both[0]], by_text[both[1]]
             score = np.array([cosine(first.values, second.values)], np.float32)
-            answers.append(Pooled(score, first.num_tokens + second.num_tokens))
+            new = [text for text in dict.fromkeys(both) if text not in told]
+            told.update(new)
+            times = [each for text in new for each in by_text[text].texts]
+            answers.append(Pooled(score, first.num_tokens + second.num_tokens, times))
         return answers
 
     async def _answers(
@@ -52,4 +57,10 @@ class EnginePooler:
         )
         who = replace(options.who, cache_salt=options.who.client, session_id="")
         outputs = await self._llm.pool(task, texts, choice, who)
-        return [Pooled(each.outputs.data, len(each.prompt_token_ids)) for each in outputs]
+        return [_pooled(each) for each in outputs]
+
+
+def _pooled(output: PoolingRequestOutput) -> Pooled:
+    num_tokens, metrics = len(output.prompt_token_ids), output.metrics
+    times = [] if metrics is None else [TextTimes(num_tokens, output.text_s, metrics)]
+    return Pooled(output.outputs.data, num_tokens, times)

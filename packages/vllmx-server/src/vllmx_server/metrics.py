@@ -111,6 +111,15 @@ class RequestTimes:
         if longest > 1:
             self.token.observe((last_s - first_s) / (longest - 1))
 
+    def observe_pooled(self, times: RequestMetrics) -> None:
+        """Records a text that became a vector or a score, for which nothing is decoded."""
+        if times.last_token_s is None:
+            return
+        begun_s = min(times.arrival_s + times.queue_s, times.last_token_s)
+        self.queue.observe(times.queue_s)
+        self.prefill.observe(times.last_token_s - begun_s)
+        self.inference.observe(times.last_token_s - begun_s)
+
 
 class Metrics(Collector):
     """All metrics of one server.
@@ -181,6 +190,11 @@ class Metrics(Collector):
         self._longest_choice.observe(longest)
         if times is not None:
             self._times.observe(times, longest)
+
+    def finish_pooled(self, times: RequestMetrics, num_tokens: int, seconds: float) -> None:
+        """Counts one text of so many tokens that became a vector or a score."""
+        self.finish("stop", num_tokens, 0, seconds)
+        self._times.observe_pooled(times)
 
     def grammar_compiled(self, seconds: float) -> None:
         """See `GrammarObserver`."""

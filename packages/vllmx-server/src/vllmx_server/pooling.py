@@ -11,6 +11,7 @@ import numpy.typing as npt
 from vllmx_core.errors import InvalidRequestError
 from vllmx_engine.client.pooling import PoolingText
 from vllmx_engine.client.request import RequestOptions
+from vllmx_engine.wire.outputs import RequestMetrics
 
 F32 = npt.NDArray[np.float32]
 Task = Literal["embed", "score", "classify"]
@@ -32,12 +33,23 @@ class PoolingOptions(msgspec.Struct, frozen=True):
     who: RequestOptions = RequestOptions()
 
 
+class TextTimes(msgspec.Struct, frozen=True):
+    """The times of one text on its way."""
+
+    num_tokens: int
+    text_s: float
+    """How long tokenising took, before `metrics.arrival_s`."""
+    metrics: RequestMetrics
+
+
 class Pooled(msgspec.Struct, frozen=True):
     """What came of one input."""
 
     values: F32
     """(dimensions,) of a vector, (1,) of a score, (classes,) of probabilities."""
     num_tokens: int
+    texts: Sequence[TextTimes] = ()
+    """The texts that were computed for it, those aside that were for an input before it."""
 
 
 class Pooler(Protocol):

@@ -28,6 +28,7 @@ from vllmx_engine.client.request import Request
 from vllmx_engine.wire.outputs import RequestMetrics
 
 from vllmx_server import __version__
+from vllmx_server.pooling import TextTimes
 from vllmx_server.tracing import Ended, Trace
 
 logger = logging.getLogger("vllmx.tracing")
@@ -185,6 +186,8 @@ def _of_result(trace: Trace) -> Attributes:
         found["gen_ai.usage.input_tokens"] = usage.prompt_tokens
         found["gen_ai.usage.output_tokens"] = usage.completion_tokens
         found["gen_ai.usage.cache_read.input_tokens"] = usage.cached_tokens
+    if trace.texts:
+        found |= _waits(trace.texts[0].metrics)
     if trace.generation is None:
         return found
     found["gen_ai.response.finish_reasons"] = _reasons(trace)
@@ -200,6 +203,18 @@ def _of_result(trace: Trace) -> Attributes:
     if times is not None:
         found |= _latencies(request, times)
     return found
+
+
+def _waits(times: RequestMetrics) -> Attributes:
+    """Seconds of a text for which nothing is decoded, under the same names."""
+    if times.last_token_s is None:
+        return {}
+    begun_s = min(times.arrival_s + times.queue_s, times.last_token_s)
+    return {
+        "gen_ai.latency.time_in_queue": begun_s - times.arrival_s,
+        "gen_ai.latency.time_in_model_prefill": times.last_token_s - begun_s,
+        "gen_ai.latency.time_in_model_inference": times.last_token_s - begun_s,
+    }
 
 
 def _latencies(request: Request, times: RequestMetrics) -> Attributes:
@@ -222,7 +237,10 @@ def _reasons(trace: Trace) -> list[str]:
 
 
 def _parts(trace: Trace) -> Iterator[_Part]:
-    """The parts of the time of each prompt, in order."""
+    """The parts of the time of each prompt, or of each text, in order."""
+    for index, text in enumerate(islice(trace.texts, MAX_PROMPTS)):
+        which = {"vllmx.prompt.index": index} if len(trace.texts) > 1 else {}
+        yield from _parts_of_text(text, which)
     if trace.generation is None:
         return
     requests = trace.generation.requests
@@ -246,3 +264,14 @@ def _parts_of(
     yield "prefill", begun_s, times.first_token_s, {**which, **size}
     size = {"gen_ai.usage.output_tokens": times.num_generation_tokens}
     yield "decode", times.first_token_s, times.last_token_s, {**which, **size}
+
+
+def _parts_of_text(text: TextTimes, which: Mapping[str, int]) -> Iterator[_Part]:
+    times = text.metrics
+    yield "render", times.arrival_s - text.text_s, times.arrival_s, {**which}
+    if times.last_token_s is None:
+        return
+    begun_s = min(times.arrival_s + times.queue_s, times.last_token_s)
+    yield "queue", times.arrival_s, begun_s, {**which}
+    size: Attributes = {"gen_ai.usage.input_tokens": text.num_tokens}
+    yield "prefill", begun_s, times.last_token_s, {**which, **size}

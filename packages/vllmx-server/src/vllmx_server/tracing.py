@@ -6,6 +6,7 @@ Without `--otlp-traces-endpoint` nothing is kept, and OpenTelemetry is never imp
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Protocol
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from vllmx_server.generation import Generation
     from vllmx_server.keys.admitted import Admitted
+    from vllmx_server.pooling import TextTimes
     from vllmx_server.responses.rounds import ToolRounds
 
 ENVIRONMENT = "env"
@@ -37,6 +39,8 @@ class Trace:
     model: str = ""
     admitted: Admitted | None = None
     generation: Generation | ToolRounds | None = None
+    texts: Sequence[TextTimes] = ()
+    """What vectors or scores were made of."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,9 +194,13 @@ def finished_values(
 
 
 def pooled_output(
-    task: PoolingTask, model: PoolingInfo, output: RequestOutput, choice: PoolingChoice
+    task: PoolingTask,
+    model: PoolingInfo,
+    output: RequestOutput,
+    choice: PoolingChoice,
+    text_s: float = 0.0,
 ) -> PoolingRequestOutput:
-    """The output of a request that has ended, well or not."""
+    """The output of a request that has ended, well or not. `text_s`: what tokenising took."""
     data = np.frombuffer(output.outputs[0].vector, np.float32)
     if data.size:
         data = finished_values(task, model, data, choice)
@@ -205,6 +209,8 @@ def pooled_output(
         prompt_token_ids=output.prompt_token_ids,
         outputs=PoolingOutput(data),
         error=output.error,
+        metrics=output.metrics,
+        text_s=text_s,
     )
 
 

@@ -89,7 +89,7 @@ class RequestTable:
             state.scored += output.prompt_logprobs or []
             return False
         stopped = choice.take(output)
-        if output.ids:
+        if output.ids or output.vector:
             self._take_facts(state, output, now_s)
         if choice.finish_reason is not None:
             del self._choices[output.request_id]

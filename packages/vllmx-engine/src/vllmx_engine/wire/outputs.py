@@ -82,18 +82,6 @@ class PoolingOutput(msgspec.Struct, frozen=True):
         return [float(value) for value in self.data]
 
 
-class PoolingRequestOutput(msgspec.Struct, kw_only=True, frozen=True):
-    """The answer to one text of `LLM.embed`, `score` or `classify`."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    outputs: PoolingOutput
-    """The output, without data where there is an error."""
-    error: str | None = None
-    """What went wrong, for people."""
-    finished: bool = True
-
-
 class RequestMetrics(msgspec.Struct):
     """Times of one request, in seconds of `time.monotonic`, and the number of its tokens."""
 
@@ -104,6 +92,21 @@ class RequestMetrics(msgspec.Struct):
     """Tokens that were generated, in all choices together."""
     queue_s: float = 0.0
     """How long the choice that was first to answer waited in the core before it began to run."""
+
+
+class PoolingRequestOutput(msgspec.Struct, kw_only=True, frozen=True):
+    """The answer to one text of `LLM.embed`, `score` or `classify`."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: PoolingOutput
+    """The output, without data where there is an error."""
+    error: str | None = None
+    """What went wrong, for people."""
+    finished: bool = True
+    metrics: RequestMetrics | None = None
+    text_s: float = 0.0
+    """How long tokenising took before `metrics.arrival_s`, the wait for a thread included."""
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):

@@ -59,6 +59,7 @@ from vllmx_server.schema.pooling import (
     ScoreRequest,
 )
 from vllmx_server.state import ServerState, caller_of, request_id_of, state_of
+from vllmx_server.tracing import trace_of
 
 Body = TypeVar("Body", bound=PoolingFields)
 Vectors = TypeVar("Vectors", bound=EmbeddingsRequest)
@@ -236,6 +237,7 @@ async def _pool(
     special: bool = True,
     normalize: bool = True,
 ) -> list[Pooled]:
+    started_s = time.monotonic()
     pooler = pooler_for(task, state.pooler, state.llm.config.name)
     caller = caller_of(request, body)
     limit = body.truncate_prompt_tokens
@@ -250,9 +252,20 @@ async def _pool(
             deadline_of(request, state.config),
         )
         release.usage = Usage(sum(each.num_tokens for each in found))
+        _note(request, state, started_s, found)
         return found
     finally:
         release()
+
+
+def _note(request: Request, state: ServerState, started_s: float, pooled: Sequence[Pooled]) -> None:
+    """Tells /metrics, and the trace if there is one, when things happened."""
+    texts = [text for each in pooled for text in each.texts]
+    seconds = time.monotonic() - started_s
+    for text in texts:
+        state.metrics.finish_pooled(text.metrics, text.num_tokens, seconds)
+    if (trace := trace_of(request)) is not None:
+        trace.texts = texts
 
 
 def _usage(pooled: Sequence[Pooled]) -> PoolingUsage:
