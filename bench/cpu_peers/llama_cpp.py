@@ -12,8 +12,11 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from vllmx_models.gguf.file import GGUFFile
 
 from cpu_peers.cases import Case, Job, Sample
 from cpu_peers.host_load import ForeignLoad, wait_until_quiet
@@ -118,13 +121,16 @@ class LlamaCpp:
 
     def _batched(self, job: Job, case: Case, flash: str) -> Sample:
         """The prompt is computed once and copied for every row (`-pps` with one KV buffer a row),
-        so that a long context does not cost minutes."""
+        so that a long context does not cost minutes; but not before experts: rows behind one prompt
+        choose nearly the same of them, so that a step would read less than half."""
         row_tokens = case.num_prompt_tokens + case.num_steps
         row_tokens += -row_tokens % _PADDING
         sizes = ["-npp", str(case.num_prompt_tokens), "-ntg", str(case.num_steps)]
         sizes += ["--no-kv-unified", "-npl", str(case.batch), "-c", str(case.batch * row_tokens)]
         sizes += ["-b", "2048", "-ub", "512", "--output-format", "jsonl"]
         command = [*self._command("llama-batched-bench", job, flash), *sizes]
+        if has_experts(Path(job.gguf)):
+            return self._batch_speed(command, job, case, flash)
         try:
             return self._batch_speed([*command, "-pps"], job, case, flash)
         except RuntimeError as error:
@@ -151,6 +157,15 @@ class LlamaCpp:
         lines = info.read_text().splitlines() if info.exists() else []
         version = next((x.split()[1] for x in lines if x.startswith("Version:")), "unknown")
         return {"llama-cpp-python": version, "cmake": " ".join(CMAKE_FLAGS)}
+
+
+@cache
+def has_experts(path: Path) -> bool:
+    """Whether a GGUF file's layers choose among experts."""
+    file = GGUFFile(path)
+    counts = [value for key, value in file.metadata.items() if key.endswith(".expert_count")]
+    file.close()
+    return any(counts)
 
 
 def _run(command: list[str], job: Job) -> tuple[str, float | None]:

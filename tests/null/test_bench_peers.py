@@ -211,6 +211,7 @@ def test_a_slower_flash_attention_setting_is_measured_once(
         return json.dumps({"speed_tg": speed}), 0.0
 
     monkeypatch.setattr(llama, "_run", run)
+    monkeypatch.setattr(llama, "has_experts", lambda path: path.stem == "experts")
     peer = llama.LlamaCpp(tmp_path)
     measured = tuple(cases.make_cases([64], [1, 8], [40]))
     for gguf, expected in [("a.gguf", 6), ("a.gguf", 3), ("b.gguf", 6)]:
@@ -220,6 +221,10 @@ def test_a_slower_flash_attention_setting_is_measured_once(
         assert all(command[command.index("-m") + 1] == gguf for command in commands)
     busy = peer.measure(cases.Job("folder", "a.gguf", measured, 2, 1, 0.0))
     assert {sample.variant for sample in busy} == {"fa on", "fa off"}
+    assert sum("-pps" in command for command in commands) == 4
+    commands.clear()  # rows behind one prompt would share experts
+    assert len(peer.measure(cases.Job("folder", "experts.gguf", measured, 2, None, 0.0))) == 6
+    assert not any("-pps" in command for command in commands)
 
 
 def test_types_are_quantised_once_and_read_by_all_engines(bench: Any, tmp_path: Path) -> None:
