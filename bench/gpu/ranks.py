@@ -32,7 +32,7 @@ from vllmx_core.testing.synthetic import ArraySource
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device import driver
 from vllmx_cuda.device.device import Device
-from vllmx_cuda.device.ranks import DeviceRanks
+from vllmx_cuda.device.ranks import DeviceRanks, Ties
 from vllmx_models.qwen3 import qwen3
 from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.region import Region
@@ -103,7 +103,7 @@ def step_ms(loaded: LoadedModel, rehearse: bool) -> float:
 
 def sums_us(device: Device, end: SharedMemoryCommunicator, rehearse: bool) -> dict[int, float]:
     """The time of one sum of so many bytes of bf16."""
-    ranks = device.join(end)
+    ranks = device.join(end, Ties())
     sizes = SUMS_BYTES[:1] if rehearse else SUMS_BYTES
     found = {size: sum_us(device, ranks, size) for size in sizes}
     device.close()

@@ -15,6 +15,7 @@ from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
 from vllmx_core.weights import WeightSource
 from vllmx_cuda.backend import CudaBackend
+from vllmx_cuda.device.ranks import Ties
 from vllmx_cuda.testing.emulated_device import EmulatedDevice, EmulatedRanks
 from vllmx_cuda.testing.emulator import Emulator
 
@@ -32,12 +33,14 @@ EMULATOR = Emulator()
 class Watched(EmulatedDevice):
     """Keeps its end among the ranks."""
 
-    def join(self, communicator: Any) -> EmulatedRanks:
-        self.ranks = super().join(communicator)
+    def join(self, communicator: Any, ties: Ties) -> EmulatedRanks:
+        self.ranks = super().join(communicator, ties)
         return self.ranks
 
 
 Rank = tuple[LoadedModel, Watched]
+BY_TOKEN = {"whole_experts": True, "in_place_ranks": 1}
+"""What makes few ranks add the answers of experts as many do."""
 
 
 def options(dtype: str, **more: Any) -> LoadOptions:
@@ -62,11 +65,11 @@ def ranks_of(
     count: int,
     dtype: str,
     *,
-    whole_experts: bool = False,
+    shares: dict[str, Any] | None = None,
     **how: Any,
 ) -> RankThreads[Rank]:
     def make(end: ThreadCommunicator) -> Rank:
-        mine = sharded(model, source, 64, end.rank, count, whole_experts=whole_experts)
+        mine = sharded(model, source, 64, end.rank, count, **shares or {})
         return load(mine, source, options(dtype, communicator=end), **how)
 
     return RankThreads(count, make)
@@ -96,7 +99,8 @@ def text(rank: Rank) -> F32:
         ("2 kv heads, tied", 4, "bf16", {}),
         ("biases everywhere", 2, "f32", {"deferred": True}),
         ("experts with biases and sinks", 2, "f32", {}),
-        ("experts with biases and sinks", 2, "f32", {"whole_experts": True}),
+        ("experts with biases and sinks", 2, "f32", {"shares": {"whole_experts": True}}),
+        ("experts with biases and sinks", 4, "f32", {"shares": BY_TOKEN, "deferred": True}),
         ("8 kv heads", 3, "f32", {}),
     ],
 )
@@ -175,5 +179,31 @@ def test_ranks_capture_the_same_buckets(monkeypatch: pytest.MonkeyPatch) -> None
 
     ranks = RankThreads(2, make)
     assert ranks.each(lambda rank: rank[1].calls["graph"]) == [0, 0]
+    ranks.each(lambda rank: rank[0].close())
+    ranks.close()
+
+
+def test_rows_go_to_the_ranks_that_add_them() -> None:
+    """One token of four ranks is the last one's to add; who adds none is sent nothing. All of it
+    lies in the captured step."""
+    model, source = of(CONFIGS["experts with biases and sinks"])
+    ranks = ranks_of(model, source, 4, "f32", shares=BY_TOKEN)
+
+    def work(rank: Rank) -> list[str]:
+        loaded, device = rank
+        logits(loaded, [7], 0)
+        asked = device.ranks.asked.copy()
+        logits(loaded, [3], 1)
+        assert device.ranks.asked == asked, "a replay enqueues its graph alone"
+        device.ranks.asked.clear()
+        logits(loaded, [5, 6, 1, 8, 2], 2)
+        return [*asked, *device.ranks.asked]
+
+    for found in ranks.each(work):
+        exchange = ["all_to_all [0, 0, 0, 64] f32", "all_gather [0, 0, 0, 64] f32"]
+        layers = ["all_reduce 64 f32", *exchange] * 2
+        step = ["all_reduce 64 f32", *layers, "all_gather [15, 15, 15, 16] f32"]
+        assert found[: 2 * len(step)] == [*step, *step]
+        assert found.count("all_to_all [64, 64, 64, 128] f32") == 2
     ranks.each(lambda rank: rank[0].close())
     ranks.close()

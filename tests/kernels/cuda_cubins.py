@@ -66,6 +66,7 @@ WANTED = {
     "place": ("LDG.E.128", "STG.E.128"),
     "gather_rows": ("LDG.E.128", "STG.E.128"),
     "join_columns": ("LDG.E.128", "STG.E.128"),
+    "add_held": ("LDG.E.128", "STG.E.128"),
     "linear_gemv": ("LDG.E.NA.LTC",),
     "gguf_gemv": ("IDP.4A",),
     "experts_gguf": ("IDP.4A",),

@@ -40,6 +40,25 @@ def test_rows_of_others_become_zeros(emulator: Emulator, dtype: str, width: int)
 
 
 @pytest.mark.parametrize(("dtype", "width"), WIDTHS)
+def test_answers_of_experts_are_added(emulator: Emulator, dtype: str, width: int) -> None:
+    """Of 7 experts on 3 ranks, 2, 2 and 3, in the order of the ranks. What a rank sends of a token
+    that asked none of its experts counts not at all; one that was asked twice answers once."""
+    rows, random = 1 if width > 2000 else 5, np.random.default_rng(width)
+    ids = np.array([[6, 0], [1, 0], [3, 4], [2, 3], [5, 1]])[:rows]
+    held = np.array([[1, 0, 1], [1, 0, 0], [0, 1, 1], [0, 1, 0], [1, 0, 1]], bool)[:rows]
+    parts = inout(normal(random, (3, rows, width), dtype), NUMPY_TYPES[dtype])
+    parts[~held.T] = np.nan
+    y = empty((rows, width), parts.dtype)
+    variant = KERNELS["add_held"].variant(**options(dtype, VX_VEC=vector_width(width)))
+    given = [parts, on_device(ids, np.int32), y, width, 2, 7, 3]
+    emulator.launch(variant, {"rows": rows, "width": width}, given)
+    total = np.zeros((rows, width), np.float32)
+    for part, has in zip(parts, held.T, strict=True):
+        total[has] += part[has].astype(np.float32)
+    np.testing.assert_array_equal(wide(y), wide(total.astype(parts.dtype)))
+
+
+@pytest.mark.parametrize(("dtype", "width"), WIDTHS)
 def test_parts_go_side_by_side(emulator: Emulator, dtype: str, width: int) -> None:
     rows, random = 1 if width > 2000 else 3, np.random.default_rng(width)
     parts = [normal(random, (rows, some), dtype) for some in (2 * width, width)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,10 @@ from vllmx_cuda.device import cupy_device, nccl
 from vllmx_cuda.device.cupy_device import CupyDevice
 from vllmx_cuda.device.driver import DEVICE_VARIABLE, DeviceFacts, DriverFacts, choose_device
 from vllmx_cuda.device.nccl import NcclRanks
+from vllmx_cuda.device.ranks import Ties
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS
+from vllmx_tp.communicator import SharedMemoryCommunicator
+from vllmx_tp.region import Region
 
 STREAM = 77  # of the stand-in for CuPy
 
@@ -27,7 +31,7 @@ class NcclError(RuntimeError):
     pass
 
 
-def fake_nccl(log: list[Any]) -> Any:
+def fake_nccl(log: list[Any], unique: tuple[int, ...] = tuple(range(-64, 64))) -> Any:
     """`cupy.cuda.nccl`, which notes its calls."""
 
     class NcclCommunicator:
@@ -40,7 +44,7 @@ def fake_nccl(log: list[Any]) -> Any:
     return SimpleNamespace(
         NcclCommunicator=NcclCommunicator,
         NcclError=NcclError,
-        get_unique_id=lambda: tuple(range(-64, 64)),
+        get_unique_id=lambda: unique,
         groupStart=lambda: log.append("group"),
         groupEnd=lambda: log.append("group end"),
     )
@@ -65,6 +69,13 @@ class Alone(ThreadCommunicator):
     def all_gather(self, x: Any, widths: Any) -> Any:
         return np.hstack([x, x, x])
 
+    def send(self, x: Any) -> None:
+        pass
+
+    def recv(self, shape: Any, dtype: Any) -> Any:
+        host = nccl._host_row()
+        return host if shape == host.shape else np.zeros(shape, dtype)
+
 
 @pytest.fixture
 def joined(
@@ -72,12 +83,12 @@ def joined(
 ) -> tuple[CupyDevice, NcclRanks]:
     monkeypatch.setattr(cupy_device, "load_nccl", lambda: fake_nccl(log))
     monkeypatch.setattr(Alone, "abort_word", ctypes.c_uint32(0))
-    return device, device.join(Alone(0))
+    return device, device.join(Alone(0), Ties())
 
 
 def test_all_ranks_have_the_id_of_the_first() -> None:
     logs: list[list[Any]] = [[], [], []]
-    ranks = RankThreads(3, lambda end: NcclRanks(fake_nccl(logs[end.rank]), end, STREAM))
+    ranks = RankThreads(3, lambda end: NcclRanks(fake_nccl(logs[end.rank]), end, STREAM, Ties()))
     assert logs == [[("init", 3, tuple(range(-64, 64)), rank)] for rank in range(3)]
     assert [one.rank for one in ranks.ranks] == [0, 1, 2]
     assert ranks.each(lambda one: one.agree(wanted=True)) == [True] * 3
@@ -92,7 +103,7 @@ def test_ranks_on_two_hosts_are_refused_by_all(monkeypatch: pytest.MonkeyPatch) 
 
     def make(end: ThreadCommunicator) -> str:
         with pytest.raises(ConfigError, match="on one host: leave out --rank-hosts") as raised:
-            NcclRanks(fake_nccl(log), end, STREAM)
+            NcclRanks(fake_nccl(log), end, STREAM, Ties())
         return raised.value.message
 
     ranks = RankThreads(2, make)
@@ -138,6 +149,100 @@ def test_calls_between_kernels_in_a_capture(
     assert log == ["launch graph"]
 
 
+def test_stages_and_exchanges_in_a_capture(device: CupyDevice, log: list[Any]) -> None:
+    """The rank between two stages is the second of the pair before it, and the first of the one
+    behind. What ranks send each other goes in one group, but for what is empty."""
+    ties = Ties(exchanges=True, sends=True, receives=True)
+    ranks = NcclRanks(fake_nccl(log), Alone(1), STREAM, ties)
+    x, y = device.empty(256), device.empty(256)
+    log.clear()
+
+    def enqueue() -> None:
+        ranks.recv(x, 8, "bf16")
+        ranks.all_to_all(x, y, [0, 4, 5], "bf16")
+        ranks.send(y, 8, "f32")
+
+    device.capture(enqueue)
+    assert log == [
+        "stream",
+        "begin capture",
+        ("recv", x.address, 8, 9, 0, STREAM),
+        "group",
+        ("recv", y.address, 4, 9, 0, STREAM),
+        ("send", x.address, 4, 9, 1, STREAM),
+        ("recv", y.address + 8, 4, 9, 1, STREAM),
+        ("send", x.address + 8, 5, 9, 2, STREAM),
+        ("recv", y.address + 16, 4, 9, 2, STREAM),
+        "group end",
+        ("send", y.address, 8, 7, 1, STREAM),
+        "end capture",
+        "upload graph",
+    ]
+
+
+def test_a_device_is_connected_before_its_memory_is_counted(
+    device: CupyDevice, log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cupy_device, "load_nccl", lambda: fake_nccl(log))
+    device.join(Alone(0), Ties(meets=False, sends=True))
+    names = [entry[0] for entry in log if entry[0] in ("init", "send", "allReduce", "recv")]
+    assert names == ["init", "send"]
+    device.close()
+    assert log.count(("destroy",)) == 1
+
+
+def stage_ties(rank: int, count: int) -> Ties:
+    return Ties(meets=False, sends=rank < count - 1, receives=rank > 0)
+
+
+def test_neighbouring_stages_are_pairs() -> None:
+    logs: list[list[Any]] = [[], [], []]
+    ids = [tuple([rank] * 128) for rank in range(3)]
+
+    def make(end: ThreadCommunicator) -> NcclRanks:
+        fake = fake_nccl(logs[end.rank], ids[end.rank])
+        return NcclRanks(fake, end, STREAM, stage_ties(end.rank, 3))
+
+    ranks = RankThreads(3, make)
+    assert logs == [
+        [("init", 2, ids[0], 0)],
+        [("init", 2, ids[0], 1), ("init", 2, ids[1], 0)],
+        [("init", 2, ids[1], 1)],
+    ]
+    assert ranks.each(lambda one: one.agree(wanted=one._ties.sends)) == [True] * 3
+    assert ranks.each(lambda one: one.agree(wanted=one._ties.receives)) == [False] * 3
+    ranks.close()
+
+
+def test_a_stage_on_another_host_is_refused_and_not_waited_for_in_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What makes a pair waits for ever, and no abort word ends it: the first stage goes there when
+    the second one has taken its id."""
+
+    def name() -> bytes:
+        return threading.current_thread().name.encode()
+
+    monkeypatch.setattr(nccl, "_host", name)
+    region, log = Region.create(2, 2), list[Any]()
+
+    def make(end: ThreadCommunicator) -> str:
+        meeting = SharedMemoryCommunicator(region, end.rank)
+        try:
+            NcclRanks(fake_nccl(log), meeting, STREAM, stage_ties(end.rank, 2))
+        except (ConfigError, RankLostError) as error:
+            region.aborted[0] = 1  # as the process of a rank does that fails
+            return f"{type(error).__name__}: {error}"
+        return "joined"
+
+    ranks = RankThreads(2, make)
+    assert ranks.ranks[0] == "RankLostError: the other ranks have ended"
+    assert "must be on one host: leave out --rank-hosts" in ranks.ranks[1]
+    assert not log
+    ranks.close()
+    region.close()
+
+
 def test_who_waits_for_a_rank_that_has_gone_is_told(
     joined: tuple[CupyDevice, NcclRanks], log: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +283,7 @@ def test_what_nccl_refuses(joined: tuple[CupyDevice, NcclRanks]) -> None:
     def refuse(*arguments: Any) -> None:
         raise NcclError("NCCL_ERROR_SYSTEM_ERROR: unhandled system error")
 
-    ranks._comm.allReduce = refuse
+    ranks._group.allReduce = refuse
     x = device.empty(16)
     with pytest.raises(RankLostError, match="between ranks failed: NCCL_ERROR_SYSTEM_ERROR"):
         ranks.all_reduce(x, x, 4, "f32")

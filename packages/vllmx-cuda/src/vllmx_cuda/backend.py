@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping
 
 from vllmx_core.backend import LoadedInfo, LoadOptions
 from vllmx_core.backend_kit.dtypes import choose_dtype
+from vllmx_core.communicator import Communicator
 from vllmx_core.kv_quant import kv_dtype
 from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model
 from vllmx_core.ops.op import Op
+from vllmx_core.recording import prepare
 from vllmx_core.weights import WeightSource
 
 from vllmx_cuda.device.arch import capability
@@ -28,6 +30,7 @@ from vllmx_cuda.program.lower import OPS, Lowering
 from vllmx_cuda.program.planning import LoadSizes, load_sizes
 from vllmx_cuda.program.prefill import wants_wgmma
 from vllmx_cuda.program.program import Program
+from vllmx_cuda.program.rank_ops import ties_of
 from vllmx_cuda.program.sampler import DeviceSampler
 from vllmx_cuda.program.staging import Staging
 from vllmx_cuda.program.state_ops import allocate_states
@@ -96,8 +99,8 @@ class CudaBackend:
     def load(self, model: Model, source: WeightSource, options: LoadOptions) -> CudaLoadedModel:
         """See `vllmx_core.backend.Backend.load`."""
         wgmma = wants_wgmma() if self._wgmma is None else self._wgmma
-        rank = options.communicator.rank if options.communicator else 0
-        device = self._open_device() if self._open_device else _open_gpu(rank)
+        place = _place_of(options.communicator) if options.communicator else 0
+        device = self._open_device() if self._open_device else _open_gpu(place)
         try:
             dtype = _dtype(options, model, device)
             kv = kv_dtype(options.kv_cache_dtype, (dtype, *CODES), dtype, "CUDA")
@@ -137,7 +140,7 @@ def _load(
     wgmma: bool,
 ) -> tuple[CudaLoadedModel, list[Tunable]]:
     # first, for what the calls between ranks take of the memory is no longer free then
-    ranks = device.join(options.communicator) if options.communicator else None
+    ranks = _join(model, options, device) if options.communicator else None
     sizes = load_sizes(model, source, options, dtype, kv, device, wgmma=wgmma)
     products = sizes.layout.product_scratch(device)
     begin = time.perf_counter()
@@ -183,6 +186,12 @@ def _load(
     if tower is not None:
         tunables += tower.take_tunables()
     return CudaLoadedModel(info, program, tower), tunables
+
+
+def _join(model: Model, options: LoadOptions, device: Device) -> DeviceRanks:
+    steps = prepare(model, options.max_model_len, NAME, OPS.supports).steps
+    assert options.communicator is not None, "a model of one has nobody to join"
+    return device.join(options.communicator, ties_of(steps.ops))
 
 
 def _lowering(
@@ -243,7 +252,13 @@ def _info(sizes: LoadSizes, device: Device, weights_s: float) -> LoadedInfo:
     )
 
 
-def _open_gpu(rank: int) -> Device:
+def _place_of(communicator: Communicator) -> int:
+    """The number of the process among the ranks of all stages, each of which has a GPU."""
+    shared = communicator.shared
+    return communicator.rank if shared is None else shared.place
+
+
+def _open_gpu(place: int) -> Device:
     from vllmx_cuda.device.cupy_device import CupyDevice
 
-    return CupyDevice.open(rank)
+    return CupyDevice.open(place)

@@ -35,6 +35,7 @@ from vllmx_cuda.device.cublaslt import (
 )
 from vllmx_cuda.device.device import Bytes, DeviceInfo, Memory, Product
 from vllmx_cuda.device.nccl import NcclRanks, load_nccl
+from vllmx_cuda.device.ranks import Ties
 from vllmx_cuda.device.refusal import refusal
 from vllmx_cuda.kernel_specs import Variant
 
@@ -330,10 +331,9 @@ class CupyDevice:
         graph.upload(self._stream)
         return CupyGraph(graph, self._stream)
 
-    def join(self, communicator: Communicator) -> NcclRanks:
-        self._ranks = ranks = NcclRanks(load_nccl(), communicator, self._stream.ptr)
-        first = self.zeros(4)
-        ranks.all_reduce(first, first, 1, "f32")  # which connects them and takes its memory
+    def join(self, communicator: Communicator, ties: Ties) -> NcclRanks:
+        self._ranks = ranks = NcclRanks(load_nccl(), communicator, self._stream.ptr, ties)
+        ranks.connect(self.zeros(8 * communicator.num_ranks))
         self.synchronize()
         return ranks
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from vllmx_core.communicator import Communicator
 
-    from vllmx_cuda.device.ranks import DeviceRanks
+    from vllmx_cuda.device.ranks import DeviceRanks, Ties
     from vllmx_cuda.kernel_specs import Variant
 
 Bytes = npt.NDArray[np.uint8]
@@ -188,7 +188,7 @@ class Device(Protocol):
         before."""
         ...
 
-    def join(self, communicator: Communicator) -> DeviceRanks:
+    def join(self, communicator: Communicator, ties: Ties) -> DeviceRanks:
         """This device's end among those of all ranks, which call this at once; the device closes
         it. From then on whatever waits for the device raises RankLostError where a rank is gone.
         Raises BackendUnavailableError where something is missing for it."""

@@ -9,21 +9,26 @@ import platform
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from vllmx_core.communicator import Communicator
 from vllmx_core.errors import BackendUnavailableError, ConfigError, RankLostError
+from vllmx_core.plan import AnyArray
 
 from vllmx_cuda.compiler.libraries import open_library
 from vllmx_cuda.device.device import Memory
 from vllmx_cuda.device.dtypes import ITEM_BYTES
+from vllmx_cuda.device.ranks import Ties, agreed
 
 # nccl.h: ncclDataType_t and ncclRedOp_t; CuPy passes such numbers on, and names no bf16
 _TYPES = {"f16": 6, "f32": 7, "bf16": 9}
 _SUM = 0
 _ID_BYTES = 128
 _LOOK_S = 20e-6
+_SENDER, _RECEIVER = 0, 1
+"""The ranks of two neighbouring stages."""
 
 
 def load_nccl() -> Any:
@@ -44,45 +49,89 @@ def load_nccl() -> Any:
     return nccl
 
 
-def _of_rank_0(communicator: Communicator, found: Sequence[int]) -> tuple[int, ...]:
-    """Gathers the id that rank 0 made for the group. Raises ConfigError, on all ranks, where they
-    are on several hosts: which of its GPUs a rank has is counted on one."""
-    host = np.frombuffer(hashlib.sha256(_host()).digest(), np.int8)
-    row = np.concatenate([np.array(found, np.int8), host])[None]
-    rows = communicator.all_gather(row, [row.shape[1]] * communicator.num_ranks)
-    ids, hosts = np.split(rows.reshape(communicator.num_ranks, -1), [_ID_BYTES], axis=1)
-    if (hosts != hosts[0]).any():
-        raise ConfigError(
-            "ranks of backend 'cuda' must be on one host: leave out --rank-hosts, or choose"
-            " --backend cpu",
-            param="rank_hosts",
-        )
-    return tuple(map(int, ids[0]))
-
-
 def _host() -> bytes:
     """A name that no other machine has."""
     return f"{platform.node()} {uuid.getnode()}".encode()
 
 
+def _host_row() -> AnyArray:
+    return np.frombuffer(hashlib.sha256(_host()).digest(), np.int8)[None]
+
+
+def _refuse_hosts() -> ConfigError:
+    return ConfigError(
+        "ranks of backend 'cuda' must be on one host: leave out --rank-hosts, or choose"
+        " --backend cpu",
+        param="rank_hosts",
+    )
+
+
+def _of_rank_0(communicator: Communicator, found: Sequence[int]) -> tuple[int, ...]:
+    """Gathers the id that rank 0 made for the group. Raises ConfigError, on all ranks, where they
+    are on several hosts: which of its GPUs a rank has is counted on one."""
+    row = np.concatenate([np.array(found, np.int8)[None], _host_row()], axis=1)
+    rows = communicator.all_gather(row, [row.shape[1]] * communicator.num_ranks)
+    ids, hosts = np.split(rows.reshape(communicator.num_ranks, -1), [_ID_BYTES], axis=1)
+    if (hosts != hosts[0]).any():
+        raise _refuse_hosts()
+    return tuple(map(int, ids[0]))
+
+
+_NOTHING = np.zeros(1, np.int8)
+
+
+def _hand_on(communicator: Communicator, made: Sequence[int]) -> None:
+    """Gives the next stage the id of the pair, and returns when it has taken it, for what makes a
+    pair of them cannot be left. The piece behind the next is put down when a piece was taken."""
+    communicator.send(_host_row())
+    for piece in (np.array(made, np.int8), _NOTHING, _NOTHING):
+        communicator.send(piece)
+
+
+def _handed(communicator: Communicator) -> tuple[int, ...]:
+    """Takes the id that the stage before has made. Raises ConfigError where it is on another host,
+    and leaves the rest where it is, which the one before waits for."""
+    host = _host_row()
+    if (communicator.recv(host.shape, np.int8) != host).any():
+        raise _refuse_hosts()
+    found = communicator.recv((_ID_BYTES,), np.int8)
+    for _ in range(2):
+        communicator.recv(_NOTHING.shape, np.int8)
+    return tuple(map(int, found))
+
+
 class NcclRanks:
-    """`vllmx_cuda.device.ranks.DeviceRanks`. Made on every rank at once.
+    """`vllmx_cuda.device.ranks.DeviceRanks`. Made on every rank at once. Ranks that meet are one
+    group of NCCL, a stage and the one behind it are another of two.
 
     Args:
         nccl: `cupy.cuda.nccl`.
         communicator: of the host, by which ranks find each other and see the group's end.
         stream: address of the device's stream.
+        ties: which calls will be made.
     """
 
-    def __init__(self, nccl: Any, communicator: Communicator, stream: int) -> None:
+    def __init__(self, nccl: Any, communicator: Communicator, stream: int, ties: Ties) -> None:
         self._nccl, self._communicator, self._stream = nccl, communicator, stream
+        self._ties = ties
         shared = communicator.shared
         self._aborted = None if shared is None else ctypes.c_uint32.from_address(shared.abort)
-        found = nccl.get_unique_id() if communicator.rank == 0 else (0,) * _ID_BYTES
-        chosen = _of_rank_0(communicator, found)
-        self._comm: Any = self._call(
-            lambda: nccl.NcclCommunicator(communicator.num_ranks, chosen, communicator.rank)
-        )
+        self._group: Any = None
+        self._before: Any = None
+        self._behind: Any = None
+        if ties.meets:
+            rank, count = communicator.rank, communicator.num_ranks
+            found = nccl.get_unique_id() if rank == 0 else (0,) * _ID_BYTES
+            self._group = self._open(count, _of_rank_0(communicator, found), rank)
+        if ties.receives:
+            self._before = self._open(2, _handed(communicator), _RECEIVER)
+        if ties.sends:
+            made = nccl.get_unique_id()
+            _hand_on(communicator, made)
+            self._behind = self._open(2, made, _SENDER)
+
+    def _open(self, count: int, name: tuple[int, ...], rank: int) -> Any:
+        return self._call(lambda: self._nccl.NcclCommunicator(count, name, rank))
 
     @property
     def rank(self) -> int:
@@ -91,7 +140,7 @@ class NcclRanks:
     def all_reduce(self, x: Memory, y: Memory, count: int, dtype: str) -> None:
         """See `DeviceRanks.all_reduce`."""
         spans = x.address, y.address
-        self._call(lambda: self._comm.allReduce(*spans, count, _TYPES[dtype], _SUM, self._stream))
+        self._call(lambda: self._group.allReduce(*spans, count, _TYPES[dtype], _SUM, self._stream))
 
     def all_gather(self, x: Memory, y: Memory, counts: Sequence[int], dtype: str) -> None:
         """See `DeviceRanks.all_gather`. One call each, in a group that runs as one: their sizes
@@ -108,31 +157,71 @@ class NcclRanks:
 
     def _broadcast(self, source: int, target: int, count: int, dtype: str, root: int) -> None:
         self._call(
-            lambda: self._comm.broadcast(source, target, count, _TYPES[dtype], root, self._stream)
+            lambda: self._group.broadcast(source, target, count, _TYPES[dtype], root, self._stream)
         )
+
+    def all_to_all(self, x: Memory, y: Memory, counts: Sequence[int], dtype: str) -> None:
+        """See `DeviceRanks.all_to_all`. Whoever gets nothing is not spoken to."""
+        item, mine = ITEM_BYTES[dtype], counts[self.rank]
+        begins = [0, *accumulate(counts)]
+        self._call(self._nccl.groupStart)
+        try:
+            for peer, count in enumerate(counts):
+                if count:
+                    self._send(self._group, x.address + begins[peer] * item, count, dtype, peer)
+                if mine:
+                    self._recv(self._group, y.address + peer * mine * item, mine, dtype, peer)
+        finally:
+            self._call(self._nccl.groupEnd)
+
+    def send(self, x: Memory, count: int, dtype: str) -> None:
+        """See `DeviceRanks.send`."""
+        self._send(self._behind, x.address, count, dtype, _RECEIVER)
+
+    def recv(self, y: Memory, count: int, dtype: str) -> None:
+        """See `DeviceRanks.recv`."""
+        self._recv(self._before, y.address, count, dtype, _SENDER)
+
+    def _send(self, comm: Any, source: int, count: int, dtype: str, peer: int) -> None:
+        self._call(lambda: comm.send(source, count, _TYPES[dtype], peer, self._stream))
+
+    def _recv(self, comm: Any, target: int, count: int, dtype: str, peer: int) -> None:
+        self._call(lambda: comm.recv(target, count, _TYPES[dtype], peer, self._stream))
+
+    def connect(self, first: Memory) -> None:
+        """Enqueues a call of every kind that the rank makes, by which NCCL connects it and takes
+        its memory; `first` has eight bytes for each rank."""
+        ranks = self._communicator.num_ranks
+        if self._ties.meets:
+            self.all_reduce(first, first, 1, "f32")
+        if self._ties.exchanges:
+            self.all_to_all(first, first.at(4 * ranks), [1] * ranks, "f32")
+        if self._ties.receives:
+            self.recv(first, 1, "f32")
+        if self._ties.sends:
+            self.send(first, 1, "f32")
 
     def agree(self, *, wanted: bool) -> bool:
         """See `DeviceRanks.agree`."""
-        votes = self._communicator.all_reduce(np.array([float(wanted)], np.float32))
-        return bool(votes[0] == self._communicator.num_ranks)
+        return agreed(self._communicator, self._ties, wanted=wanted)
 
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Waits until `is_over` says so. Raises RankLostError where the others have ended."""
         while not is_over():
             if self._aborted is not None and self._aborted.value:
-                self._comm.abort()  # or its kernels would wait for ever, and this process with them
+                self._end("abort")  # or kernels would wait for ever, and this process with them
                 raise RankLostError("the other ranks have ended")
             time.sleep(_LOOK_S)
 
     def close(self) -> None:
         """Leaves the group. May be called twice."""
-        comm, self._comm = self._comm, None
-        if comm is None:
-            return
-        if self._aborted is not None and self._aborted.value:
-            comm.abort()
-        else:
-            comm.destroy()
+        self._end("abort" if self._aborted is not None and self._aborted.value else "destroy")
+        self._group = self._before = self._behind = None
+
+    def _end(self, how: str) -> None:
+        for comm in (self._group, self._before, self._behind):
+            if comm is not None:
+                getattr(comm, how)()
 
     def _call(self, call: Callable[[], Any]) -> Any:
         try:

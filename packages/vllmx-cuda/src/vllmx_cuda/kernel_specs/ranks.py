@@ -30,5 +30,15 @@ JOIN_COLUMNS = Kernel(
     sizes=("rows", "width"),
     rule=by_rows,
 )
+ADD_HELD = Kernel(
+    entry="add_held",
+    source="ranks.cu",
+    options=ROW_OPTIONS,
+    arguments=arguments(
+        "in elem* parts, in i32* ids, out elem* y, i32 width, i32 chosen, i32 experts, i32 ranks"
+    ),
+    sizes=("rows", "width"),
+    rule=by_rows,
+)
 
-KERNELS = (OWN_IDS, KEEP_OWN, JOIN_COLUMNS)
+KERNELS = (OWN_IDS, KEEP_OWN, JOIN_COLUMNS, ADD_HELD)

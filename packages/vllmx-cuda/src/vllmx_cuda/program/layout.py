@@ -9,6 +9,7 @@ from vllmx_core.arena import ArenaPlan, plan_arena
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.all_gather import AllGather
 from vllmx_core.ops.attention import Attention, AttentionSpec
+from vllmx_core.ops.combine import Combine
 from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.head import Head
 from vllmx_core.ops.latent_attention import LatentAttention, LatentSpec
@@ -25,6 +26,7 @@ from vllmx_cuda.matrices.form import ProductScratch, ScratchBytes
 from vllmx_cuda.program import latent_ops
 from vllmx_cuda.program.expert_ops import Spaces
 from vllmx_cuda.program.prefill import prefill_kernel
+from vllmx_cuda.program.rank_ops import combined_bytes
 from vllmx_cuda.program.step_arrays import Segments, arrays_of, segments_of_op
 from vllmx_cuda.program.work import TileKind, Visibility, WorkKinds, item_capacity
 
@@ -45,7 +47,7 @@ class Scratch:
     experts: Memory  # see `vllmx_cuda.program.expert_ops.Spaces`
     turned: Memory  # (T, rotary_dim) float32 of each of `rotations`, which live as long as the step
     own_ids: Memory  # (T,) int32, of tokens in a rank's table
-    gathered: Memory  # (L, V), of all ranks
+    gathered: Memory  # (L, V) of all ranks, or what they send this one of (T, E) and its sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,11 @@ def lay_out(
     def value_bytes(value: Value) -> int:
         return value.width * max_rows[value.rows] * (item if value.dtype == "model" else 4)
 
+    def gathered(op: Op) -> int:
+        if isinstance(op, Combine):
+            return combined_bytes(op, max_rows["T"], item)
+        return value_bytes(op.out) if isinstance(op, AllGather) else 0
+
     specs, latents = attention_specs(ops), latent_specs(ops)
     items = max_items(ops, max_rows["T"], num_processors)
     widest = max((spec.num_heads * spec.head_size for spec in specs), default=0)
@@ -133,7 +140,7 @@ def lay_out(
         ),
         turned=sum(_turned_bytes(max_rows["T"], axes) for _, axes in rotations(ops)),
         own_ids=4 * max_rows["T"] * any(isinstance(op, VocabEmbedding) for op in ops),
-        gathered=max((value_bytes(op.out) for op in ops if isinstance(op, AllGather)), default=0),
+        gathered=max((gathered(op) for op in ops), default=0),
         products=products,
     )
 

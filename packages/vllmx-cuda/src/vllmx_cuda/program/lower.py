@@ -17,6 +17,7 @@ from vllmx_core.ops.all_gather import AllGather
 from vllmx_core.ops.all_reduce import AllReduce
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.clip import Clip
+from vllmx_core.ops.combine import Combine
 from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.gate import Gate
@@ -34,11 +35,13 @@ from vllmx_core.ops.patches import Patches
 from vllmx_core.ops.place import Place
 from vllmx_core.ops.pool import Pool
 from vllmx_core.ops.recurrence import Recurrence
+from vllmx_core.ops.recv import Recv
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.segment_attention import SegmentAttention
+from vllmx_core.ops.send import Send
 from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.ops.values import Rows, Value, WeightRef
 from vllmx_core.ops.vocab_embedding import VocabEmbedding
@@ -63,7 +66,7 @@ from vllmx_cuda.program.latent_ops import can_attend as can_attend_to_latents
 from vllmx_cuda.program.latent_ops import latent_attention
 from vllmx_cuda.program.layout import Rotation, Scratch, place_turned
 from vllmx_cuda.program.norm_ops import add_rms_norm, head_norm, rms_norm
-from vllmx_cuda.program.rank_ops import all_gather, all_reduce, vocab_embedding
+from vllmx_cuda.program.rank_ops import all_gather, all_reduce, combine, recv, send, vocab_embedding
 from vllmx_cuda.program.staging import StepMemory, StepSizes
 from vllmx_cuda.program.state_ops import LayerStates, can_hold, recurrence, short_conv
 from vllmx_cuda.program.step_arrays import FirstTokens, table_rows
@@ -179,7 +182,7 @@ class Lowering:
 
 def _where_rows(op: Op, enqueue: Enqueue) -> Enqueue:
     """Skips an op whose results are logit rows in steps that have none."""
-    if any(value.rows == "T" for value in op.writes):
+    if any(value.rows == "T" for value in op.writes or op.reads):
         return enqueue
 
     def enqueue_some(sizes: StepSizes, step: StepMemory) -> None:
@@ -207,6 +210,9 @@ OPS.add(Keep)(keep)
 OPS.add(Place)(place)
 OPS.add(AllReduce)(all_reduce)
 OPS.add(AllGather)(all_gather)
+OPS.add(Combine)(combine)
+OPS.add(Send)(send)
+OPS.add(Recv)(recv)
 OPS.add(VocabEmbedding)(vocab_embedding)
 
 

@@ -29,6 +29,7 @@ from vllmx_cuda.program.expert_ops import expert_stacks
 from vllmx_cuda.program.kv_cache import CODES, plan_kv
 from vllmx_cuda.program.layout import StepLayout, lay_out, max_items, work_kinds
 from vllmx_cuda.program.lower import OPS
+from vllmx_cuda.program.rank_ops import ties_of
 from vllmx_cuda.program.sampler import sampler_bytes
 from vllmx_cuda.program.staging import Layout, StepSizes
 from vllmx_cuda.program.tower_sizes import TowerSizes, tower_sizes
@@ -55,8 +56,8 @@ class LoadSizes:
     max_blocks: int
     """Blocks of one sequence."""
     buckets: tuple[int, ...]
-    """Batch sizes of decode steps that are captured, or padded to when capture is off; none where
-    nothing is sampled."""
+    """Batch sizes of decode steps that are captured, or padded to when capture is off: of models
+    that sample, and of all their stages, for each is padded as the others are."""
     work: WorkKinds
     layout: StepLayout
     staging_bytes: int
@@ -91,7 +92,7 @@ def load_sizes(
     mixed = {op.w.name for op in recording.all_ops if isinstance(op, Mix)}
     weights = plan_weights(specs, table_values, source, target, tokens, stacks, mixed)
     _check_weights(weights.num_bytes, free, dtype, device)
-    buckets = bucket_sizes(options.num_seqs) if steps.samples else ()
+    buckets = bucket_sizes(options.num_seqs) if steps.samples or ties_of(steps.ops).sends else ()
     kv_kind = CODES.get(kv_dtype, KV_ELEM)
     work = work_kinds(steps.ops, dtype, kv_kind, device.info.arch, wgmma=wgmma)
     layout = lay_out(steps, max_rows, dtype, processors, weights.scratch)

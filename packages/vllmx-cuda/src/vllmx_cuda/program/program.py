@@ -85,7 +85,8 @@ class Program:
                 nothing, work = _nothing(self._groups), self._no_work(bucket.layout.sizes)
                 self.staging.upload(nothing, _no_rows(drawn), bucket.layout, work)
                 self._replay_forward(bucket)
-                self._replay_ids(bucket, drawn)
+                if isinstance(self.ending, DeviceSampler):
+                    self._replay_ids(bucket, drawn)
             self.device.synchronize()
             if progress:
                 show_progress("capturing graphs", done + 1, total)
@@ -111,7 +112,8 @@ class Program:
 
     def _sample(self, placed: PlacedStep, rows: SamplingRows) -> Sampled | Vectors:
         if isinstance(self.ending, DeviceVectors):
-            return self.ending.take(placed.layout.sizes.logit_rows)
+            # a bucket is a stage's, whose plans ask for none
+            return self.ending.take(0 if placed.captured else placed.layout.sizes.logit_rows)
         picked = placed.captured and is_plain(rows) and rows.num_rows > 0
         if picked:
             self._replay_ids(placed, not rows.all_greedy)

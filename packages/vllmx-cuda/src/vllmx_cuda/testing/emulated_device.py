@@ -22,13 +22,14 @@ from vllmx_core.weights import bf16_to_f32, f32_to_bf16, float8_to_f32
 
 from vllmx_cuda.device.arch import number
 from vllmx_cuda.device.device import Bytes, DeviceInfo, Memory, Product
+from vllmx_cuda.device.ranks import Ties, agreed
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.kernel_specs.codes8 import BLOCK
 from vllmx_cuda.kernel_specs.types import ceil_div, shared_bytes
 from vllmx_cuda.testing.emulator import Emulator, empty
 
 MEMORY_BYTES = 1 << 28
-_CAPTURED = ("launch", "multiply", "copy", "all_reduce", "all_gather")
+_CAPTURED = ("launch", "multiply", "copy", "all_reduce", "all_gather", "all_to_all", "send", "recv")
 
 
 class EmulatedEvent:
@@ -233,8 +234,8 @@ class EmulatedDevice:
         self.calls["synchronize"] += 1
         self.run_until(None)
 
-    def join(self, communicator: Communicator) -> EmulatedRanks:
-        return EmulatedRanks(self, communicator)
+    def join(self, communicator: Communicator, ties: Ties) -> EmulatedRanks:
+        return EmulatedRanks(self, communicator, ties)
 
     def faults(self) -> nullcontext[None]:
         return nullcontext()
@@ -247,8 +248,8 @@ class EmulatedRanks:
     """`vllmx_cuda.device.ranks.DeviceRanks` through a communicator of the host, which is called
     when the queue comes there. So all ranks must come to the same call, or one waits for ever."""
 
-    def __init__(self, device: EmulatedDevice, communicator: Communicator) -> None:
-        self._device, self._communicator = device, communicator
+    def __init__(self, device: EmulatedDevice, communicator: Communicator, ties: Ties) -> None:
+        self._device, self._communicator, self._ties = device, communicator, ties
         self.asked: list[str] = []
         """What was asked, captured or not."""
 
@@ -273,9 +274,35 @@ class EmulatedRanks:
         self.asked.append(f"all_gather {[*counts]} {dtype}")
         self._device.submit("all_gather", run)
 
+    def all_to_all(self, x: Memory, y: Memory, counts: Sequence[int], dtype: str) -> None:
+        def run() -> None:
+            ranks, mine = len(counts), counts[self.rank]
+            sent = wide(x, dtype)[: sum(counts)].reshape(1, -1)
+            everything = self._communicator.all_gather(sent, [sum(counts)] * ranks)
+            begin = sum(counts[: self.rank])
+            parts = everything.reshape(ranks, -1)[:, begin : begin + mine]
+            array(y, _NUMPY[dtype])[: ranks * mine] = rounded(parts.reshape(-1), dtype)
+
+        self.asked.append(f"all_to_all {[*counts]} {dtype}")
+        self._device.submit("all_to_all", run)
+
+    def send(self, x: Memory, count: int, dtype: str) -> None:
+        def run() -> None:
+            self._communicator.send(wide(x, dtype)[:count])
+
+        self.asked.append(f"send {count} {dtype}")
+        self._device.submit("send", run)
+
+    def recv(self, y: Memory, count: int, dtype: str) -> None:
+        def run() -> None:
+            found = self._communicator.recv((count,), np.float32)
+            array(y, _NUMPY[dtype])[:count] = rounded(found, dtype)
+
+        self.asked.append(f"recv {count} {dtype}")
+        self._device.submit("recv", run)
+
     def agree(self, *, wanted: bool) -> bool:
-        votes = self._communicator.all_reduce(np.array([float(wanted)], np.float32))
-        return bool(votes[0] == self._communicator.num_ranks)
+        return agreed(self._communicator, self._ties, wanted=wanted)
 
 
 def array(memory: Memory, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
