@@ -12,24 +12,26 @@ import re
 import pytest
 from vllmx_cpu.build import NATIVE
 
-LAMBDA = re.compile(r"\[[&=]\]\s*\([^)]*\)([^{};]*)\{([^{}]*)\}")
-FETCHES = re.compile(r"prefetch|beside_unit|before_unit")
+LAMBDA = re.compile(r"\[[&=]\]\s*\([^)]*\)(?P<attributes>[^{};]*)\{(?P<body>[^{}]*)\}")
+OBJECT = re.compile(r"\n(?P<attributes>[^\n]*)\boperator\(\)\([^)]*\)[^{};]*\{(?P<body>[^{}]*)\}")
+FETCHES = re.compile(r"prefetch|before_unit")
 
 
-def lambdas_that_fetch() -> list[tuple[str, str]]:
-    """The file of each, and what stands between its arguments and its body."""
+def calls_that_fetch() -> list[tuple[str, str]]:
+    """The file of each lambda and function object, and what is said of its call."""
     return [
-        (path.name, found[1])
+        (path.name, found["attributes"])
         for path in sorted([*NATIVE.glob("*.h"), *NATIVE.glob("*.cpp")])
-        for found in LAMBDA.finditer(path.read_text(encoding="utf-8"))
-        if FETCHES.search(found[2])
+        for kind in (LAMBDA, OBJECT)
+        for found in kind.finditer(path.read_text(encoding="utf-8"))
+        if FETCHES.search(found["body"])
     ]
 
 
 def test_there_are_some() -> None:
-    assert {"block_kinds.h", "tile_attention.h"} <= {name for name, _ in lambdas_that_fetch()}
+    assert {"weight_fetch.h", "tile_attention.h"} <= {name for name, _ in calls_that_fetch()}
 
 
-@pytest.mark.parametrize(("name", "attributes"), lambdas_that_fetch())
-def test_lambdas_that_fetch_are_inlined_first(name: str, attributes: str) -> None:
+@pytest.mark.parametrize(("name", "attributes"), calls_that_fetch())
+def test_calls_that_fetch_are_inlined_first(name: str, attributes: str) -> None:
     assert "always_inline" in attributes, name

@@ -42,6 +42,7 @@ static void micro_blocks(const uint8_t* w, size_t block_bytes, int32_t units, co
                          float* c, const uint8_t* next) {
   // With more tokens the products are the bound, and requests among them cost registers.
   constexpr bool BESIDE = Kind::UNIT_COLS == 256 && MB < 6;
+  typedef BesideUnit<Kind::UNIT_BYTES, 8> Beside;
   for (int r = 0; r < NR; ++r, w += block_bytes) {
     const uint8_t* next_block = next && r + 1 < NR ? w + block_bytes : next;
     NativeF acc[16 / NATIVE_LANES][MB];
@@ -56,11 +57,7 @@ static void micro_blocks(const uint8_t* w, size_t block_bytes, int32_t units, co
       for (int lane = 0; lane < 16; lane += NATIVE_LANES) {
         NativeF* sums = acc[lane / NATIVE_LANES];
         if constexpr (BESIDE)
-          // Not inlined, GCC takes it for a function without effect and drops its calls.
-          Kind::template multiply<MB>(sums, w, u, lane, x, [=](int part) __attribute__((always_inline)) {
-            if (next && lane == 0)
-              WeightFetch<Kind, 1>::template beside_unit<8>(w, block_bytes, u, units, next_block, part);
-          });
+          Kind::template multiply<MB>(sums, w, u, lane, x, Beside::of(w, block_bytes, u, lane == 0 ? next_block : nullptr));
         else
           Kind::template multiply<MB>(sums, w, u, units, lane, x);
       }

@@ -1,6 +1,6 @@
 // VX: per instruction set
 // Kernels for weights that are not quantised.
-#include "micro_linear.h"
+#include "micro_dense.h"
 #if defined(__AMX_BF16__)
 #include "tile_dense_linear.h"
 #endif
@@ -10,12 +10,12 @@ namespace VX_ISA {
 
 const Kernel* dense_kernel(int32_t kind) {
   switch (kind) {
-    case VX_F32: return &MicroKernel<WeightF32>::kernel;
-    case VX_F16: return &MicroKernel<WeightF16>::kernel;
+    case VX_F32: return &DenseKernel<WeightF32>::kernel;
+    case VX_F16: return &DenseKernel<WeightF16>::kernel;
 #if defined(__AMX_BF16__)
     default: return &DenseTileKernel::kernel;
 #else
-    default: return &MicroKernel<WeightBf16>::kernel;
+    default: return &DenseKernel<WeightBf16>::kernel;
 #endif
   }
 }
