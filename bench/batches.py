@@ -31,9 +31,11 @@ _POLL_S = 0.05
 
 
 def prompts(count: int, round_number: int) -> list[str]:
-    """Others in each round, so that no cache knows them."""
+    """Others in each round, so that no cache knows them, and all of one length: a digit more is a
+    token more, and what is compared would have more to compute."""
     return [
-        f"{round_number}/{number}: once upon a time a fox found a lamp" for number in range(count)
+        f"{round_number:04}/{number:04}: once upon a time a fox found a lamp"
+        for number in range(count)
     ]
 
 

@@ -4,10 +4,10 @@
     python bench/embeddings.py models/embeddings --rounds 3
 
 Random weights in the shapes of BERT-base and of Qwen3-Embedding-0.6B; 64 texts of 128 and of 512
-tokens. vllmx: `LLM.embed` on token ids, all 64 in one call. transformers: the model's own pass over
-eight texts at a time, faster than all at once. llama.cpp: `llama-bench` with embeddings on,
-one text in a batch, so that its attention sees no mask over other texts. Each engine runs in a
-process of its own, one after the other in each round; tokens per second, medians.
+tokens (--texts: as many). vllmx: `LLM.embed` on token ids, all in one call. transformers: the
+model's own pass over eight texts at a time, faster than all at once. llama.cpp: `llama-bench` with
+embeddings on, one text in a batch, so that its attention sees no mask over other texts. Each engine
+runs in a process of its own, one after the other in each round; tokens per second, medians.
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--setup", action="store_true", help="write the models, measure nothing")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--texts", type=int, default=NUM_TEXTS, help="of each length")
     parser.add_argument("--shapes", default=",".join(VOCABULARY))
     parser.add_argument("--threads", type=int, default=available_processors())
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        print(json.dumps(WORKERS[args.worker](args.folder, args.threads)))
+        print(json.dumps(WORKERS[args.worker](args.folder, args.threads, args.texts)))
     elif args.setup:
         setup(args.folder)
     else:
@@ -77,9 +78,8 @@ def compare(args: argparse.Namespace) -> None:
                 if worker == "llama.cpp" and not LLAMA.exists():
                     continue
                 here = [sys.executable, __file__, str(args.folder / shape), "--worker", worker]
-                done = subprocess.run(
-                    [*here, "--threads", str(args.threads)], stdout=subprocess.PIPE, check=True
-                )
+                here += ["--threads", str(args.threads), "--texts", str(args.texts)]
+                done = subprocess.run(here, stdout=subprocess.PIPE, check=True)
                 for length, rate in json.loads(done.stdout.splitlines()[-1]).items():
                     taken.setdefault((shape, worker, int(length)), []).append(rate)
                     print(f"{shape} {length} {worker}: {rate:.0f}", file=sys.stderr)
@@ -95,26 +95,26 @@ def compare(args: argparse.Namespace) -> None:
         args.json.write_text(json.dumps(named, indent=1))
 
 
-def texts(folder: Path, length: int) -> list[list[int]]:
+def texts(folder: Path, length: int, count: int) -> list[list[int]]:
     """Ids that are no special tokens."""
     import numpy as np
 
     generator = np.random.default_rng(length)
     size = VOCABULARY[folder.name]
-    ids: list[list[int]] = generator.integers(1000, size - 1000, (NUM_TEXTS, length)).tolist()
+    ids: list[list[int]] = generator.integers(1000, size - 1000, (count, length)).tolist()
     return ids
 
 
-def rate(run: Callable[[list[list[int]]], Any], folder: Path, length: int) -> float:
+def rate(run: Callable[[list[list[int]]], Any], folder: Path, length: int, count: int) -> float:
     """Tokens per second of all texts, after a pass over some."""
-    ids = texts(folder, length)
+    ids = texts(folder, length, count)
     run(ids[:AT_A_TIME])
     begin = time.perf_counter()
     run(ids)
-    return NUM_TEXTS * length / (time.perf_counter() - begin)
+    return count * length / (time.perf_counter() - begin)
 
 
-def vllmx_worker(folder: Path, threads: int) -> dict[int, float]:
+def vllmx_worker(folder: Path, threads: int, count: int) -> dict[int, float]:
     from vllmx import LLM
 
     with LLM(
@@ -131,10 +131,10 @@ def vllmx_worker(folder: Path, threads: int) -> dict[int, float]:
             prompts: Any = [{"prompt_token_ids": ids} for ids in texts]
             llm.embed(prompts, use_tqdm=False)
 
-        return {length: rate(run, folder, length) for length in LENGTHS}
+        return {length: rate(run, folder, length, count) for length in LENGTHS}
 
 
-def transformers_worker(folder: Path, threads: int) -> dict[int, float]:
+def transformers_worker(folder: Path, threads: int, count: int) -> dict[int, float]:
     import torch
     from transformers import AutoModel
 
@@ -146,10 +146,10 @@ def transformers_worker(folder: Path, threads: int) -> dict[int, float]:
             for begin in range(0, len(texts), AT_A_TIME):
                 model(input_ids=torch.tensor(texts[begin : begin + AT_A_TIME]))
 
-    return {length: rate(run, folder, length) for length in LENGTHS}
+    return {length: rate(run, folder, length, count) for length in LENGTHS}
 
 
-def llama_worker(folder: Path, threads: int) -> dict[int, float]:
+def llama_worker(folder: Path, threads: int, _: int) -> dict[int, float]:
     rates = {}
     for length in LENGTHS:
         size = str(length)
@@ -162,7 +162,7 @@ def llama_worker(folder: Path, threads: int) -> dict[int, float]:
     return rates
 
 
-WORKERS: dict[str, Callable[[Path, int], dict[int, float]]] = {
+WORKERS: dict[str, Callable[[Path, int, int], dict[int, float]]] = {
     "vllmx": vllmx_worker,
     "llama.cpp": llama_worker,
     "transformers": transformers_worker,

@@ -8,7 +8,8 @@ arrive by a Poisson process all the time and are streamed. Spans in which they a
 with longer ones in which `bench/hostile.py` runs (in a process of its own, with the lowest priority
 of the system), so that what else the machine does meets both. Reported are the percentiles of
 honest clients in both and their ratio (goal: p99 at most 1.2 times), answers of 500 and above but
-505 (goal: none), what the hostile ones were told, and the memory of the server and of its core.
+505 (goal: none), what the hostile ones were told, the memory of each process of the server (goal:
+in the last third of the time what it was in the first) and the length of its log.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from residence import Residence
 from vllmx.bench.figures import percentile, show
 from vllmx.bench.server_process import server_process
 from vllmx.bench.sse_client import Streamed, stream_completion
@@ -39,9 +41,10 @@ KV = ["--num-kv-blocks", "4096"]
 _WARM_S = 5.0
 _TURN_S = 40.0
 """A span alone and one with hostile clients."""
+_SAMPLE_S = 10.0
+"""The seconds between two looks at the memory."""
 _SETTLE_S = 1.0
 """The seconds after a span has begun: requests of then may have met the one before."""
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass
@@ -50,8 +53,9 @@ class Soak:
 
     honest: dict[str, list[Streamed]] = field(default_factory=lambda: {"alone": [], "hostile": []})
     told: dict[str, Counter[str]] = field(default_factory=dict)
-    memory: list[tuple[float, float, float]] = field(default_factory=list)
-    """(seconds since the start, MB of the server, MB of its core), once a turn, behind its end."""
+    turns: int = 0
+    residence: Residence = field(default_factory=lambda: Residence(os.getpid()))
+    log_bytes: int | None = None
 
 
 async def chats(url: str, key: str, rate: float, seconds: float, seed: int) -> list[Streamed]:
@@ -76,7 +80,7 @@ async def chats(url: str, key: str, rate: float, seconds: float, seed: int) -> l
 
 async def turn(soak: Soak, url: str, keys: tuple[str, str], options: argparse.Namespace) -> None:
     """A span alone and a span with hostile clients."""
-    seed = len(soak.memory)
+    seed = soak.turns
     hostile_s = _TURN_S * options.hostile_share
     alone = await chats(url, keys[0], options.rate, _TURN_S - hostile_s, 2 * seed)
     soak.honest["alone"] += alone
@@ -92,18 +96,6 @@ async def turn(soak: Soak, url: str, keys: tuple[str, str], options: argparse.Na
     for kind, counts in json.loads(output).items():
         soak.told.setdefault(kind, Counter()).update(counts)
     await asyncio.sleep(_SETTLE_S)
-
-
-def memory_mb(pid: int) -> tuple[float, float]:
-    """Resident memory of a server and of its engine core."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    (core,) = [
-        child
-        for child in children
-        if b"vllmx_engine.link.process" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
-    pages = [int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in (pid, core)]
-    return pages[0] * _PAGE / 1e6, pages[1] * _PAGE / 1e6
 
 
 def keys_file(folder: Path) -> tuple[Path, tuple[str, str]]:
@@ -151,20 +143,21 @@ def report(soak: Soak) -> dict[str, Any]:
         "honest": {"requests": len(results), "failed": len(failed), "first error": failed[:1]},
         "server errors": {key: n for key, n in statuses.items() if _is_server_error(key)},
         "told": {kind: dict(counts.most_common()) for kind, counts in soak.told.items()},
-        "memory": [
-            {"minute": round(s / 60, 1), "server MB": round(a, 1), "core MB": round(b, 1)}
-            for s, a, b in soak.memory
-        ],
+        "memory": soak.residence.thirds(),
+        "log bytes": soak.log_bytes,
     }
 
 
 async def run(options: argparse.Namespace, url: str, pid: int, keys: tuple[str, str]) -> Soak:
     await chats(url, keys[0], options.rate, _WARM_S, 10**6)
-    soak, started = Soak(), time.perf_counter()
-    while (now := time.perf_counter() - started) < options.minutes * 60 or not soak.memory:
+    soak, end_s = Soak(residence=Residence(pid)), time.monotonic() + options.minutes * 60
+    watch = asyncio.ensure_future(soak.residence.watch(_SAMPLE_S))
+    while time.monotonic() < end_s or not soak.turns:
         await turn(soak, url, keys, options)
-        soak.memory.append((time.perf_counter() - started, *memory_mb(pid)))
-        print(f"{now / 60:.1f} minutes", file=sys.stderr)
+        soak.turns += 1
+        print(f"{soak.turns} turns, {soak.residence.newest()}", file=sys.stderr, flush=True)
+    watch.cancel()
+    soak.log_bytes = soak.residence.log_bytes()
     return soak
 
 
@@ -181,7 +174,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         path, keys = keys_file(Path(scratch))
-        flags: tuple[str, ...] = ("--port", "0", "--disable-access-log", "--log-level", "error")
+        flags: tuple[str, ...] = ("--port", "0", "--disable-access-log")
         flags += ("--api-keys-file", str(path), *KV)
         command = [sys.executable, "-m", "vllmx", "serve", *flags]
         with server_process([*command, *options.flags.split()]) as server:

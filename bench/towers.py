@@ -11,7 +11,8 @@ heads of 72), put into Qwen3-VL's form so that both engines run one code for bot
 four layers behind it, or of more. One image of 1,024 patches. vllmx: seconds of a pass as its
 backend counts them. transformers: the tower's own pass. Each engine runs in a process of its own,
 one after the other in each round; milliseconds, medians. The pace: times between steps in which
-four rows decode, while an image of 1,024 patches comes as the one before has ended.
+four rows decode, while an image of 1,024 patches comes as the one before has ended, and without
+images before and after that.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ PATCHES = 1024
 WIDTH = 3 * 2 * 16 * 16
 START, PAD, END = 94, 95, 96
 PASSES = 3
+ALONE_S, BESIDE_S = 4.0, 15.0
+"""Seconds without images, before and after those with them."""
 
 
 def main() -> None:
@@ -227,14 +230,21 @@ def pace(folder: Path, threads: int) -> None:
             found.append(time.perf_counter() - begin)
         return found
 
-    alone = gaps(1.5, 0)
     gaps(6.0, 1)  # learns what a tower takes
-    beside = gaps(10.0, 100)
+    core.abort(["image 0"])
+    gaps(0.5, 0)
+    before = gaps(ALONE_S, 0)
+    beside = gaps(BESIDE_S, 100)
+    core.abort([name for name in core.request_ids if name.startswith("image")])
+    gaps(0.5, 0)
+    alone = before + gaps(ALONE_S, 0)
+    median = float(np.median(alone))
     for name, taken in (("alone", alone), ("images arrive", beside)):
         values = 1000 * np.quantile(taken, [0.5, 0.99, 1.0])
         print(
-            f"{folder.name}, {name}: p50 {values[0]:.1f} ms, p99 {values[1]:.1f},"
-            f" most {values[2]:.1f}, {len(taken)} steps"
+            f"{folder.name}, {name}: p50 {values[0]:.1f} ms, p99 {values[1]:.1f}"
+            f" ({values[1] / median / 1000:.2f} times p50 alone), most {values[2]:.1f},"
+            f" {len(taken)} steps"
         )
     core.close()
 

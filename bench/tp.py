@@ -10,9 +10,11 @@ in each round of a case, so that a slow minute of the machine hits both; medians
 and the median of the rounds' ratios. With `--stages` two stages decode 8 and 32 rows in the place
 of the ranks: two groups of rows, a step of each in flight.
 
-`--links` measures what ranks pay: a sum over two ranks, one pinned core each, inside the tape, the
-way of a step's plan from one process into the other, which sleeps until it comes or is awake, and a
-sum of one row by TCP on the loopback, whose two ends share the cores with those who compute.
+`--links` measures what ranks pay: a sum over two ranks, one pinned core each, inside the tape,
+behind another sum and as a step has it, behind the product that it sums, beyond the time of the
+product alone; the way of a step's plan from one process into the other, which looks for it or
+sleeps; and a sum of one row by TCP on the loopback, whose two ends share the cores with those who
+compute.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import select
 import socket
 import statistics
 import sys
@@ -50,11 +51,12 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_engine.core.found_model import find_model
 from vllmx_engine.core.load import load_model, open_model
+from vllmx_tp.rank_process import SPIN_S
 from vllmx_tp.region import Region
 
 RANKS = 2
 CASES = make_cases([512], [1, 8, 32], [40])
-SUM_ROWS, SUM_WIDTH, SUMS = 32, 1024, 400
+SUM_ROWS, SUM_WIDTH, ROUNDS, REPEATS = 32, 1024, 20, 100
 PLAN_ROWS, PLAN_CONTEXT, PLANS = 256, 2048, 300
 
 
@@ -111,12 +113,12 @@ def compare(model: str, rounds: int, *, stages: bool = False) -> list[Record]:
 
 def _speed(model: LoadedModel, case: Case) -> float:
     if model.info.num_stages > 1:
-        return _staged_speed(model, case)
+        return staged_speed(model, case)
     measure = measure_prefill if case.kind == "prefill" else measure_decode
     return measure(model, case)
 
 
-def _staged_speed(model: LoadedModel, case: Case) -> float:
+def staged_speed(model: LoadedModel, case: Case) -> float:
     """Tokens a second of as many groups of rows as there are stages, a step of each in flight."""
     stages = model.info.num_stages
     part = replace(case, batch=case.batch // stages)
@@ -143,8 +145,9 @@ def links(rounds: int) -> list[Record]:
     """Microseconds."""
     return [
         _row(f"sum of ({SUM_ROWS}, {SUM_WIDTH}) f32", [sum_us() for _ in range(rounds)]),
-        _row(f"plan of {PLAN_ROWS} rows", [plan_us() for _ in range(rounds)]),
-        _row("the same, to who is awake", [plan_us(awake=True) for _ in range(rounds)]),
+        _row("the same behind its product", [product_sum_us() for _ in range(rounds)]),
+        _row(f"plan of {PLAN_ROWS} rows", [plan_us(SPIN_S) for _ in range(rounds)]),
+        _row("the same, to who sleeps", [plan_us(0.0) for _ in range(rounds)]),
         _row(f"sum of (1, {SUM_WIDTH}) f32 by TCP", [tcp_sum_us() for _ in range(rounds)]),
     ]
 
@@ -155,10 +158,20 @@ def _row(name: str, values: list[float]) -> Record:
 
 
 def sum_us() -> float:
-    """The time of one `all_reduce`, one behind the other."""
+    """Microseconds of one `all_reduce`, one behind the other."""
     region = Region.create(RANKS)
     other = _forked(lambda: _sums(region, 1))
     found = _sums(region, 0)
+    other.join()
+    region.close()
+    return found
+
+
+def product_sum_us() -> float:
+    """The time that an `all_reduce` adds to the product whose results it sums."""
+    region = Region.create(RANKS)
+    other = _forked(lambda: _product_sums(region, 1))
+    found = _product_sums(region, 0)
     other.join()
     region.close()
     return found
@@ -188,37 +201,83 @@ def _linked_sums(connection: socket.socket, rank: int) -> float:
 
 
 def _sums(region: Region, rank: int, rows: int = SUM_ROWS) -> float:
-    """Microseconds of a sum, on a core of its own: those of a long tape without a short one's."""
+    """The same on one of both."""
     from vllmx_cpu.lowering.ranks import VxAllReduce, ranks_of
-    from vllmx_cpu.native import Team, choose_isa
-    from vllmx_cpu.structs import VxJob, VxStep
-    from vllmx_cpu.tape import Call, make_tape
+    from vllmx_cpu.native import choose_isa
+    from vllmx_cpu.tape import Call
     from vllmx_tp.communicator import SharedMemoryCommunicator
 
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
     x, y = (np.ones((rows, SUM_WIDTH), np.float32) for _ in range(2))
     meeting = ranks_of(SharedMemoryCommunicator(region, rank))
     arguments = VxAllReduce(meeting, x.ctypes.data, y.ctypes.data, SUM_WIDTH)
     call = Call("all_reduce", choose_isa().op("all_reduce", VxAllReduce), arguments)
-    team = Team(1)
-    seconds: dict[int, list[float]] = {1: [], SUMS + 1: []}
-    for _ in range(20):
-        for count, taken in seconds.items():
-            tape = make_tape([call] * count)
-            job = VxJob(step=VxStep(T=rows, R=1, L=1))
-            job.records, job.num_records = tape.records, count
-            team.run(job)
-            taken.append(job.seconds)
-    team.close()
+    (found,) = _medians(rank, rows, [call])
     assert (y == RANKS).all()
+    return found
+
+
+def _product_sums(region: Region, rank: int) -> float:
+    """The same of sums behind products of bf16, whose weights do not fit into a core's caches."""
+    from vllmx_cpu.lowering.ranks import VxAllReduce, ranks_of
+    from vllmx_cpu.memory import allocate
+    from vllmx_cpu.native import choose_isa
+    from vllmx_cpu.structs import NO_ACTIVATION, VX_DTYPES, VxLinear, VxWeight
+    from vllmx_cpu.tape import Call
+    from vllmx_tp.communicator import SharedMemoryCommunicator
+
+    isa, meeting = choose_isa(), ranks_of(SharedMemoryCommunicator(region, rank))
+    x, y = (np.ones((SUM_ROWS, SUM_WIDTH), np.float32) for _ in range(2))
+    weights, panels = allocate(SUM_WIDTH * SUM_WIDTH * 2), allocate(SUM_ROWS * SUM_WIDTH * 8)
+    weights.view(np.uint16)[:] = 0x3F80  # 1.0
+    linear = VxLinear(
+        w=VxWeight(
+            data=weights.ctypes.data,
+            kind=VX_DTYPES["bf16"],
+            rows=SUM_WIDTH,
+            cols=SUM_WIDTH,
+            tiles=SUM_WIDTH // 32,
+        ),
+        x=x.ctypes.data,
+        y=y.ctypes.data,
+        panels=panels.ctypes.data,
+        activation=NO_ACTIVATION,
+        stride=SUM_WIDTH,
+    )
+    summed = VxAllReduce(meeting, y.ctypes.data, y.ctypes.data, SUM_WIDTH)
+    product = Call("linear", isa.op("linear", VxLinear), linear)
+    (alone,) = _medians(rank, SUM_ROWS, [product])
+    assert (y == SUM_WIDTH).all()
+    both = _medians(
+        rank,
+        SUM_ROWS,
+        [product, Call("all_reduce", isa.op("all_reduce", VxAllReduce), summed)],
+    )
+    assert (y == RANKS * SUM_WIDTH).all()
+    return sum(both) - alone
+
+
+def _medians(rank: int, rows: int, calls: list[Any]) -> list[float]:
+    """Microseconds of each call of a tape, which is these over and over, on a core of its own."""
+    from vllmx_cpu.native import Team
+    from vllmx_cpu.structs import VxJob, VxStep
+    from vllmx_cpu.tape import make_tape
+
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    tape, team = make_tape(calls * REPEATS), Team(1)
+    taken = np.zeros((ROUNDS, REPEATS, len(calls)))
+    for seconds in taken:
+        job = VxJob(step=VxStep(T=rows, R=1, L=1), record_seconds=seconds.ctypes.data)
+        job.records, job.num_records = tape.records, seconds.size
+        team.run(job)
+    team.close()
     os.sched_setaffinity(0, cores)
-    few, many = (statistics.median(taken) for taken in seconds.values())
-    return 1e6 * (many - few) / SUMS
+    return [1e6 * float(np.median(taken[1:, 1:, call])) for call in range(len(calls))]
 
 
-def plan_us(*, awake: bool = False) -> float:
-    """The time from the call that sends a step to the other rank's having read its arrays."""
+def plan_us(spin_s: float) -> float:
+    """The time from the call that sends a step to the other rank's having read its arrays, a
+    millisecond after the one before; the other looks for it for so long before it sleeps."""
     from vllmx_tp.channel import Sender
     from vllmx_tp.frames import Frame
     from vllmx_tp.messages import Call
@@ -226,14 +285,14 @@ def plan_us(*, awake: bool = False) -> float:
     region = Region.create(RANKS)
     ours, theirs = socket.socketpair()
     read_ns = multiprocessing.get_context("fork").RawArray("q", PLANS)
-    other = _forked(lambda: _read_plans(region, theirs, read_ns, awake))
+    other = _forked(lambda: _read_plans(region, theirs, read_ns, spin_s))
     blocks = PLAN_CONTEXT // BLOCK_SIZE
     rows = [Row([1], PLAN_CONTEXT - 1, [row] * blocks) for row in range(PLAN_ROWS)]
     plan, sampling = make_plan(rows, BLOCK_SIZE), sampling_rows(PLAN_ROWS)
     sender, taken = Sender(region, [1], [ours], lambda: None), []
     for number in range(PLANS):
         wait_ns = time.monotonic_ns() + 1_000_000
-        while time.monotonic_ns() < wait_ns:  # for the reader to fall asleep
+        while time.monotonic_ns() < wait_ns:
             pass
         begin_ns = time.monotonic_ns()
         sender.send(Call.STEP, Frame(plan, sampling))
@@ -245,16 +304,14 @@ def plan_us(*, awake: bool = False) -> float:
     return float(statistics.median(taken)) / 1e3
 
 
-def _read_plans(region: Region, connection: socket.socket, read_ns: Any, awake: bool) -> None:
-    """Says when each was read, by who sleeps until it comes or is `awake` and looks for it."""
+def _read_plans(region: Region, connection: socket.socket, read_ns: Any, spin_s: float) -> None:
+    """Says when each was read."""
     from vllmx_tp.channel import Reader
     from vllmx_tp.frames import read_frame
 
     reader = Reader(connection, region, 1)
     for number in range(PLANS):
-        while awake and not select.select([connection], [], [], 0)[0]:
-            pass
-        _, words = reader.read()
+        _, words = reader.read(spin_s)
         plan, rows = read_frame(words)
         read_ns[number] = time.monotonic_ns()
         assert plan is not None

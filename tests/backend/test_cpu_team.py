@@ -45,20 +45,28 @@ def test_a_step_returns_before_it_has_run() -> None:
     loaded = load(*wide_model())
     plan = make_plan([Row([1] * 1024, 0, range(64))], PAGE)
     loaded.step(plan, sampling_rows(1)).result()
-    begin = time.perf_counter()
-    handle = loaded.step(plan, sampling_rows(1))
-    returned = time.perf_counter() - begin
-    assert handle.result().elapsed_s > returned
+
+    def returns_before_it_has_run() -> bool:
+        begin = time.perf_counter()
+        handle = loaded.step(plan, sampling_rows(1))
+        returned = time.perf_counter() - begin
+        return handle.result().elapsed_s > returned
+
+    # A busy machine may keep this thread waiting for longer than a step takes, but not each time.
+    assert any(returns_before_it_has_run() for _ in range(20))
     loaded.close()
 
 
 def test_idle_threads_take_no_processor_time() -> None:
     loaded = load(*decoder())
     loaded.step(make_plan([Row([1], 0, [0])], PAGE), sampling_rows(1)).result()
-    time.sleep(0.05)  # let them fall asleep
-    before = time.process_time()
-    time.sleep(0.3)
-    assert time.process_time() - before < 0.03
+
+    def processor_s() -> float:
+        before = time.process_time()
+        time.sleep(0.2)
+        return time.process_time() - before
+
+    assert any(processor_s() < 0.02 for _ in range(20))  # once they have fallen asleep
     loaded.close()
 
 

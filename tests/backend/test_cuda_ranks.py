@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 from vllmx_core.backend import LoadedModel, LoadOptions
+from vllmx_core.errors import RankLostError
 from vllmx_core.model import Model
 from vllmx_core.plan import F32, StepResult
 from vllmx_core.sharding.model import sharded
@@ -15,9 +17,13 @@ from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
 from vllmx_core.weights import WeightSource
 from vllmx_cuda.backend import CudaBackend
+from vllmx_cuda.device import peers
 from vllmx_cuda.device.ranks import Ties
-from vllmx_cuda.testing.emulated_device import EmulatedDevice, EmulatedRanks
+from vllmx_cuda.kernel_specs import Variant
+from vllmx_cuda.testing import emulated_device
+from vllmx_cuda.testing.emulated_device import EmulatedDevice, EmulatedRanks, EmulatedReach
 from vllmx_cuda.testing.emulator import Emulator
+from vllmx_cuda.testing.emulator.peers import PeerGroup
 
 from .cuda_models import MODEL, Quantised, _can_emulate, fp8_rows, without_embedding
 from .test_cuda_quantised import gguf_as
@@ -31,11 +37,17 @@ EMULATOR = Emulator()
 
 
 class Watched(EmulatedDevice):
-    """Keeps its end among the ranks."""
+    """Keeps its end among the ranks, and counts the launches in which they meet."""
 
     def join(self, communicator: Any, ties: Ties) -> EmulatedRanks:
         self.ranks = super().join(communicator, ties)
+        self.met = Counter[str]()
         return self.ranks
+
+    def launch(self, variant: Variant, sizes: Any, arguments: Any) -> None:
+        if variant.kernel.meets and hasattr(self, "met"):
+            self.met[variant.kernel.entry] += 1
+        super().launch(variant, sizes, arguments)
 
 
 Rank = tuple[LoadedModel, Watched]
@@ -207,3 +219,103 @@ def test_rows_go_to_the_ranks_that_add_them() -> None:
         assert found.count("all_to_all [64, 64, 64, 128] f32") == 2
     ranks.each(lambda rank: rank[0].close())
     ranks.close()
+
+
+def near(found: list[F32], expected: F32, part: float) -> None:
+    np.testing.assert_allclose(found[0], expected, rtol=0, atol=part * np.abs(expected).max())
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "dtype", "how"),
+    [
+        ("2 kv heads, tied", 2, "f32", {}),
+        ("biases everywhere", 4, "bf16", {"deferred": True}),
+    ],
+)
+def test_small_sums_go_through_memory_that_ranks_share(
+    name: str, count: int, dtype: str, how: dict[str, Any]
+) -> None:
+    """That of the embedding by itself, those of layers with the norms behind them; in captured
+    steps, too."""
+    model, source = of(CONFIGS[name])
+    expected = text(load(model, source, options(dtype)))
+    group = PeerGroup(count, endless=True)
+    ranks = ranks_of(model, source, count, dtype, peers=group, **how)
+    near(ranks.each(text), expected, 2e-5 if dtype == "f32" else 0.05)
+    for _, device in ranks.ranks:
+        assert device.ranks.peers is not None
+        assert not [call for call in device.ranks.asked if "all_reduce" in call]
+        assert device.met["one_shot_norm"] == 4 * device.met["one_shot_sum"] > 0
+    ranks.each(lambda rank: rank[0].close())
+    ranks.close()
+    group.close()
+
+
+def test_large_sums_go_through_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a prompt are large; behind small ones a norm writes codes in a launch of its own."""
+    monkeypatch.setattr(peers, "MOST_BYTES", 4 * 64 * 2 + 1)
+    source = STORED["FP8 rows"]()
+    expected = text(load(MODEL, source, options("bf16")))
+    group = PeerGroup(2, endless=True)
+    ranks = ranks_of(MODEL, source, 2, "bf16", peers=group)
+    near(ranks.each(text), expected, 0.05)
+    for _, device in ranks.ranks:
+        sums = [call for call in device.ranks.asked if "all_reduce" in call]
+        assert set(sums) == {f"all_reduce {9 * MODEL.shape.hidden_size} bf16"}
+        assert device.met["one_shot_sum"]
+    ranks.each(lambda rank: rank[0].close())
+    ranks.close()
+    group.close()
+
+
+def test_a_rank_that_stays_away_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emulated_device, "PATIENCE", 20)
+    model, source = of(CONFIGS["biases everywhere"])
+    group = PeerGroup(2, endless=True)
+    ranks = ranks_of(model, source, 2, "f32", peers=group)
+
+    def alone() -> None:
+        with pytest.raises(RankLostError, match="did not come to a sum"):
+            logits(ranks.ranks[0][0], [7, 3], 0)
+
+    ranks.all([alone, lambda: None])
+    ranks.each(lambda rank: rank[0].close())
+    ranks.close()
+    group.close()
+
+
+@pytest.mark.parametrize("what", ["cannot read", "reads what is not there", "switched off"])
+def test_sums_go_through_nccl_where_memory_cannot_be_shared(
+    what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All ranks find that out together, though one alone sees it."""
+
+    def refuse(reach: EmulatedReach, name: bytes) -> int:
+        if what == "cannot read":
+            raise peers.UnreachableError("GPU 0 cannot read the memory of GPU 1")
+        return nowhere.ctypes.data
+
+    nowhere = np.zeros(1 << 20, np.uint8)
+    if what == "switched off":
+        monkeypatch.setenv(peers.SWITCH, "0")
+    else:
+        monkeypatch.setattr(EmulatedReach, "open", refuse)
+    monkeypatch.setattr(peers, "TRIAL_PATIENCE", 20)
+    model, source = of(CONFIGS["biases everywhere"])
+    group = PeerGroup(2, endless=True)
+    with caplog.at_level(logging.INFO, "vllmx"):
+        ranks = ranks_of(model, source, 2, "f32", peers=group)
+    for _, device in ranks.ranks:
+        assert device.ranks.peers is None
+    ranks.each(lambda rank: logits(rank[0], [7], 0))
+    asked = ranks.ranks[0][1].ranks.asked
+    assert asked.count("all_reduce 64 f32") == 5 * asked.count("all_gather [30, 31] f32")
+    said = [r.getMessage() for r in caplog.records if "through NCCL" in r.getMessage()]
+    reason = {"cannot read": "cannot read the memory", "switched off": "never"}
+    assert len(said) == (0 if what == "switched off" else 2)
+    assert all(reason.get(what, "sums are wrong") in line for line in said)
+    ranks.each(lambda rank: rank[0].close())
+    ranks.close()
+    group.close()

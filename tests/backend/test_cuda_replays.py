@@ -12,7 +12,7 @@ from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.testing.emulated_device import EmulatedDevice
 from vllmx_cuda.testing.emulator import Emulator
 
-from . import test_architectures, test_recurrent_architectures
+from . import test_expert_architectures, test_recurrent_architectures
 from .cuda_models import _can_emulate
 from .test_sharding import CONFIGS, of
 
@@ -21,7 +21,7 @@ EMULATOR = Emulator()
 LAYERS: dict[str, dict[str, Any]] = {
     "experts": CONFIGS["experts with biases and sinks"],
     "states and experts": test_recurrent_architectures.TestQwen3Next.config,
-    "latents": test_architectures.TestDeepSeekV3.config,
+    "latents": test_expert_architectures.TestDeepSeekV3.config,
 }
 PROMPTS = [[5], [7, 11, 13], [2, 40]]
 LIMITS: dict[str, Any] = {

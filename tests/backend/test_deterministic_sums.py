@@ -17,7 +17,7 @@ from vllmx_core.weights import WeightSource
 from vllmx_demo.source import MODEL_FOLDER
 
 from .cpu_ranks import cpu_ranks, logits
-from .test_architectures import EXPERTS
+from .served_models import QWEN2_MOE
 from .test_sharding import LLAMA
 
 REGISTRY = load_registry()
@@ -27,14 +27,7 @@ CUTS = (30, 31, 44)
 TINY: dict[str, dict[str, Any]] = {
     "biases, 1 kv head": LLAMA
     | {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
-    "experts": LLAMA
-    | EXPERTS
-    | {
-        "architectures": ["Qwen2MoeForCausalLM"],
-        "model_type": "qwen2_moe",
-        "shared_expert_intermediate_size": 28,
-        "mlp_only_layers": [1],
-    },
+    "experts": LLAMA | QWEN2_MOE,
 }
 
 

@@ -29,7 +29,7 @@ from vllmx_tp import communicator
 from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.region import Region
 
-from .test_architectures import EXPERTS, SMALL
+from .served_models import EXPERTS, SMALL
 from .test_backends import backend_spec
 from .test_sharding import CONFIGS, LLAMA, check, of, options
 

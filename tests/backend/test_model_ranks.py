@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import pytest
 from vllmx_core.errors import ConfigError
-from vllmx_core.testing.model_suite import ModelSuite
 from vllmx_core.testing.ranked_backend import RankedBackend
 
-from . import test_architectures
+from . import test_architectures, test_expert_architectures
+from .served_models import suites
 from .test_backend_ranks import EVERYTHING, shared_by
 from .test_backends import backend_spec
 
-SUITES: dict[str, type[ModelSuite]] = {
+SUITES = {
     name.removeprefix("Test"): suite
-    for name, suite in vars(test_architectures).items()
-    if name.startswith("Test") and isinstance(suite, type) and issubclass(suite, ModelSuite)
+    for name, suite in suites(test_architectures, test_expert_architectures).items()
 }
 SOME = ("Llama", "Qwen3", "Gemma3", "Qwen3Moe", "GptOss", "DeepSeekV3")
 RANKS = {"cpu": (2, 4), "torch": (2,), "metal": (2,)} if EVERYTHING else {"cpu": (2,)}

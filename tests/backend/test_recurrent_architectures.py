@@ -15,7 +15,7 @@ from vllmx_core.testing.model_suite import random_weights
 from vllmx_core.testing.plans import Row, make_plan
 from vllmx_core.testing.synthetic import ArraySource
 
-from .test_architectures import EXPERTS, SMALL, _Served
+from .served_models import EXPERTS, SMALL, Served
 
 DELTA: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -29,7 +29,7 @@ DELTA: dict[str, Any] = {
 GATED = EXPERTS | {"shared_expert_intermediate_size": 28}
 
 
-class _Recurrent(_Served):
+class _Recurrent(Served):
     def transformers_model(self) -> Any:
         model = super().transformers_model()
         random = np.random.default_rng(0)

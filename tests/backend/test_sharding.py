@@ -18,7 +18,7 @@ from vllmx_core.testing.plans import Row, make_plan
 from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
 from vllmx_core.weights import WeightSource
 
-from .test_architectures import EXPERTS, SMALL
+from .served_models import QWEN2_MOE, SMALL
 from .test_recurrent_architectures import (
     TestGraniteMoeHybrid as Granite,
 )
@@ -55,14 +55,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "sliding_window": 9,
     },
-    "a shared expert": LLAMA
-    | EXPERTS
-    | {
-        "architectures": ["Qwen2MoeForCausalLM"],
-        "model_type": "qwen2_moe",
-        "shared_expert_intermediate_size": 28,
-        "mlp_only_layers": [1],
-    },
+    "a shared expert": LLAMA | QWEN2_MOE,
     "a norm across heads": LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
     "fused matrices": LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"},
 }
@@ -183,4 +176,6 @@ def test_tiled_heads(key_heads: int, count: int) -> None:
 
 def test_one_norm_over_all_groups_keeps_its_layer_whole() -> None:
     model, source = of(Granite.config | {"mamba_n_groups": 1})
-    check(model, source, 2)
+    whole = ReferenceBackend().load(model, source, options()).info.state_slot_bytes
+    ranks = check(model, source, 2)
+    assert [one.info.state_slot_bytes for one in ranks.ranks] == [whole, whole]

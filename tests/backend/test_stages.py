@@ -23,17 +23,17 @@ from vllmx_core.testing.plans import Row, make_plan
 from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
 from vllmx_core.weights import WeightSource
 
-from . import test_architectures, test_recurrent_architectures
-from .test_architectures import SMALL
+from . import test_architectures, test_expert_architectures, test_recurrent_architectures
+from .served_models import SMALL, suites
 
 REGISTRY = load_registry()
 TEXT = [7, 3, 60, 0, 33, 12, 12, 5, 41, 59, 2, 18, 30, 44]
 LLAMA = SMALL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 CONFIGS: dict[str, dict[str, Any]] = {
-    name: found.config
-    for module in (test_architectures, test_recurrent_architectures)
-    for name, found in vars(module).items()
-    if name.startswith("Test") and hasattr(found, "config")
+    name: suite.config
+    for name, suite in suites(
+        test_architectures, test_expert_architectures, test_recurrent_architectures
+    ).items()
 } | {"tied": LLAMA | {"tie_word_embeddings": True}}
 UNCUT = {"TestGemma4Shared"}
 """The second half of its layers reads the pages of the first."""

@@ -78,15 +78,13 @@ class Family:
     config: dict[str, Any]
     experts: Callable[[str, F32], Views] = as_they_are
     """Of a tensor with the experts of a layer, where they are one tensor."""
-    dense: str = (
-        r"lm_head|embed_tokens|norm|(^|\.)(gate|router.*|shared_expert_gate)$|conv1d|_[ab]$"
-    )
+    dense: str = r"lm_head|embed|norm|(^|\.)(gate|router.*|shared_expert_gate|b_proj)$|conv|_[ab]$"
     """The modules that no publisher quantises."""
 
     def views(self, arrays: Mapping[str, F32]) -> Views:
         """All tensors of the checkpoint as a quantised one has them."""
         for name, array in arrays.items():
-            inside = re.search(r"\.experts\.\w+$|\.(in|out)put_linear\.weight$", name)
+            inside = re.search(r"\.experts\.\w+$|moe\.\w+put_linear\.weight$", name)
             yield from (self.experts if inside else as_they_are)(name, array)
 
     def is_quantised(self, name: str, array: F32) -> bool:
@@ -101,6 +99,16 @@ def _family(model_type: str, architecture: str, *changes: Mapping[str, Any], **m
     return Family({key: value for key, value in config.items() if value is not None}, **more)
 
 
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4, "shared_expert_intermediate_size": 128,
+}  # fmt: skip
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 32,
+    "mamba_expand": 1,
+}  # fmt: skip
+INDEX = {"index_topk": 128, "index_head_dim": 64, "index_n_heads": 2}
 LOCAL, EXPERTS = {"num_local_experts": COUNT}, {"num_experts": COUNT}
 FAMILIES = {
     "qwen2-moe": _family(
@@ -121,12 +129,41 @@ FAMILIES = {
         "granitemoe", "GraniteMoe", LOCAL | {"attention_multiplier": 0.2}, experts=in_a_list
     ),
     "minimax-m2": _family("minimax_m2", "MiniMaxM2", LOCAL | {"rotary_dim": 16}),
-    "qwen3.5-moe": _family(
-        "qwen3_5_moe_text", "Qwen3_5Moe",
+    "qwen3.5-moe": _family("qwen3_5_moe_text", "Qwen3_5Moe", EXPERTS | DELTA),
+    "qwen3-next": _family("qwen3_next", "Qwen3Next", EXPERTS | DELTA),
+    "deepseek-v3.2": _family(
+        "deepseek_v32", "DeepseekV32", LATENT | INDEX | {"n_group": 2, "topk_group": 1}
+    ),
+    "glm-5": _family("glm_moe_dsa", "GlmMoeDsa", LATENT | INDEX),
+    "lfm2-moe": _family(
+        "lfm2_moe", "Lfm2Moe",
         EXPERTS | {
-            "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
-            "linear_conv_kernel_dim": 4, "shared_expert_intermediate_size": 128,
+            "layer_types": ["conv", "full_attention"], "num_dense_layers": 0, "norm_eps": 1e-5,
+            "conv_L_cache": 3, "rms_norm_eps": None, "head_dim": None,
+        },
+    ),
+    "granite-hybrid": _family(
+        "granitemoehybrid", "GraniteMoeHybrid",
+        LOCAL | MAMBA | {
+            "layer_types": ["mamba", "attention"], "attention_multiplier": 0.2,
+            "shared_intermediate_size": 128,
+        },
+        experts=in_a_list,
+    ),
+    "nemotron-h": _family(
+        "nemotron_h", "NemotronH",
+        {
+            "hybrid_override_pattern": "M*E", "num_hidden_layers": 3, "mamba_num_heads": 8,
+            "mamba_head_dim": 32, "ssm_state_size": 32, "n_groups": 1, "n_routed_experts": COUNT,
+            "moe_shared_expert_intermediate_size": 128, "moe_latent_size": 64,
+            "layer_norm_epsilon": 1e-5, "rms_norm_eps": None,
+        },
+    ),
+    "kimi-linear": _family(
+        "kimi_linear", "KimiLinear",
+        LATENT | EXPERTS | {
+            "layer_types": ["linear_attention", "full_attention"], "linear_num_heads": 4,
+            "linear_head_dim": 32, "q_lora_rank": None,
         },
     ),
     "gemma4-moe": _family(

@@ -33,13 +33,15 @@ WIDE: dict[str, Any] = FAMILIES["qwen3-moe"].config | {
 """Matrices whose parts of 2 ranks are whole blocks of 256 features, but for those of an expert."""
 
 
-def check(model: Model, source: WeightSource, dtype: str, near: float) -> None:
+def check(
+    model: Model, source: WeightSource, dtype: str, near: float, *, whole_experts: bool = True
+) -> None:
     """Two ranks compute what one does."""
     whole = cpu_ranks(model, source, 1, dtype)
     (expected,) = whole.each(lambda loaded: logits(loaded, TEXT, CUTS))
     whole.each(lambda loaded: loaded.close())
     whole.close()
-    ranks = cpu_ranks(model, source, 2, dtype, whole_experts=True)
+    ranks = cpu_ranks(model, source, 2, dtype, whole_experts=whole_experts)
     first, second = ranks.each(lambda loaded: logits(loaded, TEXT, CUTS))
     ranks.each(lambda loaded: loaded.close())
     ranks.close()
@@ -71,6 +73,15 @@ def test_formats_made_while_loading(isq: str) -> None:
         with pytest.raises(ConfigError, match=r"down.*256 features in units of 256"):
             sharded(model, source, 64, 0, 2)
     check(model, source, "bf16", 0.02)
+
+
+def test_mxfp4_in_columns(folders: tuple[Path, Path]) -> None:
+    """Each rank has one of the two blocks in a row of an expert's second matrix."""
+    for folder, dtype, near in ((0, "f32", 2e-5), (0, "bf16", 0.02), (1, "f32", 2e-5)):
+        checkpoint = open_checkpoint(REGISTRY, folders[folder])
+        model = build_model(REGISTRY, checkpoint)
+        check(model, checkpoint.weights, dtype, near, whole_experts=False)
+        checkpoint.weights.close()
 
 
 def test_mxfp4(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ from vllmx_demo.source import MODEL_FOLDER
 from vllmx_engine.client.chat import load_tokenizer
 from vllmx_engine.core.found_model import find_model
 
+from tests.waiting import PATIENCE_S
+
 from ..null.gguf.models import TYPES, convert_folder, of_type  # noqa: TID252 - no package to name
 
 DEMO = json.loads((Path(__file__).parents[1] / "data/demo/reference_greedy.json").read_text())
@@ -175,7 +177,7 @@ def complete(*arguments: str) -> subprocess.CompletedProcess[str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
 

@@ -33,6 +33,7 @@ from .image_files import FILES, write_text, write_tower
 from .image_models import FAMILIES, PROCESSOR, VARIANTS, Family, save
 from .test_image_engine import GREEDY
 from .test_image_models import plans, prompt
+from .test_rank_hosts import make_key, rank_host
 
 REGISTRY = load_registry()
 SIZES = [(4, 6, 0), (8, 2, 1)]
@@ -294,3 +295,29 @@ def test_a_chat_is_answered_as_by_the_whole_model(
             output = llm.chat(chat, GREEDY, use_tqdm=False)[0]
             answers.append((output.prompt_token_ids, output.outputs[0].token_ids))
     assert answers[0] == answers[1]
+
+
+def test_another_host_has_the_tower_elsewhere(pair: tuple[Path, Path, Any], tmp_path: Path) -> None:
+    """Several ranks read text alone, each with the checkpoint that both files are."""
+    text, tower, oracle = pair
+    key = make_key(tmp_path / "key", b"k")
+    (tmp_path / "there").mkdir()
+    there = [shutil.copy(file, tmp_path / "there") for file in (text, tower)]
+    folder = save(oracle, tmp_path / "folder")
+    given: dict[str, Any] = {
+        "dtype": "float32",
+        "num_kv_blocks": 32,
+        "backend": "cpu",
+        "max_model_len": 200,
+        "num_threads": 1,
+        "tokenizer": str(folder),
+        "mmproj": str(tower),
+    }
+    found = []
+    with LLM(str(text), **given) as llm:
+        found.append(llm.generate(["w5 w6 w7"], GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
+    with rank_host(key, str(there[0]), more=("--mmproj", str(there[1]))) as (place, _):
+        hosts = {"tensor_parallel_size": 2, "rank_hosts": place, "rank_key_file": str(key)}
+        with LLM(str(text), **given, **hosts) as llm:
+            found.append(llm.generate(["w5 w6 w7"], GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
+    assert found[0] == found[1]

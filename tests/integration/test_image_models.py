@@ -181,11 +181,12 @@ def test_features_are_the_same_whatever_other_images_a_pass_has(
         loaded.close()
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
-def test_products_in_pieces_leave_the_same_features(
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"], indirect=True)
+def test_a_pass_in_pieces_leaves_the_same_features(
     family: Family, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pass in parts stops between 32 rows of a matrix; to the last bit it is the whole one."""
+    """A pass in parts stops between 32 rows of a matrix and between heads of attention; to the last
+    bit it is the whole one."""
     monkeypatch.setattr("vllmx_cpu.tower._LARGEST", 1)
     images = [family.image(4, 6, 0), family.image(8, 2, 1)]
     model, loaded = load(folder, "cpu")

@@ -16,6 +16,8 @@ from vllmx_core.specs import BackendSpec
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_models.gguf.quantize.convert import quantize
 
+from tests.waiting import PATIENCE_S
+
 REGISTRY = load_registry()
 PROMPT = "The capital of France is"
 
@@ -86,7 +88,7 @@ def test_flag_variable_and_file(tmp_path: Path) -> None:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_S,
             check=True,
         )
         assert "isq=q8_0" in done.stderr.lower()

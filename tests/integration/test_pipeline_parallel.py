@@ -10,17 +10,18 @@ import pytest
 from vllmx import LLM, SamplingParams
 from vllmx_core.errors import ConfigError
 
-from .test_tensor_parallel import BAD_WORDS, GREEDY, LIMITS, PATIENCE_S, PROMPTS, SEEDED, lost
+from tests.waiting import PATIENCE_S
+
+from .test_tensor_parallel import BAD_WORDS, GREEDY, LIMITS, PROMPTS, SEEDED, lost, rank_processes
 
 CPU = LIMITS | {"backend": "cpu", "num_threads": 4}
 
 
 def stages(llm: LLM) -> list[psutil.Process]:
     """The processes of all stages but the first, in order."""
-    children = psutil.Process().children()
-    found = [one for one in children if "vllmx_tp.rank_process" in one.cmdline()]
+    found = rank_processes()
     assert len(found) == int(llm.info.details["ranks"]) - 1
-    return sorted(found, key=lambda one: int(one.cmdline()[4]))
+    return found
 
 
 def everything(llm: LLM) -> list[Any]:
@@ -66,6 +67,16 @@ def test_two_stages_of_another_backend_and_one_that_is_stopped() -> None:
         last.suspend()
         assert lost(llm) == f"rank 1 (process {last.pid}) hangs or was stopped"
         last.wait(PATIENCE_S)
+
+
+def test_the_layers_of_stages_can_be_named() -> None:
+    with LLM("demo", **CPU) as llm:
+        expected = [one.outputs[0].token_ids for one in llm.generate(PROMPTS, GREEDY)]
+    with LLM("demo", pipeline_parallel_size=2, pipeline_layers="1,5", **CPU) as llm:
+        assert [one.outputs[0].token_ids for one in llm.generate(PROMPTS, GREEDY)] == expected
+        assert llm.info.details["layers"] == "1,5"
+    with pytest.raises(ConfigError, match="and the model has 6 for 2"):
+        LLM("demo", pipeline_parallel_size=2, pipeline_layers="4,4", **CPU)
 
 
 def test_stages_of_two_ranks_answer_as_one_process_and_end_with_one_of_them() -> None:

@@ -17,6 +17,8 @@ from vllmx import LLM, SamplingParams
 from vllmx_core.errors import ConfigError, RankLostError
 from vllmx_demo.source import MODEL_FOLDER
 
+from tests.waiting import PATIENCE_S
+
 LIMITS = {
     "backend": "cpu",
     "dtype": "bfloat16",
@@ -31,7 +33,6 @@ PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=6, logprobs=2),
     SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=6),
 ]
-PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +48,15 @@ def make_key(file: Path, letter: bytes) -> Path:
 
 @contextmanager
 def rank_host(
-    key: Path, model: str = "demo", address: str = "127.0.0.1", prefix: tuple[str, ...] = ()
+    key: Path,
+    model: str = "demo",
+    address: str = "127.0.0.1",
+    prefix: tuple[str, ...] = (),
+    more: tuple[str, ...] = (),
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """`vllmx rank` on a free port: where it listens, and its process."""
     command = [*prefix, sys.executable, "-m", "vllmx", "rank", model]
-    command += ["--listen", f"{address}:0", "--rank-key-file", str(key)]
+    command += ["--listen", f"{address}:0", "--rank-key-file", str(key), *more]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 from vllmx import LLM, SamplingParams, StructuredOutputsParams
 from vllmx_core.errors import GrammarError
+from vllmx_demo.source import MODEL_FOLDER
 from vllmx_engine.client import inline
 from vllmx_engine.core import commit
 from vllmx_engine.grammar.check import check
+from vllmx_engine.text.tokenizer import Tokenizer
 
 from tests.null.grammar.test_schemas import SCHEMAS
 
@@ -101,3 +105,27 @@ def test_a_grammar_that_no_answer_can_follow_starts_nothing(llm: LLM) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json=bad))
     with pytest.raises(GrammarError, match="greater than maximum"):
         llm.generate(["a", "b"], [SamplingParams(max_tokens=2), params])
+
+
+def test_a_form_follows_thoughts_that_the_prompt_opens(tmp_path: Path) -> None:
+    """However they are drawn, no answer ends within its thoughts."""
+    template = tmp_path / "open.jinja"
+    own = Tokenizer.from_folder(MODEL_FOLDER).config["chat_template"]
+    begin = "{{- '<|im_start|>assistant\\n' }}\n    {%- if enable_thinking"
+    assert begin in own
+    template.write_text(own.replace(begin, begin.replace("\\n'", "\\n<think>\\n'")))
+    form = StructuredOutputsParams(regex="[0-9]{3}!")
+    params = [
+        SamplingParams(max_tokens=120, seed=seed, temperature=2, structured_outputs=form)
+        for seed in range(8)
+    ]
+    question = [{"role": "user", "content": "What is 3 plus 4?"}]
+    with LLM("demo", chat_template=str(template), kv_cache_memory_bytes=1 << 26) as opened:
+        outputs = opened.chat([question] * len(params), params, use_tqdm=False)
+    ended = 0
+    for (choice,) in (output.outputs for output in outputs):
+        assert choice.reasoning
+        if choice.finish_reason == "stop":
+            ended += 1
+            assert re.fullmatch("[0-9]{3}!", choice.content or ""), choice.text
+    assert ended

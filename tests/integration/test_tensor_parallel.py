@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,8 @@ import psutil
 import pytest
 from vllmx import LLM, SamplingParams
 from vllmx_core.errors import ConfigError, RankLostError
+
+from tests.waiting import PATIENCE_S
 
 LIMITS: dict[str, Any] = {
     "backend": "numpy",
@@ -32,18 +34,25 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=8, repetition_penalty=1.1)
 BAD_WORDS = SamplingParams(temperature=0.0, max_tokens=4, bad_words=["Once upon", "there was"])
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
-PATIENCE_S = 60.0
-"""On a machine that does much besides."""
 
 
 @contextmanager
 def two_ranks(**more: Any) -> Iterator[tuple[LLM, psutil.Process]]:
     """The engine, and the process of rank 1."""
     with LLM("demo", tensor_parallel_size=2, **LIMITS | more) as llm:
-        (rank,) = [
-            one for one in psutil.Process().children() if "rank_process" in str(one.cmdline())
-        ]
+        (rank,) = rank_processes()
         yield llm, rank
+
+
+def rank_processes() -> list[psutil.Process]:
+    """Those of this process, in order."""
+    found: list[tuple[int, psutil.Process]] = []
+    for one in psutil.Process().children():
+        with suppress(psutil.Error):  # another child, that has just ended
+            words = one.cmdline()
+            if "vllmx_tp.rank_process" in words:
+                found.append((int(words[4]), one))
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
 def answers(llm: LLM, kinds: Sequence[SamplingParams]) -> list[list[int]]:
@@ -162,7 +171,7 @@ from vllmx import LLM
 if __name__ == "__main__":
     with LLM("demo", tensor_parallel_size=2, **{LIMITS!r}):
         print("ready", flush=True)
-        time.sleep(600)
+        time.sleep(3600)
 """
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

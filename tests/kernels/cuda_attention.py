@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,8 @@ class Shape:
 GONE = 1 << 22
 """In a block table: a page that was given back. Far from all others, and no kernel's 32-bit offsets
 come round to a page that is there."""
+FAR = 1 << 21
+"""Pages before the first one of a case with `far`: more elements than 32 bits count."""
 KV_NUMPY: dict[int, Any] = {KV_E4M3: ml_dtypes.float8_e4m3fn, KV_INT8: np.int8}
 
 
@@ -53,6 +56,9 @@ class Case(Shape):
     softcap: float = 0.0
     sinks: bool = False
     partition: int = 64
+    far: bool = False
+    """Whether pages lie as far from the first one as on a GPU with much memory; for the emulator
+    without its checker, which would keep books of all between."""
 
 
 def run_decode(
@@ -65,10 +71,11 @@ def run_decode(
     table = rng.permutation(blocks)[: rows * width].reshape(rows, width)
     for row, context in enumerate(case.contexts if case.window else ()):
         table[row, : max(0, context - case.window) // page] = GONE
-    on_table = on_device(table, np.int32)
+    on_table = on_device(table + (FAR if case.far else 0), np.int32)
     q = normal(rng, (rows + 1, case.heads, case.size), case.dtype)
     pages = (blocks, case.kv_heads, page, case.size)
     keys, values = (random_pages(rng, pages, case) for _ in range(2))
+    given = [as_far(array, case) for array in (keys[0], values[0], keys[1], values[1])]
     sinks = normal(rng, (case.heads,), "f32") if case.sinks else None
     items, first = plan_items(case)
     capacity = len(items)
@@ -91,7 +98,7 @@ def run_decode(
     emulator.launch(
         variant,
         {"items": capacity, "heads": case.heads, "kv_heads": case.kv_heads},
-        [q, keys[0], values[0], keys[1], values[1], on_device(items, np.int32), first_item,
+        [q, *given, on_device(items, np.int32), first_item,
          positions, on_table, sinks, out, partial, weights, case.heads, case.kv_heads, width,
          case.page_shift, case.window, scale, case.softcap],
     )  # fmt: skip
@@ -132,6 +139,17 @@ def random_pages(
         codes, scales = kv_quant.quantise(rng.standard_normal(shape), dtype)
         return on_device(codes.view(kv_type(case)), kv_type(case)), on_device(scales, np.float32)
     return on_device(rng.standard_normal(shape), kv_type(case)), None
+
+
+def as_far(pages: Array | None, case: Case) -> Array | None:
+    """What a kernel is given of pages: of far ones the address of the page that is FAR before the
+    first, where nothing lies."""
+    if pages is None or not case.far:
+        return pages
+    address = pages.ctypes.data - FAR * pages[0].nbytes
+    nothing = np.frombuffer((ctypes.c_uint8 * 1).from_address(address), np.uint8)[:0]
+    assert nothing.ctypes.data == address
+    return nothing
 
 
 def plan_items(case: Case) -> tuple[Array, list[int]]:

@@ -16,13 +16,20 @@ from pathlib import Path
 
 from vllmx_cuda.testing.emulator.build import KERNELS
 
-from .cuda_bugs import attention, codes, linear, rows, sampling
+from .cuda_bugs import attention, codes, linear, peers, rows, sampling
 from .cuda_bugs.bug import Bug
 
 TESTS = Path(__file__).parent
 FOLDER_VARIABLE = "VLLMX_TESTED_KERNELS"
 """Where conftest.py's emulators take the sources from."""
-BUGS = (*rows.BUGS, *sampling.BUGS, *attention.BUGS, *linear.BUGS, *codes.BUGS)
+BUGS = (
+    *rows.BUGS,
+    *peers.BUGS,
+    *sampling.BUGS,
+    *attention.BUGS,
+    *linear.BUGS,
+    *codes.BUGS,
+)
 
 
 def survives(bug: Bug) -> bool:

@@ -32,7 +32,7 @@ from .cuda_arrays import (
     options,
     wide,
 )
-from .cuda_attention import GONE, Case, Shape, kv_type, random_pages, run_decode
+from .cuda_attention import FAR, GONE, Case, Shape, as_far, kv_type, random_pages, run_decode
 
 STORES = [
     Shape(),
@@ -216,6 +216,10 @@ PREFILLS = [
 
 @pytest.mark.parametrize("case", PREFILLS, ids=str)
 def test_paged_prefill(emulator: Emulator, case: Prefill) -> None:
+    run_prefill(emulator, case)
+
+
+def run_prefill(emulator: Emulator, case: Prefill) -> None:
     group = mma_group(case.heads // case.kv_heads)
     variant = KERNELS["paged_prefill"].variant(
         **options(
@@ -263,6 +267,8 @@ def check_prefill(emulator: Emulator, case: Prefill, variant: Variant, tile_toke
     q = normal(rng, (tokens, case.heads, case.size), case.dtype)
     pages = (blocks, case.kv_heads, page, case.size)
     keys, values = (random_pages(rng, pages, case) for _ in range(2))
+    given = [as_far(array, case) for array in (keys[0], values[0], keys[1], values[1])]
+    block_table = on_device(block_rows + (FAR if case.far else 0), np.int32)
     sinks = normal(rng, (case.heads,), "f32") if case.sinks else None
     tiles, out, scale = plan_tiles(case, tile_tokens), empty(q.shape, q.dtype), case.size**-0.5
     last = [last_seen(case, c - n, c) for c, n in zip(case.contexts, case.queries, strict=True)]
@@ -270,8 +276,8 @@ def check_prefill(emulator: Emulator, case: Prefill, variant: Variant, tile_toke
     emulator.launch(
         variant,
         {"tiles": len(tiles), "heads": case.heads, "kv_heads": case.kv_heads},
-        [q, keys[0], values[0], keys[1], values[1], on_device(tiles, np.int32),
-         on_device(case.contexts, np.int32), on_device(block_rows, np.int32), sinks,
+        [q, *given, on_device(tiles, np.int32),
+         on_device(case.contexts, np.int32), block_table, sinks,
          *([seen] if variant.kernel.entry == "paged_prefill" else []), out,
          case.heads, case.kv_heads, width, case.page_shift, case.window, int(case.causal), scale,
          case.softcap],
@@ -303,6 +309,21 @@ def check_prefill(emulator: Emulator, case: Prefill, variant: Variant, tile_toke
         first += count
     # the weights are rounded to elem before they meet the values
     np.testing.assert_allclose(wide(out), want, rtol=0, atol=6 * RELATIVE[case.dtype])
+
+
+@pytest.mark.parametrize("kv", [KV_ELEM, KV_INT8])
+@pytest.mark.parametrize("entry", ["paged_decode", "paged_decode_mma", "paged_prefill"])
+def test_pages_beyond_what_32_bits_count(
+    emulators: dict[str, Emulator], entry: str, kv: int
+) -> None:
+    """As those of a GPU with 80 GB: 2^32 elements of keys are 8 GiB."""
+    own = Emulator(folder=emulators["forward"].folder)
+    if entry == "paged_prefill":
+        run_prefill(own, Prefill(contexts=(40,), queries=(9,), far=True, kv=kv))
+        return
+    case = Case(contexts=(40, 7), far=True, kv=kv)
+    got, want = run_decode(own, case, np.random.default_rng(1), entry)
+    np.testing.assert_allclose(got, want, rtol=0, atol=6 * RELATIVE[case.dtype])
 
 
 def last_seen(case: Prefill, begin: int, end: int) -> Array:

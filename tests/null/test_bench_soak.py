@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def test_honest_clients_alone_and_beside_others(soak: Any) -> None:
     seen.honest["alone"] = [Streamed(0.0, [0.1, 0.2], 2), Streamed(5.0, [5.1, 5.2], 2)]
     seen.honest["hostile"] = [Streamed(1.0, [1.2, 1.3], 2), Streamed(2.0, error="refused")]
     seen.told = {"no HTTP": Counter({"400": 3, "505": 1}), "schemas": Counter({"500": 2})}
-    seen.memory = [(60.0, 80.04, 150.0)]
+    seen.residence.samples = [(10.0 * n, {"server": 80.04 + n, "core": 150.0}) for n in range(6)]
     found = soak.report(seen)
     first = found["latencies"][0]
     assert first["honest"] == "first token"
@@ -34,7 +35,17 @@ def test_honest_clients_alone_and_beside_others(soak: Any) -> None:
     assert found["latencies"][1]["p50 ratio"] == pytest.approx(1.0)
     assert found["honest"] == {"requests": 4, "failed": 1, "first error": ["refused"]}
     assert found["server errors"] == {"500": 2}
-    assert found["memory"] == [{"minute": 1.0, "server MB": 80.0, "core MB": 150.0}]
+    server, core = found["memory"]
+    assert (server["process"], server["minutes"]) == ("server", 0.8)
+    assert (server["first third MB"], server["last third MB"]) == (80.5, 84.5)
+    assert (server["ratio"], server["greatest MB"]) == (1.05, 85.0)
+    assert (core["first third MB"], core["ratio"]) == (150.0, 1.0)
+
+
+def test_the_memory_of_a_process_is_looked_at(soak: Any) -> None:
+    residence = soak.Residence(os.getpid())
+    residence.look()
+    assert residence.newest()["server"] > 1.0
 
 
 def test_hostile_kinds_are_named_as_they_are_asked_for(soak: Any) -> None:

@@ -18,6 +18,8 @@ from vllmx.cli.serve import serve
 from vllmx_server.app import ROUTES
 from vllmx_server.config import ServerConfig
 
+from tests.waiting import PATIENCE_S
+
 GET = {path for method, path, _ in ROUTES if method == "GET"}
 
 
@@ -86,7 +88,7 @@ def test_the_image_is_built_of_what_is_there(root: Path, dockerfile: list[tuple[
     shell = shutil.which("sh")
     assert shell is not None
     for run in runs:
-        subprocess.run([shell, "-n", "-c", run], check=True, timeout=60)
+        subprocess.run([shell, "-n", "-c", run], check=True, timeout=PATIENCE_S)
 
 
 def test_the_health_check_asks_a_route(dockerfile: list[tuple[str, str]]) -> None:

@@ -38,18 +38,38 @@ def test_every_command_is_understood(root: Path) -> None:
         is_understood(text)
 
 
-def test_commands_in_blocks_are_understood(root: Path) -> None:
-    """Commands are what stands on any page in a block without a language or of a shell."""
-    commands = []
+def blocks(root: Path) -> str:
+    """What stands on any page in a block without a language or of a shell, continued lines
+    joined."""
+    found = ""
     for page in (root / "README.md", *(root / "docs").rglob("*.md")):
-        blocks = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.M | re.S)
-        joined = "".join(block for kind, block in blocks if kind in ("", "sh", "bash")).replace(
-            "\\\n", " "
-        )
-        commands += re.findall(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*(vllmx .*)", joined, re.M)
+        parts = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.M | re.S)
+        found += "".join(part for kind, part in parts if kind in ("", "sh", "bash"))
+    return found.replace("\\\n", " ")
+
+
+def test_commands_in_blocks_are_understood(root: Path) -> None:
+    commands = re.findall(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*(vllmx .*)", blocks(root), re.M)
     assert len(commands) > 25
     for text in commands:
         is_understood(text)
+
+
+def test_benchmarks_in_blocks_are_there_with_their_flags(root: Path) -> None:
+    """They take minutes, and models that are not here: none is run."""
+    commands = re.findall(r"^(?:\$ )?python (bench/\S+\.py)(.*)", blocks(root), re.M)
+    assert len(commands) > 5
+    for path, rest in commands:
+        source = (root / path).read_text()
+        for flag in re.findall(r"\s(--[a-z-]+)", rest.partition("#")[0]):
+            assert f'"{flag}"' in source, f"python {path} has no {flag}"
+
+
+def test_files_that_commands_of_others_name_are_there(root: Path) -> None:
+    commands = re.findall(r"^(?:docker|kubectl) .*", blocks(root), re.M)
+    paths = re.findall(r" -f (\S+)", "\n".join(commands))
+    assert len(paths) > 2
+    assert [path for path in paths if not (root / path).is_file()] == []
 
 
 def test_the_unit_and_its_settings_are_understood(root: Path) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 SERVER = Path(__file__).parents[2] / "null" / "mcp" / "real_server.py"
 
 
@@ -19,7 +21,7 @@ def chat(path: Path, said: str) -> subprocess.CompletedProcess[str]:
         input=said,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
     )
 
 

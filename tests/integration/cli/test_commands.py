@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 
 def vllmx(
     *arguments: str, stdin: str | None = None, code: int = 0
@@ -20,7 +22,7 @@ def vllmx(
         stdin=subprocess.DEVNULL if stdin is None else None,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == code, done.stderr

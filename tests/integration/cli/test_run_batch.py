@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sqlite3
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from vllmx_core.testing.fake_checkpoint import install_fake_plugin, make_fake_checkpoint
+
+from tests.waiting import PATIENCE_S
 
 
 def line(custom_id: str, url: str = "/v1/completions", **body: Any) -> str:
@@ -27,7 +30,7 @@ def run(*arguments: str, code: int = 0, **options: Any) -> str:
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=240,
+        timeout=PATIENCE_S,
         check=False,
         **options,
     )
@@ -58,8 +61,32 @@ def test_lines_of_several_routes(tmp_path: Path) -> None:
     assert len(records(out)) == 3, "an output is not replaced by nothing"
 
 
+def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk."""
+    model = make_fake_checkpoint(tmp_path / "model", vocab_size=128, eos_id=None)
+    plugins = str(install_fake_plugin(tmp_path / "plugins"))
+    env = {**os.environ, "PYTHONPATH": plugins}
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    names = [f"c{i}" for i in range(40)]
+    source.write_text("".join(map(line, names)))
+    flags = [str(source), str(out), "--model", str(model), "--backend", "fake"]
+
+    def without_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+
+    told = run(*flags, code=2, env=env, preexec_fn=without_room)
+    assert f"cannot write {out}" in told
+    assert "Make room there and run the same command again" in told
+    assert "the server's log" not in told
+    assert not out.exists()
+    run(*flags, env=env)
+    assert [record["custom_id"] for record in records(out)] == names
+
+
 def test_it_goes_on_after_it_was_killed(tmp_path: Path) -> None:
-    model = make_fake_checkpoint(tmp_path / "model", vocab_size=128, eos_id=None, step_s=0.02)
+    fake: dict[str, Any] = {"vocab_size": 128, "eos_id": None, "step_s": 0.02}
+    # The first run stands still before all is answered, however late it is looked at.
+    model = make_fake_checkpoint(tmp_path / "model", **fake, hang_steps=[40])
     plugins = str(install_fake_plugin(tmp_path / "plugins"))
     options: dict[str, Any] = {"env": {**os.environ, "PYTHONPATH": plugins}}
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -75,6 +102,7 @@ def test_it_goes_on_after_it_was_killed(tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert not out.exists()
+    make_fake_checkpoint(model, **fake)
     assert "40 answered, 0 failed" in run(*flags, **options)
     found = {each["custom_id"]: each["id"] for each in records(out)}
     assert list(found) == names
@@ -83,7 +111,7 @@ def test_it_goes_on_after_it_was_killed(tmp_path: Path) -> None:
 
 def _wait_for_answers(path: Path, count: int) -> dict[str, str]:
     """The answers that are kept, when there are so many, as custom_id to their own id."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         if path.exists() and path.stat().st_size:
             connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5)

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from vllmx.chat_history import MAX_ENTRIES, load, save
 
+from tests.waiting import PATIENCE_S
+
 
 class Terminal:
     """A program in a pseudo terminal."""
@@ -24,7 +26,7 @@ class Terminal:
     def until(self, text: str, count: int = 1) -> None:
         """Reads until the text was seen so many times since the start."""
         while self.seen.count(text) < count:
-            ready, _, _ = select.select([self._master], [], [], 60)
+            ready, _, _ = select.select([self._master], [], [], PATIENCE_S)
             assert ready, f"no {text!r} in {self.seen!r}"
             try:
                 self.seen += os.read(self._master, 65536).decode(errors="replace")
@@ -74,21 +76,21 @@ def test_a_paste_is_one_question_and_the_history_is_kept(tmp_path: Path) -> None
         assert first.seen.count("user: ") == 1
         assert "user: one\r\ntwo" in first.seen
         first.type("/quit\r")
-        assert first.process.wait(60) == 0
+        assert first.process.wait(PATIENCE_S) == 0
     kept = tmp_path / "vllmx" / "chat_history.jsonl"
     assert kept.stat().st_mode & 0o777 == 0o600
     assert load(kept) == ["one\ntwo", "/show", "/quit"]
     with terminal(tmp_path, *chat, "--no-history") as second:
         second.until("> ")
         second.type("/quit\r")
-        assert second.process.wait(60) == 0
+        assert second.process.wait(PATIENCE_S) == 0
     assert len(load(kept)) == 3
     with terminal(tmp_path, *chat) as third:
         third.until("> ")
         third.type("\x1b[A\x1b[A\r")  # two up: /show
         third.until("parameters: ")
         third.type("/quit\r")
-        assert third.process.wait(60) == 0
+        assert third.process.wait(PATIENCE_S) == 0
 
 
 def test_a_full_context_says_how_to_make_room(tmp_path: Path) -> None:
@@ -101,7 +103,7 @@ def test_a_full_context_says_how_to_make_room(tmp_path: Path) -> None:
         chat.type("/reset\r")
         chat.until("The conversation starts anew.")
         chat.type("/quit\r")
-        assert chat.process.wait(60) == 0
+        assert chat.process.wait(PATIENCE_S) == 0
 
 
 def test_quantize_asks_before_it_replaces(tmp_path: Path) -> None:
@@ -110,7 +112,7 @@ def test_quantize_asks_before_it_replaces(tmp_path: Path) -> None:
     with terminal(tmp_path, "quantize", "demo", str(model)) as quantize:
         quantize.until("exists. Replace it? [y/N]")
         quantize.type("n\r")
-        assert quantize.process.wait(60) == 130
+        assert quantize.process.wait(PATIENCE_S) == 130
     assert model.read_text() == "mine"
 
 

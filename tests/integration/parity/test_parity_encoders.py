@@ -79,6 +79,8 @@ CASES = [
     Case("bert-reranker", "bert", labels=1),
     Case("bert-classifier", "bert", labels=5),
     Case("roberta", "roberta", {"max_position_embeddings": LONGEST + 2, "type_vocab_size": 1}),
+    Case("roberta-classifier", "roberta", labels=2,
+         options={"max_position_embeddings": LONGEST + 2, "type_vocab_size": 1}),
     Case("xlm-roberta-pad-3", "xlm-roberta",
          {"pad_token_id": 3, "max_position_embeddings": LONGEST + 4, "type_vocab_size": 1}),
     Case("xlm-roberta-reranker", "xlm-roberta", labels=1,

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHAT = "**/v1/chat/completions"
 
@@ -35,7 +37,7 @@ class Tab:
 
     def __init__(self, browser: Any, url: str, **options: Any) -> None:
         self.context = browser.new_context(**options)
-        self.context.set_default_timeout(120_000)
+        self.context.set_default_timeout(1000 * PATIENCE_S)
         self.page = self.context.new_page()
         self.troubles: list[str] = []
         self.page.on("pageerror", lambda error: self.troubles.append(str(error)))

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,11 @@ from typing import Any
 import httpx
 import pytest
 from vllmx_core.testing.fake_checkpoint import install_fake_plugin, make_fake_checkpoint
+
+from tests.waiting import PATIENCE_S, wait_until
+
+PLAIN: dict[str, Any] = {"timeout": PATIENCE_S, "verify": False}
+"""Of a request without TLS: else each reads the list of authorities, for a fiftieth of a second."""
 
 
 @dataclass
@@ -30,10 +34,10 @@ class RunningServer:
     """Ends when standard error does."""
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=60, **options)
+        return httpx.get(self.url + path, **PLAIN, **options)
 
     def post(self, path: str, body: object = None, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60, **options)
+        return httpx.post(self.url + path, json=body, **PLAIN, **options)
 
     def metric(self, name: str) -> float:
         """Sum over the samples of a metric."""
@@ -55,17 +59,10 @@ class RunningServer:
         ]
         return found
 
-    def becomes_idle(self, within_s: float = 30.0) -> None:
+    def becomes_idle(self) -> None:
         """Waits until nothing runs and every block is free, as /metrics tells."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        wait_until(lambda: not any(self.metric(name) for name in names), within_s)
-
-
-def wait_until(condition: Callable[[], bool], within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s} s"
-        time.sleep(0.02)
+        wait_until(lambda: not any(self.metric(name) for name in names))
 
 
 @contextmanager

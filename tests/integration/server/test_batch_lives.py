@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import openai
 
-from .conftest import MakeFake, RunningServer, wait_until
+from tests.waiting import wait_until
+
+from .conftest import MakeFake, RunningServer
 
 
 def client_of(running: RunningServer) -> openai.OpenAI:
@@ -33,11 +34,12 @@ def begin(client: openai.OpenAI, lines: Iterable[bytes]) -> Any:
 
 
 def ended(client: openai.OpenAI, batch: Any) -> Any:
-    deadline = time.monotonic() + 120
-    while batch.status not in ("completed", "failed", "cancelled", "expired"):
-        assert time.monotonic() < deadline, batch
-        time.sleep(0.05)
+    def has_ended() -> bool:
+        nonlocal batch
         batch = client.batches.retrieve(batch.id)
+        return batch.status in ("completed", "failed", "cancelled", "expired")
+
+    wait_until(has_ended)
     return batch
 
 
@@ -64,7 +66,7 @@ def test_a_batch_goes_on_after_everything_was_killed(fake_server: MakeFake, tmp_
     names = [f"c{i}" for i in range(60)]
     with fake_server(*flags) as running, client_of(running) as client:
         batch = begin(client, [line(name, "fake") for name in names])
-        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 8, 60)
+        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 8)
         core = running.core_pid()
         for pid in (running.process.pid, core):
             os.kill(pid, signal.SIGKILL)
@@ -85,7 +87,7 @@ def test_a_batch_outlives_the_engine_core(fake_server: MakeFake) -> None:
     with fake_server("--max-num-seqs", "4") as running, client_of(running) as client:
         names = [f"c{i}" for i in range(30)]
         batch = begin(client, [line(name, "fake") for name in names])
-        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 4, 60)
+        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 4)
         os.kill(running.core_pid(), signal.SIGKILL)
         done = ended(client, batch)
         assert (done.status, done.request_counts.completed) == ("completed", 30)

@@ -12,14 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import MakeFake, RunningServer, wait_until
+from tests.waiting import PATIENCE_S, wait_until
+
+from .conftest import MakeFake, RunningServer
 
 OTHER_ADDRESS = "127.0.0.2"
 
 
 def connect(server: RunningServer, source: str = "127.0.0.1") -> socket.socket:
     port = int(server.url.rpartition(":")[2])
-    return socket.create_connection(("127.0.0.1", port), timeout=10, source_address=(source, 0))
+    return socket.create_connection(
+        ("127.0.0.1", port), timeout=PATIENCE_S, source_address=(source, 0)
+    )
 
 
 def get(server: RunningServer, path: str, source: str = "127.0.0.1") -> bytes:
@@ -56,9 +60,9 @@ def test_more_connections_than_descriptors(fake_server: MakeFake) -> None:
             assert b" 503 " in get(server, "/health"), "its address has its share"
             assert b" 200 " in get(server, "/health", OTHER_ADDRESS)
             os.kill(server.core_pid(), signal.SIGKILL)
-            wait_until(lambda: b" 503 " in get(server, "/health", OTHER_ADDRESS), 30)
-            wait_until(lambda: b" 200 " in get(server, "/health", OTHER_ADDRESS), 60)
-        wait_until(lambda: b" 200 " in get(server, "/health"), 30)
+            wait_until(lambda: b" 503 " in get(server, "/health", OTHER_ADDRESS))
+            wait_until(lambda: b" 200 " in get(server, "/health", OTHER_ADDRESS))
+        wait_until(lambda: b" 200 " in get(server, "/health"))
         about_connections = [line for line in server.lines if "--max-connections" in line]
         assert 1 <= len(about_connections) <= 1 + time.monotonic() - started_s, "one a second"
 

@@ -23,6 +23,8 @@ from PIL import Image
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.llm import LLM
 
+from tests.waiting import PATIENCE_S
+
 from ...null.images.pictures import data_url, picture, stored  # noqa: TID252 - no package to name
 from ..image_files import write_text, write_tower  # noqa: TID252
 from ..image_models import FAMILIES, MARKS, VARIANTS, save  # noqa: TID252
@@ -30,6 +32,7 @@ from .conftest import RunningServer, running_server
 
 MAX_BODY_BYTES, MAX_PIXELS, MAX_IMAGES = 150_000, 10_000, 2
 GOOD = stored(picture(24, 16, seed=1))
+GOOD_JPEG = stored(picture(24, 16), "JPEG")
 WORD = {"type": "text", "text": "w5"}
 
 
@@ -93,15 +96,16 @@ SEEN = {
 }
 WRONG = {
     "truncated PNG": (data_url(GOOD[:-60]), "damaged or truncated"),
-    "truncated JPEG": (data_url(stored(picture(24, 16), "JPEG")[:-90]), "damaged or truncated"),
+    "truncated JPEG": (data_url(GOOD_JPEG[:-90]), "damaged or truncated"),
     "header alone": (data_url(png(20, 20)), "damaged or truncated"),
     "a bomb": (data_url(png(50_000, 50_000)), "more than 10000 pixels"),
     "too many pixels": (data_url(stored(Image.new("RGB", (101, 100)))), "more than 10000 pixels"),
-    "0 x 0": (data_url(png(0, 0)), "image"),
-    "GIF without pixels": (data_url(b"GIF89a" + bytes(7) + b";"), "image"),
+    "0 x 0": (data_url(png(0, 0)), "damaged or truncated PNG"),
+    "GIF without pixels": (data_url(b"GIF89a" + bytes(7) + b";"), "truncated GIF"),
+    "a JPEG of many segments": (data_url(GOOD_JPEG[:2] + b"\xff\xfe\0\2" * 5000), "4096 segments"),
     "no image": (data_url(b"hello"), "no image that can be read"),
     "TIFF": (data_url(stored(picture(8, 8), "TIFF"), "image/tiff"), "PNG, JPEG, WebP or GIF"),
-    "nothing": (data_url(b""), "image"),
+    "nothing": (data_url(b""), "no bytes"),
     "wrong base64": ("data:image/png;base64,@@@=", "base64"),
     "no base64": ("data:image/png,abc", "base64"),
     "no image's media type": (data_url(b"hello", "text/plain"), "image"),
@@ -182,10 +186,37 @@ def test_a_body_at_the_limit(seeing: RunningServer) -> None:
             f"{seeing.url}/v1/chat/completions",
             content=body.ljust(size),
             headers={"content-type": "application/json"},
-            timeout=60,
+            timeout=PATIENCE_S,
         )
         assert answer.status_code == status, answer.text
     assert answer.json()["error"]["message"]
+
+
+def test_images_that_tools_return_are_seen(seeing: RunningServer) -> None:
+    """As a coding client sends them: the prompt is longer by their tokens."""
+    image = {"type": "input_image", "image_url": data_url(GOOD)}
+    call = {"type": "function_call", "call_id": "c", "name": "w5", "arguments": "{}"}
+    lengths = []
+    for output in ("w5", [{"type": "input_text", "text": "w5"}, image]):
+        result = {"type": "function_call_output", "call_id": "c", "output": output}
+        said = [{"role": "user", "content": "w5"}, call, result]
+        body = {"model": "seeing", "input": said, "max_output_tokens": 16}
+        answer = seeing.post("/v1/responses", body)
+        assert answer.status_code == 200, answer.text
+        lengths.append(answer.json()["usage"]["input_tokens"])
+    source = {"type": "base64", "media_type": "image/png"}
+    source["data"] = base64.b64encode(GOOD).decode()
+    use = {"type": "tool_use", "id": "c", "name": "w5", "input": {}}
+    for content in ("w5", [WORD, {"type": "image", "source": source}]):
+        result = {"type": "tool_result", "tool_use_id": "c", "content": content}
+        turns = [("user", "w5"), ("assistant", [use]), ("user", [result])]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        answer = seeing.post("/v1/messages", {"messages": messages, "max_tokens": 4})
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        lengths.append(usage["input_tokens"] + usage["cache_read_input_tokens"])
+    assert lengths[0] < lengths[1]
+    assert lengths[2] < lengths[3]
 
 
 def test_the_three_apis_see_the_same(seeing: RunningServer, folder: Path) -> None:
@@ -224,22 +255,12 @@ def test_images_of_other_roles_are_seen(seeing: RunningServer, role: str) -> Non
     assert said[0] == said[1]
 
 
-def test_anthropic_images_elsewhere_than_in_a_turn_are_refused(seeing: RunningServer) -> None:
-    """Images are refused in the system prompt, and in what a tool returned."""
+def test_anthropic_images_in_the_system_prompt_are_refused(seeing: RunningServer) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(GOOD).decode()}
-    image = {"type": "image", "source": source}
-    used = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {}}
-    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [WORD, image]}
-    returned = chat(WORD)
-    returned["messages"] += [
-        {"role": "assistant", "content": [used]},
-        {"role": "user", "content": [result]},
-    ]
-    for body in (chat(WORD) | {"system": [image]}, returned):
-        answer = seeing.post("/v1/messages", body)
-        assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["type"] == "invalid_request_error"
-        assert "image" in answer.json()["error"]["message"]
+    body = chat(WORD) | {"system": [{"type": "image", "source": source}]}
+    answer = seeing.post("/v1/messages", body)
+    assert answer.status_code == 400, answer.text
+    assert "has the type 'image', which is not served here" in answer.json()["error"]["message"]
 
 
 def test_a_model_of_text_alone_says_so(server: RunningServer) -> None:

@@ -19,7 +19,9 @@ from typing import Any
 import httpx
 import pytest
 
-from .conftest import MakeFake, RunningServer, wait_until
+from tests.waiting import PATIENCE_S, wait_until
+
+from .conftest import PLAIN, MakeFake, RunningServer
 
 PATH = "/v1/completions"
 
@@ -35,7 +37,7 @@ def stream(
     events: list[Any] = []
     request = body(max_tokens, stream=True)
     try:
-        with httpx.stream("POST", server.url + PATH, json=request, timeout=30) as response:
+        with httpx.stream("POST", server.url + PATH, json=request, **PLAIN) as response:
             for line in response.iter_lines():
                 if line.startswith("data: "):
                     text = line[6:]
@@ -60,7 +62,7 @@ def shared(fake_server: MakeFake) -> Iterator[RunningServer]:
 
 
 def running(server: RunningServer, count: int) -> None:
-    wait_until(lambda: server.metric("num_requests_running") == count, 30)
+    wait_until(lambda: server.metric("num_requests_running") == count)
 
 
 def test_the_death_of_the_core(
@@ -70,9 +72,9 @@ def test_the_death_of_the_core(
     streamed = pool.submit(stream, shared, 500, begun)
     whole = pool.submit(shared.post, PATH, body(500))
     running(shared, 2)
-    assert begun.wait(30)
+    assert begun.wait(PATIENCE_S)
     os.kill(shared.core_pid(), signal.SIGKILL)
-    wait_until(lambda: shared.get("/health").status_code == 503, 30)
+    wait_until(lambda: shared.get("/health").status_code == 503)
     refused = shared.post(PATH, body(1))
     assert refused.status_code in (503, 200)
     events = streamed.result()
@@ -83,7 +85,7 @@ def test_the_death_of_the_core(
     answer = whole.result()
     assert answer.status_code == 503
     assert answer.headers["retry-after"]
-    wait_until(lambda: shared.get("/health").status_code == 200, 60)
+    wait_until(lambda: shared.get("/health").status_code == 200)
     assert shared.get("/health/live").status_code == 200
     assert shared.post(PATH, body(3)).json()["usage"]["completion_tokens"] == 3
     shared.becomes_idle()
@@ -109,17 +111,22 @@ def test_sigterm_lets_streams_end(
     with fake_server() as server:
         begun = [threading.Event() for _ in range(3)]
         streams = [pool.submit(stream, server, 250, each) for each in begun]
-        assert all(each.wait(30) for each in begun)
-        server.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: server.get("/health").status_code == 503, 30)
-        refused = server.post(PATH, body(1))
-        assert refused.status_code == 503
-        assert refused.headers["retry-after"]
+        assert all(each.wait(PATIENCE_S) for each in begun)
+        core = server.core_pid()
+        os.kill(core, signal.SIGSTOP)  # no stream ends before what is asked here
+        try:
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: "draining" in server.get("/health").text)
+            refused = server.post(PATH, body(1))
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"]
+        finally:
+            os.kill(core, signal.SIGCONT)
         for found in streams:
             events = found.result()
             assert events[-1] == "[DONE]"
             assert events[-2]["choices"][0]["finish_reason"] == "length"
-        assert server.process.wait(30) == 0
+        assert server.process.wait(PATIENCE_S) == 0
         assert not any("Traceback" in line for line in server.lines)
 
 
@@ -130,7 +137,7 @@ def test_a_drain_that_takes_too_long_aborts(
         found = pool.submit(stream, server, 1000)
         running(server, 1)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(18) == 0
+        assert server.process.wait(PATIENCE_S) == 0
         events = found.result()
         assert events[-2]["choices"][0]["finish_reason"] == "abort"
         assert events[-1] == "[DONE]"
@@ -144,12 +151,14 @@ def test_the_second_signal_stops_at_once(
         found = pool.submit(stream, server, 1000)
         running(server, 1)
         server.process.send_signal(signal.SIGINT)
-        time.sleep(0.2)
+        wait_until(lambda: server.get("/health").status_code == 503)
         assert server.process.poll() is None
         server.process.send_signal(signal.SIGINT)
-        server.process.wait(18)  # the stream would take 20 s
-        assert found.result()[-1] in ("broken", "[DONE]")
-        wait_until(lambda: not Path(f"/proc/{core}").exists(), 30)
+        server.process.wait(PATIENCE_S)
+        events = found.result()
+        assert events[-1] in ("broken", "[DONE]")
+        assert '"length"' not in json.dumps(events), "the stream came to its end"
+        wait_until(lambda: not Path(f"/proc/{core}").exists())
         assert not any("Traceback" in line for line in server.lines)
 
 
@@ -158,13 +167,15 @@ def test_a_unix_socket(fake_server: MakeFake, tmp_path: Path) -> None:
     with fake_server("--uds", str(path), "--api-key", "secret") as server:
         assert path.stat().st_mode & 0o777 == 0o600
         transport = httpx.HTTPTransport(uds=str(path))
-        with httpx.Client(transport=transport, base_url="http://server") as client:
+        with httpx.Client(
+            transport=transport, base_url="http://server", timeout=PATIENCE_S
+        ) as client:
             assert client.get("/health").status_code == 200
             assert client.post(PATH, json=body(2)).status_code == 401
             headers = {"authorization": "Bearer secret"}
             assert client.post(PATH, json=body(2), headers=headers).status_code == 200
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(30) == 0
+        assert server.process.wait(PATIENCE_S) == 0
     assert not path.exists()
 
 
@@ -177,6 +188,8 @@ def test_a_unix_socket(fake_server: MakeFake, tmp_path: Path) -> None:
         ["--ssl-certfile", "missing.pem", "--ssl-keyfile", "missing.pem"],
         ["--host", "203.0.113.1"],
         ["--model", "/no/such/folder"],
+        ["--port", "0", "--data-dir", "/dev/null"],
+        ["--port", "0", "--api-keys-file", "/dev/null"],
     ],
 )
 def test_what_cannot_be_served_is_one_line_and_exit_code_2(
@@ -185,7 +198,7 @@ def test_what_cannot_be_served_is_one_line_and_exit_code_2(
     taken = shared.url.rpartition(":")[2]
     command = [sys.executable, "-m", "vllmx", "serve"]
     command += [flag.format(taken=taken) for flag in flags]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert done.stderr.startswith("error: ")
@@ -208,12 +221,12 @@ def test_a_step_that_hangs(
         assert answer.headers["retry-after"]
         health = server.get("/health")
         assert health.status_code == 200 or "hangs" in health.json()["message"]
-        wait_until(lambda: server.get("/health").status_code == 200, 60)
+        wait_until(lambda: server.get("/health").status_code == 200)
         assert server.post(PATH, body(2)).json()["usage"]["completion_tokens"] == 2
+        wait_until(lambda: any("time.sleep(self.hang_s)" in line for line in server.lines))
         assert any("of prompts with" in line for line in server.lines)
         name = events[0]["id"].removeprefix("cmpl-")
         assert any("requests in it" in line and name in line for line in server.lines)
-        assert any("time.sleep(self.hang_s)" in line for line in server.lines)
 
 
 def test_health_tells_of_a_core_that_stands_still(fake_server: MakeFake) -> None:
@@ -221,14 +234,14 @@ def test_health_tells_of_a_core_that_stands_still(fake_server: MakeFake) -> None
         core = server.core_pid()
         os.kill(core, signal.SIGSTOP)
         try:
-            wait_until(lambda: server.get("/health").status_code == 503, 30)
+            wait_until(lambda: server.get("/health").status_code == 503)
             health = server.get("/health").json()
             assert health["status"] == "unresponsive"
             assert "has not answered" in health["message"]
             assert server.get("/health/live").status_code == 200
         finally:
             os.kill(core, signal.SIGCONT)
-        wait_until(lambda: server.get("/health").status_code == 200, 60)
+        wait_until(lambda: server.get("/health").status_code == 200)
         assert server.core_pid() == core
         assert server.post(PATH, body(3)).json()["usage"]["completion_tokens"] == 3
 
@@ -239,7 +252,7 @@ def test_a_long_step_is_no_silence(
     with hanging_server() as server:
         begun = threading.Event()
         found = pool.submit(stream, server, 500, begun)
-        assert begun.wait(30)
+        assert begun.wait(PATIENCE_S)
         deadline = time.monotonic() + 4
         while time.monotonic() < deadline:
             assert server.get("/health").status_code == 200
@@ -256,7 +269,7 @@ def test_sigterm_while_a_step_hangs(
         running(server, 1)
         time.sleep(1.5)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(60) == 0
+        assert server.process.wait(PATIENCE_S) == 0
         assert found.result()[-1] in ("broken", "[DONE]")
 
 
@@ -267,6 +280,6 @@ def test_a_server_whose_engine_is_gone_for_good_ends(
     with fake_server("--model", str(copy)) as server:
         shutil.rmtree(copy)
         os.kill(server.core_pid(), signal.SIGKILL)
-        assert server.process.wait(120) == 1
-        wait_until(lambda: any(line.startswith("error: ") for line in server.lines), 30)
+        assert server.process.wait(PATIENCE_S) == 1
+        wait_until(lambda: any(line.startswith("error: ") for line in server.lines))
     assert any("error: the engine core is gone" in line for line in server.lines)

@@ -13,7 +13,9 @@ import pytest
 from vllmx_core.testing.fake_checkpoint import make_fake_checkpoint
 from vllmx_server.keys.records import digest_of
 
-from .conftest import MakeFake, RunningServer, running_server, wait_until
+from tests.waiting import PATIENCE_S, wait_until
+
+from .conftest import MakeFake, RunningServer, running_server
 
 ADMIN = {"authorization": "Bearer operator"}
 
@@ -78,7 +80,7 @@ def test_requests_go_to_the_model_that_they_name(models: RunningServer) -> None:
 def test_a_stream_waits_with_pings_for_a_model_that_loads(models: RunningServer) -> None:
     body = {"model": "two"}
     wait_until(  # a moment after its last request
-        lambda: models.post("/v1/models/unload", body, headers=ADMIN).status_code == 200, 60
+        lambda: models.post("/v1/models/unload", body, headers=ADMIN).status_code == 200
     )
     assert states(models)["two"] == "unloaded"
     text = ask(models, "two", stream=True).text
@@ -116,7 +118,7 @@ def test_operators_alone_load_and_unload(models: RunningServer) -> None:
 
 def test_a_model_that_sleeps_has_no_core_until_it_is_woken(models: RunningServer) -> None:
     body = {"model": "two"}
-    wait_until(lambda: models.post("/v1/models/unload", body, headers=ADMIN).status_code == 200, 60)
+    wait_until(lambda: models.post("/v1/models/unload", body, headers=ADMIN).status_code == 200)
     core = models.core_pid()
     assert models.post("/sleep", headers=ADMIN).json() == {"model": "one", "state": "unloaded"}
     assert not Path(f"/proc/{core}").exists()
@@ -140,16 +142,14 @@ def test_several_processes_serve_several_models_and_end_by_a_route(
             assert ask(server, "uno").json()["model"] == "one"
         assert states(server)["two"] == "loaded"
         body = {"model": "two"}
-        wait_until(
-            lambda: server.post("/v1/models/unload", body, headers=ADMIN).status_code == 200, 60
-        )
+        wait_until(lambda: server.post("/v1/models/unload", body, headers=ADMIN).status_code == 200)
         assert ask(server, "two").status_code == 200
         assert server.post("/sleep", headers=ADMIN).status_code == 200
         assert ask(server, "one").status_code == 503
         assert server.post("/wake", headers=ADMIN).status_code == 200
-        wait_until(lambda: ask(server, "one").status_code == 200, 60)
+        wait_until(lambda: ask(server, "one").status_code == 200)
         assert server.post("/shutdown", headers=ADMIN).status_code == 200
-        assert server.process.wait(60) == 0
+        assert server.process.wait(PATIENCE_S) == 0
 
 
 def test_a_model_without_requests_is_unloaded(
@@ -159,7 +159,7 @@ def test_a_model_without_requests_is_unloaded(
         *flags(tmp_path), "--idle-unload-s=0.2", environment=fake_environment
     ) as server:
         assert ask(server, "two").status_code == 200
-        wait_until(lambda: states(server)["two"] == "unloaded", 60)
+        wait_until(lambda: states(server)["two"] == "unloaded")
         assert states(server)["one"] == "loaded"
         assert ask(server, "two").status_code == 200
 
@@ -188,7 +188,7 @@ def test_nothing_is_loaded_for_a_key_that_may_not_use_it(
 
 
 def on_socket(path: Path, method: str, route: str, body: object = None) -> httpx.Response:
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=30) as client:
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=PATIENCE_S) as client:
         return client.request(method, f"http://vllmx{route}", json=body)
 
 
@@ -207,5 +207,5 @@ def test_operators_have_a_socket_of_their_own(
             refused = server.post(route, {"model": "two"}, headers=ADMIN)
             assert refused.status_code in (404, 405), refused.text
         assert on_socket(path, "POST", "/shutdown").json() == {"status": "draining"}
-        assert server.process.wait(30) == 0
+        assert server.process.wait(PATIENCE_S) == 0
     assert not path.exists()

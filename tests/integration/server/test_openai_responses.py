@@ -9,7 +9,9 @@ from typing import Any
 import openai
 import pytest
 
-from .conftest import RunningServer, wait_until
+from tests.waiting import wait_until
+
+from .conftest import RunningServer
 
 GREEDY: Any = {"model": "demo", "temperature": 0}
 
@@ -98,7 +100,7 @@ def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
 def test_in_the_background(client: openai.OpenAI) -> None:
     begun = client.responses.create(input="Hello!", background=True, **GREEDY)
     assert begun.status == "queued"
-    wait_until(lambda: client.responses.retrieve(begun.id).status == "completed", 60)
+    wait_until(lambda: client.responses.retrieve(begun.id).status == "completed")
     assert client.responses.retrieve(begun.id).output_text.startswith("Hello!")
     streamed = client.responses.create(input="Hello!", background=True, stream=True, **GREEDY)
     assert list(streamed)[-1].type == "response.completed"

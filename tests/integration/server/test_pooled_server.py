@@ -40,11 +40,13 @@ def serve(tmp_path: Path) -> Serve:
     """A server of a model in this process, and a client of it."""
 
     @asynccontextmanager
-    async def run(model: Any, **config: Any) -> AsyncIterator[Client]:
+    async def run(model: Any, *, has_template: bool = True, **config: Any) -> AsyncIterator[Client]:
         if not isinstance(model, str):
             model.save_pretrained(tmp_path)
             for name in ("tokenizer.json", "tokenizer_config.json"):
                 shutil.copy(Path(MODEL_FOLDER) / name, tmp_path)
+            if not has_template:
+                (tmp_path / "tokenizer_config.json").write_text("{}")
             model = str(tmp_path)
         engine = EngineConfig(model=model, served_model_name="m", backend="numpy", **config)
         async with await AsyncLLM.start(engine, in_process=True) as llm:
@@ -89,6 +91,7 @@ async def test_embeddings(serve: Serve) -> None:
         scored = await ask(client, "/score", text_1="The cat", text_2=["a dog", "The cat"])
         scores = [each["score"] for each in scored["data"]]
         np.testing.assert_allclose(scores, [vectors[0] @ vectors[1], 1], atol=1e-5)
+        assert scores[1] <= 1
         assert "64" in await refused(client, "/v1/embeddings", input="a b c " * 100)
         text = await refused(client, "/v1/embeddings", input=["a", "a b c " * 100])
         assert "input 1: the text has" in text
@@ -140,6 +143,11 @@ async def test_a_cross_encoder_ranks(serve: Serve) -> None:
         scored = await ask(client, "/v1/score", text_1="The cat", text_2=documents)
         scores = [each["score"] for each in scored["data"]]
         ranked = await ask(client, "/v1/rerank", query="The cat", documents=documents, top_n=2)
+        for name in ("activation", "use_activation"):
+            asked = {"text_1": "The cat", "text_2": documents, name: False}
+            raw = (await ask(client, "/v1/score", **asked))["data"]
+            logits = [np.log(score / (1 - score)) for score in scores]
+            np.testing.assert_allclose([each["score"] for each in raw], logits, atol=1e-4)
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(Path(MODEL_FOLDER) / "tokenizer.json")
     )
@@ -167,6 +175,19 @@ async def test_classes(serve: Serve) -> None:
     np.testing.assert_allclose(answer["data"][0]["probs"], wanted, atol=2e-5)
     assert answer["data"][0]["label"] == labels[int(wanted.argmax())]
     assert "makes no embeddings" in text
+
+
+async def test_an_encoder_without_a_template_says_that_it_generates_nothing(serve: Serve) -> None:
+    config = transformers.BertConfig(**CONFIG, type_vocab_size=2)
+    async with serve(transformers.BertModel(config).eval(), has_template=False) as client:
+        messages = [{"role": "user", "content": "x"}]
+        for path, body in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/chat/completions", {"messages": messages}),
+            ("/v1/responses", {"input": "x"}),
+            ("/v1/messages", {"messages": messages, "max_tokens": 3}),
+        ):
+            assert "generates no text" in await refused(client, path, model="m", **body)
 
 
 async def test_a_generating_model_makes_no_vectors_unless_asked(serve: Serve) -> None:

@@ -7,12 +7,17 @@ import json
 import signal
 import socket
 from collections.abc import Iterable
+from pathlib import Path
 
+import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from hyperframe.frame import DataFrame, HeadersFrame
+from vllmx_core.testing.fake_checkpoint import make_fake_checkpoint
 
-from .conftest import MakeFake, RunningServer, wait_until
+from tests.waiting import PATIENCE_S, wait_until
+
+from .conftest import MakeFake, RunningServer
 
 SECRET = "hush5ecret"
 HEADERS = {
@@ -32,6 +37,14 @@ BODIES: tuple[object, ...] = (
     {"messages": [{"role": SECRET, "content": SECRET}]},
     SECRET,
 )
+TALK = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 2}
+SOUND = {
+    "/v1/chat/completions": TALK,
+    "/v1/messages": TALK,
+    "/v1/responses": {"input": SECRET, "max_output_tokens": 2},
+    "/tokenize": {"prompt": SECRET},
+}
+"""What is answered, by its path."""
 PATHS = (
     "/v1/completions",
     "/v1/chat/completions",
@@ -44,21 +57,71 @@ PATHS = (
 )
 
 
-def test_nothing_of_a_request_is_logged(fake_server: MakeFake) -> None:
-    for flags in ((), ("--api-key", "a-key")):
+@pytest.fixture
+def model(tmp_path: Path) -> tuple[str, str]:
+    """The flag of a model that knows all bytes."""
+    return "--model", str(make_fake_checkpoint(tmp_path / "model", vocab_size=259, eos_id=None))
+
+
+def test_nothing_of_a_request_is_logged(fake_server: MakeFake, model: tuple[str, str]) -> None:
+    for flags in (model, (*model, "--api-key", "a-key")):
         with fake_server("--log-level", "debug", *flags) as server:
             for packet in (*http1_packets(), *http2_packets()):
                 say(server, packet)
+            key = {"x-api-key": "a-key"}
+            for path, body in SOUND.items():
+                assert server.post(path, body, headers=key).status_code == 200
             assert server.get("/health").status_code == 200
             server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(60) == 0
-            wait_until(lambda: not server.reader.is_alive(), 30)
+            assert server.process.wait(PATIENCE_S) == 0
+            wait_until(lambda: not server.reader.is_alive())
         log = "".join(server.lines)
         assert "POST /v1/completions" in log, "the log is not what it was thought to be"
+        ids = ", ".join(str(byte) for byte in SECRET.encode()[:4])
         for line in log.splitlines():
-            assert SECRET not in line
-            assert SECRET.encode().hex() not in line
+            for part in (SECRET[:5], SECRET[-5:], SECRET.encode().hex(), ids):
+                assert part not in line
         assert "Traceback" not in log
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_prompts_are_logged_where_an_operator_asks(
+    fake_server: MakeFake, model: tuple[str, str], log_format: str
+) -> None:
+    prompt = 'tell\nrequest 9.9 (forged): \u2028me "this" \x1b[31m' + "x" * 300
+    asked: tuple[tuple[str, dict[str, object]], ...] = (
+        ("/v1/completions", {"prompt": prompt, "max_tokens": 3, "user": SECRET}),
+        ("/v1/completions", {"prompt": list(prompt[:90].encode()), "max_tokens": 3}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": prompt}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": prompt}]}),
+        ("/v1/responses", {"input": prompt}),
+    )
+    flags = ("--enable-log-requests", "--max-log-len", "100", "--log-format", log_format)
+    flags += (*model, "--api-key", SECRET)
+    with fake_server(*flags, "--log-level", "debug") as server:
+        for number, (path, body) in enumerate(asked):
+            limit = {"max_output_tokens" if path == "/v1/responses" else "max_tokens": 3}
+            headers = {**HEADERS, "x-request-id": f"mine-{number}"}
+            answer = server.post(path, limit | body, headers=headers)
+            assert answer.status_code == 200, answer.text
+        wait_until(lambda: sum("prompt tokens" in line for line in server.lines) == len(asked))
+    lines = [line.rstrip("\n") for line in server.lines if "prompt tokens" in line]
+    if log_format == "json":
+        records = [json.loads(line) for line in lines]
+        assert {record["logger"] for record in records} == {"vllmx.prompts"}
+        lines = [record["message"] for record in records]
+    for number, line in enumerate(lines):
+        assert f"(mine-{number}): " in line
+        assert "tell\\nrequest 9.9" in line
+        assert len(line) < 400
+    assert "max_tokens=3" in lines[0]
+    assert lines[0].endswith("x' ...")
+    log = "".join(server.lines)
+    assert log.count("request 9.9") == len(asked), "a prompt stands there once"
+    assert "\u2028" not in log
+    assert "\x1b" not in log
+    assert SECRET not in log
+    assert "what clients ask stands in this log" in log
 
 
 def say(server: RunningServer, packet: bytes) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from .conftest import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 
 def full_disk() -> int:
@@ -75,16 +75,17 @@ def test_a_log_that_goes_nowhere(
             with socket.socket(socket.AF_UNIX) as probe:
                 return probe.connect_ex(str(path)) == 0
 
-        wait_until(accepts, 30)
+        wait_until(accepts)
         transport = httpx.HTTPTransport(uds=str(path))
-        with httpx.Client(transport=transport, base_url="http://localhost", timeout=10) as client:
+        url = "http://localhost"
+        with httpx.Client(transport=transport, base_url=url, timeout=PATIENCE_S) as client:
             for _ in range(300):  # as many lines as fill any buffer
                 assert client.get("/version").status_code == 200
             body = {"prompt": "abc", "max_tokens": 3, "ignore_eos": True}
             response = client.post("/v1/completions", json=body)
             assert response.json()["usage"]["completion_tokens"] == 3
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE_S) == 0
     finally:
         process.kill()
         process.wait()

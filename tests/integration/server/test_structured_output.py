@@ -14,7 +14,7 @@ import httpx
 import jsonschema
 import pytest
 
-from .conftest import RunningServer
+from .conftest import PLAIN, RunningServer
 
 PERSON = {
     "type": "object",
@@ -100,6 +100,38 @@ def test_streams_and_text_completions(server: RunningServer) -> None:
     assert all(re.fullmatch("[a-z]{4}", choice["text"]) for choice in choices)
 
 
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"structured_outputs": {"choice": ["yes", "nö"]}}, "yes|nö"),
+        ({"guided_json": {"enum": [1, 2]}}, "1|2"),
+        ({"guided_regex": "[ab]{4}"}, "[ab]{4}"),
+        ({"guided_choice": ["left", "right"]}, "left|right"),
+        ({"guided_grammar": 'start: "a"~3 "b"'}, "aaab"),
+    ],
+)
+def test_responses_and_messages(form: dict[str, Any], pattern: str, server: RunningServer) -> None:
+    body = {"input": QUESTION, "max_output_tokens": 20, "store": False, **form}
+    answer = server.post("/v1/responses", body)
+    assert answer.status_code == 200, answer.text
+    assert re.fullmatch(pattern, answer.json()["output"][0]["content"][0]["text"])
+    answer = server.post("/v1/messages", {"messages": QUESTION, "max_tokens": 20, **form})
+    assert answer.status_code == 200, answer.text
+    assert re.fullmatch(pattern, answer.json()["content"][0]["text"])
+
+
+def test_two_forms_are_named_as_the_route_calls_them(server: RunningServer) -> None:
+    form = {"type": "json_schema", "name": "x", "schema": {}}
+    body = {"input": "Hello", "text": {"format": form}, "guided_regex": "a"}
+    error = server.post("/v1/responses", body).json()["error"]
+    assert error["param"] == "text.format"
+    assert error["message"].startswith("text.format and guided_regex each say")
+    config = {"format": {"type": "json_schema", "schema": {}}}
+    body = {"messages": QUESTION, "max_tokens": 9, "output_config": config, "guided_regex": "a"}
+    error = server.post("/v1/messages", body).json()["error"]
+    assert error["message"].startswith("output_config.format and guided_regex each say")
+
+
 def _deep(levels: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(levels):
@@ -129,16 +161,14 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 
 def test_hostile_grammars_hurt_nobody(server: RunningServer) -> None:
-    """Each is refused within 3 s, or cut by its length, while another client's stream goes on."""
+    """Each is refused, or cut by its length, while another client's stream goes on."""
     arrivals: list[float] = []
     done = threading.Event()
 
     def read_streams() -> None:
         body = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "stream": True}
         while not done.is_set():
-            with httpx.stream(
-                "POST", server.url + "/v1/completions", json=body, timeout=60
-            ) as stream:
+            with httpx.stream("POST", server.url + "/v1/completions", json=body, **PLAIN) as stream:
                 for line in stream.iter_lines():
                     if line.startswith("data: {"):
                         arrivals.append(time.monotonic())
@@ -156,7 +186,6 @@ def test_hostile_grammars_hurt_nobody(server: RunningServer) -> None:
             else:
                 assert '"finish_reason":"' in answer.text, name
                 assert answer.text.rstrip().endswith("[DONE]"), name
-            assert seconds < 60, name  # 3 s on a machine that does nothing else
             assert seconds < 3 or len(arrivals) > before, name
     finally:
         done.set()

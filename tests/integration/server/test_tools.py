@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -166,6 +167,35 @@ def test_a_budget_goes_with_a_form_of_the_answer(client: openai.OpenAI) -> None:
     extra = {"thinking_token_budget": 4, "chat_template_kwargs": thinks}
     answer = ask(client, SUM, response_format=form, max_tokens=60, extra_body=extra).choices[0]
     assert isinstance(json.loads(answer.message.content)["sum"], int)
+    assert answer.message.reasoning
+    assert THOUGHTS.startswith(answer.message.reasoning)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_form_holds_behind_the_thoughts(client: openai.OpenAI, stream: bool) -> None:
+    """The model begins to think by itself, and the request says that it may."""
+    thinks = {"enable_thinking": True}
+    form = {"guided_regex": "[0-9]{3}!", "chat_template_kwargs": thinks}
+    answer = ask(client, SUM, stream=stream, n=2, extra_body=form)
+    for index in range(2):
+        if stream:
+            continue
+        message = answer.choices[index].message
+        assert message.reasoning == THOUGHTS
+        assert re.fullmatch("[0-9]{3}!", message.content)
+        assert answer.choices[index].finish_reason == "stop"
+    if stream:
+        deltas = [c.delta for chunk in answer for c in chunk.choices if c.index == 1]
+        assert "".join(getattr(d, "reasoning", None) or "" for d in deltas) == THOUGHTS
+        assert re.fullmatch("[0-9]{3}!", "".join(d.content or "" for d in deltas))
+
+
+@pytest.mark.parametrize("switch", [{}, {"enable_thinking": False}])
+def test_who_asks_for_no_thoughts_has_the_form_at_once(client: openai.OpenAI, switch: Any) -> None:
+    form = {"chat_template_kwargs": switch, "guided_regex": "[0-9]{3}!"}
+    message = ask(client, SUM, extra_body=form).choices[0].message
+    assert message.reasoning is None
+    assert re.fullmatch("[0-9]{3}!", message.content)
 
 
 def test_reading_goes_with_logprobs_and_token_ids(client: openai.OpenAI) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import wait_until
+
 from .browser import CHAT, Tab, running_chromium
-from .conftest import MakeFake, RunningServer, wait_until
+from .conftest import MakeFake, RunningServer
 
 OpenTab = Callable[..., Tab]
 PIXEL = bytes.fromhex(
@@ -126,7 +128,7 @@ def test_a_reload_in_the_middle_keeps_what_came(
     tab = open_tab()
     tab.send("a long one")
     tab.grows()
-    wait_until(lambda: tab.page.evaluate(IS_KEPT), 60)
+    wait_until(lambda: tab.page.evaluate(IS_KEPT))
     tab.page.reload()
     tab.has_ended()
     page_server.becomes_idle()
@@ -252,13 +254,19 @@ def test_images(open_tab: OpenTab, tmp_path: Path) -> None:
     tab.has_ended()
 
 
+@pytest.fixture
+def held_port() -> Iterator[str]:
+    """A port for one server after another, which no other program can take in between."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield str(held.getsockname()[1])
+
+
 def test_a_wrong_key_and_a_dead_server(
-    open_tab: OpenTab, fake_server: MakeFake, chat_flags: tuple[str, ...]
+    open_tab: OpenTab, fake_server: MakeFake, chat_flags: tuple[str, ...], held_port: str
 ) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = str(taken.getsockname()[1])
-    flags = (*chat_flags, "--api-key", "sesame", "--port", port)
+    flags = (*chat_flags, "--api-key", "sesame", "--port", held_port)
     with fake_server(*flags) as server:
         tab = open_tab(server.url)
         tab.page.get_by_label("Key", exact=True).fill("wrong")

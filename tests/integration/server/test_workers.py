@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,8 +14,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from vllmx_server.keys.records import digest_of
 
-from .conftest import MakeFake, RunningServer, wait_until
+from tests.waiting import PATIENCE_S, wait_until
+
+from .conftest import PLAIN, MakeFake, RunningServer
 
 LONG = {"model": "fake", "prompt": "ab", "max_tokens": 4000, "stream": True}
 SHORT = {"model": "fake", "prompt": "ab", "max_tokens": 2}
@@ -56,8 +60,9 @@ def worker_of(client: httpx.Client, server: RunningServer) -> int:
             inodes.add(f"socket:[{fields[9]}]")
     for pid in worker_pids(server):
         for link in Path(f"/proc/{pid}/fd").iterdir():
-            if os.readlink(link) in inodes:
-                return pid
+            with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+                if os.readlink(link) in inodes:
+                    return pid
     raise AssertionError("nobody has the connection")
 
 
@@ -65,7 +70,7 @@ class Stream:
     """A streamed answer that has begun, over a connection of its own."""
 
     def __init__(self, server: RunningServer) -> None:
-        self.client = httpx.Client(timeout=60)
+        self.client = httpx.Client(**PLAIN)
         self._context = self.client.stream("POST", server.url + "/v1/completions", json=LONG)
         self.response = self._context.__enter__()
         self.lines = self.response.iter_lines()
@@ -101,11 +106,11 @@ def test_a_killed_worker_ends_its_own_streams_alone(workers: RunningServer) -> N
             pass
     for _ in range(20):
         next(other.lines)  # goes on
-    wait_until(lambda: len(set(worker_pids(workers)) - set(before)) == 1, 60)
+    wait_until(lambda: len(set(worker_pids(workers)) - set(before)) == 1)
     other.close()
     workers.becomes_idle()
     assert workers.core_pid() in children(workers, "link.process")
-    wait_until(lambda: workers.post("/v1/completions", SHORT).status_code == 200, 60)
+    wait_until(lambda: workers.post("/v1/completions", SHORT).status_code == 200)
 
 
 def test_counters_are_those_of_the_whole_server(workers: RunningServer) -> None:
@@ -113,12 +118,13 @@ def test_counters_are_those_of_the_whole_server(workers: RunningServer) -> None:
     before = workers.metric("request_success_total")
     for _ in range(6):
         assert workers.post("/v1/completions", SHORT).status_code == 200
+    wait_until(lambda: workers.metric("request_success_total") == before + 6)
     assert {workers.metric("request_success_total") for _ in range(6)} == {before + 6}
     used = workers.get("/v1/usage").json()
     pids = worker_pids(workers)
     for pid in pids:  # and their counts outlive them
         os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: is_up(workers) and not set(worker_pids(workers)) & set(pids), 60)
+    wait_until(lambda: is_up(workers) and not set(worker_pids(workers)) & set(pids))
     assert workers.metric("request_success_total") == before + 6
     assert workers.get("/v1/usage").json() == used
 
@@ -146,7 +152,7 @@ def test_files_and_batches_work_from_each_worker(workers: RunningServer) -> None
     batches = [workers.post("/v1/batches", body).json() for _ in range(4)]
     for batch in batches:
         path = f"/v1/batches/{batch['id']}"
-        wait_until(partial(has_status, workers, path, "completed"), 60)
+        wait_until(partial(has_status, workers, path, "completed"))
     assert len(workers.get("/v1/batches").json()["data"]) == 4
     output = workers.get(path).json()["output_file_id"]
     for _ in range(4):
@@ -159,7 +165,7 @@ def test_responses_of_the_background_are_found_from_each_worker(workers: Running
     for _ in range(4):
         made = workers.post("/v1/responses", body).json()
         path = f"/v1/responses/{made['id']}"
-        wait_until(partial(has_status, workers, path, "incomplete"), 60)
+        wait_until(partial(has_status, workers, path, "incomplete"))
     body = body | {"stream": True, "max_output_tokens": 4}
     for _ in range(4):
         text = workers.post("/v1/responses", body).text
@@ -175,8 +181,8 @@ def test_a_dead_core_is_told_to_all(workers: RunningServer) -> None:
         rest = "".join(stream.lines)
         assert "engine_unavailable" in rest
         stream.close()
-    wait_until(lambda: len(children(workers, "link.process")) == 1, 60)
-    wait_until(lambda: workers.post("/v1/completions", SHORT).status_code == 200, 60)
+    wait_until(lambda: len(children(workers, "link.process")) == 1)
+    wait_until(lambda: workers.post("/v1/completions", SHORT).status_code == 200)
     assert workers.core_pid() != core
 
 
@@ -184,13 +190,46 @@ def test_sigterm_drains_all_and_leaves_nobody_behind(fake_server: MakeFake) -> N
     with fake_server("--api-workers", "2", "--drain-timeout-s", "60") as server:
         pids = [*worker_pids(server), server.core_pid()]
         body = SHORT | {"max_tokens": 40, "stream": True}
-        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as answer:
+        with httpx.stream("POST", server.url + "/v1/completions", json=body, **PLAIN) as answer:
             lines = answer.iter_lines()
             next(lines)
             server.process.send_signal(signal.SIGTERM)
             assert "data: [DONE]" in list(lines)
-        assert server.process.wait(60) == 0
+        assert server.process.wait(PATIENCE_S) == 0
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_hangup_has_every_process_read_its_keys_again(
+    fake_server: MakeFake, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.json"
+
+    def write(name: str) -> None:
+        record = {"name": name, "sha256": digest_of(f"secret-{name}")}
+        path.write_text(json.dumps({"keys": [record]}))
+
+    def status(client: httpx.Client, name: str) -> int:
+        headers = {"authorization": f"Bearer secret-{name}"}
+        return client.get(f"{server.url}/v1/models", headers=headers).status_code
+
+    write("old")
+    flags = ("--api-workers", "2", "--api-keys-file", str(path))
+    with fake_server(*flags) as server, contextlib.ExitStack() as opened:
+        clients: dict[int, httpx.Client] = {}
+        while len(clients) < 2:
+            client = opened.enter_context(httpx.Client(**PLAIN))
+            assert (status(client, "old"), status(client, "new")) == (200, 401)
+            clients.setdefault(worker_of(client, server), client)
+        path.write_text("{")
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: "the keys stay as they are" in "".join(server.lines))
+        assert {status(client, "old") for client in clients.values()} == {200}
+        write("new")
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: {status(each, "new") for each in clients.values()} == {200})
+        wait_until(lambda: {status(each, "old") for each in clients.values()} == {401})
+        log = "".join(server.lines)
+        assert (log.count("the keys stay"), log.count("the keys were read again")) == (1, 1)
 
 
 def test_nobody_outlives_a_killed_supervisor(fake_server: MakeFake) -> None:
@@ -199,7 +238,7 @@ def test_nobody_outlives_a_killed_supervisor(fake_server: MakeFake) -> None:
         assert len(pids) == 3
         server.process.kill()
         server.process.wait()
-        wait_until(lambda: not any(_lives(pid) for pid in pids), 60)
+        wait_until(lambda: not any(_lives(pid) for pid in pids))
 
 
 def _lives(pid: int) -> bool:

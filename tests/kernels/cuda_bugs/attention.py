@@ -12,6 +12,7 @@ LATENT = "test_cuda_latent.py"
 WGMMA = f"{ATTENTION}:wgmma"
 DECODE = f"{ATTENTION}:decode"
 STORE = f"{ATTENTION}:store"
+FAR = f"{ATTENTION}:beyond"
 PREFILL = f"{ATTENTION}:prefill and not wgmma"
 BUGS = (
     Bug("paged_prefill.cu", "both warps of a row have its first dimensions",
@@ -33,6 +34,12 @@ BUGS = (
         "max(0, position0 - window + 1)", "max(0, position0 - window)", PREFILL),
     Bug("paged_prefill_wgmma.cu", "a window begins with a key that may be gone",
         "max(0, position0 - window + 1)", "max(0, position0 - window)", WGMMA),
+    Bug("paged_decode_mma.cu", "elements are counted in 32 bits", "(size_t)line * VX_HEAD",
+        "line * VX_HEAD", FAR),
+    Bug("paged_prefill.cu", "elements are counted in 32 bits", "size_t from = line * VX_HEAD",
+        "u32 from = (u32)line * VX_HEAD", FAR),
+    Bug("paged_decode.cu", "elements are counted in 32 bits", "size_t where = rows[u] * VX_HEAD",
+        "u32 where = (u32)rows[u] * VX_HEAD", FAR),
     Bug("paged_decode_mma.cu", "a window begins with a key that may be gone",
         "max(begin, position - window + 1)", "max(begin, position - window)", MMA),
     Bug("paged_decode.cu", "the join forgets the other maxima", "sums[t][g] * factor",

@@ -16,7 +16,7 @@ BUGS = (
         f"{NORMS}:1024"),
     Bug("rms_norm.cu", "a row is read beyond its end", "i < width;", "i <= width;", NORMS),
     Bug("rms_norm.cu", "a misaligned vector", "load(v, row + i);", "load(v, row + i + 1);", NORMS),
-    Bug("rms_norm.cu", "the input is written", "store(out + i, v);", "store((elem*)row + i, v);",
+    Bug("row_norm.h", "the input is written", "store(out + i, v);", "store((elem*)row + i, v);",
         NORMS),
     Bug("rms_norm.cu", "the sum is not rounded before it is normalised",
         "to_float(from_float<elem>(a[j] + b[j]))", "a[j] + b[j] * 1.001f", NORMS),

@@ -14,6 +14,8 @@ from vllmx.cli.errors import run
 from vllmx.cli.group import cli
 from vllmx_core.errors import ConfigError, EngineDeadError, StepTimeoutError
 
+from tests.waiting import PATIENCE_S
+
 
 def command(error: BaseException | None) -> click.Command:
     @click.command()
@@ -94,7 +96,7 @@ def test_ctrl_c_during_imports_leaves_no_traceback(module: str) -> None:
         [sys.executable, "-c", INTERRUPT, module, "complete", "--prompts", "a"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
         stdin=subprocess.DEVNULL,
     )

@@ -98,12 +98,23 @@ def test_bad_values_name_the_flag_and_the_limit(arguments: list[str], text: str)
         configs(*arguments)
 
 
+LAUGHS = "- &a0 [1]\n" + "".join(
+    f"- &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 30)
+)
+"""A list that is short to write, and has more members than anybody could look through."""
+
+
 @pytest.mark.parametrize(
     ("content", "text"),
     [
         ("prot: 1", "unknown key 'prot'"),
         ("- 1", "must hold keys and values"),
         ("{", "not valid YAML"),
+        ("? {a: 1, a: 2}\n: 3", r"not valid YAML: [^\n]*unhashable key[^\n]*$"),
+        (LAUGHS, "must hold keys and values"),
+        ("port: 1\nport: 2", "the key 'port' twice: keep one"),
+        ("models:\n- {name: a, model: /x, dtype: f16, dtype: bf16}", "the key 'dtype' twice"),
+        ("a: " + "[" * 5000 + "]" * 5000, "not valid YAML"),
         ("port: [1]", "port"),
         ("enforce-eager: perhaps", "must be true or false"),
     ],

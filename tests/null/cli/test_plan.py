@@ -20,6 +20,8 @@ from vllmx.cli.plan import plan
 from vllmx.sizing import measured
 from vllmx_core.registry import load_registry
 
+from tests.waiting import PATIENCE_S
+
 DENSE = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -159,6 +161,12 @@ def test_wrong_flags(tmp_path: Path, arguments: list[str], said: str) -> None:
     assert said in str(done.exception)
 
 
+@pytest.mark.parametrize("arguments", [(), ("demo",)])
+def test_the_demo_model_by_its_name_and_by_none(arguments: tuple[str, ...]) -> None:
+    found = planned(*arguments, "--on", "rtx4090")
+    assert (found["model"], found["architecture"]) == ("demo", "Qwen3ForCausalLM")
+
+
 def test_wrong_models(tmp_path: Path) -> None:
     assert "was not found" in str(run("no/such/model/at all").exception)
     assert "no installed plugin" in str(
@@ -273,7 +281,7 @@ def planned_from(hub: type[Hub], home: Path, model: str) -> dict[str, Any]:
         env={**clean, "HF_HOME": str(home / "hub"), "HF_ENDPOINT": hub.endpoint},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

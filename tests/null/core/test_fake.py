@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -186,14 +185,28 @@ def test_two_steps_in_flight_and_no_more() -> None:
         model.step(plan, rows)
 
 
-def test_simulated_time_overlaps() -> None:
+class Clock:
+    """In the place of the module `time`: nothing but sleeping takes any."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_simulated_time_overlaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("vllmx_core.testing.fake.time", clock)
     model = fake(step_s=0.02, token_s=0.001)
     plan, rows = make_plan([Row([1], 0, [0])], 8), sampling_rows(1)
-    start = time.perf_counter()
     handles = [model.step(plan, rows), model.step(plan, rows)]
-    assert time.perf_counter() - start < 0.02
+    assert clock.now_s == 100.0
     assert [handle.result().elapsed_s for handle in handles] == pytest.approx([0.021, 0.021])
-    assert time.perf_counter() - start >= 0.042
+    assert clock.now_s == pytest.approx(100.042)
 
 
 @pytest.mark.parametrize(

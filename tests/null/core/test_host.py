@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from vllmx_core.memory import free_bytes
-from vllmx_core.processors import available_processors
+from vllmx_core.processors import available_processors, neighbours
 
 MIB = 1 << 20
 
@@ -83,3 +83,29 @@ def test_without_a_limit_the_system_counts(root: Path) -> None:
     assert unlimited > 64 * MIB
     limited = free_bytes(root, process(root, "0::/pod"))
     assert abs(limited - unlimited) < unlimited // 2
+
+
+@pytest.mark.parametrize(
+    ("sockets", "expected", "half"),
+    [
+        ([0, 0, 1, 1], [0, 4, 1, 5, 2, 6, 3, 7], [0, 1, 2, 3]),  # socket by socket
+        ([0, 1, 0, 1], [0, 4, 2, 6, 1, 5, 3, 7], [0, 2, 1, 3]),  # sockets in turn
+    ],
+)
+def test_neighbours(
+    tmp_path: Path, sockets: list[int], expected: list[int], half: list[int]
+) -> None:
+    """Two sockets of two cores of two threads, the second of which have the numbers from 4 on."""
+    for number in range(8):
+        core = number % 4
+        folder = tmp_path / f"cpu{number}"
+        write(folder / "topology" / "physical_package_id", f"{sockets[core]}\n")
+        write(folder / "topology" / "thread_siblings_list", f"{core},{core + 4}\n")
+        (folder / f"node{sockets[core]}").mkdir()
+    assert neighbours(set(range(8)), 8, tmp_path) == expected
+    assert neighbours(set(range(8)), 4, tmp_path) == half, "a core gives one thread first"
+
+
+def test_neighbours_where_the_system_does_not_tell(tmp_path: Path) -> None:
+    assert neighbours({9, 3, 5}, 3, tmp_path) == [3, 5, 9]
+    assert neighbours({9, 3, 5}, 2, tmp_path) == [3, 5]

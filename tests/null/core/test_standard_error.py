@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 from vllmx_core.standard_error import StandardError
+
+from tests.waiting import PATIENCE_S
 
 
 def test_lines_come_in_order_and_are_all_there_at_the_end() -> None:
@@ -12,7 +16,7 @@ def test_lines_come_in_order_and_are_all_there_at_the_end() -> None:
     stream = StandardError(write)
     for number in range(100):
         stream.write(f"{number}\n")
-    stream.finish(10)
+    stream.finish(PATIENCE_S)
     os.close(write)
     with os.fdopen(read) as file:
         assert file.read().split() == [str(number) for number in range(100)]
@@ -43,6 +47,36 @@ def test_a_place_that_takes_nothing() -> None:
     os.close(read)
     stream = StandardError(write)
     stream.write("lost\n")
-    stream.finish(10)
+    stream.finish(PATIENCE_S)
     os.close(write)
     assert not stream._texts
+
+
+LATE = """
+import sys, threading
+from vllmx_core.standard_error import StandardError
+
+class Late:
+    def __del__(self):
+        stream.write("late")
+
+stream = StandardError()
+stream.late = Late()
+stream.late.itself = stream.late  # a circle, which the end of the interpreter collects
+taken = threading.Event()
+
+def dies_with_the_lock():
+    with stream._changed:
+        taken.set()
+        threading.Event().wait()
+
+threading.Thread(target=dies_with_the_lock, daemon=True).start()
+taken.wait()
+sys.exit(3)
+"""
+
+
+def test_lines_that_come_while_the_interpreter_ends_wait_for_nobody() -> None:
+    """The thread that writes ends wherever it is, be it with the lock."""
+    done = subprocess.run([sys.executable, "-c", LATE], check=False, timeout=PATIENCE_S)
+    assert done.returncode == 3

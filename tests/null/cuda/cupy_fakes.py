@@ -121,6 +121,28 @@ def fake_cupy(log: list[Any]) -> Any:
         deviceSynchronize=lambda: log.append("device synchronize"),
         memsetAsync=lambda p, value, size, stream: ctypes.memset(p, value, size),
     )
+    shares: list[np.ndarray] = []
+
+    def malloc(size: int) -> int:
+        log.append(("malloc", size))
+        shares.append(np.full(size, 0xFF, np.uint8))
+        return shares[-1].ctypes.data
+
+    def clear(p: int, value: int, size: int) -> None:
+        log.append(("memset", value, size))
+        ctypes.memset(p, value, size)
+
+    def handle_of(p: int) -> bytes:
+        log.append("handle")
+        return p.to_bytes(64, "little")
+
+    def open_handle(handle: bytes) -> int:
+        log.append(("open", len(handle)))
+        return int.from_bytes(handle, "little")
+
+    runtime.malloc, runtime.memset = malloc, clear
+    runtime.ipcGetMemHandle, runtime.ipcOpenMemHandle = handle_of, open_handle
+    runtime.deviceCanAccessPeer = lambda device, peer: peer != 7
     ticks = iter(range(10_000))
     cuda = SimpleNamespace(
         runtime=runtime,

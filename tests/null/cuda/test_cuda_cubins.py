@@ -26,6 +26,8 @@ from vllmx_cuda.compiler.cubins import (
 )
 from vllmx_cuda.compiler.nvrtc import CompileError
 
+from tests.waiting import PATIENCE_S
+
 
 @dataclass
 class FakeCompiler:
@@ -215,7 +217,7 @@ def test_processes_that_start_together_compile_once(unit: Unit, tmp_path: Path) 
     log = tmp_path / "log"
     command = [sys.executable, "-c", PROCESS, str(unit.source), str(tmp_path / "cache"), str(log)]
     processes = [subprocess.Popen(command) for _ in range(4)]
-    assert [process.wait(timeout=60) for process in processes] == [0, 0, 0, 0]
+    assert [process.wait(timeout=PATIENCE_S) for process in processes] == [0, 0, 0, 0]
     assert log.read_text() == "compiled\n"
 
 

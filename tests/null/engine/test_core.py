@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from vllmx_core.testing.fake import FakeError, FakeRules, FakeStep
-from vllmx_engine.core import commit
+from vllmx_engine.core import commit, sequence
 from vllmx_engine.core.logit_rules import LogitRules
 from vllmx_engine.wire.messages import STEP_TOKENS, CoreOutput, is_piece
 
@@ -45,6 +45,24 @@ def test_tiny_cache_preempts_and_sends_nothing_twice() -> None:
         harness.add(prompt, 40)
     harness.run()
     assert harness.core.stats().num_preemptions > 0
+    harness.check_outputs()
+    harness.check_idle()
+
+
+def test_tokens_that_nobody_looks_at_come_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence, "_MOST_HELD", 16)
+    harness = Harness(model={"num_blocks": 10}, rules=QUIET)
+    for prompt in prompts(6, longest=12):
+        harness.add(prompt, 40, at_end=True)
+    detailed = harness.add([1, 2, 3], 40, at_end=True, params={"logprobs": 1})
+    sizes: dict[str, list[int]] = {name: [] for name in harness.requests}
+    while harness.core.has_work:
+        for output in harness.step():
+            sizes[output.request_id].append(len(output.ids))
+    assert harness.core.stats().num_preemptions > 0
+    assert harness.core.stats().generation_tokens == 7 * 40
+    assert sizes.pop(detailed) == [1] * 40
+    assert all(each == [16, 16, 8] for each in sizes.values())
     harness.check_outputs()
     harness.check_idle()
 
@@ -296,13 +314,18 @@ def test_the_wait_of_a_request_comes_with_its_first_token(
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     harness = Harness(rules=QUIET, config={"max_num_seqs": 1})
     names = [harness.add([index] * 4, 6) for index in range(3)]
+    names.append(harness.add([3] * 4, 6, at_end=True))
     outputs: dict[str, list[float | None]] = {name: [] for name in names}
+    held_s = 0.0
     while harness.core.has_work:
         now_s += 1.0
         for output in harness.step():
             outputs[output.request_id].append(output.queue_s)
+            held_s += output.held_s
     waits = [outputs[name][0] or 0.0 for name in names]
-    assert 0 < waits[0] < waits[1] < waits[2]
+    assert 0 < waits[0] < waits[1] < waits[2] < waits[3]
+    assert outputs.pop(names[3]) == [waits[3]]
+    assert held_s == 5.0  # with its first token at the end
     assert all(later == [None] * 5 for _, *later in outputs.values())
 
 

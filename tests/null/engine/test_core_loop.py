@@ -13,6 +13,8 @@ from vllmx_engine.core.core_loop import CoreLoop, Inbox
 from vllmx_engine.wire.ipc import AddRequest, FromCore, Outputs, Ping, Pong, Shutdown
 from vllmx_engine.wire.messages import CoreOutput, CoreRequest, is_piece, pack_ids
 
+from tests.waiting import PATIENCE_S
+
 from .harness import QUIET, Harness
 
 
@@ -51,7 +53,7 @@ def test_requests_whose_news_nobody_takes_are_ended_and_the_core_goes_on() -> No
     for name in ("one", "two"):
         inbox.put(request(name))
     thread.start()
-    assert frontend.ended.wait(10)
+    assert frontend.ended.wait(PATIENCE_S)
     last = {output.request_id: output for output in frontend.outputs}
     for name in ("one", "two"):
         assert last[name].finish_reason == "error"
@@ -61,11 +63,11 @@ def test_requests_whose_news_nobody_takes_are_ended_and_the_core_goes_on() -> No
     frontend.ended.clear()
     inbox.put(Ping())
     inbox.put(request("three"))
-    assert frontend.ended.wait(10)
+    assert frontend.ended.wait(PATIENCE_S)
     assert frontend.outputs[-1].finish_reason == "length"
     assert frontend.pongs == 1
     inbox.put(Shutdown())
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
 
 

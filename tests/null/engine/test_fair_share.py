@@ -15,8 +15,8 @@ from .test_waiting import waiting
 
 
 def charge(share: FairShare, **tokens: int) -> None:
-    slots = np.array([share.slot(client) for client in tokens])
-    share.charge(slots, np.array(list(tokens.values()), np.float64))
+    for client, count in tokens.items():
+        share.charge(share.slot(client), count)
 
 
 def test_counts_tokens_of_each_client() -> None:
@@ -70,8 +70,7 @@ def test_a_share_of_two_is_given_twice_as_much() -> None:
     share.enter("b")
     charge(share, a=30, b=30)
     assert (share.service("a"), share.service("b")) == (15, 30)
-    share.charge_one(share.slot("b"), 6)
-    share.charge_one(share.slot("a"), 6)
+    share.charge_all(np.array([share.slot(client) for client in "ba" * 6]))
     assert (share.service("a"), share.service("b")) == (18, 36)
     share.enter("b", 4.0)  # its key was given another share
     charge(share, b=8)
@@ -98,8 +97,8 @@ def test_who_always_waits_is_given_its_share(shares: list[float], sizes: list[in
     def admit(size: int) -> str:
         head = queue.first()
         assert head is not None
-        queue.admit()
-        share.charge_one(share.slot(head.request.client), size)
+        queue.admit(head)
+        share.charge(share.slot(head.request.client), size)
         return head.request.client
 
     weights = dict(zip(served_to, shares, strict=True))

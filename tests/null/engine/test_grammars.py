@@ -18,8 +18,10 @@ from vllmx_engine.core import commit, grammar_row
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.grammar_row import GrammarRow
 from vllmx_engine.grammar.translate import translate
-from vllmx_engine.wire.grammars import Grammar, GrammarSpec, Vocabulary
+from vllmx_engine.wire.grammars import FreePart, Grammar, GrammarSpec, Vocabulary
 from vllmx_engine.wire.messages import CoreOutput, CoreRequest, Follower, choices_of, pack_ids
+
+from tests.waiting import PATIENCE_S
 
 EOS = 7
 LETTERS = '0123456-abcdefghijklmnopqrstuvwxyz{}:, "ABCDE'
@@ -36,8 +38,8 @@ def vocabulary() -> Vocabulary:
     return Vocabulary(tokens=TOKENS, special_ids=[EOS], eos_ids=[EOS], tokenizer=backend.to_str())
 
 
-def regex(pattern: str, after_ids: tuple[int, ...] = ()) -> Grammar:
-    return Grammar(translate(GrammarSpec(kind="regex", text=pattern)), after_ids)
+def regex(pattern: str, free: FreePart | None = None) -> Grammar:
+    return Grammar(translate(GrammarSpec(kind="regex", text=pattern)), free)
 
 
 def text_of(ids: list[int]) -> str:
@@ -169,6 +171,50 @@ def test_min_tokens_hold_where_the_grammar_may_go_on() -> None:
     assert all(len(ids) >= 6 for ids in driver.ids.values())
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_only_what_begins_as_a_free_part_is_one(overlap: bool) -> None:
+    """Thoughts that the model may begin: "{a ... }" and then the form, or the form at once."""
+    begin, end = (LETTERS.index("{") + 1, LETTERS.index("a") + 1), (LETTERS.index("}") + 1,)
+    driver = Driver(async_scheduling=overlap)
+    asked = {"max_tokens": 60}
+    for number in range(40):
+        grammar = regex("[0-2]{4}", FreePart((end,), begin))
+        driver.add(f"g{number}", grammar, seed=number, prompt=[number], params=asked, stop_ids=[])
+    held = regex("\\{[0-6]{3}", FreePart((end,), begin))
+    driver.add("held", held, params={"max_tokens": 9})
+    driver.run()
+    num_free = 0
+    for number in range(40):
+        text = text_of(driver.ids[f"g{number}"])
+        if not text.startswith("{"):
+            assert re.fullmatch("[0-2]{4}", text)
+            continue
+        assert text.startswith("{a")
+        num_free += 1
+        if "}" in text:
+            assert re.fullmatch("[0-2]{0,4}", text[text.index("}") + 1 :])
+    assert 0 < num_free < 40
+    assert re.fullmatch("{[0-6]{3}", driver.text("held"))  # the form itself begins so
+
+
+def test_no_answer_ends_in_front_of_its_form() -> None:
+    end = (LETTERS.index("a") + 1,)
+    driver = Driver()
+    for number in range(8):
+        for name, held in (("held", (EOS,)), ("loose", ())):
+            grammar = regex("[0-6]{4}", FreePart((end,), held_ids=held))
+            asked = {"max_tokens": 60}
+            driver.add(f"{name}{number}", grammar, seed=number, prompt=[number], params=asked)
+    driver.run()
+    for number in range(8):
+        if driver.last[f"held{number}"].finish_reason == "stop":
+            assert re.fullmatch("a[0-6]{4}", driver.text(f"held{number}")[-5:])
+    reasons = [driver.last[f"loose{number}"].finish_reason for number in range(8)]
+    assert "stop" in reasons
+    ended = [driver.text(f"loose{n}") for n in range(8) if reasons[n] == "stop"]
+    assert not all(re.fullmatch("a[0-6]{4}", text[-5:]) for text in ended)
+
+
 def test_a_grammar_begins_behind_given_ids() -> None:
     marker = (9, 10)
     rules = FakeRules(vocab_size=VOCAB_SIZE)
@@ -176,14 +222,14 @@ def test_a_grammar_begins_behind_given_ids() -> None:
     for number in range(6):
         driver.add(
             f"g{number}",
-            regex("[0-6]{4}", marker),
+            regex("[0-6]{4}", FreePart((marker, (9, 11)))),
             seed=number,
             params={"max_tokens": 50},
             stop_ids=[],
         )
     driver.add(
         "now",
-        regex("[0-6]{4}", (LETTERS.index("a") + 1,)),
+        regex("[0-6]{4}", FreePart(((LETTERS.index("a") + 1,),))),
         params={
             "allowed_token_ids": (LETTERS.index("a") + 1, 0, 1),
             "max_tokens": 50,
@@ -192,7 +238,7 @@ def test_a_grammar_begins_behind_given_ids() -> None:
     driver.run()
     for number in range(6):
         ids = driver.ids[f"g{number}"]
-        found = [i for i in range(1, len(ids)) if (ids[i - 1], ids[i]) == marker]
+        found = [i for i in range(1, len(ids)) if (ids[i - 1], ids[i]) in (marker, (9, 11))]
         if found:
             assert re.fullmatch("[0-6]{0,4}", text_of(ids[found[0] + 1 :]))
         else:
@@ -277,7 +323,9 @@ LITERALS = [
 ]
 
 
-def forced_answers(**options: Any) -> tuple[dict[str, list[int]], int, int]:
+def forced_answers(
+    *, at_end: bool = False, **options: Any
+) -> tuple[dict[str, list[int]], int, int]:
     """Ids of many rows, most tokens in one output, and the steps that it took."""
     driver = Driver(**options)
     for number in range(12):
@@ -288,6 +336,7 @@ def forced_answers(**options: Any) -> tuple[dict[str, list[int]], int, int]:
             seed=number,
             prompt=prompt,
             params={"max_tokens": 14 if number == 9 else 50},
+            at_end=at_end,
         )
         driver.add(f"p{number}", None, seed=number, prompt=prompt, params={"max_tokens": 6})
     driver.run()
@@ -321,6 +370,9 @@ def test_forced_tokens_are_computed_at_once_and_change_no_answer(
     assert longest == 1
     assert found == one_by_one
     assert num_steps < more_steps
+    at_end, longest, _ = forced_answers(at_end=True, **options)
+    assert longest == max(map(len, found.values()))
+    assert at_end == found
 
 
 @pytest.mark.parametrize(
@@ -349,7 +401,7 @@ def test_rows_do_not_wait_for_the_mask_of_another(monkeypatch: pytest.MonkeyPatc
     make = GrammarRow._make_mask
 
     def make_late(row: GrammarRow) -> Any:
-        assert made.wait(60)
+        assert made.wait(PATIENCE_S)
         return make(row)
 
     monkeypatch.setattr(GrammarRow, "_make_mask", make_late)

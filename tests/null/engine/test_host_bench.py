@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 HOST = Path(__file__).parents[3] / "bench" / "host.py"
 
 
 @pytest.mark.parametrize("sampling", ["plain", "logprobs"])
 def test_reports_every_part(sampling: str) -> None:
     command = [sys.executable, str(HOST), "--rows", "1,3", "--steps", "8", "--context", "40"]
-    done = subprocess.run(
-        [*command, "--sampling", sampling, "--json"], check=True, capture_output=True, timeout=120
-    )
+    command += ["--sampling", sampling, "--json"]
+    done = subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_S)
     report = json.loads(done.stdout)
     assert report["unit"] == "us"
     assert [result["rows"] for result in report["results"]] == [1, 3]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllmx_core.sampling import SamplingParams
@@ -75,8 +74,8 @@ def test_the_order_is_that_of_a_search(
             share.enter(client)
             queue.push(inside[-1])
         elif action == "charge":
-            slots = np.array([share.slot(s.request.client) for s in running], np.int64)
-            share.charge(slots, np.full(slots.size, float(number)))
+            for sequence in running:
+                share.charge(share.slot(sequence.request.client), number)
         elif action == "preempt" and running:
             back = running.pop(number % len(running))
             back.was_preempted = True
@@ -92,7 +91,7 @@ def test_the_order_is_that_of_a_search(
             if action == "admit" and (first := queue.first()) is not None:
                 chosen = first
                 running.append(chosen)
-                queue.admit()
+                queue.admit(first)
             else:
                 share.leave({chosen.request.client: 1})
                 queue.remove(chosen)
@@ -148,7 +147,7 @@ def test_who_is_next_is_found_without_a_look_at_every_client() -> None:
         first = queue.first()
         assert first is not None
         queue.remove(first)
-        share.charge(np.array([share.slot(first.request.client)]), np.array([20.0]))
+        share.charge(share.slot(first.request.client), 20)
     assert share.num_asked <= 34 * 2
 
 
@@ -164,7 +163,7 @@ def test_a_client_that_is_served_meanwhile_is_put_back_once() -> None:
         assert first is not None
         assert first.arrival == turn
         queue.remove(first)
-        share.charge(np.array([share.slot(first.request.client)]), np.array([5.0]))
+        share.charge(share.slot(first.request.client), 5)
     assert share.num_asked <= 1000 * 6
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -26,10 +27,13 @@ from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.client.chat import ChatOptions, Message
+from vllmx_engine.client.request import RequestOptions
 from vllmx_engine.link.process_frontend import ProcessFrontend
 from vllmx_engine.link.thread_frontend import ThreadFrontend
 from vllmx_engine.llm import LLM
 from vllmx_engine.wire.outputs import RequestOutput
+
+from tests.waiting import PATIENCE_S, until
 
 MakeEngine = Callable[..., AbstractAsyncContextManager[AsyncLLM]]
 
@@ -51,14 +55,14 @@ async def collect(llm: AsyncLLM, prompt: str, params: SamplingParams) -> tuple[s
 async def idle(llm: AsyncLLM, *, generated: int = 1) -> None:
     """Waits for the core to report that so many tokens are generated, nothing runs and every block
     is free."""
-    for _ in range(1000):
+
+    def is_idle() -> bool:
         stats = llm.stats
-        is_idle = stats.num_blocks and stats.num_running == 0 and stats.num_waiting == 0
-        if is_idle and stats.generation_tokens >= generated:
-            assert stats.num_free_blocks == stats.num_blocks
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(llm.stats)
+        nobody = stats.num_blocks > 0 and stats.num_running == 0 and stats.num_waiting == 0
+        return nobody and stats.generation_tokens >= generated
+
+    await until(is_idle)
+    assert llm.stats.num_free_blocks == llm.stats.num_blocks
 
 
 @both
@@ -97,6 +101,22 @@ async def test_kinds_agree(make_engine: MakeEngine, in_process: bool) -> None:
     streamed = [token for output in outputs["delta"] for token in output.outputs[0].token_ids]
     assert streamed == whole.token_ids
     assert [output.finished for output in outputs["delta"]].count(True) == 1
+
+
+@both
+@pytest.mark.parametrize("stop", [(), ("zz",)], ids=str)
+async def test_what_nobody_looks_at_before_its_end_is_the_same(
+    make_engine: MakeEngine, in_process: bool, stop: tuple[str, ...]
+) -> None:
+    params = dataclasses.replace(GREEDY, stop=stop)
+    async with make_engine(in_process=in_process) as llm:
+        wanted = await collect(llm, "hi", params)
+        options = RequestOptions(at_end=True)
+        (stream,) = await llm.submit_all(["hi"], params, kind="delta", options=options)
+        outputs = [output.outputs[0] async for output in stream]
+    assert "".join(output.text for output in outputs) == wanted[0]
+    assert [token for output in outputs for token in output.token_ids] == wanted[1]
+    assert stop or len(outputs) == 1
 
 
 @both
@@ -152,7 +172,7 @@ async def test_a_reset_that_nobody_waits_for_any_more_does_no_harm(
         await asyncio.sleep(0)
         waiting.cancel()
         # Answered after the first one; False while the step after the answer's last is under way.
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while not await llm.reset_prefix_cache():
                 await asyncio.sleep(0.01)
         assert llm.is_ready
@@ -179,8 +199,7 @@ async def test_a_slow_consumer_gets_merged_news_and_holds_up_nobody(
     async with make_engine() as llm:
         slow = await llm.submit("slow", GREEDY)
         fast = await collect(llm, "fast", GREEDY)
-        while llm.num_in_flight:
-            await asyncio.sleep(0.01)
+        await until(lambda: not llm.num_in_flight)
         outputs = [output async for output in slow]
         assert len(outputs) == 1
         assert len(outputs[0].outputs[0].token_ids) == len(fast[1]) == 20
@@ -189,13 +208,15 @@ async def test_a_slow_consumer_gets_merged_news_and_holds_up_nobody(
 # --- aborts ---------------------------------------------------------------------------------------
 @both
 async def test_abort_in_every_phase(
-    make_engine: MakeEngine, slow_folder: str, in_process: bool
+    make_engine: MakeEngine, make_folder: Callable[..., str], in_process: bool
 ) -> None:
     """Waiting behind others, while the prompt is computed, while decoding, after the end."""
     few: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
-    async with make_engine(in_process=in_process, model=slow_folder, **few) as llm:
-        running = [await llm.submit(f"running {i}", LONG) for i in range(2)]
-        waiting = await llm.submit("waiting", LONG)
+    folder = make_folder("slow", step_s=0.01, max_model_len=10_000)
+    endless = SamplingParams(temperature=0.0, max_tokens=9000, ignore_eos=True)
+    async with make_engine(in_process=in_process, model=folder, **few) as llm:
+        running = [await llm.submit(f"running {i}", endless) for i in range(2)]
+        waiting = await llm.submit("waiting", endless)
         await anext(running[0])
         waiting.abort()
         output = await anext(waiting)
@@ -205,14 +226,14 @@ async def test_abort_in_every_phase(
         assert llm.abort(running[1].request_id)
         outputs = [output async for output in running[1]]
         assert outputs[-1].outputs[0].finish_reason == "abort"
-        prefilling = await llm.submit("p" * 400, LONG)  # 25 steps
+        prefilling = await llm.submit("p" * 400, endless)  # 25 steps
         await asyncio.sleep(0)
         prefilling.abort()
         await running[0].aclose()
         assert not llm.abort(running[0].request_id)
         assert llm.num_in_flight == 0
         await idle(llm)
-        assert llm.stats.generation_tokens < 400
+        assert llm.stats.generation_tokens < 9000
         assert (await collect(llm, "next", GREEDY))[1]
 
 
@@ -222,8 +243,7 @@ async def test_cancelling_a_task_aborts(
 ) -> None:
     async with make_engine(in_process=in_process, model=slow_folder) as llm:
         task = asyncio.create_task(collect(llm, "hi", LONG))
-        while not llm.num_in_flight:
-            await asyncio.sleep(0.001)
+        await until(lambda: llm.num_in_flight > 0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -341,13 +361,12 @@ async def test_drain_finishes_what_is_in_flight(make_engine: MakeEngine, slow_fo
     params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
     async with make_engine(model=slow_folder) as llm:
         task = asyncio.create_task(collect(llm, "hi", params))
-        while not llm.num_in_flight:
-            await asyncio.sleep(0.001)
+        await until(lambda: llm.num_in_flight > 0)
         assert not await llm.drain(timeout_s=0.0)
         assert not llm.is_ready
         with pytest.raises(EngineDeadError, match="shutting down"):
             await llm.submit("hi")
-        assert await llm.drain(timeout_s=60.0)
+        assert await llm.drain(timeout_s=PATIENCE_S)
         assert len((await task)[1]) == 100
 
 

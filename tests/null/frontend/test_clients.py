@@ -35,6 +35,8 @@ from vllmx_engine.wire.ipc import (
 from vllmx_engine.wire.messages import CoreOutput, CoreStats, TokenLogprobs
 from vllmx_engine.wire.updates import Updates
 
+from tests.waiting import PATIENCE_S, until
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
@@ -68,9 +70,7 @@ async def shared(slow_folder: str, registry: Registry) -> AsyncIterator[Shared]:
 
 async def until_running(llm: AsyncLLM, count: int) -> None:
     """Waits until the core says that so many sequences run."""
-    async with asyncio.timeout(60):
-        while llm.stats.num_running != count:
-            await asyncio.sleep(0.01)
+    await until(lambda: llm.stats.num_running == count)
 
 
 async def test_clients_get_the_answers_to_their_own_requests(shared: Shared) -> None:
@@ -110,9 +110,7 @@ async def test_a_dead_core_is_told_to_all_and_found_again(shared: Shared) -> Non
             with pytest.raises(EngineDeadError, match="being restarted"):
                 await stream.last()
         for llm in (one, two):
-            async with asyncio.timeout(60):
-                while not llm.is_ready:
-                    await asyncio.sleep(0.01)
+            await until(lambda llm=llm: llm.is_ready)  # type: ignore[misc]
             answer = await (await llm.submit("hi", GREEDY)).last()
             assert answer.finished
 
@@ -131,7 +129,7 @@ async def test_garbage_of_one_client_is_no_harm_to_others(shared: Shared) -> Non
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(str(shared.door.path))
             stranger.sendall(b"\x02\0\0\0\xc1\xc1")
-            stranger.settimeout(30)
+            stranger.settimeout(PATIENCE_S)
             while await asyncio.to_thread(stranger.recv, 1 << 16):
                 pass  # until the core has closed it
         assert (await (await llm.submit("hi", GREEDY)).last()).finished
@@ -186,7 +184,7 @@ def test_a_client_that_reads_again_finds_one_update_a_request(
         assert not core.send(Outputs([CoreOutput(request_id="a", ids=[1000])]))
         reader: FrameReader[FromCore] = FrameReader(from_core_decoder)
         messages: list[FromCore] = []
-        theirs.settimeout(30)
+        theirs.settimeout(PATIENCE_S)
         while len(messages) < 2:
             messages += reader.feed(theirs.recv(1 << 16))
         assert messages[1] == Outputs([CoreOutput(request_id="a", ids=list(range(1001)))])

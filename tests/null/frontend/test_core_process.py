@@ -26,6 +26,8 @@ from vllmx_engine.link.process_frontend import ProcessFrontend
 from vllmx_engine.link.supervisor import CoreProcess
 from vllmx_engine.wire.ipc import Outputs, encode_frame
 
+from tests.waiting import PATIENCE_S, until
+
 MakeEngine = Callable[..., AbstractAsyncContextManager[AsyncLLM]]
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -41,12 +43,6 @@ def frontend_of(llm: AsyncLLM) -> ProcessFrontend:
 async def answer(llm: AsyncLLM, prompt: str = "hi") -> list[int]:
     stream = await llm.submit(prompt, GREEDY, kind="final")
     return (await stream.last()).outputs[0].token_ids
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_only_this_user_can_reach_the_socket(
@@ -162,7 +158,7 @@ async def test_a_core_that_dies_as_soon_as_it_is_ready(
     async with make_engine(in_process=False) as llm:
         os.kill(frontend_of(llm).pid, signal.SIGKILL)
         await until(lambda: num_starts == 3 and llm.is_ready)
-        assert len(await asyncio.wait_for(answer(llm), 60)) == 20
+        assert len(await asyncio.wait_for(answer(llm), PATIENCE_S)) == 20
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         async with make_engine(in_process=False):
             pass
@@ -195,8 +191,9 @@ async def test_shutdown_while_restarting(make_engine: MakeEngine, slow_folder: s
     "garbage", [b"\xff\xff\xff\xff", b"\x03\x00\x00\x00abc", b"\x01\0\0\0\x80"]
 )
 async def test_the_core_refuses_malformed_frames(
-    make_engine: MakeEngine, slow_folder: str, garbage: bytes
+    make_engine: MakeEngine, slow_folder: str, garbage: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ProcessFrontend, "EXIT_S", PATIENCE_S)  # it exits by itself
     async with make_engine(in_process=False, model=slow_folder) as llm:
         first_pid = frontend_of(llm).pid
         stream = await llm.submit("hi", LONG)
@@ -329,7 +326,7 @@ async def test_the_core_dies_with_its_parent(slow_folder: str) -> None:
         subprocess.run,
         [sys.executable, "-c", PARENT, slow_folder],
         stdout=subprocess.PIPE,
-        timeout=30,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == -signal.SIGKILL
     pid = int(done.stdout)

@@ -27,6 +27,8 @@ from vllmx_engine.client.chat import Message
 from vllmx_engine.engine import Engine
 from vllmx_engine.llm import LLM, Progress
 
+from tests.waiting import PATIENCE_S
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 
 
@@ -280,7 +282,7 @@ def test_an_error_that_comes_while_a_stream_is_read_is_raised(engine: Engine) ->
         thread.start()
         thread.join(0.1)  # it has seen that there is an update
         state.error = NonFiniteLogitsError("as the test ordered")
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert read == [state.error]
     state.error = None
     frontend.abort(state)
@@ -311,24 +313,25 @@ def test_engine_text(engine: Engine) -> None:
     assert engine.detokenize(ids, skip_special_tokens=False) == prompt
 
 
-def test_engine_threads_take_turns(engine: Engine) -> None:
-    """A thread that starts later must not wait until another one's stream has ended."""
-    params = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
-    _, _, long = engine.generate_stream(params, "long")
-    left: list[int] = []
+def test_engine_threads_take_turns(make_folder: Callable[..., str], registry: Registry) -> None:
+    """A thread that starts later must not wait until another one's stream has ended, which here
+    would take minutes."""
+    folder = make_folder("slow", step_s=0.01, max_model_len=40_000)
+    params = SamplingParams(max_tokens=30_000, temperature=0.0, ignore_eos=True)
+    found: list[list[int]] = []
 
-    def short() -> None:
+    def short(engine: Engine) -> None:
         outputs = engine.generate_sync(GREEDY, ["a", "b", "c"])
-        left.append(500 - len(long.token_ids))
-        assert [output.outputs[0].token_ids for output in outputs] == [
-            expected(prompt) for prompt in "abc"
-        ]
+        found.extend(output.outputs[0].token_ids for output in outputs)
 
-    thread = threading.Thread(target=short)
-    next(long)
-    thread.start()
-    text = "".join(long)
-    thread.join()
-    assert left[0] > 0
-    assert text
-    assert long.token_ids == expected("long", 500)
+    with Engine(EngineConfig(model=folder, backend="fake"), registry=registry) as engine:
+        seq_id, _, long = engine.generate_stream(params, "long")
+        thread = threading.Thread(target=short, args=(engine,))
+        next(long)
+        thread.start()
+        while thread.is_alive():
+            next(long)
+        ids = list(long.token_ids)
+        assert engine.cancel(seq_id)
+    assert found == [expected(prompt) for prompt in "abc"]
+    assert ids == expected("long", len(ids))

@@ -10,6 +10,8 @@ import pytest
 from vllmx_engine.wire import outbox
 from vllmx_engine.wire.outbox import Outbox
 
+from tests.waiting import PATIENCE_S
+
 
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
@@ -28,11 +30,11 @@ def test_nobody_waits_for_a_reader_and_all_arrives_in_order(
     assert all(box.put(frame) for frame in frames)
     assert not box.flush(0.01)
     wanted, read = b"".join(frames), bytearray()
-    theirs.settimeout(10)
+    theirs.settimeout(PATIENCE_S)
     while len(read) < len(wanted):
         read += theirs.recv(1 << 16)
     assert read == wanted
-    assert box.flush(10)
+    assert box.flush(PATIENCE_S)
 
 
 def test_what_the_kernel_takes_at_once_needs_no_thread(
@@ -56,10 +58,10 @@ def test_too_much_behind_one_frame_is_told(
     assert box.put(b"y" * 1000)
     assert not box.put(b"z")
     size = 0
-    theirs.settimeout(10)
+    theirs.settimeout(PATIENCE_S)
     while size < (1 << 20) + 1001:
         size += len(theirs.recv(1 << 16))
-    assert box.flush(10)
+    assert box.flush(PATIENCE_S)
     assert box.put(b"x")
 
 
@@ -69,8 +71,8 @@ def test_a_reader_that_is_gone(pair: tuple[socket.socket, socket.socket]) -> Non
     box = Outbox(ours, gone.set)
     box.put(b"x" * (1 << 20))
     theirs.close()
-    assert gone.wait(10)
+    assert gone.wait(PATIENCE_S)
     gone.clear()
-    assert box.flush(10)
+    assert box.flush(PATIENCE_S)
     box.put(b"x")
     assert gone.is_set()

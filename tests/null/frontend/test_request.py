@@ -88,6 +88,13 @@ def test_choices_follow_a_leader(builder: RequestBuilder) -> None:
     assert len({request.request_id for request in core}) == 3
 
 
+def test_tokens_are_awaited_where_a_text_may_end_the_answer(builder: RequestBuilder) -> None:
+    options = RequestOptions(at_end=True)
+    for stop, at_end in (((), True), (("END",), False)):
+        request = builder.build("hi", SamplingParams(n=2, stop=stop), options=options)
+        assert [core.at_end for core in request.core] == [at_end, at_end]
+
+
 def test_neighbouring_seeds_share_no_choice(builder: RequestBuilder) -> None:
     seeds = [
         core.seed

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from vllmx_core.errors import ContextLengthError, EngineDeadError, VllmxError
+from vllmx_core.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    VllmxError,
+)
 from vllmx_core.sampling import SamplingParams
-from vllmx_engine.client.request import Request, RequestBuilder
+from vllmx_engine.client.request import Request, RequestBuilder, RequestOptions
 from vllmx_engine.client.request_table import RequestTable
 from vllmx_engine.text.output import SequenceText
 from vllmx_engine.text.tokenizer import Tokenizer
@@ -264,3 +270,28 @@ def test_metrics(bench: Bench) -> None:
     assert output.metrics.num_generation_tokens == 3
     assert output.metrics.first_token_s is not None
     assert output.metrics.arrival_s <= output.metrics.first_token_s
+
+
+def test_places_are_shared_between_clients(bench: Bench) -> None:
+    """Each may have as many as are left free for others, or as run together."""
+    states = []
+
+    def taken(client: str) -> int:
+        """How many are taken of a client."""
+        for count in range(13):
+            try:
+                bench.table.check_room(1, 2, 10, client=client)
+            except QueueFullError:
+                return count
+            options = RequestOptions(client=client)
+            states.append(bench.table.add(bench.builder.build("hi", options=options)))
+        raise AssertionError
+
+    assert [taken(name) for name in ("a", "b", "c", "d")] == [6, 3, 2, 1]
+    for state in states[:6]:
+        bench.table.end(state, "abort")
+    assert taken("a") == 3
+    with pytest.raises(InvalidRequestError, match="at most 2 run and 4 wait"):
+        bench.table.check_room(7, 2, 10, client="e")
+    with pytest.raises(QueueFullError):
+        bench.table.check_room(12, 2, 10)  # of nobody

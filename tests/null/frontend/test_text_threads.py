@@ -12,6 +12,8 @@ from vllmx_core.errors import QueueFullError
 from vllmx_engine.text import text_threads
 from vllmx_engine.text.text_threads import Stopped, TextLimits, TextThreads
 
+from tests.waiting import PATIENCE_S
+
 SMALL, LARGE = 10, 1000
 LIMITS = TextLimits(small_bytes=SMALL)
 NARROW = TextLimits(client_bytes=4000, all_bytes=8000, small_bytes=SMALL)
@@ -160,7 +162,7 @@ async def test_work_is_told_that_nobody_waits() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await asyncio.to_thread(ended.wait, 10)
+    assert await asyncio.to_thread(ended.wait, PATIENCE_S)
     assert await threads.run("a", LARGE, lambda _: 1) == 1
     assert threads.num_bytes == 0
     threads.close()

@@ -137,6 +137,7 @@ def test_what_a_file_cannot_state_is_refused(registry: Registry, tmp_path: Path)
     granite, qwen35 = CASES["granitehybrid, dense, rope"], CASES["qwen35"]
     changes: dict[str, Mapping[str, Any]] = {
         r"without a layer of Mamba-2": granite | {"layer_types": ["attention"] * 4},
+        r"without a layer of delta nets": qwen35 | {"layer_types": ["full_attention"] * 4},
         r"cannot state layers\[0\]\.mixer\.dt_min = 0\.5": granite
         | {"time_step_limit": [0.5, 2.0]},
         r"cannot state layers\[3\]\.mixer": qwen35

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 from vllmx_core.errors import GrammarError
+from vllmx_engine.formats.call_grammar import must_call
+from vllmx_models.output_formats import HERMES
 
 from .conftest import Grammarian
 
@@ -110,3 +113,23 @@ def test_forms_are_composed(
 def test_what_is_no_structural_tag_is_refused(tag: Any, grammarian: Grammarian) -> None:
     with pytest.raises(GrammarError):
         grammarian.compiled(structural_tag=tag)
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"contains": {"type": "integer"}}, "contains at #/properties/a is a keyword"),
+        ({"$ref": "#/nowhere"}, "'/nowhere' does not exist"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
+    ],
+)
+def test_a_schema_that_cannot_be_held_is_named(
+    schema: dict[str, Any], said: str, grammarian: Grammarian
+) -> None:
+    """Of several calls the one at fault, without the grammar that was made of them."""
+    tools = {name: {"type": "object", "properties": {}} for name in ("good", "fine")}
+    tools["bad"] = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    with pytest.raises(GrammarError, match=re.escape(said)) as caught:
+        grammarian.compiled(structural_tag=must_call(HERMES, tools))
+    assert '"bad"' in caught.value.message
+    assert " | " not in caught.value.message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -37,6 +38,24 @@ def test_data_urls() -> None:
         assert "base64" in refused(wrong)
     for wrong in ("data:image/png,abc", "data:text/html;base64,AAAA", "data:image/png;base64"):
         assert "data URL" in refused(wrong)
+
+
+def test_base64_in_lines_and_escaped() -> None:
+    data = bytes(range(256))
+    lines = base64.encodebytes(data).decode()
+    escaped = lines.replace("+", "%2B").replace("/", "%2f").replace("=", "%3D")
+    assert {"%2B", "%2f", "%3D"} <= {escaped[at : at + 3] for at in range(len(escaped))}
+    for text in (lines, escaped, escaped.replace("\n", "%0D%0a")):
+        assert read(f"data:image/png;base64,{text}") == data
+    for wrong in ("%41", "QUJD%", "QUJD%3", "QUJ_", "QU=JD", "\ud800", "ä", "QUJ\0"):
+        assert "base64" in refused(f"data:image/png;base64,{wrong}")
+
+
+def test_long_urls_are_not_taken_apart() -> None:
+    """They would be kept, or come to millions of parts."""
+    assert "data URL" in refused("data:image/png" + ";" * 2000 + ";base64,QUJD")
+    for url in ("x" * 20_000, "http://" + "a" * 20_000, "file://" + "/.." * 10_000):
+        assert "more than 16384 characters" in refused(url)
 
 
 def test_bytes_are_bounded_before_they_are_decoded() -> None:

@@ -16,9 +16,9 @@ from vllmx_server.mcp.results import ToolResult
 from vllmx_server.mcp.servers import ToolServers
 from vllmx_server.mcp.settings import read_servers
 
+from tests.waiting import PATIENCE_S
+
 HERE = Path(__file__).parent
-PATIENCE_S = 600
-"""A machine may stand still for minutes."""
 PATIENT = {"startTimeoutSeconds": PATIENCE_S, "callTimeoutSeconds": PATIENCE_S}
 
 
@@ -58,6 +58,7 @@ def start_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
     pytest.importorskip("mcp", reason="the package mcp is not installed")
     monkeypatch.setattr(one_server, "FIRST_WAIT_S", 0.05)
     monkeypatch.setattr(stdio, "_LEAVE_S", 0.1)
+    monkeypatch.setattr(stdio, "_CODE_S", PATIENCE_S)
     monkeypatch.setattr(servers, "_CLOSE_S", PATIENCE_S)
     started: list[Started] = []
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
-
 from prometheus_client.parser import text_string_to_metric_families
 from vllmx_engine.wire.messages import CoreStats
 from vllmx_server.metrics import Metrics
 from vllmx_server.tool_counts import MAX_TOOLS, OTHER, ToolCounts
 
-from .conftest import PATIENCE_S, Started, StartServers, scripted
+from tests.waiting import wait_until
+
+from .conftest import Started, StartServers, scripted
 
 
 def values_of(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
@@ -30,10 +30,8 @@ def metrics_of(counts: ToolCounts) -> Metrics:
 
 def until_counted(started: Started, name: str, count: int) -> Metrics:
     """The metrics, once one of them has come so far."""
-    metrics, give_up_s = metrics_of(started.servers.counts), time.monotonic() + PATIENCE_S
-    while sum(values_of(metrics, name).values()) < count:
-        assert time.monotonic() < give_up_s
-        time.sleep(0.01)
+    metrics = metrics_of(started.servers.counts)
+    wait_until(lambda: sum(values_of(metrics, name).values()) >= count)
     return metrics
 
 

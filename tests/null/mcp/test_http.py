@@ -7,24 +7,18 @@ import importlib.util
 import json
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
 import pytest
 from vllmx_server.mcp import server as one_server
 
-from .conftest import HERE, PATIENCE_S, StartServers
+from tests.waiting import PATIENCE_S, wait_until
+
+from .conftest import HERE, StartServers
 
 TOOLS = ("echo", "large", "packed", "hang", "redirect", "events", "page", "broken")
-
-
-def until(holds: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.01)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -126,13 +120,13 @@ def test_bad_answers_are_errors_of_their_calls(
     assert started.settle("s") is None
     assert len(started.servers.tools("s")) == len(TOOLS)
     tools = {tool.tool: tool for tool in started.servers.tools("s")}
-    until(lambda: started.servers.call(tools["echo"], "{}").result(PATIENCE_S).text == "fine")
+    wait_until(lambda: started.servers.call(tools["echo"], "{}").result(PATIENCE_S).text == "fine")
     for name in TOOLS[1:]:
-        until(lambda: started.servers.fault("s") is None)
+        wait_until(lambda: started.servers.fault("s") is None)
         result = started.servers.call(tools[name], "{}").result(PATIENCE_S)
         assert result.is_error, name
         assert len(result.text) < 600
-    until(lambda: started.servers.call(tools["echo"], "{}").result(PATIENCE_S).text == "fine")
+    wait_until(lambda: started.servers.call(tools["echo"], "{}").result(PATIENCE_S).text == "fine")
     assert all(head.get("Authorization") == "Bearer k1" for head in Handler.seen)
 
 
@@ -152,6 +146,8 @@ def test_the_official_server_over_http(start_servers: StartServers) -> None:
     spec.loader.exec_module(module)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
+    # uvicorn listens only once its thread has started; a call before that would be refused.
+    listener.listen()
     config = uvicorn.Config(module.server.streamable_http_app(), log_config=None, ws="none")
     server = uvicorn.Server(config)
     serving = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -9,21 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from vllmx_server.mcp import server as one_server
 from vllmx_server.mcp.offered import MAX_TOOLS
 
-from .conftest import HERE, PATIENCE_S, StartServers, scripted
+from tests.waiting import PATIENCE_S, wait_until
 
-
-def until(holds: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.01)
+from .conftest import HERE, StartServers, scripted
 
 
 def gone(pid: int) -> bool:
@@ -76,8 +70,8 @@ def test_a_server_that_ends_in_a_call_is_started_again(
     with caplog.at_level(logging.WARNING):
         died = started.call("s__die")
         assert died.is_error
-        until(lambda: bool(caplog.records))
-        until(lambda: started.servers.fault("s") is None)
+        wait_until(lambda: bool(caplog.records))
+        wait_until(lambda: started.servers.fault("s") is None)
     assert [record.getMessage() for record in caplog.records] == [
         "MCP server s: it ended with code 3; it is tried again"
     ]
@@ -91,12 +85,12 @@ def test_a_server_that_hangs_in_a_call_is_started_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(one_server, "_PING_S", 0.1)
-    started = start_servers(s=scripted("well", callTimeoutSeconds=0.3))
+    started = start_servers(s=scripted("well", callTimeoutSeconds=0.3), other=scripted("well"))
     hung = started.call("s__hang")
     assert (hung.text, hung.is_error) == ("the tool did not answer within 0.3 s", True)
-    until(lambda: "it does not answer any more" in caplog.text)
-    until(lambda: started.servers.fault("s") is None)
-    left = started.begin("s__hang")
+    wait_until(lambda: "it does not answer any more" in caplog.text)
+    wait_until(lambda: started.servers.fault("s") is None)
+    left = started.begin("other__hang")
     assert left.cancel()
 
 
@@ -163,13 +157,13 @@ def test_servers_end_with_us_even_by_sigkill(tmp_path: Path) -> None:
     config.write_text(json.dumps({"mcpServers": {"s": scripted("stubborn", str(pids))}}))
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(config)])
     try:
-        until(lambda: pids.exists() or parent.poll() is not None)
+        wait_until(lambda: pids.exists() or parent.poll() is not None)
         server, started = map(int, pids.read_text().split())
         assert not gone(server)
     finally:
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait()
-    until(lambda: gone(server) and gone(started))
+    wait_until(lambda: gone(server) and gone(started))
 
 
 def test_closing_ends_servers_that_heed_nothing(
@@ -177,9 +171,9 @@ def test_closing_ends_servers_that_heed_nothing(
 ) -> None:
     pids = tmp_path / "pids"
     started = start_servers(s=scripted("stubborn", str(pids)))
-    until(pids.exists)
+    wait_until(pids.exists)
     started.servers.close()
-    until(lambda: all(gone(int(pid)) for pid in pids.read_text().split()))
+    wait_until(lambda: all(gone(int(pid)) for pid in pids.read_text().split()))
 
 
 def test_the_official_server(start_servers: StartServers) -> None:

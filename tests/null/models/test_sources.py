@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from vllmx_models.sources import hub_file, hub_snapshot, local_path
 
+from tests.waiting import PATIENCE_S
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_secret"
 FILES = {
@@ -129,11 +131,12 @@ def endpoint() -> Iterator[str]:
     server.server_close()
 
 
-def closed_endpoint() -> str:
-    """An address where nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+@pytest.fixture
+def closed_endpoint() -> Iterator[str]:
+    """An address where nobody listens, nor can begin to meanwhile."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
 def snapshot(
@@ -153,7 +156,7 @@ def snapshot(
         env={**clean, "HF_HOME": str(home), "HF_ENDPOINT": endpoint, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -165,7 +168,7 @@ def names(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_download_then_cache(tmp_path: Path, endpoint: str) -> None:
+def test_download_then_cache(tmp_path: Path, endpoint: str, closed_endpoint: str) -> None:
     answer, shown = snapshot(tmp_path, endpoint)
     folder = Path(answer["path"])
     assert names(folder) == WANTED
@@ -173,7 +176,7 @@ def test_download_then_cache(tmp_path: Path, endpoint: str) -> None:
         name: FILES[name] for name in WANTED
     }
     assert shown == ""  # no progress was asked for
-    again, _ = snapshot(tmp_path, closed_endpoint())
+    again, _ = snapshot(tmp_path, closed_endpoint)
     assert again == answer
     again, _ = snapshot(tmp_path, endpoint, HF_HUB_OFFLINE="1")
     assert again == answer
@@ -184,8 +187,8 @@ def test_progress_bar(tmp_path: Path, endpoint: str) -> None:
     assert "100%" in shown
 
 
-def test_no_network(tmp_path: Path) -> None:
-    answer, _ = snapshot(tmp_path, closed_endpoint())
+def test_no_network(tmp_path: Path, closed_endpoint: str) -> None:
+    answer, _ = snapshot(tmp_path, closed_endpoint)
     assert answer["param"] == "model"
     for part in ("'org/model'", "cannot be reached", "offline", "local copy", "HF_ENDPOINT"):
         assert part in answer["error"]
@@ -197,10 +200,10 @@ def test_offline_by_choice(tmp_path: Path, endpoint: str) -> None:
         assert part in answer["error"]
 
 
-def test_offline_with_half_a_model(tmp_path: Path, endpoint: str) -> None:
+def test_offline_with_half_a_model(tmp_path: Path, endpoint: str, closed_endpoint: str) -> None:
     answer, _ = snapshot(tmp_path, endpoint)
     (Path(answer["path"]) / "model.safetensors").unlink()
-    answer, _ = snapshot(tmp_path, closed_endpoint())
+    answer, _ = snapshot(tmp_path, closed_endpoint)
     # older clients of the hub hand out the folder as it is; opening it then says what is missing
     assert "cannot be reached" in answer.get("error", "cannot be reached")
 
@@ -256,7 +259,7 @@ def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_one_file_of_a_model_and_its_shards(
-    tmp_path: Path, endpoint: str, name: str, files: set[str]
+    tmp_path: Path, endpoint: str, closed_endpoint: str, name: str, files: set[str]
 ) -> None:
     answer, _ = snapshot(tmp_path, endpoint, f"org/model:{name}")
     path = Path(answer["path"])
@@ -265,7 +268,7 @@ def test_one_file_of_a_model_and_its_shards(
     found = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     assert found == {*files, "mmproj-BF16.gguf"}
     assert answer["tower"] == str(folder / "mmproj-BF16.gguf")
-    offline, _ = snapshot(tmp_path, closed_endpoint(), f"org/model:{name}", HF_HUB_OFFLINE="1")
+    offline, _ = snapshot(tmp_path, closed_endpoint, f"org/model:{name}", HF_HUB_OFFLINE="1")
     assert offline == {**answer, "tower": "None"}  # the folder is looked into first
 
 

@@ -9,10 +9,13 @@ import re
 import shutil
 import socket
 import subprocess
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -28,6 +31,8 @@ from vllmx_server.connections.connection import Timeouts
 from vllmx_server.connections.serving import serve
 from vllmx_server.running import connection_limits, hypercorn_config
 from vllmx_server.state import ServerState
+
+from tests.waiting import PATIENCE_S, until
 
 JSON = {"content-type": "application/json"}
 
@@ -88,15 +93,12 @@ class Served:
 
     async def in_flight_become(self, count: int) -> None:
         """Waits until this many answers are being made."""
-        async with asyncio.timeout(20):
-            while self.state.in_flight != count:
-                await asyncio.sleep(0.005)
+        await until(lambda: self.state.in_flight == count)
 
-    async def becomes_idle(self, within_s: float = 20.0) -> None:
+    async def becomes_idle(self) -> None:
         """Waits until nothing is in flight and the core says that no block is held."""
-        async with asyncio.timeout(within_s):
-            while self.state.in_flight or self.llm.num_in_flight:
-                await asyncio.sleep(0.005)
+        await until(lambda: not (self.state.in_flight or self.llm.num_in_flight))
+        async with asyncio.timeout(PATIENCE_S):
             while not await self.llm.reset_prefix_cache():
                 await asyncio.sleep(0.005)
 
@@ -126,14 +128,16 @@ MakeServer = Callable[..., AbstractAsyncContextManager[Served]]
 
 @pytest.fixture
 def make_server(tmp_path: Path) -> MakeServer:
-    """`async with make_server({fields of ServerConfig}, {of EngineConfig}, **of_the_model)`."""
+    """`async with make_server({fields of ServerConfig}, {of EngineConfig}, **of_the_model)`.
+    `verify` is the client's: without TLS it reads no list of authorities, which would take longer
+    than the server takes to start."""
 
     @asynccontextmanager
     async def make(
         server: dict[str, Any] | None = None,
         engine: dict[str, Any] | None = None,
         *,
-        verify: Any = True,
+        verify: Any = False,
         send_bytes: int | None = None,
         **fake: Any,
     ) -> AsyncIterator[Served]:
@@ -141,9 +145,9 @@ def make_server(tmp_path: Path) -> MakeServer:
         folder = str(make_fake_checkpoint(tmp_path / "model", **settings))
         registry = Registry()
         registry.add(FakePlugin, "test:fake")
-        config = EngineConfig(
-            model=folder, backend="fake", served_model_name="fake", **(engine or {})
-        )
+        # With a seed a test draws the same tokens each time: some would end an answer.
+        own_engine = {"seed": 0} | (engine or {})
+        config = EngineConfig(model=folder, backend="fake", served_model_name="fake", **own_engine)
         own = ServerConfig(port=0, **(server or {}))
         listener, url = bind(own)
         async with await AsyncLLM.start(config, registry=registry, in_process=True) as llm:
@@ -165,7 +169,8 @@ def make_server(tmp_path: Path) -> MakeServer:
                 )
             )
             try:
-                async with httpx.AsyncClient(base_url=url, timeout=20, verify=verify) as client:
+                client = httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, verify=verify)
+                async with client:
                     served = Served(url, llm, state, client)
                     try:
                         yield served
@@ -179,6 +184,40 @@ def make_server(tmp_path: Path) -> MakeServer:
                 listener.close()
 
     return make
+
+
+@pytest.fixture
+def held_steps(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Steps of the fake model that take any time at all end when this is set."""
+    go_on = threading.Event()
+    held = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: go_on.wait())
+    monkeypatch.setattr("vllmx_core.testing.fake.time", held)
+    return go_on
+
+
+@pytest.fixture
+async def paced_steps(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """A step of the fake model that takes any time at all ends when the event loop has seen to what
+    the one before came to, however slow the machine is."""
+    begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def sleep(_: float) -> None:
+        begun.release()
+        go_on.acquire()
+
+    async def pace() -> None:
+        while True:
+            await asyncio.sleep(0.001)
+            if begun.acquire(blocking=False):
+                for _ in range(100):
+                    await asyncio.sleep(0)
+                go_on.release()
+
+    paced = SimpleNamespace(perf_counter=time.perf_counter, sleep=sleep)
+    monkeypatch.setattr("vllmx_core.testing.fake.time", paced)
+    pacing = asyncio.ensure_future(pace())
+    yield
+    pacing.cancel()
 
 
 @pytest.fixture

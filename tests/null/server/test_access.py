@@ -21,6 +21,8 @@ from vllmx_server.config import ServerConfig
 from vllmx_server.rights import RIGHTS, Right
 from vllmx_server.running import hypercorn_config
 
+from tests.waiting import PATIENCE_S
+
 from .conftest import MakeServer, Served
 
 KEYS = {"api_key": ("first", "zweitër")}
@@ -140,7 +142,7 @@ async def test_tls_and_http2(make_server: MakeServer, certificate: tuple[str, st
         assert served.url.startswith("https://")
         assert (await served.complete(max_tokens=3))["usage"]["completion_tokens"] == 3
         async with httpx.AsyncClient(
-            base_url=served.url, http2=True, verify=trust, timeout=10
+            base_url=served.url, http2=True, verify=trust, timeout=PATIENCE_S
         ) as client:
 
             async def stream(count: int) -> None:
@@ -188,6 +190,8 @@ def test_a_certificate_that_cannot_be_used(tmp_path: Path) -> None:
         {"drain_timeout_s": float("nan")},
         {"ssl_certfile": "x"},
         {"api_key": ("",)},
+        {"api_key": ("good", "from a file\n")},
+        {"admin_key": ("a\0b",)},
         {"log_level": "loud"},
         {"root_path": "llm/"},
     ],

@@ -13,6 +13,8 @@ from vllmx_engine.text.text_threads import Stopped
 from vllmx_server.body_budget import _FREE_BYTES, BodyBudget
 from vllmx_server.errors import OverloadedError
 
+from tests.waiting import PATIENCE_S, until
+
 from .conftest import JSON, MakeServer, Served, request_bytes
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
@@ -33,11 +35,11 @@ async def test_a_request_is_refused_before_its_body(
     make_server: MakeServer, server: dict[str, Any], engine: dict[str, Any], status: bytes
 ) -> None:
     async with make_server(server, engine, step_s=0.01) as served:
-        running = asyncio.ensure_future(served.complete(["a", "b"], max_tokens=200))
-        await served.in_flight_become(1)
+        running = asyncio.ensure_future(served.complete(["a", "b"], max_tokens=400))
+        await until(lambda: served.llm.num_in_flight == 2)
         reader, writer = await served.connect()
         writer.write(without_body("/v1/completions"))
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
         assert head.startswith(b"HTTP/1.1 " + status)
         assert b"retry-after" in head.lower()
         running.cancel()
@@ -110,12 +112,9 @@ async def test_what_was_held_of_a_body_is_given_back(served: Served) -> None:
     _, writer = await served.connect()
     head = without_body("/tokenize").replace(b"Content-Length: ", b"Content-Length: 9999")
     writer.write(head + b" " * (_FREE_BYTES + 100))
-    async with asyncio.timeout(20):
-        while not served.state.bodies.num_bytes:
-            await asyncio.sleep(0.005)
-        writer.transport.abort()
-        while served.state.bodies.num_bytes:
-            await asyncio.sleep(0.005)
+    await until(lambda: served.state.bodies.num_bytes > 0)
+    writer.transport.abort()
+    await until(lambda: served.state.bodies.num_bytes == 0)
 
 
 # --- text -----------------------------------------------------------------------------------------
@@ -179,9 +178,9 @@ async def test_a_client_that_leaves_stops_the_rendering_of_its_prompt(
     monkeypatch.setattr(served.llm, "render_chat", render)
     _, writer = await served.connect()
     writer.write(request_bytes("/v1/chat/completions", CHAT))
-    assert await asyncio.to_thread(begun.wait, 5)
+    assert await asyncio.to_thread(begun.wait, PATIENCE_S)
     writer.transport.abort()
-    assert await asyncio.to_thread(ended.wait, 5), "nobody told the rendering to stop"
+    assert await asyncio.to_thread(ended.wait, PATIENCE_S), "nobody told the rendering to stop"
     await served.becomes_idle()
     assert served.llm.text.num_bytes == 0
 

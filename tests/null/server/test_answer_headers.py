@@ -141,7 +141,7 @@ async def test_a_planted_bug_is_an_answer_without_its_traceback(
                 check_tells_nothing(response.text)
         with monkeypatch.context() as planting:  # when the answer has begun
             planting.setattr(chat.ChatAnswer, "_delta", _planted)
-            body = {"messages": messages, "stream": True, "max_tokens": 4}
+            body = {"messages": messages, "stream": True, "max_tokens": 4, "ignore_eos": True}
             response = await served.client.post("/v1/chat/completions", json=body)
             assert response.status_code == 200
             check_tells_nothing(response.text)

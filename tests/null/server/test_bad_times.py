@@ -45,7 +45,7 @@ async def test_uploads_on_a_full_disk_are_503_and_the_rest_goes_on(
 
 
 async def test_a_database_on_a_full_disk_is_503_until_there_is_room(
-    make_server: MakeServer, tmp_path: Path
+    make_server: MakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with make_server({"data_dir": str(tmp_path / "data")}) as served:
         first = (await upload(served)).json()["id"]
@@ -61,6 +61,7 @@ async def test_a_database_on_a_full_disk_is_503_until_there_is_room(
             if statuses[-1] != 200:
                 break
         assert statuses[-1] == 503
+        assert "the store failed: SQLITE_FULL" in caplog.text
         assert (await served.client.get(f"/v1/files/{first}")).status_code == 200
         assert (await served.complete(max_tokens=1))["choices"]
         await limit(1 << 20)

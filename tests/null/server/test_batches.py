@@ -12,6 +12,8 @@ from vllmx_server.batches import input as batch_input
 from vllmx_server.batches.places import Places
 from vllmx_server.state import BATCH_PRIORITY
 
+from tests.waiting import PATIENCE_S, until
+
 from .conftest import MakeServer, Served
 from .loop_meter import shortest_hold
 
@@ -48,7 +50,7 @@ async def begin(
 async def reaches(
     served: Served, batch: dict[str, Any], holds: Callable[[dict[str, Any]], object]
 ) -> dict[str, Any]:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while not holds(batch):
             await asyncio.sleep(0.01)
             batch = (await served.client.get(f"/v1/batches/{batch['id']}")).json()
@@ -230,11 +232,9 @@ async def test_a_batch_expires(make_server: MakeServer) -> None:
 
 async def test_batches_come_behind_everybody_else(make_server: MakeServer) -> None:
     """The batch has taken every row when the other request comes."""
-    async with make_server(engine={"max_num_seqs": 2}, step_s=0.005) as served:
-        batch = await begin(served, [line(str(i), max_tokens=450) for i in range(30)])
-        async with asyncio.timeout(10):
-            while served.llm.num_in_flight < 3:
-                await asyncio.sleep(0.005)
+    async with make_server(engine={"max_num_seqs": 2}, step_s=0.005, max_model_len=5000) as served:
+        batch = await begin(served, [line(str(i), max_tokens=4500) for i in range(30)])
+        await until(lambda: served.llm.num_in_flight >= 3)
         streams = list(served.llm._streams)
         assert {s.request.core[0].priority for s in streams} == {BATCH_PRIORITY}
         assert (await served.complete(max_tokens=5))["usage"]["completion_tokens"] == 5
@@ -247,20 +247,36 @@ async def test_batches_come_behind_everybody_else(make_server: MakeServer) -> No
 async def test_places_are_what_others_leave() -> None:
     others = 0
     places = Places(lambda: 8, lambda: others)
-    for _ in range(11):
-        await asyncio.wait_for(places.take(), 1)
-    waiting = [asyncio.ensure_future(places.take()) for _ in range(3)]
+    for _ in range(13):
+        await asyncio.wait_for(places.take(), PATIENCE_S)
+    waiting = [asyncio.ensure_future(places.take()) for _ in range(6)]
     await asyncio.sleep(0)
     assert not any(task.done() for task in waiting)
     waiting[0].cancel()
+    for _ in range(2):
+        places.leave()
+        await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting[1:]), "they are given several at a time"
+    places.leave()
+    await until(lambda: all(task.done() for task in waiting[:4]))
+    assert waiting[0].cancelled()
+    assert places.num_taken == 13, "the one that was cancelled took none"
     others = 6
-    assert places.num_allowed == 3
     for _ in range(9):
         places.leave()
-    await asyncio.wait(waiting, timeout=1)
-    assert places.num_taken == 3, "the one that was cancelled took none"
+    await asyncio.sleep(0)
+    assert (places.num_taken, waiting[4].done()) == (4, False)
+    places.leave()
+    await until(waiting[4].done)
+    assert (places.num_taken, waiting[5].done()) == (4, False)
     others = 100
-    assert places.num_allowed == 1, "a batch ends some day"
+    for _ in range(3):
+        places.leave()
+    await asyncio.sleep(0)
+    assert not waiting[5].done()
+    places.leave()
+    await until(waiting[5].done)
+    assert places.num_taken == 1, "a batch ends some day"
 
 
 async def test_what_is_left_when_the_server_ends_goes_on(
@@ -286,7 +302,7 @@ async def test_a_draining_server_does_not_wait_for_batches(make_server: MakeServ
     async with make_server(step_s=0.01) as served:
         batch = await begin(served, [line(str(i), max_tokens=500) for i in range(50)])
         await reaches(served, batch, lambda b: b["status"] == "in_progress")
-        assert await asyncio.wait_for(served.state.drain(60), 20)
+        assert await asyncio.wait_for(served.state.drain(4 * PATIENCE_S), PATIENCE_S)
         refused = await served.client.post(f"/v1/batches/{batch['id']}/cancel")
         assert refused.status_code == 503
         await served.becomes_idle()

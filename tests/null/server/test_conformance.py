@@ -23,6 +23,8 @@ from schemathesis.specs.openapi.checks import (
 )
 from vllmx_server.app import ALL_ROUTES
 
+from tests.waiting import PATIENCE_S
+
 from .conftest import MakeServer, Served
 from .test_pooling import LetterPooler
 
@@ -80,7 +82,7 @@ def check_cases(cases: Any, url: str) -> None:
     )
     @given(case=cases)
     def check(case: Any) -> None:
-        case.call_and_validate(base_url=url, timeout=60, checks=CHECKS)
+        case.call_and_validate(base_url=url, timeout=PATIENCE_S, checks=CHECKS)
 
     check()
 

@@ -18,6 +18,8 @@ from vllmx_server.connections.descriptors import connection_limit
 from vllmx_server.connections.listening import ConnectionLimits, Listener, Place, network_of
 from vllmx_server.hosts import allowed_hosts
 
+from tests.waiting import PATIENCE_S, until
+
 from .conftest import MakeServer
 from .test_http1 import GET, is_closed, read_answer
 
@@ -42,7 +44,7 @@ async def test_an_address_has_its_share(
         elapsed_s = asyncio.get_running_loop().time() - started_s
         assert sum("was refused: 127.0.0.1" in line for line in caplog.messages) <= 1 + elapsed_s
         mine[0][1].transport.abort()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while True:  # its place is free as soon as the server has seen it leave
                 reader, writer = await served.connect()
                 writer.write(GET)
@@ -83,9 +85,7 @@ async def test_who_waits_longest_for_a_request_makes_room() -> None:
 
         for count in (1, 2, 3):
             await connect()
-            async with asyncio.timeout(20):
-                while len(places) < count:
-                    await asyncio.sleep(0)
+            await until(lambda count=count: len(places) >= count)  # type: ignore[misc]
         listener.set_idle(places[0], False)
         await connect()
         await is_closed(clients[1][0])
@@ -95,9 +95,7 @@ async def test_who_waits_longest_for_a_request_makes_room() -> None:
         assert await clients[4][0].read() == b"no"
         listener.release(places[0])
         await connect()
-        async with asyncio.timeout(20):
-            while len(places) < 5:
-                await asyncio.sleep(0)
+        await until(lambda: len(places) >= 5)
         for _, writer in clients:
             writer.close()
 
@@ -108,9 +106,7 @@ async def test_out_of_descriptors(
     """One try a tenth of a second, a line a second; who waits for a request makes room."""
     with listening_for(ConnectionLimits(9, 9)) as (_, places, listening):
         first, writer = await asyncio.open_connection(*listening.getsockname())
-        async with asyncio.timeout(20):
-            while not places:
-                await asyncio.sleep(0)
+        await until(lambda: len(places) == 1)
         num_tries = 0
 
         def accept(_: socket.socket) -> None:
@@ -125,9 +121,7 @@ async def test_out_of_descriptors(
             await is_closed(first)
             elapsed_s = asyncio.get_running_loop().time() - started_s
             assert 1 <= num_tries <= 1 + elapsed_s / 0.1
-        async with asyncio.timeout(20):
-            while len(places) < 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(places) >= 2)
         writer.close()
         other.close()
         assert second is not None
@@ -165,7 +159,11 @@ def test_the_soft_limit_is_raised() -> None:
         "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
 

@@ -12,6 +12,8 @@ import pytest
 from vllmx_core.sampling import SamplingParams
 from vllmx_server.deadline import Deadline
 
+from tests.waiting import until
+
 from .conftest import MakeServer, Served, request_bytes
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -28,9 +30,7 @@ async def busy(make_server: MakeServer, **server: float) -> AsyncIterator[Served
     """A server whose only row is taken for twenty seconds."""
     async with make_server(server, {"max_num_seqs": 1}, step_s=0.05) as served:
         async with await served.llm.submit("a", SamplingParams(max_tokens=400, ignore_eos=True)):
-            async with asyncio.timeout(20):
-                while not served.llm.stats.num_running:
-                    await asyncio.sleep(0.005)
+            await until(lambda: served.llm.stats.num_running > 0)
             yield served
         await served.becomes_idle()
 

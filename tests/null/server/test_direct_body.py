@@ -54,12 +54,13 @@ def diverted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return texts
 
 
+@pytest.mark.usefixtures("paced_steps")
 async def test_the_installed_hypercorn_lets_chunks_through(
     make_server: MakeServer, taken: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with make_server(step_s=0.005) as served:
+    async with make_server(step_s=3600.0) as served:
         short = await served.events("/v1/completions", **BODY)
-        assert len(taken) > 0  # how many tokens came together is up to the machine
+        assert taken
         monkeypatch.setattr(DirectBody, "of", lambda send: None)
         usual = await served.events("/v1/completions", **BODY)
     assert "".join(texts(short)) == "".join(texts(usual)) != ""
@@ -101,6 +102,7 @@ def told(events: list[Any]) -> tuple[str, list[Any]]:
     return found, [usage for usage in usages if usage]
 
 
+@pytest.mark.usefixtures("paced_steps")
 @pytest.mark.parametrize(("path", "body"), ROUTES)
 async def test_tokens_go_to_the_connection_at_once(
     make_server: MakeServer,
@@ -110,9 +112,9 @@ async def test_tokens_go_to_the_connection_at_once(
     body: dict[str, Any],
 ) -> None:
     """The answer is the same as by way of a task."""
-    async with make_server(engine={"enable_prefix_caching": False}, step_s=0.005) as served:
+    async with make_server(engine={"enable_prefix_caching": False}, step_s=3600.0) as served:
         short = await served.events(path, **body)
-        assert diverted  # how many is up to the machine
+        assert diverted
         monkeypatch.setattr(RequestStream, "divert", lambda self, sink: None)
         diverted.clear()
         usual = await served.events(path, **body)
@@ -123,13 +125,14 @@ async def test_tokens_go_to_the_connection_at_once(
     assert metrics["vllmx:inter_token_latency_seconds_count"] == 2 * 19
 
 
+@pytest.mark.usefixtures("paced_steps")
 async def test_what_cannot_be_made_ends_that_stream_alone(
     make_server: MakeServer, diverted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: CompletionAnswer, text: str, ids: list[int]) -> bytes:
         raise RuntimeError("secret")
 
-    async with make_server(step_s=0.005) as served:
+    async with make_server(step_s=3600.0) as served:
         with monkeypatch.context() as patch:
             patch.setattr(CompletionAnswer, "middle", broken)
             events = await served.events("/v1/completions", **BODY)

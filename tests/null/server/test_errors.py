@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
+
+from tests.waiting import until
 
 from .conftest import JSON, MakeServer, Served, request_bytes
 
@@ -50,6 +53,14 @@ async def test_bad_completions(served: Served, body: bytes, param: str | None) -
     if param is not None:
         assert error["param"] == param
     assert served.state.in_flight == 0
+
+
+async def test_a_field_that_is_misspelt_has_a_neighbour(served: Served) -> None:
+    body = {"model": "fake", "message": []}
+    error = error_of(await served.client.post("/v1/chat/completions", json=body), 400)
+    assert error["message"].startswith("unknown field 'message'; did you mean 'messages'? Else ")
+    error = error_of(await served.client.post("/v1/completions", json={"prompt": "a", "é": 1}), 400)
+    assert error["message"].startswith("unknown field 'é': remove it")
 
 
 async def test_bad_chats(served: Served) -> None:
@@ -165,10 +176,12 @@ async def test_a_body_that_never_ends(make_server: MakeServer) -> None:
         writer.close()
 
 
-async def test_a_full_queue_is_429_with_retry_after(make_server: MakeServer) -> None:
-    async with make_server(engine={"max_num_seqs": 1, "max_queue": 1}, step_s=0.01) as served:
+async def test_a_full_queue_is_429_with_retry_after(
+    make_server: MakeServer, held_steps: threading.Event
+) -> None:
+    async with make_server(engine={"max_num_seqs": 1, "max_queue": 1}, step_s=3600.0) as served:
         running = [asyncio.ensure_future(served.complete(max_tokens=400)) for _ in range(2)]
-        await served.in_flight_become(2)
+        await until(lambda: served.llm.num_in_flight == 2)
         for path, body in (
             ("/v1/completions", {"prompt": "a"}),
             ("/v1/completions", {"prompt": "a", "stream": True}),
@@ -179,6 +192,7 @@ async def test_a_full_queue_is_429_with_retry_after(make_server: MakeServer) -> 
             assert int(response.headers["retry-after"]) >= 1
         for task in running:
             task.cancel()
+        held_steps.set()
         await served.becomes_idle()
 
 
@@ -194,20 +208,24 @@ async def test_too_many_requests_in_flight_are_503(make_server: MakeServer) -> N
         assert (await served.complete(max_tokens=1))["choices"]
 
 
-async def test_some_prompts_of_a_call_do_not_fit_into_the_queue(make_server: MakeServer) -> None:
-    async with make_server(engine={"max_num_seqs": 1, "max_queue": 2}, step_s=0.01) as served:
+async def test_some_prompts_of_a_call_do_not_fit_into_the_queue(
+    make_server: MakeServer, held_steps: threading.Event
+) -> None:
+    async with make_server(engine={"max_num_seqs": 1, "max_queue": 2}, step_s=3600.0) as served:
         running = asyncio.ensure_future(served.complete(max_tokens=100))
-        await served.in_flight_become(1)
+        await until(lambda: served.llm.num_in_flight == 1)
         error_of(await served.post("/v1/completions", prompt=["a", "b", "c"]), 429)
+        held_steps.set()
         await running
         await served.becomes_idle()
 
 
+@pytest.mark.usefixtures("paced_steps")
 async def test_a_fault_of_one_request_before_and_after_its_first_byte(
     make_server: MakeServer,
 ) -> None:
     """Token 7 breaks the row that feeds it."""
-    async with make_server(nan_token=7, step_s=0.02) as served:
+    async with make_server(nan_token=7, step_s=3600.0) as served:
         for stream in (False, True):
             response = await served.post("/v1/completions", prompt=[1, 7], stream=stream)
             assert error_of(response, 500)["code"] == "non_finite_logits"
@@ -225,10 +243,11 @@ async def test_a_fault_of_one_request_before_and_after_its_first_byte(
         await served.becomes_idle()
 
 
+@pytest.mark.usefixtures("paced_steps")
 async def test_the_end_of_the_core_before_and_after_the_first_byte(
     make_server: MakeServer,
 ) -> None:
-    async with make_server(step_s=0.02, fail_steps=[9]) as served:
+    async with make_server(step_s=3600.0, fail_steps=[9]) as served:
         early, late = await asyncio.gather(
             served.events("/v1/completions", prompt="a", max_tokens=400),
             served.post("/v1/completions", prompt="a", max_tokens=400),

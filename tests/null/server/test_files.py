@@ -11,6 +11,8 @@ import pytest
 from vllmx_core.errors import ConfigError
 from vllmx_server.store.folder import Folder
 
+from tests.waiting import PATIENCE_S
+
 from .conftest import MakeServer, Served
 from .loop_meter import shortest_hold
 
@@ -72,7 +74,7 @@ async def test_metrics_name_the_route_and_no_id(served: Served) -> None:
         await served.client.get(f"/v1/files/{file_id}{path}")
     wanted = {"/v1/files/{id}", "/v1/files/{id}/content", "other"}
     text = ""
-    async with asyncio.timeout(20):  # a request is counted after its answer was sent
+    async with asyncio.timeout(PATIENCE_S):  # a request is counted after its answer was sent
         while not all(f'handler="{name}",method="GET"' in text for name in wanted):
             text = (await served.client.get("/metrics")).text
     assert file_id not in text

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from h2.config import H2Configuration
@@ -42,6 +43,8 @@ from vllmx_server.connections.connection import Connection
 from vllmx_server.connections.frame_budget import FrameBudget
 from vllmx_server.connections.http2 import Http2
 
+from tests.waiting import PATIENCE_S, until
+
 from .conftest import MakeServer, Served, body_for
 
 BIG = b"x" * (300 << 10)
@@ -63,6 +66,8 @@ class Client:
     """The error code of GOAWAY."""
     pings: int = 0
     """Answered."""
+    gives_back: bool = True
+    """Whether what came opens the window again."""
 
     def open(self, path: str, *more: tuple[str, str], method: str = "GET", end: bool = True) -> int:
         stream_id = self.h2.get_next_available_stream_id()
@@ -106,7 +111,8 @@ class Client:
                 self.statuses[stream_id] = int(dict(event.headers)[b":status"])
             case DataReceived(stream_id=int(stream_id), data=bytes(data)):
                 self.bodies[stream_id] += data
-                self.h2.acknowledge_received_data(event.flow_controlled_length, stream_id)
+                if self.gives_back:
+                    self.h2.acknowledge_received_data(event.flow_controlled_length, stream_id)
             case StreamEnded(stream_id=int(stream_id)):
                 self.ended.add(stream_id)
             case StreamReset(stream_id=int(stream_id)):
@@ -117,7 +123,7 @@ class Client:
                 self.gone = int(event.error_code or 0)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while not condition():
                 await self.turn()
 
@@ -268,7 +274,7 @@ FLOODS: dict[str, Callable[[], Iterable[Frame]]] = {
 @pytest.mark.parametrize("name", FLOODS)
 async def test_a_flood_ends_its_connection_alone(served: Served, name: str) -> None:
     async with connected(served) as other, connected(served) as client:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             code = await client.flood(FLOODS[name]())
         wanted = ErrorCodes.PROTOCOL_ERROR if name == "continuation" else None
         assert code == (wanted or ErrorCodes.ENHANCE_YOUR_CALM)
@@ -352,9 +358,7 @@ async def test_a_client_that_reads_nothing_is_forgotten_when_it_leaves(served: S
         await client.until(lambda: len(client.statuses) == len(streams))
         assert len(asyncio.all_tasks()) >= before + len(streams)
         client.writer.transport.abort()
-    async with asyncio.timeout(20):
-        while len(asyncio.all_tasks()) >= before + len(streams):
-            await asyncio.sleep(0.01)
+    await until(lambda: len(asyncio.all_tasks()) < before + len(streams))
 
 
 @pytest.mark.parametrize("path", ["/nothing", "/metrics", "/health"])
@@ -367,28 +371,40 @@ async def test_a_stream_that_nobody_takes_ends_in_time(make_server: MakeServer, 
         await client.until(lambda: len(client.statuses) == 3)
         await client.until(lambda: client.resets.keys() == set(stuck))
         assert set(client.resets.values()) == {ErrorCodes.CANCEL}
-        async with asyncio.timeout(20):
-            while len(asyncio.all_tasks()) > before:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(asyncio.all_tasks()) <= before)
         client.h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 65535})
         assert await client.answer(client.open("/nothing")) == 404
         assert client.gone is None
 
 
-async def test_a_slow_stream_has_all_the_time_that_it_needs(make_server: MakeServer) -> None:
-    """The stream's window opens a little before each look, many times over."""
-    async with make_server({"send_timeout_s": 0.4}) as served, connected(served) as client:
+async def test_a_slow_stream_has_all_the_time_that_it_needs(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream's window opens a little before each look, many times over. The test itself has the
+    server look: a timer might on a busy machine, before the client has had its turn."""
+    loop, looks = asyncio.get_running_loop(), list[Callable[[], object]]()
+    call_later = loop.call_later
+
+    def noted(delay: float, callback: Any, *rest: Any, **more: Any) -> asyncio.TimerHandle:
+        if getattr(callback, "__name__", "") == "look":
+            looks.append(callback)
+        return call_later(delay, callback, *rest, **more)
+
+    monkeypatch.setattr(loop, "call_later", noted)
+    async with make_server({"send_timeout_s": 3600.0}) as served, connected(served) as client:
+        client.gives_back = False
         client.h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})
         stream_id = client.open("/nothing")
         await client.until(lambda: stream_id in client.statuses)
-        loop = asyncio.get_running_loop()
-        end_s = loop.time() + 1.2
-        while stream_id not in client.ended:
-            size = 1 if loop.time() < end_s else 4096
-            client.h2.increment_flow_control_window(size, stream_id)
-            assert stream_id not in client.resets
-            await client.turn()
-            await asyncio.sleep(0.01)
+        await until(lambda: bool(looks))
+        for size in range(1, 20):
+            client.h2.increment_flow_control_window(1, stream_id)
+            await client.until(lambda size=size: len(client.bodies[stream_id]) == size)  # type: ignore[misc]
+            looks.pop()()
+            assert len(looks) == 1, "it looks again"
+        client.h2.increment_flow_control_window(4096, stream_id)
+        assert await client.answer(stream_id) == 404
+        assert stream_id not in client.resets
 
 
 async def test_a_bug_costs_one_connection_and_says_where(

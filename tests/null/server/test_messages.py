@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -27,6 +28,8 @@ from vllmx_server.messages_blocks import BlockEvents, Blocks
 from vllmx_server.schema.chat import ChatCompletionRequest
 from vllmx_server.schema.decode import decode
 from vllmx_server.schema.messages import MESSAGES
+
+from tests.waiting import PATIENCE_S
 
 from .conftest import JSON, MakeServer, Served
 from .loop_meter import shortest_hold
@@ -124,6 +127,25 @@ def test_images_become_data_urls() -> None:
         text,
         {"type": "image_url", "image_url": {"url": "http://a/b.png"}},
     ]
+
+
+def test_images_that_tools_return_are_the_users() -> None:
+    text = {"type": "text", "text": "a cat"}
+    use = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
+    results = [
+        {"type": "tool_result", "tool_use_id": "t1", "content": [text, IMAGE]},
+        {"type": "tool_result", "tool_use_id": "t2", "content": [IMAGE]},
+    ]
+    turns = [
+        {"role": "user", "content": "Look"},
+        {"role": "assistant", "content": [use, {**use, "id": "t2"}]},
+        {"role": "user", "content": [*results, {"type": "text", "text": "And?"}]},
+    ]
+    found = chat(messages=turns).conversation()
+    assert [each["role"] for each in found] == ["user", "assistant", "tool", "tool", "user"]
+    assert [each["content"] for each in found[2:4]] == ["a cat", ""]
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+    assert found[4]["content"] == [image, image, {"type": "text", "text": "And?"}]
 
 
 @pytest.mark.parametrize(
@@ -333,11 +355,15 @@ async def test_a_budget_is_nothing_to_a_model_without_thoughts(served: Served) -
     assert response.json()["usage"]["output_tokens"] == 4
 
 
-async def test_pings_are_anthropics(make_server: MakeServer) -> None:
-    async with make_server({"sse_ping_interval_s": 0.02}, step_s=0.05) as served:
-        response = await served.client.post("/v1/messages", json={**HELLO, "stream": True})
-        events = named_events(response.text)
-        assert [e for _, e in events].count({"type": "ping"}) > 1
+async def test_pings_are_anthropics(make_server: MakeServer, held_steps: threading.Event) -> None:
+    async with make_server({"sse_ping_interval_s": 0.02}, step_s=3600.0) as served:
+        body, text = {**HELLO, "stream": True}, ""
+        async with served.client.stream("POST", "/v1/messages", json=body) as response:
+            async for piece in response.aiter_text():
+                text += piece
+                if text.count("event: ping") > 1:
+                    held_steps.set()
+        assert [event for _, event in named_events(text)].count({"type": "ping"}) > 1
 
 
 async def test_a_large_conversation_holds_nobody(make_server: MakeServer) -> None:
@@ -346,7 +372,7 @@ async def test_a_large_conversation_holds_nobody(make_server: MakeServer) -> Non
     body = {**HELLO, "messages": [{"role": "user", "content": [*blocks, {"type": "image"}]}]}
     async with make_server() as served:
         data = await asyncio.to_thread(msgspec.json.encode, body)
-        async with httpx.AsyncClient(base_url=served.url, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=served.url, timeout=PATIENCE_S) as client:
             meter, response = await shortest_hold(
                 lambda: client.post("/v1/messages", content=data, headers=JSON), 20
             )

@@ -13,8 +13,10 @@ from vllmx_server.keys.ring import MAX_LABELS
 from vllmx_server.keys.usage import KeyUsage
 from vllmx_server.metrics import BETWEEN_TOKENS_S, Histogram, Metrics
 
+from tests.waiting import PATIENCE_S
+
 from .conftest import MakeServer, Served
-from .test_keys import key_file
+from .test_keys import Clock, key_file
 
 
 def test_exposition_holds_vllms_names() -> None:
@@ -161,11 +163,12 @@ async def test_keys_have_the_names_of_their_file_and_no_others(
         "api_key": ("plain",),
     }
     async with make_server(flags) as served:
+        served.state.desk.clock = Clock()  # type: ignore[attr-defined]
         for name in ("secret-ann", "secret-bob", "secret-bob", "secret-eve", "plain", "nobody"):
             headers = {"x-api-key": name}
             body = {"prompt": "ab", "max_tokens": 4, "ignore_eos": True, "user": name}
             await served.client.post("/v1/completions", json=body, headers=headers)
-        await served.state.drain(20)
+        await served.state.drain(PATIENCE_S)
         requests = await values_of(served, "key_requests_total", "key")
         assert requests == {"ann": 1, "bob": 1, "other": 2}
         refusals = await values_of(served, "key_refusals_total", "key")

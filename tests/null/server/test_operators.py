@@ -44,7 +44,7 @@ def test_a_path_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
     for path in (tmp_path / "no" / "such.sock", tmp_path / ("a" * 200)):
         with pytest.raises(ConfigError, match="choose another --admin-uds"):
             bind_operators(ServerConfig(admin_uds=str(path)))
-    for wrong in ("", "same"):
+    for wrong in ("", "same", "./same"):
         with pytest.raises(ConfigError, match="a socket of its own"):
             ServerConfig(uds="same", admin_uds=wrong)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, cast
 
@@ -12,6 +13,8 @@ from vllmx_core.errors import EngineDeadError
 from vllmx_server.event_stream import DONE, EventStream
 from vllmx_server.generation import Generation
 from vllmx_server.pings import PING, Pings
+
+from tests.waiting import PATIENCE_S, until
 
 from .conftest import MakeServer, events_of, request_bytes
 
@@ -40,9 +43,7 @@ class Wire:
         return b"".join(message.get("body", b"") for message in self.messages)
 
     async def becomes(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not condition():
-                await asyncio.sleep(0.001)
+        await until(condition)
 
     def stream(
         self, events: AsyncGenerator[bytes, None], interval_s: float = QUICK_S
@@ -124,15 +125,16 @@ async def test_only_silence_is_broken() -> None:
     assert never._timer is None
 
 
-async def test_comments_over_http(make_server: MakeServer) -> None:
-    """The first token takes its time, and so does each further one."""
+async def test_comments_over_http(make_server: MakeServer, held_steps: threading.Event) -> None:
+    """The first token takes its time."""
     server = {"sse_ping_interval_s": 0.02}
-    async with make_server(server, step_s=0.3) as served:
+    async with make_server(server, step_s=3600.0) as served:
         reader, writer = await served.connect()
         body = {"prompt": "ab", "max_tokens": 3, "stream": True, "return_token_ids": True}
         writer.write(request_bytes("/v1/completions", body))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             head = await reader.readuntil(PING)
+            held_steps.set()
             text = (await reader.readuntil(b"0\r\n\r\n")).decode()
         assert head.startswith(b"HTTP/1.1 200")
         assert b"data:" not in head

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import ssl
 import subprocess
@@ -99,3 +100,26 @@ def test_a_certificate_out_of_its_time_is_refused_at_the_start(
         return
     with pytest.raises(ConfigError, match=message):
         check_certificate(server)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its key with openssl")
+def test_nobody_is_asked_for_the_password_of_a_key(
+    tmp_path: Path, certificate: tuple[str, str]
+) -> None:
+    """OpenSSL would ask at the terminal, at the start and again at SIGHUP, and wait."""
+    locked = tmp_path / "locked.pem"
+    command = ["openssl", "pkey", "-in", certificate[1], "-aes256", "-passout", "pass:x"]
+    subprocess.run([*command, "-out", str(locked)], check=True)
+    server = ServerConfig(ssl_certfile=certificate[0], ssl_keyfile=str(locked))
+    with pytest.raises(ConfigError, match=r"encrypted.*decrypt it"):
+        check_certificate(server)
+
+
+def test_a_pipe_is_no_certificate(certificate: tuple[str, str], tmp_path: Path) -> None:
+    """To open one would wait for its writer: at the start for ever, at SIGHUP with all requests."""
+    pipe = str(tmp_path / "pipe")
+    os.mkfifo(pipe)
+    for files in ((pipe, certificate[1]), (certificate[0], pipe)):
+        server = ServerConfig(ssl_certfile=files[0], ssl_keyfile=files[1])
+        with pytest.raises(ConfigError, match="is a pipe"):
+            check_certificate(server)

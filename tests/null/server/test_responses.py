@@ -24,6 +24,8 @@ from vllmx_server.schema.decode import decode
 from vllmx_server.schema.responses import RESPONSES
 from vllmx_server.store import responses as stored
 
+from tests.waiting import PATIENCE_S
+
 from .conftest import JSON, MakeServer, Served
 from .loop_meter import shortest_hold
 from .test_messages import named_events
@@ -83,6 +85,25 @@ def test_images_are_parts_of_messages() -> None:
         {"type": "text", "text": "what?"},
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}},
     ]
+
+
+def test_images_that_tools_return_are_the_users() -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AA"}
+    text = {"type": "input_text", "text": "a cat"}
+    calls = [
+        {"type": "function_call", "call_id": each, "name": "look", "arguments": "{}"}
+        for each in ("a", "b")
+    ]
+    outputs = [
+        {"type": "function_call_output", "call_id": "a", "output": [text, image]},
+        {"type": "function_call_output", "call_id": "b", "output": "nothing"},
+    ]
+    shown = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]
+    for later in ([], [{"role": "user", "content": "And?"}]):
+        found = chat(input=[*calls, *outputs, *later]).conversation()
+        assert [each["role"] for each in found[:4]] == ["assistant", "tool", "tool", "user"]
+        assert [each["content"] for each in found[1:4]] == ["a cat", "nothing", shown]
+        assert len(found) == 4 + len(later)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +339,7 @@ async def test_in_the_background(make_server: MakeServer) -> None:
         assert (await served.client.get(path)).json() == cancelled
         await served.becomes_idle()
         short = await create(served, background=True)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while (now := (await served.client.get(f"/v1/responses/{short['id']}")).json())[
                 "status"
             ] in ("queued", "in_progress"):

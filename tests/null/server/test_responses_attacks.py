@@ -8,6 +8,8 @@ from typing import Any
 
 import httpx
 
+from tests.waiting import PATIENCE_S
+
 from .conftest import MakeServer, Served, request_bytes
 from .test_messages import named_events
 from .test_responses import ASK
@@ -48,7 +50,7 @@ async def test_whoever_leaves_ends_a_response(make_server: MakeServer) -> None:
 
 async def test_one_in_the_background_goes_on_without_its_client(served: Served) -> None:
     name = await leave(served, background=True, max_output_tokens=40)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         kept = {"status": "queued"}
         while kept["status"] in ("queued", "in_progress"):
             kept = (await served.client.get(f"/v1/responses/{name}")).json()

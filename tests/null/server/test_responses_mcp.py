@@ -22,8 +22,11 @@ from vllmx_models.output_formats import HERMES, THINK
 from vllmx_server.answers.responses import Response
 from vllmx_server.answers.responses_events import ResponsesEvent
 from vllmx_server.mcp import servers as tool_server_module
+from vllmx_server.mcp import stdio
 from vllmx_server.mcp.servers import ToolServers
 from vllmx_server.mcp.settings import read_servers
+
+from tests.waiting import PATIENCE_S
 
 from .conftest import MakeServer, Served
 from .test_batches import begin, content, ended
@@ -41,10 +44,11 @@ WELL = {
     "allowed_tools": ["echo", "fail", "hang", "env"],
 }
 PROMPT_TOKENS = 10
+PATIENT = {"startTimeoutSeconds": PATIENCE_S, "callTimeoutSeconds": PATIENCE_S}
 
 
 def scripted(mode: str, **fields: Any) -> dict[str, Any]:
-    return {"command": sys.executable, "args": ["-S", SERVER, mode], **fields}
+    return {"command": sys.executable, "args": ["-S", SERVER, mode], **PATIENT, **fields}
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -117,6 +121,7 @@ def tool_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToolServe
     path.write_text(json.dumps({"mcpServers": entries}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tool_server_module, "_CLOSE_S", 600)
+        patch.setattr(stdio, "_CODE_S", PATIENCE_S)
         servers = ToolServers(read_servers(path, "--mcp-config"))
         yield servers
         servers.close()
@@ -315,7 +320,7 @@ async def test_one_in_the_background_is_cancelled_in_a_call(served: Served) -> N
     tools = [{**WELL, "server_label": "stands"}]
     made = (await ask(served, background=True, tools=tools)).json()
     path = f"/v1/responses/{made['id']}"
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while (await served.client.get(path)).json()["status"] != "in_progress":
             await asyncio.sleep(0.01)
     cancelled = (await served.client.post(path + "/cancel")).json()

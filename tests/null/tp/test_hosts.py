@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,19 @@ import numpy as np
 import pytest
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, RankLostError
+from vllmx_core.registry import Registry
+from vllmx_engine.core.found_model import FoundModel
 from vllmx_tp import handshake, hosts
 from vllmx_tp.communicator import SharedMemoryCommunicator
-from vllmx_tp.fingerprint import fingerprint
+from vllmx_tp.fingerprint import Marks, fingerprint
 from vllmx_tp.handshake import HandshakeError, greet, read_key
 from vllmx_tp.hosts import addresses, connect
 from vllmx_tp.link import Link
 from vllmx_tp.listener import listen
 from vllmx_tp.loading import share_of_host
 from vllmx_tp.region import BUFFER_BYTES, Region
+
+from tests.waiting import PATIENCE_S
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 
@@ -164,36 +169,65 @@ def test_a_port_in_use() -> None:
             listen(("127.0.0.1", port))
 
 
+def silent_place() -> tuple[socket.socket, Any]:
+    """A port where nobody listens, and which no other program can take meanwhile."""
+    place = socket.socket()
+    place.bind(("127.0.0.1", 0))
+    return place, place.getsockname()
+
+
 def test_hosts_that_start_later_are_waited_for(
     pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The other host begins when this one has looked twice in vain."""
-    with listen(("127.0.0.1", 0)) as place:
-        address = place.getsockname()
+    place, address = silent_place()
     looks = 0
-    opened: list[socket.socket] = []
 
     def check() -> None:
         nonlocal looks
         looks += 1
         if looks == 2:
-            opened.append(listen(address))
+            place.listen()
             pool.submit(wait)
 
     def wait() -> None:
-        with opened[0].accept()[0] as connection:
+        with place.accept()[0] as connection:
             greet(connection, KEY, calls=False)
 
-    connect(address, KEY, 60.0, check).close()
-    opened[0].close()
+    connect(address, KEY, PATIENCE_S, check).close()
+    place.close()
     assert looks == 2
     (told,) = [record.getMessage() for record in caplog.records if "waiting" in record.message]
     assert told.startswith(f"waiting for ranks at 127.0.0.1:{address[1]} (Connection refused)")
 
 
+def test_a_host_that_is_busy_is_waited_for(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has time when this one has tried once in vain."""
+    monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.05)
+    place = listen(("127.0.0.1", 0))
+
+    def wait() -> None:
+        monkeypatch.setattr(handshake, "HANDSHAKE_S", PATIENCE_S)
+        while True:
+            with place.accept()[0] as connection, suppress(HandshakeError, OSError):
+                greet(connection, KEY, calls=False)
+                return
+
+    futures: list[Future[None]] = []
+
+    def check() -> None:
+        if not futures:
+            futures.append(pool.submit(wait))
+
+    connect(place.getsockname(), KEY, PATIENCE_S, check).close()
+    futures[0].result()
+    place.close()
+
+
 def test_waiting_for_hosts_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    with listen(("127.0.0.1", 0)) as place:
-        address = place.getsockname()
+    place, address = silent_place()
     with pytest.raises(
         ConfigError, match=r"no host of ranks there within 0 s .* start `vllmx rank"
     ):
@@ -203,7 +237,8 @@ def test_waiting_for_hosts_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RankLostError("rank 1 was killed")
 
     with pytest.raises(RankLostError):
-        connect(address, KEY, 60.0, check)
+        connect(address, KEY, PATIENCE_S, check)
+    place.close()
 
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
@@ -223,6 +258,21 @@ def test_models_are_told_apart_by_their_bytes(tmp_path: Path) -> None:
     assert marks[0] == marks[1] != marks[2]
     weights = [fingerprint(tmp_path / name / "model.safetensors") for name in "abc"]
     assert weights[0] == weights[1] != weights[2]
+
+
+def test_a_tower_that_rank_0_has_is_the_same_on_each_host(tmp_path: Path) -> None:
+    model, tower, other = (tmp_path / name for name in ("m.gguf", "tower.gguf", "other.gguf"))
+    for number, file in enumerate((model, tower, other)):
+        file.write_bytes(bytes([number]) * 100)
+    config = EngineConfig(model=str(model), mmproj="x")
+    found = [FoundModel(config, model, Registry(), False, one) for one in (None, tower, other)]
+    none, mine, another = map(Marks.of, found)
+    for marks, one, wanted in ((mine, 1, mine), (mine, 1, none), (none, 0, none)):
+        marks.check(wanted, found[one], "a:1")
+    with pytest.raises(ConfigError, match=r"host of ranks at a:1 has no --mmproj: copy the file"):
+        none.check(mine, found[0], "a:1")
+    with pytest.raises(ConfigError, match=r"another file in .*other.gguf: .* `vllmx rank --mmproj"):
+        another.check(mine, found[2], "a:1")
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -282,7 +332,7 @@ def test_a_link_that_breaks_says_so() -> None:
     other, _ = ours_tcp.accept()
     link = Link(region, connection, [0], [1], ended.set)
     other.close()
-    assert ended.wait(60)
+    assert ended.wait(PATIENCE_S)
     region.aborted[0] = 1
     link.close()
     for one in (ours, theirs, ours_tcp):

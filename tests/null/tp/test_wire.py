@@ -17,6 +17,8 @@ from vllmx_tp.results import decode_result, encode_result
 from vllmx_tp.stage_link import StageLink
 from vllmx_tp.wire import Incoming, Outgoing
 
+from tests.waiting import PATIENCE_S
+
 LONG = np.arange(2 * BUFFER_BYTES // 4 + 77, dtype=np.int32).reshape(1, -1)
 """More than two buffers hold."""
 
@@ -27,7 +29,7 @@ def beside(work: Callable[[], object]) -> Iterator[None]:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     yield
-    thread.join(60)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
 
 
@@ -130,7 +132,7 @@ def test_ranks_of_stages_add_and_hand_on_at_once() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
     first = [6.0 + 3 * turn for turn in range(5)]
     second = [60 + 3 * turn + 1000 * one for turn, one in enumerate(first)]

@@ -40,11 +40,16 @@ class Checkpoint(Record):
     preprocessor_config.json; empty: files in `path`."""
 
 
+def model_sources(registry: Registry) -> list[ModelSourceSpec]:
+    """The model sources in the order in which they are asked."""
+    return sorted(registry.all(ModelSourceSpec), key=lambda spec: (-spec.priority, spec.name))
+
+
 def resolve_path(
     registry: Registry, model: str, *, revision: str | None = None, progress: bool = False
 ) -> Path:
     """Asks the model sources in turn. Raises ModelNotFoundError that says where was looked."""
-    sources = sorted(registry.all(ModelSourceSpec), key=lambda spec: (-spec.priority, spec.name))
+    sources = model_sources(registry)
     for spec in sources:
         path: Path | None = spec.load()(model, revision, progress)
         if path is not None:

@@ -78,6 +78,9 @@ class EngineConfig:
     """Processes that compute each layer together, each with a part of its weights."""
     pipeline_parallel_size: int = 1
     """Processes that have some of the layers each, and compute one step after the other."""
+    pipeline_layers: str | None = None
+    """How many layers each stage has, with commas between them; "bytes": so that none reads many
+    more bytes of weights than others; None: so that none takes much longer, which is measured."""
     expert_parallel: bool = False
     """Ranks have some of the experts of a layer each, whole, in place of a part of every one."""
     rank_hosts: str | None = None
@@ -127,6 +130,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check_dtype()
+        self._check_layers()
         for name, low, high in (
             ("max_model_len", 1, 1 << 31),
             ("max_num_seqs", 1, 4096),
@@ -176,6 +180,24 @@ class EngineConfig:
     def num_ranks(self) -> int:
         """Processes that compute the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def _check_layers(self) -> None:
+        text = self.pipeline_layers
+        if text in (None, "bytes"):
+            return
+        numbers = [one.strip() for one in str(text).split(",")]
+        if not all(one.isascii() and one.isdecimal() and int(one) > 0 for one in numbers):
+            raise ConfigError(
+                "--pipeline-layers is numbers of layers with commas between them, one for each"
+                f" stage, or bytes, got {text}",
+                param="pipeline_layers",
+            )
+        if len(numbers) != self.pipeline_parallel_size:
+            raise ConfigError(
+                f"--pipeline-layers {text} is of {len(numbers)} stages, and there are"
+                f" {self.pipeline_parallel_size}: set --pipeline-parallel-size {len(numbers)}",
+                param="pipeline_layers",
+            )
 
     def _check_dtype(self) -> None:
         object.__setattr__(self, "dtype", convert(self.dtype, Dtype, "dtype", "--dtype"))

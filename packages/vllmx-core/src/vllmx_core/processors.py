@@ -1,13 +1,16 @@
-"""How many processors this process may really use."""
+"""How many processors this process may really use, and which of them are neighbours."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
+PROCESSOR_ROOT = Path("/sys/devices/system/cpu")
 
 
 def available_processors(
@@ -21,6 +24,35 @@ def available_processors(
     for quota in _quotas(cgroup_root, process):
         count = min(count, max(1, math.ceil(quota)))
     return count
+
+
+def neighbours(processors: Collection[int], count: int, root: Path = PROCESSOR_ROOT) -> list[int]:
+    """`count` of these processors, those of a socket, a memory node and a core side by side.
+    Numbers alone do not tell: Linux counts the second threads of all cores behind the first ones,
+    and some machines count sockets in turn. A core gives a second one when all have given one."""
+    places = {number: _place(root / f"cpu{number}") for number in sorted(processors)}
+    threads = Counter[tuple[int, ...]]()
+    turns: list[tuple[int, tuple[int, ...], int]] = []
+    for number, place in places.items():
+        core = place if place[-1] >= 0 else (*place, number)  # the system does not tell
+        turns.append((threads[core], core, number))
+        threads[core] += 1
+    chosen = sorted(turns)[:count]
+    return [number for _, _, number in sorted(chosen, key=lambda turn: turn[1:])]
+
+
+def _place(folder: Path) -> tuple[int, int, int]:
+    """The socket, the memory node and the first processor of the core; -1: unknown."""
+    nodes = [int(path.name[4:]) for path in folder.glob("node[0-9]*")]
+    package, siblings = (
+        re.match(r"-?\d+", _read(folder / "topology" / name))
+        for name in ("physical_package_id", "thread_siblings_list")
+    )
+    return (
+        int(package[0]) if package else -1,
+        min(nodes, default=-1),
+        int(siblings[0]) if siblings else -1,
+    )
 
 
 def _quotas(root: Path, process: Path) -> Iterator[float]:

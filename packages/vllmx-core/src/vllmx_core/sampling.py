@@ -193,6 +193,8 @@ def _size(name: str, size: int, limit: int) -> None:
 
 def _token_ids(name: str, ids: tuple[int, ...]) -> None:
     """A vocabulary's worth of ids is usual, so they are walked once, and not by Python."""
+    if not ids:
+        return
     _size(name, len(ids), _MAX_ENTRIES[name])
     try:
         msgspec.convert(ids, _TokenIds)

@@ -30,6 +30,8 @@ class StandardError:
 
     def write(self, text: str) -> int:
         """Takes a line, or several, in one call."""
+        if sys.is_finalizing():  # the thread is gone, perhaps with the lock: nobody would write it
+            return len(text)
         with self._changed:
             if len(self._texts) >= self._max_lines:
                 self._num_dropped += 1

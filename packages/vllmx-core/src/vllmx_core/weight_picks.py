@@ -162,7 +162,10 @@ def cols_of(part: WeightPart, begin: int, end: int) -> WeightPart:
 
         def make(first: int, last: int) -> WeightPart:
             piece = part.rows(first, last)
-            buffers = {key: _raw_cols(raw, cols, begin, end) for key, raw in piece.buffers.items()}
+            buffers = {
+                key: _raw_cols(raw, len(shape) - 1, (cols, begin, end))
+                for key, raw in piece.buffers.items()
+            }
             made = (last - first, end - begin)
             return replace(piece, shape=made, layout=layout, buffers=buffers)
 
@@ -219,14 +222,20 @@ def _raw(like: RawTensor, values: npt.NDArray[np.generic]) -> RawTensor:
     return replace(like, shape=values.shape, stored=flat)
 
 
-def _raw_cols(raw: RawTensor, cols: int, begin: int, end: int) -> RawTensor:
-    """The entries of a row's buffer that belong to these columns: of whole blocks, codes packed to
-    bytes, scales of groups; one for the row stays."""
-    if len(raw.shape) < 2 or raw.shape[-1] == 1:
+def _raw_cols(raw: RawTensor, axis: int, cols: tuple[int, int, int]) -> RawTensor:
+    """The entries of a row's buffer that belong to some columns: of whole blocks, codes packed to
+    bytes, scales of groups; one for the row stays. Blocks of MXFP4 have an axis for their bytes
+    behind their own.
+
+    Args:
+        axis: of a row's entries.
+        cols: of how many columns, the first that is wanted, and where they end.
+    """
+    if len(raw.shape) <= axis or raw.shape[axis] == 1:
         return raw
-    width = raw.shape[-1]
-    first, last = begin * width // cols, -(-end * width // cols)
-    return _raw(raw, raw.view()[..., first:last])
+    width, (count, begin, end) = raw.shape[axis], cols
+    first, last = begin * width // count, -(-end * width // count)
+    return _raw(raw, raw.view()[(slice(None),) * axis + (slice(first, last),)])
 
 
 def _of_width(layout: QuantLayout, cols: int) -> QuantLayout:

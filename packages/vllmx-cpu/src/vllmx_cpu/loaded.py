@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from vllmx_core.backend import LoadedInfo
@@ -214,6 +215,8 @@ class CpuLoadedModel:
 
 
 _NOTHING: I32 = np.zeros((1, 0), np.int32)
+_SHORT = ("tokens", "positions", "query_start", "context_len", "logit_rows")
+_AS_I32: dict[str, Any] = {"dtype": np.int32, "casting": "unsafe"}
 
 
 def opening(lowering: Lowering, step: CpuStep) -> list[Call]:
@@ -229,21 +232,21 @@ class CpuStep:
     def __init__(self, owner: CpuLoadedModel, plan: StepPlan, previous: CpuStep | None) -> None:
         self._owner = owner
         self.seen = owner.seen(plan)
-        self._arrays: dict[str, I32] = {
-            name: np.array(getattr(plan, name), np.int32, order="C")
-            for name in ("tokens", "positions", "query_start", "context_len", "logit_rows")
-        }
-        # One group after the other; a copy even where there is only one.
-        self._arrays["slots"] = np.concatenate(plan.slots or (_NOTHING[0],))  # (G * T,)
-        tables = np.concatenate(plan.block_tables or (_NOTHING,))  # (G * R, B)
-        self._arrays["block_tables"] = tables
+        # One copy of what is short: each would cost more than what it copies.
+        arrays = {name: getattr(plan, name) for name in _SHORT}
         if plan.token_types is not None:
-            self._arrays["token_types"] = np.array(plan.token_types, np.int32, order="C")
+            arrays["token_types"] = plan.token_types
         if owner.info.num_state_slots and plan.patches is None:
-            for name, given in zip(("state_from", "state_to"), plan.state_slots, strict=True):
-                self._arrays[name] = np.array(given, np.int32, order="C")
-        width = tables.shape[1]
-        pointers = {name: array.ctypes.data for name, array in self._arrays.items()}
+            arrays["state_from"], arrays["state_to"] = plan.state_slots
+        # One group after the other.
+        self._short = np.concatenate((*arrays.values(), *plan.slots), **_AS_I32)  # slots: (G * T,)
+        self._tables = np.concatenate(plan.block_tables or (_NOTHING,), **_AS_I32)  # (G * R, B)
+        pointers, at = {"block_tables": self._tables.ctypes.data}, self._short.ctypes.data
+        for name, array in arrays.items():
+            pointers[name] = at
+            at += 4 * len(array)
+        pointers["slots"] = at
+        width = self._tables.shape[1]
         shape = {"T": plan.num_tokens, "R": plan.num_rows, "L": plan.num_logit_rows}
         self.ending: SamplerCall | VectorsCall | None = None
         self.eager: EagerRun | None = None

@@ -21,19 +21,22 @@ from vllmx_core.plan import (
 from vllmx_cpu.memory import Bytes
 from vllmx_cpu.structs import VxSampler
 
-COLUMNS: tuple[tuple[str, npt.DTypeLike], ...] = (
-    ("temperature", np.float32),
-    ("top_k", np.int32),
-    ("top_p", np.float32),
-    ("min_p", np.float32),
-    ("repetition_penalty", np.float32),
-    ("frequency_penalty", np.float32),
-    ("presence_penalty", np.float32),
-    ("seed", np.uint64),
-    ("position", np.int32),
-    ("target", np.int32),
-    ("num_logprobs", np.int32),
+COLUMNS: tuple[tuple[npt.DTypeLike, tuple[str, ...]], ...] = (
+    (
+        np.float32,
+        (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "frequency_penalty",
+            "presence_penalty",
+        ),
+    ),
+    (np.int32, ("top_k", "position", "target", "num_logprobs")),
+    (np.uint64, ("seed",)),
 )
+"""What each row has one of, by type."""
 
 
 class SamplerCall:
@@ -49,8 +52,8 @@ class SamplerCall:
         count, width = rows.num_rows, max(0, rows.max_logprobs)
         self._kept: list[AnyArray] = []
         self.struct = VxSampler(max_logprobs=rows.max_logprobs)
-        for name, dtype in COLUMNS:
-            self._set(name, getattr(rows, name), dtype)
+        for dtype, names in COLUMNS:
+            self._set_columns(rows, names, dtype)
         self._set_groups(rows)
         self.ids: I32 = np.empty(count, np.int32)
         self._logprobs: LogprobRows | None = None
@@ -66,6 +69,18 @@ class SamplerCall:
         array: npt.NDArray[Any] = np.array(values, dtype, order="C")
         self._kept.append(array)
         setattr(self.struct, name, array.ctypes.data)
+
+    def _set_columns(
+        self, rows: SamplingRows, names: tuple[str, ...], dtype: npt.DTypeLike
+    ) -> None:
+        """Copies them side by side: a copy of each would cost more than what it copies."""
+        columns = [getattr(rows, name) for name in names]
+        array: npt.NDArray[Any] = np.concatenate(columns, dtype=dtype, casting="unsafe")
+        self._kept.append(array)
+        address, size = array.ctypes.data, array.nbytes // len(names)
+        for name in names:
+            setattr(self.struct, name, address)
+            address += size
 
     def _set_groups(self, rows: SamplingRows) -> None:
         if rows.edits is not None:

@@ -231,6 +231,8 @@ class VxSegmentAttention(Structure):
         ("window", c_int32),
         ("scale", c_float),
         ("images", c_void_p),
+        ("piece", c_int32),
+        ("pieces", c_int32),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from ctypes import Structure
 from dataclasses import replace
@@ -20,8 +21,10 @@ from vllmx_cpu.structs import VxLinear, VxRecord, VxSegmentAttention
 from vllmx_cpu.tape import Call, Tape, make_tape
 
 _LARGEST = 1 << 21
-"""Weights of a product that a pass in parts does at once: ten milliseconds for 1,024 patches and
-two cores."""
+"""A pass in parts does so many multiplications for each patch at once: ten milliseconds for 1,024
+patches and two cores."""
+_TILE_QUERIES = 64
+"""Attention does so many queries of a head at once."""
 
 
 class CpuTower:
@@ -64,7 +67,8 @@ class CpuTower:
         self._arena = allocate(room.arena.num_bytes)
         base = int(self._arena.ctypes.data)
         self._tape = make_tape(lower_all(self.lowering, self.ops.ops, room.arena.offsets, base))
-        pieces = [piece for call in self._tape.calls for piece in _pieces(call)]
+        whole = [(call, _cost(call.arguments, patches, windows)) for call in self._tape.calls]
+        pieces = [piece for call, cost in whole for piece in _pieces(call, cost, patches)]
         self._parts = make_tape(pieces)
         costs = [_cost(call.arguments, patches, windows) for call in pieces]
         self._ends = np.cumsum(costs) / sum(costs)
@@ -85,12 +89,23 @@ class CpuTower:
         return int(np.searchsorted(self._ends, share, side="right"))
 
 
-def _pieces(call: Call) -> Iterator[Call]:
-    """A large product as several, each of some rows of its matrix; any other call itself."""
-    given = call.arguments
-    if not isinstance(given, VxLinear) or given.w.gated:
+def _pieces(call: Call, cost: float, num_patches: int) -> Iterator[Call]:
+    """A large product as several, each of some rows of its matrix, and long attention as several,
+    each of some queries; any other call itself."""
+    if isinstance(call.arguments, VxLinear) and not call.arguments.w.gated:
+        yield from _products(call, call.arguments)
+    elif isinstance(call.arguments, VxSegmentAttention) and cost > _LARGEST:
+        shares = call.arguments.num_heads * math.ceil(num_patches / _TILE_QUERIES)
+        pieces = min(math.ceil(cost / _LARGEST), shares)
+        for number in range(pieces):
+            piece = VxSegmentAttention.from_buffer_copy(call.arguments)
+            piece.piece, piece.pieces = number, pieces
+            yield Call(call.name, call.function, piece, call.pooled)
+    else:
         yield call
-        return
+
+
+def _products(call: Call, given: VxLinear) -> Iterator[Call]:
     matrix = given.w
     each = max(1, _LARGEST // (TILE_ROWS * matrix.cols))
     for tile in range(0, matrix.tiles, each):
@@ -111,7 +126,8 @@ def _cost(arguments: Structure, num_patches: int, num_windows: int) -> float:
         return float(arguments.w.rows * arguments.w.cols)
     if isinstance(arguments, VxSegmentAttention):
         seen = num_patches / num_windows if arguments.images else num_patches
-        return float(5 * arguments.num_heads * arguments.head_size * seen)
+        whole = 5 * arguments.num_heads * arguments.head_size * seen
+        return float(whole / arguments.pieces)
     return 64.0 * (getattr(arguments, "width", 0) + 64)
 
 

@@ -140,7 +140,7 @@ def _load(
     wgmma: bool,
 ) -> tuple[CudaLoadedModel, list[Tunable]]:
     # first, for what the calls between ranks take of the memory is no longer free then
-    ranks = _join(model, options, device) if options.communicator else None
+    ranks = _join(model, options, device, dtype) if options.communicator else None
     sizes = load_sizes(model, source, options, dtype, kv, device, wgmma=wgmma)
     products = sizes.layout.product_scratch(device)
     begin = time.perf_counter()
@@ -188,10 +188,10 @@ def _load(
     return CudaLoadedModel(info, program, tower), tunables
 
 
-def _join(model: Model, options: LoadOptions, device: Device) -> DeviceRanks:
+def _join(model: Model, options: LoadOptions, device: Device, dtype: str) -> DeviceRanks:
     steps = prepare(model, options.max_model_len, NAME, OPS.supports).steps
     assert options.communicator is not None, "a model of one has nobody to join"
-    return device.join(options.communicator, ties_of(steps.ops))
+    return device.join(options.communicator, ties_of(steps.ops, dtype))
 
 
 def _lowering(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Self
 
@@ -13,7 +14,7 @@ from vllmx_engine.client.async_text import AsyncText
 from vllmx_engine.client.chat import ChatRenderer
 from vllmx_engine.client.chat_images import chat_images
 from vllmx_engine.client.pooling import PoolingBuilder
-from vllmx_engine.client.request import RequestBuilder
+from vllmx_engine.client.request import Request, RequestBuilder
 from vllmx_engine.grammar.vocabulary import vocabulary_of
 from vllmx_engine.link.attached_frontend import AttachedFrontend
 from vllmx_engine.link.frontend import Frontend, Listener
@@ -100,7 +101,7 @@ class AsyncCore(AsyncText):
         return self._streams.abort(request_id)
 
     def note(self, reason: str) -> None:
-        """What the process that started the core knows of its end."""
+        """Takes the reason of the core's end from the process that started it."""
         if isinstance(self._frontend, AttachedFrontend):
             self._frontend.note(reason)
 
@@ -108,6 +109,14 @@ class AsyncCore(AsyncText):
         """Counts the limits in common with other processes over the same core: `max_queue`, and
         bytes of text that wait for threads."""
         self._streams.gauge, self.text.gauge = sequences, texts
+
+    def divide(self, has_several: Callable[[], bool]) -> None:
+        """No client fills the queue alone while `has_several` says that there are others."""
+        self._streams.has_several = has_several
+
+    def tell_requests(self, on_launch: Callable[[Request], None]) -> None:
+        """Tells of each request that the core is given from now on."""
+        self._streams.on_launch = on_launch
 
     # --- life -------------------------------------------------------------------------------------
     async def reset_prefix_cache(self) -> bool:
@@ -162,9 +171,9 @@ class AsyncCore(AsyncText):
         await self.shutdown()
 
     # --- inside -----------------------------------------------------------------------------------
-    def check_open(self, num_choices: int = 1) -> None:
+    def check_open(self, num_choices: int = 1, client: str | None = None) -> None:
         """See `vllmx_engine.streams.Streams.check_open`."""
-        self._streams.check_open(num_choices)
+        self._streams.check_open(num_choices, client)
 
     def _take_stats(self, stats: CoreStats) -> None:
         self.stats = stats

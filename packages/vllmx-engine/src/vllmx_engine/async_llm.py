@@ -114,7 +114,7 @@ class AsyncLLM(AsyncCore):
                 output at the end ("final", the cheapest). With best_of > n always "final".
             request_id: None: one is made. Must not be in flight already.
             priority: smaller is served first.
-            client: whom it belongs to, for fair share.
+            client: who sends it, for fair share.
             cache_salt: only requests of one salt share cached prefixes.
             session_id: requests of one session go on with one another.
             log_id: what logs call it beside our own id, of letters, digits and `_.:-`.
@@ -148,13 +148,13 @@ class AsyncLLM(AsyncCore):
         add_special_tokens: bool = True,
         fit_max_tokens: bool = True,
     ) -> list[RequestStream]:
-        """`submit` for each prompt, all or none: the core hears of the first when none is refused.
+        """`submit` for each prompt, all or none: nothing is sent before all are accepted.
 
         Args:
             request_id: None: each prompt gets one; with several prompts it must be None.
         """
         params = params or self.sampling_params()
-        self.check_open(len(prompts) * params.num_choices)
+        self.check_open(len(prompts) * params.num_choices, options.client)
         begun_s = time.monotonic()
         grammar = await self.grammars.checked(params, options.client)
         grammar_s = time.monotonic() - begun_s
@@ -169,11 +169,12 @@ class AsyncLLM(AsyncCore):
         )
         rules, requests = rules_size(params), list[Request]()
         for prompt in prompts:
+            if requests:
+                await asyncio.sleep(0)  # many short prompts must not hold up other requests
             size, begun_s = prompt_size(prompt) + rules, time.monotonic()
             request = await self.convert(options.client, size, partial(build, prompt))
             requests.append(request.timed(grammar_s, begun_s))
             check_logprobs(params, [request.lengths for request in requests])
-            await asyncio.sleep(0)  # many short prompts must not hold up other requests
         return await self._streams.launch_all(requests, kind)
 
     async def submit_chat(
@@ -196,8 +197,9 @@ class AsyncLLM(AsyncCore):
         the rendering. `num_bytes`: of all that the template is given, where the caller knows it;
         else tools and the like count as nothing in `text`'s budget.
         """
+        self._builder.check_generates()
         found = params or self.sampling_params(max_tokens=None)
-        self.check_open(found.num_choices)
+        self.check_open(found.num_choices, options.client)
         conversation, pictures = await self.take_images(messages)
         if asks_for_calls(chat):
             with_calls = partial(self._renderer.with_calls, found, chat)
@@ -212,13 +214,14 @@ class AsyncLLM(AsyncCore):
             prompt = self.render_chat(conversation, chat, stopped)
             request = self._builder.build(
                 pictures.written(prompt),
-                self._renderer.after_thoughts(found, prompt),
+                found,
                 request_id=request_id,
                 options=options,
                 add_special_tokens=add_special_tokens,
                 fit_max_tokens=fit_max_tokens,
                 grammar=grammar,
                 thoughts=self._renderer.thoughts(found, prompt, chat),
+                free=self._renderer.free_part(found, prompt, self._builder.eos_ids, chat),
             )
             request = pictures.placed(request, prompt)
             return self._renderer.with_readers(request, chat)
@@ -258,11 +261,11 @@ class AsyncLLM(AsyncCore):
         Cancelling ends the work. Raises the error of the first text that has one, and what `submit`
         raises."""
         model = self._pooling.model(task)
-        size = self.info.max_num_seqs + self.config.max_queue // 2
+        size = self._streams.most_together
         found: list[PoolingRequestOutput] = []
         for at in range(0, len(texts), size):
             numbers, requests = range(len(texts))[at : at + size], list[Request]()
-            self.check_open(len(numbers))
+            self.check_open(len(numbers), options.client)
             for number in numbers:
                 text = texts[number]
                 build = partial(self._pooling.build, task, text, choice, options)

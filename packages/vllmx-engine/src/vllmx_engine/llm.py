@@ -170,6 +170,7 @@ class LLM(HasEngine):
         self, conversation: Conversation, params: SamplingParams | None, options: ChatOptions
     ) -> Request:
         renderer, builder = self._engine.renderer, self._engine.builder
+        builder.check_generates()
         found = renderer.with_calls(params or builder.sampling_params(), options)
         plain, pictures = self._engine.images.take(conversation)
         for index in pictures.far:
@@ -177,9 +178,9 @@ class LLM(HasEngine):
         pictures.prepare()
         prompt = renderer.render(plain, options)
         thoughts = renderer.thoughts(found, prompt, options)
-        found = renderer.after_thoughts(found, prompt)
+        free = renderer.free_part(found, prompt, builder.eos_ids, options)
         text = pictures.written(prompt)
-        request = builder.build(text, found, add_special_tokens=False, thoughts=thoughts)
+        request = builder.build(text, found, add_special_tokens=False, thoughts=thoughts, free=free)
         request = pictures.placed(request, prompt)
         return renderer.with_readers(request, options)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from vllmx_core.errors import EngineDeadError, InvalidRequestError, VllmxError
@@ -29,6 +29,8 @@ class Streams:
         idle: set while there is none.
         draining: nothing new is taken.
         gauge: of sequences in flight.
+        has_several: whether several clients share the places; see `RequestTable.check_room`.
+        on_launch: called with each request that the core was given; None: nobody wants to know.
     """
 
     def __init__(
@@ -44,6 +46,8 @@ class Streams:
         self.idle.set()
         self.draining = False
         self.gauge: Gauge = Alone()
+        self.has_several: Callable[[], bool] = lambda: False
+        self.on_launch: Callable[[Request], None] | None = None
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -51,8 +55,16 @@ class Streams:
     def __iter__(self) -> Iterator[RequestStream]:
         return iter(self._streams.values())
 
-    def check_open(self, num_choices: int) -> None:
-        """Whether a call with so many choices could be taken in now.
+    @property
+    def most_together(self) -> int:
+        """The sequences of a call that may be cut into parts, which leave others room."""
+        running = self._frontend.info.max_num_seqs
+        if self.has_several():
+            return max(running, (running + self._max_queue) // 4)
+        return running + self._max_queue // 2
+
+    def check_open(self, num_choices: int, client: str | None = None) -> None:
+        """Whether a call of a client with so many choices could be taken in now.
 
         Raises:
             InvalidRequestError: it could never be, because they are more than may run and wait.
@@ -68,11 +80,12 @@ class Streams:
             self._frontend.info.max_num_seqs,
             self._max_queue,
             self.gauge.elsewhere,
+            client if self.has_several() else None,
         )
 
     def launch(self, request: Request, kind: OutputKind) -> RequestStream:
         """Hands a checked request to the core."""
-        self.check_open(len(request.core))
+        self.check_open(len(request.core), request.core[0].client)
         if request.request_id in self._streams:
             raise InvalidRequestError(
                 f"request id {request.request_id!r} is in flight already: use another one",
@@ -91,6 +104,8 @@ class Streams:
         except BaseException:
             stream.abort()
             raise
+        if self.on_launch is not None:
+            self.on_launch(request)
         return stream
 
     async def launch_all(
@@ -100,8 +115,9 @@ class Streams:
         streams: list[RequestStream] = []
         with all_or_none(streams):
             for request in requests:
+                if streams:
+                    await asyncio.sleep(0)
                 streams.append(self.launch(request, kind))
-                await asyncio.sleep(0)
         return streams
 
     def abort(self, request_id: str) -> bool:

@@ -27,6 +27,7 @@ from vllmx_metal.loaded import MetalLoadedModel
 from vllmx_metal.ops import OPS
 from vllmx_metal.owner import Owner
 from vllmx_metal.recurrent import allocate_states
+from vllmx_metal.ring import meet
 from vllmx_metal.weights import WeightLoader, held_bytes, planned_bytes
 
 logger = logging.getLogger("vllmx.metal")
@@ -122,7 +123,7 @@ class MetalBackend:
             kernels,
             recording.tower,
             features,
-            options.communicator,
+            meet(options.communicator),
         )
 
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from functools import cached_property
 
 import mlx.core as mx
-from vllmx_core.communicator import Communicator
 from vllmx_core.interpreter import Frame
 from vllmx_core.ops.values import WeightRef
 
 from vllmx_metal.kv_cache import LayerPages
 from vllmx_metal.matrices import LinearWeight, Matrix
+from vllmx_metal.ranks import MetalRanks
 from vllmx_metal.recurrent import States, StateStep
 from vllmx_metal.step import MetalStep
 from vllmx_metal.weights import MetalWeight
@@ -33,7 +33,7 @@ class MetalFrame(Frame[mx.array]):
         self.states = states
         self.features: list[mx.array] = []
         """(rows, E) of each part of the store of features; `keep` replaces them."""
-        self.ranks: Communicator | None = None
+        self.ranks: MetalRanks | None = None
         """The other ranks of the model, if it has any."""
 
     @cached_property
@@ -41,9 +41,9 @@ class MetalFrame(Frame[mx.array]):
         """Rows and their slots, made for the first layer that asks."""
         return StateStep.of(self.step.plan)
 
-    def others(self) -> Communicator:
+    def others(self) -> MetalRanks:
         """The other ranks, for an op between ranks."""
-        assert self.ranks is not None, "an op between ranks needs a communicator"
+        assert self.ranks is not None, "an op between ranks needs ranks"
         return self.ranks
 
     def array(self, ref: WeightRef) -> mx.array:

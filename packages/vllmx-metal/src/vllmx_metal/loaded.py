@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from vllmx_core.backend import LoadedInfo
 from vllmx_core.backend_kit.in_flight import InFlight
-from vllmx_core.communicator import Communicator
+from vllmx_core.errors import RankLostError
 from vllmx_core.interpreter import Interpreter
 from vllmx_core.ops.op import OpList
 from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepPlan, StepResult
@@ -23,10 +23,13 @@ from vllmx_metal.kernel_choice import OwnKernels
 from vllmx_metal.kv_cache import LayerPages
 from vllmx_metal.ops import OPS
 from vllmx_metal.owner import Owner
+from vllmx_metal.ranks import MetalRanks
 from vllmx_metal.recurrent import States
 from vllmx_metal.sampler import sample
 from vllmx_metal.step import MetalStep, detached
 from vllmx_metal.weights import MetalWeight
+
+_LOOK_S = 0.2
 
 
 class MetalLoadedModel:
@@ -47,7 +50,7 @@ class MetalLoadedModel:
         kernels: OwnKernels,
         tower: OpList | None = None,
         features: Sequence[mx.array] = (),
-        ranks: Communicator | None = None,
+        ranks: MetalRanks | None = None,
     ) -> None:
         self._tower = None if tower is None else Interpreter(tower, OPS.handler)
         self._features = list(features)  # the owner's
@@ -104,7 +107,7 @@ class MetalLoadedModel:
 
     def close(self) -> None:
         """See `vllmx_core.backend.LoadedModel.close`."""
-        if not self._in_flight.close():
+        if not self._in_flight.close() or (self._ranks is not None and self._ranks.ended):
             return
         self._owner.call(self._free)
         self._owner.close()
@@ -117,7 +120,7 @@ class MetalLoadedModel:
             handle.arrays = self._sampled(*self._logits(plan), rows)
             self._submit(handle, handle.arrays)
         except BaseException as error:  # whatever it is, the thread that waits gets it
-            handle.done.set_exception(error)
+            self._fail(handle, error)
 
     def _run_tower(self, plan: StepPlan) -> None:
         """The store is written in place, so nothing that reads it may still run."""
@@ -139,7 +142,7 @@ class MetalLoadedModel:
             handle.logits = self._logits(plan)
             self._submit(handle, handle.logits)
         except BaseException as error:
-            handle.done.set_exception(error)
+            self._fail(handle, error)
 
     def _run_sampler(self, handle: MetalStepHandle, rows: SamplingRows) -> None:
         """The rest of the step, which is the one that runs."""
@@ -151,7 +154,7 @@ class MetalLoadedModel:
             mx.async_eval(handle.arrays)
         except BaseException as error:
             self._running = None
-            handle.done.set_exception(error)
+            self._fail(handle, error)
 
     def _submit(self, handle: MetalStepHandle, arrays: Any) -> None:
         self._finish_running()
@@ -165,7 +168,7 @@ class MetalLoadedModel:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
-        if self._ranks is not None:
+        if self._ranks is not None and not self._ranks.runs_ahead:
             self._finish_running()  # calls between ranks compute what was built until then
         last_ids = mx.zeros(1, mx.int32) if self._last_ids is None else self._last_ids
         step = MetalStep.build(plan, self._info.block_size, last_ids, self._kernels)
@@ -196,7 +199,10 @@ class MetalLoadedModel:
             begin_s, self._last_end_s = max(handle.started_s, self._last_end_s), end_s
             handle.done.set_result((arrays, end_s - begin_s))
         except BaseException as error:
-            handle.done.set_exception(error)
+            self._fail(handle, error)
+
+    def _fail(self, handle: MetalStepHandle, error: BaseException) -> None:
+        handle.done.set_exception(error if self._ranks is None else self._ranks.failure(error))
 
     def _free(self) -> None:
         self._finish_running()
@@ -211,11 +217,18 @@ class MetalLoadedModel:
         if len(self._in_flight) == 1:  # no later step will wait for this one
             self._owner.submit(self._finish_running)
         self._in_flight.remove_oldest()
-        arrays, seconds = handle.done.result()
+        arrays, seconds = self._awaited(handle)
         ids, logits, vectors = (arrays.pop(name, None) for name in ("ids", "logits", "vectors"))
         assert ids is not None, "every step has ids, if none at all"
         logprobs = LogprobRows(**arrays) if arrays else None
         return StepResult(ids, logprobs, logits, seconds, vectors)
+
+    def _awaited(self, handle: MetalStepHandle) -> tuple[dict[str, AnyArray], float]:
+        """What came of a step. Raises RankLostError where it waits for ranks that are gone."""
+        while self._ranks is not None and not wait([handle.done], _LOOK_S).done:
+            if self._ranks.ended:
+                raise RankLostError("the other ranks have ended")
+        return handle.done.result()
 
 
 class MetalStepHandle:

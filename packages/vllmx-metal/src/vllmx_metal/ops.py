@@ -292,29 +292,24 @@ def _pool(op: Pool, frame: MetalFrame) -> None:
     frame[op.out] = mx.stack(means) if means else x[:0]
 
 
-# Parts go through the host, so what was built until here is computed first: MLX's own calls between
-# machines take connections from anybody, and a machine that goes away would hang them.
 @OPS.add(AllReduce)
 def _all_reduce(op: AllReduce, frame: MetalFrame) -> None:
-    part = np.array(frame[op.x].astype(mx.float32))
-    frame[op.out] = mx.array(frame.others().all_reduce(part))
+    frame[op.out] = frame.others().all_reduce(frame[op.x].astype(mx.float32))
 
 
 @OPS.add(Send)
 def _send(op: Send, frame: MetalFrame) -> None:
-    frame.others().send(np.array(frame[op.x].astype(mx.float32)))
+    frame.others().send(frame[op.x].astype(mx.float32))
 
 
 @OPS.add(Recv)
 def _recv(op: Recv, frame: MetalFrame) -> None:
-    shape = (frame.step.plan.num_tokens, op.out.width)
-    frame[op.out] = mx.array(frame.others().recv(shape, np.float32))
+    frame[op.out] = frame.others().recv((frame.step.plan.num_tokens, op.out.width))
 
 
 @OPS.add(AllGather)
 def _all_gather(op: AllGather, frame: MetalFrame) -> None:
-    part = np.array(frame[op.x].astype(mx.float32))
-    frame[op.out] = mx.array(frame.others().all_gather(part, op.widths))
+    frame[op.out] = frame.others().all_gather(frame[op.x].astype(mx.float32), op.widths)
 
 
 @OPS.add(VocabEmbedding)

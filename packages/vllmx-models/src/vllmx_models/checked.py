@@ -41,27 +41,33 @@ _ENCODERS = (
     "ModernBertModel",
     "NomicBertForSequenceClassification",
     "NomicBertModel",
+    "RobertaForSequenceClassification",
     "RobertaModel",
     "XLMRobertaForSequenceClassification",
     "XLMRobertaModel",
 )
-_WITHOUT_A_TEST = ("RobertaForSequenceClassification",)
-"""The same code as XLM-RoBERTa's."""
 _EXPERTS = tuple(
     f"{name}ForCausalLM"
     for name in (
         "DeepseekV2",
         "DeepseekV3",
+        "DeepseekV32",
         "Gemma4",
         "Glm4Moe",
         "Glm4MoeLite",
+        "GlmMoeDsa",
         "GptOss",
         "GraniteMoe",
+        "GraniteMoeHybrid",
+        "KimiLinear",
+        "Lfm2Moe",
         "MiniMaxM2",
         "Mixtral",
+        "NemotronH",
         "Olmoe",
         "Qwen2Moe",
         "Qwen3Moe",
+        "Qwen3Next",
         "Qwen3_5Moe",
     )
 )
@@ -78,8 +84,6 @@ def _checked(name: str) -> tuple[str, ...]:
         return (LAYOUT,)
     if name in _ENCODERS:
         return (VECTORS,)
-    if name in _WITHOUT_A_TEST:
-        return ()
     if name.endswith("ForConditionalGeneration"):
         return (IMAGES,)
     return (LOGITS, EXPERTS) if name in _EXPERTS else (LOGITS,)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllmx_core.checkpoint import Checkpoint, open_checkpoint
+from vllmx_core.checkpoint import Checkpoint, model_sources, open_checkpoint
 from vllmx_core.errors import ModelNotFoundError, VllmxError, WeightFormatError
 from vllmx_core.model import Model
 from vllmx_core.registry import Registry
@@ -20,13 +20,15 @@ from vllmx_models.gguf.file import GGUFFile
 from vllmx_models.json_files import read_json_object
 from vllmx_models.quantization.detect import find_quantization
 from vllmx_models.shard_names import shard_names
-from vllmx_models.sources import is_gguf_name, is_repo_id, local_path, unreachable_model
+from vllmx_models.sources import is_gguf_name, is_repo_id, unreachable_model
 
 FIRST_BYTES = 4 << 20
 """The bytes of a GGUF file on the hub that are read first; four times as many while its header goes
 on."""
 MOST_BYTES = 256 << 20
 """No header is longer: the longest vocabularies take 20 MB."""
+HUB = ("Hugging Face hub", "file on the hub")
+"""The model sources that would download a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ def opened_header(registry: Registry, model: str, revision: str | None = None) -
     """The header of a folder or file, of a config.json alone, or of a model on the hub, of which
     nothing else is downloaded. Raises ModelNotFoundError, UnsupportedModelError and
     WeightFormatError as loading does."""
-    path = local_path(model, None, False)
+    path = _path_at_hand(registry, model, revision)
     if path is not None and _is_config_alone(path):
         yield Header(_config_alone(path if path.is_dir() else path.parent), has_shapes=False)
         return
@@ -94,6 +96,16 @@ def opened_header(registry: Registry, model: str, revision: str | None = None) -
                 checkpoint.weights.close()
         else:
             yield _hub_config(repo, revision)
+
+
+def _path_at_hand(registry: Registry, model: str, revision: str | None) -> Path | None:
+    """The folder or file of a model that is here: a path, or in a package such as the demo's."""
+    for spec in model_sources(registry):
+        if spec.name not in HUB:
+            path: Path | None = spec.load()(model, revision, False)
+            if path is not None:
+                return path
+    return None
 
 
 def _is_config_alone(path: Path) -> bool:

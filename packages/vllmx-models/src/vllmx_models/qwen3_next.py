@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vllmx_core.errors import UnsupportedModelError
+
 from vllmx_models.blocks.dense import DenseMLP
 from vllmx_models.blocks.layer import FeedForward, Mixer
 from vllmx_models.blocks.moe import MoE
@@ -165,9 +167,14 @@ SHARED_EXPERT_TENSORS: Mapping[str, str] = {
 
 
 def delta_states(spec: DecoderSpec) -> dict[str, Any]:
-    """What `delta_config` reads beside the keys of every decoder."""
+    """What `delta_config` reads beside the keys of every decoder. Raises UnsupportedModelError
+    where no layer is a delta net."""
     kinds = [isinstance(mixer, DeltaMixer) for mixer in spec.mixers]
-    mixer = next(one for one in spec.mixers if isinstance(one, DeltaMixer))
+    mixer = next((one for one in spec.mixers if isinstance(one, DeltaMixer)), None)
+    if mixer is None:
+        raise UnsupportedModelError(
+            "a model of this architecture without a layer of delta nets has no form in GGUF files"
+        )
     return {
         "full_attention_interval": kinds.index(False) + 1,
         "ssm.time_step_rank": mixer.num_heads,

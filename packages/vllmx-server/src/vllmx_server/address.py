@@ -3,17 +3,21 @@ certificate that it shows there."""
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllmx_core.errors import ConfigError
+from vllmx_core.errors import ConfigError, VllmxError
 
 from vllmx_server.config import ServerConfig
 
 if TYPE_CHECKING:
     from ssl import SSLContext
+
+logger = logging.getLogger("vllmx.server")
 
 _BACKLOG = 1024
 _WRONG_DATES = {9: "is not valid yet", 10: "has expired"}
@@ -65,8 +69,11 @@ def check_certificate(server: ServerConfig) -> None:
     import ssl  # which costs a start without a certificate 10 ms
 
     try:
+        for path in filter(None, (server.ssl_certfile, server.ssl_keyfile)):
+            if stat.S_ISFIFO(os.stat(path).st_mode):  # to open one would wait for its writer
+                raise OSError(f"{path} is a pipe, and is read more than once")
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(server.ssl_certfile, server.ssl_keyfile)
+        context.load_cert_chain(server.ssl_certfile, server.ssl_keyfile, _no_password)
     except OSError as error:  # an SSLError is one
         raise ConfigError(
             f"--ssl-certfile {server.ssl_certfile} and --ssl-keyfile {server.ssl_keyfile} cannot be"
@@ -75,6 +82,32 @@ def check_certificate(server: ServerConfig) -> None:
             param="ssl_certfile",
         ) from None
     _check_dates(context, server.ssl_certfile)
+
+
+def reload_certificate(
+    server: ServerConfig, tls: SSLContext | None, level: int = logging.INFO
+) -> bool:
+    """Reads the certificate again, for the connections of `tls` if there is such a context here,
+    with a line in the log; False: it cannot be used, and the old one stays. `level`: of the line
+    that says that all is well."""
+    try:
+        check_certificate(server)
+        if tls is not None:
+            tls.load_cert_chain(str(server.ssl_certfile), server.ssl_keyfile)
+    except (VllmxError, OSError) as error:
+        logger.error("the certificate stays as it is: %s", error)
+        return False
+    logger.log(level, "the certificate was read again")
+    return True
+
+
+def _no_password() -> str:
+    """Called for a key that wants one; OpenSSL would ask whoever sits at the terminal."""
+    raise ConfigError(
+        "the key of the certificate is encrypted, and nobody is asked for its password: decrypt it"
+        " (openssl pkey -in KEY -out PLAIN) and give --ssl-keyfile PLAIN",
+        param="ssl_keyfile",
+    )
 
 
 def _check_dates(context: SSLContext, path: str) -> None:

@@ -1,4 +1,4 @@
-"""Counts who is in flight of the whole server, and decides whether anybody else is let in."""
+"""Counts the requests in flight of the whole server, and decides whether to admit another one."""
 
 from __future__ import annotations
 

@@ -9,8 +9,9 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from vllmx_core.errors import VllmxError
 from vllmx_engine.async_llm import AsyncLLM
 
@@ -156,6 +157,12 @@ class App(Starlette):
         scope.setdefault("state", {})["send"] = send
         await super().__call__(scope, receive, send)
 
+    def build_middleware_stack(self) -> ASGIApp:
+        """The layers without starlette's outermost one, whose work `RequestContext` does."""
+        stack = super().build_middleware_stack()
+        assert isinstance(stack, ServerErrorMiddleware)
+        return stack.app
+
 
 def known_keys(config: ServerConfig) -> tuple[str, ...]:
     """The keys with which one may use the server; empty: everybody may."""
@@ -180,8 +187,8 @@ def build_app(
     llm.grammars.observer = metrics
     tracer = open_tracer(config.otlp_traces_endpoint)
     routes = (
+        *_ROUTES,  # they are looked through in this order
         *(() if config.admin_uds else OPERATORS_ROUTES),
-        *_ROUTES,
         *(WEB_ROUTES if config.web else ()),
     )
     app = App(

@@ -10,7 +10,7 @@ from msgspec.json import Decoder
 from starlette.requests import Request
 from vllmx_core.errors import VllmxError, shown
 
-from vllmx_server.body_budget import HeldBody
+from vllmx_server.body_budget import GIVEN_BODY, HeldBody
 from vllmx_server.config import ServerConfig
 from vllmx_server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
 from vllmx_server.schema.decode import decode
@@ -65,7 +65,7 @@ def checked(data: bytes, state: ServerState, decoder: Decoder[B]) -> B:
 
 
 async def read_body(request: Request, config: ServerConfig, held: HeldBody) -> bytes:
-    """The whole JSON body.
+    """The whole JSON body. One that was given is in memory already, and its sender has checked it.
 
     Raises:
         MediaTypeError: it is compressed, or not declared as JSON. Browsers send only other types
@@ -74,6 +74,9 @@ async def read_body(request: Request, config: ServerConfig, held: HeldBody) -> b
         OverloadedError: too much is being read at a time.
         BodyTimeoutError: it took over `body_timeout_s`.
     """
+    given: bytes | None = request.scope["state"].get(GIVEN_BODY)
+    if given is not None:
+        return given
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise MediaTypeError(

@@ -8,6 +8,9 @@ from typing import Self
 from vllmx_server.errors import OverloadedError
 from vllmx_server.sharing import ALONE, Sharing
 
+GIVEN_BODY = "body"
+"""The name in a request's state under which stands a body that did not come by a connection: it is
+counted elsewhere, if at all."""
 _FREE_BYTES = 64 << 10
 """The bytes of each body that count against nobody. So small requests are never refused for the
 bodies of others; the connections bound their number."""

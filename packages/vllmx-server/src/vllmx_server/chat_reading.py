@@ -32,7 +32,7 @@ class ReadStream:
     """One choice of a streamed answer.
 
     Args:
-        hides_reasoning: thoughts are told from content and left out.
+        hides_reasoning: thoughts are separated from content and left out.
     """
 
     def __init__(self, readers: AnswerReaders, *, hides_reasoning: bool = False) -> None:

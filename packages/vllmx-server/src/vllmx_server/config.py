@@ -1,7 +1,8 @@
-"""What the HTTP server itself is told; names are vLLM's where it has one."""
+"""Settings of the HTTP server itself; names are vLLM's where it has one."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from vllmx_core.errors import ConfigError
@@ -65,7 +66,7 @@ class ServerConfig:
     queue_timeout_s: float = 0.0
     """How long a request may wait for its turn; 0: no limit."""
     sse_ping_interval_s: float = 15.0
-    """A stream that waits for its next token says so this often, by a comment; 0: never."""
+    """How often a stream that waits for its next token sends a comment; 0: never."""
     model_wait_s: float = 120.0
     """How long a request waits for its model to be loaded."""
     idle_unload_s: float = 0.0
@@ -92,6 +93,10 @@ class ServerConfig:
     """URL of a collector of OpenTelemetry, over HTTP; "env": what the variables of OpenTelemetry
     say. None: no traces."""
     disable_access_log: bool = False
+    enable_log_requests: bool = False
+    """Prompts stand in the log, a line each."""
+    max_log_len: int = 1024
+    """Characters of a prompt in such a line."""
     log_level: str = "info"
     log_format: str = "text"
     """text, or json: an object a line."""
@@ -116,6 +121,7 @@ class ServerConfig:
         self._check_interval("sse_ping_interval_s", 0, 86400)
         self._check_interval("drain_timeout_s", 0, 86400)
         self._check_interval("mcp_max_rounds", 1, 100)
+        self._check_interval("max_log_len", 1, 1 << 20)
         self._check_interval("model_wait_s", 0.001, 86400)
         self._check_interval("idle_unload_s", 0, 1e9)
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
@@ -127,15 +133,13 @@ class ServerConfig:
                 " a proxy has the certificate, set the header there",
                 param="hsts_max_age_s",
             )
-        if self.admin_uds is not None and self.admin_uds in ("", self.uds):
+        if self.admin_uds is not None and _same_path(self.admin_uds, self.uds):
             raise ConfigError(
                 "--admin-uds must be the path of a socket of its own, not that of --uds",
                 param="admin_uds",
             )
-        if any(not key for key in self.admin_key):
-            raise ConfigError("--admin-key is empty: give a key or leave it out", param="admin_key")
-        if any(not key for key in self.api_key):
-            raise ConfigError("--api-key is empty: give a key or leave it out", param="api_key")
+        for name in ("admin_key", "api_key"):
+            _check_keys(getattr(self, name), name)
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(
                 f"--root-path must begin and not end with a slash, got {self.root_path!r}",
@@ -153,3 +157,21 @@ class ServerConfig:
                 f"--{name.replace('_', '-')} must be between {low} and {high}, got {value}",
                 param=name,
             )
+
+
+def _same_path(path: str, other: str | None) -> bool:
+    """Whether a path is empty or another way to write `other`."""
+    return not path or (other is not None and os.path.realpath(path) == os.path.realpath(other))
+
+
+def _check_keys(keys: tuple[str, ...], name: str) -> None:
+    """Raises ConfigError for a key that no header can carry; the key itself is not shown."""
+    flag = f"--{name.replace('_', '-')}"
+    if not all(keys):
+        raise ConfigError(f"{flag} is empty: give a key or leave it out", param=name)
+    if any(key != key.strip() or not key.isprintable() for key in keys):
+        raise ConfigError(
+            f"{flag} begins or ends with a space or has a line break or another control character,"
+            " which no client can send: leave it out (a file that was read may end with one)",
+            param=name,
+        )

@@ -47,7 +47,7 @@ class Deadline:
             raise
 
     def error(self) -> RequestTimeoutError:
-        """What its client hears then."""
+        """The error that the client gets."""
         return RequestTimeoutError(
             f"the request took longer than {self.limit_s:g} s, which is as long as"
             " --request-timeout-s lets it: ask for fewer tokens, or send it when less is going on"

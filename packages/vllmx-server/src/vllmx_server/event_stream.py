@@ -1,8 +1,8 @@
 """Responses that hold an engine request: they end it when the client goes away.
 
 starlette's StreamingResponse starts a task group and a memory stream for each response; at hundreds
-of streams that costs as much as the events themselves. Here one task a response watches for the
-client's disconnect, and another one writes ready-made bytes.
+of streams that costs as much as the events themselves. Here the request's own task writes
+ready-made bytes, and is interrupted when the client leaves.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 from vllmx_core.errors import VllmxError
 from vllmx_core.private_traceback import private_traceback
 
 from vllmx_server.direct_body import DirectBody
-from vllmx_server.disconnect import disconnected
+from vllmx_server.disconnect import Interruption
 from vllmx_server.errors import error_body, internal_error
 from vllmx_server.generation import Held
 from vllmx_server.pings import PING, Pings
@@ -61,39 +60,29 @@ class HeldResponse:
         self._send_timeout_s = send_timeout_s
         self._num_sent = 0
         self._sending = False
+        self._looking: asyncio.TimerHandle
 
     async def respond(self, scope: Scope, send: Send) -> None:
         raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        worker = asyncio.ensure_future(self.respond(scope, send))
-        watcher = asyncio.ensure_future(disconnected(receive))
         try:
-            await self._first_of(worker, watcher)
-            gone = not worker.done()
-            worker.cancel()
-            watcher.cancel()
-            await asyncio.wait((worker, watcher))
+            with Interruption(receive) as interruption:
+                self._look(interruption, None)
+                await self.respond(scope, send)
         finally:
-            worker.cancel()
-            watcher.cancel()
+            self._looking.cancel()
             self._generation.close()
             self._release()
-        if gone:
-            raise ClientDisconnect
-        worker.result()
 
-    async def _first_of(self, *tasks: asyncio.Future[None]) -> None:
-        """Returns when a task is done, or one send has hung for `send_timeout_s`."""
-        before, now = (False, 0), (False, 0)
-        while not (now[0] and now == before):
-            before = now
-            done, _ = await asyncio.wait(
-                tasks, timeout=self._send_timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if done:
-                return
-            now = (self._sending, self._num_sent)
+    def _look(self, interruption: Interruption, before: int | None) -> None:
+        """Interrupts when one send has hung since the last look, and looks again later."""
+        now = self._num_sent if self._sending else None
+        if now is not None and now == before:
+            interruption.client_left()
+            return
+        loop = asyncio.get_running_loop()
+        self._looking = loop.call_later(self._send_timeout_s, self._look, interruption, now)
 
 
 class JSONAnswer(HeldResponse):
@@ -176,12 +165,15 @@ class EventStream(HeldResponse):
         await self._put(await anext(events))
         if self._direct is not None and self._make is not None:
             self._generation.divert(self._is_free, self._make, self._write)
+        last = b""
         async for event in events:
-            if self._is_free():
+            if event.endswith(DONE):
+                last = event  # it goes out with the end of the body
+            elif self._is_free():
                 self._write(event)
             else:
                 await self._put(event)
-        await self._put(b"", more_body=False)
+        await self._put(last, more_body=False)
 
     def _is_free(self) -> bool:
         """An event may be written past the server's protocols."""

@@ -28,7 +28,7 @@ class Usage:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.reasoning_tokens: int | None = None
-        """The completion's tokens of thoughts; None where thoughts are not told from content."""
+        """The completion's tokens of thoughts; None where they are not separated from content."""
 
     def shown(self) -> TokenUsage:
         """The usage in the form of OpenAI's API."""
@@ -65,11 +65,11 @@ class Generation:
     """The engine streams of one HTTP request, one for each prompt.
 
     Args:
-        streams: started.
-        metrics: told of every token and every end.
+        streams: already started.
+        metrics: counts every token and every end.
         started_s: `time.monotonic` when the HTTP request came.
-        deadline: then the streams fail.
-        usage: that theirs is added to; None: one of their own.
+        deadline: when the streams fail.
+        usage: the counts to which those of the streams are added; None: new ones.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Generation:
         self._count_unread()
 
     def _expire(self, deadline: Deadline) -> None:
-        """The time is up: who waits for outputs meets the error, and the core's rows are free."""
+        """Fails the streams at the deadline: readers get the error, the core's rows are free."""
         for stream in self._streams:
             stream.fail(deadline.error())
 
@@ -266,7 +266,7 @@ class _Watch:
 
 
 class _Diverted:
-    """Writes what comes of one stream, in place of who reads its outputs."""
+    """Writes the outputs of one stream to the client, instead of handing them to a reader."""
 
     __slots__ = ("_is_free", "_make", "_watch", "_write")
 

@@ -16,7 +16,7 @@ from vllmx_server.schema.chat import (
     ToolFunction,
 )
 from vllmx_server.schema.messages import Block, CountTokensRequest, MessagesRequest, Turn
-from vllmx_server.schema.structured import JSONSchemaFormat, ResponseFormat
+from vllmx_server.schema.structured import GUIDED, JSONSchemaFormat, ResponseFormat
 
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 """What templates call it."""
@@ -54,6 +54,7 @@ def chat_of(body: CountTokensRequest) -> ChatCompletionRequest:
             "cache_salt",
             "session_id",
             "request_id",
+            *GUIDED,
         ):
             setattr(chat, name, getattr(body, name))
     return chat
@@ -148,8 +149,10 @@ def _assistant(blocks: Sequence[Block], where: str, names: dict[str, str]) -> Ch
 def _given(
     turn: Turn, blocks: Sequence[Block], where: str, names: dict[str, str]
 ) -> Iterator[ChatMessage]:
-    """A user's turn may mix what tools returned with text: each is a message of its own."""
+    """A user's turn may mix what tools returned with text: each is a message of its own. Images
+    that tools returned follow as the user's, for chat templates show them there alone."""
     parts: list[str | ContentPart] = []
+    returned: list[str | ContentPart] = []
     for number, block in enumerate(blocks):
         place = f"{where}.content[{number}]"
         if block.type == "text":
@@ -160,11 +163,11 @@ def _given(
             if parts:
                 yield ChatMessage(turn.role, parts)
                 parts = []
-            yield _result(block, place, names)
+            yield _result(block, place, names, returned)
         else:
             raise _unserved(block, place)
-    if parts:
-        yield ChatMessage(turn.role, parts)
+    if returned or parts:
+        yield ChatMessage(turn.role, [*returned, *parts])
 
 
 def _image(block: Block, where: str) -> ContentPart:
@@ -180,9 +183,18 @@ def _image(block: Block, where: str) -> ContentPart:
     )
 
 
-def _result(block: Block, where: str, names: dict[str, str]) -> ChatMessage:
+def _result(
+    block: Block, where: str, names: dict[str, str], images: list[str | ContentPart]
+) -> ChatMessage:
+    """Adds the images of what a tool returned to `images`."""
     call_id = _need(block.tool_use_id, where, "tool_use_id")
-    text = _joined(_text_of(block.content or "", where))
+    content = block.content or ""
+    if isinstance(content, list):
+        for number, one in enumerate(content):
+            if one.type == "image":
+                images.append(_image(one, f"{where}.content[{number}]"))
+        content = [one for one in content if one.type != "image"]
+    text = _joined(_text_of(content, where))
     if block.is_error:
         text = f"Error: {text}"
     return ChatMessage("tool", text, name=names.get(call_id), tool_call_id=call_id)

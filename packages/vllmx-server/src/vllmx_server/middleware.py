@@ -34,13 +34,13 @@ CLIENT_GONE = 499
 
 class RequestContext:
     """Sets `scope["state"]`'s request_id, echoes it as X-Request-Id, logs one line a request, and
-    turns a bug of ours into an answer that tells nothing of it.
+    turns a bug of ours into an answer without its details.
 
     Args:
         name_route: the path and the method of a request, as logs and metrics may show them: what a
             client makes up could be a secret, forge lines of the log or fill the memory.
-        count: told (path, method, status) of every request.
-        tracer: makes spans of requests; None: nobody asked for any.
+        count: called with (path, method, status) of every request.
+        tracer: makes spans of requests; None: no traces are wanted.
     """
 
     def __init__(

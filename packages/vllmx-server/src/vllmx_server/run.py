@@ -63,24 +63,27 @@ async def _serve(
     models: Sequence[ModelConfig],
     on_ready: Callable[[str, CoreInfo, str], None] | None,
 ) -> None:
-    check_certificate(
-        server
-    )  # before the core's process is there, which would log beside the error
+    # What is wrong is told before the core's process is there: a model may take minutes to load.
+    check_certificate(server)
     check_tracing(server.otlp_traces_endpoint)
     if server.mcp_config is not None:
         from vllmx_server.mcp.settings import read_servers
 
         read_servers(server.mcp_config, "--mcp-config")
+    if server.api_keys_file is not None:
+        from vllmx_server.keys.records import read_keys
+
+        read_keys(server.api_keys_file)
+    if server.data_dir is not None:
+        from vllmx_server.store.folder import Folder
+
+        Folder(server.data_dir).close()
     operators = bind_operators(server)
     try:
         listener, url = bind(server)
     except BaseException:
         _unbind(operators, server.admin_uds)
         raise
-    if server.api_keys_file is not None:
-        from vllmx_server.keys.records import read_keys
-
-        read_keys(server.api_keys_file)  # what is wrong with it is told before the model is loaded
     if not (server.api_key or server.api_keys_file or server.uds or server.host in _LOOPBACK):
         logger.warning("everybody who reaches %s can use this server: set --api-key", server.host)
 

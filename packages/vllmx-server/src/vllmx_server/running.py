@@ -186,7 +186,7 @@ async def _prepare_grammars(llm: AsyncLLM) -> None:
     await asyncio.sleep(_PREPARE_S)
     try:
         await llm.prepare_grammars()
-    except Exception:  # the first grammar will meet it again, and say so
+    except Exception:  # the first grammar meets the same error, and reports it
         logger.exception("grammars cannot be prepared")
 
 

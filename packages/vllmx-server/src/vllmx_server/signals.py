@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from typing import Protocol
 
 logger = logging.getLogger("vllmx.server")
@@ -14,6 +15,9 @@ logger = logging.getLogger("vllmx.server")
 
 CLOSE_S = 2.0
 """What connections get to end once all answers are sent."""
+_SAME_S = 2.0
+"""Signals that come so soon after the first are taken for it: timeout(1) sends it to the process
+and to its group."""
 
 
 class Serving(Protocol):
@@ -29,14 +33,17 @@ class Serving(Protocol):
 
 
 class Signals:
-    """SIGTERM and SIGINT: while the model loads they end the program; later the first drains and
-    the second stops at once. SIGHUP has certificates read again; but where it says that the
-    terminal is gone, it is a SIGTERM."""
+    """SIGTERM and SIGINT: while the model loads the first ends the program, and one that comes
+    later does so without cleaning up; once it serves the first drains and the second stops at once.
+    SIGHUP has certificates read again; but where it says that the terminal is gone, it is a
+    SIGTERM."""
 
     def __init__(self) -> None:
         self._serving: Serving | None = None
         self._stop = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
+        self._ended_s: float | None = None
+        """The time of the first signal that came while the model loaded."""
         self._has_terminal = _has_terminal()
         if sys.platform != "win32":
             loop = asyncio.get_running_loop()
@@ -51,11 +58,21 @@ class Signals:
 
     def _on_signal(self) -> None:
         if self._serving is None:
-            raise KeyboardInterrupt  # leaves the event loop, which cancels and cleans up
-        if self._draining is None:
+            self._end_loading()
+        elif self._draining is None:
             self._draining = asyncio.ensure_future(self._drain(self._serving))
         else:
             self._stop.set()
+
+    def _end_loading(self) -> None:
+        """Leaves the event loop, which then cancels and cleans up. To leave it once more would end
+        the cleaning up in its midst: the core's process would stay."""
+        now_s = time.monotonic()
+        if self._ended_s is None:
+            self._ended_s = now_s
+            raise KeyboardInterrupt
+        if now_s - self._ended_s > _SAME_S:  # a download, say, that does not end
+            os._exit(128 + signal.SIGINT)  # processes of ours end with us
 
     def _on_hangup(self) -> None:
         if self._serving is None or (self._has_terminal and not _has_terminal()):

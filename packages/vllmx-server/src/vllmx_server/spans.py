@@ -49,7 +49,7 @@ OPERATIONS = {
 }
 """`gen_ai.operation.name` of the routes that ask a model; the others have no spans."""
 MAX_PROMPTS = 8
-"""The most prompts of one request whose times are told."""
+"""The most prompts of one request whose times become spans."""
 CLOSE_S = 3.0
 _QUIET_S = 60.0
 """The seconds between two lines of the log about a collector that takes nothing."""

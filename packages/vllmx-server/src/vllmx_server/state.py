@@ -1,4 +1,4 @@
-"""What the routes share: the engine, the configuration, the metrics, and who is in flight."""
+"""What the routes share: the engine, the configuration, the metrics, and the requests in flight."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
@@ -18,7 +19,7 @@ from vllmx_engine.client.request import RequestOptions
 from vllmx_engine.wire.messages import CoreInfo
 
 from vllmx_server import __version__
-from vllmx_server.address import check_certificate
+from vllmx_server.address import reload_certificate
 from vllmx_server.admission import Admission
 from vllmx_server.background import Background
 from vllmx_server.batches.runner import BatchRunner
@@ -32,6 +33,7 @@ from vllmx_server.keys.usage import KeyUsage, UsageBook
 from vllmx_server.metrics import Metrics
 from vllmx_server.pooling import Pooler
 from vllmx_server.priorities import PriorityRange, priority_ranges
+from vllmx_server.prompt_log import PromptLog
 from vllmx_server.responses.background import BackgroundResponses
 from vllmx_server.sharing import Sharing
 from vllmx_server.signals import CLOSE_S
@@ -100,6 +102,9 @@ class ServerState:
         self.fingerprint = fingerprint(self.llm.info)
         self.admission = Admission(self.config.max_concurrent_requests, self.sharing.requests)
         self.llm.share(self.sharing.sequences(self.llm.config.name), self.sharing.texts)
+        self.llm.divide(lambda: self.keys.has_several)
+        if self.config.enable_log_requests:
+            self.llm.tell_requests(PromptLog(self.llm.tokenizer, self.config.max_log_len))
 
     @property
     def draining(self) -> bool:
@@ -148,16 +153,22 @@ class ServerState:
         what its key may not do."""
         self.check_admission()
         self.admission.enter()
-        model, leave = self.llm.config.name, self.admission.leave
-        holder = holder_of(request)
-        count = partial(self._count, holder.client)
-        found = await admitted(
-            request, holder, model, num_tokens, leave, self.desk, self.settling, count
-        )
+        found = await self.admit_text(request, num_tokens, self.admission.leave)
         trace = trace_of(request)
         if trace is not None:
-            trace.model, trace.admitted = model, found
+            trace.model, trace.admitted = self.llm.config.name, found
         return found
+
+    async def admit_text(
+        self, request: Request, num_tokens: int, leave: Callable[[], None] = lambda: None
+    ) -> Admitted:
+        """Does what `admit` does for a request that needs no place in the engine: nothing but the
+        limits of its key is asked."""
+        holder, model = holder_of(request), self.llm.config.name
+        count = partial(self._count, holder.client)
+        return await admitted(
+            request, holder, model, num_tokens, leave, self.desk, self.settling, count
+        )
 
     def _count(self, client: str, new: KeyUsage) -> None:
         """Counts what a client has used."""
@@ -193,20 +204,15 @@ class ServerState:
         self.priorities.clear()
         self.priorities.update(ranges | self.keys.priority_ranges())
 
-    def reload(self) -> None:
-        """Reads the keys and the certificate again. What cannot be used is told of, and the old one
-        stays in use."""
-        reload_keys(self.keys)
-        self._read_ranges()
-        if self.tls is None:
-            return
-        try:
-            check_certificate(self.config)
-            self.tls.load_cert_chain(str(self.config.ssl_certfile), self.config.ssl_keyfile)
-        except (VllmxError, OSError) as error:
-            logger.error("the certificate stays as it is: %s", error)
-        else:
-            logger.info("the certificate was read again")
+    def reload(
+        self, *, keys: bool = True, certificate: bool = True, level: int = logging.INFO
+    ) -> None:
+        """Reads the keys and the certificate again. One that cannot be used is logged, and the old
+        one stays in use. `level`: of the lines for what can be used."""
+        if keys and reload_keys(self.keys, level):
+            self._read_ranges()
+        if certificate and self.tls is not None:
+            reload_certificate(self.config, self.tls, level)
 
 
 def fingerprint(info: CoreInfo) -> str:
@@ -292,11 +298,14 @@ def caller_of(request: Request, body: Asking) -> RequestOptions:
     InvalidRequestError for a priority that the key does not allow."""
     client, key, state = client_of(request), owner_of(request), state_of(request)
     priority, queue_timeout_s = BATCH_PRIORITY, 0.0
-    if "is_batch" not in request.scope["state"]:
+    is_batch = "is_batch" in request.scope["state"]
+    if not is_batch:
         queue_timeout_s = state.config.queue_timeout_s
         priority = state.priorities.get(key, state.priorities[""]).checked(body.priority)
     salt = f"{key}\n{body.cache_salt}" if body.cache_salt else key
     session = getattr(body, "session_id", None) or ""
     log_id = request.scope["state"]["request_id"]
     share = state.keys.holder(key).share
-    return RequestOptions(priority, client, salt, session, log_id, share, queue_timeout_s)
+    return RequestOptions(
+        priority, client, salt, session, log_id, share, queue_timeout_s, at_end=is_batch
+    )

@@ -74,7 +74,7 @@ def begin_trace(scope: Scope) -> Trace:
 
 
 def trace_of(request: Request) -> Trace | None:
-    """The trace of a request; None where nobody asked for any."""
+    """The trace of a request; None where no traces are wanted."""
     found: Trace | None = request.scope["state"].get(_TRACE)
     return found
 

@@ -39,6 +39,7 @@ from vllmx_server.workers.messages import (
     STOP,
     Begin,
     Lead,
+    Reload,
 )
 from vllmx_server.workers.peers import Peers
 
@@ -77,7 +78,7 @@ class Worker:
         channel.serve(LEAD, Lead, self._lead)
         channel.serve(END, type(None), self._end)
         channel.serve(STOP, type(None), self._end_serving)
-        channel.serve(RELOAD, type(None), self._reload)
+        channel.serve(RELOAD, Reload, self._reload)
         channel.serve(COUNT, type(None), self._count)
         channel.serve(LEAVE, str, self._leave)
         channel.serve(CORE_LOST, str, self._core_lost)
@@ -142,8 +143,10 @@ class Worker:
     async def _end_serving(self, _: None) -> None:
         self._stop.set()
 
-    async def _reload(self, _: None) -> None:
-        self._state.reload()
+    async def _reload(self, found: Reload) -> None:
+        """The supervisor has said in the log what it found."""
+        level = logging.DEBUG
+        self._state.reload(keys=found.keys, certificate=found.certificate, level=level)
 
     async def _tell_counts(self) -> None:
         """Tells the supervisor what was counted, while something is: it keeps that when this

@@ -85,15 +85,20 @@ class Reader:
         self._taken = region.word(rank, Word.TAKEN)
         self._placed = False
         self._notice = bytearray(NOTICE.size)
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
 
     @property
     def has_more(self) -> bool:
         """Whether a call has come that was not read."""
-        return bool(select.select([self._connection], [], [], 0)[0])
+        return bool(self._poll.poll(0))
 
-    def read(self) -> tuple[Call, I32]:
-        """The next call and its frame, which stays until `release`. Raises EOFError when rank 0 is
-        gone."""
+    def read(self, spin_s: float = 0.0) -> tuple[Call, I32]:
+        """The next call and its frame, which stays until `release`. Looks for it for so many
+        seconds before it sleeps. Raises EOFError when rank 0 is gone."""
+        end_s = time.monotonic() + spin_s if spin_s else 0.0
+        while spin_s and not self.has_more and time.monotonic() < end_s:
+            pass
         self._fill(self._notice)
         call, size, at = NOTICE.unpack(self._notice)
         self._placed = at != INLINE

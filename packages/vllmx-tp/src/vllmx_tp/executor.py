@@ -6,6 +6,7 @@ import os
 import time
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 from vllmx_core.backend import ForwardStep, LoadedInfo, LoadedModel, SeeingModel, StepHandle
 from vllmx_core.errors import RankLostError
@@ -22,6 +23,7 @@ from vllmx_tp.loading import divide_cores, load_rank, share_of_host
 from vllmx_tp.messages import Call
 from vllmx_tp.pipeline import PipelinedModel
 from vllmx_tp.region import NUM_CHECKSUMS, Region, Word
+from vllmx_tp.stage_times import with_layers
 
 COMPARE_VARIABLE = "VLLMX_TP_COMPARE"
 """1: every step's ids are compared between ranks, for debugging."""
@@ -37,6 +39,8 @@ def load(found: FoundModel, opened: OpenedModel) -> RankedModel | PipelinedModel
     share = share_of_host(config, 1 + len(places))
     key = read_key(config.rank_key_file) if places else b""
     cores = divide_cores(share, config, opened.backend.name)
+    config = with_layers(opened, config, cores[0], share)
+    found = replace(found, config=config)
     region = Region.create(ranks, config.pipeline_parallel_size)
 
     def hosts(group: Group) -> Iterator[RemoteHost]:
@@ -55,6 +59,7 @@ def load(found: FoundModel, opened: OpenedModel) -> RankedModel | PipelinedModel
         others = group.loaded()
         if config.pipeline_parallel_size > 1:
             info = agreed_stages(model.info, others, config.pipeline_parallel_size)
+            info = replace(info, details=info.details | {"layers": config.pipeline_layers})
             return PipelinedModel(model, group, info)
         return RankedModel(model, group, agreed_ranks(model.info, others))
     except BaseException:
@@ -72,7 +77,7 @@ class RankedModel:
     def __init__(self, model: LoadedModel, group: Group, info: LoadedInfo) -> None:
         self._model, self._group, self._info = model, group, info
         self._compares = os.environ.get(COMPARE_VARIABLE) == "1"
-        self._num_read = 0
+        self._num_begun = self._num_read = 0
         self._is_closed = False
 
     @property
@@ -86,12 +91,15 @@ class RankedModel:
 
     def step(self, plan: StepPlan, rows: SamplingRows) -> RankedStep:
         """See `vllmx_core.backend.LoadedModel.step`."""
-        self._group.send(Call.STEP, Frame(plan, rows))
+        call = Call.STEP if self._num_begun > self._num_read else Call.NEXT
+        self._num_begun += 1
+        self._group.send(call, Frame(plan, rows))
         with self._group.guarded():
             return RankedStep(self, self._model.step(plan, rows))
 
     def forward(self, plan: StepPlan) -> RankedForward:
         """See `vllmx_core.backend.LoadedModel.forward`."""
+        self._num_begun += 1
         self._group.send(Call.FORWARD, Frame(plan, None))
         with self._group.guarded():
             return RankedForward(self, self._model.forward(plan))

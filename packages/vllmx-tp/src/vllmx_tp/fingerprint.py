@@ -5,8 +5,43 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import msgspec
+from vllmx_core.errors import ConfigError
+from vllmx_engine.core.found_model import FoundModel
+
 _SAMPLE_BYTES = 1 << 16
 _SUFFIXES = (".safetensors", ".gguf")
+
+
+class Marks(msgspec.Struct, frozen=True):
+    """Fingerprints of what a model is loaded from."""
+
+    model: str
+    tower: str | None = None
+    """The fingerprint of the file of --mmproj; None: there is none."""
+
+    @classmethod
+    def of(cls, found: FoundModel) -> Marks:
+        tower = None if found.mmproj is None else fingerprint(found.mmproj)
+        return cls(fingerprint(found.path), tower)
+
+    def check(self, wanted: Marks, found: FoundModel, place: str) -> None:
+        """Raises ConfigError where the host at `place`, whose files these are, has others than
+        rank 0 wants. A tower that rank 0 does without is no matter."""
+        if wanted.model != self.model:
+            raise ConfigError(
+                f"the host of ranks at {place} has other files of the model in"
+                f" {found.path} than rank 0: copy the same ones to all hosts",
+                param="rank_hosts",
+            )
+        if wanted.tower is None or wanted.tower == self.tower:
+            return
+        wrong = "no --mmproj" if found.mmproj is None else f"another file in {found.mmproj}"
+        raise ConfigError(
+            f"rank 0 has --mmproj, and the host of ranks at {place} has {wrong}: copy the file"
+            " there, and name it by `vllmx rank --mmproj FILE`",
+            param="mmproj",
+        )
 
 
 def fingerprint(path: Path) -> str:

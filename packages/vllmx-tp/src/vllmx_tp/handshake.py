@@ -33,6 +33,10 @@ class HandshakeError(Exception):
     """The other side is not one of this model's hosts; the text says why."""
 
 
+class SilenceError(HandshakeError):
+    """The other side has said nothing in time: it may be busy with somebody else."""
+
+
 def read_key(path: str | None) -> bytes:
     """The key that a file holds. Raises ConfigError with the remedy."""
     if path is None:
@@ -61,7 +65,8 @@ def read_key(path: str | None) -> bytes:
 
 
 def greet(connection: socket.socket, key: bytes, *, calls: bool) -> None:
-    """Exchanges hellos and proofs within `HANDSHAKE_S`. Raises HandshakeError, OSError.
+    """Exchanges hellos and proofs within `HANDSHAKE_S`. Raises HandshakeError (SilenceError where
+    that is not enough), OSError.
 
     Args:
         calls: whether this side made the connection, which learns first whether the keys agree.
@@ -104,8 +109,8 @@ def _check_proof(found: bytes, expected: bytes) -> None:
 
 
 def receive(connection: socket.socket, size: int, deadline_s: float | None = None) -> bytes:
-    """Receives `size` bytes. Raises HandshakeError where the other side hangs up or the time is
-    over."""
+    """Receives `size` bytes. Raises HandshakeError where the other side hangs up, SilenceError
+    where the time is over."""
     data = b""
     while len(data) < size:
         if deadline_s is not None:
@@ -113,7 +118,7 @@ def receive(connection: socket.socket, size: int, deadline_s: float | None = Non
         try:
             more = connection.recv(size - len(data))
         except TimeoutError:
-            raise HandshakeError(
+            raise SilenceError(
                 "it does not answer: it may serve another group, or be no host of ranks"
             ) from None
         if not more:

@@ -14,8 +14,8 @@ from vllmx_core.errors import ConfigError, RankLostError
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.wire.ipc import FrameError, FrameReader, encode_frame
 
-from vllmx_tp.fingerprint import fingerprint
-from vllmx_tp.handshake import HandshakeError, greet
+from vllmx_tp.fingerprint import Marks
+from vllmx_tp.handshake import HandshakeError, SilenceError, greet
 from vllmx_tp.link import Link
 from vllmx_tp.messages import (
     INLINE,
@@ -61,20 +61,21 @@ def connect(
     address: tuple[str, int], key: bytes, patience_s: float, check: Callable[[], None]
 ) -> socket.socket:
     """A connection to a host that has the same key. Waits until one listens there, as hosts are
-    started one after the other. Raises ConfigError, and what `check` raises meanwhile."""
+    started one after the other, and until it has time: it may be ending another group, or listen to
+    somebody who says nothing. Raises ConfigError, and what `check` raises meanwhile."""
     name = f"{address[0]}:{address[1]}"
     began_s = time.monotonic()
     told_s = -_TELL_S
     while True:
         try:
-            connection = socket.create_connection(address, timeout=_AGAIN_S * 10)
+            return _greeted(address, key)
         except socket.gaierror as error:
             raise ConfigError(
                 f"--rank-hosts {name}: the host is not known ({error.strerror})", param="rank_hosts"
             ) from error
-        except OSError as error:
+        except (OSError, SilenceError) as error:
             waited_s = time.monotonic() - began_s
-            reason = error.strerror or "it does not answer"
+            reason = getattr(error, "strerror", None) or str(error) or "it does not answer"
             if waited_s > patience_s:
                 raise ConfigError(
                     f"--rank-hosts {name}: no host of ranks there within {patience_s:.0f} s"
@@ -86,13 +87,21 @@ def connect(
                 logger.warning("waiting for ranks at %s (%s): start `vllmx rank`", name, reason)
             check()
             time.sleep(min(_AGAIN_S, patience_s))
-            continue
-        try:
-            greet(connection, key, calls=True)
-        except (HandshakeError, OSError) as error:
-            connection.close()
+        except HandshakeError as error:
             raise ConfigError(f"--rank-hosts {name}: {error}", param="rank_hosts") from error
-        return connection
+
+
+def _greeted(address: tuple[str, int], key: bytes) -> socket.socket:
+    connection = socket.create_connection(address, timeout=_AGAIN_S * 10)
+    try:
+        greet(connection, key, calls=True)
+    except OSError as error:
+        connection.close()
+        raise HandshakeError(str(error)) from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 class RemoteHost:
@@ -126,7 +135,7 @@ class RemoteHost:
                 num_ranks=region.num_ranks,
                 first=ranks.start,
                 count=len(ranks),
-                fingerprint=fingerprint(found.path),
+                marks=Marks.of(found),
             )
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.sendall(encode_frame(begin))

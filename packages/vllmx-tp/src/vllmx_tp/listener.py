@@ -23,7 +23,7 @@ from vllmx_core.errors import ConfigError, RankLostError, VllmxError
 from vllmx_engine.core.found_model import FoundModel, find_model
 from vllmx_engine.wire.ipc import ErrorRecord, FrameError, FrameReader, encode_frame
 
-from vllmx_tp.fingerprint import fingerprint
+from vllmx_tp.fingerprint import Marks
 from vllmx_tp.frames import SentFrame
 from vllmx_tp.group import HANG_S, Group
 from vllmx_tp.handshake import HandshakeError, greet
@@ -63,10 +63,11 @@ def serve_ranks(
     """Runs groups one after the other, for ever unless `once`.
 
     Args:
-        config: names the model as it is found on this host; all else is rank 0's to say.
+        config: names the model, and the tower of --mmproj, as they are found on this host; all
+            else is rank 0's to say.
     """
     found = find_model(config)
-    mark = fingerprint(found.path)
+    marks = Marks.of(found)
     logger.info("ranks of %s wait at %s:%d", config.model, *listener.getsockname()[:2])
     while True:
         connection = _accepted(listener, key)
@@ -74,7 +75,7 @@ def serve_ranks(
             continue
         try:
             with connection:
-                HostedGroup(listener, connection, found, mark, key).run()
+                HostedGroup(listener, connection, found, marks, key).run()
             logger.info("a group has ended: rank 0 has closed it")
         except (HandshakeError, VllmxError, FrameError, OSError, EOFError) as error:
             logger.error("a group has ended: %s", error)
@@ -102,11 +103,11 @@ class HostedGroup:
         listener: socket.socket,
         connection: socket.socket,
         found: FoundModel,
-        mark: str,
+        marks: Marks,
         key: bytes,
     ) -> None:
         self._listener, self._socket, self._key = listener, connection, key
-        self._found, self._mark = found, mark
+        self._found, self._marks = found, marks
         self._heard = 0
         self._done = threading.Event()
         self._turn = threading.Lock()
@@ -165,16 +166,13 @@ class HostedGroup:
         return link_of(begin.config)(region, data, mine, theirs, self._hang_up)
 
     def _group(self, region: Region, begin: Begin) -> Group:
-        if begin.fingerprint != self._mark:
-            host, port = self._listener.getsockname()[:2]
-            raise ConfigError(
-                f"the host of ranks at {host}:{port} has other files of the model in"
-                f" {self._found.path} than rank 0: copy the same ones to all hosts",
-                param="rank_hosts",
-            )
+        host, port = self._listener.getsockname()[:2]
+        self._marks.check(begin.marks, self._found, f"{host}:{port}")
         mine = self._found.config
-        config = replace(begin.config, model=mine.model, revision=mine.revision, mmproj=None)
-        found = FoundModel(config, self._found.path, self._found.registry, progress=False)
+        tower = None if begin.marks.tower is None else self._found.mmproj
+        name = None if tower is None else mine.mmproj
+        config = replace(begin.config, model=mine.model, revision=mine.revision, mmproj=name)
+        found = FoundModel(config, self._found.path, self._found.registry, False, tower)
         backend = found.registry.choose_backend(config.backend)[0].name
         cores = divide_cores(begin.count, config, backend)
         ranks = range(begin.first, begin.first + begin.count)

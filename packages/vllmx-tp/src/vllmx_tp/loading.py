@@ -11,7 +11,7 @@ from vllmx_core.backend import LoadedModel, LoadOptions
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import Model
-from vllmx_core.processors import available_processors
+from vllmx_core.processors import available_processors, neighbours
 from vllmx_core.sharding.model import sharded
 from vllmx_core.sharding.stages import staged
 from vllmx_engine.core.load import OpenedModel
@@ -20,6 +20,8 @@ from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.region import Region
 
 Cores = tuple[int, ...]
+BY_BYTES = "bytes"
+"""The word for `EngineConfig.pipeline_layers`."""
 
 
 def divide_cores(ranks: int, config: EngineConfig, backend: str) -> list[Cores]:
@@ -36,7 +38,7 @@ def divide_cores(ranks: int, config: EngineConfig, backend: str) -> list[Cores]:
         )
     if not hasattr(os, "sched_getaffinity") or ranks > count:
         return [()] * ranks
-    cores = sorted(os.sched_getaffinity(0))[:count]
+    cores = neighbours(os.sched_getaffinity(0), count)
     ends = [len(cores) * rank // ranks for rank in range(ranks + 1)]
     return [tuple(cores[ends[rank] : ends[rank + 1]]) for rank in range(ranks)]
 
@@ -119,8 +121,15 @@ def _part(
     if stages == 1:
         return model, 1 / ranks
     first = of_rank(0) if number else None
-    stage = staged(model, source, options, rank // ranks, stages, as_rank_0=first)
+    layers = layers_of(config)
+    stage = staged(model, source, options, rank // ranks, stages, as_rank_0=first, layers=layers)
     return stage, stage.share_of_cache / ranks
+
+
+def layers_of(config: EngineConfig) -> tuple[int, ...] | None:
+    """The layers of each stage; None: such that bytes of weights are balanced."""
+    text = config.pipeline_layers
+    return None if text in (None, BY_BYTES) else tuple(map(int, str(text).split(",")))
 
 
 def rank_options(

@@ -10,6 +10,8 @@ from vllmx_core.backend import LoadedInfo
 from vllmx_core.config import EngineConfig
 from vllmx_engine.wire.ipc import ErrorRecord
 
+from vllmx_tp.fingerprint import Marks
+
 
 class Call(IntEnum):
     """The purpose of a frame."""
@@ -21,6 +23,8 @@ class Call(IntEnum):
     CLOSE = 5
     BEAT = 6
     """The word to a host that rank 0 lives."""
+    NEXT = 7
+    """A step, which rank 0 begins when it has read all steps before."""
 
 
 NOTICE = struct.Struct("<IIQ")
@@ -68,8 +72,8 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     first: int
     count: int
     """How many of them the host runs, from `first` on."""
-    fingerprint: str
-    """See `vllmx_tp.fingerprint`."""
+    marks: Marks
+    """What tells the files of rank 0 from others."""
 
 
 class HostLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):

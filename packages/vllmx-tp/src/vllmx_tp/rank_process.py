@@ -43,14 +43,28 @@ logger = logging.getLogger("vllmx.tp")
 
 BEAT_S = 0.25
 _MAX_IN_FLIGHT = 2
+SPIN_S = 2e-3
+"""How long a rank whose cores have nothing to do looks for the next step: longer than rank 0 takes
+to read one and to schedule the next."""
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 class Follower:
-    """Runs what rank 0 runs, in the same order."""
+    """Runs what rank 0 runs, in the same order.
 
-    def __init__(self, model: LoadedModel, region: Region, rank: int) -> None:
-        self._model = model
+    Where rank 0 begins a step while it waits for the one before, steps come long before they can
+    begin, and the cores that a rank would look for them with are busy. Where it reads each step
+    first, all wait for the next one: a rank looks for it for a while before it sleeps, as to be
+    woken takes longer than the way from rank 0.
+
+    Args:
+        spin_s: how long; 0 where ranks share cores.
+    """
+
+    def __init__(self, model: LoadedModel, region: Region, rank: int, spin_s: float = 0.0) -> None:
+        self._model, self._spin_s = model, spin_s
+        self._num_alone = 0
+        """Steps in a row that rank 0 began when it had read all before."""
         self._checksums, self._checked = region.checksums(rank), region.word(rank, Word.CHECKED)
         self._aborted = region.aborted
         self._compares = os.environ.get(COMPARE_VARIABLE) == "1"
@@ -60,9 +74,10 @@ class Follower:
     def run(self, reader: Reader) -> None:
         """Follows rank 0's calls until it closes."""
         while True:
-            call, words = reader.read()
+            call, words = reader.read(self._spin_s if self._in_turns else 0.0)
             if call is Call.CLOSE:
                 return
+            self._num_alone = self._num_alone + 1 if call is Call.NEXT else 0
             self._call(call, words)
             reader.release()
             while self._must_finish(reader):
@@ -71,7 +86,7 @@ class Follower:
     def _call(self, call: Call, words: I32) -> None:
         plan, rows = read_frame(words)
         match call:
-            case Call.STEP if plan is not None and rows is not None:
+            case Call.STEP | Call.NEXT if plan is not None and rows is not None:
                 self._in_flight.append(self._model.step(plan, rows))
             case Call.FORWARD if plan is not None:
                 self._unsampled = self._model.forward(plan)
@@ -83,8 +98,15 @@ class Follower:
             case _:
                 raise AssertionError(f"call {call} without what belongs to it")
 
+    @property
+    def _in_turns(self) -> bool:
+        """Whether the next step is expected behind the end of the last one; the first of steps that
+        overlap begins alone, too."""
+        return self._num_alone > 1
+
     def _must_finish(self, reader: Reader) -> bool:
-        return len(self._in_flight) >= (1 if self._compares else _MAX_IN_FLIGHT)
+        at_once = self._compares or self._in_turns
+        return len(self._in_flight) >= (1 if at_once else _MAX_IN_FLIGHT)
 
     def _finish(self) -> None:
         ids = self._in_flight.popleft().result().ids
@@ -100,10 +122,10 @@ class StageFollower(Follower):
     """Runs a stage of what rank 0 begins. The last one tells what came of a step as soon as it
     knows, by its first rank."""
 
-    def __init__(self, model: LoadedModel, region: Region, rank: int) -> None:
+    def __init__(self, model: LoadedModel, region: Region, rank: int, spin_s: float = 0.0) -> None:
         stage, place = divmod(rank, region.ranks_of_stage)
         is_last = stage == region.num_stages - 1
-        super().__init__(model if is_last else InnerStage(model), region, rank)
+        super().__init__(model if is_last else InnerStage(model), region, rank, spin_s)
         self._last = LastStage(region, rank) if is_last and place == 0 else None
 
     def _must_finish(self, reader: Reader) -> bool:
@@ -155,7 +177,8 @@ def serve(region: Region, rank: int, connection: socket.socket, cores: Cores, sh
         return 0
     _answer(connection, RankAnswer(ready=RankReady.of(model.info)))
     kind = StageFollower if found.config.pipeline_parallel_size > 1 else Follower
-    kind(model, region, rank).run(Reader(connection, region, rank))
+    spin_s = SPIN_S if cores else 0.0
+    kind(model, region, rank, spin_s).run(Reader(connection, region, rank))
     model.close()
     return 0
 

@@ -8,9 +8,11 @@ tokens, and where no layer on the far side reads pages or states of one on the n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from vllmx_core.errors import ConfigError
 from vllmx_core.model import ModelShape, SharedKV
 from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.values import Value
@@ -132,3 +134,55 @@ def balanced(cuts: Sequence[Cut], costs: Sequence[float], stages: int) -> tuple[
         end = places_of_stage[end]
         found.append(cuts[end])
     return tuple(reversed(found))
+
+
+def check_stages(cuts: Sequence[Cut], stages: int) -> None:
+    """Raises ConfigError for more stages than there can be."""
+    if stages > len(cuts) + 1:
+        raise ConfigError(
+            f"the model cannot be cut into {stages} stages, as its layers can be parted at"
+            f" {len(cuts)} places: choose --pipeline-parallel-size {len(cuts) + 1} at most",
+            param="pipeline_parallel_size",
+        )
+
+
+# --- layers ---------------------------------------------------------------------------------------
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+def num_layers(ops: Sequence[Op]) -> int:
+    """The layers that have begun in ops, by the names of their matrices, counted from the model's
+    first one. A layer's first norm is often made together with the sum of the one before."""
+    matrices = (ref for op in ops for ref in op.weights if ref.kind in ("linear", "stack"))
+    found = (_LAYER.match(ref.name) for ref in matrices)
+    return max((1 + int(one[1]) for one in found if one is not None), default=0)
+
+
+def layers_between(cuts: Sequence[Cut], ops: Sequence[Op]) -> tuple[int, ...]:
+    """The layers of each stage."""
+    ends = [num_layers(ops[: cut.index]) for cut in cuts]
+    return tuple(end - begin for begin, end in pairwise([0, *ends, num_layers(ops)]))
+
+
+def cuts_behind(
+    layers: Sequence[int], cuts: Sequence[Cut], ops: Sequence[Op], stages: int
+) -> tuple[Cut, ...]:
+    """The places at which stages have so many layers each. Raises ConfigError where there are
+    none."""
+    at = {num_layers(ops[: cut.index]): cut for cut in reversed(cuts)}
+    *inner, last = accumulate(layers)
+    text, every = ",".join(map(str, layers)), num_layers(ops)
+    if len(layers) != stages or last != every:
+        raise ConfigError(
+            f"--pipeline-layers {text} are {last} layers in {len(layers)} stages, and the model has"
+            f" {every} for {stages}: name as many for each stage as add up to {every}",
+            param="pipeline_layers",
+        )
+    if not set(inner) <= at.keys():
+        places_text = ", ".join(map(str, sorted(at)))
+        raise ConfigError(
+            f"--pipeline-layers {text} parts layers that belong together: a stage can end behind"
+            f" {places_text} layers",
+            param="pipeline_layers",
+        )
+    return tuple(at[end] for end in inner)

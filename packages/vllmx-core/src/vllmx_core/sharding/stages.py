@@ -7,16 +7,14 @@ same groups, so that one plan is good for all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from vllmx_core.backend import LoadOptions
 from vllmx_core.cache_groups import CacheLayout
-from vllmx_core.errors import ConfigError
 from vllmx_core.kv_capacity import layout_of
 from vllmx_core.model import CacheGroup, Model, ModelShape, SharedKV
-from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.recorder import Ops
 from vllmx_core.ops.recv import Recv
@@ -24,8 +22,16 @@ from vllmx_core.ops.send import Send
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.plan import AnyArray
 from vllmx_core.recording import record
-from vllmx_core.sharding.stage_cuts import Cut, balanced, home_of, own_cut, places
-from vllmx_core.weight_map import parts_of
+from vllmx_core.sharding.stage_costs import byte_costs
+from vllmx_core.sharding.stage_cuts import (
+    Cut,
+    balanced,
+    check_stages,
+    cuts_behind,
+    home_of,
+    own_cut,
+    places,
+)
 from vllmx_core.weights import WeightSource, WeightSpec
 
 
@@ -76,6 +82,11 @@ class StagedModel:
     @property
     def shape(self) -> ModelShape:
         return self._shape
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """The part of the whole model's step that this stage has."""
+        return self._ops
 
     def weights(self) -> tuple[WeightSpec, ...]:
         return tuple(spec for spec in self._whole.weights() if spec.name in self._names)
@@ -145,42 +156,25 @@ def staged(
     stages: int,
     *,
     as_rank_0: Model | None = None,
+    layers: Sequence[int] | None = None,
 ) -> StagedModel:
     """Stage `stage` of `stages`; of the weights nothing is read but what tells their layouts. Where
     the model is one rank's part, it is cut at the ops at which `as_rank_0` is, the first rank's
-    part, so that all ranks of a stage have the same ops of their own widths.
+    part, so that all ranks of a stage have the same ops of their own widths. Stages have as many
+    `layers` each; None: so that none reads many more bytes of weights than others.
 
-    Raises ConfigError for more stages than the model has layers that can be parted, with numbers
-    that it can be cut into; OpError as recording does.
+    Raises ConfigError for more stages than the model has layers that can be parted, and for layers
+    that it does not have or that cannot be parted there; OpError as recording does.
     """
     recording = record(model, options.max_model_len)
     alike = recording if as_rank_0 is None else record(as_rank_0, options.max_model_len)
     found = places(alike.steps, model.shape)
-    if stages > len(found) + 1:
-        raise ConfigError(
-            f"the model cannot be cut into {stages} stages, as its layers can be parted at"
-            f" {len(found)} places: choose --pipeline-parallel-size {len(found) + 1} at most",
-            param="pipeline_parallel_size",
-        )
-    specs = {spec.name: spec for spec in alike.specs}
-    costs = [_cost(op, specs, source) for op in alike.steps.ops]
-    inner = [own_cut(recording.steps, cut) for cut in balanced(found, costs, stages)]
+    check_stages(found, stages)
+    if layers is None:
+        chosen = balanced(found, byte_costs(alike, source), stages)
+    else:
+        chosen = cuts_behind(layers, found, alike.steps.ops, stages)
+    inner = [own_cut(recording.steps, cut) for cut in chosen]
     begin = Cut(0, ()) if stage == 0 else inner[stage - 1]
     end = None if stage == stages - 1 else inner[stage]
     return StagedModel(model, recording.steps, begin, end, layout_of(model.shape, options))
-
-
-def _cost(op: Op, specs: Mapping[str, WeightSpec], source: WeightSource) -> float:
-    """What an op adds to the time of a step: the bytes of weights that it reads. Of a table of
-    tokens it reads a few rows."""
-    if isinstance(op, Embedding):
-        return 0.0
-    return sum(_bytes(specs[ref.name], source) for ref in op.weights if ref.name in specs)
-
-
-def _bytes(spec: WeightSpec, source: WeightSource) -> float:
-    """Bytes of a weight in the checkpoint; matrices of a stack are taken to be alike."""
-    first = spec.matrices[0]
-    cols = max(1, spec.cols)
-    parts = parts_of(first, source)
-    return spec.count * sum(part.shape[0] * cols * part.layout.bits / 8 for part in parts)

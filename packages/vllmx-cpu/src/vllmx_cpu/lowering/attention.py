@@ -127,5 +127,6 @@ def _segment_attention(op: SegmentAttention, site: Site) -> list[Call]:
         window=spec.window or 0,
         scale=spec.scale,
         images=images(site) if spec.windowed else None,
+        pieces=1,
     )
     return [site.call(op, "segment_attention", arguments)]

@@ -39,15 +39,16 @@ void attend(const PagedAttention& a, const VxStep& step, VxCtx* ctx, bool writes
   PageMap<Pages> pages(a);
   Shares shares(a, step, ctx->nth);
   const size_t state_floats = shares.cutter.state_floats();
+  const auto draw = [&](Share* share) { return shares.find(vx_next(ctx) * a.pieces + a.piece, share); };
   Share now, next = {};
-  for (bool more = shares.find(vx_next(ctx), &now); more; now = next) {
+  for (bool more = draw(&now); more; now = next) {
     const bool ahead = writes && partitions(now.tile) <= kExpectedPartitions;
-    if (ahead) more = shares.find(vx_next(ctx), &next);
+    if (ahead) more = draw(&next);
     if (writes) write_token<Pages>(a, step, pages, now.tile.token, now.heads.kv_head);
     worker.begin(now.tile, now.heads);
     worker.expect(ahead && more ? &next : nullptr);
     run_share(a, now, state_floats, &worker);
-    if (!ahead) more = shares.find(vx_next(ctx), &next);
+    if (!ahead) more = draw(&next);
   }
   if (!shares.cutter.any()) return;
   vx_barrier(ctx);
@@ -56,8 +57,8 @@ void attend(const PagedAttention& a, const VxStep& step, VxCtx* ctx, bool writes
 
 template <class Pages>
 void run(const PagedAttention& a, const VxStep& step, VxCtx* ctx) {
-  const bool alone = !a.shared && decodes_whole(a, step, ctx->nth);
-  if (!alone && !a.shared) {
+  const bool alone = !a.shared && a.pieces == 1 && decodes_whole(a, step, ctx->nth);
+  if (!alone && !a.shared && a.piece == 0) {
     write_kv<Pages>(a, step, ctx);
     vx_barrier(ctx);
   }

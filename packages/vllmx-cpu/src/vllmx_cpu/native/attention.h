@@ -47,6 +47,7 @@ namespace vx {
 // What a layer computes: its arguments, and beside them what the step lets each token see.
 struct PagedAttention : VxAttention {
   const int32_t* seen;  // (T) last position that a causal layer's token sees, or null: its own
+  int32_t piece = 0, pieces = 1;  // shares piece, piece + pieces, ... alone; the first piece writes K and V
 };
 
 namespace VX_ISA {

@@ -1,6 +1,6 @@
 // VX: per instruction set
 // Kernels for weights that are not quantised.
-#include "micro_dense.h"
+#include "dense_linear.h"
 #if defined(__AMX_BF16__)
 #include "tile_dense_linear.h"
 #endif

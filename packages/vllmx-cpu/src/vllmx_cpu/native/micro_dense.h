@@ -1,10 +1,7 @@
-// Products of weights that are not quantised: the inner loop, and what it asks for ahead of its use.
-//
-// With one panel the weights stream past it. Where several panels pass by a chunk of tiles, memory would
-// stand still while all but the first do, and it is the bound up to some 24 rows: so beside each panel a
-// share of the next chunk is asked for, into the second-level cache, which holds both.
+// The inner loop of products of weights that are not quantised: one tile part of 16 * NR output rows times
+// MB tokens, as micro.h says. dense_linear.h has the loops around it.
 #pragma once
-#include "micro_linear.h"
+#include "micro.h"
 
 namespace vx {
 namespace VX_ISA {
@@ -57,16 +54,18 @@ struct Ahead {
   int32_t lines;
 };
 
-// w: NR blocks, block_bytes apart. panel: [units][MB] activations. c: [MB][32] receives the sums.
-// streams: these blocks may come from memory.
+constexpr Ahead NOTHING_AHEAD = {nullptr, 0};
+
+// w: NR blocks, block_bytes apart. panel: [units][MB] activations. c: [MB][32] receives the sums, and has
+// those of the units before if `resumes`. streams: these blocks may come from memory.
 template <class Kind, int NR, int MB>
 static void micro_dense(const uint8_t* w, size_t block_bytes, int32_t units, const uint8_t* panel, float* c,
-                        bool streams, Ahead ahead) {
+                        bool resumes, bool streams, Ahead ahead) {
   F32x16 acc[NR][MB];
 #pragma GCC unroll 16
   for (int r = 0; r < NR; ++r)
 #pragma GCC unroll 16
-    for (int t = 0; t < MB; ++t) acc[r][t] = zero();
+    for (int t = 0; t < MB; ++t) acc[r][t] = resumes ? load(c + t * 32 + r * 16) : zero();
   for (int32_t u = 0; u < units; ++u) {
     typename Kind::Loaded v[NR];
 #pragma GCC unroll 16
@@ -90,7 +89,8 @@ static void micro_dense(const uint8_t* w, size_t block_bytes, int32_t units, con
     for (int r = 0; r < NR; ++r) store(c + t * 32 + r * 16, acc[r][t]);
 }
 
-typedef void (*MicroDense)(const uint8_t*, size_t, int32_t, const uint8_t*, float*, bool, Ahead);
+// The inner loop for a number of tokens from 1 to MICRO_TOKENS.
+typedef void (*MicroDense)(const uint8_t*, size_t, int32_t, const uint8_t*, float*, bool, bool, Ahead);
 template <class Kind, int MB = 1>
 VX_INLINE MicroDense micro_dense_for(int tokens) {
   if constexpr (MB < MICRO_TOKENS) {
@@ -98,32 +98,6 @@ VX_INLINE MicroDense micro_dense_for(int tokens) {
   }
   return micro_dense<Kind, MICRO_BLOCKS, MB>;
 }
-
-template <class Kind>
-struct DenseKernel {
-  enum { PASSES = 2 / MICRO_BLOCKS };  // of a tile and a panel
-  static Panels shape(const Product& a) { return even_panels<Kind>(a, MICRO_TOKENS); }
-  static void multiply(const Product& a, const Panels& p, TileRange tiles, uint8_t*) {
-    const size_t block_bytes = (size_t)p.units * Kind::UNIT_BYTES;
-    const size_t share = (2 * block_bytes / (size_t)(p.count * PASSES) + 63) / 64 * 64;  // of a tile
-    const Ahead none = {nullptr, 0};
-    alignas(64) float c[MICRO_TOKENS * 32];
-    int32_t done = 0;  // tiles, of all panels
-    const auto run = [&](const uint8_t* w, const uint8_t* x, int32_t tokens, const uint8_t* next) {
-      const MicroDense micro = micro_dense_for<Kind>(tokens);
-      const int32_t count = tiles.end - tiles.begin, panel = done / count, tile = done++ % count;
-      for (int pass = 0; pass < PASSES; ++pass) {
-        const size_t at = (size_t)tile * 2 * block_bytes + (size_t)(panel * PASSES + pass) * share;
-        const Ahead ahead = p.count > 1 && tiles.then ? Ahead{tiles.then + at, (int32_t)(share / 64)} : none;
-        const int b = pass * MICRO_BLOCKS;
-        micro(w + b * block_bytes, block_bytes, p.units, x, c + b * 16, next != nullptr, ahead);
-      }
-    };
-    multiply_tile_by_tile<Kind>(a, p, tiles, c, run);
-  }
-  static constexpr Kernel kernel = {{ONCE_BYTES, 8}, {CHUNK_BYTES, 8}, PRIVATE_BYTES<Kind>, PARTS<Kind>,
-                                    shape, pack_panel<Kind>, multiply};
-};
 
 }  // namespace VX_ISA
 }  // namespace vx

@@ -41,17 +41,22 @@ struct Panels {
   int32_t begin(int32_t panel) const { return panel < count ? panel * size : rows; }
 };
 
-// Output tiles of a product, and the weights that come after them in this thread; null for none.
+// Output tiles of a product, the weights that come after them in this thread (null for none), and the
+// panels that pass by.
 struct TileRange {
   int32_t begin, end;
   const uint8_t* then;
+  int32_t first_panel, end_panel;
 };
 
 // What a thread takes of a matrix at a time: at most so many bytes, and few enough for so many shares of each
 // thread. Such a chunk stays in the second-level cache while the panels pass by; what one panel passes by
-// streams from memory once.
+// streams from memory once. A kernel may have so many panels pass by at a time, and the next ones drawn
+// apart: where there are more, its chunks are of `group_bytes`. 0: it does not.
 struct Chunks {
-  int32_t bytes, shares;
+  int32_t bytes, shares, group_panels = 0, group_bytes = 0;
+
+  bool groups(int32_t panels) const { return group_panels > 0 && panels > group_panels; }
 };
 enum { CHUNK_BYTES = 256 << 10, ONCE_BYTES = 64 << 10 };
 

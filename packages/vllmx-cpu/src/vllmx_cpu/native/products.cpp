@@ -35,15 +35,17 @@ struct Work {
   const Kernel* kernel;
   Panels panels;
   size_t tile_bytes;
-  int32_t items;  // to be drawn
-  int32_t tiles;  // in a chunk
+  int32_t items;   // to be drawn: each chunk's with one group of panels after the other
+  int32_t tiles;   // in a chunk
+  int32_t groups;  // of panels
 
   const uint8_t* tile(int32_t i) const { return (const uint8_t*)a.w.data + (size_t)i * tile_bytes; }
+  int32_t first_tile(int32_t item) const { return item / groups * tiles; }
 };
 
 Work work_of(const Products& products, int32_t part, uint8_t* base, size_t bytes) {
   const Part& p = products.parts[part];
-  Work work = {products.all, nullptr, {}, bytes, 0, 0};
+  Work work = {products.all, nullptr, {}, bytes, 0, 0, 1};
   Product& a = work.a;
   a.w.data = (const uint8_t*)a.w.data + (size_t)p.matrix * (size_t)a.w.tiles * bytes;
   if (a.w.columns) a.w.columns += (size_t)p.matrix * (size_t)a.w.cols;
@@ -141,20 +143,24 @@ void run_products(const Products& products, VxCtx* ctx) {
   uint8_t* base = pack_panels(products, ctx);
   const int64_t all_tiles = (int64_t)products.count * products.all.w.tiles;
   Shares shares(products, base, ctx, [=](const Part&, Work* work) {
-    const Chunks size = work->panels.count > 1 ? work->kernel->again : work->kernel->once;
-    const int64_t fair = all_tiles / (ctx->nth * size.shares);  // enough chunks for everybody
-    const int64_t tiles = (int64_t)((size_t)size.bytes / work->tile_bytes);
+    const int32_t panels = work->panels.count;
+    const Chunks size = panels > 1 ? work->kernel->again : work->kernel->once;
+    const bool grouped = size.groups(panels);
+    if (grouped) work->groups = (panels + size.group_panels - 1) / size.group_panels;
+    const int64_t fair = all_tiles * work->groups / (ctx->nth * size.shares);  // enough chunks for everybody
+    const int64_t tiles = (int64_t)((size_t)(grouped ? size.group_bytes : size.bytes) / work->tile_bytes);
     work->tiles = (int32_t)(tiles < fair ? tiles : fair);
     if (work->tiles < 1) work->tiles = 1;
-    work->items = (work->a.w.tiles + work->tiles - 1) / work->tiles;
+    work->items = (work->a.w.tiles + work->tiles - 1) / work->tiles * work->groups;
   });
-  int32_t chunk = shares.next();
-  while (chunk >= 0) {
+  int32_t item = shares.next();
+  while (item >= 0) {
     const Work work = shares.work;
-    const int32_t begin = chunk * work.tiles, last = begin + work.tiles;
-    chunk = shares.next();  // in time to fetch its weights
-    const uint8_t* then = chunk < 0 ? nullptr : shares.work.tile(chunk * shares.work.tiles);
-    const TileRange tiles = {begin, last < work.a.w.tiles ? last : work.a.w.tiles, then};
+    const int32_t begin = work.first_tile(item), last = begin + work.tiles, group = item % work.groups;
+    item = shares.next();  // in time to fetch its weights
+    const uint8_t* then = item < 0 ? nullptr : shares.work.tile(shares.work.first_tile(item));
+    const TileRange tiles = {begin, last < work.a.w.tiles ? last : work.a.w.tiles, then,
+                             work.panels.count * group / work.groups, work.panels.count * (group + 1) / work.groups};
     work.kernel->multiply(work.a, work.panels, tiles, ctx->scratch);
   }
 }

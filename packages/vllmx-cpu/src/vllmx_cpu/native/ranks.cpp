@@ -62,6 +62,7 @@ namespace {
 
 enum : int64_t { SPIN_NS = 100000, SLEEP_NS = 20000000 };
 enum { CHUNK = 4096 };  // floats that a thread takes at once
+enum : size_t { NEAR_BYTES = 256 << 10 };
 
 VX_INLINE uint32_t* arrived_word(const VxRanks* all, int32_t rank) {
   return (uint32_t*)(all->arrived + (size_t)rank * all->arrived_stride);
@@ -123,13 +124,14 @@ void meet(const VxRanks* all, uint32_t count, size_t bytes, VxCtx* ctx) {
 }
 
 // Of ranks first ... first + ranks - 1: neighbours in pairs, then neighbouring sums, and so on, as
-// vllmx_core.communicator.tree_sum adds them.
-F32x16 tree_sum(const VxRanks* all, uint32_t count, size_t at, int n, int32_t first, int32_t ranks) {
-  if (ranks == 1) return load_some(part_of(all, first, count) + at, n);
+// vllmx_core.communicator.tree_sum adds them. This rank's part is read at `x`, from where it was put down:
+// what others read too comes from further away.
+F32x16 tree_sum(const VxRanks* all, uint32_t count, const float* x, size_t at, int n, int32_t first, int32_t ranks) {
+  if (ranks == 1) return load_some((first == all->rank ? x : part_of(all, first, count)) + at, n);
   int32_t half = 1;
   while (2 * half < ranks) half *= 2;
-  return tree_sum(all, count, at, n, first, half) +
-         tree_sum(all, count, at, n, first + half, ranks - half);
+  return tree_sum(all, count, x, at, n, first, half) +
+         tree_sum(all, count, x, at, n, first + half, ranks - half);
 }
 
 // Calls `body(begin, end)` for this thread's share of so many floats.
@@ -159,8 +161,8 @@ void all_reduce(const void* args, const VxStep* step, VxCtx* ctx) {
       for_lanes((int32_t)(end - begin), [=](int32_t i, int n) {
         const size_t at = begin + i;
         const F32x16 sum = all->ranks == 2
-            ? load_some(part_of(all, 0, count) + at, n) + load_some(part_of(all, 1, count) + at, n)
-            : tree_sum(all, count, at, n, 0, all->ranks);
+            ? load_some(x + at, n) + load_some(part_of(all, 1 - all->rank, count) + at, n)
+            : tree_sum(all, count, x, at, n, 0, all->ranks);
         store_some(y + at, sum, n);
       });
     });
@@ -227,6 +229,8 @@ void combine(const void* args, const VxStep* step, VxCtx* ctx) {
 }
 VX_OP(combine, VxCombine)
 
+// Pieces between processes of one host are as small as the nearer caches, out of which the others read them; those
+// that go to another host are as long as can be, as each waits for the network.
 void all_gather(const void* args, const VxStep* step, VxCtx* ctx) {
   const VxAllGather* a = (const VxAllGather*)args;
   const VxRanks* all = &a->all;
@@ -235,8 +239,10 @@ void all_gather(const void* args, const VxStep* step, VxCtx* ctx) {
     widest = a->widths[rank] > widest ? a->widths[rank] : widest;
     width += a->widths[rank];
   }
-  const int32_t own = a->widths[all->rank];
-  const int32_t most = (int32_t)(all->buffer_bytes / sizeof(float) / (size_t)widest);
+  const int32_t own = a->widths[all->rank], chunks = (widest + CHUNK - 1) / CHUNK;
+  const ArrivedWords* words = (const ArrivedWords*)arrived_word(all, all->rank);
+  const size_t bytes = words->bridged || all->buffer_bytes < NEAR_BYTES ? all->buffer_bytes : NEAR_BYTES;
+  const int32_t fitting = (int32_t)(bytes / sizeof(float) / (size_t)widest), most = fitting > 1 ? fitting : 1;
   uint32_t count = *all->count;
   for (int32_t first = 0; first < step->T; first += most) {
     const int32_t rows = step->T - first < most ? step->T - first : most;
@@ -246,13 +252,16 @@ void all_gather(const void* args, const VxStep* step, VxCtx* ctx) {
       memcpy(mine + begin, x + begin, (end - begin) * sizeof(float));
     });
     meet(all, count, (size_t)rows * own * sizeof(float), ctx);
-    // A piece of work is one rank's part of one row.
-    for (int32_t i; (i = vx_next(ctx)) < rows * all->ranks;) {
-      const int32_t row = i / all->ranks, rank = i % all->ranks, part = a->widths[rank];
-      int32_t at = 0;
+    // A piece of work is a chunk of one rank's part of one row.
+    for (int32_t i; (i = vx_next(ctx)) < rows * all->ranks * chunks;) {
+      const int32_t row = i / chunks / all->ranks, rank = i / chunks % all->ranks, begin = i % chunks * CHUNK;
+      const int32_t part = a->widths[rank], size = part - begin < CHUNK ? part - begin : CHUNK;
+      if (size <= 0) continue;
+      int32_t at = begin;
       for (int32_t before = 0; before < rank; ++before) at += a->widths[before];
-      memcpy(a->y + ((size_t)first + row) * width + at, part_of(all, rank, count) + (size_t)row * part,
-             (size_t)part * sizeof(float));
+      const float* from = rank == all->rank ? x : part_of(all, rank, count);
+      memcpy(a->y + ((size_t)first + row) * width + at, from + (size_t)row * part + begin,
+             (size_t)size * sizeof(float));
     }
     if (first + most < step->T) vx_barrier(ctx);
   }

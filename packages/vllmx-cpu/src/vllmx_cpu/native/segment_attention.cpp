@@ -58,8 +58,10 @@ void segment_attention(const void* args, const VxStep* given, VxCtx* ctx) {
   if (room.bytes > s.workspace_bytes) __builtin_trap();  // the limits of a step were not kept
   const Segments segments = {(int32_t*)(base + room.places), (int32_t*)(base + room.slots),
                              (int32_t*)(base + room.lengths), (int32_t*)(base + room.tables), width};
-  segments.fill_all(step, ctx);
-  vx_barrier(ctx);
+  if (s.piece == 0) {
+    segments.fill_all(step, ctx);
+    vx_barrier(ctx);
+  }
   PagedAttention a = {};
   a.qkv = s.qkv, a.out = s.out, a.out_dtype = VX_F32;
   a.num_heads = s.num_heads, a.num_kv_heads = s.num_kv_heads, a.head_size = s.head_size;
@@ -67,6 +69,7 @@ void segment_attention(const void* args, const VxStep* given, VxCtx* ctx) {
   a.rope_rows = s.rope_rows ? s.rope_rows : step.positions;
   a.block_size = SegmentRoom::PAGE, a.kv_dtype = s.dtype;
   a.window = s.window, a.scale = s.scale;
+  a.piece = s.piece, a.pieces = s.pieces;
   a.k_pages = base + room.keys, a.v_pages = base + room.values;
   step.positions = segments.places, step.slots = segments.slots, step.context_len = segments.lengths;
   step.block_tables = segments.tables, step.B = step.block_stride = width;

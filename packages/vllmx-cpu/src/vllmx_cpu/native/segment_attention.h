@@ -20,6 +20,9 @@ struct VxSegmentAttention {
   int32_t window;          // tokens less than so many places away are seen; 0 = all
   float scale;
   const VxImages* images;  // segments are the windows of a tower's pass; null: the rows of the step
+  // One of several calls that follow each other, each with a part of the queries; the first one lays out keys
+  // and values for all.
+  int32_t piece, pieces;
 };
 
 // Where things lie in the workspace for a step of so many tokens in so many rows, the longest of which

@@ -33,8 +33,10 @@ from vllmx_cuda.device.cublaslt import (
     CublasLtError,
     Matmul,
 )
+from vllmx_cuda.device.cuda_ipc import CudaIpc
 from vllmx_cuda.device.device import Bytes, DeviceInfo, Memory, Product
 from vllmx_cuda.device.nccl import NcclRanks, load_nccl
+from vllmx_cuda.device.peers import open_peers
 from vllmx_cuda.device.ranks import Ties
 from vllmx_cuda.device.refusal import refusal
 from vllmx_cuda.kernel_specs import Variant
@@ -335,6 +337,9 @@ class CupyDevice:
         self._ranks = ranks = NcclRanks(load_nccl(), communicator, self._stream.ptr, ties)
         ranks.connect(self.zeros(8 * communicator.num_ranks))
         self.synchronize()
+        if ties.sums:
+            reach = CudaIpc(self._runtime, self._ordinal)
+            ranks.peers = open_peers(self, communicator, reach, ties.sums, ties.item)
         return ranks
 
     def synchronize(self) -> None:

@@ -20,6 +20,7 @@ from vllmx_core.plan import AnyArray
 from vllmx_cuda.compiler.libraries import open_library
 from vllmx_cuda.device.device import Memory
 from vllmx_cuda.device.dtypes import ITEM_BYTES
+from vllmx_cuda.device.peers import Peers
 from vllmx_cuda.device.ranks import Ties, agreed
 
 # nccl.h: ncclDataType_t and ncclRedOp_t; CuPy passes such numbers on, and names no bf16
@@ -119,6 +120,7 @@ class NcclRanks:
         self._group: Any = None
         self._before: Any = None
         self._behind: Any = None
+        self.peers: Peers | None = None
         if ties.meets:
             rank, count = communicator.rank, communicator.num_ranks
             found = nccl.get_unique_id() if rank == 0 else (0,) * _ID_BYTES
@@ -207,15 +209,27 @@ class NcclRanks:
 
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Waits until `is_over` says so. Raises RankLostError where the others have ended."""
-        while not is_over():
-            if self._aborted is not None and self._aborted.value:
-                self._end("abort")  # or kernels would wait for ever, and this process with them
-                raise RankLostError("the other ranks have ended")
+        while not is_over() and not self._lost:
             time.sleep(_LOOK_S)
+        peers = self.peers
+        if peers is not None and peers.ended:
+            self._end("abort")  # or kernels would wait for ever, and this process with them
+            peers.check()
+        if not is_over():
+            if peers is not None:
+                peers.end()
+            self._end("abort")
+            raise RankLostError("the other ranks have ended")
+
+    @property
+    def _lost(self) -> bool:
+        """Whether another rank will not come: so its process or a sum of this one says."""
+        gave_up = self.peers is not None and self.peers.ended
+        return gave_up or (self._aborted is not None and bool(self._aborted.value))
 
     def close(self) -> None:
         """Leaves the group. May be called twice."""
-        self._end("abort" if self._aborted is not None and self._aborted.value else "destroy")
+        self._end("abort" if self._lost else "destroy")
         self._group = self._before = self._behind = None
 
     def _end(self, how: str) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from vllmx_core.communicator import Communicator
 
 from vllmx_cuda.device.device import Memory
+from vllmx_cuda.device.peers import Peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,10 @@ class Ties:
     """Whether a stage comes behind it."""
     receives: bool = False
     """Whether a stage is before it."""
+    sums: int = 0
+    """The width of the widest rows that are summed; 0: none are."""
+    item: int = 0
+    """Bytes of an element of those."""
 
 
 class DeviceRanks(Protocol):
@@ -37,6 +42,11 @@ class DeviceRanks(Protocol):
     @property
     def rank(self) -> int:
         """Which one this is of those that meet."""
+        ...
+
+    @property
+    def peers(self) -> Peers | None:
+        """The memory that all of them read, for small sums; None: there is none."""
         ...
 
     def all_reduce(self, x: Memory, y: Memory, count: int, dtype: str) -> None:

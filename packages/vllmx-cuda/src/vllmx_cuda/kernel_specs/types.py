@@ -71,6 +71,8 @@ class Kernel:
     """Whether it multiplies on them: see `has_tensor_cores`."""
     architectures: tuple[int, ...] = ()
     """The only compute capabilities, as 90, whose instructions it is made of; none: any."""
+    meets: bool = False
+    """Whether its blocks wait for those of other ranks, in memory that all of them share."""
 
     def ordered(self, **named: Any) -> list[Any]:
         """The arguments of a launch by their names: what may be null may be left out.

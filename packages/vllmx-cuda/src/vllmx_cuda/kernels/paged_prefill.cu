@@ -151,7 +151,7 @@ paged_prefill(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages,
 
   for (int i = threadIdx.x; i < QUERIES * UNITS; i += THREADS) {
     int r = i / UNITS, unit = i % UNITS, token = r / VX_GROUP;
-    bool exists = token < count && r < QUERIES / VX_GROUP * VX_GROUP;
+    bool exists = token < count;  // a tile has at most QUERIES / VX_GROUP tokens
     size_t from = ((size_t)(token0 + (exists ? token : 0)) * heads + head0 + r % VX_GROUP) * VX_HEAD;
     vx_cp_async16(queries + r * STRIDE + unit * 8, q + from + unit * 8, exists ? 16 : 0);
   }
@@ -231,7 +231,7 @@ paged_prefill(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages,
     sum[r] += __shfl_xor_sync(VX_ALL, sum[r], 1);
     sum[r] += __shfl_xor_sync(VX_ALL, sum[r], 2);
     int at = warp * 16 + group + 8 * r, token = at / VX_GROUP, head = head0 + at % VX_GROUP;
-    if (token >= count || at >= QUERIES / VX_GROUP * VX_GROUP) continue;
+    if (token >= count) continue;
     float factor = normaliser(sinks, head, top[r], sum[r]);
     elem* to = out + ((size_t)(token0 + token) * heads + head) * VX_HEAD + part + 2 * quarter;
 #pragma unroll

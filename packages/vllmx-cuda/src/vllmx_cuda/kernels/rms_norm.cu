@@ -6,21 +6,7 @@
 // Grid:   (rows), whole warps that share one row; a thread takes VX_VEC neighbours at a time.
 // Floor:  bytes: rms_norm 2 passes over x, of which the second comes from L1; add_rms_norm reads x
 //         and residual once, writes residual and y once, and re-reads its own sum from L1.
-#include "vx.h"
-
-// Writes the normalised row; ss is this thread's part of the sum of squares.
-VX_DEV void normalise(const elem* row, const float* weight, elem* out, int width, float eps,
-                      float ss, float* part) {
-  float scale = rsqrtf(block_sum(ss, part) / width + eps);
-  for (int i = threadIdx.x * VX_VEC; i < width; i += blockDim.x * VX_VEC) {
-    float v[VX_VEC], w[VX_VEC];
-    load(v, row + i);
-    load(w, weight + i);
-#pragma unroll
-    for (int j = 0; j < VX_VEC; j++) v[j] *= scale * w[j];
-    store(out + i, v);
-  }
-}
+#include "row_norm.h"
 
 extern "C" __global__ void __launch_bounds__(1024)
 rms_norm(const elem* __restrict__ x, const float* __restrict__ weight, elem* __restrict__ y,

@@ -8,7 +8,7 @@
 // - declare __shared__ arrays in the entry itself and pass them on: g++ drops the section
 //   attribute inside templates, and the emulator would lose sight of them;
 // - dynamic shared memory through VX_DYNAMIC_SHARED(name);
-// - no __activemask, no waiting for another block.
+// - no __activemask, no waiting for another block of the launch; for those of other GPUs by vx_load_acquire alone.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -145,3 +145,14 @@ VX_DEV uint4 vx_load_once(const void* p) {
 
 // sum + the dot product of the four signed bytes of a and b
 VX_DEV int vx_dp4a(int a, int b, int sum) { return __dp4a(a, b, sum); }
+
+// A word by which GPUs tell each other, in memory of any of them or of the host: who loads what was stored sees all
+// that the storing thread had seen or written before.
+VX_DEV void vx_store_release(u32* p, u32 v) {
+  asm volatile("st.release.sys.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory");
+}
+VX_DEV u32 vx_load_acquire(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.sys.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}

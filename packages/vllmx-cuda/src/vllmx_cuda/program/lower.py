@@ -66,7 +66,8 @@ from vllmx_cuda.program.latent_ops import can_attend as can_attend_to_latents
 from vllmx_cuda.program.latent_ops import latent_attention
 from vllmx_cuda.program.layout import Rotation, Scratch, place_turned
 from vllmx_cuda.program.norm_ops import add_rms_norm, head_norm, rms_norm
-from vllmx_cuda.program.rank_ops import all_gather, all_reduce, combine, recv, send, vocab_embedding
+from vllmx_cuda.program.one_shot import SummedNorm, all_reduce, summed_norm
+from vllmx_cuda.program.rank_ops import all_gather, combine, recv, send, vocab_embedding
 from vllmx_cuda.program.staging import StepMemory, StepSizes
 from vllmx_cuda.program.state_ops import LayerStates, can_hold, recurrence, short_conv
 from vllmx_cuda.program.step_arrays import FirstTokens, table_rows
@@ -209,6 +210,7 @@ OPS.add(Merge)(merge)
 OPS.add(Keep)(keep)
 OPS.add(Place)(place)
 OPS.add(AllReduce)(all_reduce)
+OPS.add(SummedNorm)(summed_norm)
 OPS.add(AllGather)(all_gather)
 OPS.add(Combine)(combine)
 OPS.add(Send)(send)

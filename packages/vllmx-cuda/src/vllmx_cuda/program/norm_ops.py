@@ -32,11 +32,11 @@ class CodedNorm:
 def rms_norm(op: RmsNorm, to: Lowering) -> Enqueue:
     source, y, width, eps = to.place(op.x), to.place(op.out), op.x.width, op.eps
     weight, kernel = to.vector(op.w), to.variant("rms_norm", VX_VEC=vector_width(width))
-    coded = _coded("rms_norm_codes", op.out, to)
+    by_codes = coded("rms_norm_codes", op.out, to)
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
         count = sizes.of(op.x.rows)
-        shape, norm = {"rows": count, "width": width}, coded(count)
+        shape, norm = {"rows": count, "width": width}, by_codes(count)
         if norm is None:
             to.device.launch(kernel, shape, (source, weight, y, width, eps))
             return
@@ -81,14 +81,14 @@ def add_rms_norm(op: AddRmsNorm, to: Lowering) -> Enqueue:
     source, before, y, after = map(to.place, (op.x, op.residual, op.out, op.total))
     weight, width, eps = to.vector(op.w), op.x.width, op.eps
     kernel = to.variant("add_rms_norm", VX_VEC=vector_width(width))
-    coded = _coded("add_rms_norm_codes", op.out, to)
+    by_codes = coded("add_rms_norm_codes", op.out, to)
     copies = op.total not in to.in_place
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
         count = sizes.of(op.x.rows)
         if copies:
             to.device.copy(after, before.at(0, count * to.item_bytes(width)))
-        shape, norm = {"rows": count, "width": width}, coded(count)
+        shape, norm = {"rows": count, "width": width}, by_codes(count)
         if norm is None:
             to.device.launch(kernel, shape, (source, after, weight, y, width, eps))
             return
@@ -100,7 +100,7 @@ def add_rms_norm(op: AddRmsNorm, to: Lowering) -> Enqueue:
     return enqueue
 
 
-def _coded(entry: str, out: Value, to: Lowering) -> Callable[[int], CodedNorm | None]:
+def coded(entry: str, out: Value, to: Lowering) -> Callable[[int], CodedNorm | None]:
     """What writes a norm's result as the codes that the product behind it wants for so many
     rows, and into its scratch; None: it wants the values."""
     product, vec = to.fed.get(out), vector_width(out.width)

@@ -29,6 +29,7 @@ from vllmx_cuda.program.expert_ops import expert_stacks
 from vllmx_cuda.program.kv_cache import CODES, plan_kv
 from vllmx_cuda.program.layout import StepLayout, lay_out, max_items, work_kinds
 from vllmx_cuda.program.lower import OPS
+from vllmx_cuda.program.one_shot import join_norms
 from vllmx_cuda.program.rank_ops import ties_of
 from vllmx_cuda.program.sampler import sampler_bytes
 from vllmx_cuda.program.staging import Layout, StepSizes
@@ -82,7 +83,7 @@ def load_sizes(
     of the device that is free, and WeightFormatError when `source` has not what the model asks
     for."""
     recording = prepare(model, options.max_model_len, "cuda", OPS.supports)
-    steps, specs, constants = recording.steps, recording.specs, recording.constants
+    steps, specs, constants = join_norms(recording.steps), recording.specs, recording.constants
     free, processors = device.free_bytes(), device.info.num_processors
     max_rows = step_limits(options, model.shape.vocab_size, multiple=ROW_MULTIPLE)
     tokens = max_rows["T"]
@@ -92,7 +93,8 @@ def load_sizes(
     mixed = {op.w.name for op in recording.all_ops if isinstance(op, Mix)}
     weights = plan_weights(specs, table_values, source, target, tokens, stacks, mixed)
     _check_weights(weights.num_bytes, free, dtype, device)
-    buckets = bucket_sizes(options.num_seqs) if steps.samples or ties_of(steps.ops).sends else ()
+    samples = steps.samples or ties_of(steps.ops, dtype).sends
+    buckets = bucket_sizes(options.num_seqs) if samples else ()
     kv_kind = CODES.get(kv_dtype, KV_ELEM)
     work = work_kinds(steps.ops, dtype, kv_kind, device.info.arch, wgmma=wgmma)
     layout = lay_out(steps, max_rows, dtype, processors, weights.scratch)

@@ -26,16 +26,6 @@ if TYPE_CHECKING:
     from vllmx_cuda.program.lower import Enqueue, Lowering
 
 
-def all_reduce(op: AllReduce, to: Lowering) -> Enqueue:
-    ranks, x, y = to.others(), to.place(op.x), to.place(op.out)
-    dtype = _dtype(op.x, to)
-
-    def enqueue(sizes: StepSizes, step: StepMemory) -> None:
-        ranks.all_reduce(x, y, sizes.of(op.x.rows) * op.x.width, dtype)
-
-    return enqueue
-
-
 def all_gather(op: AllGather, to: Lowering) -> Enqueue:
     """Whole parts one behind the other, then side by side."""
     ranks, x, y = to.others(), to.place(op.x), to.place(op.out)
@@ -112,8 +102,9 @@ def recv(op: Recv, to: Lowering) -> Enqueue:
     return enqueue
 
 
-def ties_of(ops: Sequence[Op]) -> Ties:
+def ties_of(ops: Sequence[Op], dtype: str) -> Ties:
     """What a model of these ops has to do with others of it."""
+    sums = (op.x.width for op in ops if isinstance(op, AllReduce) and op.x.dtype == "model")
 
     def has(*kinds: type[Op]) -> bool:
         return any(isinstance(op, kinds) for op in ops)
@@ -123,6 +114,8 @@ def ties_of(ops: Sequence[Op]) -> Ties:
         exchanges=has(Combine),
         sends=has(Send),
         receives=has(Recv),
+        sums=max(sums, default=0),
+        item=ITEM_BYTES[dtype],
     )
 
 

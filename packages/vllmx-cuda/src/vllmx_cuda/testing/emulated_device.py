@@ -22,13 +22,17 @@ from vllmx_core.weights import bf16_to_f32, f32_to_bf16, float8_to_f32
 
 from vllmx_cuda.device.arch import number
 from vllmx_cuda.device.device import Bytes, DeviceInfo, Memory, Product
+from vllmx_cuda.device.peers import Peers, open_peers
 from vllmx_cuda.device.ranks import Ties, agreed
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.kernel_specs.codes8 import BLOCK
 from vllmx_cuda.kernel_specs.types import ceil_div, shared_bytes
 from vllmx_cuda.testing.emulator import Emulator, empty
+from vllmx_cuda.testing.emulator.peers import PeerGroup
 
 MEMORY_BYTES = 1 << 28
+PATIENCE = 20_000
+"""How often a rank looks for another one; each look takes milliseconds while that is not there."""
 _CAPTURED = ("launch", "multiply", "copy", "all_reduce", "all_gather", "all_to_all", "send", "recv")
 
 
@@ -70,6 +74,7 @@ class EmulatedDevice:
         arch: what it says that it is.
         deferred: as a GPU that is as late as it may be: what was enqueued runs when somebody waits
             for it, and so shows whoever reads results or writes pinned memory too early.
+        peers: the ranks of this process, whose memory a rank can read; None: of none.
     """
 
     def __init__(
@@ -81,12 +86,15 @@ class EmulatedDevice:
         arch: str = "sm_90a",
         deferred: bool = False,
         emulator: Emulator | None = None,
+        peers: PeerGroup | None = None,
     ) -> None:
         self.info = DeviceInfo("emulated GPU", arch, num_processors, memory_bytes)
         self.allocated_bytes = 0
         self.calls: Counter[str] = Counter()
         """What was asked of the device so far, by method; "graph": launches of graphs."""
-        self._emulator = emulator or Emulator(check=check)
+        self._emulator = self._meeting = emulator or Emulator(check=check)
+        self._group = peers
+        self._peers: Peers | None = None
         self._captured: list[Callable[[], None]] | None = None
         self._deferred = deferred
         self._queue: deque[Callable[[], None]] = deque()
@@ -184,7 +192,15 @@ class EmulatedDevice:
         passed = [
             array(value, np.uint8) if isinstance(value, Memory) else value for value in arguments
         ]
-        self.submit("launch", lambda: self._emulator.launch(variant, sizes, passed))
+        if variant.kernel.meets:
+            self.submit("launch", lambda: self._meet(variant, sizes, passed))
+        else:
+            self.submit("launch", lambda: self._emulator.launch(variant, sizes, passed))
+
+    def _meet(self, variant: Variant, sizes: dict[str, int], passed: Sequence[Any]) -> None:
+        self._meeting.launch(variant, sizes, passed)
+        if self._peers is not None:  # the host of a GPU looks while it waits for what is behind
+            self._peers.check()
 
     def can_multiply(self, product: Product) -> bool:
         """What cuBLASLt can: FP8 from sm_89 on in vectors of 16 bytes, int8 in vectors of 4; blocks
@@ -235,7 +251,16 @@ class EmulatedDevice:
         self.run_until(None)
 
     def join(self, communicator: Communicator, ties: Ties) -> EmulatedRanks:
-        return EmulatedRanks(self, communicator, ties)
+        ranks = EmulatedRanks(self, communicator, ties)
+        if self._group is not None and ties.sums:
+            like, place = self._emulator, (self._group, communicator.rank)
+            self._meeting = Emulator(
+                check=like.check, order=like.order, folder=like.folder, peers=place
+            )
+            reach, row = EmulatedReach(self, self._group), (ties.sums, ties.item)
+            self._peers = open_peers(self, communicator, reach, *row, PATIENCE)
+        ranks.peers = self._peers
+        return ranks
 
     def faults(self) -> nullcontext[None]:
         return nullcontext()
@@ -252,6 +277,7 @@ class EmulatedRanks:
         self._device, self._communicator, self._ties = device, communicator, ties
         self.asked: list[str] = []
         """What was asked, captured or not."""
+        self.peers: Peers | None = None
 
     @property
     def rank(self) -> int:
@@ -303,6 +329,26 @@ class EmulatedRanks:
 
     def agree(self, *, wanted: bool) -> bool:
         return agreed(self._communicator, self._ties, wanted=wanted)
+
+
+class EmulatedReach:
+    """`vllmx_cuda.device.peers.Reach`, within one process."""
+
+    place = 0
+
+    def __init__(self, device: EmulatedDevice, group: PeerGroup) -> None:
+        self._device, self._group = device, group
+
+    def check(self, place: int) -> None:
+        """Nothing: all can be read."""
+
+    def share(self, num_bytes: int) -> tuple[Memory, bytes]:
+        memory = self._device.zeros(num_bytes)
+        self._group.share(memory.owner)
+        return memory, memory.address.to_bytes(8, "little")
+
+    def open(self, name: bytes) -> int:
+        return int.from_bytes(name[:8], "little")
 
 
 def array(memory: Memory, dtype: npt.DTypeLike) -> npt.NDArray[Any]:

@@ -96,12 +96,12 @@ class AnswerReaders:
 
     @property
     def has_thinking(self) -> bool:
-        """Thoughts are told from content."""
+        """Whether thoughts are separated from content."""
         return self._format.thinking is not None or self._format.channels is not None
 
     @property
     def is_needed(self) -> bool:
-        """Whether answers hold anything that must be told from content."""
+        """Whether answers hold anything that must be separated from content."""
         has_calls = self._format.calls is not None or self._format.channels is not None
         return self.has_thinking or (has_calls and bool(self._options.tools))
 

@@ -18,14 +18,14 @@ from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.client.chat_options import ChatMessage, ChatOptions, Message
-from vllmx_engine.client.forced_calls import asks_for_calls, with_calls
+from vllmx_engine.client.forced_calls import CALLS_FIELD, asks_for_calls, with_calls
+from vllmx_engine.client.free_part import free_part
 from vllmx_engine.client.request import Request
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.formats.named import FoundFormat, check_name
-from vllmx_engine.text.gguf_tokenizer import gguf_tokenizer
 from vllmx_engine.text.model_files import MAX_TEMPLATE_BYTES, read_text
 from vllmx_engine.text.tokenizer import TOKENIZER_NAME, Tokenizer
-from vllmx_engine.wire.grammars import Thoughts
+from vllmx_engine.wire.grammars import FreePart, Thoughts
 
 if TYPE_CHECKING:
     from vllmx_engine.text.chat_template import ChatTemplate
@@ -131,16 +131,23 @@ class ChatRenderer:
             return params
         return with_calls(params, self.format.format, options)
 
-    def after_thoughts(self, params: SamplingParams, prompt: str) -> SamplingParams:
-        """Parameters whose form of the answer holds from behind the thoughts on, where the prompt
-        leaves them open. May take a while."""
-        form, thinking = params.structured_outputs, self.format.format.thinking
-        if form is None or form.after_ids or thinking is None or not thinking.begin.strip():
-            return params
-        if not prompt.rstrip().endswith(thinking.begin.strip()):
-            return params
-        ids = self._tokenizer.marker(thinking.end.strip())
-        return replace(params, structured_outputs=replace(form, after_ids=ids))
+    def free_part(
+        self,
+        params: SamplingParams,
+        prompt: str,
+        eos_ids: Sequence[int],
+        options: ChatOptions | None = None,
+    ) -> FreePart | None:
+        """What the answer to a prompt of `render` has in front of its form. May take a while."""
+        form, options = params.structured_outputs, options or ChatOptions()
+        if form is None:
+            return None
+        thinks = options.thinks or bool((params.thinking_token_budget or 0) > 0)
+        made_of = self.format.format
+        found = free_part(made_of, prompt, options, self._tokenizer, eos_ids, thinks=thinks)
+        if found is None or (found.begin_ids and form.field == CALLS_FIELD):
+            return None  # the grammar of calls has thoughts of its own
+        return found
 
     def thoughts(
         self, params: SamplingParams, prompt: str, options: ChatOptions | None = None
@@ -150,6 +157,10 @@ class ChatRenderer:
         budget, thinking = params.thinking_token_budget, self.format.format.thinking
         if budget is None or budget < 0:
             return None
+        if (channels := self.format.format.channels) is not None:
+            header = channels.channel + channels.thinking + channels.message
+            begin, end = map(self._tokenizer.marker, (header, channels.ends[0]))
+            return Thoughts(budget, begin, end)
         if thinking is None or not thinking.begin.strip():
             if options is not None and not options.needs_budget:
                 return None
@@ -222,6 +233,8 @@ def load_tokenizer(found: FoundModel) -> Tokenizer:
     try:
         if checkpoint.tokenizer is None:
             return Tokenizer.from_folder(checkpoint.path)
+        from vllmx_engine.text.gguf_tokenizer import gguf_tokenizer  # a folder needs none of it
+
         return gguf_tokenizer(checkpoint.tokenizer)
     finally:
         checkpoint.weights.close()

@@ -19,8 +19,7 @@ from vllmx_engine.images.placing import place_images, write_images
 from vllmx_engine.images.prepared import PreparedImage
 from vllmx_engine.images.processor import ImageProcessor, find_processor, processor_of
 from vllmx_engine.images.source import ImageSource, check_source, read_source
-from vllmx_engine.wire.ipc import MAX_FRAME_BYTES
-from vllmx_engine.wire.messages import CoreInfo, ImageInput
+from vllmx_engine.wire.messages import MAX_FRAME_BYTES, CoreInfo, ImageInput
 
 Stopped = Callable[[], bool]
 _MAX_PATCH_BYTES = MAX_FRAME_BYTES - (32 << 20)

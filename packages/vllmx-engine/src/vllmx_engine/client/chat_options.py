@@ -12,7 +12,7 @@ ChatMessage = Mapping[str, Any]
 
 
 class Message(Record):
-    """One turn of a conversation, for who does not want to write dictionaries."""
+    """One turn of a conversation, for callers that do not want to write dictionaries."""
 
     role: str
     content: str
@@ -31,10 +31,18 @@ class ChatOptions(Record):
     tool_choice: str = "auto"
     """"auto": as the model likes; "required": the answer is calls; else the tool that it calls."""
     needs_budget: bool = True
-    """A budget for thoughts is refused where nothing tells thoughts from content."""
+    """A budget for thoughts is refused where they are not separated from content."""
     template: str | None = None
     """Name of one of the model's templates."""
     source: str | None = None
     """Jinja source instead of the model's templates."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the template, such as enable_thinking."""
+
+    @property
+    def thinks(self) -> bool:
+        """The template is told to have the model think, by one of the switches that they have."""
+        given = self.template_kwargs
+        effort = given.get("reasoning_effort")
+        switched_on = given.get("enable_thinking") is True or given.get("thinking") is True
+        return switched_on or effort not in (None, "none")

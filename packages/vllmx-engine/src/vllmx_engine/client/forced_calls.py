@@ -15,6 +15,9 @@ from vllmx_engine.client.chat_options import ChatOptions
 from vllmx_engine.formats.call_grammar import may_call, must_call
 from vllmx_engine.formats.tool_schemas import Tools, tools_by_name
 
+CALLS_FIELD = "tool_choice"
+"""What has made a form of calls."""
+
 
 def asks_for_calls(chat: ChatOptions | None) -> bool:
     """Whether the form of calls is not left to the model."""
@@ -47,7 +50,7 @@ def with_calls(params: SamplingParams, made_of: OutputFormat, chat: ChatOptions)
             )
     is_compact = made_of.calls is not None and made_of.calls.is_compact
     form = StructuredOutputsParams(
-        structural_tag=tag, disable_any_whitespace=is_compact, field="tool_choice"
+        structural_tag=tag, disable_any_whitespace=is_compact, field=CALLS_FIELD
     )
     return replace(params, structured_outputs=form)
 

@@ -1,4 +1,4 @@
-"""The engine core in this process: whoever waits for an answer has the steps run."""
+"""The engine core in this process: steps run while a thread waits for an answer."""
 
 from __future__ import annotations
 
@@ -227,8 +227,8 @@ class InlineEngine:
 
 
 class Turn:
-    """A lock that a thread in a loop cannot keep from others: who waits stands in the door, and
-    the loop must wait behind it. Not reentrant."""
+    """A lock that a thread in a loop cannot keep from others: a thread that waits holds the door,
+    and the loop must wait behind it. Not reentrant."""
 
     def __init__(self) -> None:
         self._door = threading.Lock()

@@ -248,7 +248,8 @@ def cosine_output(
 def cosine(first: F32, second: F32) -> float:
     """How alike two vectors are, from -1 to 1; 0 where one is zero."""
     lengths = float(np.linalg.norm(first)) * float(np.linalg.norm(second))
-    return float(first @ second) / lengths if lengths else 0.0
+    found = float(first @ second) / lengths if lengths else 0.0
+    return min(1.0, max(-1.0, found))  # sums are rounded
 
 
 def _cut(vector: F32, dimensions: int | None, *, normalize: bool) -> F32:

@@ -1,4 +1,4 @@
-"""Turns what a user asks into what the core is told: tokens, limits, seeds, choices."""
+"""Turns what a user asks into messages for the core: tokens, limits, seeds, choices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vllmx_engine.core.generation_config import SAMPLING
 from vllmx_engine.grammar.spec import grammar_spec
 from vllmx_engine.text.stop import StopSet
 from vllmx_engine.text.tokenizer import Tokenizer, TooManyTokensError
-from vllmx_engine.wire.grammars import Grammar, GrammarSpec, Thoughts
+from vllmx_engine.wire.grammars import FreePart, Grammar, GrammarSpec, Thoughts
 from vllmx_engine.wire.messages import CoreInfo, CoreRequest, Follower, choices_of, pack_ids
 
 logger = logging.getLogger("vllmx.requests")
@@ -75,7 +75,7 @@ class RequestOptions:
     priority: int = 0
     """Smaller is served first; 32 bits."""
     client: str = ""
-    """The name of who asks: capacity is shared fairly between clients."""
+    """The name of the client: capacity is shared fairly between clients."""
     cache_salt: str = ""
     """Only requests of one salt share cached prefixes."""
     session_id: str = ""
@@ -86,6 +86,8 @@ class RequestOptions:
     """What the client gets of the capacity beside others: twice as much where it is 2."""
     queue_timeout_s: float = 0.0
     """It ends with QueueTimeoutError when it waited so long for its turn; 0: never."""
+    at_end: bool = False
+    """Nobody looks at the answer before it ends: its tokens may come many at a time."""
 
     def __post_init__(self) -> None:
         whole = isinstance(self.priority, int) and not isinstance(self.priority, bool)
@@ -152,6 +154,15 @@ class RequestBuilder:
         """Ends of sequence that the model's files name."""
         return self._eos_ids
 
+    def check_generates(self) -> None:
+        """Raises InvalidRequestError for a model that makes vectors or scores."""
+        if self.info.pooling is not None:
+            raise InvalidRequestError(
+                f"model {self.info.model!r} makes vectors or scores and generates no text: ask it"
+                f" to {self.info.pooling.tasks[0]}, or load a generating model",
+                param="model",
+            )
+
     def sampling_params(self, **explicit: Any) -> SamplingParams:
         """The model's recommended parameters, replaced where `explicit` names a value."""
         return SamplingParams(**{**self.defaults, **explicit})
@@ -167,6 +178,7 @@ class RequestBuilder:
         fit_max_tokens: bool = True,
         grammar: str | None = None,
         thoughts: Thoughts | None = None,
+        free: FreePart | None = None,
     ) -> Request:
         """Everything that can be refused is refused here.
 
@@ -177,18 +189,14 @@ class RequestBuilder:
             fit_max_tokens: a `max_tokens` that the context cannot hold is cut, not refused.
             grammar: what came of checking `params.structured_outputs`; None: it is checked here.
             thoughts: how long the answer may think.
+            free: what stands in front of the answer's form, if it has one.
 
         Raises:
             GrammarError: no answer can follow `params.structured_outputs`.
             ContextLengthError: no room after the prompt for one token, or for `max_tokens`.
             InvalidRequestError: an empty prompt, or a token id outside the vocabulary.
         """
-        if self.info.pooling is not None:
-            raise InvalidRequestError(
-                f"model {self.info.model!r} makes vectors or scores and generates no text: ask it"
-                f" to {self.info.pooling.tasks[0]}, or load a generating model",
-                param="model",
-            )
+        self.check_generates()
         params = self._resolved(params or self.sampling_params())
         if params.truncate_prompt_tokens is None:
             text, ids = self._tokens(prompt, add_special_tokens, self.info.max_model_len - 1)
@@ -198,7 +206,7 @@ class RequestBuilder:
         if not fit_max_tokens:
             self._check_room(len(ids), params.max_tokens)
         params.check_vocab(self.info.vocab_size)
-        found = self._grammar(params, grammar, thoughts)
+        found = self._grammar(params, grammar, thoughts, free)
         number = next(self._numbers)
         core = self._core_requests(number, ids, params, options, found)
         check_logprobs(params, [(len(ids), core[0].max_tokens)])
@@ -290,7 +298,11 @@ class RequestBuilder:
         )
 
     def _grammar(
-        self, params: SamplingParams, text: str | None, thoughts: Thoughts | None
+        self,
+        params: SamplingParams,
+        text: str | None,
+        thoughts: Thoughts | None,
+        free: FreePart | None,
     ) -> Grammar | None:
         form = params.structured_outputs
         if form is None:
@@ -298,7 +310,9 @@ class RequestBuilder:
         if text is None:
             assert self.check_grammar is not None, "nobody checks grammars here"
             text = self.check_grammar(grammar_spec(form))
-        return Grammar(text, form.after_ids, thoughts)
+        if form.after_ids:
+            free = FreePart((form.after_ids,))
+        return Grammar(text, free, thoughts)
 
     def _core_requests(
         self,
@@ -326,6 +340,7 @@ class RequestBuilder:
             log_id=options.log_id,
             share=options.share,
             queue_timeout_s=options.queue_timeout_s,
+            at_end=options.at_end and not params.stop,  # the end at a stop string is found here
         )
         followers = [
             Follower(f"{self.info.id_prefix}{number}.{index}", choice_seed(seed, index))
@@ -375,6 +390,9 @@ def _core_params(params: SamplingParams) -> SamplingParams:
     logprobs = params.logprobs
     if logprobs is None and (params.best_of or params.n) > params.n:
         logprobs = 0
+    has_texts = params.stop or params.bad_words or params.structured_outputs is not None
+    if not has_texts and (logprobs, None) == (params.logprobs, params.truncate_prompt_tokens):
+        return params  # as those of most requests, and to make others would check each value again
     return dataclasses.replace(
         params,
         logprobs=logprobs,

@@ -175,7 +175,7 @@ class ChoiceState:
 
 
 class RequestState:
-    """One request: its choices, and who is told when there is an update."""
+    """One request: its choices, and what is called when there is an update."""
 
     __slots__ = (
         "_in_parts",
@@ -224,7 +224,7 @@ class RequestState:
 
     @property
     def wants_update(self) -> bool:
-        """Somebody should be told now."""
+        """Whether the callback is due."""
         return self.num_unfinished == 0 or self.kind != "final"
 
     def end(self, reason: FinishReason, error: VllmxError | None = None) -> None:
@@ -234,11 +234,11 @@ class RequestState:
             choice.end(reason)
         self.num_unfinished = 0
 
-    def tokens_came(self, count: int, now_s: float) -> None:
-        """Counts tokens and times for the metrics."""
+    def tokens_came(self, count: int, now_s: float, held_s: float = 0.0) -> None:
+        """Counts tokens and times for the metrics; `held_s` ago the first one was there."""
         metrics = self.metrics
         if metrics.first_token_s is None:
-            metrics.first_token_s = now_s
+            metrics.first_token_s = now_s - held_s
         metrics.last_token_s = now_s
         metrics.num_generation_tokens += count
 

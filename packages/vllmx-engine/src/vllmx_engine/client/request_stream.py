@@ -108,7 +108,7 @@ class RequestStream:
             self._on_abort(self._state, None)
 
     def fail(self, error: VllmxError) -> None:
-        """Ends the request now, as `abort` does; who iterates meets this error."""
+        """Ends the request now, as `abort` does; whoever iterates gets this error."""
         if not self._state.finished:
             self._on_abort(self._state, error)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from vllmx_core import errors
@@ -29,26 +30,51 @@ class RequestTable:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._choices: dict[str, ChoiceState] = {}
+        self._of_client: Counter[str] = Counter()
+        """Sequences in flight, by client."""
 
     def __len__(self) -> int:
         """Sequences in flight."""
         return len(self._choices)
 
-    def check_room(self, num_choices: int, running: int, waiting: int, elsewhere: int = 0) -> None:
+    def check_room(
+        self,
+        num_choices: int,
+        running: int,
+        waiting: int,
+        elsewhere: int = 0,
+        client: str | None = None,
+    ) -> None:
         """Whether a call with so many choices fits beside those in flight, here and elsewhere,
         where so many run and wait at the most. Raises InvalidRequestError where it never could,
-        and QueueFullError."""
-        if num_choices > running + waiting:
+        and QueueFullError.
+
+        Args:
+            client: who asks, where several clients share the places: beside what can run, nobody
+                has more than is left free for others. None: nobody else is known.
+        """
+        places = running + waiting
+        most = places if client is None else max(running, (places + 1) // 2)
+        if num_choices > most:
             raise InvalidRequestError(
                 f"the call has {num_choices} choices in all, but at most {running} run and"
-                f" {waiting} wait: lower n or best_of, split the call, or raise --max-queue",
+                f" {most - running} wait: lower n or best_of, split the call, or raise --max-queue",
                 param="n",
             )
         in_flight = len(self) + elsewhere
-        if in_flight + num_choices > running + waiting:
+        if in_flight + num_choices > places:
             raise QueueFullError(
                 f"{in_flight} sequences are in flight and this request has {num_choices};"
                 f" at most {running} run and {waiting} wait: try again later"
+            )
+        if client is None:
+            return
+        own, left = self._of_client[client], places - in_flight - num_choices
+        if own + num_choices > max(running, left + 1):
+            raise QueueFullError(
+                f"{own} sequences of this client are in flight and this request has {num_choices};"
+                f" {places - in_flight} of {places} places are free, and nobody may have more than"
+                " are left for others: try again later"
             )
 
     def add(
@@ -61,7 +87,19 @@ class RequestTable:
         state = RequestState(request, self._tokenizer, kind, notify)
         for core, choice in zip(request.core, state.choices, strict=True):
             self._choices[core.request_id] = choice
+        self._of_client[request.core[0].client] += len(state.choices)
         return state
+
+    def _forget(self, request_id: str) -> bool:
+        """Whether it was there."""
+        choice = self._choices.pop(request_id, None)
+        if choice is None:
+            return False
+        client = choice.request.request.core[0].client
+        self._of_client[client] -= 1
+        if not self._of_client[client]:
+            del self._of_client[client]
+        return True
 
     def take(self, outputs: list[CoreOutput]) -> list[str]:
         """Spreads the updates of a step over the requests; returns ids that the core must abort,
@@ -92,7 +130,7 @@ class RequestTable:
         if output.ids or output.vector:
             self._take_facts(state, output, now_s)
         if choice.finish_reason is not None:
-            del self._choices[output.request_id]
+            self._forget(output.request_id)
             state.num_unfinished -= 1
         if state.notify is not None and state.wants_update:
             state.notify()
@@ -101,7 +139,7 @@ class RequestTable:
     def _take_facts(self, state: RequestState, output: CoreOutput, now_s: float) -> None:
         if output.queue_s is not None and state.metrics.first_token_s is None:
             state.metrics.queue_s = output.queue_s
-        state.tokens_came(len(output.ids), now_s)
+        state.tokens_came(len(output.ids), now_s, output.held_s)
         if output.num_cached_tokens:
             state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
         if output.prompt_logprobs is not None:
@@ -115,7 +153,7 @@ class RequestTable:
     ) -> list[str]:
         """Ends a request from this side; returns the ids that the core must abort."""
         ids = [core.request_id for core in state.request.core]
-        ids = [core_id for core_id in ids if self._choices.pop(core_id, None) is not None]
+        ids = [core_id for core_id in ids if self._forget(core_id)]
         if ids:
             try:
                 state.end(reason, error)
@@ -132,7 +170,7 @@ class RequestTable:
 
 
 def _internal(state: RequestState, error: Exception) -> VllmxError:
-    """What the user of a request hears of a bug of ours."""
+    """The error that a user gets for a bug of ours."""
     shown, where = state.request.core[0].shown, private_traceback(error)
     logger.error("request %s ends with an unexpected error\n%s", shown, where)
     return VllmxError("internal error; the server's log has the details")

@@ -1,4 +1,4 @@
-"""Runs steps on a thread of its own while somebody waits for what comes of them.
+"""Runs steps on a thread of its own while others wait for their results.
 
 Who waits can then be interrupted, and can give up on a step that never comes back.
 """
@@ -25,12 +25,12 @@ class Stepper:
     uses is freed like any object.
 
     Args:
-        step: one step. What it raises, everybody who waits gets.
+        step: computes one step. All threads that wait get what it raises.
         more: whether another step would compute anything.
     """
 
     LINGER_S = 0.01
-    """How long the thread goes on for nobody, or waits where there is nothing to do. Who reads a
+    """How long the thread goes on for nobody, or waits where there is nothing to do. A reader of a
     stream comes back at once, and then the next token is already under way: waking two threads for
     each would cost a tenth of a millisecond a token."""
 
@@ -38,7 +38,7 @@ class Stepper:
         self._step = step
         self._more = more
         self._left_s = 0.0
-        """The time when the last who waited had what it wanted."""
+        """The time when the last waiting thread had its result."""
         self._change = threading.Condition()
         self._waiters: list[_Waiter] = []
         self._running = False
@@ -78,7 +78,7 @@ class Stepper:
                     waiter.over.set()
 
     def _somebody_waits(self) -> bool:
-        """Lets go who has what it wanted; False when the thread must end."""
+        """Releases the threads that have their result; False when this one must end."""
         with self._change:
             while True:
                 for waiter in [waiter for waiter in self._waiters if waiter.done()]:

@@ -70,14 +70,14 @@ def prefix_of(number: int) -> str:
 
 
 class Clients:
-    """All that are there."""
+    """The clients that are connected."""
 
     def __init__(self, owner: Emit) -> None:
         self.owner = Client("", owner)
         self._by_prefix = {"": self.owner}
 
     def add(self, client: Client) -> None:
-        """It hears of what it asks for, and the counters, from now on."""
+        """Adds a client, which gets the updates of its requests and the counters from now on."""
         self._by_prefix[client.prefix] = client
 
     def remove(self, client: Client) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -53,7 +54,7 @@ class Committer:
         outputs: list[CoreOutput] = []
         for scored in owners.scored:
             outputs += self._score(scored, result, details)
-        num_more = -len(outputs)  # tokens beside one in each output
+        num_tokens = 0
         logits = owners.logits.tolist()
         for sequence, token, logit in zip(owners.sequences, ids.tolist(), logits, strict=True):
             if sequence.finished:
@@ -62,17 +63,19 @@ class Committer:
                 if not sequence.is_plain or token < 0:
                     if sequence.skipped_step == step.number:
                         continue  # its token is one of those that were forced
-                    output = self._special(sequence, token, logit, details, step.number)
-                    outputs.append(output)
-                    num_more += len(output.ids) - 1
-                elif (reason := sequence.accept(token)) is None:
+                    outputs += self._special(sequence, token, logit, details, step.number)
+                    continue
+                reason = sequence.accept(token)
+                num_tokens += 1
+                if reason is not None:
+                    outputs.append(self._output(sequence, sequence.untold(1), reason))
+                elif not sequence.request.at_end:
                     outputs.append(CoreOutput(request_id=sequence.request_id, ids=[token]))
-                else:
-                    outputs.append(self._output(sequence, [token], reason))
+                elif not sequence.hold(1):
+                    outputs.append(self._output(sequence, sequence.untold(1), None))
             except Exception as error:  # one request's fault must not stop the others
                 outputs.append(self.fail(sequence, error))
-                num_more -= 1
-        self.generation_tokens += len(outputs) + num_more
+        self.generation_tokens += num_tokens
         return outputs
 
     def _commit_vectors(self, step: Step, vectors: F32) -> list[CoreOutput]:
@@ -116,7 +119,7 @@ class Committer:
 
     def _special(
         self, sequence: Sequence, token: int, logit: int, details: _Details, number: int
-    ) -> CoreOutput:
+    ) -> list[CoreOutput]:
         """A first token, one with log-probabilities or a grammar, or a row without a result."""
         if token < 0:
             raise NonFiniteLogitsError(
@@ -139,7 +142,14 @@ class Committer:
             elif wanted is None:
                 forced, reason = self._forced(sequence, number)
                 ids += forced
-        return self._output(sequence, ids, reason, logprobs, is_first=is_first)
+        self.generation_tokens += len(ids)
+        is_detailed = logprobs is not None or sequence.request.params.prompt_logprobs is not None
+        if reason is None and not is_detailed and sequence.hold(len(ids)):
+            if is_first:
+                sequence.held_since_s = time.monotonic()
+            return []
+        told = sequence.untold(len(ids))
+        return [self._output(sequence, told, reason, logprobs, is_first=is_first)]
 
     def _forced(self, sequence: Sequence, number: int) -> tuple[list[int], FinishReason | None]:
         """Takes in the tokens that the grammar leaves no choice about, behind the one that step
@@ -170,6 +180,10 @@ class Committer:
         vector: F32 | None = None,
     ) -> CoreOutput:
         stops = reason == "stop" and bool(ids) and ids[-1] in sequence.stop_ids
+        held_s = 0.0
+        if sequence.held_since_s:
+            is_first, held_s = True, time.monotonic() - sequence.held_since_s
+            sequence.held_since_s = 0.0
         if reason is not None:
             self._scheduler.finish(sequence)
         return CoreOutput(
@@ -183,6 +197,7 @@ class Committer:
             else None,
             num_cached_tokens=sequence.num_cached_tokens if is_first else 0,
             queue_s=sequence.queue_s if is_first else None,
+            held_s=held_s,
             vector=b"" if vector is None else vector.tobytes(),
         )
 

@@ -37,9 +37,12 @@ _FEW_DECODES = 16
 
 _FIRST_PATCHES = 64.0
 """The patches of a tower of which nothing is known yet."""
+_IMAGE_PACE = 1.9
+"""How many times as long as decodes alone a step beside images may take: less than the two that
+nearly all are to keep, because the margins are those of the past."""
 _LEAST_TOWER = 0.25
 """A pass may always add so much of what the decodes take."""
-_LEAST_SHARE = 1 / 128
+_LEAST_SHARE = 1 / 256
 """The least share of a pass of the tower, which comes to an end whatever the target says."""
 
 
@@ -108,8 +111,9 @@ class StepCost:
         self._seen = [0, 0]
         self._passes: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
         """Units of a tower, and the seconds that they added to a step."""
-        self._pass_ratios: deque[float] = deque(maxlen=_REMEMBERED)
-        """What passes added to steps, by what was predicted that they would."""
+        self._pass_ratios: deque[float] = deque(maxlen=_RATIOS)
+        """What steps with passes took, by what was predicted for them: those vary as decodes do,
+        whose own part is most of it where the pass has little."""
         self._is_timed = True
         self._fit: tuple[float, ...] | None = None
         self._ratios = np.ones(_RATIOS, np.float32)
@@ -128,7 +132,7 @@ class StepCost:
             known_s += self._alone(decodes, context)
             added_s, meant_s = max(0.0, elapsed_s - known_s), self.tower_seconds(tower)
             if len(self._passes) >= _LEAST_SEEN and meant_s > 0.0:
-                self._pass_ratios.append(added_s / meant_s)
+                self._pass_ratios.append(elapsed_s / (known_s + meant_s))
             self._passes.append((tower.units, added_s))
             return
         kind = 1 if load.chunk_tokens else 0
@@ -189,16 +193,31 @@ class StepCost:
         return len(self._passes) > 0
 
     def tower_budget(self, num_decodes: int, decode_context: int) -> float:
-        """Seconds of a tower beside these decodes: as many as they take themselves, so that their
-        pace is half of what it was at the least, with nearly all parts, however far they were from
-        what was predicted; infinite without either. An image waits longer than a prompt of as much
-        work: hundreds of steps would be at the target's pace."""
+        """Seconds of a tower beside these decodes: nearly as many as they take themselves, so that
+        their pace is half of what it was at the least, with nearly all parts, however far they were
+        from what was predicted; infinite without either. An image waits longer than a prompt of as
+        much work: hundreds of steps would be at the target's pace."""
         if self.target_s is None or num_decodes == 0 or not self._is_timed:
             return math.inf
-        decodes_s, margin = self._alone(num_decodes, decode_context), 1.0
-        if self._pass_ratios:
-            margin = max(1.0, float(np.quantile(self._pass_ratios, _KEPT_SHARE)))
-        return decodes_s * max(1.0 / margin, _LEAST_TOWER)
+        decodes_s = self._alone(num_decodes, decode_context)
+        return decodes_s * max(_IMAGE_PACE / self._pass_margin() - 1.0, _LEAST_TOWER)
+
+    def image_chunk_seconds(self, num_decodes: int, decode_context: int) -> float:
+        """What a chunk of a prompt with images may add to these decodes, so that nearly all such
+        steps keep the pace that they have beside a tower, however much longer the target is;
+        infinite without either."""
+        if self.target_s is None or num_decodes == 0 or not self._is_timed:
+            return math.inf
+        decodes_s = self._alone(num_decodes, decode_context)
+        fitted_s = self.predict(StepLoad(num_decodes, decode_context))
+        aim_s = _IMAGE_PACE * decodes_s / max(self._overrun(), self._pass_margin())
+        return max(aim_s - fitted_s, _LEAST_TOWER * decodes_s)
+
+    def _pass_margin(self) -> float:
+        """How many times what is predicted nearly all steps with passes keep to."""
+        if not self._pass_ratios:
+            return 1.0
+        return max(1.0, float(np.quantile(self._pass_ratios, _KEPT_SHARE)))
 
     def _alone(self, num_decodes: int, decode_context: int) -> float:
         """Seconds of such decodes without a tower: what those before it took, since steps with a

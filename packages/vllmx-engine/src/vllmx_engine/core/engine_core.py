@@ -85,6 +85,7 @@ class EngineCore:
         self._cost = step_cost(config, self.limits)
         features = None if shape is None else shape.features
         self._images = Images(model, encoder, self.limits, features)
+        sees = None if encoder is None else self._images
         self._scheduler = Scheduler(
             self.limits,
             self._cost,
@@ -92,10 +93,10 @@ class EngineCore:
             prefix_caching=config.enable_prefix_caching and not self.limits.whole_prompts,
             chunked_prefill=config.enable_chunked_prefill,
             identity=CacheIdentity(config.model, _cache_dtype(model.info), self.limits.block_size),
-            images=self._images,
+            images=sees,
         )
         scheduler = self._scheduler
-        self._builder = BatchBuilder(scheduler.table, self.limits, scheduler.states, self._images)
+        self._builder = BatchBuilder(scheduler.table, self.limits, scheduler.states, sees)
         self._committer = Committer(self._scheduler)
         self._deadlines = QueueDeadlines(scheduler.live, clock)
         self._grammars = Grammars(vocab_size)
@@ -212,7 +213,7 @@ class EngineCore:
                 self._outputs.append(self._committer.fail(sequence, error))
 
     def _end_overdue(self) -> None:
-        """Ends who has waited too long for a row."""
+        """Ends the sequences that have waited too long for a row."""
         overdue = self._deadlines.expired()
         if overdue:
             self._scheduler.finish_all(overdue)
@@ -300,7 +301,7 @@ class EngineCore:
 
     @property
     def failure(self) -> EngineDeadError | None:
-        """What the model knows of its end before a step meets it, such as a rank that died."""
+        """Why the model cannot go on, known before a step fails, such as a rank that died."""
         found: EngineDeadError | None = getattr(self._model, "failure", None)
         return found
 

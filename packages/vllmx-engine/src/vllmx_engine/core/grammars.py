@@ -113,5 +113,5 @@ def _try_set(sequence: Sequence, compiled: Future[CompiledGrammar]) -> Exception
 
 
 def _set(sequence: Sequence, grammar: Grammar, compiled: Future[CompiledGrammar]) -> None:
-    row = GrammarRow(compiled.result(), grammar.after_ids)
+    row = GrammarRow(compiled.result(), grammar.free)
     sequence.grammar = row if grammar.thoughts is None else ThoughtBudget(grammar.thoughts, row)

@@ -42,6 +42,11 @@ class SequenceImages(Record):
     spans: bool = False
     """What `FeatureSpec` says of the same name."""
 
+    @property
+    def end(self) -> int:
+        """The position behind the last of them."""
+        return self.inputs[-1].start + self.inputs[-1].num_tokens
+
     def within(self, start: int, end: int) -> Iterator[int]:
         """Numbers of the images with tokens in this part of the sequence."""
         for number, image in enumerate(self.inputs):
@@ -138,10 +143,19 @@ class StepImages:
             self._fits(begun.image)
         if sequence.images is None:
             return size
-        for number in sequence.images.within(start, start + size):
-            image, places = sequence.images.inputs[number], sequence.images.places[number]
+        size = self._up_to_missing(sequence.images, start, size, budget)
+        if size and towers.work_for(sequence.images.inputs):
+            return budget.fit_beside_tower(sequence, start, size)
+        return size
+
+    def _up_to_missing(
+        self, images: SequenceImages, start: int, size: int, budget: StepBudget
+    ) -> int:
+        """How much of a chunk comes before the first image whose features are not there."""
+        for number in images.within(start, start + size):
+            image, places = images.inputs[number], images.places[number]
             is_there = self._fits(image) and (
-                self._is_made(image.digest) or towers.finishes(Pass(image, places), budget)
+                self._is_made(image.digest) or self.towers.finishes(Pass(image, places), budget)
             )
             if not is_there:
                 return max(0, image.start - start)

@@ -28,7 +28,9 @@ class BlockPool:
     def __init__(self, num_blocks: int, cache: PrefixCache) -> None:
         self.num_blocks = num_blocks
         self._cache = cache
-        self._refs = np.zeros(num_blocks, np.int32)
+        self._refs = np.ones(num_blocks, np.int32)
+        """References of each block; a free one without content has its next owner's already, so
+        that handing out writes nothing."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
 
@@ -44,16 +46,19 @@ class BlockPool:
 
     def allocate(self, count: int) -> I32:
         """(count,) blocks with one reference each; there must be as many."""
+        return np.array(self.take(count), np.int32)
+
+    def take(self, count: int) -> list[int]:
+        """`allocate` without making an array, which for a few blocks takes longer than the rest."""
         assert count <= self.num_available, (count, self.num_available)
         taken = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - len(taken) :]
         while len(taken) < count:
             block, _ = self._idle.popitem(last=False)
             self._cache.remove(block)
+            self._refs[block] = 1
             taken.append(block)
-        blocks = np.array(taken, np.int32)
-        self._refs[blocks] = 1
-        return blocks
+        return taken
 
     def acquire(self, blocks: I32) -> None:
         """Adds a reference to each of these cached blocks, each of which is given once."""
@@ -73,7 +78,7 @@ class BlockPool:
             if block in self._cache:
                 self._idle[block] = None
             else:
-                self._free.append(block)
+                self._set_free(block)
 
     def uncache(self, blocks: I32) -> None:
         """Takes these blocks of one table out of the prefix cache, from its tail on, but for those
@@ -87,20 +92,26 @@ class BlockPool:
         if block in self._idle:
             del self._idle[block]
             self._cache.remove(block)
-            self._free.append(block)
+            self._set_free(block)
 
     def clear_idle(self) -> None:
         """Forgets all prefixes that no row owns."""
         while self._idle:
             block, _ = self._idle.popitem(last=False)
             self._cache.remove(block)
-            self._free.append(block)
+            self._set_free(block)
+
+    def _set_free(self, block: int) -> None:
+        self._refs[block] = 1
+        self._free.append(block)
 
     def check(self, owned: I32) -> None:
         """Asserts that every block is free, idle or owned exactly as often as `owned` lists it."""
         counts = np.bincount(owned, minlength=self.num_blocks)
+        counts[self._free] += 1
         assert np.array_equal(counts, self._refs), "reference counts differ from the tables"
         idle = list(self._idle)
-        assert sorted(self._free + idle) == np.flatnonzero(self._refs == 0).tolist(), "block lost"
+        counts[self._free] = 0
+        assert sorted(self._free + idle) == np.flatnonzero(counts == 0).tolist(), "block lost"
         assert all(block in self._cache for block in idle), "idle without content"
         assert not any(block in self._cache for block in self._free), "free with content"

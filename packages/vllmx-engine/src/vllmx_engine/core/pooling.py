@@ -1,4 +1,4 @@
-"""What a model that answers with vectors or scores is told to those who ask it."""
+"""The description of a model that answers with vectors or scores, for its users."""
 
 from __future__ import annotations
 

@@ -70,8 +70,7 @@ class Prefixes:
         if not self.enabled:
             return self._miss
         length = self._full_prefix(sequence)
-        length = self._window_prefix(sequence, length)
-        if not length:
+        if not length or not (length := self._window_prefix(sequence, length)):
             return self._miss
         if self._slots is not None:
             return self._state_hit(sequence, length)

@@ -14,7 +14,7 @@ Clock = Callable[[], float]
 
 
 class QueueDeadlines:
-    """Knows who has to end, and nothing of requests that may wait for ever.
+    """Sequences that wait with a deadline; those without one are not kept here.
 
     Args:
         live: sequences that have not ended, by request id.
@@ -62,7 +62,7 @@ class QueueDeadlines:
 
 
 def timed_out(sequence: Sequence) -> QueueTimeoutError:
-    """What its user hears."""
+    """The error of a sequence that has waited too long."""
     return QueueTimeoutError(
         f"the request waited {sequence.request.queue_timeout_s:g} s for its turn, which is as long"
         " as --queue-timeout-s lets it: send it again later"

@@ -92,7 +92,7 @@ class RowBlocks:
                 table.first[group, row] = start - blocks.size
                 table.blocks[group, row, start - blocks.size : start] = blocks
         for group in self._full:
-            table.blocks[group, row, start:end] = self._pool.allocate(end - start)
+            table.blocks[group, row, start:end] = self._pool.take(end - start)
         if self._windows:
             table.num_ahead[row] = end - start
         if not self._prefixes.enabled:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from operator import attrgetter
+from struct import Struct
 
 import numpy as np
 from vllmx_core.plan import I32, AnyArray
@@ -21,8 +22,17 @@ FLOAT_DEFAULTS = {
 }
 """What a logit row has that scores a prompt token: greedy, and everything else off."""
 FLOAT_FIELDS = tuple(FLOAT_DEFAULTS)
-"""Rows of `RowTable.floats`, by their names in SamplingParams and SamplingRows."""
+"""Columns of `RowTable.floats`, by their names in SamplingParams and SamplingRows."""
 _floats = attrgetter(*FLOAT_FIELDS)
+_SAMPLING = np.dtype(
+    [
+        ("floats", np.float32, len(FLOAT_FIELDS)),
+        ("top_k", np.int32),
+        ("num_logprobs", np.int32),
+        ("seed", np.uint64),
+    ]
+)
+_write_sampling = Struct(f"={len(FLOAT_FIELDS)}fiiQ").pack_into
 _NEVER = np.int32(2**31 - 1)
 
 
@@ -79,10 +89,13 @@ class RowTable:
         self.client = np.zeros(num_rows, np.int32)
         self.rank = np.zeros(num_rows, np.int32)
         """The priority that was asked for; a smaller one is served first."""
-        self.floats = np.zeros((len(FLOAT_FIELDS), num_rows), np.float32)
-        self.top_k = np.zeros(num_rows, np.int32)
-        self.seed = np.zeros(num_rows, np.uint64)
-        self.num_logprobs = np.full(num_rows, -1, np.int32)
+        self._sampling = bytearray(num_rows * _SAMPLING.itemsize)
+        """The sampling parameters of a row lie side by side, so that one call writes them."""
+        sampling = np.frombuffer(self._sampling, _SAMPLING)
+        self.floats = sampling["floats"]  # (N, fields)
+        self.top_k = sampling["top_k"]
+        self.seed = sampling["seed"]
+        self.num_logprobs = sampling["num_logprobs"]
         self.owner: list[Sequence | None] = [None] * num_rows
         self.version = 0
         """Grows with each admission and release."""
@@ -109,7 +122,7 @@ class RowTable:
 
     def _of_one_stage(self, rows: AnyArray) -> AnyArray:
         """Some of the rows that decode, those whose last token is known: as many as come to one
-        stage when all stages have as many, who waits longest first."""
+        stage when all stages have as many, the longest waiting first."""
         known = rows[self.last_token[rows] >= 0]
         most = -(-rows.size // self.num_stages)
         if known.size > most:
@@ -145,10 +158,9 @@ class RowTable:
             self.turn_axes = sequence.images.turns.known.shape[0]
             self.num_turned += 1
         request, params = sequence.request, sequence.request.params
-        self.floats[:, row] = _floats(params)
-        self.top_k[row] = params.top_k
-        self.seed[row] = request.seed
-        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        num_logprobs = -1 if params.logprobs is None else params.logprobs
+        at, values = row * _SAMPLING.itemsize, _floats(params)
+        _write_sampling(self._sampling, at, *values, params.top_k, num_logprobs, request.seed)
 
     def release(self, sequence: Sequence) -> I32:
         """Takes the row back; returns the blocks it owned, in order."""

@@ -160,7 +160,7 @@ class RowsBuilder:
         top_k, seed = np.zeros(num_logits, np.int32), np.zeros(num_logits, np.uint64)
         target, num_logprobs = np.full((2, num_logits), -1, np.int32)
         at = owners.logits
-        floats[:, at] = table.floats[:, rows]
+        floats[:, at] = table.floats[rows].T
         top_k[at], seed[at] = table.top_k[rows], table.seed[rows]
         num_logprobs[at] = table.num_logprobs[rows]
         for part in owners.scored:

@@ -1,4 +1,4 @@
-"""Decides what each step computes: who decodes, who prefills how much, who has to make room."""
+"""Decides what each step computes: which sequences decode, prefill how much, or are preempted."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ _MAX_MISFITS = 4
 """The number of misfits of the queue after which a step looks for no other that would fit."""
 _MAX_FREED = 256
 """Sequences that a step frees of those that ended together."""
+_NO_ROWS = np.zeros(0, np.intp)
 
 
 class Scheduler:
@@ -229,8 +230,10 @@ class Scheduler:
 
     def _decodes(self) -> tuple[AnyArray, Sequence | None]:
         """Ready rows, each with blocks for its next token, and the last one of those that had to
-        be preempted for them, for an unfinished prefill or for who waits."""
+        be preempted for them, for an unfinished prefill or for a waiting one."""
         victim: Sequence | None = None
+        if not self.running:
+            return self._beside.choose(_NO_ROWS, several=False, has_prompts=False), victim
         while True:
             rows = self._ready()
             full = self.blocks.full_rows(rows)
@@ -264,14 +267,14 @@ class Scheduler:
             wanted = self.blocks.wanted(head, self.prefixes.look(head)) + num_taken
         except Exception:  # its admission will meet it again, and end it
             return False
-        missing = wanted - self._room
+        missing = wanted - self.blocks.room(len(self.running), self.prefills)
         held = self.table.num_owned(lower)
         return 0 < missing <= held + self.blocks.num_groups * len(lower)
 
     def _prefilling(self, victim: Sequence | None) -> Generator[Sequence]:
-        """Unfinished prefills, then, as far as rows and blocks go, the waiting queue; but who waits
-        with a higher priority than an unfinished prefill goes before it. In a step that preempts,
-        only who outranks the victims is admitted."""
+        """Unfinished prefills, then, as far as rows and blocks go, the waiting queue; but one that
+        waits with a higher priority than an unfinished prefill goes before it. In a step that
+        preempts, only those that outrank the victims are admitted."""
         prefills = deque(self.prefills)
         aside: list[Sequence] = []
         """The sequences that do not fit, out of the queue until this is closed."""
@@ -305,8 +308,8 @@ class Scheduler:
         return head
 
     def _holds_back(self, misfit: Sequence, other: Sequence) -> bool:
-        """Whether who does not fit must not be passed by another. Who was preempted gave its blocks
-        up to older ones already."""
+        """Whether one that does not fit must not be passed by another. One that was preempted gave
+        up its blocks to older ones already."""
         if misfit.was_preempted or self.queue.outranks(misfit, other):
             return True
         return misfit.num_passed >= self.limits.max_rows
@@ -317,11 +320,6 @@ class Scheduler:
         except Exception as error:  # one request's fault must not stop the others
             self.failed.append((sequence, error))
             return False
-
-    @property
-    def _room(self) -> int:
-        """Blocks beside those that each running sequence may soon need."""
-        return self.blocks.room(len(self.running), self.prefills)
 
     def _cut(self, sequence: Sequence, start: int, size: int) -> Chunk:
         """A chunk of a prefilling sequence, which moves on to decoding when it is the last one."""
@@ -343,31 +341,31 @@ class Scheduler:
         slot = self.share.slot(sequence.request.client)
         if self.share.has_more(slot) and not sequence.was_preempted:
             cached = hit.num_blocks * self.limits.block_size
-            self.share.charge_one(slot, sequence.num_prompt - cached)
+            self.share.charge(slot, sequence.num_prompt - cached)
             sequence.num_charged = sequence.num_prompt
         return slot
 
     def _charge(self, batch: Batch) -> None:
         if len(self.share) > 1:
             clients = self.table.client
-            rows = [chunk.sequence.row for chunk in batch.chunks]
-            slots = np.concatenate([clients[batch.decodes], clients[rows]])
-            tokens = np.ones(slots.size)
-            tokens[batch.decodes.size :] = [chunk.num_new for chunk in batch.chunks]
-            self.share.charge(slots, tokens)
+            if batch.decodes.size:
+                self.share.charge_all(clients[batch.decodes])
+            for chunk in batch.chunks:
+                self.share.charge(clients.item(chunk.sequence.row), chunk.num_new)
 
     # --- rows and blocks --------------------------------------------------------------------------
     def _admit(self, sequence: Sequence) -> bool:
         """Gives the sequence a row, the cached blocks of its prefix and new ones for the rest of
         its known tokens, and leaves one more block in each group for each running row."""
         hit = self.prefixes.look(sequence)
-        if self.blocks.wanted(sequence, hit) > self._room:
+        room = self.blocks.room(len(self.running), self.prefills)
+        if self.blocks.wanted(sequence, hit) > room:
             return False
         if self.states is not None and not self.states.has_room:
             return False
         if self.table.is_awaited(sequence):
             return False
-        self.queue.admit()
+        self.queue.admit(sequence)
         sequence.found = None
         self.running.append(sequence)
         insort(self.prefills, sequence, key=self.queue.order)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from vllmx_engine.core.images import SequenceImages
 
 _ID_BYTES = 4
+_MOST_HELD = 256
+"""Tokens that are told at once where nobody looks at them before the end: they are decoded in
+microseconds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,11 +100,13 @@ class Sequence:
         "finished",
         "found",
         "grammar",
+        "held_since_s",
         "images",
         "is_plain",
         "limit",
         "num_cached_tokens",
         "num_charged",
+        "num_held",
         "num_passed",
         "num_prompt",
         "num_scored",
@@ -155,6 +160,10 @@ class Sequence:
         self.found: Found | None = None
         """What the last look at its prefix found, while it waits."""
         self.num_cached_tokens = 0
+        self.num_held = 0
+        """The last so many tokens are not told yet, see `CoreRequest.at_end`."""
+        self.held_since_s = 0.0
+        """The time at which its first token came, while that is not told; else 0."""
         self.num_charged = 0
         """The first so many tokens were charged to its client: its prompt as it was admitted, or
         what was computed before it was preempted."""
@@ -191,6 +200,10 @@ class Sequence:
         """Tokens that a chunk from there on has at the least: images may not be cut."""
         return 1 if self.images is None else self.images.least(start)
 
+    def has_images_from(self, start: int) -> bool:
+        """Whether an image has tokens there or behind it."""
+        return self.images is not None and start < self.images.end
+
     @property
     def all_scored(self) -> bool:
         """No prompt token waits for its logits any more."""
@@ -206,6 +219,18 @@ class Sequence:
     def mark_started(self) -> None:
         """The first token is out: decides `is_plain` for the others."""
         self.is_plain = self.request.params.logprobs is None and self.grammar is None
+
+    def hold(self, count: int) -> bool:
+        """Holds its last tokens, which are new; False: they are to be told now."""
+        if not self.request.at_end or self.num_held + count >= _MOST_HELD:
+            return False
+        self.num_held += count
+        return True
+
+    def untold(self, count: int) -> list[int]:
+        """The tokens to be told when the last ones are new: with them those that were held."""
+        told, self.num_held = self.num_held + count, 0
+        return self.tokens[-told:].tolist()
 
     def accept(self, token: int) -> FinishReason | None:
         """Appends a sampled id and says whether the sequence ends with it. Raises GrammarError for

@@ -4,6 +4,7 @@ hold up those who decode."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from vllmx_core.model import ImagePlaces
 from vllmx_core.plan import StepPlan
@@ -55,6 +56,12 @@ class StepTowers:
     def is_busy(self) -> bool:
         """A pass will not have ended with this step."""
         return self.started is not None or (self.begun is not None and self.begun_end < 1.0)
+
+    def work_for(self, images: Iterable[ImageInput]) -> bool:
+        """Whether the step does a part of a pass for any of these."""
+        digests = {*self.whole}
+        digests |= {one.image.digest for one in (self.begun, self.started) if one is not None}
+        return not digests.isdisjoint(image.digest for image in images)
 
     def advance(self, budget: StepBudget) -> None:
         """The pass that has begun goes on, once a step."""

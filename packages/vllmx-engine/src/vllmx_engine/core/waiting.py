@@ -98,13 +98,13 @@ class FairShare:
         """Whether there are other clients, and a client has other requests beside one."""
         return self._live[slot] > 1 and len(self._slots) > 1
 
-    def charge_one(self, slot: int, num_tokens: int) -> None:
+    def charge(self, slot: int, num_tokens: int) -> None:
         """Adds so many tokens to one client."""
         self._service[slot] += num_tokens * self._of_token.item(slot)
 
-    def charge(self, slots: AnyArray, tokens: AnyArray) -> None:
-        """Adds to the clients in `slots` the tokens of a step, one entry a row."""
-        self._service += np.bincount(slots, tokens, self._service.size) * self._of_token
+    def charge_all(self, slots: AnyArray) -> None:
+        """Adds a token to the client in each of `slots`, one entry a row that decodes."""
+        self._service += np.bincount(slots, minlength=self._service.size) * self._of_token
 
 
 class _Class:
@@ -138,7 +138,7 @@ class _Class:
 
     def remove(self, client: str, sequence: Sequence) -> None:
         line = self._clients[client]
-        line.pop(sequence.arrival)
+        line.take(sequence.arrival)
         if not line:
             del self._clients[client]
 
@@ -154,34 +154,22 @@ class _Class:
             for client, sequence in zip(clients, sequences, strict=True):
                 line = self._clients.get(client)
                 if line is not None:
-                    line.pop(sequence.arrival)
+                    line.take(sequence.arrival)
         self._drop_old_heads()
 
     def first(self) -> Sequence:
         """The first sequence of the client that was served least; there must be one."""
-        return self.ahead.first() if self.ahead else self._first_line().first()
-
-    def take_first(self) -> None:
-        """Takes `first` out."""
         if self.ahead:
-            self.ahead.pop(self.ahead.least())
-            return
-        line = self._first_line()
-        line.pop(line.least())
-        if not line:
-            del self._clients[heapq.heappop(self._heads)[2]]
-
-    def _first_line(self) -> Ordered[Sequence]:
-        """The line of the client that was served least, whose head stands in front from now on."""
+            return self.ahead.first()
         while True:
-            head = self._heads[0]
-            line = self._clients.get(head[2])
+            service, arrival, client = self._heads[0]
+            line = self._clients.get(client)
             if line is None:
                 heapq.heappop(self._heads)
-            elif (now := self._head(head[2], line)) != head:
-                heapq.heapreplace(self._heads, now)
+            elif line.least() != arrival or self._service(client) != service:
+                heapq.heapreplace(self._heads, self._head(client, line))
             else:
-                return line
+                return line[arrival]
 
     def _head(self, client: str, line: Ordered[Sequence]) -> _Head:
         return self._service(client), line.least(), client
@@ -195,7 +183,7 @@ class _Class:
 class WaitingQueue:
     """Sequences that wait for a row. `fcfs`: arrival alone decides.
 
-    To find who is next, and to take anyone out, costs the same whoever else waits.
+    Finding the next one, and taking any out, takes a time that does not depend on the others.
 
     So that nobody starves, each 16th admission gives another priority a turn, one after the other:
     its first sequence is put before all others. It keeps the rank that it is given, or whoever
@@ -243,11 +231,11 @@ class WaitingQueue:
         group = self._classes.get(priority)
         assert group is not None, sequence.request_id
         if _goes_ahead(sequence):
-            group.ahead.pop(sequence.arrival)
+            group.ahead.take(sequence.arrival)
         else:
             group.remove(self._client(sequence), sequence)
         if not group:
-            self._classes.pop(priority)
+            self._classes.take(priority)
         self._length -= 1
 
     def remove_all(self, sequences: Iterable[Sequence]) -> None:
@@ -268,23 +256,17 @@ class WaitingQueue:
                 clients = [sequence.request.client for sequence in members]
             group.remove_all(members, clients)
             if not group:
-                self._classes.pop(priority)
+                self._classes.take(priority)
             self._length -= len(members)
 
-    def admit(self) -> None:
-        """Takes out who is `first` and gets a row; this may make it another priority's turn."""
-        rank = self._classes.least()
-        group = self._classes.first()
-        group.take_first()
-        self._length -= 1
-        if not group:
-            self._classes.pop(rank)
-            if not self._classes:
-                self._num_admitted, self._best_admitted = 0, _NO_PRIORITY
-                return
+    def admit(self, sequence: Sequence) -> None:
+        """Takes out the `first` one, which gets a row; then it may be another priority's turn."""
+        self.remove(sequence)
+        if not self._length:
+            self._num_admitted, self._best_admitted = 0, _NO_PRIORITY
+            return
         self._num_admitted += 1
-        if rank < self._best_admitted:
-            self._best_admitted = rank
+        self._best_admitted = min(self._best_admitted, self.priority(sequence))
         if self._num_admitted >= _TURN_EVERY:
             best = min(self._best_admitted, self._classes.least())
             self._num_admitted, self._best_admitted = 0, _NO_PRIORITY

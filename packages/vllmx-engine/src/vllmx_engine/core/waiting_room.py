@@ -11,7 +11,7 @@ from vllmx_engine.core.waiting import FairShare, WaitingQueue
 
 
 class WaitingRoom:
-    """Knows where each of them waits, and counts who is live at all.
+    """Knows where each of them waits, and counts all live ones.
 
     Args:
         shared_from: a prompt of so many tokens has blocks that other choices of its call can

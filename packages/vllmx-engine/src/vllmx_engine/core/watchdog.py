@@ -104,7 +104,7 @@ class Watchdog:
     """Watches a core from a thread of its own, while the `with` block runs.
 
     Args:
-        on_stuck: called once, on that thread, after the log has been told.
+        on_stuck: called once, on that thread, after the log was written.
     """
 
     def __init__(self, core: EngineCore, on_stuck: Callable[[EngineDeadError], None]) -> None:

@@ -34,7 +34,7 @@ class ReadOptions(Record):
     in_thinking: bool = False
     """The prompt left the thoughts open."""
     has_thinking: bool = True
-    """Thoughts are told from content."""
+    """Whether thoughts are separated from content."""
     one_call: bool = False
     """Calls after the first are left out."""
 

@@ -138,7 +138,7 @@ class _Finder:
             return False
 
     def _derived(self, *, is_tools: bool) -> tuple[OutputFormat | None, str]:
-        """What the template tells, or None and why not."""
+        """The format that the template shows, or None and why not."""
         try:
             if is_tools:
                 return OutputFormat("derived", calls=derive_calls(self._template)), ""

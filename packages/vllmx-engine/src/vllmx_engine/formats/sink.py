@@ -1,4 +1,4 @@
-"""The interface of those that are told what an answer holds, while it is read."""
+"""The interface of those that take the parts of an answer while it is parsed."""
 
 from __future__ import annotations
 

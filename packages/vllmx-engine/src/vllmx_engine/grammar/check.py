@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from typing import Any
 
-from vllmx_core.errors import GrammarError
+import msgspec
+from vllmx_core.errors import GrammarError, shown
 
 from vllmx_engine.grammar.matcher import CompiledGrammar
 from vllmx_engine.grammar.schema import place_of
@@ -15,6 +18,8 @@ from vllmx_engine.wire.grammars import GrammarSpec
 
 MAX_MASK_S = 0.05
 """The most seconds of processor time for the mask of a token."""
+_OWN_LINES = re.compile(r" \d+ \| ")
+"""Begins a line of the grammar that was made of a tag, which nobody but us has seen."""
 
 
 def check(spec: GrammarSpec, lexicon: Lexicon) -> str:
@@ -23,7 +28,7 @@ def check(spec: GrammarSpec, lexicon: Lexicon) -> str:
     try:
         compiled = CompiledGrammar(text, lexicon.trie, lexicon.vocab_size)
     except GrammarError as error:
-        raise _named(error, spec) from None
+        raise _named(error, spec, lexicon) from None
     if not compiled.first_mask.any():
         raise GrammarError("the grammar allows no first token: no text satisfies it")
     if compiled.mask_s > MAX_MASK_S:
@@ -35,16 +40,43 @@ def check(spec: GrammarSpec, lexicon: Lexicon) -> str:
     return text
 
 
-def _named(error: GrammarError, spec: GrammarSpec) -> GrammarError:
-    """Names the keyword of a schema that the library does not have, and its place."""
-    listed = re.search(r"Unimplemented keys: \[([^\]]*)", error.message)
-    if listed is None or spec.kind != "json_schema":
+def _named(error: GrammarError, spec: GrammarSpec, lexicon: Lexicon) -> GrammarError:
+    """Says which keyword of which schema it is that the library does not have."""
+    if spec.kind == "json_schema":
+        return _keyword_named(error, json.loads(spec.text))
+    if spec.kind != "structural_tag":
         return error
-    for keyword in re.findall(r'"([^"]+)"', listed.group(1)):
-        place = place_of(json.loads(spec.text), keyword)
+    for begin, schema in _schemas_of(json.loads(spec.text)):
+        alone = msgspec.structs.replace(spec, kind="json_schema", text=json.dumps(schema))
+        try:
+            CompiledGrammar(translate(alone), lexicon.trie, lexicon.vocab_size)
+        except GrammarError as found:
+            named = _keyword_named(found, schema)
+            return GrammarError(f"in what begins with {shown(begin)}: {named.message}")
+    return GrammarError(_OWN_LINES.split(error.message)[0])
+
+
+def _keyword_named(error: GrammarError, schema: Any) -> GrammarError:
+    listed = re.search(r"Unimplemented keys: \[([^\]]*)", error.message)
+    for keyword in re.findall(r'"([^"]+)"', listed.group(1) if listed else ""):
+        place = place_of(schema, keyword)
         if place is not None:
             return GrammarError(
                 f"{keyword} at {place} is a keyword that cannot be held while an answer is written:"
                 " leave it out, or say the same by others"
             )
     return error
+
+
+def _schemas_of(tag: Any, begin: str = "") -> Iterator[tuple[str, Any]]:
+    """The schemas in a structural tag, each with the text that begins the tag around it."""
+    if isinstance(tag, dict):
+        begin = tag.get("begin") or begin
+        for key, value in tag.items():
+            if key in ("json_schema", "schema") and isinstance(value, dict):
+                yield begin, value
+            else:
+                yield from _schemas_of(value, begin)
+    elif isinstance(tag, list):
+        for each in tag:
+            yield from _schemas_of(each, begin)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import os
 import time
 from collections.abc import Callable
@@ -28,6 +27,12 @@ _DEADLINE_S = 20.0
 """The seconds of a whole image, redirects included."""
 _MAX_REDIRECTS = 3
 _CHUNK_BYTES = 64 << 10
+_MAX_HEADER = 1000
+"""The characters before a data URL's comma, which are the names of a media type."""
+_MAX_URL = 16 << 10
+"""The characters of any other URL: `urlsplit` keeps those that it has seen."""
+_ESCAPED = {b"%2B": b"+", b"%2F": b"/", b"%3D": b"=", b"%0A": b"", b"%0D": b"", b"%20": b""}
+"""What programs that build URLs put for signs of base64, and for the ends of its lines."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 
@@ -80,6 +85,12 @@ def read_source(
 
 
 def _split(source: ImageSource) -> SplitResult:
+    if len(source.url) > _MAX_URL:
+        raise _wrong(
+            source,
+            f"has a URL of more than {_MAX_URL} characters: send the image in a data URL,"
+            " data:image/png;base64,...",
+        )
     try:
         parts = urlsplit(source.url)
         _ = parts.port
@@ -94,15 +105,25 @@ def _wrong(source: ImageSource, what: str) -> InvalidRequestError:
 
 def _decoded(source: ImageSource, limits: ImageLimits) -> bytes:
     header, comma, data = source.url[5:].partition(",")
-    kind, *options = (part.strip().lower() for part in header.split(";"))
+    parts = header.split(";") if len(header) <= _MAX_HEADER else [""]
+    kind, *options = (part.strip().lower() for part in parts)
     if not comma or "base64" not in options or not (kind == "" or kind.startswith("image/")):
         raise _wrong(source, "must be a data URL of an image in base64: data:image/png;base64,...")
     try:
-        found = base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError):
+        found = _of_base64(data)
+    except ValueError:
         raise _wrong(source, "holds base64 that cannot be decoded: encode it again") from None
     limits.check_bytes(len(found), source.where)
     return found
+
+
+def _of_base64(text: str) -> bytes:
+    """Decodes base64, also in lines or escaped as a part of a URL. Raises ValueError."""
+    data = text.encode("ascii")
+    if b"%" in data:
+        for code, sign in _ESCAPED.items():
+            data = data.replace(code, sign).replace(code.lower(), sign)
+    return base64.b64decode(data.translate(None, b" \t\r\n"), validate=True)
 
 
 # --- files ----------------------------------------------------------------------------------------

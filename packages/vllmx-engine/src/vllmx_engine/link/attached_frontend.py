@@ -59,7 +59,7 @@ class AttachedFrontend(CoreFrontend):
         return self._heartbeat.silent_s if self.status == "ready" else 0.0
 
     def note(self, reason: str) -> None:
-        """What the supervisor knows of the core's end."""
+        """Takes the reason of the core's end from the supervisor."""
         if self.status != "ready":
             self._last_reason = reason
 
@@ -72,7 +72,7 @@ class AttachedFrontend(CoreFrontend):
         return super().unavailable()
 
     async def close(self) -> None:
-        """Leaves the core, which aborts what this client asked of it."""
+        """Disconnects from the core, which aborts this client's requests."""
         if self.status == "closed":
             return
         self.status = "closed"

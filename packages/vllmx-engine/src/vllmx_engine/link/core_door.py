@@ -22,7 +22,7 @@ class CoreDoor:
     """Lets clients in, each on a thread that receives for it.
 
     Args:
-        inbox: of the core's loop, which hears of them and what they say.
+        inbox: where the core's loop takes clients that come and go, and their messages.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ Status = Literal["ready", "asleep", "restarting", "dead", "closed"]
 
 
 class Listener(Record):
-    """The functions that are told what a frontend hears from the core."""
+    """The functions that a frontend calls with what the core sends."""
 
     outputs: Callable[[list[CoreOutput]], None]
     stats: Callable[[CoreStats], None]
@@ -159,6 +159,6 @@ class CoreFrontend:
 
 
 def lost_with(error: VllmxError, text: str) -> EngineDeadError:
-    """What requests in flight are told; a hanging device keeps its own type."""
+    """The error of requests in flight; that of a hanging device keeps its own type."""
     kind = type(error) if isinstance(error, EngineDeadError) else EngineDeadError
     return kind(text)

@@ -59,7 +59,7 @@ Refusal = Literal["invalid", "overloaded", "failed"]
 
 
 class GrammarObserver(Protocol):
-    """The listener that is told what becomes of grammars."""
+    """The listener that gets the results of checked grammars."""
 
     def grammar_compiled(self, seconds: float) -> None:
         """One was checked, for better or worse."""

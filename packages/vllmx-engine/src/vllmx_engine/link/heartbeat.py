@@ -12,7 +12,9 @@ from collections.abc import Callable
 
 INTERVAL_S = 0.75
 _MISSED = 4
-"""Intervals without a word after a question until the core counts as silent."""
+"""Intervals without an answer until the core counts as silent."""
+_HANGS = 6
+"""Intervals without an answer until a core that others wait for counts as hung."""
 
 
 class Heartbeat:
@@ -21,10 +23,11 @@ class Heartbeat:
 
     Args:
         ask: sends a question to the core.
+        on_hang: called where the core has been silent for longer than anybody should wait for it.
     """
 
-    def __init__(self, ask: Callable[[], None]) -> None:
-        self._ask = ask
+    def __init__(self, ask: Callable[[], None], on_hang: Callable[[], None] = lambda: None) -> None:
+        self._ask, self._on_hang = ask, on_hang
         self._num_missed = 0
         self._task: asyncio.Task[None] | None = None
 
@@ -51,6 +54,8 @@ class Heartbeat:
         if not self._num_missed:
             self._ask()
         self._num_missed += 1
+        if self._num_missed == _HANGS:
+            self._on_hang()
 
     async def _run(self) -> None:
         while True:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from vllmx_core.errors import EngineDeadError, VllmxError
+from vllmx_core.errors import EngineDeadError, RankLostError, VllmxError
 
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.link.door import Door
@@ -31,6 +31,8 @@ class ProcessFrontend(CoreFrontend):
     """A core that was heard of for longer than this has not failed quickly."""
     FIRST_DELAY_S = 0.1
     LAST_DELAY_S = 10.0
+    EXIT_S = 1.0
+    """The time that a core whose connection is gone gets to exit, so that its code says why."""
 
     def __init__(self, found: FoundModel, door: Door | None = None) -> None:
         super().__init__()
@@ -49,7 +51,7 @@ class ProcessFrontend(CoreFrontend):
         self._waking = asyncio.Lock()
         self._last_update_s = 0.0
         self._restarting: asyncio.Task[None] | None = None
-        self._heartbeat = Heartbeat(lambda: self._send(Ping()))
+        self._heartbeat = Heartbeat(lambda: self._send(Ping()), self._on_hang)
 
     @classmethod
     async def start(cls, found: FoundModel, door: Door | None = None) -> ProcessFrontend:
@@ -62,12 +64,12 @@ class ProcessFrontend(CoreFrontend):
 
     @property
     def silent_s(self) -> float:
-        """See `Frontend.silent_s`. A core that starts is no silent one."""
+        """See `Frontend.silent_s`. A core that starts is not silent."""
         return self._heartbeat.silent_s if self.status == "ready" else 0.0
 
     @property
     def start_message(self) -> Start:
-        """What the core is told to load."""
+        """What the core loads."""
         return self._start
 
     @property
@@ -134,6 +136,11 @@ class ProcessFrontend(CoreFrontend):
         self._core, self.info = core, core.info
         self._born_s = self._last_update_s = self._loop_s()
 
+    def _on_hang(self) -> None:
+        """A core alone may go on where it stood; the ranks of a group do not wait for so long."""
+        if self.status == "ready" and self._start.config.num_ranks > 1:
+            self._core.end(RankLostError(f"rank 0 (process {self.pid}) hangs or was stopped"))
+
     def _on_lost(self, core: CoreProcess) -> None:
         if core is not getattr(self, "_core", None):
             return  # `_spawn` has not taken it yet, and sees it for itself
@@ -153,7 +160,7 @@ class ProcessFrontend(CoreFrontend):
     async def _restart(self, core: CoreProcess) -> None:
         if self._last_update_s - self._born_s > self.QUICK_S:
             self._quick_failures = 0
-        ended = await core.reap(timeout_s=1.0)
+        ended = await core.reap(self.EXIT_S)
         if core.failure is None:
             self._fail_all(EngineDeadError(core.describe_end()))
         if not ended:

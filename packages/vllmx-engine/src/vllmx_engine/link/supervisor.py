@@ -149,6 +149,12 @@ class CoreProcess(asyncio.Protocol):
         if self._transport is not None:
             self._transport.write(frame)
 
+    def end(self, failure: VllmxError) -> None:
+        """Kills the process, which cannot say itself what is wrong with it."""
+        self._failure = failure
+        self._process.kill()
+        self._tell_lost()
+
     async def stop(self, timeout_s: float = _EXIT_TIMEOUT_S) -> None:
         """Asks the process to end, kills it after `timeout_s`, and reaps it."""
         self._stopping = True

@@ -40,13 +40,24 @@ class Thoughts(msgspec.Struct, frozen=True, array_like=True):
     end_ids: tuple[int, ...]
 
 
+class FreePart(msgspec.Struct, frozen=True, array_like=True):
+    """What may stand in front of an answer's form: thoughts, headers of messages."""
+
+    ends: tuple[tuple[int, ...], ...]
+    """Token ids; the form holds from behind the first of them that comes."""
+    begin_ids: tuple[int, ...] = ()
+    """An answer that begins otherwise has no such part; empty: every answer has it."""
+    held_ids: tuple[int, ...] = ()
+    """Tokens that may not come in it: ends of the sequence, where the form must follow."""
+
+
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
     """A grammar that was found sound, as the core gets it with a request."""
 
     text: str
     """Empty: the answer has no form, only bounds."""
-    after_ids: tuple[int, ...] = ()
-    """It holds from behind these token ids of the answer on."""
+    free: FreePart | None = None
+    """None: the grammar holds from the first token on."""
     thoughts: Thoughts | None = None
 
 

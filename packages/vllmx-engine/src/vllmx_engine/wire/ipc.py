@@ -18,9 +18,15 @@ from vllmx_core.errors import VllmxError
 
 from vllmx_engine.wire.grammars import Vocabulary
 from vllmx_engine.wire.known_specs import KnownSpecs
-from vllmx_engine.wire.messages import CoreInfo, CoreOutput, CoreRequest, CoreStats, Follower
+from vllmx_engine.wire.messages import (
+    MAX_FRAME_BYTES,
+    CoreInfo,
+    CoreOutput,
+    CoreRequest,
+    CoreStats,
+    Follower,
+)
 
-MAX_FRAME_BYTES = 256 << 20
 _LENGTH = struct.Struct("<I")
 M = TypeVar("M")
 

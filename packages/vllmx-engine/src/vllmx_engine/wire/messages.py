@@ -19,6 +19,8 @@ from vllmx_core.sampling import MAX_LOGPROBS, SamplingParams
 from vllmx_engine.wire.grammars import Grammar
 from vllmx_engine.wire.pooling import PoolingInfo
 
+MAX_FRAME_BYTES = 256 << 20
+"""The longest message between processes, encoded."""
 FinishReason = Literal["stop", "length", "abort", "error"]
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Inclusive upper bounds of `CoreStats.step_sizes`; the last count is of larger steps."""
@@ -69,7 +71,7 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     priority: int = 0
     """Smaller is served first."""
     client: str = ""
-    """The client whom the request belongs to, for fair share; the API key's digest on the server.
+    """The client that sent the request, for fair share; the API key's digest on the server.
     """
     share: float = 1.0
     """What the client gets of the capacity beside the others that want some."""
@@ -86,6 +88,8 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     token_types: bytes = b""
     """The text of a pair that each prompt token belongs to, as `pack_ids`; empty: there is one
     text."""
+    at_end: bool = False
+    """Nobody looks at its tokens before it ends: they are told many at a time."""
     leader: str | None = None
     """Request whose prompt is the same (another choice of one call): wait with the prefill until
     its blocks can be shared."""
@@ -197,6 +201,8 @@ class CoreOutput(
     """`VllmxError.code` of it."""
     queue_s: float | None = None
     """The seconds from its arrival in the core to its first row; sent with the first token."""
+    held_s: float = 0.0
+    """The seconds for which the first token was held back, see `CoreRequest.at_end`."""
     vector: bytes = b""
     """What a request that pools comes to: float32, in this machine's order."""
 

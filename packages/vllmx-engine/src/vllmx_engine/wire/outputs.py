@@ -51,7 +51,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     """The stop string or stop token id that ended an answer with "stop"; None for the model's own
     end of sequence."""
     reasoning: str | None = None
-    """The thoughts, in answers of `LLM.chat` whose thoughts can be told from the text."""
+    """The thoughts, in answers of `LLM.chat` whose thoughts can be separated from the text."""
     content: str | None = None
     """The text of an answer of `LLM.chat` without thoughts and calls."""
     tool_calls: list[ToolCall] | None = None

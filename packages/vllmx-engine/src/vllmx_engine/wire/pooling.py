@@ -1,4 +1,4 @@
-"""What a model does that answers with vectors or scores, for whoever asks it."""
+"""What a model that answers with vectors or scores does, for its users."""
 
 from __future__ import annotations
 

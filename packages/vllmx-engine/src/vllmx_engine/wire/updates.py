@@ -82,6 +82,7 @@ def _merged(before: CoreOutput, after: CoreOutput) -> CoreOutput:
         prompt_logprobs=_joined(before.prompt_logprobs, after.prompt_logprobs),
         num_cached_tokens=max(before.num_cached_tokens, after.num_cached_tokens),
         queue_s=after.queue_s if before.queue_s is None else before.queue_s,
+        held_s=max(before.held_s, after.held_s),
         vector=after.vector or before.vector,
     )
 

@@ -153,7 +153,7 @@ class McpListFailed(InItem, kw_only=True, tag_field="type", tag="response.mcp_li
 
 
 class ErrorEvent(Numbered, kw_only=True, tag_field="type", tag="error"):
-    """What failed before there was a response to tell of it."""
+    """An error that came before there was a response."""
 
     code: str
     message: str

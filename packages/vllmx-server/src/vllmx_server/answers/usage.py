@@ -1,4 +1,4 @@
-"""Token counts, as OpenAI's API tells them."""
+"""Token counts, in the form of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TokenUsage(Record, kw_only=True):
     total_tokens: int
     prompt_tokens_details: PromptTokens
     completion_tokens_details: CompletionTokens | UnsetType = UNSET
-    """The details of the completion, where thoughts are told from content."""
+    """The details of the completion, where thoughts are separated from content."""
 
 
 class PoolingUsage(Record, kw_only=True):

@@ -7,10 +7,12 @@ import asyncio
 from vllmx_server.store.batches import Batches, LineState
 
 Item = tuple[str, int, LineState, bytes]
+_GATHER_S = 0.05
+"""How long answers wait for others: a transaction costs as much as a part of each."""
 
 
 class AnswerWriter:
-    """Writes answers together: while some are being written, others gather."""
+    """Writes answers together: they gather for a moment, and while others are being written."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
@@ -26,7 +28,14 @@ class AnswerWriter:
             self._next.add_done_callback(_retrieve)
         await asyncio.shield(self._next)
 
+    async def finish(self) -> None:
+        """Returns when all is kept that can be, whether or not anybody waits for it."""
+        under_way = [task for task in (self._writing, self._next) if task is not None]
+        if under_way:
+            await asyncio.wait(under_way)
+
     async def _flush(self, before: asyncio.Task[None] | None) -> None:
+        await asyncio.sleep(_GATHER_S)
         if before is not None:
             await asyncio.wait((before,))
         items, self._items = self._items, []

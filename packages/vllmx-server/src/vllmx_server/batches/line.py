@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -14,6 +14,8 @@ from starlette.types import ASGIApp, Message, Scope
 from vllmx_core.errors import InvalidRequestError, VllmxError
 from vllmx_core.private_traceback import private_traceback
 
+from vllmx_server.body_budget import GIVEN_BODY
+from vllmx_server.connections.client import Client
 from vllmx_server.errors import error_response, internal_error
 from vllmx_server.store.batches import LineState
 from vllmx_server.store.database import logger
@@ -51,7 +53,7 @@ def unanswered(custom_id: str, code: str, message: str) -> bytes:
 
 
 def _record(custom_id: str, response: Any, error: Any) -> bytes:
-    name = f"batch_req_{uuid.uuid4().hex}"
+    name = f"batch_req_{os.urandom(16).hex()}"
     record = {"id": name, "custom_id": custom_id, "response": response, "error": error}
     return _encode(record).replace(b"\n", b" ") + b"\n"  # JSON has them between values alone
 
@@ -78,9 +80,9 @@ class LineAnswerer:
 
     async def answer(self, url: str, body: bytes, owner: str) -> Answer:
         """What the route answers; it raises nothing but CancelledError, which ends the work."""
-        request_id = uuid.uuid4().hex
-        scope = self._scope(url, owner, request_id)
-        collected = _Collected(body)
+        request_id = os.urandom(16).hex()
+        scope = self._scope(url, body, owner, request_id)
+        collected = _Collected()
         code: str | None = None
         try:
             _check_peek(body)
@@ -105,7 +107,7 @@ class LineAnswerer:
         logger.error("unhandled error in request %s of a batch\n%s", request_id, where)
         return error_response(internal_error())
 
-    def _scope(self, url: str, owner: str, request_id: str) -> Scope:
+    def _scope(self, url: str, body: bytes, owner: str, request_id: str) -> Scope:
         return {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -116,11 +118,16 @@ class LineAnswerer:
             "raw_path": url.encode(),
             "query_string": b"",
             "root_path": "",
-            "headers": [(b"content-type", b"application/json")],
+            "headers": [],
             "client": None,
             "server": None,
             "app": self._app,
-            "state": {"request_id": request_id, "client": owner, "is_batch": True},
+            "state": {
+                "request_id": request_id,
+                "client": owner,
+                "is_batch": True,
+                GIVEN_BODY: body,
+            },
         }
 
 
@@ -134,18 +141,14 @@ def _check_peek(body: bytes) -> None:
             raise InvalidRequestError(f"{name}: a batch is not streamed, leave it out", param=name)
 
 
-class _Collected:
-    """The connection that a route sees: the whole body, then silence."""
+class _Collected(Client):
+    """The connection that a route sees: nothing comes from a client that never leaves."""
 
-    def __init__(self, body: bytes) -> None:
-        self._given: bytes | None = body
+    def __init__(self) -> None:
         self.status = 0
         self.body = bytearray()
 
     async def receive(self) -> Message:
-        if self._given is not None:
-            data, self._given = self._given, None
-            return {"type": "http.request", "body": data, "more_body": False}
         await asyncio.get_running_loop().create_future()
         raise AssertionError("nothing comes")
 

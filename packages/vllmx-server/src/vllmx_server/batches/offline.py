@@ -18,6 +18,7 @@ from vllmx_server.batches.input import ANY_ENDPOINT
 from vllmx_server.config import ServerConfig
 from vllmx_server.state import ServerState
 from vllmx_server.store.batches import Batch
+from vllmx_server.store.database import StorageError
 from vllmx_server.store.ids import new_id, now
 from vllmx_server.store.storage import Storage
 
@@ -34,7 +35,7 @@ def run_batch(
     same call goes on after it was killed.
 
     Args:
-        report: told how far it is, a few times a second.
+        report: called with the progress, a few times a second.
 
     Raises:
         ConfigError: a file cannot be used, or the input has lines that are no requests.
@@ -49,6 +50,11 @@ def run_batch(
     storage = Storage(config)
     try:
         batch = asyncio.run(_run(engine, config, storage, source, output, report))
+    except StorageError as error:
+        raise ConfigError(
+            f"cannot write {output} or what is kept in {kept} until it is whole: {error.reason}."
+            " Make room there and run the same command again: it goes on with what is left"
+        ) from None
     finally:
         storage.close()
     shutil.rmtree(kept, ignore_errors=True)

@@ -23,18 +23,12 @@ class Places:
         self._num_others = num_others
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._timer: asyncio.TimerHandle | None = None
+        self._is_open = True
         self.num_taken = 0
-
-    @property
-    def num_allowed(self) -> int:
-        """A few more than are free, so that a row that ends has a successor in the engine's queue;
-        one where nothing is free, so that batches end some day."""
-        free = self._rows() - self._num_others()
-        return free + free // 4 + 1 if free > 0 else 1
 
     async def take(self) -> None:
         """Waits for a place, which `leave` gives back."""
-        if not self._waiting and self.num_taken < self.num_allowed:
+        if not self._waiting and self._has_place():
             self.num_taken += 1
             return
         asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -45,7 +39,7 @@ class Places:
         except asyncio.CancelledError:
             if asked.done() and not asked.cancelled():
                 self.leave()
-            else:
+            elif asked in self._waiting:  # `_give` may have met it before this task ran again
                 self._waiting.remove(asked)
             raise
 
@@ -54,8 +48,18 @@ class Places:
         self.num_taken -= 1
         self._give()
 
+    def _has_place(self) -> bool:
+        """Whether there is a place. More are given than rows are free, so that a row that ends has
+        a successor in the engine's queue, and several at a time: what begins a line is fastest
+        where it has just begun another one. One is where nothing is free, so that batches end some
+        day."""
+        free = max(0, self._rows() - self._num_others())
+        left = free + free // 2 + 1 - self.num_taken
+        self._is_open = left > 0 and (self._is_open or left > free // 4)
+        return self._is_open
+
     def _give(self) -> None:
-        while self._waiting and self.num_taken < self.num_allowed:
+        while self._waiting and self._has_place():
             asked = self._waiting.popleft()
             if not asked.done():
                 self.num_taken += 1

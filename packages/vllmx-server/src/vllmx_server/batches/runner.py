@@ -45,7 +45,8 @@ class BatchRunner:
         self._batches = batches
         self._files = files
         self._max_line_bytes = max_line_bytes
-        self._lines = LineRunner(batches, files, answerer, places, AnswerWriter(batches), is_ready)
+        self._writer = AnswerWriter(batches)
+        self._lines = LineRunner(batches, files, answerer, places, self._writer, is_ready)
         self._open: dict[str, Batch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._answering: dict[str, asyncio.Task[None]] = {}
@@ -95,6 +96,7 @@ class BatchRunner:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        await self._writer.finish()
 
     # --- one batch --------------------------------------------------------------------------------
     async def _work(self, batch: Batch) -> None:

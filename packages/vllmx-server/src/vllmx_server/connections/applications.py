@@ -11,13 +11,15 @@ from hypercorn.asyncio.task_group import TaskGroup
 from hypercorn.config import Config
 from vllmx_core.private_traceback import private_traceback
 
+from vllmx_server.connections.client import Client
+
 logger = logging.getLogger("vllmx.server")
 
 _ROOM = 8
 """Pieces of a body, of 64 KiB at most, that may wait for the application."""
 
 
-class Inbox:
+class Inbox(Client):
     """A bounded queue that never holds up its connection for an application that has ended."""
 
     def __init__(self) -> None:
@@ -38,6 +40,8 @@ class Inbox:
         disconnect never waits."""
         if self._ended:
             return
+        if message["type"] == "http.disconnect":
+            self.leave()
         self._messages.put_nowait(message)
         if message.get("more_body") and self._messages.qsize() >= _ROOM:
             self._has_room.clear()

@@ -9,6 +9,7 @@ sees the answer and not a broken connection.
 from __future__ import annotations
 
 import ast
+import re
 
 import h11
 from hypercorn.events import Closed, Event, RawData, Updated
@@ -20,11 +21,13 @@ from vllmx_core.errors import VllmxError, shown
 
 from vllmx_server.errors import BadHTTPError, error_body
 
-_MAX_AHEAD_BYTES = 1 << 16
+MAX_AHEAD_BYTES = 1 << 16
 """What a client may send of its next requests while an answer is on its way."""
 _MAX_DROPPED_BODY_BYTES = 1 << 20
 """A body up to this length is read to its end although its answer was sent, and the connection
 goes on; with a longer one it ends."""
+_TWO_WAYS = re.compile(rb"(?<!\r)\n|\n[ \t]")
+"""A line feed alone, and a header that is folded: h11 takes both."""
 
 
 class Http1(H11Protocol):
@@ -33,6 +36,7 @@ class Http1(H11Protocol):
     connection: h11.Connection
     _bytes_ahead = 0
     _declared_bytes = 0
+    _is_head = False
     _parsing = False
 
     @property
@@ -53,7 +57,7 @@ class Http1(H11Protocol):
         if isinstance(event, RawData):
             if self.stream is not None and self.connection.their_state is not h11.SEND_BODY:
                 self._bytes_ahead += len(event.data)
-                if self._bytes_ahead > _MAX_AHEAD_BYTES:
+                if self._bytes_ahead > MAX_AHEAD_BYTES:
                     return  # the connection ends with this answer
             self.connection.receive_data(event.data)
             await self._handle_events()
@@ -72,7 +76,8 @@ class Http1(H11Protocol):
             ]
             status = error.http_status
             await self._send_h11_event(h11.Response(status_code=status, headers=headers))
-            await self._send_h11_event(h11.Data(data=body))
+            if not self._is_head:
+                await self._send_h11_event(h11.Data(data=body))
             await self._send_h11_event(h11.EndOfMessage())
         await self.send(Closed())
 
@@ -94,9 +99,14 @@ class Http1(H11Protocol):
                     status_code=100, headers=self.config.response_headers("h11")
                 )
                 await self._send_h11_event(go_on)
+            may_begin = self.connection.their_state is h11.IDLE
+            received = self.connection.trailing_data[0] if may_begin else b""
             event = self.connection.next_event()
             if isinstance(event, h11.Request):
-                _check(event, is_first=self.keep_alive_requests == 0)
+                self._is_head = event.method == b"HEAD"
+                left = self.connection.trailing_data[0]
+                head = received[: len(received) - len(left)]
+                _check(event, head, is_first=self.keep_alive_requests == 0)
         except h11.RemoteProtocolError as error:
             await self.refuse(
                 BadHTTPError.of(error.error_status_hint, f"no valid request: {_reason(error)}")
@@ -142,7 +152,7 @@ class Http1(H11Protocol):
                 stream_id=STREAM_ID,
                 headers=list(request.headers),
                 http_version=request.http_version.decode(),
-                method=request.method.decode("ascii").upper(),
+                method=request.method.decode("ascii"),
                 raw_path=request.target,
                 state=self.connection_state,
             )
@@ -155,7 +165,7 @@ class Http1(H11Protocol):
         await super().stream_send(event)
 
     def _ends_with_this_answer(self) -> bool:
-        return self._bytes_ahead > _MAX_AHEAD_BYTES or (
+        return self._bytes_ahead > MAX_AHEAD_BYTES or (
             self.connection.their_state is h11.SEND_BODY
             and self._declared_bytes > _MAX_DROPPED_BODY_BYTES
         )
@@ -163,19 +173,22 @@ class Http1(H11Protocol):
     async def _maybe_recycle(self) -> None:
         await self._close_stream()
         connection = self.connection
-        goes_on = connection.our_state is h11.DONE and self._bytes_ahead <= _MAX_AHEAD_BYTES
+        goes_on = connection.our_state is h11.DONE and self._bytes_ahead <= MAX_AHEAD_BYTES
         if self.context.terminated.is_set() or not goes_on:
             await self.send(Closed())
             return
         if connection.their_state is h11.DONE:
             connection.start_next_cycle()
+            self._is_head = False
             self._bytes_ahead = 0
         await self.send(Updated(idle=True))
         await self._handle_events()
 
 
-def _check(request: h11.Request, *, is_first: bool) -> None:
+def _check(request: h11.Request, head: bytes, *, is_first: bool) -> None:
     """Raises BadHTTPError for what proxies and servers are known to read in two ways."""
+    if _TWO_WAYS.search(head):
+        raise BadHTTPError("each line of a head ends with CR LF, and none goes on in the next one")
     names = {name for name, _ in request.headers}
     if b"content-length" in names and b"transfer-encoding" in names:
         raise BadHTTPError("Content-Length and Transfer-Encoding exclude each other: send one")
@@ -192,7 +205,10 @@ def _reason(error: h11.RemoteProtocolError) -> str:
     reason, _, quoted = str(error).partition(": bytearray(")
     if not quoted:
         return reason
-    line: bytes = ast.literal_eval(quoted.removesuffix(")"))
+    try:
+        line: bytes = ast.literal_eval(quoted.removesuffix(")"))
+    except (SyntaxError, ValueError):  # it has more to say behind it
+        return reason
     return f"{reason}: {shown(line.decode('latin-1'))}"
 
 

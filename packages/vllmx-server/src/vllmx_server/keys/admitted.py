@@ -36,7 +36,8 @@ class Counted(Protocol):
 
 @dataclass(slots=True)
 class Admitted:
-    """Called once, at the end. `usage` is set when there are tokens."""
+    """Called once, at the end. `usage` is set when there are tokens, `num_tokens` where no model
+    read them: these count against limits alone."""
 
     leave: Callable[[], None]
     count: Callable[[KeyUsage], None]
@@ -44,13 +45,14 @@ class Admitted:
     """The function that settles what was reserved; None: nothing was."""
     ticket: int = 0
     usage: Counted | None = None
+    num_tokens: int = 0
 
     def __call__(self) -> None:
         self.leave()
         new, usage = KeyUsage(requests=1), self.usage
-        num_tokens = 0
+        num_tokens = self.num_tokens
         if usage is not None:
-            num_tokens = usage.prompt_tokens + usage.completion_tokens
+            num_tokens += usage.prompt_tokens + usage.completion_tokens
             new.prompt_tokens = usage.prompt_tokens
             new.cached_tokens = usage.cached_tokens
             new.completion_tokens = usage.completion_tokens

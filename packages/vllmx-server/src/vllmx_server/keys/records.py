@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 from vllmx_core.errors import ConfigError, shown
 
+from vllmx_server.json_file import read_json_file
 from vllmx_server.priorities import parse_range
 
 MAX_FILE_BYTES = 16 << 20
@@ -64,22 +65,17 @@ def read_keys(path: str | os.PathLike[str]) -> tuple[KeyRecord, ...]:
     """Raises ConfigError for a file that cannot be read, has an entry that says something else, or
     a name or a key twice."""
     where = f"--api-keys-file {shown(str(path))}"
+    found = read_json_file(path, where, MAX_FILE_BYTES, "make it with `vllmx keys add`")
     try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise _wrong(where, f"cannot be read ({error}): make it with `vllmx keys add`") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise _wrong(where, f"is longer than {MAX_FILE_BYTES} bytes")
-    try:
-        records = tuple(msgspec.json.decode(data, type=_File).keys)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        records = tuple(msgspec.convert(found, _File).keys)
+    except msgspec.ValidationError as error:
         raise _wrong(where, f"is wrong: {error}") from error
     for field in ("name", "sha256"):
-        values = [getattr(record, field) for record in records]
-        twice = next((value for value in values if values.count(value) > 1), None)
-        if twice is not None:
-            raise _wrong(where, f"has two entries of {field} {twice!r}: keep one")
+        values = set[str]()
+        for value in (getattr(record, field) for record in records):
+            if value in values:
+                raise _wrong(where, f"has two entries of {field} {value!r}: keep one")
+            values.add(value)
     for record in records:
         if record.priority_range is not None:
             parse_range(record.priority_range)

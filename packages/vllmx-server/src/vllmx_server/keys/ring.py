@@ -52,8 +52,8 @@ class Holder:
         )
 
     def check_mcp_server(self, server: str, param: str) -> None:
-        """Raises ForbiddenError for an MCP server whose tools the key may not use, be it there or
-        not."""
+        """Raises ForbiddenError for an MCP server whose tools the key may not use, whether there
+        is such a server or not."""
         if self.mcp_servers is None or server in self.mcp_servers:
             return
         allowed = ", ".join(self.mcp_servers) or "none"
@@ -100,6 +100,11 @@ class KeyRing:
         """Nobody needs a key."""
         return self.path is None and not self.keys
 
+    @property
+    def has_several(self) -> bool:
+        """Whether there is more than one key."""
+        return len(self._holders) > 1
+
     def find(self, digest: bytes) -> Holder | None:
         """Finds the holder of the key of this SHA-256. The time of a look-up tells nothing of keys:
         nobody can choose what the digest of a guess begins with."""
@@ -131,13 +136,15 @@ class KeyRing:
         }
 
 
-def reload_keys(ring: KeyRing) -> None:
-    """Reads the file of a ring again, with a line in the log."""
+def reload_keys(ring: KeyRing, level: int = logging.INFO) -> bool:
+    """Reads the file of a ring again, with a line in the log; False: it cannot be used, and the
+    keys stay as they are. `level`: of the line that says how many there are."""
     if ring.path is None:
-        return
+        return True
     try:
         count = ring.reload()
     except ConfigError as error:
         logger.error("the keys stay as they are: %s", error.message)
-    else:
-        logger.info("the keys were read again: %d", count)
+        return False
+    logger.log(level, "the keys were read again: %d", count)
+    return True

@@ -232,7 +232,7 @@ class ToolServer:
                 wait.cancel()
 
     def _check(self, session: ClientSession) -> None:
-        """Asks for a sign of life after a call that failed; without one it is connected to
+        """Sends a ping after a call that failed; without one it is connected to
         again."""
         if self._checking or session is not self._session:
             return

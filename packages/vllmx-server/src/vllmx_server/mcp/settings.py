@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -13,6 +12,8 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 from vllmx_core.errors import ConfigError, shown
+
+from vllmx_server.json_file import read_json_file
 
 MAX_FILE_BYTES = 1 << 20
 MAX_SERVERS = 64
@@ -89,17 +90,7 @@ def _check_package(flag: str) -> None:
 
 
 def _entries(path: str | os.PathLike[str], where: str) -> dict[str, Any]:
-    try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{where} cannot be read ({error}): check the path") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"{where} is longer than {MAX_FILE_BYTES} bytes")
-    try:
-        found = json.loads(data, object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not JSON: {error}") from error
+    found = read_json_file(path, where, MAX_FILE_BYTES, "check the path")
     servers = found.get("mcpServers") if isinstance(found, dict) else None
     if not isinstance(servers, dict):
         raise ConfigError(f'{where} has no servers: it must be {{"mcpServers": {{NAME: {{...}}}}}}')
@@ -107,15 +98,6 @@ def _entries(path: str | os.PathLike[str], where: str) -> dict[str, Any]:
     if others:
         raise ConfigError(f"{where} has the unknown field {shown(others[0])} beside mcpServers")
     return servers
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{shown(twice)} stands there twice")
-    return found
 
 
 def _server(name: str, entry: Any, where: str) -> ServerSettings:

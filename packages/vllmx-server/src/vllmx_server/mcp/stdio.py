@@ -41,7 +41,7 @@ class StdioTransport:
     """One life of a server's process, as `mcp.Client` takes it.
 
     Attributes:
-        ended: set when no more will come of it.
+        ended: set when the process sends no more.
         last_words: the end of what it wrote to standard error.
     """
 
@@ -183,7 +183,7 @@ class StdioTransport:
             stdin.close()
 
     async def _listen(self) -> None:
-        """Keeps the end of standard error for who asks why it ended."""
+        """Keeps the end of standard error, which may say why it ended."""
         assert self._process.stderr is not None
         while data := await self._process.stderr.read(_RECEIVE_BYTES):
             self.last_words = (self.last_words + data)[-_STDERR_BYTES:]

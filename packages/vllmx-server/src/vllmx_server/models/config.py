@@ -1,4 +1,4 @@
-"""A model of several that a server is told to serve."""
+"""The configuration of one of several models of a server."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +23,8 @@ from vllmx_core.errors import (
     VllmxError,
     shown,
 )
-from vllmx_core.memory import format_bytes, free_bytes
-from vllmx_engine.core.found_model import find_model
+from vllmx_core.memory import format_bytes
+from vllmx_engine.core.found_model import FoundModel, find_model
 from vllmx_engine.link.door import Door
 from vllmx_engine.link.frontend import Listener
 from vllmx_engine.link.process_frontend import ProcessFrontend
@@ -34,6 +33,7 @@ from vllmx_engine.wire.messages import CoreInfo, CoreStats
 
 from vllmx_server.errors import OverloadedError
 from vllmx_server.models.config import ModelConfig
+from vllmx_server.models.device_memory import DeviceMemory, FreeMemory
 from vllmx_server.models.parts import engine_of, part_bytes
 
 logger = logging.getLogger("vllmx.supervisor")
@@ -76,6 +76,10 @@ class _Hosted:
     used_s: float = field(default_factory=time.monotonic)
     is_busy: bool = False
     num_bytes: int | None = None
+    backend: str | None = None
+    """The backend that ran it, once it was loaded."""
+    device: str = ""
+    """See `FreeMemory.device`; of the core that there is."""
     max_model_len: int | None = None
     error: str | None = None
 
@@ -96,6 +100,16 @@ class _Hosted:
         self.used_s = time.monotonic()
 
 
+@dataclass
+class _Device:
+    """The memory of one device."""
+
+    free_bytes: int
+    """Free before any model was loaded; 0: nobody knows."""
+    first_bytes: int = 0
+    """The bytes of the first model of the server, which another keeps."""
+
+
 class CoreHost:
     """Loads and ends the cores of models.
 
@@ -114,8 +128,9 @@ class CoreHost:
         self._hosted = {model.name: _Hosted(model) for model in models}
         self._idle_unload_s = idle_unload_s
         self._leave = leave
-        self._free_bytes = 0
-        self._first_bytes = 0
+        self._first: CoreInfo | None = None
+        self._memory = DeviceMemory()
+        self._devices: dict[str, _Device] = {}
         self._room = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
         if idle_unload_s:
@@ -124,8 +139,7 @@ class CoreHost:
     def first_took(self, info: CoreInfo) -> None:
         """Tells what was free before the first model was loaded, and what that took. Call before
         any other is loaded."""
-        self._free_bytes = info.free_bytes
-        self._first_bytes = info.weight_bytes + info.kv_cache_bytes
+        self._first = info
 
     async def cards(self) -> list[ModelCard]:
         """What is known of all of them."""
@@ -185,8 +199,11 @@ class CoreHost:
         return found
 
     async def _load_making_room(self, hosted: _Hosted) -> Attachment:
-        engine = engine_of(hosted.config, self._free_bytes)
-        found = await asyncio.to_thread(find_model, engine, None)
+        found = await asyncio.to_thread(find_model, hosted.config.engine, None)
+        free = await self._free(found, hosted)
+        known = self._devices.get(free.device)
+        engine = engine_of(hosted.config, 0 if known is None else known.free_bytes)
+        found = msgspec.structs.replace(found, config=engine)
         needed = hosted.num_bytes
         if needed is None:
             needed = await asyncio.to_thread(_weight_bytes, found.path)
@@ -195,25 +212,10 @@ class CoreHost:
                 files, part = format_bytes(needed), format_bytes(most)
                 text = f"the weights take {files}, more than {part}"
                 raise _small_part(hosted.config, CapacityError(text))
-        while needed > min(free_bytes(), self._left_bytes) and await self._evict():
-            pass
-        door = Door()
-        try:
-            while True:
-                try:
-                    core = await ProcessFrontend.start(found, door)
-                    break
-                except CapacityError as error:
-                    if self._has_its_part(hosted.config):
-                        raise _small_part(hosted.config, error) from error
-                    if not await self._evict():
-                        raise _no_room(error) from error
-        except BaseException:
-            door.close()
-            raise
+        while needed > free.num_bytes and await self._evict(free.device):
+            free = await self._free(found, hosted)
+        core, door = await self._started(hosted, found, free.device)
         hosted.core, hosted.door = core, door
-        hosted.num_bytes = core.info.weight_bytes + core.info.kv_cache_bytes
-        hosted.max_model_len = core.info.max_model_len
         core.listener = Listener(
             outputs=lambda outputs: None,
             stats=hosted.note,
@@ -223,26 +225,78 @@ class CoreHost:
         )
         return Attachment(core.start_message, str(door.path))
 
-    @property
-    def _left_bytes(self) -> float:
-        """What models that are loaded leave of the memory, where that is known. Not all of what
-        they have was taken of the system yet: pages of a KV cache are when they are written."""
-        if not self._free_bytes:
-            return math.inf
-        taken = sum(each.num_bytes or 0 for each in self._hosted.values() if each.core is not None)
-        return self._free_bytes - self._first_bytes - taken
+    async def _started(
+        self, hosted: _Hosted, found: FoundModel, device: str
+    ) -> tuple[ProcessFrontend, Door]:
+        """The core, once others made the room that it says it needs."""
+        door = Door()
+        try:
+            while True:
+                try:
+                    core = await ProcessFrontend.start(found, door)
+                    break
+                except CapacityError as error:
+                    if await self._has_its_part(hosted, found):
+                        raise _small_part(hosted.config, error) from error
+                    if not await self._evict(device):
+                        raise _no_room(error) from error
+        except BaseException:
+            door.close()
+            raise
+        try:
+            await self._note(hosted, found, core.info)
+        except BaseException:
+            door.close()
+            await core.close()
+            raise
+        return core, door
 
-    def _has_its_part(self, config: ModelConfig) -> bool:
+    async def _note(self, hosted: _Hosted, found: FoundModel, info: CoreInfo) -> None:
+        """Keeps what a core says that has come up."""
+        hosted.num_bytes = info.weight_bytes + info.kv_cache_bytes
+        hosted.max_model_len = info.max_model_len
+        hosted.backend = info.backend
+        hosted.device = await self._memory.device(found.registry, info.backend)
+        if hosted.device not in self._devices:
+            self._devices[hosted.device] = _Device(info.free_bytes)
+
+    async def _free(self, found: FoundModel, hosted: _Hosted) -> FreeMemory:
+        """What models that are loaded leave of the memory of the device that a model goes to. Not
+        all of what they have was taken of the system yet: pages of a KV cache are when they are
+        written."""
+        if self._first is not None:
+            first, self._first = self._first, None
+            size = first.weight_bytes + first.kv_cache_bytes
+            device = await self._memory.device(found.registry, first.backend)
+            self._devices[device] = _Device(first.free_bytes, size)
+        backend = hosted.backend or hosted.config.engine.backend
+        free = await self._memory.free(found.registry, backend)
+        known = self._devices.get(free.device)
+        if known is None or not known.free_bytes:
+            return free
+        taken = sum(each.num_bytes or 0 for each in self._loaded(free.device))
+        left = known.free_bytes - known.first_bytes - taken
+        return FreeMemory(free.device, min(free.num_bytes, left))
+
+    async def _has_its_part(self, hosted: _Hosted, found: FoundModel) -> bool:
         """Whether to unload others would give a model no more than it may take anyway."""
-        if config.memory_part is None or not self._free_bytes:
+        if hosted.config.memory_part is None:
             return False
-        part = part_bytes(config, self._free_bytes)
-        return part <= min(free_bytes(), self._left_bytes)
+        free = await self._free(found, hosted)
+        known = self._devices.get(free.device)
+        if known is None or not known.free_bytes:
+            return False
+        return part_bytes(hosted.config, known.free_bytes) <= free.num_bytes
 
-    async def _evict(self) -> bool:
-        """Unloads the model that nobody has asked for longest. False where all are in use."""
-        loaded = [each for each in self._hosted.values() if each.core is not None]
-        for hosted in sorted(loaded, key=lambda each: each.used_s):
+    def _loaded(self, device: str) -> list[_Hosted]:
+        """Models that take memory of a device."""
+        hosted = self._hosted.values()
+        return [each for each in hosted if each.core is not None and each.device == device]
+
+    async def _evict(self, device: str) -> bool:
+        """Unloads the model of a device that nobody has asked for longest. False where all are in
+        use."""
+        for hosted in sorted(self._loaded(device), key=lambda each: each.used_s):
             if await self._let_go(hosted):
                 size = format_bytes(hosted.num_bytes or 0)
                 logger.info("model %s makes room for another: %s", hosted.config.name, size)

@@ -53,8 +53,8 @@ def with_parts(models: Sequence[ModelConfig], own: Mapping[str, float]) -> list[
 
 
 def engine_of(model: ModelConfig, free_bytes: int) -> EngineConfig:
-    """What the core of a model beside the first is told. `free_bytes`: before the first was loaded;
-    0: nobody knows."""
+    """The settings for the core of a model beside the first. `free_bytes`: before the first was
+    loaded; 0: nobody knows."""
     if model.memory_part is None:
         return model.engine
     if not free_bytes:

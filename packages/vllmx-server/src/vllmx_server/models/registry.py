@@ -155,6 +155,7 @@ class Models:
         """Makes a state like the default's, but for what is the model's own."""
         default = self.default
         llm.share(default.sharing.sequences(entry.config.name), default.sharing.texts)
+        llm.divide(lambda: default.keys.has_several)
         if entry.metrics is None:
             entry.metrics = Metrics(entry.config.name, lambda: llm.stats, cache_labels(llm))
         else:

@@ -58,7 +58,7 @@ _HEADERS = {
 
 
 class UndocumentedRouteError(VllmxError):
-    """A route that the document would not tell of."""
+    """A route that the document would leave out."""
 
 
 def document(routes: Iterable[BaseRoute]) -> dict[str, Any]:

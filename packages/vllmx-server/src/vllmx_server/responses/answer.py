@@ -126,7 +126,7 @@ class ResponseAnswer:
         return self._event(("created", shown)) + self._event(("in_progress", shown))
 
     def fail(self, error: VllmxError) -> bytes:
-        """It ends with an error, or because its client wants so; what is told of that."""
+        """Ends the response by an error, or as its client wishes; returns the events of that."""
         closing = b"".join(map(self._event, self._output.close("incomplete")))
         status = "cancelled" if self.is_cancelled else "failed"
         if not self.is_cancelled:

@@ -4,7 +4,7 @@ code."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from vllmx_core.errors import InvalidRequestError, shown
 
@@ -20,7 +20,7 @@ from vllmx_server.schema.chat import (
     ToolFunction,
 )
 from vllmx_server.schema.responses import InputItem, InputPart, ResponsesRequest, TextOptions
-from vllmx_server.schema.structured import JSONSchemaFormat, ResponseFormat
+from vllmx_server.schema.structured import GUIDED, JSONSchemaFormat, ResponseFormat
 
 _SAME = (
     "stream",
@@ -39,9 +39,11 @@ _SAME = (
     "request_id",
     "parallel_tool_calls",
     "chat_template_kwargs",
+    *GUIDED,
 )
 """Fields that mean the same in chats."""
 _EFFORTS = {"xhigh": "high", "max": "high", "minimal": "low"}
+_RETURNED = ("function_call_output", "custom_tool_call_output")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -70,6 +72,7 @@ def chat_of(
         messages.add(item, f"previous_response_id, item {index}")
     for index, item in enumerate(items_of(body)):
         messages.add(item, f"input[{index}]")
+    messages.end()
     chat = ChatCompletionRequest(messages=messages.found)
     for name in _SAME:
         setattr(chat, name, getattr(body, name))
@@ -112,15 +115,25 @@ class Messages:
         self.found: list[ChatMessage] = []
         self._turn: ChatMessage | None = None
         """The turn of the assistant, to which more may come."""
+        self._returned_images: list[str | ContentPart] = []
+        """Images that tools returned: they follow what else tools return, as the user's."""
 
     def say(self, role: str, content: str | list[str | ContentPart]) -> None:
         """A message of its own."""
         self._turn = None
         self.found.append(ChatMessage(role, content))
 
+    def end(self) -> None:
+        """Adds what is left."""
+        if self._returned_images:
+            self.say("user", self._returned_images)
+            self._returned_images = []
+
     def add(self, item: InputItem, where: str) -> None:
         """Raises InvalidRequestError for an item that is not served."""
         kind = item.type or "message"
+        if kind not in _RETURNED:
+            self.end()
         if kind == "message" and item.role == "assistant":
             turn = self._assistant(lambda turn: not turn.content and not turn.tool_calls)
             turn.content = _text(item.content, where)
@@ -134,7 +147,7 @@ class Messages:
             turn.reasoning_content = (turn.reasoning_content or "") + thought or None
         elif kind in ("function_call", "custom_tool_call"):
             self._call(item, where)
-        elif kind in ("function_call_output", "custom_tool_call_output"):
+        elif kind in _RETURNED:
             self._returned(item, where)
         elif kind == "mcp_call":
             self._mcp_call(item, where)
@@ -171,8 +184,11 @@ class Messages:
             None,
         )
         self._turn = None
-        text = _text(item.output, where)
-        self.found.append(ChatMessage("tool", text, name=name, tool_call_id=item.call_id))
+        parts = _parts(item.output, where, "output")
+        if isinstance(parts, list):
+            self._returned_images += (part for part in parts if not _is_text(part))
+            parts = "".join(part.text or "" for part in parts if _is_text(part))
+        self.found.append(ChatMessage("tool", parts, name=name, tool_call_id=item.call_id))
 
     def _mcp_call(self, item: InputItem, where: str) -> None:
         """The call and what it came to are two turns."""
@@ -194,12 +210,18 @@ class Messages:
         return self._turn
 
 
-def _parts(content: str | list[InputPart] | None, where: str) -> str | list[str | ContentPart]:
+def _is_text(part: str | ContentPart) -> TypeGuard[ContentPart]:
+    return isinstance(part, ContentPart) and part.type == "text"
+
+
+def _parts(
+    content: str | list[InputPart] | None, where: str, field: str = "content"
+) -> str | list[str | ContentPart]:
     if isinstance(content, str):
         return content
     found: list[str | ContentPart] = []
     for number, part in enumerate(content or ()):
-        place = f"{where}.content[{number}]"
+        place = f"{where}.{field}[{number}]"
         if part.type == "input_image":
             found.append(_image(part, place))
         else:

@@ -1,4 +1,4 @@
-"""Items of a response that tell of MCP servers, and what happens for them to come to be.
+"""Items of a response about MCP servers, and the calls that they describe.
 
 Servers without tools read such items too, in conversations that began elsewhere, so nothing of
 `vllmx_server.mcp` is imported.

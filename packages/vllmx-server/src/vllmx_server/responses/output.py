@@ -1,4 +1,4 @@
-"""What a model answers as items of a response, and as the events that tell of them."""
+"""What a model answers as items of a response, and as the events of a stream."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class Output:
             yield "reasoning_text.delta", at
 
     def _new_logprobs(self) -> list[TokenLogprob]:
-        """Those that came since they were last told of; the open message keeps them."""
+        """The log-probabilities since the last call, which the open message keeps."""
         new = [] if self._logprobs is None else self._logprobs.take()
         self.items[-1]["content"][0]["logprobs"] += new
         return new

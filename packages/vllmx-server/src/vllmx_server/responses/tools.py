@@ -75,7 +75,7 @@ def whole_name(name: str, namespace: str | None) -> str:
 
 
 class ToolForm(msgspec.Struct, frozen=True):
-    """How calls of a tool are told of."""
+    """The form of a tool's calls in items and events."""
 
     name: str
     is_custom: bool = False

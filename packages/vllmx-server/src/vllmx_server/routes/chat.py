@@ -129,9 +129,7 @@ class ChatAnswer:
                         yield chunks.chunk(self._delta(choice), usage)
                     elif choice.text:
                         yield self._plain[choice.index].content(choice.text)
-        if chunks.has_last_usage:
-            yield chunks.usage(usage)
-        yield DONE
+        yield (chunks.usage(usage) if chunks.has_last_usage else b"") + DONE
 
     @property
     def has_middle(self) -> bool:
@@ -187,7 +185,7 @@ class ChatAnswer:
         return choice.finish_reason if read is None or is_named else read.finish_reason(choice)
 
     def _beside(self, choice: CompletionOutput) -> dict[str, Any]:
-        """What is told of tokens, in the order of chunks without reading."""
+        """A chunk's fields about its tokens, in the order of chunks whose text is not parsed."""
         found: dict[str, Any] = {"logprobs": self._logprobs(choice)}
         if self._body.return_token_ids:
             found["token_ids"] = choice.token_ids

@@ -227,9 +227,7 @@ class CompletionAnswer:
                         yield chunks.chunk(delta, usage)
                     elif choice.text:
                         yield self._plain(number, choice.text)
-        if chunks.has_last_usage:
-            yield chunks.usage(usage)
-        yield DONE
+        yield (chunks.usage(usage) if chunks.has_last_usage else b"") + DONE
 
     @property
     def has_middle(self) -> bool:

@@ -52,7 +52,7 @@ class Answer(Protocol):
 
     @property
     def has_middle(self) -> bool:
-        """What is told of text and tokens is told by `middle`, where one prompt has one choice."""
+        """Whether `middle` makes the chunks of text and tokens, where one prompt has one choice."""
         ...
 
     def middle(self, text: str, ids: list[int]) -> bytes:

@@ -57,6 +57,7 @@ from vllmx_server.schema.pooling import (
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
+    is_activated,
 )
 from vllmx_server.state import ServerState, caller_of, request_id_of, state_of
 from vllmx_server.tracing import trace_of
@@ -151,7 +152,7 @@ async def classify(request: Request) -> Response:
         "classify",
         inputs,
         special=body.add_special_tokens is not False,
-        normalize=body.activation is not False,
+        normalize=is_activated(body),
     )
     assert state.pooler is not None
     labels = state.pooler.labels
@@ -175,7 +176,7 @@ async def score(request: Request) -> Response:
         return body.pairs()
 
     body, pairs = await _read(request, state, SCORE, prepare)
-    normalize = body.activation is not False
+    normalize = is_activated(body)
     pooled = await _pool(request, state, body, "score", pairs, normalize=normalize)
     rows = (Score(index=index, score=float(each.values[0])) for index, each in enumerate(pooled))
     return _answer(request, state, body, ScoreList, rows, pooled)
@@ -190,7 +191,7 @@ async def rerank(request: Request) -> Response:
         return [PoolingText(body.query, pair=text) for text in body.texts()]
 
     body, pairs = await _read(request, state, RERANK, prepare)
-    normalize = body.activation is not False
+    normalize = is_activated(body)
     pooled = await _pool(request, state, body, "score", pairs, normalize=normalize)
     scores = np.array([each.values[0] for each in pooled])
     order = np.argsort(-scores, kind="stable")[: body.top_n or len(pairs)]

@@ -43,7 +43,7 @@ encode = msgspec.json.Encoder().encode
 
 
 def _failed(error: VllmxError) -> bytes:
-    """An error that no response tells of."""
+    """The answer to a request that failed before it had a response."""
     fields = error_fields(error)
     event = ErrorEvent(
         sequence_number=0, code=fields.code, message=fields.message, param=fields.param

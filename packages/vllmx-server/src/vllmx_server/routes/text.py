@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -13,10 +15,24 @@ from vllmx_server.answers.status import Detokenized, Tokenized
 from vllmx_server.body import body_bytes, checked, read_json
 from vllmx_server.chat_call import check_template
 from vllmx_server.disconnect import while_there
+from vllmx_server.keys.admitted import BYTES_OF_TOKEN, Admitted
 from vllmx_server.schema.text import DETOKENIZE, TOKENIZE, DetokenizeRequest, TokenizeRequest
 from vllmx_server.state import ServerState, client_of, state_of
 
 _encode = msgspec.json.Encoder().encode
+
+
+@asynccontextmanager
+async def counted(request: Request) -> AsyncIterator[Admitted]:
+    """Counts a request, whose body has been read, against the limits of its key: with what the body
+    may come to, and at the end with the `num_tokens` that it was given. Raises ForbiddenError and
+    RateLimitError."""
+    num_tokens = body_bytes(request) // BYTES_OF_TOKEN
+    admitted = await state_of(request).admit_text(request, num_tokens)
+    try:
+        yield admitted
+    finally:
+        admitted()
 
 
 async def tokenize(request: Request) -> Response:
@@ -30,8 +46,10 @@ async def tokenize(request: Request) -> Response:
         return body, [each.for_template(index) for index, each in enumerate(body.messages or ())]
 
     body, conversation = await read_json(request, state, parse)
-    encoding = _tokens_of(state, body, conversation, client, body_bytes(request))
-    tokens = await while_there(request.receive, encoding)
+    async with counted(request) as admitted:
+        encoding = _tokens_of(state, body, conversation, client, body_bytes(request))
+        tokens = await while_there(request.receive, encoding)
+        admitted.num_tokens = len(tokens)
 
     def answer(_: object) -> bytes:
         made = _tokenized(state, tokens, bool(body.return_token_strs))
@@ -83,7 +101,9 @@ async def detokenize(request: Request) -> Response:
         return body
 
     body = await read_json(request, state, parse)
-    text = await state.llm.decode(body.tokens, bool(body.skip_special_tokens), client=client)
+    async with counted(request) as admitted:
+        text = await state.llm.decode(body.tokens, bool(body.skip_special_tokens), client=client)
+        admitted.num_tokens = len(body.tokens)
 
     def answer(_: object) -> bytes:
         body.tokens.clear()  # as above

@@ -187,7 +187,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
-    """False: thoughts are told from content and left out."""
+    """False: thoughts are separated from content and left out."""
     thinking_token_budget: int | None = None
     """The number of tokens of thoughts after which their end is forced; -1: never."""
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
+from vllmx_core.config_values import nearest
 from vllmx_core.errors import InvalidRequestError
 
 from vllmx_server.schema.intervals import outside
@@ -18,6 +19,8 @@ T = TypeVar("T")
 MAX_DEPTH = 32
 """Nesting of the free-form parts of a request (tool schemas, template arguments)."""
 _MANY_BYTES = 64 << 10
+_LONGEST_NAME = 64
+"""The characters of a field's name that is compared with the names of known fields."""
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`")
 
@@ -31,7 +34,8 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         with _collector_at_rest():
             return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise outside(str(error), body, decoder.type) or _explain(str(error)) from None
+        known = _field_names(decoder.type)
+        raise outside(str(error), body, decoder.type) or _explain(str(error), "", known) from None
     except msgspec.DecodeError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
     except UnicodeDecodeError:
@@ -67,7 +71,15 @@ def check_shape(value: Any, kind: Any, name: str) -> None:
         raise _explain(str(error), name) from None
 
 
-def _explain(text: str, root: str = "") -> InvalidRequestError:
+def _field_names(kind: Any) -> tuple[str, ...]:
+    """The fields of a body."""
+    is_struct = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+    return tuple(each.encode_name for each in msgspec.structs.fields(kind)) if is_struct else ()
+
+
+def _explain(text: str, root: str = "", known: tuple[str, ...] = ()) -> InvalidRequestError:
+    """The error for a message of msgspec. `known`: the fields beside one that is unknown at the
+    top of the body."""
     path = _PATH.search(text)
     inner = path[1] if path else ""
     field = f"{root}.{inner}" if root and inner and inner[0] != "[" else root + inner
@@ -75,9 +87,12 @@ def _explain(text: str, root: str = "") -> InvalidRequestError:
     unknown = _UNKNOWN.search(plain)
     if unknown:
         name = f"{field}.{unknown[1]}" if field else unknown[1]
+        is_short = len(name) <= _LONGEST_NAME  # to compare a long one takes its time
+        near = nearest(name, known) if is_short and not field else ""
         return InvalidRequestError(
-            f"unknown field {name!r}: remove it, or see docs/serving.md for the fields that are"
-            " served and the ones that are accepted and ignored",
+            f"unknown field {name!r}{near + ' Else' if near else ':'} remove it, or see"
+            " docs/serving.md for the fields that are served and the ones that are accepted and"
+            " ignored",
             param=name,
         )
     where = f"{field}: " if field else ""

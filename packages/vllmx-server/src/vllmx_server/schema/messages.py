@@ -11,6 +11,7 @@ from vllmx_core.errors import InvalidRequestError, shown
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.chat import MAX_MESSAGES
 from vllmx_server.schema.decode import check_free_form
+from vllmx_server.schema.structured import GuidedFields
 
 MAX_TOOLS = 1024
 
@@ -81,7 +82,7 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     format: OutputFormat | None = None
 
 
-class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class CountTokensRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):
     """What makes the prompt."""
 
     model: str | None = None

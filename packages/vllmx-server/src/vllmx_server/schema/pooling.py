@@ -91,6 +91,8 @@ class ClassifyRequest(InputFields, kw_only=True, forbid_unknown_fields=True):
     """vLLM's classification."""
 
     activation: bool | None = None
+    use_activation: bool | None = None
+    """vLLM's newer name of it."""
 
 
 class ScoreRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
@@ -102,6 +104,8 @@ class ScoreRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
     """Newer names of both."""
     documents: Texts | None = None
     activation: bool | None = None
+    use_activation: bool | None = None
+    """vLLM's newer name of it."""
 
     def pairs(self) -> list[PoolingText]:
         """Raises InvalidRequestError."""
@@ -135,12 +139,19 @@ class RerankRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
     return_documents: bool | None = None
     """None: yes, as in vLLM."""
     activation: bool | None = None
+    use_activation: bool | None = None
+    """vLLM's newer name of it."""
     # Accepted and ignored.
     max_chunks_per_doc: Any = None
 
     def texts(self) -> list[str]:
         """The texts of the documents."""
         return [each if isinstance(each, str) else each.text for each in self.documents]
+
+
+def is_activated(body: ClassifyRequest | ScoreRequest | RerankRequest) -> bool:
+    """Whether scores are made of what the model gives; unless a request says otherwise."""
+    return body.activation is not False and body.use_activation is not False
 
 
 EMBEDDINGS = msgspec.json.Decoder(EmbeddingsRequest)

@@ -12,6 +12,7 @@ from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.chat import MAX_MESSAGES
 from vllmx_server.schema.decode import check_free_form
 from vllmx_server.schema.metadata import Metadata
+from vllmx_server.schema.structured import GuidedFields
 
 MAX_TOOLS = 1024
 
@@ -93,7 +94,7 @@ class ResponsesStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Accepted and ignored: nothing is padded."""
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponsesRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's Responses with a few of vLLM's sampling fields."""
 
     model: str | None = None

@@ -10,8 +10,8 @@ from vllmx_core.errors import InvalidRequestError, listing
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_server.schema import intervals as limits
-from vllmx_server.schema.structured import StructuredFields, structured_outputs
-from vllmx_server.schema.unserved import check_unserved
+from vllmx_server.schema.structured import structured_outputs
+from vllmx_server.schema.unserved import UnservedFields, check_unserved
 
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields whose default the model's generation_config.json may set."""
@@ -30,12 +30,12 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def has_usage(self) -> bool:
-        """The stream tells the usage, at its end or with each chunk."""
+        """Whether the stream has the usage, at its end or in each chunk."""
         asked = self.include_usage
         return bool(self.continuous_usage_stats if asked is None else asked)
 
 
-class SamplingFields(StructuredFields, kw_only=True, forbid_unknown_fields=True):
+class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's fields first, then vLLM's extensions; None always means: not given."""
 
     model: str | None = None

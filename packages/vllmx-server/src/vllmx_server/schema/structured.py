@@ -10,7 +10,6 @@ from vllmx_core.errors import InvalidRequestError, shown
 from vllmx_core.structured import StructuredOutputsParams
 
 from vllmx_server.schema.decode import check_free_form
-from vllmx_server.schema.unserved import UnservedFields
 
 MAX_SCHEMA_DEPTH = 64
 
@@ -52,10 +51,9 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     disable_additional_properties: bool | None = None
 
 
-class StructuredFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
-    """Fields of both completions. At most one of them may say something."""
+class GuidedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's fields, old and new, of every route that generates."""
 
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | bool | None = None
     guided_regex: str | None = None
@@ -64,6 +62,15 @@ class StructuredFields(UnservedFields, kw_only=True, forbid_unknown_fields=True)
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = None
     """Accepted and ignored: there is one."""
+
+
+GUIDED = GuidedFields.__struct_fields__
+
+
+class StructuredFields(GuidedFields, kw_only=True, forbid_unknown_fields=True):
+    """Fields of both completions. At most one of them may say something."""
+
+    response_format: ResponseFormat | None = None
     grammar: str | None = None
     """llama.cpp's, in GBNF; Lark is taken too."""
     json_schema: dict[str, Any] | None = None
@@ -85,9 +92,11 @@ def structured_outputs(body: StructuredFields) -> StructuredOutputsParams | None
     if not found:
         return None
     if len(found) > 1:
+        # other routes have their own names for the first, and know it by param
+        param = "response_format" if "response_format" in found else list(found)[1]
         raise InvalidRequestError(
             f"{' and '.join(found)} each say what the answer looks like: give one of them",
-            param=list(found)[1],
+            param=param,
         )
     ((_, make),) = found.items()
     return make()

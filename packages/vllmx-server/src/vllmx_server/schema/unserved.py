@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 from vllmx_core.errors import InvalidRequestError, shown
 
+from vllmx_server.schema.structured import StructuredFields
 
-class UnservedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+
+class UnservedFields(StructuredFields, kw_only=True, forbid_unknown_fields=True):
     """vLLM's fields of both completions of which only harmless values are served."""
 
     use_beam_search: Any = None

@@ -43,10 +43,21 @@ CREATE INDEX responses_of ON responses (owner);
 
 
 class StorageError(VllmxError):
-    """What should be kept cannot be written or read: a full disk, say."""
+    """What should be kept cannot be written or read: a full disk, say.
+
+    Attributes:
+        reason: what the system or SQLite says, for the log and for whoever runs the server; answers
+            do not hold it.
+    """
 
     http_status = 503
     code = "storage_unavailable"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            "what this request needs cannot be kept or read just now: the server's log says why"
+        )
+        self.reason = reason
 
 
 class Database:
@@ -68,7 +79,7 @@ class Database:
 
     @property
     def is_open(self) -> bool:
-        """Something was asked of it."""
+        """Whether the database has been used."""
         return self._connection is not None
 
     def close(self) -> None:
@@ -92,10 +103,16 @@ class Database:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
         except (sqlite3.Error, OSError) as error:
-            logger.error("the store failed\n%s", private_traceback(error))
-            raise StorageError(
-                "what this request needs cannot be kept or read just now: the server's log says why"
-            ) from None
+            failed = StorageError(_reason(error))
+            logger.error("the store failed: %s\n%s", failed.reason, private_traceback(error))
+            raise failed from None
+
+
+def _reason(error: sqlite3.Error | OSError) -> str:
+    """SQLite's own messages may quote what a request holds, its names of errors do not."""
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    return getattr(error, "sqlite_errorname", type(error).__name__)
 
 
 def _open(path: str) -> sqlite3.Connection:

@@ -91,11 +91,9 @@ class Files:
             try:
                 return work()
             except OSError as error:
-                logger.error("a file failed: %s", error.strerror)
-                raise StorageError(
-                    "what this request needs cannot be kept or read just now: the server's log"
-                    " says why"
-                ) from None
+                failed = StorageError(error.strerror or type(error).__name__)
+                logger.error("a file failed: %s", failed.reason)
+                raise failed from None
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, guarded)
 
@@ -239,7 +237,7 @@ def _forget_expired(connection: sqlite3.Connection) -> list[str]:
 
 
 def _settle(content: Path, place: Path) -> None:
-    """Puts a content on the disk and in its place, before anybody is told of it."""
+    """Flushes a content to the disk and moves it to its place, before a client can see it."""
     descriptor = os.open(content, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -17,20 +17,20 @@ from vllmx_server.workers.channel import Channel
 from vllmx_server.workers.messages import COUNT, COUNTED, METRICS
 
 COUNT_S = 1.0
-"""The counts of a worker that says none for so long are those that it told last."""
+"""A worker that sends no counts for so long is counted by the last ones that it sent."""
 ModelCounts = dict[str, MetricCounts]
 """The counts by model."""
 
 
 class Counted:
-    """The counts that the supervisor knows of."""
+    """The counts that the supervisor has received."""
 
     def __init__(self) -> None:
         self._known: dict[Channel, ModelCounts] = {}
         self._gone: dict[str, Metrics] = {}
 
     def serve(self, channel: Channel) -> None:
-        """Takes what a worker tells, and answers what all others have counted."""
+        """Takes the counts of a worker, and answers with those of all others."""
 
         async def counted(counts: ModelCounts) -> None:
             self._note(channel, counts)

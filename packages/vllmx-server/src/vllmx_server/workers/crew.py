@@ -61,7 +61,7 @@ class Crew:
     Args:
         size: how many.
         listeners: the socket that they accept from, and that of operators if there is one.
-        begin: what each is told, but for its row.
+        begin: the first message to each, without its row.
         on_channel: given the channel of each worker before it begins.
     """
 

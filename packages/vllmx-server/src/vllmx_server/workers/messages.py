@@ -17,7 +17,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
 
     server: ServerConfig
     core: Start
-    """What the core was told to load."""
+    """What the core loads."""
     door: str
     """The path of the core's socket."""
     models: list[ModelConfig]
@@ -46,7 +46,7 @@ END = "end"
 STOP = "stop"
 """Close all connections and exit."""
 RELOAD = "reload"
-"""Read certificates again."""
+"""Read keys and certificates again."""
 COUNT = "count"
 """Answered by MetricCounts, by model."""
 LEAVE = "leave"
@@ -60,7 +60,7 @@ COUNTED = "counted"
 METRICS = "metrics"
 """The same; answered by the MetricCounts of all other workers, those that have ended among them."""
 USED = "used"
-"""What keys have used, by client: a KeyUsage each, on top of what was told before."""
+"""What keys have used, by client: a KeyUsage each, since the message before."""
 USAGE = "usage"
 """Answered by the KeyUsage of each client since the first day."""
 LOAD = "load"
@@ -89,6 +89,13 @@ class Relayed(msgspec.Struct, frozen=True, kw_only=True):
     """The API key's name; empty without keys."""
     address: str
     request_id: str
+
+
+class Reload(msgspec.Struct, frozen=True):
+    """What the supervisor could read again, so that what is broken is told of once."""
+
+    keys: bool
+    certificate: bool
 
 
 class RelayedAnswer(msgspec.Struct, frozen=True, kw_only=True):

@@ -93,7 +93,7 @@ class Peers:
 
 
 class RemoteUsage(UsageBook):
-    """The book is the supervisor's, which hears of each request as it ends."""
+    """A worker's side of the supervisor's book, to which each request is sent as it ends."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()

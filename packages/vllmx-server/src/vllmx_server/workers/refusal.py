@@ -9,7 +9,7 @@ from vllmx_core.errors import VllmxError
 
 
 class ErrorSent(msgspec.Struct, frozen=True):
-    """All that a client may hear of it."""
+    """An error as it is shown to the client."""
 
     type: str
     message: str

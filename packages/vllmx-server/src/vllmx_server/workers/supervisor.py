@@ -21,6 +21,7 @@ from vllmx_engine.link.frontend import Listener
 from vllmx_engine.link.process_frontend import ProcessFrontend
 from vllmx_engine.wire.messages import CoreInfo, CoreStats
 
+from vllmx_server.address import reload_certificate
 from vllmx_server.config import ServerConfig
 from vllmx_server.desk import Desk, OpenDesk, ServedDesk
 from vllmx_server.keys.limits import KeyDesk
@@ -53,6 +54,7 @@ from vllmx_server.workers.messages import (
     Relayed,
     RelayedAnswer,
     RelayedMore,
+    Reload,
 )
 
 logger = logging.getLogger("vllmx.supervisor")
@@ -202,9 +204,10 @@ class Supervisor:
 
     def reload(self) -> None:
         """See `vllmx_server.signals.Serving`."""
-        reload_keys(self._keys)
+        sound = self._server.ssl_certfile is not None and reload_certificate(self._server, None)
+        found = Reload(keys=reload_keys(self._keys), certificate=sound)
         for channel in self._crew.channels():
-            channel.tell(RELOAD, None)
+            channel.tell(RELOAD, found)
 
     # --- what workers ask -------------------------------------------------------------------------
     def _serve_channel(self, channel: Channel) -> None:

@@ -19,16 +19,44 @@ def read_yaml(path: str | Path | None) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        twice = _twice(yaml.compose(text, yaml.SafeLoader), set())
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the config file {path} is not valid YAML: {error}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"the config file {path} is not valid YAML: {reason}") from None
+    if twice is not None:
+        raise ConfigError(f"the config file {path} has the key {twice!r} twice: keep one")
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"the config file {path} must hold keys and values, such as port: 8000")
     return content
+
+
+def _twice(node: Any, seen: set[int]) -> str | None:
+    """A key that a mapping of a YAML document has twice: the value before would be lost. `seen` has
+    what was looked through: aliases name one node many times."""
+    from yaml import MappingNode, ScalarNode, SequenceNode
+
+    if id(node) in seen:
+        return None
+    seen.add(id(node))
+    if isinstance(node, SequenceNode):
+        return next(filter(None, (_twice(each, seen) for each in node.value)), None)
+    if not isinstance(node, MappingNode):
+        return None
+    found = set[str]()
+    for key, value in node.value:
+        if isinstance(key, ScalarNode):
+            if key.value in found:
+                return str(key.value)
+            found.add(key.value)
+        if (inside := _twice(value, seen)) is not None:
+            return inside
+    return None
 
 
 def known_keys(

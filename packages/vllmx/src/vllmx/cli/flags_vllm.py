@@ -9,7 +9,7 @@ NO_SWAP = "vllmx recomputes preempted sequences and swaps nothing: leave it out 
 PARSER_PLUGIN = "a plugin brings parsers by the hook vllmx_parsers (docs/plugins.md)"
 NO_LORA = "vllmx serves no adapters: merge them into the model"
 NO_DRAFT = "vllmx does not speculate: leave it out"
-NO_TEXT = "the text of requests is never logged"
+NO_TEXT = "prompts stand in the log with --enable-log-requests alone"
 GRAPHS = "steps are recorded by the backend itself; --enforce-eager runs op by op"
 
 VLLM = (
@@ -24,8 +24,7 @@ VLLM = (
     switches("--enable-expert-parallel -ep", "expert_parallel", True, "whole experts on each rank"),
     switch("--disable-custom-all-reduce", "there is one device"),
     ignored("--max-parallel-loading-workers", "loading uses the cores at hand"),
-    switch("--disable-log-requests --enable-log-requests --no-enable-log-requests", NO_TEXT),
-    ignored("--max-log-len", NO_TEXT),
+    switches("--disable-log-requests", "enable_log_requests", False, NO_TEXT),
     switch("--disable-log-stats", "statistics are at /metrics, not in the log"),
     switches(
         "--disable-uvicorn-access-log", "disable_access_log", True, "no line for each request"

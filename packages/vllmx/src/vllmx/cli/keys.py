@@ -93,12 +93,21 @@ def add(
             KeyRecord,
         )
     except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"NAME must be 1 to 64 letters, digits and . _ @ - and begin with a letter or a digit,"
-            f" got {name!r}"
-        ) from error
+        raise _refusal(error, name) from error
     write_keys(path, (*records, made))
     click.echo(key)
+
+
+def _refusal(error: Exception, name: str) -> ConfigError:
+    """What a record may not be, as the flag that says so."""
+    reason, _, field = str(error).partition(" - at `$.")
+    if field == "name`":
+        return ConfigError(
+            "a key's name must be 1 to 64 letters, digits and . _ @ - and begin with a letter or a"
+            f" digit, got {name!r}"
+        )
+    flag = field.rstrip("`").replace("_", "-")
+    return ConfigError(f"--{flag} has a value that cannot be: {reason[:1].lower()}{reason[1:]}")
 
 
 @keys.command()

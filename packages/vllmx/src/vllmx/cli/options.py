@@ -87,6 +87,8 @@ HELP: Mapping[str, str] = {
     " weights and its own cores; needs vllmx[tp].",
     "pipeline_parallel_size": "Processes that have some of the layers each, and compute as many"
     " steps at once; with the one above each is so many processes; needs vllmx[tp].",
+    "pipeline_layers": "Layers of each stage, as 10,14; bytes: by bytes of weights; default: by"
+    " what layers take, which is measured when the model is loaded.",
     "expert_parallel": "Give each of these processes some experts of a layer, whole, in place of a"
     " part of every one.",
     "rank_hosts": "host:port of each other host whose ranks compute with this one's, with commas"

@@ -64,7 +64,6 @@ def plan(
     MODEL is a folder, a config.json, a GGUF file, or a model of the Hugging Face hub, of which the
     header alone is read.
     """
-    from vllmx_core.checkpoint import resolve_path
     from vllmx_core.config import EngineConfig
     from vllmx_core.registry import load_registry
     from vllmx_models.header_only import opened_header
@@ -76,8 +75,7 @@ def plan(
     if on != THIS:
         machine(on)  # a misspelt one is told of before the model is looked for
     registry = load_registry()
-    if model is None:
-        model = str(resolve_path(registry, EngineConfig().model))
+    model = model or EngineConfig().model
     with opened_header(registry, model, revision) as header:
         facts = facts_of(header, registry)
     longest = facts.shape.max_model_len

@@ -17,8 +17,9 @@ from vllmx.cli.options import log_level_option
 @click.argument("model")
 @click.option("--listen", default="127.0.0.1:7000", show_default=True, help="Address and port.")
 @click.option("--rank-key-file", required=True, help="The key that all hosts have.")
+@click.option("--mmproj", help="The server's file of that flag, as it lies on this host.")
 @log_level_option("info")
-def rank(model: str, listen: str, rank_key_file: str, log_level: str) -> None:
+def rank(model: str, listen: str, rank_key_file: str, mmproj: str | None, log_level: str) -> None:
     """Run ranks of MODEL, as it lies on this host, for a server that names it by --rank-hosts.
 
     The server says everything else. Wait for it, serve it until it ends, wait again. What goes
@@ -33,4 +34,4 @@ def rank(model: str, listen: str, rank_key_file: str, log_level: str) -> None:
     key = handshake.read_key(rank_key_file)
     (address,) = hosts.addresses(listen, "listen") or [("127.0.0.1", 7000)]
     with listener.listen(address) as opened:
-        listener.serve_ranks(opened, EngineConfig(model=model), key)
+        listener.serve_ranks(opened, EngineConfig(model=model, mmproj=mmproj), key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
@@ -21,6 +22,8 @@ from vllmx.cli.served_models import is_one_path, served_models
 if TYPE_CHECKING:
     from vllmx_engine.wire.messages import CoreInfo
     from vllmx_server.models.config import ModelConfig
+
+logger = logging.getLogger("vllmx.server")
 
 HELP = {
     "host": "Address to listen on; 0.0.0.0 for all (set --api-key then).",
@@ -77,6 +80,8 @@ HELP = {
     "otlp_traces_endpoint": "URL of an OpenTelemetry collector (OTLP over HTTP); env: as its"
     " variables say.",
     "disable_access_log": "No line for each request.",
+    "enable_log_requests": "Write prompts into the log, a line each; they are in no log otherwise.",
+    "max_log_len": "Characters of a prompt in such a line.",
     "log_level": "debug, info, warning or error.",
     "log_format": "text, or json: an object a line.",
 }
@@ -102,6 +107,8 @@ def serve(**flags: Any) -> None:
     engine = models[0].engine if models else engine
     os.environ[FORMAT_VARIABLE] = server.log_format  # of all processes that are started
     configure_logging(server.log_level, log_format=server.log_format)
+    if server.enable_log_requests:
+        logger.warning("--enable-log-requests: what clients ask stands in this log")
     from vllmx_server.run import run_server
 
     try:
@@ -134,6 +141,15 @@ def _models(flags: dict[str, Any]) -> list[ModelConfig]:
     return models
 
 
+_EXAMPLES = {
+    "generate": ("/v1/chat/completions", '"messages": [{"role": "user", "content": "Hello!"}]'),
+    "embed": ("/v1/embeddings", '"input": "Hello!"'),
+    "score": ("/v1/rerank", '"query": "Hello!", "documents": ["Good morning!", "A red house."]'),
+    "classify": ("/classify", '"input": "Hello!"'),
+}
+"""A request for each kind of model."""
+
+
 def _announce(stream: StandardError | TextIO, name: str, info: CoreInfo, url: str) -> None:
     stream.write(
         f"\nvllmx serves {name} ({info.architecture}, {info.dtype}) on {info.backend},"
@@ -142,8 +158,8 @@ def _announce(stream: StandardError | TextIO, name: str, info: CoreInfo, url: st
         f"\n  {url}/v1\n\n"
     )
     if url.startswith("http"):
+        path, fields = _EXAMPLES["generate" if info.pooling is None else info.pooling.tasks[0]]
         stream.write(
-            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
-            f'    -d \'{{"model": "{name}", "messages": [{{"role": "user",'
-            f' "content": "Hello!"}}]}}\'\n\n'
+            f"  curl {url}{path} -H 'Content-Type: application/json' \\\n"
+            f'    -d \'{{"model": "{name}", {fields}}}\'\n\n'
         )

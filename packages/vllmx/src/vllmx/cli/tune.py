@@ -102,6 +102,7 @@ def tune(
     (config,) = resolve((EngineConfig,), flags, of_server)
     if not overwrite:
         may_replace(output)
+    _check_place(output)
     base = {
         field.name: getattr(config, field.name)
         for field in fields(config)
@@ -114,11 +115,10 @@ def tune(
     best = search.run(base, _knobs(config, limits, try_isq))
     if sys.stderr.isatty():
         show_progress(" " * _WIDTH, 1, 1)
-    if best.held is not None:
-        _write(output, best, of_server, limits, work)
     _show(search, best, base, output, as_json)
     if best.held is None:
         sys.exit(FAILED)
+    _write(output, best, of_server, search, work)
 
 
 def _server_keys(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,8 +175,14 @@ def _changed(setting: Setting, base: Setting | None = None) -> str:
     return ", ".join(found) or "as given"
 
 
+def _check_place(path: Path) -> None:
+    """Raises ConfigError, before minutes of trials, where nothing can be written."""
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"cannot write {path}: name a file in a folder that is there")
+
+
 def _write(
-    path: Path, best: Outcome, of_server: dict[str, Any], limits: Sequence[Limit], work: Work
+    path: Path, best: Outcome, of_server: dict[str, Any], search: Search, work: Work
 ) -> None:
     from vllmx.sizing.trials import write_yaml
 
@@ -184,10 +190,11 @@ def _write(
     assert held is not None
     content = {name.replace("_", "-"): value for name, value in best.setting.items()}
     about = (
-        f"# vllmx tune: {', '.join(map(str, limits))}\n"
+        f"# vllmx tune: {', '.join(map(str, search.limits))}\n"
         f"# held at {held.rate:.3g} requests/s of {work.input_len} tokens in and"
         f" {work.output_len} out ({held.tokens_per_s:.0f} tokens/s)\n"
     )
+    about += "".join(f"# measured on an unsteady machine: {doubt}\n" for doubt in search.doubts)
     try:
         path.touch(0o600 if {"api-key", "api_key"} & set(of_server) else 0o644)
         write_yaml(path, content | of_server)
@@ -202,10 +209,21 @@ def _show(search: Search, best: Outcome, base: Setting, output: Path, as_json: b
         outcomes = [asdict(outcome) for outcome in search.outcomes]
         found = asdict(best) if best.held is not None else None
         promise = [asdict(limit) for limit in search.limits]
-        record = {"promise": promise, "best": found, "written": chosen, "outcomes": outcomes}
+        record = {
+            "promise": promise,
+            "best": found,
+            "written": chosen,
+            "unsteady": search.doubts,
+            "outcomes": outcomes,
+        }
         click.echo(json.dumps(_plain(record), indent=1))
         return
     click.echo(_table(search.outcomes, base))
+    if search.doubts:
+        click.echo(
+            f"\nthe machine was unsteady ({'; '.join(search.doubts)}): take the figures for what"
+            " they are, or measure again while nothing else runs, with a greater --seconds\n"
+        )
     for outcome in search.outcomes:
         if outcome.error is not None:
             click.echo(f"{_changed(outcome.setting, base)}: {outcome.error}")

@@ -17,6 +17,8 @@ MEASURES: Mapping[str, str] = {
 SHARES: Mapping[str, float] = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _LIMIT = re.compile(r"([a-z0-9]+?)(?:[._-]?(p[0-9.]+))?\s*<=?\s*([0-9]*\.?[0-9]+)\s*([a-z]*)")
 _UNITS = {"ms": 1e-3, "s": 1.0}
+MARGIN = 0.1
+"""The share of a limit that is left for days that are not like this one."""
 _FORM = 'a promise is written as "ttft<500ms,itl.p95<50ms"'
 
 
@@ -77,10 +79,20 @@ def _parse(part: str) -> Limit:
 
 
 def broken(limits: Sequence[Limit], figures: Mapping[str, float]) -> list[str]:
-    """What is said of each limit that figures do not keep; `figures`: seconds by `Limit.name`.
-    A figure that is not there (NaN) keeps nothing."""
-    return [
-        f"{limit.name} is {as_ms(figures[limit.name])}, not under {as_ms(limit.seconds)}"
-        for limit in limits
-        if not figures[limit.name] < limit.seconds
-    ]
+    """What is said of each limit that figures do not keep with `MARGIN`; `figures`: seconds by
+    `Limit.name`. A figure that is not there (NaN) keeps nothing."""
+    found = []
+    for limit in limits:
+        value = figures[limit.name]
+        if not value < limit.seconds:
+            found.append(f"{limit.name} is {as_ms(value)}, not under {as_ms(limit.seconds)}")
+        elif not value < limit.seconds * (1 - MARGIN):
+            near = f"too near to {as_ms(limit.seconds)} to be promised"
+            found.append(f"{limit.name} is {as_ms(value)}, {near}")
+    return found
+
+
+def hopeless(limits: Sequence[Limit], figures: Mapping[str, float]) -> bool:
+    """Whether half of the requests break a limit, as figures of a server without load can show:
+    more load only makes it worse."""
+    return any(not figures[f"{limit.measure} p50"] < limit.seconds for limit in limits)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from vllmx_core.config import EngineConfig
@@ -23,11 +24,11 @@ from vllmx.bench.server_process import server_process
 from vllmx.bench.serving import Load, arrivals, closed_loop_results
 from vllmx.bench.sse_client import Streamed
 from vllmx.sizing.promise import SHARES
-from vllmx.sizing.tuning import Measure, Setting, Trial
+from vllmx.sizing.tuning import Served, Setting, Trial
 
 _NUM_IDS = 1000
 """Prompts are random ids below it: every vocabulary has those."""
-_ALONE = 3
+_ALONE = 6
 _PATIENCE = 60.0
 _MODEL = "tuned"
 
@@ -44,9 +45,8 @@ class Work(Record):
 
 
 @contextmanager
-def served(setting: Setting, work: Work) -> Iterator[tuple[float, Measure]]:
-    """`vllmx serve` with a setting, warm; the rate at which requests one behind the other arrive
-    there, and trials of it."""
+def served(setting: Setting, work: Work) -> Iterator[Served]:
+    """`vllmx serve` with a setting, warm."""
     content = {name.replace("_", "-"): value for name, value in setting.items()}
     content["served-model-name"] = _MODEL
     with tempfile.TemporaryDirectory(prefix="vllmx-tune-") as folder:
@@ -57,7 +57,8 @@ def served(setting: Setting, work: Work) -> Iterator[tuple[float, Measure]]:
         command = [sys.executable, "-m", "vllmx", "serve", *flags, *quiet]
         with server_process(command, clean_environment(os.environ)) as server:
             load = Load(server.url, _MODEL, _NUM_IDS, work.input_len, work.output_len, _ALONE)
-            alone_s = _alone(load)
+            results = _alone(load)
+            alone_s = [result.whole_s for result in results]
 
             def measure(rate: float, seed: int) -> Trial:
                 count = max(work.least, math.ceil(rate * work.seconds))
@@ -65,7 +66,7 @@ def served(setting: Setting, work: Work) -> Iterator[tuple[float, Measure]]:
                 patience_s = _PATIENCE + 2 * work.seconds
                 return trial(rate, asyncio.run(arrivals(own, rate, patience_s)))
 
-            yield 1 / alone_s, measure
+            yield Served(trial(1 / median(alone_s), results), alone_s, measure)
 
 
 def write_yaml(path: Path, content: Mapping[str, Any]) -> None:
@@ -84,8 +85,9 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in environment.items() if key not in variables}
 
 
-def _alone(load: Load) -> float:
-    """Seconds of a request that has the server for itself. Raises ConfigError where it fails."""
+def _alone(load: Load) -> list[Streamed]:
+    """Requests that have the server for themselves; the first, which warms it, is left out. Raises
+    ConfigError where one fails."""
     results = asyncio.run(closed_loop_results(load, 1))
     for result in results:
         if result.error is not None or not result.event_s:
@@ -94,7 +96,7 @@ def _alone(load: Load) -> float:
                 f"requests of {load.input_len} tokens in and {load.output_len} out fail: {said}:"
                 " give --input-len and --output-len that the model has room for"
             )
-    return min(result.whole_s for result in results)
+    return results[1:]
 
 
 def trial(rate: float, results: Sequence[Streamed]) -> Trial:

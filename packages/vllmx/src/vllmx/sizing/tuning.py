@@ -3,7 +3,11 @@
 A setting is measured by trials: requests arrive at a rate, and the promise is kept or not. The rate
 is doubled until it is not, and the interval halved then. The next setting differs in one value from
 the best one so far, and is first asked for a little more than that reached: most fail there, after
-one trial.
+two trials.
+
+Machines have other things to do. So a trial that breaks the promise is made again, and the majority
+of three decides; what is written was kept by most of three trials with requests that the search has
+not seen; and where trials contradict each other the search says so.
 """
 
 from __future__ import annotations
@@ -15,13 +19,15 @@ from contextlib import AbstractContextManager
 from vllmx_core.errors import ConfigError
 from vllmx_core.records import MutableRecord, Record, field
 
-from vllmx.sizing.promise import Limit, broken
+from vllmx.sizing.promise import Limit, as_ms, broken, hopeless
 
 Value = int | float | str
 Setting = Mapping[str, Value]
 """Fields of EngineConfig that are not left to their defaults."""
 _HALVINGS = 4
 """A rate is lowered so often before a setting counts as one that cannot keep the promise."""
+_STEADY = 1.3
+"""Times of the same requests differ by so much where nothing else runs."""
 
 
 class Trial(Record):
@@ -53,8 +59,20 @@ class Trial(Record):
 
 Measure = Callable[[float, int], Trial]
 """A trial at a rate, with the requests of a seed."""
-Serve = Callable[[Setting], AbstractContextManager[tuple[float, Measure]]]
-"""Runs a server with a setting; gives the rate to begin with, and trials of it."""
+
+
+class Served(Record):
+    """A server that runs with a setting."""
+
+    alone: Trial
+    """What requests one behind the other came to; its rate is the one to begin with."""
+    alone_s: Sequence[float]
+    """The whole time of each of them."""
+    measure: Measure
+
+
+Serve = Callable[[Setting], AbstractContextManager[Served]]
+"""Runs a server with a setting."""
 
 
 class Outcome(MutableRecord):
@@ -97,6 +115,12 @@ class Search(MutableRecord):
     tell: Callable[[Setting, float, float], None]
     outcomes: list[Outcome] = field(default_factory=list)
     share: float = 0.0
+    doubts: list[str] = field(default_factory=list)
+    """What shows that the machine was unsteady, for people."""
+    num_repeated: int = 0
+    """Rates at which more than one trial was made."""
+    num_disputed: int = 0
+    """Those at which one trial kept the promise and another did not."""
 
     def run(self, base: Setting, knobs: Sequence[Knob]) -> Outcome:
         """The best setting, `base` or one that differs from it in values of knobs. Its trial is
@@ -110,7 +134,15 @@ class Search(MutableRecord):
                 found = self._tried({**best.setting, knob.name: value}, best.rate)
                 if found.rate > best.rate:
                     best = found
-        return best if best.held is None else self._confirmed(best)
+        if best.held is not None:
+            best = self._confirmed(best)
+        if self.num_disputed:
+            count = f"{self.num_disputed} of {self.num_repeated}"
+            self.doubts.append(
+                f"at {count} rates that were tried again one trial kept the promise and another"
+                " did not"
+            )
+        return best
 
     def _tried(self, setting: Setting, to_beat: float) -> Outcome:
         """A setting that no server starts with is passed over: the best one so far may stay."""
@@ -123,12 +155,15 @@ class Search(MutableRecord):
     def _measure(self, setting: Setting, to_beat: float) -> Outcome:
         outcome = Outcome(setting)
         self.outcomes.append(outcome)
-        with self.serve(setting) as (first_rate, measure):
+        with self.serve(setting) as served:
+            self._note_alone(served)
+            if hopeless(self.limits, served.alone.figures):
+                outcome.missed = served.alone
+                return outcome
 
             def holds(rate: float) -> bool:
                 self.tell(setting, rate, self.share)
-                trial = measure(rate, 0)
-                held = not trial.faults(self.limits)
+                held, trial = self._judged(served.measure, rate, 0, enough=1)
                 if held and rate > outcome.rate:
                     outcome.held = trial
                 elif not held and (outcome.missed is None or rate < outcome.missed.rate):
@@ -140,8 +175,36 @@ class Search(MutableRecord):
                 if holds(rate):
                     self._raise_rate(holds, rate, 1 + 2 * self.precision)
             else:
-                self._from_nothing(holds, min(self.max_rate, first_rate))
+                self._from_nothing(holds, min(self.max_rate, served.alone.rate))
         return outcome
+
+    def _judged(
+        self, measure: Measure, rate: float, first: int, enough: int = 2
+    ) -> tuple[bool, Trial]:
+        """Whether a rate is held, and a trial of those that say so: two of three.
+
+        Args:
+            first: seed of the first trial.
+            enough: 1: one that keeps the promise is enough; what is chosen in the end is tried
+                again.
+        """
+        found: dict[bool, list[Trial]] = {True: [], False: []}
+        needed = {True: enough, False: 2}
+        for seed in range(first, first + 3):
+            trial = measure(rate, seed)
+            held = not trial.faults(self.limits)
+            found[held].append(trial)
+            if len(found[held]) == needed[held]:
+                break
+        self.num_repeated += sum(map(len, found.values())) > 1
+        self.num_disputed += all(found.values())
+        return held, found[held][-1]
+
+    def _note_alone(self, served: Served) -> None:
+        """Compares the times of requests that had the server for themselves."""
+        least, most = min(served.alone_s), max(served.alone_s)
+        if most > _STEADY * least:
+            self.doubts.append(f"one request alone took {as_ms(least)} to {as_ms(most)}")
 
     def _from_nothing(self, holds: Callable[[float], bool], rate: float) -> None:
         if holds(rate):
@@ -174,13 +237,14 @@ class Search(MutableRecord):
     def _confirmed(self, best: Outcome) -> Outcome:
         """The best setting at the highest rate that it keeps with other requests too."""
         rate = best.rate
-        with self.serve(best.setting) as (_, measure):
-            for seed in range(_HALVINGS + 1):
+        with self.serve(best.setting) as served:
+            self._note_alone(served)
+            for attempt in range(_HALVINGS + 1):
                 self.tell(best.setting, rate, 1.0)
-                trial = measure(rate, 1 + seed)
-                if not trial.faults(self.limits):
+                held, trial = self._judged(served.measure, rate, 3 + 3 * attempt)
+                if held:
                     return Outcome(best.setting, trial, best.missed)
                 best.missed = trial
-                rate /= 1 + self.precision * 2**seed
+                rate /= 1 + self.precision * 2**attempt
         best.held = None  # what it held was luck
         return best

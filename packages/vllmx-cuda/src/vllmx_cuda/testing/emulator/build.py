@@ -19,7 +19,7 @@ from vllmx_cuda.compiler.libraries import include_folders
 
 KERNELS = Path(__file__).parent.parent.parent / "kernels"
 NATIVE = Path(__file__).parent / "native"
-RUNTIME_SOURCES = ("runtime.cpp", "collectives.cpp", "warpgroup.cpp", "checker.cpp")
+RUNTIME_SOURCES = ("runtime.cpp", "collectives.cpp", "warpgroup.cpp", "peers.cpp", "checker.cpp")
 COMPILE = (
     "-std=c++17",
     "-fPIC",

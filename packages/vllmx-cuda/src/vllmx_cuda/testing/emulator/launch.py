@@ -7,7 +7,7 @@ import re
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from vllmx_cuda.kernel_specs.types import Argument, Launch, Sizes, Variant
 from vllmx_cuda.testing.emulator.build import KERNELS, build_module
+from vllmx_cuda.testing.emulator.peers import PeerGroup
 
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 """The orders in which the threads of a block run between two barriers."""
@@ -51,14 +52,21 @@ class Emulator:
         check: the instrumented build: slower, finds races, bad accesses, uninitialised reads.
         order: see `ORDERS`; a kernel must give the same result in each.
         folder: where the sources are.
+        peers: the group of ranks that its kernels wait for, and which one of them it is.
     """
 
     def __init__(
-        self, *, check: bool = False, order: str = "forward", folder: Path = KERNELS
+        self,
+        *,
+        check: bool = False,
+        order: str = "forward",
+        folder: Path = KERNELS,
+        peers: tuple[PeerGroup, int] | None = None,
     ) -> None:
         self.check = check
         self.order = order
         self.folder = folder
+        self.peers = peers
         self._modules: dict[tuple[str, tuple[str, ...]], _Module] = {}
         self._lock = threading.Lock()
 
@@ -86,9 +94,16 @@ class Emulator:
             module = self._modules.get(variant.module_key)
             if module is None:
                 source = self.folder / variant.kernel.source
-                module = _Module(build_module(source, variant.defines, check=self.check))
-                self._modules[variant.module_key] = module
-            module.launch(variant, shape, arguments, ORDERS[self.order], seed)
+                path = build_module(source, variant.defines, check=self.check)
+                self._modules[variant.module_key] = module = self._load(path)
+            with self.peers[0].taking_turns(self.peers[1]) if self.peers else nullcontext():
+                module.launch(variant, shape, arguments, ORDERS[self.order], seed)
+
+    def _load(self, path: Path) -> _Module:
+        if self.peers is None:
+            return _Module(path, ctypes.CDLL(str(path)))
+        group, rank = self.peers
+        return _Module(*group.load(path, rank))
 
 
 _free_stacks: list[int] = []
@@ -116,9 +131,9 @@ def _stacks(library: ctypes.CDLL) -> Iterator[int]:
 class _Module:
     """One loaded library."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, library: ctypes.CDLL) -> None:
         self.path = path
-        self.library = ctypes.CDLL(str(path))
+        self.library = library
         self.library.emu_error.restype = ctypes.c_char_p
         self.library.emu_add_buffer.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
         self.library.emu_launch.argtypes = [

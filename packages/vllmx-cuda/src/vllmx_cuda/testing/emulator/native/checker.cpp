@@ -4,7 +4,7 @@
 //
 // Found: accesses outside the argument buffers or the shared memory, writes to read-only arguments,
 // misalignment, reads of shared memory that nobody wrote, races inside a block, conflicting
-// accesses of two blocks, use of a cp.async destination in flight.
+// accesses of two blocks, use of a cp.async destination in flight. What ranks share is looked after in peers.cpp.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -192,6 +192,7 @@ void check(const void* p, size_t bytes, size_t align, bool write, bool atomic) {
   if (address - (size_t)(stacks + current->id * STACK_BYTES) < STACK_BYTES)
     return check_registers(address, bytes, write);
   if (address & (align - 1)) fail("misaligned %zu-byte access at %p pc=%p", bytes, p, pc);
+  if (peers_touch(p, bytes, write, atomic, pc)) return;
   if (atomic) current->atomics++, acquired_epoch = min(acquired_epoch, current->block_epoch + 1);
   if (Cell* cells = shared_cells(address, bytes)) return touch(cells, bytes, write, atomic, true, p);
   check_global(p, bytes, write, atomic);

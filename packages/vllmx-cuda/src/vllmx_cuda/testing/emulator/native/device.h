@@ -55,6 +55,9 @@ void cp_wait(int keep);
 void check(const void* p, size_t bytes, size_t align, bool write, bool atomic);
 void checker_arrival(const unsigned* p);
 void checker_fence();
+// Words by which ranks tell each other; see peers.cpp
+void store_release(unsigned* p, unsigned value);
+unsigned load_acquire(const unsigned* p);
 
 template <class... A, size_t... I>
 EMU_RAW void call_with(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
@@ -272,3 +275,5 @@ inline int vx_dp4a(int a, int b, int sum) {
   for (int i = 0; i < 4; i++) sum += (signed char)(a >> 8 * i) * (signed char)(b >> 8 * i);
   return sum;
 }
+inline void vx_store_release(unsigned* p, unsigned v) { emu::store_release(p, v); }
+inline unsigned vx_load_acquire(const unsigned* p) { return emu::load_acquire(p); }

@@ -162,8 +162,13 @@ static void run_block(unsigned num_threads) {
     for (int i = 0; i < count; i++)
       any |= run_warp(order == REVERSE ? count - 1 - i : (i + rotation) % count, num_threads);
     if (any || !live_threads) continue;
+    bool looks = false;
     for (unsigned i = num_threads; i-- > 0;)
-      if (!fibers[i].done) current = &fibers[i];
+      if (!fibers[i].done) current = &fibers[i], looks |= current->awaited == &look_generation;
+    if (looks) {
+      look_again();
+      continue;
+    }
     fail("deadlock: %d threads wait for ever, the first one in %s pc=%p", live_threads,
          current->reason, current->pc);
   }
@@ -188,7 +193,9 @@ struct SignalTrap {
   static constexpr int SIGNALS[3] = {SIGSEGV, SIGBUS, SIGFPE};
   struct sigaction before[3];
   stack_t stack_before;
+  bool set = !is_rank();  // signals are the process's, and launches of ranks overlap
   SignalTrap() {
+    if (!set) return;
     static char alternate[64 << 10];
     stack_t stack = {};
     stack.ss_sp = alternate, stack.ss_size = sizeof alternate;
@@ -199,6 +206,7 @@ struct SignalTrap {
     for (int i = 0; i < 3; i++) sigaction(SIGNALS[i], &action, &before[i]);
   }
   ~SignalTrap() {
+    if (!set) return;
     for (int i = 0; i < 3; i++) sigaction(SIGNALS[i], &before[i], nullptr);
     sigaltstack(&stack_before, nullptr);
   }
@@ -254,7 +262,9 @@ EMU_API int emu_launch(emu::Entry entry, const unsigned* shape, void** arguments
     return 1;
   }
   checker_launch(shared_bytes);
+  peers_launch(true);
   run_grid(shape[3], shared_bytes);
+  peers_launch(false);
   return 0;
 }
 EMU_API const char* emu_error() { return emu::error.c_str(); }

@@ -85,6 +85,14 @@ void wait_for(const unsigned* generation, unsigned seen, const char* reason, voi
 void prepare_warpgroups(int num_threads);
 void check_warpgroups();
 
+// Other ranks; see peers.cpp
+extern unsigned look_generation;  // what threads that look for another rank's word wait for
+void look_again();
+bool is_rank();  // a launch is one of several that wait for each other
+void peers_launch(bool begins);
+// Whether the bytes are shared with other ranks, and so not an argument's; fails where ranks race
+bool peers_touch(const void* p, size_t bytes, bool write, bool atomic, void* pc);
+
 // The checker; empty functions in the fast build
 void checker_launch(size_t dynamic_bytes);
 void checker_block();

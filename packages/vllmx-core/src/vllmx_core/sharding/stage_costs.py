@@ -1,0 +1,114 @@
+"""What the parts of a step cost between two places where it can be cut into stages: the bytes of
+weights that they read, or seconds that somebody has measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from vllmx_core.ops.embedding import Embedding
+from vllmx_core.ops.experts import Experts
+from vllmx_core.ops.op import Op
+from vllmx_core.ops.values import Value
+from vllmx_core.recording import Recording
+from vllmx_core.sharding.stage_cuts import Cut, balanced
+from vllmx_core.weight_map import parts_of
+from vllmx_core.weights import WeightSource, WeightSpec
+
+STEP_ROWS = 16
+"""Rows of the step that costs are of: sequences that decode."""
+_CLEARLY = 0.95
+"""The slowest stage's share of what it takes cut by bytes, from which on a measured cut is taken:
+below it the noise of the measurement would decide."""
+
+
+def byte_costs(recording: Recording, source: WeightSource) -> list[float]:
+    """What each op adds to the time of a step: the bytes of weights that it reads."""
+    specs = {spec.name: spec for spec in recording.specs}
+    return [_cost(op, specs, source) for op in recording.steps.ops]
+
+
+def _cost(op: Op, specs: Mapping[str, WeightSpec], source: WeightSource) -> float:
+    """Bytes of an op's weights. Of a table of tokens a step reads a few rows, of experts those that
+    its rows ask for."""
+    if isinstance(op, Embedding):
+        return 0.0
+    size = sum(weight_bytes(specs[ref.name], source) for ref in op.weights if ref.name in specs)
+    if isinstance(op, Experts):
+        size *= used_share(op.ids.width, op.down.count, STEP_ROWS)
+    return size
+
+
+def used_share(chosen: int, experts: int, rows: int) -> float:
+    """How many of the experts some rows use, 0 to 1, if each row chooses as many by lot."""
+    return 1.0 - (1.0 - min(1.0, chosen / experts)) ** rows
+
+
+def weight_bytes(spec: WeightSpec, source: WeightSource) -> float:
+    """Bytes of a weight in the checkpoint; matrices of a stack are taken to be alike."""
+    first = spec.matrices[0]
+    cols = max(1, spec.cols)
+    parts = parts_of(first, source)
+    return spec.count * sum(part.shape[0] * cols * part.layout.bits / 8 for part in parts)
+
+
+# --- segments -------------------------------------------------------------------------------------
+def segment_bounds(cuts: Sequence[Cut]) -> list[tuple[Cut, Cut | None]]:
+    """The parts of a step between neighbouring places; the last one has no end."""
+    return list(pairwise([Cut(0, ()), *cuts, None]))  # type: ignore[list-item]  # the end alone
+
+
+def sums_of_stages(
+    chosen: Sequence[Cut], cuts: Sequence[Cut], costs: Sequence[float]
+) -> list[float]:
+    """What each stage costs, of the costs of the segments."""
+    ends = [1 + cuts.index(cut) for cut in chosen]
+    return [sum(costs[begin:end]) for begin, end in pairwise([0, *ends, len(costs)])]
+
+
+def measured_cuts(
+    cuts: Sequence[Cut],
+    bytes_of_ops: Sequence[float],
+    seconds: Sequence[float],
+    stages: int,
+) -> tuple[Cut, ...]:
+    """The places at which the slowest stage takes least; those that balance bytes of weights where
+    it takes hardly longer, so that what is measured on one machine twice comes to the same.
+
+    Args:
+        cuts: all places.
+        bytes_of_ops: see `byte_costs`.
+        seconds: of each segment.
+    """
+    costs = [0.0] * len(bytes_of_ops)
+    for (begin, _), cost in zip(segment_bounds(cuts), seconds, strict=True):
+        costs[begin.index] = cost
+    by_bytes, by_time = (balanced(cuts, one, stages) for one in (bytes_of_ops, costs))
+    before, after = (max(sums_of_stages(one, cuts, seconds)) for one in (by_bytes, by_time))
+    return by_time if after < _CLEARLY * before else by_bytes
+
+
+def likeness(
+    ops: Sequence[Op], specs: Mapping[str, WeightSpec], source: WeightSource
+) -> tuple[object, ...]:
+    """Equal for segments that take the same time: ops of the same sizes, options and formats."""
+    return tuple(
+        (
+            op.name,
+            tuple(_size(value) for value in (*op.reads, *op.writes)),
+            tuple(
+                (ref.kind, ref.rows, ref.cols, ref.count, _format(ref.name, specs, source))
+                for ref in op.weights
+            ),
+            repr(op.options),
+        )
+        for op in ops
+    )
+
+
+def _size(value: Value) -> tuple[object, ...]:
+    return value.width, value.rows, value.dtype
+
+
+def _format(name: str, specs: Mapping[str, WeightSpec], source: WeightSource) -> float | None:
+    return weight_bytes(specs[name], source) if name in specs else None

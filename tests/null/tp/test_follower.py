@@ -1,0 +1,165 @@
+"""When a rank takes the next step: at once where steps overlap, behind the end of the one before
+where rank 0 reads each before it begins the next."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from vllmx_core.plan import I32, StepResult
+from vllmx_core.testing.plans import Row, make_plan, sampling_rows
+from vllmx_tp.channel import Reader
+from vllmx_tp.executor import RankedModel
+from vllmx_tp.frames import Frame
+from vllmx_tp.messages import INLINE, NOTICE, Call
+from vllmx_tp.rank_process import Follower
+from vllmx_tp.region import Region
+
+FRAME = Frame(make_plan([Row([5], 0, [1])], 16), sampling_rows(1))
+
+
+class Model:
+    """Writes down what it is asked for."""
+
+    info: Any = None
+
+    def __init__(self, events: list[str]) -> None:
+        self._events, self._num_begun = events, 0
+
+    def step(self, plan: object, rows: object) -> Handle:
+        self._events.append(f"begins {self._num_begun}")
+        self._num_begun += 1
+        return Handle(self._events, self._num_begun - 1)
+
+    def forward(self, plan: object) -> Model:
+        return self
+
+    def sample(self, rows: object) -> Handle:
+        return self.step(None, rows)
+
+    def encode(self, plan: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Handle:
+    def __init__(self, events: list[str], number: int) -> None:
+        self._events, self._number = events, number
+
+    def result(self) -> StepResult:
+        self._events.append(f"ends {self._number}")
+        return StepResult(np.zeros(1, np.int32), None, None, 0.0)
+
+
+class Calls:
+    """A `Reader` of these calls; writes down for how long it was to look for each."""
+
+    has_more = False
+
+    def __init__(self, calls: list[Call], events: list[str]) -> None:
+        self._calls, self._events = iter([*calls, Call.CLOSE]), events
+        self._words: I32 = np.frombuffer(FRAME.to_bytes(), np.int32)
+
+    def read(self, spin_s: float) -> tuple[Call, I32]:
+        if spin_s:
+            self._events.append(f"looks for {spin_s}")
+        return next(self._calls), self._words
+
+    def release(self) -> None: ...
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    found = Region.create(2)
+    yield found
+    found.close()
+
+
+def events_of(calls: list[Call], region: Region, spin_s: float = 0.25) -> list[str]:
+    events: list[str] = []
+    Follower(Model(events), region, 1, spin_s).run(Calls(calls, events))  # type: ignore[arg-type]
+    return events
+
+
+def test_steps_that_overlap_are_taken_at_once(region: Region) -> None:
+    found = events_of([Call.NEXT, Call.STEP, Call.STEP], region)
+    assert found == ["begins 0", "begins 1", "ends 0", "begins 2", "ends 1"]
+
+
+def test_a_rank_that_waits_for_the_next_step_looks_for_it(region: Region) -> None:
+    """From the second step on that nothing overlaps, and until one does."""
+    found = events_of([Call.NEXT, Call.NEXT, Call.NEXT, Call.STEP, Call.STEP], region)
+    assert found == [
+        "begins 0", "begins 1", "ends 0", "ends 1", "looks for 0.25",
+        "begins 2", "ends 2", "looks for 0.25",
+        "begins 3", "begins 4", "ends 3",
+    ]  # fmt: skip
+
+
+def test_ranks_that_share_cores_sleep(region: Region) -> None:
+    found = events_of([Call.NEXT] * 3, region, spin_s=0.0)
+    assert found == ["begins 0", "begins 1", "ends 0", "ends 1", "begins 2", "ends 2"]
+
+
+class Sent:
+    """A `Group` that writes calls down."""
+
+    failure = None
+
+    def __init__(self, region: Region, calls: list[Call]) -> None:
+        self.region, self._calls = region, calls
+        self.ranks = range(1, 2)
+
+    def send(self, call: Call, frame: object) -> None:
+        self._calls.append(call)
+
+    def guarded(self) -> threading.Lock:
+        return threading.Lock()
+
+    def close(self) -> None: ...
+
+
+def test_rank_0_says_whether_it_waits_for_each_step(region: Region) -> None:
+    calls: list[Call] = []
+    model = RankedModel(Model([]), Sent(region, calls), None)  # type: ignore[arg-type]
+    plan, rows = make_plan([Row([5], 0, [1])], 16), sampling_rows(1)
+    model.step(plan, rows).result()
+    first = model.step(plan, rows)
+    second = model.step(plan, rows)
+    first.result()
+    half = model.forward(plan)
+    second.result()
+    half.sample(rows).result()
+    model.step(plan, rows).result()
+    assert calls == [Call.NEXT, Call.NEXT, Call.STEP, Call.FORWARD, Call.SAMPLE, Call.NEXT]
+
+
+def test_who_looks_for_a_step_gets_it_or_hears_of_the_end(region: Region) -> None:
+    """However long it was to look."""
+    ours, theirs = socket.socketpair()
+    reader = Reader(theirs, region, 1)
+    data = FRAME.to_bytes()
+    ours.sendall(NOTICE.pack(Call.NEXT, len(data), INLINE) + data)
+    call, words = reader.read(3600.0)
+    assert call is Call.NEXT
+    assert words.tobytes() == data
+    ours.close()
+    with pytest.raises(EOFError):
+        reader.read(3600.0)
+    theirs.close()
+
+
+def test_who_has_looked_long_enough_sleeps(region: Region) -> None:
+    """A step that comes later wakes it."""
+    ours, theirs = socket.socketpair()
+    data = FRAME.to_bytes()
+    late = threading.Timer(0.05, lambda: ours.sendall(NOTICE.pack(1, len(data), INLINE) + data))
+    late.start()
+    assert Reader(theirs, region, 1).read(1e-4)[0] is Call.STEP
+    late.join()
+    ours.close()
+    theirs.close()
