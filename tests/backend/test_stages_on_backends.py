@@ -68,7 +68,7 @@ def check(
     alone = backend().load(model, source, options(dtype=dtype))
     expected = logits(alone)
     alone.close()
-    region = Region.create(stages)
+    region = Region.create(stages, stages)
 
     def load(end: ThreadCommunicator) -> LoadedModel:
         mine = staged(model, source, options(), end.rank, stages)

@@ -81,14 +81,14 @@ def test_an_answer_streams_and_is_kept(open_tab: OpenTab) -> None:
     assert body["messages"] == [{"role": "user", "content": "Hello <b>there</b>"}]
     assert (body["max_tokens"], body["stream"], body["model"]) == (30, True, "fake")
     tab.has_ended()
-    assert "30 tokens" in tab.page.locator(".figures").inner_text()
-    assert "greatest length" in tab.page.locator(".ending").inner_text()
+    assert "30 tokens" in tab.page.locator(".figures").text_content()
+    assert "greatest length" in tab.page.locator(".ending").text_content()
     shown = tab.answers().inner_text()
     tab.page.reload()
     tab.has_ended()
     assert tab.answers().inner_text() == shown
-    assert tab.page.locator(".asked .verbatim").inner_text() == "Hello <b>there</b>"
-    assert tab.page.locator(".sidebar .title").inner_text() == "Hello <b>there</b>"
+    assert tab.page.locator(".asked .verbatim").text_content() == "Hello <b>there</b>"
+    assert tab.page.locator(".sidebar .title").text_content() == "Hello <b>there</b>"
 
 
 def test_stop_then_go_on(open_tab: OpenTab, page_server: RunningServer) -> None:
@@ -97,9 +97,9 @@ def test_stop_then_go_on(open_tab: OpenTab, page_server: RunningServer) -> None:
     tab.grows()
     tab.page.get_by_label("Stop").click()
     tab.has_ended()
-    assert "Stopped." in tab.page.locator(".ending").inner_text()
+    assert "Stopped." in tab.page.locator(".ending").text_content()
     page_server.becomes_idle()
-    before = len(tab.answers().inner_text())
+    before = len(tab.answers().text_content())
     with tab.page.expect_request(CHAT) as asked:
         tab.page.get_by_role("button", name="Go on").click()
     body = json.loads(asked.value.post_data)
@@ -132,8 +132,8 @@ def test_a_reload_in_the_middle_keeps_what_came(
     tab.page.reload()
     tab.has_ended()
     page_server.becomes_idle()
-    assert len(tab.answers().locator(".prose").inner_text()) > 3
-    assert "left before the answer was complete" in tab.page.locator(".ending").inner_text()
+    assert len(tab.answers().locator(".prose").text_content()) > 3
+    assert "left before the answer was complete" in tab.page.locator(".ending").text_content()
 
 
 def test_branches(open_tab: OpenTab) -> None:
@@ -144,7 +144,7 @@ def test_branches(open_tab: OpenTab) -> None:
     tab.answers_with({"content": "second"})
     tab.page.get_by_label("Answer again").click()
     tab.shows("second")
-    assert tab.page.locator(".branches").inner_text().strip() == "2/2"
+    assert tab.page.locator(".branches").text_content().strip() == "2/2"
     tab.page.get_by_label("Earlier version").click()
     tab.shows("first")
     tab.answers_with({"content": "third"})
@@ -156,7 +156,7 @@ def test_branches(open_tab: OpenTab) -> None:
     tab.page.locator(".asked").hover()
     tab.page.get_by_label("Earlier version").click()
     tab.shows("second")
-    assert tab.page.locator(".asked .verbatim").inner_text() == "one"
+    assert tab.page.locator(".asked .verbatim").text_content() == "one"
 
 
 def test_chats_as_a_file(open_tab: OpenTab, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_chats_as_a_file(open_tab: OpenTab, tmp_path: Path) -> None:
     other.page.get_by_label("File of chats").set_input_files(path)
     other.page.get_by_text("1 chat was added.").wait_for()
     other.page.locator(".sidebar .title").click()
-    assert other.page.locator(".answer strong").inner_text() == "kept"
+    assert other.page.locator(".answer strong").text_content() == "kept"
     newer = '{"format": "vllmx-chats", "version": 9}'
     for text, words in (("{}", "no file of chats"), ("[", "not JSON"), (newer, "version is 9")):
         path.write_text(text)
@@ -197,8 +197,8 @@ def test_thoughts_calls_and_their_results(open_tab: OpenTab) -> None:
     thoughts = tab.page.locator("details.thoughts")
     assert not thoughts.locator(".prose").is_visible()
     thoughts.locator("summary").click()
-    assert thoughts.locator("em").inner_text() == "look"
-    assert '"city": "Oslo"' in tab.page.locator(".call pre").inner_text()
+    assert thoughts.locator("em").text_content() == "look"
+    assert '"city": "Oslo"' in tab.page.locator(".call pre").text_content()
     tab.answers_with({"content": "It rains."})
     tab.page.get_by_label("Result of weather").fill("rain")
     with tab.page.expect_request(CHAT) as asked:
@@ -289,7 +289,7 @@ def test_a_wrong_key_and_a_dead_server(
         set_number(tab, "Longest answer", "5")
         tab.page.get_by_role("button", name="Try again").click()
         tab.has_ended(2)
-        assert "5 tokens" in tab.page.locator(".figures").last.inner_text()
+        assert "5 tokens" in tab.page.locator(".figures").last.text_content()
 
 
 def test_the_live_panel(open_tab: OpenTab) -> None:
