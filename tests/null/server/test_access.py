@@ -67,6 +67,8 @@ async def test_rights_are_what_is_listed(make_server: MakeServer) -> None:
                 response = await served.client.request(method, path, headers=sent)
                 refused = response.status_code in (401, 403)
                 assert refused == (rank < first_that_may[right]), (method, path, sent)
+                if refused:
+                    assert response.status_code == (403 if sent else 401), (method, path, sent)
 
 
 async def test_a_route_that_nobody_listed_answers_nobody(

@@ -137,6 +137,7 @@ async def test_another_process_asks_the_same_desk(tmp_path: Path) -> None:
             await remote.reserve(want())
         assert caught.value.http_status == 429
         assert caught.value.retry_after_s == 1.0
+        assert (caught.value.headers or {})["x-ratelimit-remaining-requests"] == "59"
         await served.close()  # the worker died: its requests are no longer there
         await remote.reserve(want())
 
@@ -197,6 +198,8 @@ async def test_answers_say_what_is_left_and_refusals_when_to_come_back(
         refused = await ask(served, "ann")
         assert refused.status_code == 429
         assert refused.headers["retry-after"] == "30"
+        assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+        assert refused.headers["x-ratelimit-limit-tokens"] == "1000"
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
         other = await ask(served, "bob")
         assert other.status_code == 200

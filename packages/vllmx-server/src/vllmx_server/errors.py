@@ -120,6 +120,8 @@ class RateLimitError(VllmxError):
     code = "rate_limit_exceeded"
     retry_after_s = 1.0
     """What the server sends as `Retry-After`."""
+    headers: dict[str, str] | None = None
+    """The headers that say what is left to the key, such as x-ratelimit-*."""
 
 
 class OverloadedError(VllmxError):

@@ -110,6 +110,7 @@ async def admitted(
         leave()
         if isinstance(error, RateLimitError):
             count(KeyUsage(refused=1))
+            request.scope["state"][HEADERS] = error.headers or {}
         raise
     request.scope["state"][HEADERS] = granted.headers
     return Admitted(leave, count, partial(settling.settle, desk), granted.ticket)

@@ -76,7 +76,7 @@ class KeyDesk:
             return Granted(ticket=number)
         use = self._use(wanted.key, record)
         if use.concurrency is not None and use.running + wanted.num_requests > use.concurrency:
-            raise _refusal(f"{use.concurrency} requests at a time", 1.0)
+            raise _refusal(use, f"{use.concurrency} requests at a time", 1.0)
         tokens = 0.0
         for bucket, what, amount in (
             (use.requests, "requests", wanted.num_requests),
@@ -84,7 +84,7 @@ class KeyDesk:
         ):
             if bucket is not None and bucket.wait_s(min(amount, bucket.size)):
                 wait_s = bucket.wait_s(min(amount, bucket.size))
-                raise _refusal(f"{bucket.size:.0f} {what} a minute", wait_s)
+                raise _refusal(use, f"{bucket.size:.0f} {what} a minute", wait_s)
         use.running += wanted.num_requests
         if use.requests is not None:
             use.requests.level -= min(wanted.num_requests, use.requests.size)
@@ -139,9 +139,9 @@ def _sized(bucket: Bucket | None, size: int | None, now_s: float) -> Bucket | No
     return bucket
 
 
-def _refusal(limit: str, wait_s: float) -> RateLimitError:
+def _refusal(use: _Use, limit: str, wait_s: float) -> RateLimitError:
     error = RateLimitError(
         f"this key may use {limit} and has: send it again in {math.ceil(wait_s)} s"
     )
-    error.retry_after_s = wait_s
+    error.retry_after_s, error.headers = wait_s, _headers(use)
     return error

@@ -59,6 +59,8 @@ def admin(endpoint: Endpoint) -> Endpoint:
         known = [hashlib.sha256(key.encode()).digest() for key in keys]
         matches = [hmac.compare_digest(digest, each) for each in known]
         if not any(matches):
+            if holder is not None:
+                raise AdminError("this route is for operators, and this key is none of theirs")
             raise AuthenticationError(
                 "this route is for operators: send a key of --admin-key as 'Authorization: Bearer"
                 " KEY'"

@@ -17,6 +17,7 @@ class ErrorSent(msgspec.Struct, frozen=True):
     http_status: int
     param: str | None = None
     retry_after_s: float | None = None
+    headers: dict[str, str] | None = None
 
     @classmethod
     def of(cls, error: VllmxError) -> ErrorSent:
@@ -27,6 +28,7 @@ class ErrorSent(msgspec.Struct, frozen=True):
             error.http_status,
             error.param,
             getattr(error, "retry_after_s", None),
+            getattr(error, "headers", None),
         )
 
     def rebuild(self) -> VllmxError:
@@ -35,6 +37,8 @@ class ErrorSent(msgspec.Struct, frozen=True):
         error.code, error.http_status = self.code, self.http_status
         if self.retry_after_s is not None:
             error.retry_after_s = self.retry_after_s  # type: ignore[attr-defined]
+        if self.headers is not None:
+            error.headers = self.headers  # type: ignore[attr-defined]
         return error
 
 
