@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from vllmx_core.backend import LoadedModel, LoadOptions
+from vllmx_core.checkpoint import open_checkpoint
 from vllmx_core.errors import RankLostError
 from vllmx_core.model import Model
 from vllmx_core.plan import F32, StepResult
@@ -25,7 +27,11 @@ from vllmx_cuda.testing.emulated_device import EmulatedDevice, EmulatedRanks, Em
 from vllmx_cuda.testing.emulator import Emulator
 from vllmx_cuda.testing.emulator.peers import PeerGroup
 
+from tests.integration.image_models import FAMILIES, save
+from tests.integration.test_image_models import REGISTRY, plans, prompt
+
 from .cuda_models import MODEL, Quantised, _can_emulate, fp8_rows, without_embedding
+from .test_cuda_images import answers
 from .test_cuda_quantised import gguf_as
 from .test_cuda_w4 import FORMS as INTEGERS
 from .test_cuda_w4 import quantised
@@ -62,6 +68,7 @@ def options(dtype: str, **more: Any) -> LoadOptions:
         num_kv_blocks=4,
         max_num_seqs=2,
         max_num_batched_tokens=16,
+        encoder_cache_bytes=0,
         **more,
     )
 
@@ -125,6 +132,32 @@ def test_ranks_together_equal_one(name: str, count: int, dtype: str, how: dict[s
     np.testing.assert_allclose(found[0], expected, rtol=0, atol=near * np.abs(expected).max())
     for other in found[1:]:
         np.testing.assert_array_equal(other, found[0])  # or they would draw different ids
+    ranks.each(lambda rank: rank[0].close())
+    ranks.close()
+
+
+def test_each_rank_has_the_tower_whole(tmp_path: Path) -> None:
+    """An image goes through in parts, with a step between them; both ranks have transformers'
+    logits, to the last bit alike."""
+    family = FAMILIES["qwen3_vl"]
+    oracle = family.make()
+    checkpoint = open_checkpoint(REGISTRY, save(oracle, tmp_path))
+    model = REGISTRY.model_for(checkpoint.config).load()(checkpoint.config)
+    images = [family.image(2, 4, 3)]
+    ids = prompt(images)[0]
+    tower, steps = plans(model, ids, images, [4, 3, 40])
+
+    def seen(rank: Rank) -> F32:
+        for begin, end in ((0.0, 0.4), (0.4, 1.0)):
+            rank[0].encode(tower, begin, end)  # type: ignore[attr-defined]  # it sees
+            answers(rank[0], steps[:1])
+        return answers(rank[0], steps)
+
+    ranks = ranks_of(model, checkpoint.weights, 2, "f32")
+    found, other = ranks.each(seen)
+    wanted = family.logits(oracle, ids, images)
+    assert np.abs(found - wanted).max() / np.abs(wanted).max() < 2e-5
+    np.testing.assert_array_equal(other, found)
     ranks.each(lambda rank: rank[0].close())
     ranks.close()
 

@@ -241,6 +241,60 @@ def test_an_abort_while_the_tower_runs(
         engine.close()
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma4"], indirect=True)
+def test_ranks_have_the_tower_whole(
+    family: Family, oracle: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks answer as transformers does, equal images are seen once, and a pass comes in parts
+    while a row decodes beside it; ids of every step are compared between ranks, besides."""
+    monkeypatch.setenv("VLLMX_TP_COMPARE", "1")
+    monkeypatch.setattr(StepCost, "tower_share", lambda *_: 0.4)  # however little decodes leave
+    options = replace(config(folder, backend="cpu"), tensor_parallel_size=2, num_threads=2)
+    engine = InlineEngine(options)
+    try:
+        assert engine.info.takes_images
+        passes = Passes(engine, monkeypatch)
+        made = []
+        for sizes, lead in CASES.values():
+            images = [family.image(*size) for size in sizes]
+            made.append((*prompt(images, lead), images))
+        text = prompt([])[0]
+        found = run(
+            engine,
+            request(engine, text, [], [], 64),
+            *(request(engine, *one) for one in made),
+        )
+        for output, (ids, _, images) in zip(found, [(text, [], []), *made], strict=True):
+            check(family, oracle, ids, images, output.outputs[0].token_ids)
+        assert passes.images == 4
+    finally:
+        engine.close()
+
+
+def test_ranks_whose_backend_has_no_towers_serve_the_text(
+    other: Any, other_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them: the others are started again without what the first one could not do."""
+    load = ReferenceBackend.load
+
+    def lacking(self: Any, model: Any, *rest: Any) -> Any:
+        if model.encoder is not None:
+            raise UnsupportedOpError("no such op")
+        return load(self, model, *rest)
+
+    monkeypatch.setattr(ReferenceBackend, "load", lacking)
+    engine = InlineEngine(
+        replace(config(other_folder, backend="numpy"), tensor_parallel_size=2, num_threads=2)
+    )
+    try:
+        assert not engine.info.takes_images
+        ids = prompt([])[0]
+        (found,) = run(engine, request(engine, ids, [], []))
+        check(OTHER, other, ids, [], found.outputs[0].token_ids)
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize("family", ["gemma3"], indirect=True)
 def test_a_step_must_hold_an_image_whose_tokens_see_each_other(
     family: Family, folder: Path

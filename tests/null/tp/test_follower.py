@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllmx_core.plan import I32, StepResult
+from vllmx_core.plan import I32, StepPlan, StepResult
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
-from vllmx_tp.channel import Reader
+from vllmx_tp.channel import Reader, Sender
 from vllmx_tp.executor import RankedModel
 from vllmx_tp.frames import Frame
 from vllmx_tp.messages import INLINE, NOTICE, Call
 from vllmx_tp.rank_process import Follower
 from vllmx_tp.region import Region
+
+from tests.waiting import PATIENCE_S
 
 FRAME = Frame(make_plan([Row([5], 0, [1])], 16), sampling_rows(1))
 
@@ -41,7 +43,8 @@ class Model:
     def sample(self, rows: object) -> Handle:
         return self.step(None, rows)
 
-    def encode(self, plan: object) -> None: ...
+    def encode(self, plan: StepPlan, begin: float = 0.0, end: float = 1.0) -> None:
+        self._events.append(f"sees {plan.tokens.tolist()} from {begin} to {end}")
 
     def close(self) -> None: ...
 
@@ -136,6 +139,40 @@ def test_rank_0_says_whether_it_waits_for_each_step(region: Region) -> None:
     half.sample(rows).result()
     model.step(plan, rows).result()
     assert calls == [Call.NEXT, Call.NEXT, Call.STEP, Call.FORWARD, Call.SAMPLE, Call.NEXT]
+
+
+def test_a_pass_of_the_tower_outlasts_its_place(region: Region) -> None:
+    """Its parts come one by one, steps between them, while others take its place in the ring."""
+    ours, theirs = socket.socketpair()
+    events: list[str] = []
+    sender = Sender(region, [1], [ours], lambda: None)
+
+    class Ring(Sent):
+        def send(self, call: Call, frame: Any) -> None:
+            super().send(call, frame)
+            sender.send(call, frame)
+
+    calls: list[Call] = []
+    model = RankedModel(Model([]), Ring(region, calls), None)  # type: ignore[arg-type]
+    plan, rows = make_plan([Row([5], 0, [1])], 16), sampling_rows(1)
+    other = make_plan([Row([6, 7], 0, [1])], 16)
+    follower = Follower(Model(events), region, 1)
+    thread = threading.Thread(target=follower.run, args=(Reader(theirs, region, 1),), daemon=True)
+    thread.start()
+    model.encode(plan, 0.0, 0.3)
+    model.step(other, rows).result()
+    model.encode(plan, 0.3, 1.0)
+    model.encode(other)
+    sender.tell(NOTICE.pack(Call.CLOSE, 0, INLINE))
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert calls == [Call.PASS, Call.ENCODE, Call.NEXT, Call.ENCODE, Call.PASS, Call.ENCODE]
+    assert events == [
+        "sees [5] from 0.0 to 0.3", "begins 0",
+        "sees [5] from 0.3 to 1.0", "sees [6, 7] from 0.0 to 1.0",
+    ]  # fmt: skip
+    ours.close()
+    theirs.close()
 
 
 def test_who_looks_for_a_step_gets_it_or_hears_of_the_end(region: Region) -> None:

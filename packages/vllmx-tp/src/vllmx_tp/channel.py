@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from vllmx_core.plan import I32
 
-from vllmx_tp.frames import Frame, SentFrame
+from vllmx_tp.frames import AnyFrame
 from vllmx_tp.messages import INLINE, NOTICE, Call
 from vllmx_tp.region import RING_BYTES, Region, Word
 from vllmx_tp.ring import Ring
@@ -41,7 +41,7 @@ class Sender:
         self._num_placed = 0
         self._taken = [region.word(rank, Word.TAKEN) for rank in ranks]
 
-    def send(self, call: Call, frame: Frame | SentFrame) -> None:
+    def send(self, call: Call, frame: AnyFrame) -> None:
         """Puts a frame where the others read it. Raises OSError where one has hung up."""
         size = 4 * frame.num_words
         at = self._place(size)

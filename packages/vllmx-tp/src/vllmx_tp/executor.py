@@ -7,6 +7,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import cast
 
 from vllmx_core.backend import ForwardStep, LoadedInfo, LoadedModel, SeeingModel, StepHandle
 from vllmx_core.errors import RankLostError
@@ -15,7 +16,7 @@ from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.load import OpenedModel
 
 from vllmx_tp.agreement import agreed_ranks, agreed_stages
-from vllmx_tp.frames import Frame
+from vllmx_tp.frames import Frame, PartFrame
 from vllmx_tp.group import Group
 from vllmx_tp.handshake import read_key
 from vllmx_tp.hosts import RemoteHost, addresses
@@ -110,12 +111,14 @@ class RankedModel:
         with self._group.guarded():
             return RankedStep(self, step.sample(rows))
 
-    def encode(self, plan: StepPlan) -> None:
-        """See `vllmx_core.backend.SeeingModel.encode`."""
-        self._group.send(Call.ENCODE, Frame(plan, None))
-        model: SeeingModel = self._model  # type: ignore[assignment]  # it sees, or nobody calls
+    def encode(self, plan: StepPlan, begin: float = 0.0, end: float = 1.0) -> None:
+        """See `vllmx_core.backend.SeeingModel.encode`. Each rank has the tower whole, and computes
+        all features for itself."""
+        if begin == 0.0:
+            self._group.send(Call.PASS, Frame(plan, None))
+        self._group.send(Call.ENCODE, PartFrame(begin, end))
         with self._group.guarded():
-            model.encode(plan)
+            encode_part(self._model, plan, begin, end)
 
     def read(self, step: StepHandle) -> StepResult:
         """Waits for a step."""
@@ -149,6 +152,15 @@ class RankedModel:
             self._group.close()
             self._model.close()
             self._group.region.close()
+
+
+def encode_part(model: LoadedModel, plan: StepPlan, begin: float, end: float) -> None:
+    """Runs a part of a pass on a model that sees, or nobody would call."""
+    seeing = cast(SeeingModel, model)
+    if (begin, end) == (0.0, 1.0):
+        seeing.encode(plan)
+    else:
+        seeing.encode(plan, begin, end)
 
 
 class RankedStep:

@@ -124,6 +124,29 @@ class Frame:
         return words.tobytes()
 
 
+class PartFrame:
+    """A part of a pass on its way: where it begins and where it ends."""
+
+    num_words = 4
+
+    def __init__(self, begin: float, end: float) -> None:
+        self._part = np.array([begin, end])
+
+    def write(self, words: I32) -> None:
+        """See `Frame.write`."""
+        words[:] = self._part.view(np.int32)
+
+    def to_bytes(self) -> bytes:
+        """See `Frame.to_bytes`."""
+        return self._part.tobytes()
+
+
+def read_part(words: I32) -> tuple[float, float]:
+    """What a `PartFrame` holds."""
+    begin, end = words.view(np.float64).tolist()
+    return begin, end
+
+
 class SentFrame:
     """A step as another host sent it, to be put into this one's ring."""
 
@@ -137,6 +160,9 @@ class SentFrame:
     def to_bytes(self) -> bytes:
         """See `Frame.to_bytes`."""
         return self._words.tobytes()
+
+
+AnyFrame = Frame | PartFrame | SentFrame
 
 
 def _word_type(number: int) -> npt.DTypeLike:

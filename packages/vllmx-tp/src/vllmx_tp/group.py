@@ -20,7 +20,7 @@ from vllmx_engine.wire.ipc import Start, encode_frame
 from vllmx_engine.wire.known_specs import KnownSpecs
 
 from vllmx_tp.channel import Sender
-from vllmx_tp.frames import Frame, SentFrame
+from vllmx_tp.frames import AnyFrame
 from vllmx_tp.hosts import RemoteHost
 from vllmx_tp.messages import INLINE, NOTICE, Call, RankAnswer, RankReady
 from vllmx_tp.region import Region, Word
@@ -155,7 +155,7 @@ class Group:
         return answer.ready
 
     # --- steps ------------------------------------------------------------------------------------
-    def send(self, call: Call, frame: Frame | SentFrame) -> None:
+    def send(self, call: Call, frame: AnyFrame) -> None:
         """Puts a frame where the others read it, and sends it to each host once. Raises
         RankLostError."""
         self.check()

@@ -20,11 +20,14 @@ class Call(IntEnum):
     FORWARD = 2
     SAMPLE = 3
     ENCODE = 4
+    """A part of the tower's pass that was sent last."""
     CLOSE = 5
     BEAT = 6
     """The word to a host that rank 0 lives."""
     NEXT = 7
     """A step, which rank 0 begins when it has read all steps before."""
+    PASS = 8
+    """The plan of a pass of the tower, which is run in the parts that follow."""
 
 
 NOTICE = struct.Struct("<IIQ")

@@ -25,15 +25,15 @@ from vllmx_core.backend import ForwardStep, LoadedModel, StepHandle
 from vllmx_core.errors import RankLostError, VllmxError
 from vllmx_core.logs import configure_logging
 from vllmx_core.memory import return_unused_bytes
-from vllmx_core.plan import I32
+from vllmx_core.plan import I32, StepPlan
 from vllmx_core.standard_error import StandardError
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.load import open_model
 from vllmx_engine.wire.ipc import ErrorRecord, FrameReader, Start, ToCore, to_core_decoder
 
 from vllmx_tp.channel import Reader
-from vllmx_tp.executor import COMPARE_VARIABLE
-from vllmx_tp.frames import read_frame
+from vllmx_tp.executor import COMPARE_VARIABLE, encode_part
+from vllmx_tp.frames import read_frame, read_part
 from vllmx_tp.loading import Cores, load_rank
 from vllmx_tp.messages import Call, RankAnswer, RankReady
 from vllmx_tp.pipeline import InnerStage, LastStage
@@ -70,6 +70,8 @@ class Follower:
         self._compares = os.environ.get(COMPARE_VARIABLE) == "1"
         self._in_flight: deque[StepHandle] = deque()
         self._unsampled: ForwardStep | None = None
+        self._pass: StepPlan | None = None
+        """The last pass of the tower; its parts come one by one."""
 
     def run(self, reader: Reader) -> None:
         """Follows rank 0's calls until it closes."""
@@ -84,6 +86,12 @@ class Follower:
                 self._finish()
 
     def _call(self, call: Call, words: I32) -> None:
+        if call is Call.ENCODE:
+            assert self._pass is not None, "a pass comes before its parts"
+            encode_part(self._model, self._pass, *read_part(words))
+            return
+        if call is Call.PASS:
+            words = words.copy()  # it outlasts its place in the ring
         plan, rows = read_frame(words)
         match call:
             case Call.STEP | Call.NEXT if plan is not None and rows is not None:
@@ -93,8 +101,8 @@ class Follower:
             case Call.SAMPLE if rows is not None and self._unsampled is not None:
                 self._in_flight.append(self._unsampled.sample(rows))
                 self._unsampled = None
-            case Call.ENCODE if plan is not None:
-                self._model.encode(plan)  # type: ignore[attr-defined]  # it sees, or nobody calls
+            case Call.PASS if plan is not None:
+                self._pass = plan
             case _:
                 raise AssertionError(f"call {call} without what belongs to it")
 

@@ -129,8 +129,8 @@ def open_model(found: FoundModel) -> OpenedModel:
                 " choose --backend cpu, or leave it out",
                 param="deterministic",
             )
-        # several ranks have no passes of towers
-        if found.config.limit_images == 0 or found.config.num_ranks > 1:
+        # stages have no passes of towers
+        if found.config.limit_images == 0 or found.config.pipeline_parallel_size > 1:
             model = text_alone(model) or model
         limit = checkpoint.config.get("text_limit")
         options = load_options(found.config, model, text_limit=limit, progress=found.progress)
@@ -206,6 +206,7 @@ def _loaded(found: FoundModel, opened: OpenedModel) -> tuple[OpenedModel, Loaded
         if alone is None:
             raise
         opened = replace(opened, model=alone)
-        loaded = load_model(found, opened)
+        text = replace(found, config=replace(found.config, limit_images=0))  # for all ranks
+        loaded = load_model(text, opened)
         logger.warning("text alone is served, images are refused: %s", error.message)
         return opened, loaded
