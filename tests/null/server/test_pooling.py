@@ -12,6 +12,8 @@ import openai
 import pytest
 from vllmx_core.errors import ContextLengthError
 from vllmx_engine.client.pooling import PoolingText
+from vllmx_engine.wire.pooling import PoolingInfo
+from vllmx_server.engine_pooler import MAX_PAIRED_BYTES, EnginePooler
 from vllmx_server.pooling import Pooled, PoolingOptions, Task
 from vllmx_server.state import BATCH_PRIORITY
 
@@ -242,3 +244,15 @@ async def test_large_answers_hold_nobody(make_server: MakeServer) -> None:
         meter, size = await shortest_hold(ask, 20)
         assert size > 500 * 4096 * 3
         assert meter.longest_ms < 20, meter.what
+
+
+async def test_the_text_of_all_pairs_is_bounded(served: Served) -> None:
+    """One long text with each of many short ones is a small body and much to tokenise."""
+    model = PoolingInfo(tasks=["score"], size=1)
+    served.state.pooler = EnginePooler(served.llm, model)
+    size = MAX_PAIRED_BYTES // 2048 + 1
+    for path, names in (("/score", ("text_1", "text_2")), ("/rerank", ("query", "documents"))):
+        body = {names[0]: "x" * size, names[1]: ["y"] * 2048, "truncate_prompt_tokens": 8}
+        response = await served.client.post(path, json=body)
+        assert response.status_code == 400
+        assert "counts each time" in response.json()["error"]["message"]

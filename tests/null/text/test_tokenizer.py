@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
+import time
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ import tokenizers
 from vllmx_core.errors import ConfigError, InvalidRequestError, ModelNotFoundError
 from vllmx_engine.text import model_files
 from vllmx_engine.text.detokenizer import make_detokenizer
-from vllmx_engine.text.tokenizer import Tokenizer
+from vllmx_engine.text.tokenizer import Tokenizer, TooManyTokensError
 
 TEXTS = ["", "Hi there", " two  spaces ", "é 🚀 你好\n\n", "<s>x</s> <|im_end|>"]
 
@@ -30,6 +34,71 @@ def test_round_trip_and_batch(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(ids) == "The quick fox"
     assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
     assert all(0 <= i < tokenizer.vocab_size for i in ids)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda tokenizer, text: tokenizer.encode(text),
+        lambda tokenizer, text: tokenizer.encode_pair(text, "b", limit=1, exact=True),
+        lambda tokenizer, text: tokenizer.without_last(text, 1),
+        lambda tokenizer, text: tokenizer.decode([5] * len(text)),
+    ],
+    ids=["encode", "encode_pair", "without_last", "decode"],
+)
+def test_other_threads_run_meanwhile(
+    byte_level: Tokenizer, work: Callable[[Tokenizer, str], object]
+) -> None:
+    """What is long runs outside the interpreter lock, all but a part of it."""
+    text = "over a lazy dog, " * 80_000
+    tries = (longest_wait(lambda: work(byte_level, text)) for _ in range(5))
+    assert any(waited_s < elapsed_s / 2 for waited_s, elapsed_s in tries)
+
+
+def longest_wait(work: Callable[[], object]) -> tuple[float, float]:
+    """How long another thread could not run while this one worked, and how long it worked."""
+    waited_s, done = 0.0, threading.Event()
+
+    def wait() -> None:
+        nonlocal waited_s
+        before_s = time.monotonic()
+        while not done.is_set():
+            time.sleep(0.001)
+            now_s = time.monotonic()
+            waited_s, before_s = max(waited_s, now_s - before_s), now_s
+
+    thread, begun_s = threading.Thread(target=wait), time.monotonic()
+    thread.start()
+    with contextlib.suppress(TooManyTokensError):
+        work()
+    elapsed_s = time.monotonic() - begun_s
+    done.set()
+    thread.join()
+    return waited_s, elapsed_s
+
+
+def test_pairs_over_the_limit_are_counted_or_not_even_tokenised(byte_level: Tokenizer) -> None:
+    ids, types = byte_level.encode_pair("the dog", "a fox")
+    assert byte_level.encode_pair("the dog", "a fox", limit=len(ids)) == (ids, types)
+    with pytest.raises(TooManyTokensError) as refused:
+        byte_level.encode_pair("the dog", "a fox", limit=len(ids) - 1)
+    assert (refused.value.num_tokens, refused.value.exact) == (len(ids), True)
+    for first in (None, "the dog"):
+        with pytest.raises(TooManyTokensError) as refused:
+            byte_level.encode_pair(first, "a fox" * 100_000, limit=10)
+        assert not refused.value.exact
+        with pytest.raises(TooManyTokensError) as refused:
+            byte_level.encode_pair(first, "a fox" * 100_000, limit=10, exact=True)
+        assert refused.value.exact
+
+
+def test_the_last_tokens_are_left_out(tokenizer: Tokenizer) -> None:
+    text = "The quick brown fox jumps"
+    for num_tokens in range(len(tokenizer.encode(text, add_special_tokens=False)) + 2):
+        kept = tokenizer.without_last(text, num_tokens)
+        assert text.startswith(kept)
+        assert (kept == text) == (num_tokens == 0)
+    assert kept == ""
 
 
 def test_equal_to_transformers(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> None:

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from vllmx_core.errors import InvalidRequestError
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.client.pooling import PoolingChoice, PoolingText, cosine
 from vllmx_engine.wire.outputs import PoolingRequestOutput
 from vllmx_engine.wire.pooling import PoolingInfo
 
 from vllmx_server.pooling import Pooled, PoolingOptions, Task, TextTimes
+
+MAX_PAIRED_BYTES = 64 << 20
+"""Of all pairs of a call: a text that is compared with many is tokenised with each."""
 
 
 class EnginePooler:
@@ -29,6 +33,7 @@ class EnginePooler:
         """See `vllmx_server.pooling.Pooler.pool`."""
         if task == "score" and "embed" in self.tasks:
             return await self._compared(inputs, options)
+        _check_pairs(inputs)
         return await self._answers(task, inputs, options)
 
     async def _compared(
@@ -58,6 +63,16 @@ class EnginePooler:
         who = replace(options.who, cache_salt=options.who.client, session_id="")
         outputs = await self._llm.pool(task, texts, choice, who)
         return [_pooled(each) for each in outputs]
+
+
+def _check_pairs(texts: Sequence[PoolingText]) -> None:
+    size = sum(each.num_bytes for each in texts if each.pair is not None)
+    if size > MAX_PAIRED_BYTES:
+        raise InvalidRequestError(
+            f"the pairs of this call have {size} bytes of text, where a text that is compared with"
+            f" several counts each time; at most {MAX_PAIRED_BYTES} are taken: split the call, or"
+            " shorten that text"
+        )
 
 
 def _pooled(output: PoolingRequestOutput) -> Pooled:

@@ -15,7 +15,7 @@ from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.client.request import Request, RequestOptions
 from vllmx_engine.text.pairs import encode_fitting
-from vllmx_engine.text.tokenizer import Tokenizer
+from vllmx_engine.text.tokenizer import Tokenizer, TooManyTokensError
 from vllmx_engine.wire.messages import CoreInfo, CoreRequest, pack_ids
 from vllmx_engine.wire.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from vllmx_engine.wire.pooling import PoolingInfo, PoolingTask
@@ -106,15 +106,17 @@ class PoolingBuilder:
                 f" {choice.dimensions}",
                 param="dimensions",
             )
-        ids, types = self._tokens(model, each, choice, min(choice.max_tokens or limit, limit))
+        try:
+            ids, types = self._tokens(model, each, choice, min(choice.max_tokens or limit, limit))
+        except TooManyTokensError as error:
+            at_least = "" if error.exact else "at least "
+            raise ContextLengthError(
+                f"the text has {at_least}{error.num_tokens} tokens, the model takes {limit}:"
+                " shorten it, or set truncate_prompt_tokens to -1",
+                param="input",
+            ) from None
         if not ids:
             raise InvalidRequestError("the text has no tokens: give at least one", param="input")
-        if len(ids) > limit:
-            raise ContextLengthError(
-                f"the text has {len(ids)} tokens, the model takes {limit}: shorten it, or set"
-                " truncate_prompt_tokens to -1",
-                param="input",
-            )
         wrong = [token for token in ids if not 0 <= token < self.info.vocab_size]
         if wrong:
             raise InvalidRequestError(
@@ -143,21 +145,28 @@ class PoolingBuilder:
     def _tokens(
         self, model: PoolingInfo, each: PoolingText, choice: PoolingChoice, limit: int
     ) -> tuple[list[int], list[int]]:
-        """Ids, and which text of a pair each belongs to."""
-        most = None if choice.max_tokens is None else limit
+        """Ids, and which text of a pair each belongs to. Raises TooManyTokensError where nothing is
+        cut."""
+        is_cut = choice.max_tokens is not None
         if each.ids is not None:
-            return list(each.ids)[:most], []
+            if len(each.ids) > limit and not is_cut:
+                raise TooManyTokensError(len(each.ids), exact=True)
+            return list(each.ids)[:limit], []
+        first, parts = self._parts(model, each, choice)
         special = choice.add_special_tokens
+        return encode_fitting(self._tokenizer, parts, first, special, limit, is_cut=is_cut)
+
+    def _parts(
+        self, model: PoolingInfo, each: PoolingText, choice: PoolingChoice
+    ) -> tuple[str | None, tuple[str, str, str]]:
+        """The first text of a pair, if there are two, and the `parts` of `encode_fitting`."""
         if each.pair is None:
-            before = self._prompt(model, choice)
-            return encode_fitting(self._tokenizer, (before, each.text, ""), None, special, most)
+            return None, (self._prompt(model, choice), each.text, "")
         if not model.pair:
-            parts = ("", each.pair, "")
-            return encode_fitting(self._tokenizer, parts, each.text, special, most)
+            return each.text, ("", each.pair, "")
         head, rest = model.pair.split("{query}", 1)
         middle, tail = rest.split("{document}", 1)
-        parts = (head + each.text + middle, each.pair, tail)
-        return encode_fitting(self._tokenizer, parts, None, special, most)
+        return None, (head + each.text + middle, each.pair, tail)
 
     @staticmethod
     def _prompt(model: PoolingInfo, choice: PoolingChoice) -> str:

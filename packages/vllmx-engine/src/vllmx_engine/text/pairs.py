@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllmx_engine.text.tokenizer import Tokenizer
+from vllmx_engine.text.tokenizer import Tokenizer, TooManyTokensError
 
 _MAX_CUTS = 4
 
@@ -12,25 +12,32 @@ def encode_fitting(
     parts: tuple[str, str, str],
     first: str | None,
     add_special_tokens: bool,
-    most: int | None,
+    limit: int,
+    *,
+    is_cut: bool,
 ) -> tuple[list[int], list[int]]:
     """Ids, and for each which text of a pair it belongs to.
 
     Args:
         parts: what stands before a text, the text, and what stands behind it.
         first: the other text of a pair, before those.
-        most: of a longer text the first part is taken, so that all else stays; None: all of it.
+        limit: the most tokens.
+        is_cut: of a longer text the first part is taken, so that all else stays.
 
-    Raises InvalidRequestError.
+    Raises TooManyTokensError where nothing is cut, InvalidRequestError.
     """
     before, text, behind = parts
-    found = tokenizer.encode_pair(first, before + text + behind, add_special_tokens)
     for _ in range(_MAX_CUTS):
-        if most is None or len(found[0]) <= most or not text:
-            break
-        ends = tokenizer.token_ends(text)
-        kept = len(ends) - (len(found[0]) - most)
-        text = text[: ends[kept - 1]] if kept > 0 else ""
-        found = tokenizer.encode_pair(first, before + text + behind, add_special_tokens)
-    ids, types = found
-    return (ids, types) if most is None else (ids[:most], types[:most])
+        try:
+            return tokenizer.encode_pair(
+                first, before + text + behind, add_special_tokens, limit=limit, exact=is_cut
+            )
+        except TooManyTokensError as error:
+            if not is_cut:
+                raise
+            if not text:
+                break
+            surplus = error.num_tokens - limit
+        text = tokenizer.without_last(text, surplus)
+    ids, types = tokenizer.encode_pair(first, before + text + behind, add_special_tokens)
+    return ids[:limit], types[:limit]

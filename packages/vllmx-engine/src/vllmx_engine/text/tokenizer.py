@@ -29,6 +29,8 @@ TOKENIZER_NAME = "tokenizer.json"
 _LONG_CHARS = 1 << 18
 """Longer texts are refused by a bound on their tokens where that is enough; of others the message
 tells the exact number."""
+_MANY_IDS = 4096
+"""Decoding more of them takes a noticeable time."""
 MAX_ID = (1 << 31) - 1
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
@@ -127,16 +129,8 @@ class Tokenizer:
         """
         if limit is None:
             return self.encode_batch((text,), add_special_tokens)[0]
-        if len(text) > _LONG_CHARS and self._bound is not None:
-            fewest = self._bound.fewest_tokens(text)
-            if fewest > limit:
-                raise TooManyTokensError(fewest, exact=False)
-        (encoding,) = self._encodings((text,), add_special_tokens)
-        marks = len(self._prefix) + len(self._suffix) if add_special_tokens else 0
-        num_tokens = len(encoding) + marks
-        if num_tokens > limit:
-            del encoding  # a gigabyte perhaps, which the error's traceback would keep
-            raise TooManyTokensError(num_tokens, exact=True)
+        self._check_bound((text,), limit)
+        encoding = self._within(text, add_special_tokens, limit)
         return self._ids(encoding, add_special_tokens)
 
     def encode_batch(
@@ -156,29 +150,69 @@ class Tokenizer:
         return found
 
     def encode_pair(
-        self, first: str | None, second: str, add_special_tokens: bool = True
+        self,
+        first: str | None,
+        second: str,
+        add_special_tokens: bool = True,
+        *,
+        limit: int | None = None,
+        exact: bool = False,
     ) -> tuple[list[int], list[int]]:
         """Ids of two texts as the model's tokenizer joins them, and for each id 0 or 1: the text
-        that it belongs to. Without a first one it is `encode` of the second. Raises
-        InvalidRequestError."""
+        that it belongs to. Without a first one it is `encode` of the second. Runs outside the
+        interpreter lock.
+
+        Args:
+            limit: as for `encode`.
+            exact: the error tells the exact number of tokens, however long the texts are.
+
+        Raises TooManyTokensError, InvalidRequestError.
+        """
+        texts = (second,) if first is None else (first, second)
+        if limit is not None and not exact:
+            self._check_bound(texts, limit)
+        given = second if first is None else (first, second)
+        encoding = self._within(given, add_special_tokens, limit)
+        ids = self._ids(encoding, add_special_tokens)
         if first is None:
-            ids = self.encode(second, add_special_tokens)
             return ids, [0] * len(ids)
-        with library_errors(_cannot_encode):
-            encoding = self.backend.encode(first, second, add_special_tokens=add_special_tokens)
-        ids, types = self._ids(encoding, add_special_tokens), list(encoding.type_ids)
+        types = list(encoding.type_ids)
         if len(ids) > len(types):
             behind = len(ids) - len(types) - len(self._prefix)
             types = [*[0] * len(self._prefix), *types, *types[-1:] * behind]
         return ids, types
 
-    def token_ends(self, text: str) -> list[int]:
-        """The character at which each token of a text ends."""
+    def without_last(self, text: str, num_tokens: int) -> str:
+        """A text without so many of its last tokens. Raises InvalidRequestError."""
         with library_errors(_cannot_encode):
-            return [end for _, end in self.backend.encode(text, add_special_tokens=False).offsets]
+            # `encode`, and a list of all offsets, would hold the interpreter lock.
+            (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)
+            kept = len(encoding) - num_tokens
+            place = encoding.token_to_chars(kept - 1) if kept > 0 else None
+        return "" if place is None else text[: place[1]]
+
+    def _check_bound(self, texts: Sequence[str], limit: int) -> None:
+        """Raises TooManyTokensError for long texts that cannot have so few tokens."""
+        if sum(map(len, texts)) <= _LONG_CHARS or self._bound is None:
+            return
+        fewest = sum(map(self._bound.fewest_tokens, texts))
+        if fewest > limit:
+            raise TooManyTokensError(fewest, exact=False)
+
+    def _within(
+        self, given: str | tuple[str, str], add_special_tokens: bool, limit: int | None
+    ) -> tokenizers.Encoding:
+        """The encoding of a text or a pair. Raises TooManyTokensError."""
+        (encoding,) = self._encodings((given,), add_special_tokens)
+        marks = len(self._prefix) + len(self._suffix) if add_special_tokens else 0
+        num_tokens = len(encoding) + marks
+        if limit is not None and num_tokens > limit:
+            del encoding  # a gigabyte perhaps, which the error's traceback would keep
+            raise TooManyTokensError(num_tokens, exact=True)
+        return encoding
 
     def _encodings(
-        self, texts: Sequence[str], add_special_tokens: bool
+        self, texts: Sequence[str | tuple[str, str]], add_special_tokens: bool
     ) -> list[tokenizers.Encoding]:
         try:
             with library_errors(_cannot_encode):
@@ -205,6 +239,8 @@ class Tokenizer:
             InvalidRequestError: an id is outside [0, 2**32), or the tokenizer cannot decode them.
         """
         with library_errors(self._cannot_decode):
+            if len(ids) > _MANY_IDS:  # in a batch the library lets go of the interpreter lock
+                return self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
             return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def id_to_token(self, token_id: int) -> str | None:
