@@ -46,6 +46,14 @@ def models(
         yield server
 
 
+def of_model(server: RunningServer, model: str, metric: str) -> float:
+    """The sum of a metric's samples of one model."""
+    lines = server.get("/metrics").text.splitlines()
+    label = f'model_name="{model}"'
+    found = [line for line in lines if line.startswith(f"vllmx:{metric}{{") and label in line]
+    return sum(float(line.split()[-1]) for line in found)
+
+
 def ask(server: RunningServer, model: str | None, **fields: Any) -> Any:
     body = {"prompt": "ab", "max_tokens": 3, **fields} | ({"model": model} if model else {})
     return server.post("/v1/completions", body)
@@ -123,12 +131,18 @@ def test_a_model_that_sleeps_has_no_core_until_it_is_woken(models: RunningServer
     assert models.post("/sleep", headers=ADMIN).json() == {"model": "one", "state": "unloaded"}
     assert not Path(f"/proc/{core}").exists()
     assert models.get("/health").status_code == 503
-    refused = ask(models, "one")
-    assert refused.status_code == 503
-    assert "POST /wake" in refused.json()["error"]["message"]
+    assert sleeps(models)
     assert models.post("/wake", headers=ADMIN).json() == {"model": "one", "state": "loaded"}
     assert ask(models, "one").status_code == 200
     assert models.core_pid() != core
+
+
+def sleeps(server: RunningServer) -> bool:
+    """Whether a process says that the first model sleeps, and what to do."""
+    refused = ask(server, "one")
+    is_told = refused.status_code == 503 and "POST /wake" in refused.json()["error"]["message"]
+    is_shown = states(server)["one"] == "unloaded"
+    return is_told and is_shown and server.get("/health").json()["status"] == "asleep"
 
 
 def test_several_processes_serve_several_models_and_end_by_a_route(
@@ -141,11 +155,16 @@ def test_several_processes_serve_several_models_and_end_by_a_route(
             assert ask(server, "two").json()["model"] == "two"
             assert ask(server, "uno").json()["model"] == "one"
         assert states(server)["two"] == "loaded"
+        for _ in range(6):  # whichever process answers, each with a connection of its own
+            reset = server.post("/reset_prefix_cache", headers=ADMIN).json()["reset"]
+            assert set(reset) == {"one", "two"}
+            assert of_model(server, "two", "request_success_total") == 4
+            assert of_model(server, "two", "generation_tokens_total") == 12
         body = {"model": "two"}
         wait_until(lambda: server.post("/v1/models/unload", body, headers=ADMIN).status_code == 200)
         assert ask(server, "two").status_code == 200
         assert server.post("/sleep", headers=ADMIN).status_code == 200
-        assert ask(server, "one").status_code == 503
+        wait_until(lambda: all(sleeps(server) for _ in range(4)))  # each of them knows of it
         assert server.post("/wake", headers=ADMIN).status_code == 200
         wait_until(lambda: ask(server, "one").status_code == 200)
         assert server.post("/shutdown", headers=ADMIN).status_code == 200

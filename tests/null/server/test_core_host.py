@@ -74,7 +74,12 @@ class Core:
     """A ProcessFrontend, as much of it as a host sees."""
 
     info: Any = SimpleNamespace(
-        weight_bytes=7, kv_cache_bytes=3, max_model_len=64, free_bytes=30, backend="cpu"
+        weight_bytes=7,
+        kv_cache_bytes=3,
+        max_model_len=64,
+        takes_images=False,
+        free_bytes=30,
+        backend="cpu",
     )
     start_message: Any = None
     status = "ready"

@@ -215,6 +215,21 @@ def test_metrics_of_several_processes_add(metrics: Metrics) -> None:
     assert metrics.counts().counters[0]["stop"] == 1, "a sum leaves its parts as they are"
 
 
+def test_metrics_of_a_core_are_those_of_a_process_that_is_connected(metrics: Metrics) -> None:
+    """A process that never opened a model shows it as the others do; one that left it knows less
+    than one that did not, even where that has a new core."""
+    metrics.finish("stop", 3, 5, 0.5)
+    opened, left = Metrics("m", CoreStats, {}), Metrics("m", CoreStats, {})
+    opened.follow(lambda: CoreStats(num_steps=2, generation_tokens=7), {"block_size": 32})
+    left.follow(lambda: CoreStats(num_steps=9, generation_tokens=40), {"block_size": 16})
+    left.is_open = False
+    for asked in (Metrics.elsewhere("m"), left):
+        text = asked.with_others([metrics.counts(), opened.counts(), left.counts()]).render()
+        assert b'generation_tokens_total{model_name="m"} 7.0' in text
+        assert b'cache_config_info{block_size="32",model_name="m"} 1.0' in text
+        assert b'request_success_total{finished_reason="stop",model_name="m"} 1.0' in text
+
+
 @pytest.mark.parametrize("how", ["told", "scraped", "asked"])
 async def test_counts_of_a_worker_outlive_it(
     metrics: Metrics, how: str, monkeypatch: pytest.MonkeyPatch

@@ -72,6 +72,11 @@ class AsyncCore(AsyncText):
         return self._frontend.status == "dead"
 
     @property
+    def is_asleep(self) -> bool:
+        """The core was ended by `sleep`, until `wake`."""
+        return self._frontend.status == "asleep"
+
+    @property
     def is_silent(self) -> bool:
         """The core's process is there but does not answer."""
         return self._frontend.silent_s > 0

@@ -52,6 +52,16 @@ CHOICES = (1, 2, 5, 10, 20, 50, 100)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
+class CoreShown(msgspec.Struct, frozen=True):
+    """What a process knows of a model's core."""
+
+    stats: CoreStats
+    cache: dict[str, str]
+    """What `cache_config_info` shows, by label."""
+    is_open: bool
+    """The process is connected with the core; else this is what it last knew."""
+
+
 class MetricCounts(msgspec.Struct, frozen=True):
     """What one process has counted, on its way to another."""
 
@@ -60,6 +70,7 @@ class MetricCounts(msgspec.Struct, frozen=True):
     counters: list[dict[str, int]]
     """Counts by label, in the order of `Metrics`."""
     http: list[tuple[str, str, str, int]]
+    core: CoreShown
     tools: ToolsCounted | None = None
 
 
@@ -131,14 +142,15 @@ class Metrics(Collector):
 
     Attributes:
         tools: calls of MCP servers' tools; None: there are no such servers.
+        is_open: `stats` are those of a core that this process is connected with.
     """
 
     def __init__(
         self, model: str, stats: Callable[[], CoreStats], cache: Mapping[str, object]
     ) -> None:
         self.model = model
-        self._stats = stats
-        self._cache = {name: str(value) for name, value in cache.items()}
+        self.is_open = True
+        self.follow(stats, cache)
         self.first_token = Histogram(FIRST_TOKEN_S)
         self.between_tokens = Histogram(BETWEEN_TOKENS_S)
         self._request_time = Histogram(REQUEST_S)
@@ -169,9 +181,21 @@ class Metrics(Collector):
         for process in (ProcessCollector, PlatformCollector, GCCollector):
             process(registry=self._registry)
 
-    def follow(self, stats: Callable[[], CoreStats]) -> None:
+    @classmethod
+    def elsewhere(cls, model: str) -> Metrics:
+        """The metrics of a model that other processes alone have anything to tell of."""
+        metrics = cls(model, CoreStats, {})
+        metrics.is_open = False
+        return metrics
+
+    def follow(self, stats: Callable[[], CoreStats], cache: Mapping[str, object]) -> None:
         """Shows the counters of another core of the same model from now on."""
         self._stats = stats
+        self._cache = {name: str(value) for name, value in cache.items()}
+
+    def show(self, core: CoreShown) -> None:
+        """Shows what another process knows of the core."""
+        self.follow(lambda: core.stats, core.cache)
 
     def begin(self, num_choices: int, max_tokens: int) -> None:
         """Counts one request that the engine took."""
@@ -224,6 +248,7 @@ class Metrics(Collector):
             histograms=[(each.counts, each.total) for each in self._histograms()],
             counters=[each.counts for each in self._counters()],
             http=[(*key, count) for key, count in self._http.items()],
+            core=CoreShown(self._stats(), self._cache, self.is_open),
             tools=None if self.tools is None else self.tools.counted(),
         )
 
@@ -242,9 +267,13 @@ class Metrics(Collector):
             self.tools.add(counts.tools)
 
     def with_others(self, others: Sequence[MetricCounts]) -> Metrics:
-        """The metrics of the whole server, of which other processes have counted so much."""
-        whole = Metrics(self.model, self._stats, self._cache)
-        for counts in (self.counts(), *others):
+        """The metrics of the whole server, of which other processes have counted so much. Those of
+        the core are of a process that is connected with it, if any is, and the newest."""
+        found = (self.counts(), *others)
+        cores = (each.core for each in found)
+        whole = Metrics.elsewhere(self.model)
+        whole.show(max(cores, key=lambda core: (core.is_open, core.stats.num_steps)))
+        for counts in found:
             whole.add(counts)
         return whole
 
@@ -325,9 +354,11 @@ class Metrics(Collector):
             family.add_metric([self.model], value)
             yield family
         info = GaugeMetricFamily(
-            "vllmx:cache_config_info", "The KV cache, in labels", labels=[*self._cache]
+            "vllmx:cache_config_info",
+            "The KV cache, in labels",
+            labels=["model_name", *self._cache],
         )
-        info.add_metric([*self._cache.values()], 1.0)
+        info.add_metric([self.model, *self._cache.values()], 1.0)
         yield info
 
     def _core_counters(self) -> Iterator[Metric]:

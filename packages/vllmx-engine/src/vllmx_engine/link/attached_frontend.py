@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vllmx_core.errors import EngineDeadError
 
-from vllmx_engine.link.frontend import CoreFrontend, lost_with
+from vllmx_engine.link.frontend import ASLEEP, CoreFrontend, lost_with
 from vllmx_engine.link.heartbeat import Heartbeat
 from vllmx_engine.wire.ipc import (
     Failed,
@@ -27,6 +27,8 @@ from vllmx_engine.wire.messages import CoreInfo
 logger = logging.getLogger("vllmx.supervisor")
 
 _AGAIN_S = 0.05
+_UNTOLD = "its process ended"
+"""Why a core ended of which nobody has said it yet."""
 
 
 class AttachedFrontend(CoreFrontend):
@@ -59,9 +61,11 @@ class AttachedFrontend(CoreFrontend):
         return self._heartbeat.silent_s if self.status == "ready" else 0.0
 
     def note(self, reason: str) -> None:
-        """Takes the reason of the core's end from the supervisor."""
-        if self.status != "ready":
-            self._last_reason = reason
+        """Takes the reason of the core's end from the supervisor, which may come before the end of
+        the connection does."""
+        self._last_reason = reason
+        if self.status == "restarting" and reason == ASLEEP:
+            self.status = "asleep"
 
     def unavailable(self) -> EngineDeadError:
         """See `Frontend.unavailable`."""
@@ -115,6 +119,7 @@ class AttachedFrontend(CoreFrontend):
                 raise
             if info is not None:
                 self._line, self.info, self.status = line, info, "ready"
+                self._last_reason = _UNTOLD
                 self._heartbeat.heard()
                 return
             await asyncio.sleep(_AGAIN_S)
@@ -122,11 +127,10 @@ class AttachedFrontend(CoreFrontend):
     def _on_lost(self, line: _Line) -> None:
         if line is not self._line or self.status == "closed":
             return
-        self._line, self.status = None, "restarting"
-        if self._last_reason == "it was closed":
-            self._last_reason = "its process ended"
+        self._line = None
+        self.status = "asleep" if self._last_reason == ASLEEP else "restarting"
         text = f"the engine core is gone ({self._last_reason}); it is being restarted: send the"
-        error = EngineDeadError(f"{text} request again")
+        error = EngineDeadError(ASLEEP if self.status == "asleep" else f"{text} request again")
         self._tell_lost(lost_with(error, error.message))
         self._reattaching = asyncio.ensure_future(self._reattach())
 

@@ -29,6 +29,7 @@ from vllmx_engine.wire.ipc import (
 from vllmx_engine.wire.messages import CoreInfo, CoreOutput, CoreRequest, CoreStats, Follower
 
 START_AGAIN = "start the engine again"
+ASLEEP = "the model sleeps: wake it (POST /wake), then send the request again"
 Status = Literal["ready", "asleep", "restarting", "dead", "closed"]
 
 
@@ -126,6 +127,8 @@ class CoreFrontend:
             self._calls.pop(call_id, None)  # who waited may have been cancelled
 
     def unavailable(self) -> EngineDeadError:
+        if self.status == "asleep":
+            return EngineDeadError(ASLEEP)
         return EngineDeadError(f"the engine core is gone ({self._last_reason}): {START_AGAIN}")
 
     def _send(self, message: ToCore) -> None:

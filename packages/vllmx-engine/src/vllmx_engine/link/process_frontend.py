@@ -9,13 +9,12 @@ from vllmx_core.errors import EngineDeadError, RankLostError, VllmxError
 
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.link.door import Door
-from vllmx_engine.link.frontend import CoreFrontend, lost_with
+from vllmx_engine.link.frontend import ASLEEP, CoreFrontend, lost_with
 from vllmx_engine.link.heartbeat import Heartbeat
 from vllmx_engine.link.supervisor import CoreProcess
 from vllmx_engine.wire.ipc import FromCore, Ping, Pong, Start, ToCore
 from vllmx_engine.wire.known_specs import KnownSpecs
 
-ASLEEP = "the model sleeps: wake it (POST /wake), then send the request again"
 logger = logging.getLogger("vllmx.supervisor")
 
 
@@ -83,8 +82,6 @@ class ProcessFrontend(CoreFrontend):
             return EngineDeadError(
                 f"the engine core is being restarted ({self._last_reason}): try again in a moment"
             )
-        if self.status == "asleep":
-            return EngineDeadError(ASLEEP)
         return super().unavailable()
 
     async def sleep(self) -> None:

@@ -37,7 +37,7 @@ class ModelList(Record, kw_only=True):
 
 
 class Health(Record, kw_only=True):
-    status: Literal["ready", "live", "draining", "starting", "unresponsive", "dead"]
+    status: Literal["ready", "live", "draining", "starting", "asleep", "unresponsive", "dead"]
     message: str | UnsetType | None = UNSET
     """Why it is not ready."""
 

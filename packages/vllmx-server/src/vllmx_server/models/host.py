@@ -53,6 +53,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int | None = None
     """The bytes of weights and KV cache, once it was loaded."""
     max_model_len: int | None = None
+    takes_images: bool | None = None
     error: str | None = None
     """Why it could not be loaded."""
 
@@ -81,6 +82,7 @@ class _Hosted:
     device: str = ""
     """See `FreeMemory.device`; of the core that there is."""
     max_model_len: int | None = None
+    takes_images: bool | None = None
     error: str | None = None
 
     def card(self) -> ModelCard:
@@ -91,6 +93,7 @@ class _Hosted:
             state=self.state,
             num_bytes=self.num_bytes,
             max_model_len=self.max_model_len,
+            takes_images=self.takes_images,
             error=self.error,
         )
 
@@ -255,6 +258,7 @@ class CoreHost:
         """Keeps what a core says that has come up."""
         hosted.num_bytes = info.weight_bytes + info.kv_cache_bytes
         hosted.max_model_len = info.max_model_len
+        hosted.takes_images = info.takes_images
         hosted.backend = info.backend
         hosted.device = await self._memory.device(found.registry, info.backend)
         if hosted.device not in self._devices:

@@ -120,6 +120,7 @@ class Models:
         if state.llm.num_in_flight:
             return False
         entry.state = None
+        state.metrics.is_open = False
         await state.llm.shutdown()
         return True
 
@@ -132,10 +133,10 @@ class Models:
             if entry.state is not None:
                 await entry.state.llm.shutdown()
 
-    def states(self) -> list[ServerState]:
-        """The states of all models that are open here."""
-        opened = [entry.state for entry in self._entries.values() if entry.state is not None]
-        return [self.default, *opened]
+    async def loaded(self) -> list[ServerState]:
+        """The states of all models that are loaded, whichever process had them loaded."""
+        names = [card.name for card in await self.host.cards() if card.state == "loaded"]
+        return [self.default, *[await self.state(name) for name in names]]
 
     def metrics(self) -> list[Metrics]:
         """The metrics of all models that were ever open here."""
@@ -159,7 +160,8 @@ class Models:
         if entry.metrics is None:
             entry.metrics = Metrics(entry.config.name, lambda: llm.stats, cache_labels(llm))
         else:
-            entry.metrics.follow(lambda: llm.stats)
+            entry.metrics.follow(lambda: llm.stats, cache_labels(llm))
+            entry.metrics.is_open = True
         llm.grammars.observer = entry.metrics
         state = copy.copy(default)
         state.llm, state.metrics, state.pooler = llm, entry.metrics, pooler_of(llm)

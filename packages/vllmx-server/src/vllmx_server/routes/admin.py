@@ -110,7 +110,7 @@ async def wake(request: Request) -> Response:
 async def reset_prefix_cache(request: Request) -> Response:
     """Forgets the cached prefixes of all models that are loaded; false where requests run."""
     state = state_of(request)
-    states = [state] if state.models is None else state.models.states()
+    states = [state] if state.models is None else await state.models.loaded()
     done = {each.llm.config.name: await each.llm.reset_prefix_cache() for each in states}
     return answer(PrefixCachesReset(reset=done))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,7 +12,7 @@ from vllmx_core.errors import ModelNotFoundError, shown
 
 from vllmx_server import __version__
 from vllmx_server.answers.status import Health, ModelCard, ModelList, Version
-from vllmx_server.metrics import CONTENT_TYPE, render_all
+from vllmx_server.metrics import CONTENT_TYPE, Metrics, render_all
 from vllmx_server.state import ServerState, state_of
 
 _encode = msgspec.json.Encoder().encode
@@ -28,11 +30,16 @@ def _card(state: ServerState) -> ModelCard:
         created=state.created,
         root=info.path if model == DEMO_MODEL else model,
         max_model_len=info.max_model_len,
-        input_modalities=["text", "image"] if info.takes_images else ["text"],
+        input_modalities=_modalities(info.takes_images),
         permission=[],
         aliases=() if state.models is None else state.models.aliases(state.llm.config.name),
+        state="unloaded" if state.llm.is_asleep else "loaded",
         size_bytes=info.weight_bytes + info.kv_cache_bytes,
     )
+
+
+def _modalities(takes_images: bool) -> list[Literal["text", "image"]]:
+    return ["text", "image"] if takes_images else ["text"]
 
 
 async def models(request: Request) -> Response:
@@ -51,6 +58,7 @@ async def _others(state: ServerState) -> list[ModelCard]:
             created=state.created,
             root=card.root,
             max_model_len=card.max_model_len,
+            input_modalities=None if card.takes_images is None else _modalities(card.takes_images),
             permission=[],
             aliases=card.aliases,
             state=card.state,
@@ -97,6 +105,8 @@ async def ready(request: Request) -> Response:
         )
         if state.llm.errored:
             shown.status = "dead"
+        elif state.llm.is_asleep:
+            shown.status = "asleep"
         return _json(shown, 503)
     return _json(Health(status="ready"))
 
@@ -107,6 +117,9 @@ async def metrics(request: Request) -> Response:
     found = [state.metrics] if state.models is None else state.models.metrics()
     if state.peers is not None:
         counts = await state.peers.metric_counts({each.model: each.counts() for each in found})
+        own = {each.model for each in found}
+        others = dict.fromkeys(model for one in counts for model in one if model not in own)
+        found += map(Metrics.elsewhere, others)
         found = [
             each.with_others([one[each.model] for one in counts if each.model in one])
             for each in found

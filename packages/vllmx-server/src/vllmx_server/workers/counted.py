@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 
 from vllmx_core.errors import VllmxError
-from vllmx_engine.wire.messages import CoreStats
 
 from vllmx_server.metrics import MetricCounts, Metrics
 from vllmx_server.workers.channel import Channel
@@ -46,9 +45,9 @@ class Counted:
     def bury(self, channel: Channel) -> None:
         """Keeps the counts of a worker that has ended."""
         for model, counts in self._known.pop(channel, {}).items():
-            if model not in self._gone:
-                self._gone[model] = Metrics(model, CoreStats, {})
-            self._gone[model].add(counts)
+            gone = self._gone.setdefault(model, Metrics.elsewhere(model))
+            gone.add(counts)
+            gone.show(counts.core)
 
     async def of_others(self, asking: Channel) -> list[ModelCounts]:
         """The counts of all workers but the one that asks, as new as they can be had."""
