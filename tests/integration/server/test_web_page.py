@@ -297,6 +297,14 @@ def test_the_live_panel(open_tab: OpenTab) -> None:
     tab.page.get_by_role("button", name="The server now").click()
     tab.page.locator(".plot", has_text="Running").get_by_text("0", exact=True).wait_for()
     assert len(tab.page.locator(".plot").all()) == 6
+    more = "".join(
+        f'vllmx:{name}{{model_name="{model}"}} {value}\n'
+        for model, running, used in (("a", 2, 0.75), ("b", 1, 0.5))
+        for name, value in (("num_requests_running", running), ("kv_cache_usage_perc", used))
+    )
+    tab.page.route("**/metrics", lambda route: route.fulfill(body=route.fetch().text() + more))
+    tab.page.locator(".plot", has_text="Running").get_by_text("3", exact=True).wait_for()
+    tab.page.locator(".plot", has_text="KV cache").get_by_text("75 %", exact=True).wait_for()
 
 
 def test_states_of_models_and_a_refusal_that_is_no_matter_of_keys(open_tab: OpenTab) -> None:

@@ -20,6 +20,7 @@ vllmx:num_requests_running{{model_name="a"}} 2.0
 vllmx:num_requests_running{{model_name="b"}} 1.0
 vllmx:num_requests_waiting{{model_name="a"}} 4.0
 vllmx:kv_cache_usage_perc{{model_name="a"}} 0.25
+vllmx:kv_cache_usage_perc{{model_name="b"}} 0.125
 vllmx:generation_tokens_total{{model_name="a"}} {tokens}
 vllmx:engine_steps_total{{model_name="a"}} {steps}
 vllmx:prefix_cache_queries_total{{model_name="a"}} {tokens}

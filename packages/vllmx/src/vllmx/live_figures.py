@@ -14,7 +14,8 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """One look. Sums over all labels but the bounds of histograms."""
+    """One look. Sums over all labels but the bounds of histograms; of shares of a whole, such as
+    the KV cache in use, the greatest: that of the model that is nearest to its limit."""
 
     at_s: float
     values: Mapping[str, float]
@@ -28,7 +29,9 @@ def scrape(text: str, at_s: float) -> Scrape:
     buckets: dict[str, dict[float, float]] = {}
     for name, labels, number in _LINE.findall(text):
         bound = _BOUND.search(labels)
-        if bound is None:
+        if bound is None and name.endswith("_perc"):
+            values[name] = max(values.get(name, 0.0), float(number))
+        elif bound is None:
             values[name] = values.get(name, 0.0) + float(number)
         else:
             found = buckets.setdefault(name.removesuffix("_bucket"), {})

@@ -25,11 +25,12 @@ function share(now, old, part, whole) {
   return all > 0 ? (100 * (now[part] - old[part])) / all : null;
 }
 
-/** The sums over all labels of a scrape, by name; of histograms without the buckets. */
+/** The sums over all labels of a scrape, by name; of histograms without the buckets, of shares the greatest. */
 export function readMetrics(text) {
   const found = {};
   for (const [, name, value] of text.matchAll(/^vllmx:(\w+)(?:\{.*\})? (\S+)$/gm)) {
-    if (!name.endsWith("_bucket")) found[name] = (found[name] ?? 0) + Number(value);
+    if (name.endsWith("_perc")) found[name] = Math.max(found[name] ?? 0, Number(value));
+    else if (!name.endsWith("_bucket")) found[name] = (found[name] ?? 0) + Number(value);
   }
   return found;
 }
