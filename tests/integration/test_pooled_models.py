@@ -256,6 +256,41 @@ def test_a_file_that_pools_makes_vectors(tmp_path: Path, kind: str) -> None:
         assert llm.info.pooling is None
 
 
+@pytest.mark.parametrize("ranks", [True, False], ids=["it says so", "it is asked to"])
+def test_a_reranker_in_a_file_scores_as_its_folder_does(
+    save: Save, tmp_path: Path, ranks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As llama.cpp's converter writes Qwen3-Reranker: two rows in the place of the head, and a
+    `pooling_type` that says so. Files with a head are asked to score."""
+    monkeypatch.setattr("vllmx_engine.core.pooling._ANSWERS", ["a", "b"])  # of the demo's words
+    torch.manual_seed(3)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**CONFIG))
+    folder = save(model)
+    saved = json.loads((folder / "config.json").read_text())
+    saved["rope_theta"] = saved["rope_parameters"]["rope_theta"]  # where the writer looks for it
+    (folder / "config.json").write_text(json.dumps(saved))
+    options: dict[str, Any] = {"backend": "cpu", "dtype": "float32", "max_model_len": 128}
+    with LLM(str(folder), task="score", **options) as llm:
+        found = llm.score("cat", TEXTS, truncate_prompt_tokens=-1)
+        wanted = [(each.prompt_token_ids, each.outputs.score) for each in found]
+        no, yes = (llm.tokenizer.token_to_id(token) for token in "ab")
+
+    def extra(writer: gguf.GGUFWriter) -> None:
+        writer.add_pooling_type(gguf.PoolingType.RANK)
+        writer.add_classifier_output_labels(["yes", "no"])
+        rows = model.lm_head.weight[[yes, no]].detach().numpy()
+        writer.add_tensor("cls.output.weight", rows)
+
+    path, more = tmp_path / "model.gguf", {"extra": extra, "without": "output.weight"}
+    convert_folder(folder, path, of_type(TYPES.F32), **more if ranks else {})
+    with LLM(str(path), task="auto" if ranks else "score", **options) as llm:
+        for (ids, score), one in zip(
+            wanted, llm.score("cat", TEXTS, truncate_prompt_tokens=-1), strict=True
+        ):
+            assert one.prompt_token_ids == ids
+            assert one.outputs.score == pytest.approx(score, abs=2e-5)
+
+
 def test_unknown_modules_and_damaged_files_are_refused(save: Save, trunk: Any) -> None:
     with pytest.raises(UnsupportedModelError, match="'CNN'"):
         LLM(str(save(trunk, modules=[{"path": "1_CNN", "type": "x.CNN"}])), backend="numpy")

@@ -162,11 +162,14 @@ def write_model(
     return path if not split else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
 
 
-def convert_folder(folder: Path, path: Path, choose: Choose, **options: Any) -> Path:
-    """A Hugging Face folder, tokenizer included, as a GGUF file."""
+def convert_folder(
+    folder: Path, path: Path, choose: Choose, without: str = "", **options: Any
+) -> Path:
+    """A Hugging Face folder, tokenizer included, as a GGUF file, `without` one tensor."""
     checkpoint = open_checkpoint(folder)
     try:
         tensors = convert_tensors(checkpoint.config, checkpoint.weights)
+        tensors.pop(without, None)
         return write_model(path, checkpoint.config, tensors, choose, tokenizer=folder, **options)
     finally:
         checkpoint.weights.close()

@@ -55,7 +55,12 @@ def pooled_decoder(spec: DecoderSpec, output: Output, config: Mapping[str, Any])
     if output == "vectors":
         return PooledDecoder(spec, End("vectors", pooling or "last", dense))
     tokens = config.get("score_tokens")
-    head = _labels(spec, config) if tokens is None else _token_rows(spec, tokens)
+    if tokens is None:
+        head = _labels(spec, config)
+    elif "score_rows" in config:
+        head = _rows(spec, PartSpec("score.weight", 1), config["score_rows"])
+    else:
+        head = _token_rows(spec, tokens)
     return PooledDecoder(spec, End("scores", "last", ((head, "identity"),)))
 
 
@@ -65,19 +70,24 @@ def _labels(spec: DecoderSpec, config: Mapping[str, Any]) -> WeightSpec:
     return WeightSpec("score", "linear", (PartSpec("score.weight", count),), spec.hidden_size)
 
 
+def _rows(spec: DecoderSpec, head: PartSpec, rows: Sequence[int]) -> WeightSpec:
+    """Some rows of a head, in this order."""
+    parts = tuple(replace(head, rows=1, runs=RowRuns(row, 1, 1)) for row in rows)
+    return WeightSpec("score", "linear", parts, spec.hidden_size)
+
+
 def _token_rows(spec: DecoderSpec, tokens: Sequence[object]) -> WeightSpec:
     """The rows of the head that belong to these tokens."""
-    head = Decoder(spec).head_part()
-    parts = []
+    head, rows = Decoder(spec).head_part(), []
     for token in tokens:
         if not isinstance(token, int) or not 0 <= token < spec.vocab_size:
             raise UnsupportedModelError(
                 f"score_tokens names the token {token!r}, the vocabulary has {spec.vocab_size}"
             )
-        parts.append(replace(head, rows=1, runs=RowRuns(token, 1, 1)))
-    found = WeightSpec("score", "linear", tuple(parts), spec.hidden_size)
+        rows.append(token)
+    found = _rows(spec, head, rows)
     also = spec.names.also
     if also is None or not head.name.startswith(also[0]):
         return found
     names = (also[1] + head.name.removeprefix(also[0]),)
-    return replace(found, parts=tuple(replace(one, alternatives=names) for one in parts))
+    return replace(found, parts=tuple(replace(one, alternatives=names) for one in found.parts))

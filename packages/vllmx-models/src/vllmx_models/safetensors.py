@@ -68,8 +68,16 @@ class SafetensorsSource:
         return _CONFIG_DTYPES[floats[0]] if floats else None
 
 
-BESIDE = ("modules", "score_tokens", "text_limit", "text_settings")
-"""Keys that stand for what other files of the folder say: `vllmx_core.text_modules` reads those."""
+BESIDE = (
+    "modules",
+    "score_rows",
+    "score_tokens",
+    "scores_pairs",
+    "text_limit",
+    "text_settings",
+)
+"""Keys that stand for what other files of the folder say, which `vllmx_core.text_modules` reads, or
+a GGUF file."""
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

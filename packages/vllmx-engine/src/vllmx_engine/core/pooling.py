@@ -26,20 +26,20 @@ _ANSWERS = ["no", "yes"]
 
 
 def with_score_tokens(checkpoint: Checkpoint, task: str) -> Checkpoint:
-    """A generating model that is loaded to score: the ids of the tokens that it answers with, which
-    config.json may name as `classifier_from_token`. Raises UnsupportedModelError where its
-    tokenizer has no such tokens."""
+    """A generating model that is loaded to score, or whose GGUF file says that it does: the ids of
+    the tokens that it answers with, which config.json may name as `classifier_from_token`. Raises
+    UnsupportedModelError where its tokenizer has no such tokens."""
     config = checkpoint.config
     generates = any(name.endswith("ForCausalLM") for name in architecture_names(config))
-    if task != "score" or not generates or "score_tokens" in config:
+    scores = task == "score" or (task == "auto" and config.get("scores_pairs") is True)
+    if not scores or not generates or "score_tokens" in config:
         return checkpoint
     words = config.get("classifier_from_token", _ANSWERS)
-    if not isinstance(words, list) or len(words) != 2 or not checkpoint.path.is_dir():
+    if not isinstance(words, list) or len(words) != 2:
         raise UnsupportedModelError(
             f"classifier_from_token is {shown(words)}, not the two tokens that stand for no and yes"
-            " in the vocabulary of a folder's tokenizer"
         )
-    tokenizer = Tokenizer.from_folder(checkpoint.path)
+    tokenizer = _tokenizer(checkpoint)
     ids = [tokenizer.token_to_id(str(word)) for word in words]
     if None in ids:
         raise UnsupportedModelError(
@@ -47,6 +47,14 @@ def with_score_tokens(checkpoint: Checkpoint, task: str) -> Checkpoint:
             " have: load a reranker"
         )
     return replace(checkpoint, config=config | {"score_tokens": ids})
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    if checkpoint.tokenizer is None:
+        return Tokenizer.from_folder(checkpoint.path)
+    from vllmx_engine.text.gguf_tokenizer import gguf_tokenizer  # a folder needs none of it
+
+    return gguf_tokenizer(checkpoint.tokenizer)
 
 
 def pooling_info(checkpoint: Checkpoint, shape: ModelShape) -> PoolingInfo | None:

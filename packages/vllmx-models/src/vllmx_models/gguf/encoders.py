@@ -11,6 +11,9 @@ from vllmx_models.gguf.hyperparameters import GGUFHeader
 _POOLING = {1: "mean", 2: "cls", 3: "last"}
 _RANK = 4
 """Scores of a pair, by a head that the file has."""
+PAIR_HEAD = "cls.output"
+_ANSWERS = [1, 0]
+"""The rows in which llama.cpp's converter puts "no" and "yes" of Qwen3-Reranker."""
 
 
 def encoder_config(header: GGUFHeader, *honoured: str) -> dict[str, Any]:
@@ -35,11 +38,16 @@ def encoder_config(header: GGUFHeader, *honoured: str) -> dict[str, Any]:
 
 
 def text_modules(header: GGUFHeader) -> dict[str, Any]:
-    """`modules` of the config as `vllmx_core.text_modules` reads them from folders; nothing where
-    the file does not say how it pools, or scores pairs."""
+    """`modules` of the config as `vllmx_core.text_modules` reads them from folders, or that the
+    model `scores_pairs`, with the rows of a head for "no" and "yes" alone (`score_rows`), if it has
+    one; nothing where the file does not say how it pools."""
     kind = header.integer("pooling_type", 0, low=0, high=1 << 8)
-    if kind in (0, _RANK):
+    if kind == 0:
         return {}
+    if kind == _RANK:
+        head = header.tensors.get(f"{PAIR_HEAD}.weight")
+        has_both = head is not None and len(head.shape) > 1 and head.shape[0] == len(_ANSWERS)
+        return {"scores_pairs": True} | ({"score_rows": _ANSWERS} if has_both else {})
     if kind not in _POOLING:
         raise UnsupportedModelError(
             f"{header.path}: {header.architecture}.pooling_type = {kind} is not known here; known:"
@@ -50,5 +58,5 @@ def text_modules(header: GGUFHeader) -> dict[str, Any]:
 
 def labels(header: GGUFHeader) -> dict[str, Any]:
     """`num_labels`, where the file has a head of scores."""
-    head = header.tensors.get("cls.output.weight")
+    head = header.tensors.get(f"{PAIR_HEAD}.weight")
     return {} if head is None else {"num_labels": head.shape[0] if len(head.shape) > 1 else 1}

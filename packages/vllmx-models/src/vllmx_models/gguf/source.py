@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from vllmx_core.weights import WeightPart, made_part
 
 from vllmx_models.gguf.architecture import GGUFArchitecture
 from vllmx_models.gguf.blocks import TensorType, weight_part
-from vllmx_models.gguf.encoders import text_modules
+from vllmx_models.gguf.encoders import PAIR_HEAD, text_modules
 from vllmx_models.gguf.file import GGUFFile
 from vllmx_models.gguf.hyperparameters import GGUFHeader
 from vllmx_models.gguf.norms import is_norm, log_of_negated, shifted
@@ -130,11 +131,14 @@ def _checkpoint(path: Path, files: Sequence[GGUFFile], registry: Registry) -> Ch
         )
     table = _table(path, name, registry)
     header = _header(path, files, name)
+    modules = text_modules(header)
+    if "score_rows" in modules and not table.name_of(PAIR_HEAD, ".weight"):
+        table = replace(table, tensors={**table.tensors, PAIR_HEAD: "score"})
     config: dict[str, Any] = {
         "architectures": [table.architecture],
         "model_type": name,
         **_from_tensors(header),
-        **text_modules(header),
+        **modules,
         **table.config(header),
     }
     count = config.get("num_attention_heads", 1)
