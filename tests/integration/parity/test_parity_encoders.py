@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from vllmx_core.backend import LoadedModel, LoadOptions
 from vllmx_core.checkpoint import build_model, open_checkpoint
-from vllmx_core.errors import UnsupportedOpError
+from vllmx_core.errors import UnsupportedModelError, UnsupportedOpError
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
 from vllmx_core.specs import BackendSpec, ModelSpec
@@ -62,6 +62,7 @@ TRUNKS = {
     "modernbert": "ModernBert",
     "nomic_bert": "NomicBert",
     "gte": "Gte",
+    "new": "New",
     "gemma3_text": "Gemma3Text",
 }
 
@@ -95,6 +96,8 @@ CASES = [
     Case("gte", "gte"),
     Case("gte-no-types", "gte", {"type_vocab_size": 0}),
     Case("gte-reranker", "gte", labels=1),
+    Case("new", "new"),
+    Case("new-reranker", "new", labels=1),
     Case("embedding-gemma", "gemma3_text", EMBEDDING_GEMMA),
 ]  # fmt: skip
 
@@ -121,13 +124,39 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Built]:
     return build_
 
 
+NTK = {"type": "ntk", "factor": 8.0}
+NEW: dict[str, Any] = {
+    "model_type": "new",
+    "layer_norm_type": "layer_norm",
+    "logn_attention_clip1": False,
+    "logn_attention_scale": False,
+    "pack_qkv": True,
+    "position_embedding_type": "rope",
+    "rope_theta": 20000,
+    "rope_scaling": NTK,
+}
+"""What the first files of GTE say."""
+
+
+def turned_by_ntk(model: Any) -> None:
+    """Frequencies of a fixed NTK, as the code that came with those files computes them."""
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):
+            size = 2 * len(module.inv_freq)
+            base = NEW["rope_theta"] * NTK["factor"]
+            found = 1 / base ** (torch.arange(0, size, 2).float() / size)
+            module.inv_freq.copy_(found / NTK["factor"] ** (2 / size))
+
+
 def build(case: Case, folder: Path) -> Built:
     """Builds a model with random weights in `folder`."""
     torch.manual_seed(7)
+    is_new = case.model_type == "new"
     options = {**TINY, "pad_token_id": 1, **case.options}
     if case.labels:
         options["num_labels"] = case.labels
-    config = transformers.AutoConfig.for_model(case.model_type, **options)
+    kind = "gte" if is_new else case.model_type
+    config = transformers.AutoConfig.for_model(kind, **options)
     auto = (
         transformers.AutoModelForSequenceClassification if case.labels else transformers.AutoModel
     )
@@ -136,6 +165,13 @@ def build(case: Case, folder: Path) -> Built:
         for parameter in model.parameters():  # norms and biases that do something, too
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
+    if is_new:
+        turned_by_ntk(model)
+        saved = json.loads((folder / "config.json").read_text()) | NEW
+        del saved["rope_parameters"]
+        (folder / "config.json").write_text(
+            json.dumps({**saved, "architectures": [case.architecture]})
+        )
     rows = _rows(getattr(config, "type_vocab_size", 0))
     expected = np.concatenate([_answer(model, row, case) for row in rows])
     return Built(folder, config.to_dict(), rows, expected)
@@ -227,3 +263,18 @@ def test_tokens_and_scores(case: Case, built: Callable[[Case], Built], backend_n
         assert backend_name not in registry().model_for({"architectures": named}).backends
         pytest.skip(error.message)
     assert np.abs(found - given.expected).max() < 2e-5 * np.abs(given.expected).max()
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"logn_attention_scale": True}, "logn_attention_scale"),
+        ({"pack_qkv": False}, "pack_qkv"),
+        ({"rope_scaling": {**NTK, "mixed_b": 0.7}}, "mixed_b"),
+        ({"rope_scaling": {"type": "unheard"}}, "unheard"),
+    ],
+)
+def test_other_models_that_are_called_new(change: dict[str, Any], error: str) -> None:
+    config = {"architectures": ["NewModel"], **TINY, **NEW, **change}
+    with pytest.raises(UnsupportedModelError, match=error):
+        registry().model_for(config).load()(config)

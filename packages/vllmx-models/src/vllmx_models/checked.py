@@ -39,6 +39,8 @@ _ENCODERS = (
     "GteModel",
     "ModernBertForSequenceClassification",
     "ModernBertModel",
+    "NewForSequenceClassification",
+    "NewModel",
     "NomicBertForSequenceClassification",
     "NomicBertModel",
     "RobertaForSequenceClassification",

@@ -47,6 +47,14 @@ _NOMIC_FIXED: Mapping[str, Any] = {
     "moe_every_n_layers": 0,
 }
 """What configs as they were published say of the layers; the others are other models."""
+_NEW_FIXED: Mapping[str, Any] = {
+    "layer_norm_type": "layer_norm",
+    "logn_attention_clip1": False,
+    "logn_attention_scale": False,
+    "pack_qkv": True,
+    "position_embedding_type": "rope",
+}
+"""The same of GTE's first files."""
 _GTE = EncoderNames(prefixes=("gte.", "new."))
 _GTE_ATTENTION = AttentionNames("attention", qkv="qkv_proj", o="o_proj")
 _GTE_MLP = MLPNames("mlp", up_gate="up_gate_proj", down="down_proj")
@@ -68,24 +76,49 @@ def nomic_bert_classifier(config: Mapping[str, Any]) -> Encoder:
 
 def gte(config: Mapping[str, Any]) -> Encoder:
     """The first token."""
-    spec = _gte(ConfigReader(config, "GteModel"))
+    spec = _gte(_gte_config(config, "GteModel"))
     return Encoder(spec, pooled(config, spec.hidden_size, "cls"))
 
 
 def gte_classifier(config: Mapping[str, Any]) -> Encoder:
     """Scores of labels from the first token."""
-    read = ConfigReader(config, "GteForSequenceClassification")
+    read = _gte_config(config, "GteForSequenceClassification")
     return Encoder(_gte(read), ClassHead(num_labels(read), "pooler.dense", "classifier"))
 
 
 def _nomic_config(config: Mapping[str, Any], architecture: str) -> ConfigReader:
     """Reads a config by the names of today, whatever its age."""
-    read = ConfigReader(config, architecture)
-    for key, value in _NOMIC_FIXED.items():
-        if config.get(key, value) not in (value, None):
-            raise read.error(key, f"must be {value}")
+    _check(ConfigReader(config, architecture), _NOMIC_FIXED)
     renamed = {_NOMIC_KEYS.get(key, key): value for key, value in config.items()}
     return ConfigReader(renamed, architecture)
+
+
+def _gte_config(config: Mapping[str, Any], architecture: str) -> ConfigReader:
+    """Reads a config of transformers, or of the code that came with GTE's first files and called
+    the model "new". That one scales rotations by a fixed NTK: the base times a factor, and the
+    frequencies besides by its root (https://kexue.fm/archives/9706)."""
+    read = ConfigReader(config, architecture)
+    if config.get("model_type") != "new":
+        return read
+    _check(read, _NEW_FIXED)
+    theta = read.number("rope_theta", 10000.0)
+    changed: dict[str, Any] = {"rope_theta": theta}
+    scaling = config.get("rope_scaling")
+    if isinstance(scaling, Mapping) and scaling.get("type") == "ntk":
+        factor = ConfigReader(scaling, architecture).number("factor")
+        if scaling.get("mixed_b") is not None:
+            raise read.error("rope_scaling", "must have no mixed_b")
+        slower = factor ** (2 / head_size(read))
+        scaling = {"rope_type": "linear", "factor": slower}
+        changed = {"rope_theta": theta * factor, "rope_scaling": scaling}
+    return ConfigReader({**config, **changed}, architecture)
+
+
+def _check(read: ConfigReader, fixed: Mapping[str, Any]) -> None:
+    """Raises UnsupportedModelError for another model."""
+    for key, value in fixed.items():
+        if read.config.get(key, value) not in (value, None):
+            raise read.error(key, f"must be {value}")
 
 
 def _nomic(read: ConfigReader) -> EncoderSpec:
@@ -96,7 +129,7 @@ def _nomic(read: ConfigReader) -> EncoderSpec:
 
 
 def _gte(read: ConfigReader) -> EncoderSpec:
-    read.refuse_quirks("position_embedding_type")
+    read.refuse_quirks("position_embedding_type", "pack_qkv")
     mlp = dense_mlp(read, read.activation("hidden_act", "gelu"), down_bias=True, names=_GTE_MLP)
     layer = _layer(read, _GTE_ATTENTION, mlp, _GTE_NORMS, 160_000.0, bias=True)
     return _spec(read, layer, _GTE, token_types=1)

@@ -117,6 +117,7 @@ def _encoders() -> tuple[ModelSpec, ...]:
         "Bert": ("bert", "bert"),
         "Gte": ("nomic_bert", "gte"),
         "ModernBert": ("modernbert", "modernbert"),
+        "New": ("nomic_bert", "gte"),
         "NomicBert": ("nomic_bert", "nomic_bert"),
         "Roberta": ("bert", "roberta"),
         "XLMRoberta": ("bert", "roberta"),
