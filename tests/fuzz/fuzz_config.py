@@ -32,6 +32,24 @@ SIZES: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "tie_word_embeddings": True,
 }
+TOWER: dict[str, Any] = {
+    "depth": 2,
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "patch_size": 8,
+    "out_hidden_size": 32,
+}
+OUTER: dict[str, Any] = {
+    "image_token_id": 61,
+    "image_token_index": 61,
+    "vision_start_token_id": 62,
+    "vision_end_token_id": 63,
+    "mm_tokens_per_image": 4,
+}
 TRAITS: tuple[dict[str, Any], ...] = (
     {},
     {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
@@ -47,6 +65,17 @@ TRAITS: tuple[dict[str, Any], ...] = (
      "use_sliding_window": True, "max_window_layers": 2},
     {"no_rope_layers": [1, 0, 1, 0], "no_rope_layer_interval": 4},
 )  # fmt: skip
+SEEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Qwen3VLForConditionalGeneration": ({"mrope_section": [2, 1, 1]}, {
+        "num_position_embeddings": 16, "deepstack_visual_indexes": [0], "rope_parameters": {}}),
+    "Qwen3_5ForConditionalGeneration": ({"mrope_section": [1, 0, 0]}, {
+        "num_position_embeddings": 16, "deepstack_visual_indexes": [], "rope_parameters": {}}),
+    "Qwen2_5_VLForConditionalGeneration": ({"mrope_section": [2, 1, 1]}, {
+        "window_size": 56, "fullatt_block_indexes": [1], "rope_parameters": {}}),
+    "Gemma3ForConditionalGeneration": ({}, {"image_size": 32, "vision_use_head": False}),
+    "Gemma4ForConditionalGeneration": ({}, {"rope_parameters": {}}),
+}  # fmt: skip
+"""The text's rotation, and what towers are described by beside `TOWER`."""
 DATA = Path(__file__).parents[1] / "data" / "configs"
 
 
@@ -83,7 +112,18 @@ def seeds() -> list[bytes]:
     """A small config of every architecture, with each trait that it takes."""
     names = sorted({name for spec in registry().all(ModelSpec) for name in spec.architectures})
     configs = [SIZES | trait | {"architectures": [name]} for name in names for trait in TRAITS]
+    configs += seeing()
     return [data for data in (json.dumps(config).encode() for config in configs) if one_input(data)]
+
+
+def seeing() -> list[dict[str, Any]]:
+    """A small config of each kind of tower."""
+    return [
+        OUTER
+        | {"architectures": [name], "vision_config": TOWER | tower}
+        | {"text_config": SIZES | ({"rope_parameters": turned} if turned else {})}
+        for name, (turned, tower) in SEEING.items()
+    ]
 
 
 def _keys(value: Any) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from types import ModuleType
 
@@ -69,3 +70,13 @@ def test_the_bounds_hold(size: int) -> None:
     else:
         with pytest.raises(AssertionError, match="1 bytes made Python allocate 1342"):
             run_bounded(allocate, b"x")
+
+
+@pytest.mark.parametrize(
+    "odd", [None, -1, 10**30, 0.5, True, "x", [], [{}], {}, {"a": 1}], ids=repr
+)
+def test_odd_values_in_each_key_of_a_tower(odd: object) -> None:
+    for config in fuzz_config.seeing():
+        for key in config["vision_config"]:
+            tower = config["vision_config"] | {key: odd}
+            fuzz_config.one_input(json.dumps(config | {"vision_config": tower}).encode())

@@ -291,9 +291,27 @@ def test_a_reranker_in_a_file_scores_as_its_folder_does(
             assert one.outputs.score == pytest.approx(score, abs=2e-5)
 
 
+def test_a_default_prompt_that_is_no_name_is_none(save: Save, trunk: Any) -> None:
+    settings = {"prompts": {"query": "Find: "}, "default_prompt_name": {}}
+    modules = [{"path": "", "type": "x.Transformer"}]
+    folder = save(trunk, modules=modules, config_sentence_transformers=settings)
+    with LLM(str(folder), backend="numpy") as llm:
+        assert llm.info.pooling is not None
+        assert llm.info.pooling.default_prompt is None
+
+
 def test_unknown_modules_and_damaged_files_are_refused(save: Save, trunk: Any) -> None:
     with pytest.raises(UnsupportedModelError, match="'CNN'"):
         LLM(str(save(trunk, modules=[{"path": "1_CNN", "type": "x.CNN"}])), backend="numpy")
+    listed = [{"path": "1_Pooling", "type": "x.Pooling"}, {"path": "2_Dense", "type": "x.Dense"}]
+    folder = save(trunk, modules=listed)
+    for name, settings in (("1_Pooling", {"pooling_mode": "mean"}), ("2_Dense", {})):
+        (folder / name).mkdir()
+        odd = settings or {"in_features": ["x" * 5000] * 20, "out_features": 9}
+        (folder / name / "config.json").write_text(json.dumps(odd))
+    with pytest.raises(UnsupportedModelError, match="is a dense layer") as raised:
+        LLM(str(folder), backend="numpy")
+    assert len(str(raised.value)) < 600
     with pytest.raises(WeightFormatError, match="outside"):
         LLM(str(save(trunk, modules=[{"path": "../x", "type": "x.Dense"}])), backend="numpy")
     with pytest.raises(UnsupportedModelError, match="has no head to generate"):

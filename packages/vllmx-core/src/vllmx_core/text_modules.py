@@ -128,7 +128,7 @@ def _dense(folder: Path, path: str, settings: Mapping[str, Any]) -> dict[str, An
     name = str(settings.get("activation_function", "Identity")).rsplit(".", 1)[-1]
     sizes = [settings.get("in_features"), settings.get("out_features")]
     if name not in _ACTIVATIONS or not all(type(n) is int and 0 < n < 1 << 20 for n in sizes):
-        raise UnsupportedModelError(f"{folder} is a dense layer {sizes} with {shown(name)}")
+        raise UnsupportedModelError(f"{folder} is a dense layer {shown(sizes)} with {shown(name)}")
     bias = settings.get("bias", True) is not False
     return {
         "kind": "dense",

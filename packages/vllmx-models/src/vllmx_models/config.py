@@ -106,6 +106,13 @@ class ConfigReader:
             raise self.error(key, f"must have an entry for each of the {length} layers")
         return value[:length]
 
+    def part(self, key: str) -> ConfigReader:
+        """Reads an object within; one that is absent is empty."""
+        value = self._value(key, {})
+        if not isinstance(value, Mapping):
+            raise self.error(key, "must be an object")
+        return ConfigReader(value, self.architecture)
+
     def optional(self, key: str, default: float) -> float | None:
         """A number above zero; `default` where the key is absent, None where it is null or 0."""
         if self.config.get(key, default) in (None, 0):

@@ -216,7 +216,6 @@ def gemma4_tower(config: Mapping[str, Any], width: int) -> Gemma4Tower | None:
     kv_heads = read.integer("num_key_value_heads", heads)
     if heads % kv_heads or head % 4:
         raise read.error("head_dim", "must be a multiple of 4, and heads one of key/value heads")
-    rope = vision.get("rope_parameters") or {}
     return Gemma4Tower(
         depth=read.integer("num_hidden_layers", 16, high=1024),
         hidden_size=read.integer("hidden_size", 768),
@@ -230,7 +229,7 @@ def gemma4_tower(config: Mapping[str, Any], width: int) -> Gemma4Tower | None:
         longest_side=read.integer("position_embedding_size", 10240, high=1 << 16),
         out_size=width,
         eps=read.number("rms_norm_eps", 1e-6),
-        theta=ConfigReader(rope, read.architecture).number("rope_theta", 100.0),
+        theta=read.part("rope_parameters").number("rope_theta", 100.0),
         standardised=read.flag("standardize", False),
         clipped=read.flag("use_clipped_linears", False),
     )

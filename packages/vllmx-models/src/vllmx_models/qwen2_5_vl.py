@@ -55,7 +55,6 @@ def _tower(outer: ConfigReader) -> WindowTower:
     whole = read.config.get("fullatt_block_indexes", [7, 15, 23, 31])
     if not isinstance(whole, list) or any(type(one) is not int for one in whole):
         raise read.error("fullatt_block_indexes", "must be a list of layers")
-    rope = read.config.get("rope_parameters") or {}
     return WindowTower(
         depth=depth,
         hidden_size=size,
@@ -68,7 +67,7 @@ def _tower(outer: ConfigReader) -> WindowTower:
         window=window,
         whole=frozenset(whole),
         out_size=read.integer("out_hidden_size", 3584),
-        theta=ConfigReader(rope, outer.architecture).number("rope_theta", 10000.0),
+        theta=read.part("rope_parameters").number("rope_theta", 10000.0),
     )
 
 

@@ -110,7 +110,6 @@ def qwen_tower(outer: ConfigReader, deepstack: list[int]) -> QwenTower:
         raise read.error("num_position_embeddings", "must be a square")
     if read.integer("in_channels", 3) != 3:
         raise read.error("in_channels", "must be 3")
-    rope = read.config.get("rope_parameters") or {}
     return QwenTower(
         depth=depth,
         hidden_size=size,
@@ -122,14 +121,17 @@ def qwen_tower(outer: ConfigReader, deepstack: list[int]) -> QwenTower:
         merge=read.integer("spatial_merge_size", 2, high=16),
         table_side=side,
         out_size=read.integer("out_hidden_size"),
-        theta=ConfigReader(rope, outer.architecture).number("rope_theta", 10000.0),
+        theta=read.part("rope_parameters").number("rope_theta", 10000.0),
         deepstack=_deepstack(read, depth, deepstack),
     )
 
 
 def _deepstack(read: ConfigReader, depth: int, default: list[int]) -> tuple[int, ...]:
-    given = read.config.get("deepstack_visual_indexes", default)
-    found = read.integers("deepstack_visual_indexes", 0) if given is None else list(given)
-    if any(type(i) is not int or not 0 <= i < depth for i in found) or found != sorted(set(found)):
+    found = read.config.get("deepstack_visual_indexes", default)
+    if (
+        not isinstance(found, list)
+        or any(type(i) is not int or not 0 <= i < depth for i in found)
+        or found != sorted(set(found))
+    ):
         raise read.error("deepstack_visual_indexes", f"must be ascending layers below {depth}")
     return tuple(found)

@@ -89,7 +89,7 @@ def _prompts(config: Mapping[str, Any]) -> tuple[dict[str, str], str | None]:
     given, default = settings.get("prompts"), settings.get("default_prompt_name")
     found = given.items() if isinstance(given, dict) else ()
     prompts = {str(name): text for name, text in found if isinstance(text, str)}
-    return prompts, default if default in prompts else None
+    return prompts, default if isinstance(default, str) and default in prompts else None
 
 
 def _labels(config: Mapping[str, Any], count: int) -> list[str]:
