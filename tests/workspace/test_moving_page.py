@@ -77,6 +77,8 @@ def test_the_unit_and_its_settings_are_understood(root: Path) -> None:
     (line,) = re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)
     assert line.split()[1:] == ["serve", "--config", "/etc/vllmx/serve.yaml"]
     fields = {parameter.name for parameter in serve.params}
+    folders = re.findall(r"^(?:State|Cache|Runtime)Directory=(.*)$", unit, re.MULTILINE)
+    assert folders == ["vllmx"] * 3
     for name in re.findall(r"VLLMX_(\w+)=", unit):
         assert name.lower() in fields, name
     (settings,) = re.findall(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from tests.waiting import PATIENCE_S, wait_until
 
 PLAIN: dict[str, Any] = {"timeout": PATIENCE_S, "verify": False}
 """Of a request without TLS: else each reads the list of authorities, for a fiftieth of a second."""
+SERVES = re.compile(r'(?:^ +|: )((?:http|unix)\S*)/v1(?:"})?$', re.MULTILINE)
+"""The line that says where a server is, as text or as JSON."""
 
 
 @dataclass
@@ -85,12 +88,12 @@ def running_server(
     try:
         for line in process.stderr:
             lines.append(line)
-            if line.strip().startswith(("http", "unix")) and line.strip().endswith("/v1"):
+            if found := SERVES.search(line):
                 break
         else:
             raise AssertionError(f"the server ended: {''.join(lines)}")
         reader.start()
-        yield RunningServer(line.strip().removesuffix("/v1"), process, lines, reader)
+        yield RunningServer(found[1], process, lines, reader)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)

@@ -107,6 +107,7 @@ def test_prompts_are_logged_where_an_operator_asks(
         wait_until(lambda: sum("prompt tokens" in line for line in server.lines) == len(asked))
     lines = [line.rstrip("\n") for line in server.lines if "prompt tokens" in line]
     if log_format == "json":
+        assert all(isinstance(json.loads(line), dict) for line in server.lines)
         records = [json.loads(line) for line in lines]
         assert {record["logger"] for record in records} == {"vllmx.prompts"}
         lines = [record["message"] for record in records]

@@ -25,7 +25,7 @@ def test_the_line_says_what_loading_came_to() -> None:
         pooling=None,
     )
     stream = io.StringIO()
-    _announce(stream, "mine", info, "http://127.0.0.1:8000")
+    _announce("text", stream, "mine", info, "http://127.0.0.1:8000")
     shown = stream.getvalue()
     assert "mine (Qwen3ForCausalLM, bf16) on metal, context 4096, 8192 tokens of KV cache" in shown
     assert "up to 23 sequences together" in shown
@@ -46,7 +46,7 @@ def test_the_request_that_is_shown_is_one_that_the_model_answers(
 ) -> None:
     info: Any = MagicMock(pooling=SimpleNamespace(tasks=(task,)), num_kv_blocks=1, block_size=1)
     stream = io.StringIO()
-    _announce(stream, "mine", info, "http://127.0.0.1:8000")
+    _announce("text", stream, "mine", info, "http://127.0.0.1:8000")
     assert f"curl http://127.0.0.1:8000{path} " in stream.getvalue()
     (body,) = re.findall(r"-d '(.*)'", stream.getvalue())
     assert decoder.decode(body).model == "mine"

@@ -112,7 +112,9 @@ def serve(**flags: Any) -> None:
     from vllmx_server.run import run_server
 
     try:
-        run_server(engine, server, models=models, on_ready=partial(_announce, stream))
+        run_server(
+            engine, server, models=models, on_ready=partial(_announce, server.log_format, stream)
+        )
     finally:
         stream.finish()  # an error is shown after what the log has to say
 
@@ -150,13 +152,19 @@ _EXAMPLES = {
 """A request for each kind of model."""
 
 
-def _announce(stream: StandardError | TextIO, name: str, info: CoreInfo, url: str) -> None:
-    stream.write(
-        f"\nvllmx serves {name} ({info.architecture}, {info.dtype}) on {info.backend},"
+def _announce(
+    log_format: str, stream: StandardError | TextIO, name: str, info: CoreInfo, url: str
+) -> None:
+    """Says what is served, and how to ask it; among lines that programs read, as one of them."""
+    served = (
+        f"vllmx serves {name} ({info.architecture}, {info.dtype}) on {info.backend},"
         f" context {info.max_model_len}, {info.num_kv_blocks * info.block_size} tokens of KV cache,"
         f" up to {info.max_num_seqs} sequences together"
-        f"\n  {url}/v1\n\n"
     )
+    if log_format == "json":
+        logger.info("%s: %s/v1", served, url)
+        return
+    stream.write(f"\n{served}\n  {url}/v1\n\n")
     if url.startswith("http"):
         path, fields = _EXAMPLES["generate" if info.pooling is None else info.pooling.tasks[0]]
         stream.write(
