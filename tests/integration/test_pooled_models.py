@@ -305,10 +305,10 @@ def test_unknown_modules_and_damaged_files_are_refused(save: Save, trunk: Any) -
         LLM(str(save(trunk, modules=[{"path": "1_CNN", "type": "x.CNN"}])), backend="numpy")
     listed = [{"path": "1_Pooling", "type": "x.Pooling"}, {"path": "2_Dense", "type": "x.Dense"}]
     folder = save(trunk, modules=listed)
-    for name, settings in (("1_Pooling", {"pooling_mode": "mean"}), ("2_Dense", {})):
+    odd: dict[str, Any] = {"in_features": ["x" * 5000] * 20, "out_features": 9}
+    for name, settings in (("1_Pooling", {"pooling_mode": "mean"}), ("2_Dense", odd)):
         (folder / name).mkdir()
-        odd = settings or {"in_features": ["x" * 5000] * 20, "out_features": 9}
-        (folder / name / "config.json").write_text(json.dumps(odd))
+        (folder / name / "config.json").write_text(json.dumps(settings))
     with pytest.raises(UnsupportedModelError, match="is a dense layer") as raised:
         LLM(str(folder), backend="numpy")
     assert len(str(raised.value)) < 600

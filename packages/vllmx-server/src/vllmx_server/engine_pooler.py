@@ -15,7 +15,7 @@ from vllmx_engine.wire.pooling import PoolingInfo
 from vllmx_server.pooling import Pooled, PoolingOptions, Task, TextTimes
 
 MAX_PAIRED_BYTES = 64 << 20
-"""Of all pairs of a call: a text that is compared with many is tokenised with each."""
+"""The most text of all pairs of a call: one that is compared with many is tokenised with each."""
 
 
 class EnginePooler:
