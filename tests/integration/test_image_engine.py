@@ -271,6 +271,22 @@ def test_ranks_have_the_tower_whole(
         engine.close()
 
 
+def test_stages_serve_the_text_and_say_so(
+    other: Any, other_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = replace(config(other_folder, backend="cpu"), pipeline_parallel_size=2, num_threads=2)
+    with caplog.at_level("WARNING", "vllmx"):
+        engine = InlineEngine(options)
+    try:
+        assert [one for one in caplog.messages if "has no passes of towers" in one]
+        assert not engine.info.takes_images
+        ids = prompt([])[0]
+        (found,) = run(engine, request(engine, ids, [], []))
+        check(OTHER, other, ids, [], found.outputs[0].token_ids)
+    finally:
+        engine.close()
+
+
 def test_ranks_whose_backend_has_no_towers_serve_the_text(
     other: Any, other_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,11 @@ def load_core(found: FoundModel) -> tuple[EngineCore, CoreInfo]:
         checkpoint.weights.close()
         return_unused_bytes()
     model = opened.model
+    if opened.lost_tower:
+        logger.warning(
+            "text alone is served, images are refused: --pipeline-parallel-size has no passes of"
+            " towers, --tensor-parallel-size has"
+        )
     try:
         max_model_len = fitting_length(found.config, options, loaded.info)
         core = EngineCore(
@@ -91,6 +96,8 @@ class OpenedModel(Record):
     options: LoadOptions
     free_bytes: int
     """See `CoreInfo.free_bytes`."""
+    lost_tower: bool = False
+    """Whether the model sees images, and nobody asked for the text alone."""
 
 
 def open_model(found: FoundModel) -> OpenedModel:
@@ -129,8 +136,9 @@ def open_model(found: FoundModel) -> OpenedModel:
                 " choose --backend cpu, or leave it out",
                 param="deterministic",
             )
-        # stages have no passes of towers
-        if found.config.limit_images == 0 or found.config.pipeline_parallel_size > 1:
+        in_stages = found.config.pipeline_parallel_size > 1  # which have no passes of towers
+        lost_tower = in_stages and found.config.limit_images > 0 and encoder_of(model) is not None
+        if found.config.limit_images == 0 or in_stages:
             model = text_alone(model) or model
         limit = checkpoint.config.get("text_limit")
         options = load_options(found.config, model, text_limit=limit, progress=found.progress)
@@ -141,7 +149,7 @@ def open_model(found: FoundModel) -> OpenedModel:
     except BaseException:
         checkpoint.weights.close()
         raise
-    return OpenedModel(checkpoint, model, spec, options, free)
+    return OpenedModel(checkpoint, model, spec, options, free, lost_tower)
 
 
 def _free_bytes(config: EngineConfig, spec: BackendSpec) -> int:
