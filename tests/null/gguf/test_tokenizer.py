@@ -128,6 +128,14 @@ def test_merges_of_a_gemma_4_are_checked() -> None:
         gguf_tokenizer(gemma4(merges=["no such"])[0])
 
 
+def test_reasons_that_quote_a_token_are_safe_to_show() -> None:
+    """An escape sequence of a damaged file does nothing to a terminal."""
+    with pytest.raises(WeightFormatError, match="does not make a tokenizer") as raised:
+        gguf_tokenizer(gemma4(merges=["\x1b[2J\x07 such"])[0])
+    assert str(raised.value).isprintable()
+    assert "x1b[2J" in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("folder", "pre"),
     [("qwen3", "qwen2"), ("qwen3", "deepseek-r1-qwen"), ("llama3", "llama-bpe")],

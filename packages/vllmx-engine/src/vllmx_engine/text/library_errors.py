@@ -27,4 +27,8 @@ def library_errors(make: Callable[[str], VllmxError]) -> Iterator[None]:
 
 def _reason(error: BaseException) -> str:
     lines = str(error).splitlines() or [type(error).__name__]
-    return excerpt(lines[0].removeprefix("Cannot instantiate Tokenizer from buffer: "))
+    line = excerpt(lines[0].removeprefix("Cannot instantiate Tokenizer from buffer: "))
+    # It may quote a token of a damaged file, and is shown in terminals.
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in line
+    )
