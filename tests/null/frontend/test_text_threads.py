@@ -52,6 +52,14 @@ class Bench:
 
         return await self.start(self.threads.run(client, size, work))
 
+    async def done(self, task: asyncio.Task[Any]) -> Any:
+        """What a text comes to that waits for nothing that is held."""
+        try:
+            return await asyncio.wait_for(task, PATIENCE_S)
+        finally:
+            if not task.done() or task.cancelled():
+                self.gate.set()
+
     async def finish(self) -> list[str]:
         self.gate.set()
         await asyncio.gather(*self.tasks)
@@ -67,6 +75,45 @@ async def test_a_small_text_waits_for_no_large_one() -> None:
     await bench.add("a", "large")
     assert await (await bench.add("a", "small", SMALL)) == "small"
     assert await bench.finish() == ["small", "large"]
+
+
+async def test_no_client_has_all_threads() -> None:
+    """Small texts may be slow, too: while one client has both threads, others have a third."""
+    bench = Bench()
+    slow = threading.Semaphore(0)
+
+    def hold(_: Stopped) -> None:
+        slow.release()
+        bench.gate.wait()
+
+    for _ in range(2):
+        await bench.start(bench.threads.run("a", SMALL, hold))
+    await bench.add("a", "a's third", SMALL)
+    for _ in range(2):
+        await asyncio.to_thread(slow.acquire)
+    for name in ("b", "c"):
+        assert await bench.done(await bench.add(name, name, SMALL)) == name
+    assert bench.order == ["b", "c"]
+    assert await bench.finish() == ["b", "c", "a's third"]
+
+
+async def test_others_that_came_before_a_client_had_all_threads_are_served() -> None:
+    bench = Bench()
+    await bench.hold("a")
+    rest, begun = threading.Event(), threading.Event()
+    bench.threads._small.submit(rest.wait)
+
+    def hold(_: Stopped) -> None:
+        begun.set()
+        bench.gate.wait()
+
+    await bench.start(bench.threads.run("a", SMALL, hold))
+    bench.threads._clients["a"].served = -LARGE  # it is a's turn
+    small = await bench.add("b", "b", SMALL)
+    rest.set()
+    await asyncio.to_thread(begun.wait)
+    assert await bench.done(small) == "b"
+    assert await bench.finish() == ["b"]
 
 
 async def test_clients_take_turns() -> None:

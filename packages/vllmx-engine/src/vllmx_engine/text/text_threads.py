@@ -2,12 +2,14 @@
 
 Rendering and tokenising a long text takes seconds and hundreds of megabytes, and a library call
 cannot be interrupted. So one thread is kept for small texts, which a long one then never holds up,
-and what may wait is counted, for each client and in all.
+one for small texts of others while a single client has both, and what may wait is counted, for each
+client and in all.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import threading
 from collections import deque
@@ -41,7 +43,8 @@ class TextLimits:
 
 
 class TextThreads:
-    """Runs functions on two threads, one of them for small texts alone.
+    """Runs functions on two threads, one of them for small texts alone, and on a third one small
+    texts of others while both work for the same client.
 
     The client with the fewest bytes served comes next, and of its texts a small one before a large
     one, until the small ones that passed it come to the size of the large one.
@@ -58,6 +61,9 @@ class TextThreads:
         """Bytes that the client of the last turn was served: where a new client begins."""
         self._any = ThreadPoolExecutor(1, "vllmx-text")
         self._small = ThreadPoolExecutor(1, "vllmx-small-text")
+        self._others = ThreadPoolExecutor(1, "vllmx-others-text")
+        self._at_work: dict[ThreadPoolExecutor, str] = {}
+        """The client that each thread works for now."""
 
     @property
     def num_bytes(self) -> int:
@@ -81,6 +87,7 @@ class TextThreads:
         self._any.submit(self._work, self._any)
         if self._is_small(size):
             self._small.submit(self._work, self._small)
+            self._serve_others()
         try:
             return await asyncio.wrap_future(job.future)
         except asyncio.CancelledError:
@@ -97,7 +104,7 @@ class TextThreads:
             job.stopped = True
             if job.future.cancel():
                 self._leave(job)
-        for pool in (self._any, self._small):
+        for pool in (self._any, self._small, self._others):
             pool.shutdown(wait=False, cancel_futures=True)
 
     # --- inside -----------------------------------------------------------------------------------
@@ -146,16 +153,21 @@ class TextThreads:
 
     def _work(self, thread: ThreadPoolExecutor) -> None:
         """One turn, if somebody still waits for one."""
-        job = self._next(small_only=thread is self._small)
-        if job is None or job.function is None:
+        job = self._next(thread)
+        if job is None:
             return
+        assert job.function is not None
+        self._serve_others()
         function, result, error = job.function, None, None
         try:
             result = function(lambda: job.stopped)
         except BaseException as raised:  # the library's panics among them
             error = raised
         del function
+        with self._lock:
+            self._at_work.pop(thread, None)
         self._leave(job)
+        self._serve_others()
         if job.size >= _TRIM_BYTES:
             _give_back_memory()
         if error is not None:
@@ -164,10 +176,30 @@ class TextThreads:
         else:
             job.future.set_result(result)
 
-    def _next(self, *, small_only: bool) -> _Job | None:
-        """Takes the job whose turn it is."""
+    def _serve_others(self) -> None:
+        """Has a small text of another client done, where one has both threads."""
         with self._lock:
-            while waiting := [c for c in self._clients.values() if c.first(small_only)]:
+            holder = self._at_work.get(self._any)
+            is_held = holder is not None and holder == self._at_work.get(self._small)
+            if is_held and self._others not in self._at_work and self._waiting(self._others):
+                with contextlib.suppress(RuntimeError):  # closed meanwhile
+                    self._others.submit(self._work, self._others)
+
+    def _waiting(self, thread: ThreadPoolExecutor) -> list[_Client]:
+        """The clients that a thread may work for."""
+        small_only = thread is not self._any
+        return [
+            client
+            for name, client in self._clients.items()
+            if client.first(small_only)
+            and (thread is not self._others or name not in self._at_work.values())
+        ]
+
+    def _next(self, thread: ThreadPoolExecutor) -> _Job | None:
+        """Takes the job whose turn it is."""
+        small_only = thread is not self._any
+        with self._lock:
+            while waiting := self._waiting(thread):
                 client = min(waiting, key=lambda c: c.served)
                 job = client.first(small_only)
                 assert job is not None
@@ -175,6 +207,7 @@ class TextThreads:
                 if job.future.set_running_or_notify_cancel():
                     self._served = client.served
                     client.served += job.size
+                    self._at_work[thread] = job.client
                     return job
         return None
 
