@@ -312,8 +312,11 @@ def test_unknown_modules_and_damaged_files_are_refused(save: Save, trunk: Any) -
     with pytest.raises(UnsupportedModelError, match="is a dense layer") as raised:
         LLM(str(folder), backend="numpy")
     assert len(str(raised.value)) < 600
-    with pytest.raises(WeightFormatError, match="outside"):
-        LLM(str(save(trunk, modules=[{"path": "../x", "type": "x.Dense"}])), backend="numpy")
+    for path in ("../x", "x" * 5000, "x\x1b"):
+        with pytest.raises(WeightFormatError, match="outside") as outside:
+            LLM(str(save(trunk, modules=[{"path": path, "type": "x.Dense"}])), backend="numpy")
+        assert len(str(outside.value)) < 600
+        assert str(outside.value).isprintable()
     with pytest.raises(UnsupportedModelError, match="has no head to generate"):
         LLM(str(save(trunk)), backend="numpy", task="generate")
 

@@ -25,6 +25,7 @@ from vllmx_core.weights import WeightPart, WeightSource
 
 _MAX_BYTES = 4 << 20
 _MAX_MODULES = 16
+_MAX_PATH = 200
 _POOLING = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -88,9 +89,10 @@ def _module(folder: Path, listed: Any) -> dict[str, Any]:
     if not isinstance(listed, dict):
         raise WeightFormatError(f"{folder / 'modules.json'} has an entry that is no object")
     path, kind = str(listed.get("path", "")), str(listed.get("type", "")).rsplit(".", 1)[-1]
-    if Path(path).is_absolute() or ".." in Path(path).parts:
+    is_within = not Path(path).is_absolute() and ".." not in Path(path).parts
+    if not is_within or not path.isprintable() or len(path) > _MAX_PATH:
         raise WeightFormatError(
-            f"{folder / 'modules.json'} names {shown(path)}, outside the folder"
+            f"{folder / 'modules.json'} names {shown(path)}, outside the folder or no name of one"
         )
     config = _read(folder / path / "config.json") if path else None
     settings = config if isinstance(config, dict) else {}
