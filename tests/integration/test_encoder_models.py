@@ -127,3 +127,21 @@ def test_scores_of_pairs(kind: str, options: dict[str, Any], tmp_path: Path) -> 
     with LLM(str(tmp_path), backend="cpu", dtype="f32") as llm:
         found = [one.outputs.score for one in llm.score("a cat", TEXTS)]
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
+
+
+def test_tasks_of_a_classifier(tmp_path: Path) -> None:
+    """It embeds by what its head stands on, and does not score where it has several labels."""
+    model = random("bert", "AutoModelForSequenceClassification", num_labels=3, type_vocab_size=2)
+    save(tmp_path, model, word_piece())
+    options: dict[str, Any] = {"backend": "cpu", "dtype": "f32"}
+    with LLM(str(tmp_path), task="embed", **options) as llm:
+        for output in llm.embed(TEXTS):
+            with torch.no_grad():
+                ids = torch.tensor([output.prompt_token_ids])
+                mean = model.bert(ids).last_hidden_state[0].mean(0).numpy()
+            unit = mean / np.linalg.norm(mean)
+            np.testing.assert_allclose(output.outputs.data, unit, rtol=0, atol=2e-6)
+    with pytest.raises(UnsupportedModelError, match=r"3 labels \('LABEL_0'.* load a reranker"):
+        LLM(str(tmp_path), task="score", **options)
+    with pytest.raises(UnsupportedModelError, match="has no classification head: leave --task out"):
+        LLM("demo", task="classify", **options)

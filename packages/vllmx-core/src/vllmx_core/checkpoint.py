@@ -204,7 +204,8 @@ def is_served(registry: Registry, config: dict[str, Any]) -> bool:
 def build_model(registry: Registry, checkpoint: Checkpoint, task: str = "auto") -> Model:
     """Constructs the architecture that the checkpoint's config names, for a task of `EngineConfig`.
     A name such as Qwen3Model or LlamaForSequenceClassification that nobody serves is that of a
-    decoder without its head. Raises UnsupportedModelError, also where the task does not fit."""
+    decoder without its head, and a classifier that is to embed is its trunk. Raises
+    UnsupportedModelError, also where the task does not fit."""
     config = checkpoint.config
     architecture = next(iter(architecture_names(config)), "")
     served = registry.find_model(architecture) is not None
@@ -216,6 +217,8 @@ def build_model(registry: Registry, checkpoint: Checkpoint, task: str = "auto") 
                 " --task out, or load another model"
             )
         config = _with_head(registry, config, architecture)
+    elif wanted == "vectors":
+        config = _trunk(registry, config, architecture)
     model: Model = registry.model_for(config).load()(config)
     if model.shape.output == (wanted or model.shape.output):
         return model
@@ -225,11 +228,18 @@ def build_model(registry: Registry, checkpoint: Checkpoint, task: str = "auto") 
             f"--task {task}: architecture {shown(architecture)} gives {model.shape.output}, not"
             f" {wanted}: leave --task out, or load another model"
         )
+    has_head = "score_tokens" in config or architecture.endswith(_CLASSIFIER)
+    if wanted == "scores" and not has_head:
+        raise UnsupportedModelError(
+            f"--task {task}: architecture {shown(architecture)} has no classification head: leave"
+            f" --task out, or load a model whose architecture is ...{_CLASSIFIER}"
+        )
     changed: Model = answering(wanted, config)
     return changed
 
 
-_HEADLESS = {"Model": "vectors", "ForSequenceClassification": "scores"}
+_CLASSIFIER = "ForSequenceClassification"
+_HEADLESS = {"Model": "vectors", _CLASSIFIER: "scores"}
 """Ends of names of architectures without a language model's head, and what they give."""
 
 
@@ -245,6 +255,14 @@ def _wanted_output(
         return "vectors"
     ends = (given for end, given in _HEADLESS.items() if architecture.endswith(end))
     return None if served else next(ends, None)
+
+
+def _trunk(registry: Registry, config: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """The config of what a classifier's head stands on, where that is served."""
+    trunk = f"{architecture.removesuffix(_CLASSIFIER)}Model"
+    if architecture.endswith(_CLASSIFIER) and registry.find_model(trunk) is not None:
+        return config | {"architectures": [trunk]}
+    return config
 
 
 def _with_head(registry: Registry, config: dict[str, Any], architecture: str) -> dict[str, Any]:

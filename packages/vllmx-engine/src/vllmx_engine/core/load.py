@@ -30,7 +30,7 @@ from vllmx_engine.core.core_info import core_info, log_info
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.load_options import fitting_length, load_options
-from vllmx_engine.core.pooling import pooling_info, with_score_tokens
+from vllmx_engine.core.pooling import check_task, pooling_info, with_score_tokens
 from vllmx_engine.wire.messages import CoreInfo
 
 logger = logging.getLogger("vllmx.load")
@@ -119,6 +119,7 @@ def open_model(found: FoundModel) -> OpenedModel:
             found.config.task,
         )
         model = chosen.model
+        check_task(found.config.task, pooling_info(checkpoint, model.shape))
         if found.config.isq is not None:
             if chosen.impl != OWN:
                 raise ConfigError(

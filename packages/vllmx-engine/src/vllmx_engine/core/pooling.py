@@ -84,6 +84,16 @@ def pooling_info(checkpoint: Checkpoint, shape: ModelShape) -> PoolingInfo | Non
     )
 
 
+def check_task(task: str, info: PoolingInfo | None) -> None:
+    """Raises UnsupportedModelError for a classifier of several labels that is to score."""
+    if task == "score" and info is not None and task not in info.tasks:
+        raise UnsupportedModelError(
+            f"--task score: the model has {info.size} labels ({shown(info.labels[0])} ...), and a"
+            " score is of one: leave --task out, or load a reranker, such as"
+            " BAAI/bge-reranker-v2-m3"
+        )
+
+
 def _prompts(config: Mapping[str, Any]) -> tuple[dict[str, str], str | None]:
     settings = config.get("text_settings", {})
     given, default = settings.get("prompts"), settings.get("default_prompt_name")
