@@ -27,6 +27,7 @@ from vllmx_server.answers.pooling import (
 from vllmx_server.answers.responses import Response as ResponseShown
 from vllmx_server.answers.responses_events import ResponsesEvent
 from vllmx_server.app import ALL_ROUTES
+from vllmx_server.keys.limits import Bucket, _headers, _Use
 from vllmx_server.openapi import document as module
 from vllmx_server.openapi.document import UndocumentedRouteError, document
 from vllmx_server.responses.output import Output
@@ -82,6 +83,19 @@ def test_schemas_are_sound(found: dict[str, Any]) -> None:
     assert {ref.rpartition("/")[2] for ref in names} <= set(components)
     ids = [each["operationId"] for item in found["paths"].values() for each in item.values()]
     assert len(ids) == len(set(ids))
+
+
+def test_headers_of_limits(found: dict[str, Any]) -> None:
+    """As `vllmx_server.keys.limits` makes them."""
+    use = _Use(Bucket(3, 2, 0.0), Bucket(9, 0.5, 0.0), None)
+    shown = {name.lower(): each["schema"] for name, each in found["components"]["headers"].items()}
+    for name, value in _headers(use).items():
+        assert re.fullmatch(shown[name]["pattern"], value), name
+    answers = found["paths"]["/v1/chat/completions"]["post"]["responses"]
+    for status, counts in (("200", True), ("429", True), ("400", False)):
+        assert ("X-RateLimit-Reset-Tokens" in answers[status]["headers"]) == counts
+    upload = found["paths"]["/v1/files"]["post"]["responses"]
+    assert "X-RateLimit-Reset-Tokens" not in upload["200"]["headers"]
 
 
 def test_intervals_and_words_of_fields(found: dict[str, Any]) -> None:

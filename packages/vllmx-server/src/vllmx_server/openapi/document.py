@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ from vllmx_core.errors import VllmxError
 from vllmx_server import __version__
 from vllmx_server.answers.errors import ErrorAnswer, MessagesError
 from vllmx_server.openapi.operation import ANY, Events, Form, Media, Operation
-from vllmx_server.openapi.operations import OPERATIONS
+from vllmx_server.openapi.operations import COUNTED, OPERATIONS
 from vllmx_server.openapi.schemas import REF, Schema, schemas_of
 
 ABOUT = """\
@@ -33,7 +33,7 @@ _REASONS = {
     408: "The body did not arrive in time.",
     413: "The body is too large, or as much is kept as may be.",
     415: "The body is of another type, or compressed.",
-    429: "Too much waits already: see Retry-After.",
+    429: "Too much waits already, or the key has used what it may for now: see Retry-After.",
     500: "The model or the server failed.",
     503: "The server starts, drains or is full: see Retry-After.",
     504: "The request took longer than the server lets it.",
@@ -55,6 +55,19 @@ _HEADERS = {
         "schema": {"type": "integer", "minimum": 1},
     },
 }
+_LIMITS = {
+    f"X-RateLimit-{part}-{what}": {
+        "description": f"{text}, of a key with such a limit.",
+        "schema": {"type": "string", "pattern": pattern},
+    }
+    for what in ("Requests", "Tokens")
+    for part, text, pattern in (
+        ("Limit", f"{what} a minute", r"^\d+$"),
+        ("Remaining", f"{what} that are left now", r"^\d+$"),
+        ("Reset", f"The time until all {what.lower()} are there again", r"^\d+\.\d+s$"),
+    )
+}
+"""The headers of answers that count against the limits of a key, and of refusals for them."""
 
 
 class UndocumentedRouteError(VllmxError):
@@ -79,7 +92,7 @@ def document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": components,
-            "headers": _HEADERS,
+            "headers": _HEADERS | _LIMITS,
             "securitySchemes": _SECURITY,
         },
         "security": [{"bearer": []}, {"key": []}, {}],
@@ -181,18 +194,19 @@ def _answers(operation: Operation, refs: dict[Any, Schema]) -> dict[str, Any]:
         content = {"application/json": {"schema": refs[operation.answer]}}
     if operation.events is not None:
         content["text/event-stream"] = _event_stream(operation.events, refs)
-    found = {"200": _answer(200, content)}
+    limits = tuple(_LIMITS) if operation.tag in COUNTED else ()
+    found = {"200": _answer(200, content, limits)}
     error = refs[MessagesError if operation.is_anthropic else ErrorAnswer]
     for status in sorted({*ANY, *operation.statuses, *operation.answers}):
         kind = operation.answers.get(status, operation)
         schema = error if kind is operation else refs.get(kind)
         content = {} if schema is None else {"application/json": {"schema": schema}}
-        found[str(status)] = _answer(status, content)
+        found[str(status)] = _answer(status, content, limits if status == 429 else ())
     return found
 
 
-def _answer(status: int, content: dict[str, Any]) -> dict[str, Any]:
-    names = ["X-Request-Id", *(["Retry-After"] if status in (429, 503) else [])]
+def _answer(status: int, content: dict[str, Any], limits: Sequence[str] = ()) -> dict[str, Any]:
+    names = ["X-Request-Id", *(["Retry-After"] if status in (429, 503) else []), *limits]
     found: dict[str, Any] = {
         "description": _REASONS[status],
         "headers": {name: {"$ref": f"#/components/headers/{name}"} for name in names},

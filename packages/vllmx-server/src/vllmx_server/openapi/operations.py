@@ -41,6 +41,8 @@ from vllmx_server.schema import text as text_bodies
 
 GENERATING, VECTORS, KEPT = "Generating", "Vectors and scores", "Files and batches"
 STORED, TEXT, STATUS, PAGES = "Stored responses", "Texts and tokens", "Status", "Pages"
+COUNTED = (GENERATING, VECTORS, TEXT)
+"""Groups whose requests count against the limits of a key."""
 _KNOWN = {304: None}
 _HELLO = [{"role": "user", "content": "Hello!"}]
 _LIMIT = {"type": "integer", "minimum": 1}
@@ -50,7 +52,7 @@ _INCLUDE = (
     Query("include", "Accepted and ignored."),
     Query("include[]", "Accepted and ignored."),
 )
-_ADMIN = "For holders of a key of `--admin-key`."
+_ADMIN = "For holders of a key of `--admin-key`, or of one with `admin` in the file of keys."
 _POOLING_TEXT = "Of models that make vectors or scores; one that generates text answers 400."
 _FILE = Form(
     {
