@@ -30,8 +30,8 @@ HELP = {
     "port": "Port to listen on; 0 takes a free one.",
     "uds": "Path of a unix socket to listen on instead.",
     "root_path": "Path prefix when behind a proxy.",
-    "api_workers": "Processes that answer requests over one engine; auto: one for each core, 8 at"
-    " most.",
+    "api_workers": "Processes that answer requests over one engine; auto: one for each core but"
+    " one, 8 at most.",
     "api_key": "Bearer token that clients must send; may be repeated.",
     "admin_key": "Bearer token for the routes of operators; may be repeated.",
     "admin_uds": "Path of a unix socket for the routes of operators, which the port has not then.",
