@@ -119,7 +119,6 @@ def open_model(found: FoundModel) -> OpenedModel:
             found.config.task,
         )
         model = chosen.model
-        check_task(found.config.task, pooling_info(checkpoint, model.shape))
         if found.config.isq is not None:
             if chosen.impl != OWN:
                 raise ConfigError(
@@ -129,6 +128,7 @@ def open_model(found: FoundModel) -> OpenedModel:
                 )
             checkpoint = quantise_in_situ(found.registry, checkpoint, model, found.config.isq)
         _check_ranks(found.config, chosen.impl)
+        check_task(found.config.task, pooling_info(checkpoint, model.shape))
         spec, reason = found.registry.choose_backend(chosen.backend)
         logger.info("backend=%s reason=%r", spec.name, reason)
         if found.config.deterministic and not spec.fixed_sums:
