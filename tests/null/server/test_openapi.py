@@ -112,6 +112,16 @@ def test_intervals_and_words_of_fields(found: dict[str, Any]) -> None:
     assert delta["required"] == ["index", "function"], "what may be missing is not required"
 
 
+def test_every_body_has_an_example(found: dict[str, Any]) -> None:
+    """And one that its schema allows."""
+    for path, item in found["paths"].items():
+        for operation in item.values():
+            for content in operation.get("requestBody", {}).get("content", {}).values():
+                schema = {**content["schema"], "components": found["components"]}
+                assert "example" in content, path
+                jsonschema.Draft202012Validator(schema).validate(content["example"])
+
+
 async def test_examples_are_answered(served: Served, found: dict[str, Any]) -> None:
     kinds: dict[str, Any] = {
         "/v1/chat/completions": ChatCompletion,
@@ -128,8 +138,8 @@ async def test_examples_are_answered(served: Served, found: dict[str, Any]) -> N
     for path, item in found["paths"].items():
         body = item.get("post", {}).get("requestBody", {}).get("content", {})
         example = body.get("application/json", {}).get("example")
-        if example is None:
-            continue
+        if example is None or path in ("/v1/batches", "/v1/models/load", "/v1/models/unload"):
+            continue  # what these name is not there
         answer = await served.client.post(path, json=example)
         assert answer.status_code == 200, f"{path}: {answer.text}"
         if path in kinds:

@@ -179,11 +179,13 @@ def _body(operation: Operation, refs: dict[Any, Schema]) -> dict[str, Any]:
             "required": list(form.required),
             "additionalProperties": False,
         }
-        return {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
-    content: dict[str, Any] = {"schema": refs[operation.body]}
+        media_type = "multipart/form-data"
+    else:
+        schema, media_type = refs[operation.body], "application/json"
+    content: dict[str, Any] = {"schema": schema}
     if operation.example is not None:
         content["example"] = dict(operation.example)
-    return {"required": True, "content": {"application/json": content}}
+    return {"required": True, "content": {media_type: content}}
 
 
 def _answers(operation: Operation, refs: dict[Any, Schema]) -> dict[str, Any]:

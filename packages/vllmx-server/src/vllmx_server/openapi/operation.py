@@ -70,7 +70,7 @@ class Operation:
         events: what it streams, where the body asks for that.
         statuses: the errors that it may answer beside those of all routes.
         answers: structs of statuses that are no errors of the usual shape; None: without a body.
-        example: a body that is answered.
+        example: a body that is answered, where what it names is there.
         is_anthropic: errors have the shape of Anthropic's API.
     """
 

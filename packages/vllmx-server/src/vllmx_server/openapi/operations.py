@@ -54,6 +54,10 @@ _INCLUDE = (
 )
 _ADMIN = "For holders of a key of `--admin-key`, or of one with `admin` in the file of keys."
 _POOLING_TEXT = "Of models that make vectors or scores; one that generates text answers 400."
+_LINE = (
+    '{"custom_id": "one", "method": "POST", "url": "/v1/chat/completions",'
+    ' "body": {"model": "demo", "messages": [{"role": "user", "content": "Hello!"}]}}'
+)
 _FILE = Form(
     {
         "file": {"contentMediaType": "application/octet-stream"},
@@ -184,7 +188,13 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             statuses=GENERATES,
             example={"query": "a question", "documents": ["an answer", "another one"]},
         ),
-        file_routes.upload: Operation(KEPT, kept.FileObject, _FILE, statuses=BODY),
+        file_routes.upload: Operation(
+            KEPT,
+            kept.FileObject,
+            _FILE,
+            statuses=BODY,
+            example={"file": _LINE, "purpose": "batch"},
+        ),
         file_routes.list_files: Operation(
             KEPT,
             kept.FileList,
@@ -199,7 +209,11 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
         file_routes.delete: Operation(KEPT, kept.Deleted, statuses=(404,)),
         file_routes.content: Operation(KEPT, Media(("application/octet-stream",)), statuses=(404,)),
         batch_routes.create: Operation(
-            KEPT, kept.BatchObject, batch_bodies.CreateBatch, statuses=(*BODY, 404)
+            KEPT,
+            kept.BatchObject,
+            batch_bodies.CreateBatch,
+            statuses=(*BODY, 404),
+            example={"input_file_id": "file-0123", "endpoint": "/v1/chat/completions"},
         ),
         batch_routes.list_batches: Operation(
             KEPT,
@@ -223,10 +237,20 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             example={"tokens": [72, 105]},
         ),
         admin_routes.load: Operation(
-            STATUS, status.ModelState, admin_routes.NamedModel, _ADMIN, statuses=(*BODY, 404)
+            STATUS,
+            status.ModelState,
+            admin_routes.NamedModel,
+            _ADMIN,
+            statuses=(*BODY, 404),
+            example={"model": "demo"},
         ),
         admin_routes.unload: Operation(
-            STATUS, status.ModelState, admin_routes.NamedModel, _ADMIN, statuses=(*BODY, 404)
+            STATUS,
+            status.ModelState,
+            admin_routes.NamedModel,
+            _ADMIN,
+            statuses=(*BODY, 404),
+            example={"model": "demo"},
         ),
         admin_routes.sleep: Operation(STATUS, status.ModelState, text=_ADMIN),
         admin_routes.wake: Operation(STATUS, status.ModelState, text=_ADMIN),
