@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllmx.backend")
 
 PACKAGED_BACKENDS = ("cpu", "cuda", "metal", "torch")
-"""Those of our own that are an extra of the distribution `vllmx`, under the same name."""
+"""Backends of our own that are an extra of the distribution `vllmx`, under the same name."""
 
 
 def choose_backend(registry: Registry, wanted: str = "auto") -> tuple[BackendSpec, str]:

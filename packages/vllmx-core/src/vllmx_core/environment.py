@@ -24,7 +24,7 @@ VARIABLES: Mapping[str, str] = {
     "VLLMX_METAL_PAGED_PREFILL": "Metal kernel for attention of prompts: 0 never, 1 always",
     "VLLMX_METAL_RECURRENCE": "Metal kernel for recurrent layers: 0 never, 1 always",
 }
-"""Those that are not the field of a configuration record, and what they say."""
+"""Environment variables that are not the field of a configuration record, and what they say."""
 
 
 def warnings(

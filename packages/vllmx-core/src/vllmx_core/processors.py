@@ -16,7 +16,7 @@ PROCESSOR_ROOT = Path("/sys/devices/system/cpu")
 def available_processors(
     cgroup_root: Path = CGROUP_ROOT, process: Path = Path("/proc/self/cgroup")
 ) -> int:
-    """Those of the affinity mask, or fewer when a cgroup (v1 or v2) sets a CPU quota."""
+    """Processors of the affinity mask, or fewer when a cgroup (v1 or v2) sets a CPU quota."""
     if hasattr(os, "sched_getaffinity"):
         count = len(os.sched_getaffinity(0))
     else:

@@ -236,7 +236,7 @@ def _weights(recording: Recording, source: WeightSource, dtype: np.dtype[Any]) -
 
 
 def _pages(cache: CachePlan, dtype: np.dtype[Any]) -> tuple[Pages, ...]:
-    """Those of each layer; layers of different groups have a place in common."""
+    """Pages of each layer; layers of different groups have a place in common."""
     layout, places = cache.layout, []
     for kv in layout.places:
         shape = (cache.num_blocks, cache.block_size, kv.num_kv_heads)

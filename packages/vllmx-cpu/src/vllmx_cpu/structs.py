@@ -293,4 +293,4 @@ class VxEncode(Structure):
 
 
 MIRRORED = (VxStep, VxRecord, VxJob, VxWeight, VxEncode)
-"""Those that are no arguments of an op, whose sizes vx_struct_bytes knows by name."""
+"""Structs that are no arguments of an op, whose sizes vx_struct_bytes knows by name."""

@@ -133,7 +133,7 @@ class Decoder:
         return PartSpec(f"{module}.weight", self.spec.vocab_size)
 
     def trunk_weights(self) -> tuple[WeightSpec, ...]:
-        """Those of `hidden`."""
+        """Weights that `hidden` reads."""
         spec, names = self.spec, self.spec.names
         table = (PartSpec(f"{names.embedding}.weight", spec.vocab_size),)
         layers = (self._layer_weights(index, layer) for index, layer in enumerate(spec.layers))

@@ -125,7 +125,7 @@ def _one_or_all(values: list[int]) -> Any:
 
 
 def _heads(header: GGUFHeader, slides: list[bool]) -> dict[str, Any]:
-    """Those of layers with a window and of those without; a layer without values of its own takes
+    """Heads of layers with a window and of those without; a layer without values of its own takes
     its keys for them."""
     kv_heads = header.integers("attention.head_count_kv", len(slides))
     whole = slides.index(False) if False in slides else 0

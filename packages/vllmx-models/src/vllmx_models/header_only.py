@@ -52,7 +52,7 @@ class NamedWeights:
         self._names = {part.name for spec in specs for part in spec.parts}
 
     def names(self) -> Collection[str]:
-        """Those that the architecture asks for first."""
+        """Names of tensors that the architecture asks for first."""
         return self._names
 
     def part(self, name: str) -> WeightPart:

@@ -90,7 +90,7 @@ def _array(items: Iterator[Any]) -> Iterator[bytes]:
 
 
 def _fields(value: msgspec.Struct) -> Iterator[tuple[str, Any]]:
-    """Those that are set, in their order, behind the tag if there is one."""
+    """Fields that are set, in their order, behind the tag if there is one."""
     config = value.__struct_config__
     if config.tag is not None and config.tag_field is not None:
         yield config.tag_field, config.tag

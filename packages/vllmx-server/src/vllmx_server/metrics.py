@@ -282,7 +282,7 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def _histograms(self) -> list[Histogram]:
-        """Those that are counted here, always in this order."""
+        """Histograms that are counted here, always in this order."""
         times = self._times
         return [
             self.first_token, self.between_tokens, self._request_time, self._prompt_tokens,
@@ -292,7 +292,7 @@ class Metrics(Collector):
         ]  # fmt: skip
 
     def _counters(self) -> list[Counter]:
-        """Those that are counted here by a label, always in this order."""
+        """Counters that are counted here by a label, always in this order."""
         return [self._finished, self._refused_grammars, self._fallbacks, *self._keys.all()]
 
     def collect(self) -> Iterator[Metric]:

@@ -191,7 +191,8 @@ class Region:
 
 
 def num_seats(num_ranks: int, num_stages: int) -> int:
-    """One a rank, or two where ranks both meet in a stage and hand on to the next."""
+    """Seats of all ranks: one a rank, or two where ranks both meet in a stage and hand on to the
+    next."""
     return num_ranks if num_stages in (1, num_ranks) else 2 * num_ranks
 
 

@@ -24,7 +24,7 @@ _decoder = msgspec.msgpack.Decoder(_Arrays)
 
 
 def encode_result(result: StepResult) -> bytes:
-    """All of it but the time, which rank 0 knows better."""
+    """Bytes of all of the result but the time, which rank 0 knows better."""
     found = {name: getattr(result, name) for name in _OTHERS}
     if result.logprobs is not None:
         found |= {name: getattr(result.logprobs, name) for name in _LOGPROBS}

@@ -137,7 +137,7 @@ class Round:
         yield from shown(reader.finish(is_cut=self.stream.finish_reason != "stop"))
 
     def calls(self) -> list[ToolCall]:
-        """Those that are complete."""
+        """Calls that are complete."""
         return self.found.tool_calls if self.stream.finish_reason == "stop" else []
 
 

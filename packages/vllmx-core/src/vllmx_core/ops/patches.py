@@ -30,6 +30,6 @@ class Patches(Op):
 
 
 def patches_in(plan: StepPlan) -> PatchRows:
-    """Those of a tower's pass."""
+    """Rows of patches of a tower's pass."""
     assert plan.patches is not None, "a tower is given patches"
     return plan.patches

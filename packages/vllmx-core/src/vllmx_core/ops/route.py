@@ -30,7 +30,7 @@ class RouteSpec(Record):
     groups: int = 1
     """Experts lie in so many equal groups ..."""
     groups_kept: int = 1
-    """... of which the best so many take part; ties go to the lower group."""
+    """Groups that take part, the best ones; ties go to the lower group."""
     group_score: Literal["max", "best_two"] = "max"
     """What a group counts: its best score, or the sum of its two best."""
     renormalise: bool = False

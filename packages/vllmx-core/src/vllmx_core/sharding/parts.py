@@ -33,7 +33,7 @@ Planner = Callable[[int, int], ShardPlan]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Those of one rank, as plans of as many ranks as there are parts.
+    """Parts of the weights of one rank, as plans of as many ranks as there are parts.
 
     Attributes:
         first: the number of the first one among those of all ranks.
@@ -44,7 +44,7 @@ class Parts:
 
     @property
     def weights(self) -> frozenset[str]:
-        """Those that are cut into parts."""
+        """Names of the weights that are cut into parts."""
         return frozenset(
             ref.name for shard in self.shards[:1] for op in _sums(shard) for ref in op.weights
         )

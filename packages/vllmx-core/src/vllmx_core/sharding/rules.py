@@ -238,7 +238,7 @@ def _recurrence(op: Recurrence, share: Share, cutter: Cutter) -> Options:
 
 
 def _key_heads(spec: RecurrenceSpec, begin: int, end: int) -> range:
-    """Those that the heads from `begin` to before `end` read."""
+    """Key heads that the heads from `begin` to before `end` read."""
     if not spec.tiled:
         group = spec.num_heads // spec.num_key_heads
         return range(begin // group, -(-end // group))

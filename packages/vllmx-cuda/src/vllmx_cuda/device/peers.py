@@ -26,8 +26,8 @@ logger = logging.getLogger("vllmx.cuda")
 T = TypeVar("T")
 
 SWITCH = "VLLMX_CUDA_ONE_SHOT"
-"""0: all sums by NCCL; 1 or unset: small ones through memory that all ranks read, where that
-works."""
+"""Which way sums go. 0: all by NCCL; 1 or unset: small ones through memory that all ranks read,
+where that works."""
 MOST_BYTES = 512 << 10
 """What a sum must stay below: of more, NCCL reads less over the links."""
 PATIENCE = 1 << 26

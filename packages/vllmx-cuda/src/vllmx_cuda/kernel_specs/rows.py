@@ -26,7 +26,7 @@ GATES = {
 """Values of VX_ACT."""
 GATED = ("silu", "gelu", "gelu_tanh", "relu")
 ACTIVATIONS = {kind: GATES[kind] for kind in (*GATED, "tanh", "relu2")}
-"""Those that stand alone; gated layers have `GATED`."""
+"""Activations that stand alone; gated layers have `GATED`."""
 _THREADS = 256
 
 

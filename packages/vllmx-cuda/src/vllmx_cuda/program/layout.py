@@ -150,7 +150,7 @@ Rotation = tuple[WeightRef, tuple[int, ...]]
 
 
 def rotations(ops: Sequence[Op]) -> tuple[Rotation, ...]:
-    """Those with axes, which layers share."""
+    """Rotations with axes, which layers share."""
     return tuple(
         dict.fromkeys(
             (op.rope, op.spec.rope_axes)

@@ -36,7 +36,7 @@ def is_plain(rows: SamplingRows) -> bool:
 
 
 def read_parameters(rows: SamplingRows) -> Sequence[str]:
-    """Those that the kernels of this step look at."""
+    """Parameters that the kernels of this step look at."""
     if rows.all_greedy and rows.max_logprobs < 0 and is_plain(rows):
         return _GREEDY
     return tuple(PARAMETERS)

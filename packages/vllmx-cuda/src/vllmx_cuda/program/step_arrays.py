@@ -39,7 +39,7 @@ class StepArray(Protocol):
     def columns(self, sizes: StepSizes) -> int: ...
 
     def values(self, plan: StepPlan) -> I32:
-        """Flat."""
+        """The plan's values of this array, flat."""
         ...
 
 
@@ -49,7 +49,7 @@ class OneColumn:
     __slots__ = ()
 
     def columns(self, sizes: StepSizes) -> int:
-        """One."""
+        """A single column."""
         return 1
 
 
@@ -154,7 +154,7 @@ class AxisPositions:
     axes: int
 
     def columns(self, sizes: StepSizes) -> int:
-        """One an axis."""
+        """A column for each axis."""
         return self.axes
 
     def values(self, plan: StepPlan) -> I32:
@@ -195,7 +195,7 @@ class PatchValues:
     width: int
 
     def columns(self, sizes: StepSizes) -> int:
-        """One a pixel and colour."""
+        """A column for each pixel and colour."""
         return self.width
 
     def values(self, plan: StepPlan) -> I32:
@@ -211,7 +211,7 @@ class MixedRows:
     weights: bool
 
     def columns(self, sizes: StepSizes) -> int:
-        """One a row of the table."""
+        """A column for each row of the table."""
         return sizes.taps
 
     def values(self, plan: StepPlan) -> I32:
@@ -264,7 +264,7 @@ def axis_positions(axes: Sequence[int]) -> AxisPositions:
 
 
 def arrays_of(ops: Sequence[Op]) -> tuple[StepArray, ...]:
-    """Those that the kernels of a model's ops read, each once."""
+    """Arrays that the kernels of a model's ops read, each once."""
     return tuple(dict.fromkeys(array for op in ops for array in _arrays(op)))
 
 

@@ -63,7 +63,7 @@ class Pictures:
 
     @property
     def far(self) -> list[int]:
-        """Those that must be fetched."""
+        """Numbers of the images that must be fetched."""
         return [index for index, each in enumerate(self._sources) if not each.is_inline]
 
     def fetch(self, index: int, stopped: Stopped) -> None:

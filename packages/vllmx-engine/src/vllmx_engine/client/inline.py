@@ -74,7 +74,7 @@ class InlineEngine:
         self._lexicon: Lexicon | None = None
         self._verdict_on_grammars = threading.Lock()
         self._grammars: OrderedDict[bytes, str] = OrderedDict()
-        """Those that can be followed, by digest: the prompts of a call mostly share one."""
+        """Grammars that can be followed, by digest: the prompts of a call mostly share one."""
 
     def submit(self, request: Request, kind: OutputKind = "final") -> RequestState:
         """Queues a request. Raises EngineDeadError."""

@@ -30,7 +30,7 @@ class Beside:
         self.seconds = math.inf
 
     def choose(self, rows: AnyArray, *, several: bool, has_prompts: bool) -> AnyArray:
-        """Those of the rows that decode in the next step.
+        """The rows, among these, that decode in the next step.
 
         Args:
             several: there is more than one priority.

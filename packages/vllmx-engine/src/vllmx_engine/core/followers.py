@@ -17,7 +17,7 @@ class Followers:
         """The sequences that wait, by their leader's id, then by their own."""
 
     def __len__(self) -> int:
-        """Those that wait."""
+        """The number of sequences that wait."""
         return sum(map(len, self._waiting.values()))
 
     def __bool__(self) -> bool:
@@ -52,7 +52,7 @@ class Followers:
         return True
 
     def release(self, leaders: Iterable[Sequence]) -> list[Sequence]:
-        """Those that waited for these prompts, which are computed or never will be."""
+        """Sequences that waited for these prompts, which are computed or never will be."""
         released: list[Sequence] = []
         for leader in leaders:
             if self._leaders.pop(leader.request_id, None) is not None and self._waiting:

@@ -64,7 +64,7 @@ class GrammarMasks:
         return failed
 
     def _fill_due(self, rows: list[Constrained], masks: U32) -> dict[int, GrammarMatcher]:
-        """Those that can be filled in one call, by their rows of the masks."""
+        """Matchers that can be filled in one call, by their rows of the masks."""
         self._num_measured = max(0, self._num_measured - 1)
         if len(rows) < 2 or self._num_measured:
             return {}

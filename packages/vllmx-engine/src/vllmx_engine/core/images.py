@@ -33,7 +33,7 @@ _LEVELS_BYTES = 4 * 3 * 256
 
 
 class SequenceImages(Record):
-    """Those of one sequence, in order."""
+    """Images of one sequence, in order."""
 
     inputs: tuple[ImageInput, ...]
     places: tuple[ImagePlaces, ...]

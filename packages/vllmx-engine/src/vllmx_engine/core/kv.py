@@ -41,7 +41,7 @@ class BlockPool:
 
     @property
     def num_idle(self) -> int:
-        """Those of them that hold a cached prefix."""
+        """The number of free blocks that hold a cached prefix."""
         return len(self._idle)
 
     def allocate(self, count: int) -> I32:

@@ -44,7 +44,7 @@ class QueueDeadlines:
             heapq.heapify(self._due)
 
     def expired(self) -> list[Sequence]:
-        """Those that have waited too long, each once."""
+        """Sequences that have waited too long, each once."""
         now_s, found = self._clock(), list[Sequence]()
         while self._due and self._due[0][0] <= now_s:
             sequence = self._waiting(heapq.heappop(self._due))

@@ -119,7 +119,7 @@ class RowBlocks:
 
     # --- every step -------------------------------------------------------------------------------
     def full_rows(self, rows: AnyArray) -> AnyArray:
-        """Those of these decoding rows whose next token begins a block."""
+        """The rows, among these that decode, whose next token begins a block."""
         if not rows.size:
             return rows
         table = self._table

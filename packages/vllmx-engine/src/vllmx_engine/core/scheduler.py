@@ -78,7 +78,7 @@ class Scheduler:
         """All sequences between `add` and `finish`, by request id."""
         self.running: list[Sequence] = []
         self.prefills: list[Sequence] = []
-        """Those of `running` whose known tokens are not all scheduled, best first."""
+        """Sequences of `running` whose known tokens are not all scheduled, best first."""
         self._waiting = WaitingRoom(
             fcfs=fcfs, shared_from=limits.block_size + 1 if prefix_caching else None
         )

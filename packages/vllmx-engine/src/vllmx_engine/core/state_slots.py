@@ -51,7 +51,7 @@ class SlotPool:
 
     @property
     def num_snapshots(self) -> int:
-        """Those that can be found."""
+        """The number of snapshots that can be found."""
         return len(self._filed)
 
     def take(self, *, any_snapshot: bool) -> int:

@@ -27,7 +27,7 @@ class Pass(MutableRecord):
 
     @property
     def load(self) -> TowerLoad:
-        """All of it."""
+        """What the whole image costs the tower."""
         return TowerLoad.of(math.prod(self.image.grid))
 
 

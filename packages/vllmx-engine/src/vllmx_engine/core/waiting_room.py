@@ -28,7 +28,7 @@ class WaitingRoom:
         self._shared_from = shared_from
         self._followers = Followers()
         self._held: dict[str, Sequence] = {}
-        """Those that cannot be computed yet, for another reason than their leader's prompt."""
+        """Sequences that cannot be computed yet, for another reason than their leader's prompt."""
 
     def __len__(self) -> int:
         return len(self.queue) + len(self._held) + len(self._followers)
@@ -68,7 +68,7 @@ class WaitingRoom:
             self.queue.remove(sequence)
 
     def part(self, sequences: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Those in the queue, and all others."""
+        """Sequences in the queue, and all others."""
         queued: list[Sequence] = []
         elsewhere: list[Sequence] = []
         held, followers = self._held, self._followers

@@ -212,7 +212,7 @@ def _values_of(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _values(syntax: ValueArguments, schema: Mapping[str, Any]) -> Iterator[Form]:
-    """Those that must be there first, each other one behind a separator."""
+    """Arguments that must be there first, each other one behind a separator."""
     given = sorted(_properties(schema), key=lambda each: not each[2])
     each = [(_value(syntax, key, one), required) for key, one, required in given]
     yield from _separated(each, syntax.separator, is_first=True)

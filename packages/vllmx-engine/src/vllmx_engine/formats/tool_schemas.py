@@ -16,7 +16,7 @@ Tools = Mapping[str, Mapping[str, Any]]
 
 
 def tools_by_name(tools: Iterable[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
-    """Those of OpenAI's definitions with a name."""
+    """Tools of OpenAI's definitions with a name."""
     found: dict[str, Mapping[str, Any]] = {}
     for tool in tools or ():
         function = tool.get("function", tool)

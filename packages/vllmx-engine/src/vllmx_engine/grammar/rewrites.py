@@ -54,7 +54,8 @@ def _presence(schema: Schema, path: str) -> None:
 
 # --- if -------------------------------------------------------------------------------------------
 def _conditions(schema: Schema, path: str) -> None:
-    """Those of the schema and of its `allOf`, by the values of the property that each looks at."""
+    """Conditions of the schema and of its `allOf`, by the values of the property that each looks
+    at."""
     conditions, rest = [], []
     if "if" in schema:
         conditions.append((schema, f"{path}/if"))

@@ -19,7 +19,7 @@ from vllmx_engine.grammar.rewrites import rewrite
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
-"""Those that are held. Others are annotations, as the specification has it of all by default."""
+"""Formats that are held. Others are annotations, as the specification has it of all by default."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "contains")

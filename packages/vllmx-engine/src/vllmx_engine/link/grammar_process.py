@@ -37,7 +37,7 @@ logger = logging.getLogger("vllmx.supervisor")
 MAX_WAITING = 256
 """Grammars that are checked or wait for it."""
 MAX_CLIENT_WAITING = 32
-"""Those of one client."""
+"""Grammars of one client that are checked or wait."""
 MAX_KEPT_CHARS = 1 << 24
 """The characters of grammars whose verdict is remembered."""
 START_S = 30.0

@@ -48,7 +48,7 @@ class LayerNorms(Record):
 
     @property
     def named(self) -> dict[str, str]:
-        """Those that there are, by their logical names."""
+        """Norms that there are, by their logical names."""
         places = {
             "attn_norm": self.before_mixer,
             "attn_post_norm": self.after_mixer,
@@ -93,7 +93,7 @@ class ResidualStream:
         self._last, self._sum = x, None
 
     def scale(self, name: str) -> None:
-        """All of it by the weight `name`."""
+        """Scales the whole row by the weight `name`."""
         self._last, self._sum = self._ops.scale(self.read(), self._w[name]), None
 
     def normed(self, name: str) -> Array:

@@ -148,7 +148,7 @@ def _union(moves: list[Move], name: _Name, places: int) -> int:
 
 
 def _kept(holds: Callable[[_Name, int], object], name: _Name, places: int) -> int:
-    """Those of the places where it holds."""
+    """Places, among these, where it holds."""
     found = 0
     for at in _bits(places):
         name.step()

@@ -46,8 +46,8 @@ class OfferedTool(msgspec.Struct, frozen=True):
 def offered(
     settings: ServerSettings, tools: Iterable[Tool]
 ) -> tuple[tuple[OfferedTool, ...], list[str]]:
-    """Those tools of a server that models can be offered, and for each of the others why not, for
-    the log."""
+    """Tools of a server that models can be offered, and for each of the others why not, for the
+    log."""
     found: dict[str, OfferedTool] = {}
     left_out: list[str] = []
     allowed = settings.allowed_tools
@@ -107,7 +107,7 @@ def called(tools: Iterable[OfferedTool], name: str) -> OfferedTool | None:
 def chosen(
     tools: Sequence[OfferedTool], names: Sequence[str] | None, param: str
 ) -> list[OfferedTool]:
-    """Those that a request allows, by the server's names of them or ours; None: all. Raises
+    """Tools that a request allows, by the server's names of them or ours; None: all. Raises
     InvalidRequestError."""
     if names is None:
         return list(tools)

@@ -97,7 +97,7 @@ def number_of(event: bytes) -> int:
 
 
 class BackgroundResponses:
-    """Those of this server that have not ended."""
+    """Background responses of this server that have not ended."""
 
     def __init__(self) -> None:
         self._running: dict[str, Running] = {}

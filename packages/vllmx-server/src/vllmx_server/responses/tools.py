@@ -83,7 +83,7 @@ class ToolForm(msgspec.Struct, frozen=True):
 
 
 def forms_of(tools: list[dict[str, Any]] | None) -> dict[str, ToolForm]:
-    """Those that are not plain functions, by what models call them. The tools have been checked."""
+    """Tools that are not plain functions, by what models call them. The tools have been checked."""
     found: dict[str, ToolForm] = {}
     for tool in tools or ():
         namespace = tool["name"] if tool.get("type") == "namespace" else None

@@ -144,7 +144,7 @@ class Batches:
         return [_decode(row[0]) for row in rows[:limit]], len(rows) > limit
 
     async def forget_before(self, created: int) -> None:
-        """Those that ended and are older."""
+        """Forgets batches that have ended and were made before `created`."""
         query = "DELETE FROM batches WHERE NOT is_open AND created < ?"
         await self._database.run(lambda c: c.execute(query, (created,)))
 
@@ -161,7 +161,7 @@ class Batches:
         await self._database.run(lambda c: c.executemany(query, rows))
 
     async def waiting(self, batch_id: str, after: int, limit: int) -> list[Line]:
-        """Those that wait, from the line after `after`."""
+        """Lines that wait, from the line after `after`."""
         query = (
             "SELECT number, start, length, custom_id, losses FROM lines WHERE batch = ? AND"
             " state = 0 AND number > ? ORDER BY number LIMIT ?"

@@ -19,7 +19,7 @@ class Sink(Protocol):
     """Takes the content of one part."""
 
     def write(self, data: bytes) -> None:
-        """More of it."""
+        """Takes more bytes of the file."""
         ...
 
     def end(self) -> None:

@@ -13,7 +13,7 @@ BEGIN = "begin"
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True):
-    """Serve. Answered when it does."""
+    """Tells a worker to serve; it answers when it does."""
 
     server: ServerConfig
     core: Start
@@ -28,7 +28,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     """The seed of the shared counts."""
     data_dir: str
     outlives: bool
-    """The data folder does."""
+    """The data folder outlives the server."""
 
 
 LEAD = "lead"

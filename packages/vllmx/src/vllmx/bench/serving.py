@@ -14,7 +14,7 @@ from vllmx.bench.sse_client import Streamed, stream_completion
 
 
 class Load(Record):
-    """What to send where."""
+    """The requests that a measurement sends, and where to."""
 
     url: str
     model: str

@@ -24,7 +24,7 @@ class Architecture(Record):
     formats: tuple[str, ...]
     """The formats of files: safetensors, the installed quantisations of it, and gguf."""
     backends: tuple[str, ...]
-    """Those that have all its ops; none: its plugin says nothing of it."""
+    """Backends that have all its ops; none: its plugin says nothing of it."""
     checked: tuple[str, ...]
     """What the tests of its plugin compare."""
     plugin: str

@@ -157,7 +157,7 @@ class RandomWeights:
         self._tiles: dict[int, npt.NDArray[np.uint8]] = {}
 
     def names(self) -> Collection[str]:
-        """Those of the model's weight map."""
+        """Names of the tensors of the model's weight map."""
         return self._shapes.keys()
 
     def part(self, name: str) -> WeightPart:

@@ -41,7 +41,7 @@ class Work(Record):
     seconds: float
     """Requests arrive for so long ..."""
     least: int
-    """... and there are at least so many."""
+    """Requests that are sent at the least."""
 
 
 @contextmanager

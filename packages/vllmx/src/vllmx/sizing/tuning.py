@@ -96,7 +96,7 @@ class Knob(Record):
 
     name: str
     values: Callable[[Outcome], Sequence[Value]]
-    """Those that are worth a trial, beside what the best setting so far reached."""
+    """Values that are worth a trial, beside what the best setting so far reached."""
 
 
 class Search(MutableRecord):
@@ -120,7 +120,7 @@ class Search(MutableRecord):
     num_repeated: int = 0
     """Rates at which more than one trial was made."""
     num_disputed: int = 0
-    """Those at which one trial kept the promise and another did not."""
+    """Rates at which one trial kept the promise and another did not."""
 
     def run(self, base: Setting, knobs: Sequence[Knob]) -> Outcome:
         """The best setting, `base` or one that differs from it in values of knobs. Its trial is

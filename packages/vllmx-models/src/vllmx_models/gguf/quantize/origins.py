@@ -156,7 +156,7 @@ def _check_unused(target: Target, checkpoint: Checkpoint, unused: Collection[str
 def _found(
     target: Target, pattern: str, suffix: str, layer: int, source: WeightSource
 ) -> tuple[Origin, ...]:
-    """Those of a tensor's origins that are there: all of them, or none."""
+    """Origins of a tensor that are there: all of them, or none."""
     original, block = target.table.name_of(pattern, suffix), target.spec.layers[layer]
     if pattern in target.table.read_only or not _has(block.feed_forward, pattern):
         return ()
