@@ -76,6 +76,31 @@ def test_a_streamed_call(client: openai.OpenAI) -> None:
     ]
 
 
+def test_a_stop_string_within_a_call(client: openai.OpenAI) -> None:
+    """The call is none to run: its arguments are cut."""
+    cut = ask(client, WEATHER, tools=TOOLS, tool_choice="required", stop=["ris"]).choices[0]
+    assert cut.finish_reason == "stop"
+    assert cut.message.tool_calls[0].function.arguments == '{"city": "Pa'
+    streamed = ask(client, WEATHER, tools=TOOLS, stop=["ris"], stream=True)
+    assert [c.choices[0].finish_reason for c in streamed if c.choices[0].finish_reason] == ["stop"]
+    whole = ask(client, WEATHER, tools=TOOLS, stop=["</tool_call>"]).choices[0]
+    assert whole.finish_reason == "tool_calls"
+
+    function = TOOLS[0]["function"]
+    schema = {"name": function["name"], "input_schema": function["parameters"]}
+    body = {"messages": WEATHER, "tools": [schema], "max_tokens": 60, "stop_sequences": ["ris"]}
+    message = client.post("/messages", body={**body, "temperature": 0}, cast_to=object)
+    assert isinstance(message, dict)
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "ris")
+
+    body = {"input": WEATHER, "tools": [{"type": "function", **function}], "stop": ["ris"]}
+    response = client.post("/responses", body={**body, "temperature": 0}, cast_to=object)
+    assert isinstance(response, dict)
+    assert [(one["type"], one["status"]) for one in response["output"]] == [
+        ("function_call", "incomplete")
+    ]
+
+
 def test_each_choice_has_its_own_calls(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "n": 3, "max_tokens": 120}
     hello = [{"role": "user", "content": "Hello!"}]

@@ -56,6 +56,10 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{body}\n</tool_call>"
 
 
+class CutAnswer(str):
+    """An answer of the model that a stop string ended."""
+
+
 class ScriptedStream:
     """An answer of the model, two characters a token."""
 
@@ -66,6 +70,7 @@ class ScriptedStream:
         self.request = SimpleNamespace(params=params, readers=readers, core=core)
         self.prompt_token_ids = [1] * PROMPT_TOKENS
         self._pieces = [text[at : at + 2] for at in range(0, len(text), 2)]
+        self._stop = "X" if isinstance(text, CutAnswer) else None
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
         return self._outputs()
@@ -76,7 +81,11 @@ class ScriptedStream:
         for number, piece in enumerate(self._pieces):
             last = number == len(self._pieces) - 1
             choice = CompletionOutput(
-                index=0, text=piece, token_ids=[5], finish_reason="stop" if last else None
+                index=0,
+                text=piece,
+                token_ids=[5],
+                finish_reason="stop" if last else None,
+                stop_reason=self._stop if last else None,
             )
             yield RequestOutput(
                 request_id="r",
@@ -149,6 +158,14 @@ async def answered(served: Served, **body: Any) -> dict[str, Any]:
 
 def kinds(response: dict[str, Any]) -> list[str]:
     return [item["type"] for item in response["output"]]
+
+
+async def test_a_call_that_a_stop_string_cut_is_not_run(served: Served) -> None:
+    Script(served, CutAnswer(call("well__echo", a=1)[:-20]))
+    made = await answered(served)
+    assert [item["status"] for item in made["output"] if item["type"] == "mcp_call"] == [
+        "incomplete"
+    ]
 
 
 async def test_calls_are_run_and_their_results_read(served: Served) -> None:

@@ -62,13 +62,13 @@ class ReadStream:
 
     def finish_reason(self, choice: CompletionOutput) -> FinishReason:
         """The reason of the last output; "tool_calls" where the model called some."""
-        return finish_reason(choice, self._reader.num_calls)
+        return finish_reason(choice, self._reader.calls_tools)
 
 
-def finish_reason(choice: CompletionOutput, num_calls: int) -> FinishReason:
+def finish_reason(choice: CompletionOutput, calls_tools: bool) -> FinishReason:
     """OpenAI's reason why an answer ended."""
     assert choice.finish_reason is not None
-    return "tool_calls" if num_calls and choice.finish_reason == "stop" else choice.finish_reason
+    return "tool_calls" if calls_tools and choice.finish_reason == "stop" else choice.finish_reason
 
 
 class PlainChunks:
@@ -128,9 +128,9 @@ def deltas(events: list[Event]) -> list[dict[str, Any]]:
 class WholeAnswer:
     """A choice of an answer that is not streamed."""
 
-    def __init__(self, found: ReadAnswer, num_calls: int, num_reasoning_tokens: int) -> None:
+    def __init__(self, found: ReadAnswer, calls_tools: bool, num_reasoning_tokens: int) -> None:
         self._found = found
-        self._num_calls = num_calls
+        self._calls_tools = calls_tools
         self.num_reasoning_tokens = num_reasoning_tokens
 
     @classmethod
@@ -143,11 +143,11 @@ class WholeAnswer:
             found.add(reader.push(choice.text[start : start + _SLICE_CHARS]))
         found.add(reader.finish(is_cut=is_cut(choice)))
         tokens = readers.reasoning_counter().add(choice.token_ids, reader)
-        return cls(found, reader.num_calls, tokens)
+        return cls(found, reader.calls_tools, tokens)
 
     def finish_reason(self, choice: CompletionOutput) -> FinishReason:
         """ "tool_calls" where the model called some."""
-        return finish_reason(choice, self._num_calls)
+        return finish_reason(choice, self._calls_tools)
 
     def message(self, echoed: str, *, has_reasoning: bool) -> AssistantMessage:
         """The message, with its calls if there are some."""

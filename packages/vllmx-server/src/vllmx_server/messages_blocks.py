@@ -30,10 +30,10 @@ encode = msgspec.json.Encoder().encode
 _TEXT, _THINKING = TextBlock(), ThinkingBlock()
 
 
-def stop_fields(end: AnswerEnd | None, cut_by_context: bool, has_calls: bool) -> Stop:
+def stop_fields(end: AnswerEnd | None, cut_by_context: bool) -> Stop:
     """Why an answer ended."""
     reason = "end_turn" if end is None else end.finish_reason
-    if has_calls and reason in ("stop", "tool_calls"):
+    if reason == "tool_calls":
         return Stop(stop_reason="tool_use", stop_sequence=None)
     if reason == "length":
         found: StopReason = "model_context_window_exceeded" if cut_by_context else "max_tokens"
@@ -70,7 +70,7 @@ class Blocks:
 
     def stop(self, cut_by_context: bool) -> Stop:
         """The reason why the answer ended."""
-        return stop_fields(self._end, cut_by_context, bool(self._calls))
+        return stop_fields(self._end, cut_by_context)
 
     def _open(self, kind: type[Block]) -> Block:
         last = self.content[-1] if self.content else None
@@ -98,7 +98,6 @@ class BlockEvents:
         self._index = -1
         self._kind: str | None = None
         self._end: AnswerEnd | None = None
-        self._has_calls = False
 
     def of(self, event: ChatEvent) -> bytes:
         """What goes out for what happened next; maybe nothing."""
@@ -109,7 +108,6 @@ class BlockEvents:
                 b'"thinking_delta","thinking":', event.text
             )
         if isinstance(event, CallBegin):
-            self._has_calls = True
             block = ToolUseBlock(id=event.id, name=event.name, input={})
             return self._close() + self._open("tool_use", block)
         if isinstance(event, ArgumentsPiece):
@@ -121,7 +119,7 @@ class BlockEvents:
 
     def stop(self, cut_by_context: bool) -> Stop:
         """The reason why the answer ended."""
-        return stop_fields(self._end, cut_by_context, self._has_calls)
+        return stop_fields(self._end, cut_by_context)
 
     def _open(self, kind: str, block: ContentBlock) -> bytes:
         if self._kind == kind:

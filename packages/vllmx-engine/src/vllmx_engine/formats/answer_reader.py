@@ -68,6 +68,9 @@ class AnswerReader(AnswerSink):
         self._events: list[Event] = []
         self.num_calls = 0
         """Calls that have begun, those that were left out aside."""
+        self._ends_within_call = False
+        """The last of them has not ended."""
+        self._is_cut = False
         self.has_unread_calls = False
         """Something began as calls do and was none that can be read."""
         self.in_thinking = options.in_thinking and self._thinking is not None
@@ -93,10 +96,16 @@ class AnswerReader(AnswerSink):
 
     def finish(self, *, is_cut: bool = False) -> list[Event]:
         """What is left at the end of the text; `is_cut`: the model was not done."""
+        self._is_cut = is_cut
         if not self._passes:
             self._cursor.end(is_cut)
             next(self._steps, None)
         return self._taken()
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the answer asks for calls: one that a stop string cut is not meant to be run."""
+        return self.num_calls > 0 and not (self._is_cut and self._ends_within_call)
 
     def _taken(self) -> list[Event]:
         events = self._events
@@ -258,6 +267,7 @@ class AnswerReader(AnswerSink):
         if not self._is_left_out:
             self._events.append(CallBegin(self.num_calls, call_id or self._make_id(), name))
             self.num_calls += 1
+            self._ends_within_call = True
 
     def arguments(self, text: str) -> None:
         """See `AnswerSink`."""
@@ -268,6 +278,7 @@ class AnswerReader(AnswerSink):
         """See `AnswerSink`."""
         if not self._is_left_out:
             self._events.append(CallEnd(self.num_calls - 1))
+            self._ends_within_call = False
 
     @property
     def _is_left_out(self) -> bool:

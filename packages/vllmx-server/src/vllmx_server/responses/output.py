@@ -93,7 +93,13 @@ class Output:
             yield from self._listed(event)
         else:
             self.end = event
-            yield from self.close("incomplete" if event.finish_reason == "length" else "completed")
+            yield from self.close("completed" if self._is_whole(event) else "incomplete")
+
+    def _is_whole(self, end: AnswerEnd) -> bool:
+        """Whether the item that is open at the end of an answer is all that it was to be: an open
+        call is one that a stop string cut, where the answer does not end by calls."""
+        is_call = self._open is not None and self._open.endswith("_call")
+        return end.finish_reason != "length" and (not is_call or end.finish_reason == "tool_calls")
 
     def close(self, status: str) -> Iterator[Told]:
         """Ends what is open, calls that nothing came of included."""

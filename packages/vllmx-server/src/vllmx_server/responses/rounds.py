@@ -122,7 +122,7 @@ class ToolRounds:
                     found.add([event])
                     yield event
             assert end is not None
-            calls = found.tool_calls if end.finish_reason in ("tool_calls", "stop") else []
+            calls = found.tool_calls if end.finish_reason == "tool_calls" else []
             meant = [(call, tool) for call in calls if (tool := self.tools.called(call.name))]
             if not meant:
                 yield end
