@@ -39,7 +39,7 @@ class Gaps:
         self._taken.append((now_s, gap_s))
 
     def within(self, spans: Sequence[tuple[float, float]]) -> list[float]:
-        """Those whose later token came within one of the spans."""
+        """The gaps whose later token came within one of the spans."""
         return [gap for at, gap in self._taken if any(a <= at <= b for a, b in spans)]
 
 

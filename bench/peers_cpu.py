@@ -114,7 +114,7 @@ def measure_round(
 
 
 def print_tables(taken: Sequence[Taken], cases: Sequence[Case]) -> None:
-    """Those of each type."""
+    """Prints the tables of each type of weights."""
     for name in dict.fromkeys(item.weights for item in taken):
         items = [item for item in taken if item.weights == name]
         figures = summarise(items)

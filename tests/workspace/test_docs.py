@@ -14,8 +14,8 @@ FRAGMENT = re.compile(
     "(?:About|After|Against|Along|Also|Among|And|Around|As|At|Because|Before|Behind|Below|Beneath|"
     "Beside|Besides|Between|Beyond|But|By|During|Except|For|From|If|In|Inside|Instead|Into|Its|Like|"
     "Maybe|Neither|Never|Not|Of|Off|On|Once|Onto|Or|Out|Outside|Over|Per|Perhaps|Since|So|Such|That|"
-    "Their|Then|There|Through|To|Too|Toward|Under|Unless|Until|Up|Upon|Whatever|When|Where|Wherever|"
-    "While|Who|Whoever|Whom|Whose|With|Within|Without)\\s"
+    "Their|Then|There|Those|Through|To|Too|Toward|Under|Unless|Until|Up|Upon|Whatever|When|Where|"
+    "Wherever|While|Who|Whoever|Whom|Whose|With|Within|Without)\\s"
 )
 
 

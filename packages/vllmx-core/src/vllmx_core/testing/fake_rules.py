@@ -117,7 +117,7 @@ def count_digests(rows: SamplingRows, fed: I32) -> U64:
 
 
 def allowed_ids(rows: SamplingRows, i: int) -> frozenset[int] | None:
-    """Those that a row may sample; None: all."""
+    """The ids that a row may sample; None: all."""
     if rows.mask_index is None or rows.masks is None or rows.mask_index[i] < 0:
         return None
     bits = np.unpackbits(rows.masks[rows.mask_index[i]].view(np.uint8), bitorder="little")

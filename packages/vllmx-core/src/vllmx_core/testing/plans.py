@@ -22,7 +22,7 @@ class Row:
     tokens: Sequence[int]
     start: int
     blocks: Sequence[int] | Sequence[Sequence[int]]
-    """Those of the only cache group, or of each."""
+    """The row's blocks of the only cache group, or those of each group."""
     logits: Wanted = "last"
     state: tuple[int, int] | int | None = None
     """The slots that the row of a model with states reads (-1: zeros) and leaves; one number for

@@ -66,7 +66,7 @@ class Tower:
 
     @property
     def variants(self) -> Sequence[Variant]:
-        """All its kernels."""
+        """All kernels that the tower launches."""
         assert self._lowering is not None, "there is room for a pass"
         return self._lowering.variants
 

@@ -24,7 +24,7 @@ class ChatOptions(Record):
     tools: Sequence[Mapping[str, Any]] | None = None
     documents: Sequence[Mapping[str, Any]] | None = None
     add_generation_prompt: bool | None = None
-    """None: yes, unless `continue_final_message`."""
+    """None: the prompt is added unless `continue_final_message` is true."""
     continue_final_message: bool = False
     one_call: bool = False
     """Calls of tools after an answer's first are left out."""

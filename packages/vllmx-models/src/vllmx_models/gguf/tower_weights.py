@@ -21,7 +21,7 @@ Make = Callable[[str, Sequence[WeightPart]], WeightPart]
 
 # --- forms ----------------------------------------------------------------------------------------
 def as_it_is(name: str, parts: Sequence[WeightPart]) -> WeightPart:
-    """One tensor."""
+    """Takes a tensor as it lies in the file."""
     (part,) = parts
     return part
 

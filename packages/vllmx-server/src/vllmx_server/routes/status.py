@@ -70,7 +70,7 @@ async def _others(state: ServerState) -> list[ModelCard]:
 
 
 async def model(request: Request) -> Response:
-    """One of them."""
+    """One model."""
     state = state_of(request)
     name = request.path_params["name"]
     if state.models is not None:

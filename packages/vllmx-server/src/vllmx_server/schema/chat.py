@@ -203,7 +203,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
 
     echo: bool | None = None
     add_generation_prompt: bool | None = None
-    """None: unless `continue_final_message`."""
+    """None: the prompt is added unless `continue_final_message` is true."""
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     """None: false, for templates write their own."""

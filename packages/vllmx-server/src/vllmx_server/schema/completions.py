@@ -24,7 +24,7 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    """None: true."""
+    """None: special tokens are added."""
 
     suffix: str | None = None
     """What stands behind the text that is wanted, for models that were trained to fill in."""

@@ -101,7 +101,7 @@ class ScoreRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
     text_1: Texts | None = None
     text_2: Texts | None = None
     queries: Texts | None = None
-    """Newer names of both."""
+    """`queries` is a newer name of `text_1`, `documents` one of `text_2`."""
     documents: Texts | None = None
     activation: bool | None = None
     use_activation: bool | None = None
@@ -135,7 +135,7 @@ class RerankRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
     query: str
     documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_INPUTS)]
     top_n: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
-    """0: all."""
+    """0: all documents come back."""
     return_documents: bool | None = None
     """None: yes, as in vLLM."""
     activation: bool | None = None

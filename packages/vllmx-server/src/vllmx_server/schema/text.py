@@ -30,7 +30,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """None: true for a prompt, false for messages, whose template writes its own."""
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
-    """None: unless `continue_final_message`."""
+    """None: the prompt is added unless `continue_final_message` is true."""
     continue_final_message: bool | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template: Annotated[str, Meta(max_length=MAX_TEMPLATE)] | None = None
