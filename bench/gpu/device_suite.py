@@ -59,7 +59,7 @@ class TestTensorCores(OnDevice):
         ],
     )
     def test_head_sizes(self, size: int, group: int, kv: str) -> None:
-        """Sizes of heads that features lack, with groups and codes that fill tiles of heads in part."""
+        """Sizes that features lack, with groups and codes that fill tiles of heads in part."""
         heads = {"num_heads": 2 * group, "num_kv_heads": 2, "head_size": size}
         model, source = attention_model(**heads, scale=size**-0.5)
         limit = 0.3 if kv == "fp8" else 0.1  # keys of other last bits become neighbouring codes

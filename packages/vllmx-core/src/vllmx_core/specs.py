@@ -75,7 +75,7 @@ class ModelSpec(_Spec):
     """"package.module:attribute" of its form in such files, a
     `vllmx_models.gguf.architecture.GGUFArchitecture`."""
     backends: tuple[str, ...] = ()
-    """The backends that have all its ops, as the tests of its plugin find; none where nobody says so."""
+    """Backends that have all its ops, as the tests of its plugin find; none where none is named."""
     checked: tuple[str, ...] = ()
     """What the tests of its plugin compare, in words of the plugin."""
     api: int = API_VERSION

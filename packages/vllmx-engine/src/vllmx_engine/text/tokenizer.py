@@ -15,6 +15,15 @@ from typing import Any
 import tokenizers
 from vllmx_core.errors import ConfigError, InvalidRequestError, ModelNotFoundError, shown
 
+from vllmx_engine.text.declared_tokens import (
+    MAX_ID,
+    NAMED_TOKENS,
+    add_missing_tokens,
+    added_tokens_file,
+    declared_tokens,
+    named_tokens,
+    unusable,
+)
 from vllmx_engine.text.library_errors import library_errors
 from vllmx_engine.text.model_files import (
     MAX_TOKENIZER_BYTES,
@@ -31,8 +40,6 @@ _LONG_CHARS = 1 << 18
 tells the exact number."""
 _MANY_IDS = 4096
 """Decoding more of them takes a noticeable time."""
-MAX_ID = (1 << 31) - 1
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
 class TooManyTokensError(Exception):
@@ -71,12 +78,12 @@ class Tokenizer:
         self.backend = backend
         self.config: Mapping[str, Any] = dict(config or {})
         self.chat_templates: Mapping[str, str] = dict(chat_templates or {})
-        self.named_tokens = _named_tokens(self.config)
-        declared = _declared_tokens(self.config)
-        with library_errors(_unusable):
+        self.named_tokens = named_tokens(self.config)
+        declared = declared_tokens(self.config)
+        with library_errors(unusable):
             backend.no_truncation()
             backend.no_padding()
-            _add_missing_tokens(backend, declared, self.named_tokens)
+            add_missing_tokens(backend, declared, self.named_tokens)
             added = backend.get_added_tokens_decoder()
             last_id = backend.get_vocab_size(with_added_tokens=True) - 1
             self._coding = piece_coding(backend)
@@ -103,10 +110,10 @@ class Tokenizer:
         backend = _load_backend(folder)
         config: dict[str, Any] = {}
         special = read_json_object(folder / "special_tokens_map.json")
-        config.update({name: special[name] for name in _NAMED_TOKENS if name in special})
+        config.update({name: special[name] for name in NAMED_TOKENS if name in special})
         config.update(read_json_object(folder / "tokenizer_config.json"))
         if "added_tokens_decoder" not in config:
-            config["added_tokens_decoder"] = _added_tokens_file(folder / "added_tokens.json")
+            config["added_tokens_decoder"] = added_tokens_file(folder / "added_tokens.json")
         return cls(
             backend,
             config,
@@ -301,12 +308,12 @@ class Tokenizer:
 
     def _named_id(self, name: str) -> int | None:
         token = self.named_tokens.get(name)
-        with library_errors(_unusable):
+        with library_errors(unusable):
             return None if token is None else self.backend.token_to_id(token)
 
     def _missing_sequence_marks(self) -> tuple[list[int], list[int]]:
         """BOS and EOS that the config asks for and tokenizer.json's post-processor does not add."""
-        with library_errors(_unusable):
+        with library_errors(unusable):
             marks = self.backend.encode("").ids
         prefix: list[int] = []
         suffix: list[int] = []
@@ -335,84 +342,8 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_buffer(data)
 
 
-def _unusable(reason: str) -> ConfigError:
-    return ConfigError(
-        f"the model's tokenizer contradicts itself ({reason}); download its files again"
-    )
-
-
 def _cannot_encode(reason: str) -> InvalidRequestError:
     return InvalidRequestError(f"the model's tokenizer cannot encode this text ({reason})")
-
-
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and so on as strings; a config writes them as a string or as an object."""
-    named: dict[str, str] = {}
-    for name in _NAMED_TOKENS:
-        value = config.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if value is None:
-            continue
-        if not isinstance(value, str):
-            raise ConfigError(
-                f"{name} in tokenizer_config.json must be a string, not {shown(value)}"
-            )
-        named[name] = value
-    return named
-
-
-def _add_missing_tokens(
-    backend: tokenizers.Tokenizer,
-    declared: Sequence[tuple[int, tokenizers.AddedToken]],
-    named: Mapping[str, str],
-) -> None:
-    """Add what the config declares and tokenizer.json lacks, where the ids agree.
-
-    A token whose declared id is not the next free one cannot be added faithfully: it is left out,
-    since a wrong id would be worse than none.
-    """
-    for token_id, token in declared:
-        known = backend.token_to_id(token.content)
-        free = backend.get_vocab_size(with_added_tokens=True)
-        if known == token_id or (known is None and token_id == free):
-            backend.add_tokens([token])
-    added = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for content in named.values():
-        if content not in added and backend.token_to_id(content) is not None:
-            backend.add_special_tokens([content])
-
-
-def _declared_tokens(config: Mapping[str, Any]) -> list[tuple[int, tokenizers.AddedToken]]:
-    declared = config.get("added_tokens_decoder") or {}
-    if not isinstance(declared, dict):
-        raise ConfigError("added_tokens_decoder in tokenizer_config.json must be an object")
-    tokens = []
-    for key, entry in declared.items():
-        content = entry.get("content") if isinstance(entry, dict) else None
-        if not _is_id(str(key)) or not isinstance(content, str):
-            raise ConfigError(
-                f"added_tokens_decoder in tokenizer_config.json has the malformed entry"
-                f" {shown(key)}: {shown(entry)}"
-            )
-        flags = {
-            name: bool(entry.get(name, False))
-            for name in ("special", "lstrip", "rstrip", "single_word", "normalized")
-        }
-        with library_errors(_unusable):
-            tokens.append((int(key), tokenizers.AddedToken(content, **flags)))
-    return sorted(tokens, key=lambda item: item[0])
-
-
-def _is_id(text: str) -> bool:
-    """Whether it is a token id in decimal digits."""
-    return len(text) <= len(str(MAX_ID)) and text.isascii() and text.isdecimal()
-
-
-def _added_tokens_file(path: Path) -> dict[str, Any]:
-    """added_tokens.json (token -> id) in the shape of `added_tokens_decoder`."""
-    entries = read_json_object(path)
-    return {str(token_id): {"content": token} for token, token_id in entries.items()}
 
 
 def _generation_eos_ids(folder: Path) -> tuple[int, ...]:
