@@ -84,7 +84,9 @@ def test_text_of_a_schema_is_as_good_as_the_schema() -> None:
         ({"json": {"type": "nothing"}}, "nothing"),
         ({"json": {"$ref": "http://127.0.0.1:9/schema.json"}}, "127.0.0.1"),
         ({"json": {"$ref": "file:///etc/passwd"}}, "passwd"),
-        ({"json": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, "followed"),
+        ({"json": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, "no text satisfies it"),
+        ({"json": {"$ref": "#"}}, "no text satisfies it"),
+        ({"regex": r"[^\s\S]"}, "no text satisfies it"),
         ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
         ({"json": {"not": {"type": "integer"}}}, "not"),
         ({"json": {"if": {"type": "integer"}, "then": {"minimum": 3}}}, "if"),
@@ -94,7 +96,7 @@ def test_text_of_a_schema_is_as_good_as_the_schema() -> None:
         ({"grammar": "start: unknown"}, "unknown"),
         ({"grammar": 'root ::= "a'}, "GBNF"),
         ({"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000}, "nested"),
-        ({"grammar": "start: start | start"}, "followed"),
+        ({"grammar": "start: start | start"}, "no text satisfies it"),
     ],
 )
 def test_refusals_name_what_is_wrong(

@@ -32,6 +32,8 @@ _TRIALS = 2
 _MAX_THREADS = 8
 _LEAST_PARALLEL = 8
 """Fewer masks are made before another thread is awake."""
+_DEAD_END = "NoExtensionBias"
+"""What the library says where a grammar neither ends nor goes on."""
 
 
 class Matcher(Protocol):
@@ -188,7 +190,9 @@ class MaskFiller:
 
 def _check(matcher: LLMatcher) -> None:
     if matcher.is_error():
-        raise GrammarError(f"the grammar cannot be followed: {first_lines(matcher.get_error())}")
+        text = matcher.get_error()
+        reason = "no text satisfies it" if _DEAD_END in text else first_lines(text)
+        raise GrammarError(f"the grammar cannot be followed: {reason}")
 
 
 def first_lines(text: str, limit: int = 400) -> str:
