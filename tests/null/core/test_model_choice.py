@@ -143,3 +143,9 @@ def test_gguf_files_are_not_borrowed() -> None:
 def test_nearest_architecture(wanted: str, near: str | None) -> None:
     known = ["Qwen3ForCausalLM", "LlamaForCausalLM", "MixtralForCausalLM"]
     assert nearest_architecture(wanted, known) == near
+
+
+def test_nearest_architecture_of_the_text_inside() -> None:
+    inner = {"architectures": ["OwnForCausalLM"]}
+    found = registry().unserved({"architectures": ["RwkvForVideo"], "text_config": inner})
+    assert "the nearest that is known is 'OwnForCausalLM'" in found

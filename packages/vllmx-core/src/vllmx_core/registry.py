@@ -313,6 +313,9 @@ class Registry:
         specs = [spec for _, spec in self.provided(ModelSpec)]
         known = sorted({name for spec in specs for name in spec.architectures})
         near = nearest_architecture(names[0] if names else str(model_type), known)
+        inner = config.get("text_config")
+        if near is None and isinstance(inner, dict):  # a model around one that may be known
+            near = nearest_architecture(" ".join(architecture_names(inner)[:1]), known)
         hint = f", the nearest that is known is {near!r}" if near else ""
         listed = ", ".join(known) if 0 < len(known) <= _LISTED else ""
         listed = f"known: {listed}" if listed else "`vllmx models` lists those that are known"
