@@ -1,18 +1,17 @@
 """Towers for images on the CPU beside transformers, in bfloat16, by as many threads, and the pace
 of running rows while images arrive.
 
-    python bench/towers.py --setup models/towers          # writes both shapes, 2 GB
+    python bench/towers.py --setup models/towers          # writes both shapes, 4 GB
     python bench/towers.py models/towers --rounds 3
     python bench/towers.py --setup models/whole --shapes qwen3-vl-2b --text-layers 28
     python bench/towers.py models/whole --shapes qwen3-vl-2b --pace
 
-Random weights in the shape of Qwen3-VL-2B's tower, and in the widths of Gemma 3's (1152, 27 layers,
-heads of 72), put into Qwen3-VL's form so that both engines run one code for both; a text model of
-four layers behind it, or of more. One image of 1,024 patches. vllmx: seconds of a pass as its
-backend counts them. transformers: the tower's own pass. Each engine runs in a process of its own,
-one after the other in each round; milliseconds, medians. The pace: times between steps in which
-four rows decode, while an image of 1,024 patches comes as the one before has ended, and without
-images before and after that.
+Random weights in the shapes of the towers of Qwen3-VL-2B and of Gemma 3 (SigLIP with its projector,
+images of 448 pixels a side); a text model of four layers behind each, or of more. One image of
+1,024 patches. vllmx: seconds of a pass as its backend counts them. transformers: the tower's own
+pass. Each engine runs in a process of its own, one after the other in each round; milliseconds,
+medians. The pace (of Qwen3-VL alone): times between steps in which four rows decode, while an image
+of 1,024 patches comes as the one before has ended, and without images before and after that.
 """
 
 from __future__ import annotations
@@ -30,25 +29,15 @@ from typing import Any
 
 from cpu_peers.host_load import available_processors
 
-SHAPES = {
-    "qwen3-vl-2b": {
-        "depth": 24,
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_heads": 16,
-        "deepstack_visual_indexes": [5, 11, 17],
-    },
-    "gemma3-widths": {
-        "depth": 27,
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_heads": 16,
-        "deepstack_visual_indexes": [],
-    },
-}
+QWEN = "qwen3-vl-2b"
+GEMMA = "gemma3"
+SHAPES = (QWEN, GEMMA)
 GRID = (1, 32, 32)
 PATCHES = 1024
 WIDTH = 3 * 2 * 16 * 16
+"""Values of a patch of Qwen3-VL: two frames of 16 by 16 points in three colours."""
+GEMMA_PATCH, GEMMA_SIDE = 14, 448
+"""Points on a side of a patch, and of an image of 1,024 patches."""
 START, PAD, END = 94, 95, 96
 PASSES = 3
 ALONE_S, BESIDE_S = 4.0, 15.0
@@ -72,10 +61,9 @@ def main() -> None:
         print(json.dumps(WORKERS[args.worker](args.folder, args.threads)))
     elif args.setup:
         for shape in args.shapes.split(","):
-            write(args.folder / shape, SHAPES[shape], args.text_layers)
+            write(args.folder / shape, shape, args.text_layers)
     elif args.pace:
-        for shape in args.shapes.split(","):
-            pace(args.folder / shape, args.threads)
+        pace(args.folder / QWEN, args.threads)
     else:
         compare(args)
 
@@ -98,41 +86,89 @@ def compare(args: argparse.Namespace) -> None:
         print(f"| {shape} | {ours:.0f} | {theirs:.0f} | {theirs / ours:.2f} |")
 
 
-def write(folder: Path, shape: dict[str, Any], layers: int) -> None:
+def write(folder: Path, shape: str, layers: int) -> None:
     """A checkpoint with random weights."""
     import torch
 
-    hub: Any = import_module("transformers")  # whose types know neither class
+    hub: Any = import_module("transformers")  # whose types know none of the classes
+    torch.manual_seed(0)
+    if shape == GEMMA:
+        model = hub.Gemma3ForConditionalGeneration(gemma_config(hub, layers))
+    else:
+        model = hub.Qwen3VLForConditionalGeneration(qwen_config(hub, layers))
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+TEXT = {
+    "vocab_size": 97,
+    "max_position_embeddings": 4096,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def qwen_config(hub: Any, layers: int) -> Any:
+    """Qwen3-VL-2B's widths with so many layers of text."""
     text = {
-        "vocab_size": 97,
+        **TEXT,
         "hidden_size": 2048,
         "intermediate_size": 6144,
         "head_dim": 128,
         "num_hidden_layers": layers,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
-        "max_position_embeddings": 4096,
-        "bos_token_id": None,
-        "eos_token_id": None,
     }
-    config = hub.Qwen3VLConfig(
+    vision = {
+        "depth": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_heads": 16,
+        "deepstack_visual_indexes": [5, 11, 17],
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 2048,
+        "num_position_embeddings": 2304,
+    }
+    return hub.Qwen3VLConfig(
         text_config=text,
         image_token_id=PAD,
         vision_start_token_id=START,
         vision_end_token_id=END,
         video_token_id=93,
         tie_word_embeddings=False,
-        vision_config={
-            **shape,
-            "patch_size": 16,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "out_hidden_size": 2048,
-            "num_position_embeddings": 2304,
-        },
+        vision_config=vision,
     )
-    torch.manual_seed(0)
-    hub.Qwen3VLForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def gemma_config(hub: Any, layers: int) -> Any:
+    """Gemma 3 4B's widths with so many layers of text."""
+    text = {
+        **TEXT,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "head_dim": 256,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "pad_token_id": 0,
+    }
+    vision = {
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "patch_size": GEMMA_PATCH,
+        "image_size": GEMMA_SIDE,
+    }
+    return hub.Gemma3Config(
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=PATCHES // 4,
+        image_token_index=PAD,
+        boi_token_index=START,
+        eoi_token_index=END,
+    )
 
 
 def loaded(folder: Path, threads: int) -> tuple[Any, Any]:
@@ -160,7 +196,7 @@ def vllmx_worker(folder: Path, threads: int) -> float:
 
     model, encoder = loaded(folder, threads)
     random = np.random.default_rng(0)
-    patches = random.uniform(-1, 1, (PATCHES, WIDTH)).astype(np.float32)
+    patches = random.uniform(-1, 1, (PATCHES, encoder.patch_width)).astype(np.float32)
     keep = np.arange(PATCHES // 4, dtype=np.int32)
     plan = tower_plan(encoder, [patches], [encoder.places(GRID)], keep)
     step = make_plan([Row([1], 0, [0])], 16)
@@ -186,15 +222,25 @@ def transformers_worker(folder: Path, threads: int) -> float:
 
     hub: Any = import_module("transformers")
     torch.set_num_threads(threads)
-    whole = hub.Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.bfloat16)
-    tower = whole.eval().model.visual
+    whole = hub.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16).eval()
     torch.manual_seed(0)
-    patches = (torch.rand(PATCHES, WIDTH) * 2 - 1).to(torch.bfloat16)
+    if whole.config.model_type == "gemma3":
+        pixels = torch.rand(1, 3, GEMMA_SIDE, GEMMA_SIDE, dtype=torch.bfloat16) * 2 - 1
+
+        def once() -> None:
+            features = whole.model.vision_tower(pixel_values=pixels).last_hidden_state
+            whole.model.multi_modal_projector(features)
+    else:
+        patches = (torch.rand(PATCHES, WIDTH) * 2 - 1).to(torch.bfloat16)
+
+        def once() -> None:
+            whole.model.visual(patches, grid_thw=torch.tensor([GRID]))
+
     taken = []
     with torch.inference_mode():
         for _ in range(PASSES + 1):
             begin = time.perf_counter()
-            tower(patches, grid_thw=torch.tensor([GRID]))
+            once()
             taken.append(time.perf_counter() - begin)
     return 1000 * statistics.median(taken[1:])
 
