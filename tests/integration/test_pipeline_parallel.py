@@ -107,6 +107,7 @@ def test_the_last_rank_of_a_stage_is_stopped() -> None:
         last.wait(PATIENCE_S)
 
 
-def test_more_stages_than_layers() -> None:
+def test_more_stages_than_layers(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match=r"into 9 stages, .* --pipeline-parallel-size \d at most"):
         LLM("demo", pipeline_parallel_size=9, **LIMITS)
+    assert "could not be measured" not in caplog.text  # the error says it

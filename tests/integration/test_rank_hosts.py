@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from vllmx import LLM, SamplingParams
 from vllmx_core.errors import ConfigError, RankLostError
 from vllmx_demo.source import MODEL_FOLDER
 
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 LIMITS = {
     "backend": "cpu",
@@ -130,6 +131,22 @@ def test_each_host_has_a_stage_of_two_ranks(key_file: Path) -> None:
             min(ranks, key=lambda one: int(one.cmdline()[4])).kill()
             with pytest.raises(RankLostError, match=r"rank 2 was killed by SIGKILL \(on host 127"):
                 until_lost(llm)
+
+
+def test_a_host_that_is_stopped_leaves_no_rank(key_file: Path) -> None:
+    """Its ranks end by themselves; it serves the next group when it goes on."""
+    with rank_host(key_file) as (place, process):
+        more = LIMITS | {"tensor_parallel_size": 2, "rank_hosts": place}
+        more["rank_key_file"] = str(key_file)
+        with LLM("demo", **more) as llm:  # type: ignore[arg-type]
+            (rank,) = psutil.Process(process.pid).children()
+            process.send_signal(signal.SIGSTOP)
+            with pytest.raises(RankLostError, match=rf"host {place} does not answer: it hangs, or"):
+                until_lost(llm)
+        wait_until(lambda: rank.status() == psutil.STATUS_ZOMBIE)
+        process.send_signal(signal.SIGCONT)
+        with LLM("demo", **more) as llm:  # type: ignore[arg-type]
+            llm.generate(["A cat"], SamplingParams(max_tokens=2))
 
 
 def test_a_host_with_another_model_or_key(key_file: Path, tmp_path: Path) -> None:

@@ -154,6 +154,34 @@ def test_a_rank_that_is_stopped_ends_the_group() -> None:
         rank.wait(PATIENCE_S)  # it was killed
 
 
+@pytest.mark.parametrize(
+    ("sent", "cause"),
+    [
+        (signal.SIGKILL, "rank 1 was killed by SIGKILL"),
+        (signal.SIGSTOP, r"rank 1 \(process \d+\) hangs or was stopped"),
+    ],
+)
+def test_a_rank_that_ends_before_it_begins(
+    sent: signal.Signals, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has given no sign of life yet, which a rank may take its time for."""
+    from vllmx_tp.group import Group
+
+    spawn = Group._spawn
+
+    def ending(self: Group, rank: int, cores: Sequence[int]) -> None:
+        spawn(self, rank, cores)
+        process = self._processes[-1]
+        process.send_signal(sent)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+
+    monkeypatch.setattr(Group, "_spawn", ending)
+    monkeypatch.setattr("vllmx_tp.group.HANG_S", 0.5)
+    with pytest.raises(RankLostError, match=cause):
+        LLM("demo", tensor_parallel_size=2, **LIMITS)
+    assert not rank_processes()
+
+
 def test_a_rank_that_raises_says_why() -> None:
     from vllmx_tp.frames import Frame
     from vllmx_tp.messages import Call

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import EngineDeadError, VllmxError
+from vllmx_core.errors import EngineDeadError, RankLostError, VllmxError
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.async_llm import AsyncLLM
@@ -162,6 +162,34 @@ async def test_a_core_that_dies_as_soon_as_it_is_ready(
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         async with make_engine(in_process=False):
             pass
+
+
+@pytest.mark.parametrize("begins", [False, True])
+async def test_rank_0_is_stopped_while_it_loads(
+    folder: str, registry: Registry, monkeypatch: pytest.MonkeyPatch, *, begins: bool
+) -> None:
+    """Before or after it was told what to load. Nobody waits for it, as the others of its group
+    would for ever."""
+    monkeypatch.setattr(supervisor, "PATIENCE_S", 0.2)
+    spawn, send = supervisor.spawn, CoreProcess.send
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def spawned(path: Path) -> subprocess.Popen[bytes]:
+        processes.append(spawn(path))
+        if not begins:
+            processes[0].send_signal(signal.SIGSTOP)
+        return processes[0]
+
+    def sent(core: CoreProcess, message: Any) -> None:
+        processes[0].send_signal(signal.SIGSTOP)
+        send(core, message)
+
+    monkeypatch.setattr(supervisor, "spawn", spawned)
+    monkeypatch.setattr(CoreProcess, "send", sent)
+    config = EngineConfig(model=folder, backend="fake", tensor_parallel_size=2)
+    with pytest.raises(RankLostError, match=r"rank 0 \(process \d+\) hangs or was stopped"):
+        await asyncio.wait_for(AsyncLLM.start(config, registry=registry), PATIENCE_S)
+    assert processes[0].returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.4, 0.8])

@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from vllmx_core.backend import LoadedInfo
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import ConfigError, RankLostError
+from vllmx_core.errors import ConfigError, RankLostError, VllmxError
 from vllmx_core.registry import Registry
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_tp import handshake, hosts
+from vllmx_tp.agreement import agreed_ranks, agreed_stages
 from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.fingerprint import Marks, fingerprint
 from vllmx_tp.handshake import HandshakeError, greet, read_key
@@ -25,6 +29,7 @@ from vllmx_tp.hosts import addresses, connect
 from vllmx_tp.link import Link
 from vllmx_tp.listener import listen
 from vllmx_tp.loading import share_of_host
+from vllmx_tp.messages import RankReady
 from vllmx_tp.region import BUFFER_BYTES, Region
 
 from tests.waiting import PATIENCE_S
@@ -167,6 +172,8 @@ def test_a_port_in_use() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}: Address already in use: choose"):
             listen(("127.0.0.1", port))
+    with pytest.raises(ConfigError, match=r"192.0.2.1:7000: .*: name an address that this host"):
+        listen(("192.0.2.1", 7000))
 
 
 def silent_place() -> tuple[socket.socket, Any]:
@@ -244,8 +251,24 @@ def test_waiting_for_hosts_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(hosts.socket, "create_connection", unknown)
-    with pytest.raises(ConfigError, match="the host is not known"):
+    with pytest.raises(ConfigError, match=r"the host is not known .* correct its name"):
         connect(("nowhere", 1), KEY, 60.0, lambda: None)
+
+
+@pytest.mark.parametrize("agreed", [agreed_ranks, partial(agreed_stages, num_stages=2)])
+def test_another_dtype_on_one_host(
+    agreed: Callable[[LoadedInfo, Sequence[RankReady]], LoadedInfo],
+) -> None:
+    """Each host chooses by itself where no flag says which."""
+    mine = LoadedInfo(
+        backend="cpu", device="a processor", dtype="bf16", kv_cache_dtype="bf16", block_size=8,
+        num_kv_blocks=16, max_num_seqs=4, max_num_batched_tokens=64, max_logit_rows=8,
+        weight_bytes=0, kv_cache_bytes=0, details={},
+    )  # fmt: skip
+    other = RankReady.of(replace(mine, dtype="f32"))
+    with pytest.raises(VllmxError, match=r"differ in dtype: \['bf16', 'f32'\]; set it by its flag"):
+        agreed(mine, [other])
+    assert agreed(mine, [RankReady.of(mine)]).num_kv_blocks == mine.num_kv_blocks
 
 
 def test_models_are_told_apart_by_their_bytes(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import resource
 import socket
 import threading
@@ -180,7 +182,10 @@ def test_a_rank_has_its_share_of_the_host() -> None:
 def test_more_ranks_than_cores() -> None:
     count = available_processors()
     with pytest.raises(ConfigError, match=rf"more than the {count} cores .* --num-threads"):
-        divide_cores(count + 1, EngineConfig(model="demo", tensor_parallel_size=2), "cpu")
+        divide_cores(count + 1, EngineConfig(model="demo", tensor_parallel_size=count + 1), "cpu")
+    hosts = EngineConfig(model="demo", tensor_parallel_size=2 * (count + 1))
+    with pytest.raises(ConfigError, match=rf"{count + 1} ranks on a host .* {2 * count} in all"):
+        divide_cores(count + 1, hosts, "cpu")
     threads = EngineConfig(model="demo", num_threads=count + 1)
     assert divide_cores(count + 1, threads, "cpu") == [()] * (count + 1)
     found = divide_cores(count, EngineConfig(model="demo"), "cpu")
@@ -198,6 +203,21 @@ def test_memory_that_cannot_be_had() -> None:
             Region.create(2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_REMOVE"), reason="memory goes with the last view")
+def test_a_region_that_is_closed_holds_no_memory() -> None:
+    """Its views may live on for long; who waits by one of them still sees the end."""
+    region = Region.create(2)
+    ring, fd = region.ring, os.dup(region.fd)
+    ring[:] = 1
+    region.aborted[0] = 1
+    region.write_cause(1, "rank 1 failed")
+    full = os.fstat(fd).st_blocks
+    region.close()
+    assert os.fstat(fd).st_blocks < full // 100
+    assert (int(region.aborted[0]), region.cause(1), int(ring.max())) == (1, "rank 1 failed", 0)
+    os.close(fd)
 
 
 def test_a_frame_of_which_half_came_is_never_read() -> None:

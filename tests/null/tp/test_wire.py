@@ -51,7 +51,7 @@ def check_heard(end: Incoming) -> None:
 
 
 def test_arrays_and_messages_in_their_order() -> None:
-    region = Region.create(2)
+    region = Region.create(2, 2)
     for rank in (0, 1):
         with beside(lambda rank=rank: said(Outgoing(region, rank))):
             check_heard(Incoming(region, 1 - rank))
@@ -59,7 +59,7 @@ def test_arrays_and_messages_in_their_order() -> None:
 
 
 def test_counts_go_round() -> None:
-    region = Region.create(2)
+    region = Region.create(2, 2)
     outgoing, incoming = Outgoing(region, 0), Incoming(region, 1)
     for end in (outgoing, incoming):
         end._count = 0xFFFFFFFE
@@ -70,7 +70,7 @@ def test_counts_go_round() -> None:
 
 
 def test_who_waits_is_told_of_the_end() -> None:
-    region = Region.create(2)
+    region = Region.create(2, 2)
     region.aborted[0] = 1
     with pytest.raises(RankLostError):
         Incoming(region, 1).recv((1,), np.int32)
@@ -84,7 +84,7 @@ def test_who_waits_is_told_of_the_end() -> None:
 def test_pieces_go_round_three_hosts() -> None:
     """Each has a region of its own; what the second and the third say to each other goes through
     the first."""
-    regions = [Region.create(3) for _ in range(3)]
+    regions = [Region.create(3, 3) for _ in range(3)]
     broken: list[int] = []
     links = []
     for host in (1, 2):
@@ -107,6 +107,17 @@ def test_pieces_go_round_three_hosts() -> None:
     for link in links:
         link.close()
     for region in regions:
+        region.close()
+
+
+def test_a_seat_has_one_use() -> None:
+    """What ranks add and what stages hand on is counted in the same words."""
+    for ranks, stages in ((2, 1), (2, 2)):
+        region = Region.create(ranks, stages)
+        end = SharedMemoryCommunicator(region, 0)
+        assert (end.shared.stages is None) == (stages == 1)
+        with pytest.raises(AssertionError, match=r"a region of one stage|a rank alone"):
+            end.send(LONG) if stages == 1 else end.all_reduce(LONG)
         region.close()
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -28,14 +29,13 @@ class SharedMemoryCommunicator:
     part n + 2 has seen all others arrive at n + 1, which they do when they have read part n."""
 
     def __init__(self, region: Region, rank: int) -> None:
-        self._region, self._seats, self._pieces = region, region.sums(rank), region.pieces(rank)
+        self._region, self._seats, self._place = region, region.sums(rank), rank
         self._rank, self._seat = self._seats.own, self._seats.seat
         seats = range(self._seats.first, self._seats.first + self._seats.count)
         self._arrived = [region.word(one, Word.ARRIVED) for one in seats]
         self._buffers = [[region.buffer(one, turn) for turn in (0, 1)] for one in seats]
         self._aborted, self._bridged = region.aborted, region.bridged(self._seat)
         self._count = 0
-        self._outgoing, self._incoming = Outgoing(region, rank), Incoming(region, rank)
 
     @property
     def rank(self) -> int:
@@ -48,8 +48,17 @@ class SharedMemoryCommunicator:
     @property
     def shared(self) -> SharedAddresses:
         """See `Communicator.shared`."""
-        stages = None if self._region.num_stages == 1 else self._addresses(self._pieces, None)
+        pieces = None if self._region.num_stages == 1 else self._region.pieces(self._place)
+        stages = None if pieces is None else self._addresses(pieces, None)
         return self._addresses(self._seats, stages)
+
+    @cached_property
+    def _outgoing(self) -> Outgoing:
+        return Outgoing(self._region, self._place)
+
+    @cached_property
+    def _incoming(self) -> Incoming:
+        return Incoming(self._region, self._place)
 
     def _addresses(self, seats: Seats, stages: SharedAddresses | None) -> SharedAddresses:
         region, address = self._region, self._region.address
@@ -117,6 +126,7 @@ class SharedMemoryCommunicator:
 
     def _exchange(self, piece: AnyArray, sizes: Sequence[int]) -> list[AnyArray]:
         """What every rank put down, `sizes` numbers each, until the call after the next one."""
+        assert self.num_ranks > 1, "a rank alone would count pieces for the next stage as its parts"
         self._count = (self._count + 1) & 0xFFFFFFFF
         turn = self._count & 1
         self._buffers[self._rank][turn][: piece.nbytes].view(piece.dtype)[:] = piece

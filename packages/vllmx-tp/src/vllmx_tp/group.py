@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 import msgspec
 from vllmx_core.errors import RankLostError
 from vllmx_engine.core.found_model import FoundModel
+from vllmx_engine.link.stopped import is_stopped
 from vllmx_engine.wire.ipc import Start, encode_frame
 from vllmx_engine.wire.known_specs import KnownSpecs
 
@@ -79,8 +80,8 @@ class Group:
                     log_level=logging.getLogger("vllmx").level,
                 )
             )
-            for one in self._sockets:
-                one.sendall(start)
+            for rank, one in zip(ranks, self._sockets, strict=True):
+                self._begin(rank, one, start)
             threading.Thread(target=self._watch, name="vllmx-ranks", daemon=True).start()
             for host in hosts(self):
                 self._hosts.append(host)  # and it is watched while others are waited for
@@ -122,6 +123,13 @@ class Group:
         self._processes.append(process)
 
     # --- loading ----------------------------------------------------------------------------------
+    def _begin(self, rank: int, connection: socket.socket, start: bytearray) -> None:
+        """Tells a rank what to load. Raises RankLostError where it has ended already."""
+        try:
+            connection.sendall(start)
+        except OSError as error:
+            raise self._disconnected(f"rank {rank} ended while it started") from error
+
     def loaded(self) -> list[RankReady]:
         """What each of the other ranks came to, once all are loaded. Raises the VllmxError that one
         met, RankLostError where one ended without a word."""
@@ -232,7 +240,7 @@ class Group:
             ends = [host.look(passed_s, HANG_S) for host in tuple(self._hosts)]
             for index, rank in enumerate(self.ranks):
                 beat = int(beats[index][0])
-                moved = beat != seen[index] or not beat  # the first comes when it has started
+                moved = beat != seen[index] or (not beat and not self._is_stopped(rank))
                 still_s[index] = 0.0 if moved else still_s[index] + passed_s
                 seen[index] = beat
                 ends.append(self._end_of(rank, still_s[index]))
@@ -240,6 +248,11 @@ class Group:
             if end is not None and not self._ended.is_set():
                 self.lost(end)
                 return
+
+    def _is_stopped(self, rank: int) -> bool:
+        """How a rank whose first beat is still to come shows that it hangs: it may take its time to
+        start."""
+        return is_stopped(self._processes[rank - self.ranks.start].pid)
 
     def _end_of(self, rank: int, still_s: float) -> str | None:
         """How a rank has ended, if it has."""

@@ -71,7 +71,9 @@ def connect(
             return _greeted(address, key)
         except socket.gaierror as error:
             raise ConfigError(
-                f"--rank-hosts {name}: the host is not known ({error.strerror})", param="rank_hosts"
+                f"--rank-hosts {name}: the host is not known ({error.strerror}): correct its name,"
+                " or give its address",
+                param="rank_hosts",
             ) from error
         except (OSError, SilenceError) as error:
             waited_s = time.monotonic() - began_s

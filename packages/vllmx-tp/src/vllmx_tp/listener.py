@@ -7,6 +7,7 @@ after it failed, and asks anew.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -15,9 +16,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, RankLostError, VllmxError
 from vllmx_engine.core.found_model import FoundModel, find_model
@@ -30,7 +33,7 @@ from vllmx_tp.handshake import HandshakeError, greet
 from vllmx_tp.link import Link
 from vllmx_tp.loading import divide_cores
 from vllmx_tp.messages import NOTICE, Begin, Call, FromHost, HostBeat, HostEnd, HostLoaded
-from vllmx_tp.region import Region
+from vllmx_tp.region import Region, Word
 from vllmx_tp.stage_link import link_of
 
 logger = logging.getLogger("vllmx.tp")
@@ -50,10 +53,14 @@ def listen(address: tuple[str, int]) -> socket.socket:
     except (OSError, OverflowError) as error:
         number = getattr(error, "errno", None) or 0  # those of resolvers are negative
         reason = os.strerror(number) if number > 0 else str(error)
+        is_port = number == errno.EADDRINUSE or isinstance(error, OverflowError)
+        remedy = (
+            "choose another port, or end the process that has this one"
+            if is_port
+            else "name an address that this host has, or a port that this user may have"
+        )
         raise ConfigError(
-            f"--listen {address[0]}:{address[1]}: {reason}: choose another port, or end the"
-            " process that has this one",
-            param="listen",
+            f"--listen {address[0]}:{address[1]}: {reason}: {remedy}", param="listen"
         ) from error
 
 
@@ -118,7 +125,8 @@ class HostedGroup:
         region = Region.create(begin.num_ranks, begin.config.pipeline_parallel_size)
         link: Link | None = None
         group: Group | None = None
-        threading.Thread(target=self._beat, name="vllmx-beats", daemon=True).start()
+        beats = partial(self._beat, region.word(0, Word.HEARTBEAT))
+        threading.Thread(target=beats, name="vllmx-beats", daemon=True).start()
         try:
             link = self._linked(region, begin)
             try:
@@ -216,8 +224,14 @@ class HostedGroup:
         with suppress(OSError):  # it is gone
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _beat(self) -> None:
-        self._every(lambda passed_s: self._send(HostBeat()))
+    def _beat(self, word: npt.NDArray[np.uint32]) -> None:
+        """Shows rank 0 that the host lives, and the ranks here, whom it stands in for rank 0."""
+
+        def beat(passed_s: float) -> None:
+            word[0] = int(word[0]) % 0xFFFFFFFF + 1
+            self._send(HostBeat())
+
+        self._every(beat)
 
     def _watch(self, group: Group) -> None:
         """Tells rank 0 of the end of a rank, and ends the ranks where rank 0 is silent."""

@@ -29,11 +29,14 @@ def divide_cores(ranks: int, config: EngineConfig, backend: str) -> list[Cores]:
     ConfigError for more ranks than cores, unless `num_threads` asks for so many threads."""
     count = available_processors()
     if ranks > count and config.num_threads is None and backend != "numpy":
+        hosts = config.num_ranks // ranks
         one_way = 1 in (config.tensor_parallel_size, config.pipeline_parallel_size)
-        what = f"{_flag(config)} {ranks} is" if one_way else f"{ranks} ranks on this host are"
+        is_flag = one_way and hosts == 1
+        what = f"{_flag(config)} {ranks} is" if is_flag else f"{ranks} ranks on a host are"
+        most = f"choose at most {count}" if is_flag else f"choose at most {count * hosts} in all"
         raise ConfigError(
-            f"{what} more than the {count} cores that there are: choose"
-            f" at most {count}, or set --num-threads {ranks} to share cores",
+            f"{what} more than the {count} cores that there are: {most},"
+            f" or set --num-threads {ranks} to share cores",
             param=_param(config),
         )
     if not hasattr(os, "sched_getaffinity") or ranks > count:

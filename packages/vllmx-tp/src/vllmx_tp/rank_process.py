@@ -34,6 +34,7 @@ from vllmx_engine.wire.ipc import ErrorRecord, FrameReader, Start, ToCore, to_co
 from vllmx_tp.channel import Reader
 from vllmx_tp.executor import COMPARE_VARIABLE, encode_part
 from vllmx_tp.frames import read_frame, read_part
+from vllmx_tp.group import HANG_S
 from vllmx_tp.loading import Cores, load_rank
 from vllmx_tp.messages import Call, RankAnswer, RankReady
 from vllmx_tp.pipeline import InnerStage, LastStage
@@ -149,11 +150,23 @@ class StageFollower(Follower):
 
 
 def _beat(region: Region, rank: int, parent: int) -> None:
-    """Shows that this process lives, and ends it with rank 0."""
-    word = region.word(rank, Word.HEARTBEAT)
-    while os.getppid() == parent:
+    """Shows that this process lives, and ends it with rank 0, or with what stands in for that on
+    another host: it beats in its place. Nobody there could end the ranks of one that is stopped.
+    """
+    word, host = (region.word(one, Word.HEARTBEAT) for one in (rank, 0))
+    seen, still_s, looked_s = 0, 0.0, time.monotonic()
+    while os.getppid() == parent and still_s < HANG_S:
         word[0] = int(word[0]) % 0xFFFFFFFF + 1
         time.sleep(BEAT_S)
+        now_s, beat = time.monotonic(), int(host[0])
+        passed_s, looked_s = min(now_s - looked_s, 2 * BEAT_S), now_s
+        still_s = still_s + passed_s if beat and beat == seen else 0.0
+        seen = beat
+    if still_s >= HANG_S:
+        cause = f"`vllmx rank` (process {parent}) hangs or was stopped"
+        logger.error("%s: rank %d ends", cause, rank)
+        region.write_cause(rank, cause)
+        region.aborted[0] = 1
     os._exit(1)
 
 

@@ -41,6 +41,7 @@ class Word(IntEnum):
     """The words of a rank, by their line."""
 
     HEARTBEAT = 0
+    """The sign of life. Rank 0's stands still on its host; on others it is that of `vllmx rank`."""
     TAKEN = 1
     """Frames that it needs no more."""
     ARRIVED = 2
@@ -117,13 +118,15 @@ class Region:
         return self.num_ranks // self.num_stages
 
     def sums(self, rank: int) -> Seats:
-        """The seats of the ranks that add and gather with this one."""
+        """The seats of the ranks that add and gather with this one; alone it does neither."""
         each = self.ranks_of_stage
         return Seats(rank - rank % each, each, rank % each)
 
     def pieces(self, rank: int) -> Seats:
-        """The seats of the ranks that have the same place in other stages, in order."""
+        """The seats of the ranks that have the same place in other stages, in order. There are
+        several stages, or what is handed on would lie where parts of sums do."""
         ranks, stages, each = self.num_ranks, self.num_stages, self.ranks_of_stage
+        assert stages > 1, "nothing is handed on in a region of one stage"
         if num_seats(ranks, stages) == ranks:
             return Seats(0, ranks, rank)
         return Seats(ranks + rank % each * stages, stages, rank // each)
@@ -184,10 +187,14 @@ class Region:
         return data.split(b"\0", 1)[0].decode("utf-8", "replace")
 
     def close(self) -> None:
-        """The descriptor alone: views may still be read, the memory goes with the last of them."""
+        """Gives back the memory of buffers and ring. Views may still be read: words and causes stay
+        until the last of them is gone, which may be long after, the others are zeros."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+            if hasattr(mmap, "MADV_REMOVE"):
+                size = len(self.map) - self.buffers_at
+                self.map.madvise(mmap.MADV_REMOVE, self.buffers_at, size)
 
 
 def num_seats(num_ranks: int, num_stages: int) -> int:

@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 from vllmx_core.backend import Backend, LoadedModel, LoadOptions
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import UnsupportedOpError
+from vllmx_core.errors import ConfigError, UnsupportedOpError
 from vllmx_core.kv_capacity import layout_of
 from vllmx_core.model import Model, ModelShape
 from vllmx_core.plan import SamplingRows, StepPlan
@@ -65,6 +65,8 @@ def with_layers(
     except UnsupportedOpError:
         raise  # by whoever loads the stages: text alone may be served then
     except Exception as error:  # whatever a backend meets: a model is served without this too
+        if isinstance(error, ConfigError) and error.param == "pipeline_parallel_size":
+            raise  # there are no such stages, however they are cut
         logger.warning(
             "layers are cut by bytes of weights, as they could not be measured (%s: %s)",
             type(error).__name__,

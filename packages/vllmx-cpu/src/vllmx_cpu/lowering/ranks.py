@@ -77,8 +77,9 @@ class VxRanks(Structure):
     ]
     counter: c_uint32
     communicator: Communicator
-    sends: VxWire
-    receives: VxWire
+    sends: VxWire | None = None
+    receives: VxWire | None = None
+    """The ways to and from other stages, where there are some."""
 
 
 class VxAllReduce(Structure):
@@ -133,9 +134,9 @@ def ranks_of(communicator: Communicator | None) -> VxRanks | None:
         shared.num_ranks,
     )
     ranks.counter, ranks.communicator = counter, communicator
-    stages = shared.stages or shared
-    ranks.sends = VxWire.of(stages, stages.rank)
-    ranks.receives = VxWire.of(stages, stages.rank - 1)
+    if shared.stages is not None:
+        ranks.sends = VxWire.of(shared.stages, shared.stages.rank)
+        ranks.receives = VxWire.of(shared.stages, shared.stages.rank - 1)
     return ranks
 
 
@@ -173,14 +174,16 @@ def _all_gather(op: AllGather, site: Site) -> list[Call]:
 
 @OPS.add(Send)
 def _send(op: Send, site: Site) -> list[Call]:
-    arguments = _meeting(site).sends.carrying(site.address(op.x), op.x.width)
-    return [site.call(op, "send", arguments)]
+    wire = _meeting(site).sends
+    assert wire is not None, "a rank of one stage sends nothing on"
+    return [site.call(op, "send", wire.carrying(site.address(op.x), op.x.width))]
 
 
 @OPS.add(Recv)
 def _recv(op: Recv, site: Site) -> list[Call]:
-    arguments = _meeting(site).receives.carrying(site.address(op.out), op.out.width)
-    return [site.call(op, "recv", arguments)]
+    wire = _meeting(site).receives
+    assert wire is not None, "a rank of one stage receives nothing"
+    return [site.call(op, "recv", wire.carrying(site.address(op.out), op.out.width))]
 
 
 def _meeting(site: Site) -> VxRanks:

@@ -18,8 +18,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vllmx_core.errors import VllmxError
+from vllmx_core.errors import RankLostError, VllmxError
 
+from vllmx_engine.link.stopped import PATIENCE_S, is_stopped
 from vllmx_engine.wire.ipc import (
     Failed,
     FrameError,
@@ -78,6 +79,8 @@ class CoreProcess(asyncio.Protocol):
         the VllmxError that it met."""
         core = cls(on_message, on_lost)
         folder = socket_folder()
+        has_ranks = start.config.num_ranks > 1
+        watch = asyncio.ensure_future(core._end_if_stopped()) if has_ranks else None
         try:
             await core._launch(start, folder, door)
             core.info = await core._loaded()
@@ -85,6 +88,8 @@ class CoreProcess(asyncio.Protocol):
             await core.stop(0.0)
             raise
         finally:
+            if watch is not None:
+                watch.cancel()
             shutil.rmtree(folder, ignore_errors=True)
         return core
 
@@ -96,6 +101,16 @@ class CoreProcess(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: self, sock=connection)
         self.send(start)
+
+    async def _end_if_stopped(self) -> None:
+        """Ends a core that was stopped while it loads, and cannot be asked whether it lives: the
+        ranks of its group wait for it."""
+        stopped_s = 0.0
+        while stopped_s < PATIENCE_S:
+            await asyncio.sleep(_POLL_S)
+            started = hasattr(self, "_process")
+            stopped_s = stopped_s + _POLL_S if started and is_stopped(self.pid) else 0.0
+        self.end(RankLostError(f"rank 0 (process {self.pid}) hangs or was stopped"))
 
     async def _loaded(self) -> CoreInfo:
         info = await self._started
@@ -113,7 +128,8 @@ class CoreProcess(asyncio.Protocol):
             while not accepting.done():
                 await asyncio.wait([accepting], timeout=_POLL_S)
                 if not accepting.done() and self._process.poll() is not None:
-                    raise VllmxError(f"{self.describe_end()} while starting; see its log above")
+                    text = f"{self.describe_end()} while starting; see its log above"
+                    raise self._failure or VllmxError(text)
         finally:
             accepting.cancel()
         return accepting.result()[0]

@@ -6,6 +6,7 @@ other value is refused with the reason and the remedy. docs/flags.md is made fro
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -34,6 +35,8 @@ class ForeignFlag(Record):
     """What it sets of ours, to `translation` of its value or, of a bare flag, to `value`."""
     translation: Translation | None = None
     value: Any = True
+    key: str | None = None
+    """The key that it sets of the JSON object in `field`."""
     variable: str | None = None
     """The environment variable of a library that it sets."""
 
@@ -45,6 +48,9 @@ class ForeignFlag(Record):
     @property
     def outcome(self) -> str:
         """One line for the table in docs/flags.md."""
+        if self.key is not None:
+            assert self.field is not None
+            return f"sets `{self.key}` of `--{self.field.replace('_', '-')}`: {self.text}"
         if self.field is not None:
             return f"sets `--{self.field.replace('_', '-')}`: {self.text}"
         if self.variable is not None:
@@ -80,6 +86,25 @@ def means(names: str, field: str, text: str, translation: Translation) -> Foreig
 def switches(names: str, field: str, value: Any, text: str) -> ForeignFlag:
     """One without a value that stands for one of ours."""
     return ForeignFlag(tuple(names.split()), text, bare=True, field=field, value=value)
+
+
+def sampling(names: str, key: str, text: str = "where a request says nothing") -> ForeignFlag:
+    """One that is a default of requests, by its key in generation_config.json."""
+    return ForeignFlag(
+        tuple(names.split()), text, field=DEFAULTS, key=key, translation=number_or_none
+    )
+
+
+def number_or_none(text: str) -> int | float | None:
+    """-1 stands for nothing to set where it is no value of its own. Raises ConfigError."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{text!r} is no number") from None
 
 
 def variable(names: str, name: str, text: str, *, bare: bool = False) -> ForeignFlag:
