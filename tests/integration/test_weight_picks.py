@@ -214,12 +214,14 @@ def test_other_names_and_stacks_and_shapes() -> None:
         (PartSpec("m", 7, entry=0), r"\[7, 8\], a stack of 3 axes is wanted"),
         (PartSpec("m", 7, transposed=True), r"asks for \[7, 6\]"),
         (PartSpec("m", 8, runs=RowRuns(3, 6, 6), turned=True), r"rows 3 to 8 are wanted"),
+        (PartSpec("s", 8, "s", entry=0), r"\[1, 8, 6\], a stack of 2 axes is wanted"),
         (PartSpec("n", 7, alternatives=("o",)), "no tensor 'n'"),
         (PartSpec("q", 256, transposed=True), "q'? is stored as gguf with its axes|other way"),
     ],
 )
 def test_what_a_tensor_has_not_is_told(part: PartSpec, message: str) -> None:
     values = np.zeros((7, 8), np.float32)
-    source = Parts({"m": values}, {"q": gguf("Q8_0", np.ones((6, 256), np.float32))})
+    arrays = {"m": values, "s": np.zeros((1, 8, 6), np.float32)}
+    source = Parts(arrays, {"q": gguf("Q8_0", np.ones((6, 256), np.float32))})
     with pytest.raises(WeightFormatError, match=message):
         assembled(source, part)

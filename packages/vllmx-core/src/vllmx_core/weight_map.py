@@ -103,13 +103,7 @@ def _part(spec: WeightSpec, wanted: PartSpec, source: WeightSource) -> WeightPar
             return _flattened(part, spec.shape, (wanted.rows, spec.cols))
         return _shaped(part, spec.shape, wanted)
     if wanted.entry is not None:
-        axes = 2 if spec.kind == "vector" else 3
-        if len(part.shape) != axes:
-            raise WeightFormatError(
-                f"tensor {part.name!r} has shape {list(part.shape)}, a stack of {axes} axes is"
-                " wanted: config.json and weights do not belong together"
-            )
-        part = entry_of(part, wanted.entry)
+        part = _of_stack(part, wanted.entry, axes=2 if spec.kind == "vector" else 3)
     fits = len(part.shape) == 2 and part.shape[1] == spec.cols
     if wanted.transposed or (wanted.transposed is None and not fits):
         part = transposed(part)
@@ -126,6 +120,16 @@ def _part(spec: WeightSpec, wanted: PartSpec, source: WeightSource) -> WeightPar
     if wanted.turned:
         part = turned(part)
     return checked(part, (wanted.rows,) if spec.kind == "vector" else (wanted.rows, spec.cols))
+
+
+def _of_stack(part: WeightPart, entry: int, *, axes: int) -> WeightPart:
+    """One entry of a stack that has so many axes. Raises WeightFormatError for another number."""
+    if len(part.shape) != axes:
+        raise WeightFormatError(
+            f"tensor {part.name!r} has shape {list(part.shape)}, a stack of {axes} axes is"
+            " wanted: config.json and weights do not belong together"
+        )
+    return entry_of(part, entry)
 
 
 def resolved(source: WeightSource, wanted: PartSpec) -> PartSpec:
@@ -231,7 +235,7 @@ def _bias(wanted: PartSpec, source: WeightSource) -> WeightPart:
     assert wanted.bias is not None
     part = source.part(wanted.bias)
     if wanted.entry is not None:
-        part = entry_of(part, wanted.entry)
+        part = _of_stack(part, wanted.entry, axes=2)
     if wanted.runs is not None:
         part = _picked(part, wanted.runs, wanted.rows)
     return checked(part, (wanted.rows,))
