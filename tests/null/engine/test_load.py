@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import CapacityError
-from vllmx_engine.core.load_options import AUTOMATIC_CONTEXT, load_options
+from vllmx_engine.core.load_options import AUTOMATIC_CONTEXT, fitting_length, load_options
 
 COLUMNS = 256
 
@@ -52,3 +52,15 @@ def test_a_length_that_was_asked_for_is_kept_or_refused(monkeypatch: pytest.Monk
     config = EngineConfig(max_model_len=(1 << 19) + 1)
     with pytest.raises(CapacityError, match="lower it to 524288"):
         load_options(config, model, progress=False)
+
+
+def test_a_window_holds_what_steps_of_this_size_write(caplog: pytest.LogCaptureFixture) -> None:
+    """A backend that has room for larger steps, one token of each sequence, gets none of them."""
+    room: dict[str, Any] = {"num_kv_blocks": 64, "block_size": 16, "kv_cache_bytes": 1 << 20}
+    info: Any = SimpleNamespace(cache_windows=(None, 21), max_num_batched_tokens=256, **room)
+    asked: Any = SimpleNamespace(max_model_len=944, max_num_batched_tokens=32)
+    config = EngineConfig(max_num_batched_tokens=32)
+    assert fitting_length(config, asked, info) == 944
+    assert not caplog.records
+    assert fitting_length(EngineConfig(), asked, info) == 720
+    assert "max_model_len reduced from 944 to 720" in caplog.text

@@ -113,11 +113,14 @@ def _with_tables_that_fit(config: EngineConfig, model: Model, max_model_len: int
 def fitting_length(config: EngineConfig, options: LoadOptions, info: LoadedInfo) -> int:
     """The context length that the KV cache holds; one log line where it is less than the model's
     own and the user asked for none."""
+    step_tokens = info.max_num_batched_tokens
+    if config.max_num_batched_tokens is not None:  # the backend may have room for larger steps
+        step_tokens = min(step_tokens, options.max_num_batched_tokens)
     held = longest_sequence(
         info.cache_windows,
         info.num_kv_blocks,
         info.block_size,
-        info.max_num_batched_tokens,
+        step_tokens,
         options.max_model_len,
     )
     if held < options.max_model_len:
