@@ -26,7 +26,7 @@ def test_honest_clients_alone_and_beside_others(soak: Any) -> None:
     seen = soak.Soak()
     seen.honest["alone"] = [Streamed(0.0, [0.1, 0.2], 2), Streamed(5.0, [5.1, 5.2], 2)]
     seen.honest["hostile"] = [Streamed(1.0, [1.2, 1.3], 2), Streamed(2.0, error="refused")]
-    seen.told = {"no HTTP": Counter({"400": 3, "505": 1}), "schemas": Counter({"500": 2})}
+    seen.told = {"no HTTP": Counter({"400": 3, "431": 1}), "schemas": Counter({"500": 2})}
     seen.residence.samples = [(10.0 * n, {"server": 80.04 + n, "core": 150.0}) for n in range(6)]
     found = soak.report(seen)
     first = found["latencies"][0]

@@ -17,9 +17,9 @@ POST = b"POST /version HTTP/1.1\r\nHost: a\r\n"
     [
         (POST + b"Content-Length: 6\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nG", 400),
         (POST + b"Transfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n1\r\nx\r\n0\r\n\r\n", 400),
-        (POST + b"Transfer-Encoding: xchunked\r\n\r\n", 501),
-        (POST + b"Transfer-Encoding: chunked, identity\r\n\r\n", 501),
-        (POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n", 501),
+        (POST + b"Transfer-Encoding: xchunked\r\n\r\n", 400),
+        (POST + b"Transfer-Encoding: chunked, identity\r\n\r\n", 400),
+        (POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n", 400),
         (POST + b"Transfer-Encoding: \x0bchunked\r\n\r\n", 400),
         (POST + b"Transfer-Encoding : chunked\r\n\r\n", 400),
         (POST + b"Transfer-Encoding:\r\n chunked\r\n\r\n0\r\n\r\n", 400),
@@ -46,7 +46,7 @@ POST = b"POST /version HTTP/1.1\r\nHost: a\r\n"
         (b"/version HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         (b"GET /version\r\nHost: a\r\n\r\n", 400),
         (b"GET /version HTTP/1.1x\r\nHost: a\r\n\r\n", 400),
-        (b"GET /version HTTP/0.9\r\nHost: a\r\n\r\n", 505),
+        (b"GET /version HTTP/0.9\r\nHost: a\r\n\r\n", 400),
     ],
 )
 @pytest.mark.parametrize("before", [b"", GET])

@@ -31,10 +31,8 @@ _TYPES = {
     415: "invalid_request_error",
     431: "invalid_request_error",
     429: "rate_limit_error",
-    501: "invalid_request_error",  # a Transfer-Encoding that is not known
     503: "service_unavailable_error",
     504: "timeout_error",
-    505: "invalid_request_error",
 }
 _ANTHROPIC_TYPES: dict[int, AnthropicType] = {
     401: "authentication_error",

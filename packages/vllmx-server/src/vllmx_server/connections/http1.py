@@ -109,7 +109,7 @@ class Http1(H11Protocol):
                 _check(event, head, is_first=self.keep_alive_requests == 0)
         except h11.RemoteProtocolError as error:
             await self.refuse(
-                BadHTTPError.of(error.error_status_hint, f"no valid request: {_reason(error)}")
+                BadHTTPError.of(_status(error), f"no valid request: {_reason(error)}")
             )
             return False
         except BadHTTPError as error:
@@ -197,7 +197,14 @@ def _check(request: h11.Request, head: bytes, *, is_first: bool) -> None:
     preface = (request.method, request.target, request.http_version) == (b"PRI", b"*", b"2.0")
     if request.http_version not in (b"1.0", b"1.1") and not (preface and is_first):
         version = request.http_version.decode()
-        raise BadHTTPError.of(505, f"HTTP/{version} is not spoken here: use HTTP/1.1")
+        raise BadHTTPError(f"HTTP/{version} is not spoken here: use HTTP/1.1")
+
+
+def _status(error: h11.RemoteProtocolError) -> int:
+    """What h11 suggests, but 400 in place of 501: a client's fault is no error of the server, which
+    operators would be woken for."""
+    hint: int = error.error_status_hint
+    return hint if hint < 500 else 400
 
 
 def _reason(error: h11.RemoteProtocolError) -> str:

@@ -21,7 +21,7 @@ from vllmx_server.openapi.schemas import REF, Schema, schemas_of
 ABOUT = """\
 An inference server with OpenAI's and Anthropic's APIs. Unknown fields are refused by their names.
 Where the server has keys, each request brings one, as a bearer token or as `X-API-Key`. Errors that
-come before there is a route (no valid HTTP, or no such route: 400, 404, 405, 408, 431, 501, 505)
+come before there is a route (no valid HTTP, or no such route: 400, 404, 405, 408, 431)
 have the shape of the others."""
 _REASONS = {
     200: "The answer.",
