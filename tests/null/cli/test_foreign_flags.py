@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import runpy
@@ -15,10 +16,11 @@ from vllmx.cli.command import FAMILIES
 from vllmx.cli.serve import serve
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
+from vllmx_engine.core.generation_config import generation_config
 
 from tests.null.cli.test_options import configs
 
-EVERY = [flag for family in FAMILIES.values() for flag in family]
+EVERY = [flag for family in FAMILIES.values() for line in family for flag in line.apart()]
 
 
 def engine(*arguments: str) -> EngineConfig:
@@ -57,7 +59,7 @@ def test_flash_attention_goes_with_and_without_a_value(value: list[str]) -> None
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("--data-parallel-size 2", "--data-parallel-size 2 is refused: .* one device"),
+        ("--data-parallel-size 2", "--data-parallel-size 2 is refused: .* one copy"),
         ("--swap-space 4", "recomputes"),
         ("--enable-lora", "--enable-lora is refused: .*merge"),
         ("--device cuda:1", "VLLMX_CUDA_DEVICE=1"),
@@ -67,7 +69,7 @@ def test_flash_attention_goes_with_and_without_a_value(value: list[str]) -> None
         ("-ctk q4_0", "f32, f16, bf16, q8_0 are taken"),
         ("-ctk q8_0 -ctv f16", "asks for --kv-cache-dtype f16, which is given as 'int8' too"),
         ("--fp8-kvcache --kv-cache-dtype int8", "given as 'int8' too"),
-        ("--temp 0.7", "override-generation-config"),
+        ("--temp warm", "--temp.* 'warm' is refused: a number is wanted"),
         ("--max-model-len 5 --max-model-len 6", "--max-model-len is given twice"),
         ("--gpu-memory-utilization .5 --memory-fraction .5", "--memory-fraction is given twice"),
         ("--m a --w b", "--model is given twice"),
@@ -119,7 +121,7 @@ def test_the_config_file_takes_them_too(tmp_path: Path) -> None:
     config = engine("--config", str(file))
     assert (config.memory_fraction, config.kv_cache_dtype) == (0.5, "fp8")
     for text, error in (
-        ("data-parallel-size: 2", "one device"),
+        ("data-parallel-size: 2", "one copy"),
         ("enable-lora: true", "merge"),
         ("gpu-memory-utilization: 0.5\nmemory-fraction: 0.5", "twice"),
         ("max-model-length: 5", "did you mean 'max-model-len'"),
@@ -161,3 +163,70 @@ def test_the_page_is_in_step_with_the_code() -> None:
     assert (docs / "flags.md").read_text(encoding="utf-8") == lister["page"](), (
         "run: python docs/list_flags.py"
     )
+
+
+LLAMA_LINE = (
+    "-m demo --temp 0.6 --top-p 0.95 --top-k 20 --min-p 0 --repeat-penalty 1.05 -n 512"
+    " --presence-penalty 1.5 --samplers x"
+)
+
+
+def test_sampling_of_a_command_line_is_the_default_of_requests() -> None:
+    line, found = LLAMA_LINE.removesuffix(" --samplers x"), engine
+    config = found(*line.split())
+    assert json.loads(config.override_generation_config or "") == {
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "top_k": 20,
+        "min_p": 0,
+        "repetition_penalty": 1.05,
+        "max_new_tokens": 512,
+        "presence_penalty": 1.5,
+    }
+    assert generation_config(config, {"top_k": 1})["top_k"] == 20
+    assert engine("-n", "-1").override_generation_config is None
+    both = engine("--override-generation-config", '{"top_k": 1}', "--temp", "0")
+    assert json.loads(both.override_generation_config or "") == {"top_k": 1, "temperature": 0}
+    for line, text in (
+        (LLAMA_LINE, "--samplers x is refused"),
+        ('--temp 1 --override-generation-config {"temperature":0}', "0 there: give one"),
+        ("--temp 1 --override-generation-config []", "must be a JSON object"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            engine(*line.split())
+
+
+def test_variables_of_the_template_come_by_several_flags(tmp_path: Path) -> None:
+    for line, wanted in (
+        ("--reasoning-budget 0", {"enable_thinking": False}),
+        (
+            "--reasoning off --reasoning-effort low",
+            {"enable_thinking": False, "reasoning_effort": "low"},
+        ),
+        ('--chat-template-kwargs {"a":1} --reasoning on', {"a": 1, "enable_thinking": True}),
+    ):
+        config = engine(*line.split())
+        assert json.loads(config.default_chat_template_kwargs or "") == wanted
+    assert engine("--reasoning-budget", "-1").default_chat_template_kwargs is None
+    with pytest.raises(ConfigError, match="thinking_token_budget"):
+        engine("--reasoning-budget", "100")
+    file = tmp_path / "c.yaml"
+    file.write_text("temp: 0.5\noverride-generation-config:\n  top_k: 3\nreasoning: 'off'\n")
+    config = engine("--config", str(file))
+    assert json.loads(config.override_generation_config or "") == {"top_k": 3, "temperature": 0.5}
+    assert json.loads(config.default_chat_template_kwargs or "") == {"enable_thinking": False}
+
+
+def test_keys_of_a_file_and_tasks(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\none\n\n two \n")
+    assert configs("--api-key-file", str(file))[1].api_key == ("one", "two")
+    file.write_text("\n")
+    for text, error in ((str(file), "holds no key"), (str(tmp_path / "none"), "cannot be read")):
+        with pytest.raises(ConfigError, match=error):
+            configs("--api-key-file", text)
+    assert engine("--embeddings").task == engine("--convert", "embed").task == "embed"
+    assert engine("--convert", "none", "--task", "score").task == "score"
+    with pytest.raises(ConfigError, match="--runner pooling is refused: say --task"):
+        engine("--runner", "pooling")
+    assert configs("--cors-origins", "a,b")[1].allowed_origins == ("a", "b")

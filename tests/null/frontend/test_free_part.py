@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from vllmx_core.config import EngineConfig
+from vllmx_core.errors import ConfigError
 from vllmx_core.registry import load_registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_demo.source import MODEL_FOLDER
@@ -79,3 +80,23 @@ def test_a_budget_for_the_analysis(tokenizer: Tokenizer) -> None:
     begin = tokenizer.decode(list(found.begin_ids), skip_special_tokens=False)
     assert begin == "<|channel|>analysis<|message|>"
     assert tokenizer.decode(list(found.end_ids), skip_special_tokens=False) == "<|end|>"
+
+
+ECHO = "{{ messages[0].content }}:{{ enable_thinking|default('unset') }}:{{ more|default('') }}"
+
+
+def test_the_operators_variables_are_those_of_chats_that_set_none(tokenizer: Tokenizer) -> None:
+    config = EngineConfig(default_chat_template_kwargs='{"enable_thinking": false, "more": 1}')
+    renderer = ChatRenderer(tokenizer, ECHO, config=config)
+    messages = [{"role": "user", "content": "hello"}]
+    assert renderer.render(messages) == "hello:False:1"
+    own = ChatOptions(template_kwargs={"enable_thinking": True})
+    assert renderer.render(messages, own) == "hello:True:1"
+    for text, error in (
+        ("[]", "must be a JSON object"),
+        ("{", "must be a JSON object"),
+        ('{"tools": []}', "may not hold 'tools'"),
+    ):
+        bad = EngineConfig(default_chat_template_kwargs=text)
+        with pytest.raises(ConfigError, match=f"--default-chat-template-kwargs {error}"):
+            ChatRenderer(tokenizer, config=bad)

@@ -34,6 +34,8 @@ class EngineConfig:
     "org/repo:file.gguf"; None: the one that lies beside the model."""
     chat_template: str | None = None
     """A template file that replaces the model's own."""
+    default_chat_template_kwargs: str | None = None
+    """Variables of the template as a JSON object, for chats that do not set them themselves."""
     backend: str = "auto"
     load_format: str = "auto"
     model_impl: str = "auto"

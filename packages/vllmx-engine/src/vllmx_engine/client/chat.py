@@ -17,8 +17,13 @@ from vllmx_core.output_format import OutputFormat
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
-from vllmx_engine.client.chat_options import ChatMessage, ChatOptions, Message
-from vllmx_engine.client.forced_calls import CALLS_FIELD, asks_for_calls, with_calls
+from vllmx_engine.client.chat_options import (
+    ChatMessage,
+    ChatOptions,
+    Message,
+    default_variables,
+)
+from vllmx_engine.client.forced_calls import CALLS_FIELD, asks_for_calls, told_tools, with_calls
 from vllmx_engine.client.free_part import free_part
 from vllmx_engine.client.request import Request
 from vllmx_engine.core.found_model import FoundModel
@@ -52,6 +57,7 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._source = source
         self._config = config or EngineConfig()
+        self._defaults = default_variables(self._config.default_chat_template_kwargs)
         self._registry = registry
         self._lock = threading.Lock()
         self._found: FoundFormat | None = None
@@ -139,7 +145,7 @@ class ChatRenderer:
         options: ChatOptions | None = None,
     ) -> FreePart | None:
         """What the answer to a prompt of `render` has in front of its form. May take a while."""
-        form, options = params.structured_outputs, options or ChatOptions()
+        form, options = params.structured_outputs, self._with_defaults(options)
         if form is None:
             return None
         thinks = options.thinks or bool((params.thinking_token_budget or 0) > 0)
@@ -190,6 +196,13 @@ class ChatRenderer:
         )
         return replace(request, readers=readers) if readers.is_needed else request
 
+    def _with_defaults(self, options: ChatOptions | None) -> ChatOptions:
+        """What is asked for, over the variables that the operator sets for all."""
+        options = options or ChatOptions()
+        if not self._defaults:
+            return options
+        return replace(options, template_kwargs=self._defaults | dict(options.template_kwargs))
+
     def render(
         self,
         messages: Sequence[ChatMessage | Message],
@@ -198,14 +211,17 @@ class ChatRenderer:
     ) -> str:
         """The prompt's text, with every special token that belongs to it. May take a while: not for
         an event loop. Raises TemplateError, InvalidRequestError."""
-        options = options or ChatOptions()
+        options = self._with_defaults(options)
         generation = options.add_generation_prompt
+        tools = options.tools
+        if options.allowed_tools is not None:
+            tools = told_tools(self.format.format, options)
         template = self.template
         if options.source is not None:
             template = type(template)(options.source, self._tokenizer.named_tokens)
         return template.render(
             [asdict(message) if isinstance(message, Message) else message for message in messages],
-            options.tools,
+            tools,
             documents=options.documents,
             add_generation_prompt=not options.continue_final_message
             if generation is None

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllmx_core.errors import ConfigError, shown
 from vllmx_core.records import Record, field
+
+RESERVED_VARIABLES = (
+    "messages",
+    "tools",
+    "documents",
+    "template",
+    "add_generation_prompt",
+    "continue_final_message",
+)
+"""Names that variables of a template may not have: they say what is rendered."""
 
 ChatMessage = Mapping[str, Any]
 """An OpenAI message: role, content, and what else the template knows."""
@@ -30,6 +42,9 @@ class ChatOptions(Record):
     """Calls of tools after an answer's first are left out."""
     tool_choice: str = "auto"
     """"auto": as the model likes; "required": the answer is calls; else the tool that it calls."""
+    allowed_tools: Sequence[str] | None = None
+    """Names of the tools that may be called; None: all. The prompt tells of the others, too, so
+    that it begins as it does without, unless nothing but the prompt keeps them from being called."""
     needs_budget: bool = True
     """A budget for thoughts is refused where they are not separated from content."""
     template: str | None = None
@@ -46,3 +61,26 @@ class ChatOptions(Record):
         effort = given.get("reasoning_effort")
         switched_on = given.get("enable_thinking") is True or given.get("thinking") is True
         return switched_on or effort not in (None, "none")
+
+
+def default_variables(text: str | None) -> dict[str, Any]:
+    """Variables of the template for all chats, out of a JSON object. Raises ConfigError."""
+    if text is None:
+        return {}
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise _refusal(
+            f"must be a JSON object such as '{{\"enable_thinking\": false}}', got {shown(text)}"
+        )
+    for name in RESERVED_VARIABLES:
+        if name in values:
+            raise _refusal(f"may not hold {name!r}, which requests bring")
+    return values
+
+
+def _refusal(problem: str) -> ConfigError:
+    name = "default_chat_template_kwargs"
+    return ConfigError(f"--{name.replace('_', '-')} {problem}", param=name)

@@ -13,7 +13,15 @@ from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.text.model_files import read_json_object
 
-SAMPLING = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 """Keys that become defaults of requests, beside `max_new_tokens`."""
 
 

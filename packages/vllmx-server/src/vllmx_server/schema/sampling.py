@@ -8,13 +8,11 @@ from typing import Any
 import msgspec
 from vllmx_core.errors import InvalidRequestError, listing
 from vllmx_core.sampling import SamplingParams
+from vllmx_engine.core.generation_config import SAMPLING
 
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.structured import structured_outputs
 from vllmx_server.schema.unserved import UnservedFields, check_unserved
-
-DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields whose default the model's generation_config.json may set."""
 
 MAX_STREAMED_LOGPROBS = 1000
 """The most log-probabilities for each token; a chunk is encoded at once."""
@@ -114,11 +112,9 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
         self, defaults: Mapping[str, Any], *, max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
         """The request's parameters over the model's defaults. Raises InvalidRequestError."""
-        values: dict[str, Any] = {k: v for k, v in defaults.items() if k in DEFAULTED}
+        values: dict[str, Any] = {k: v for k, v in defaults.items() if k in SAMPLING}
         for name in (
-            *DEFAULTED,
-            "frequency_penalty",
-            "presence_penalty",
+            *SAMPLING,
             "n",
             "best_of",
             "seed",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import click
@@ -34,7 +35,8 @@ class ModelCommand(click.Command):
     def _foreign_flags(self) -> Iterator[ForeignFlag]:
         own = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
         fields = {param.name for param in self.params}
-        for flag in (flag for family in FAMILIES.values() for flag in family):
+        lines = chain.from_iterable(FAMILIES.values())
+        for flag in chain.from_iterable(line.apart() for line in lines):
             names = tuple(name for name in flag.names if name not in own)
             if names and (flag.field is None or flag.field in fields):
                 yield flag

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -75,25 +76,28 @@ def known_keys(
     }
     others = {name.lstrip("-"): flag for flag in foreign for name in flag.names}
     found: dict[str, Any] = {}
+    theirs = list[tuple[ForeignFlag, Any]]()
     for key, value in file.items():
         dashed = key.replace("_", "-")
         if key.replace("-", "_") in fields:
-            _put(found, key, value)
+            _put(found, key.replace("-", "_"), value)
         elif names.get(dashed) in fields:
             _put(found, names[dashed], value)
         elif dashed in others:
             if not (others[dashed].bare and value is False):
-                apply(others[dashed], value, found)
+                theirs.append((others[dashed], value))
         else:
             known = [name.replace("_", "-") for name in fields]
             raise ConfigError(
                 f"the config file has the unknown key {key!r}{nearest(dashed, [*known, *names])};"
                 " known are the flags of this command without their dashes"
             )
+    for flag, value in theirs:  # last, for some add to what ours says
+        apply(flag, value, found)
     return found
 
 
 def _put(found: dict[str, Any], key: str, value: Any) -> None:
     if any(key.replace("-", "_") == other.replace("-", "_") for other in found):
         raise ConfigError(f"the config file has the key {key!r} twice, under two names: keep one")
-    found[key] = value
+    found[key] = json.dumps(value, default=str) if isinstance(value, dict) else value

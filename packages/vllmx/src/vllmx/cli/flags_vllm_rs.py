@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from vllmx.cli.flags_vllm import NO_SWAP
-from vllmx.cli.foreign_flags import ignored, refused, switch, switches, variable
+from vllmx.cli.flags_vllm import NO_SPLIT, NO_SWAP
+from vllmx.cli.foreign_flags import ignored, refused, sampling, switch, switches, variable
 
-NO_SPLIT = "vllmx does prefill and decode in one place: leave it out"
 MCP_FILE = "name the server in a file: --mcp-config FILE"
-DEFAULTS = "set defaults of requests with --override-generation-config, for example"
 
 VLLM_RS = (
     switches("--cpu", "backend", "cpu", "the CPU backend"),
@@ -20,14 +18,15 @@ VLLM_RS = (
     switch("--server", "`vllmx serve` is the server"),
     switch("--log", "there is always a log; --log-level says how much"),
     variable("--hf-token-path", "HF_TOKEN_PATH", "file with the token for the hub"),
-    refused("--ui-server", "there is no web page: `vllmx chat` is in the terminal", bare=True),
+    switches("--ui-server", "web", True, "there is a page at / unless --no-web says otherwise"),
     refused("--pd-server --pd-client", NO_SPLIT, bare=True),
     refused("--pd-url", NO_SPLIT),
     refused("--mcp-command --mcp-args", MCP_FILE),
-    refused("--max-tokens", f"{DEFAULTS} '{{\"max_new_tokens\": 512}}'"),
-    refused("--temperature --temp", f"{DEFAULTS} '{{\"temperature\": 0.7}}'"),
-    refused("--top-p", f"{DEFAULTS} '{{\"top_p\": 0.9}}'"),
-    refused("--top-k", f"{DEFAULTS} '{{\"top_k\": 40}}'"),
-    refused("--min-p", f"{DEFAULTS} '{{\"min_p\": 0.05}}'"),
-    refused("--presence-penalty --frequency-penalty", "requests set it themselves: leave it out"),
+    sampling("--max-tokens", "max_new_tokens"),
+    sampling("--temperature --temp", "temperature"),
+    sampling("--top-p", "top_p"),
+    sampling("--top-k", "top_k"),
+    sampling("--min-p", "min_p"),
+    sampling("--presence-penalty", "presence_penalty"),
+    sampling("--frequency-penalty", "frequency_penalty"),
 )

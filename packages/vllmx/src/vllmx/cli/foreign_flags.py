@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from vllmx_core.errors import ConfigError
+from vllmx_core.errors import ConfigError, shown
 from vllmx_core.records import Record
 
 logger = logging.getLogger("vllmx.flags")
 
 Translation = Mapping[str, Any] | Callable[[str], Any]
+SAID_BY_REQUESTS = "of requests that do not say it"
 
 
 class ForeignFlag(Record):
@@ -44,6 +46,19 @@ class ForeignFlag(Record):
     def name(self) -> str:
         """The one of its names that says most."""
         return max(self.names, key=len)
+
+    def apart(self) -> Iterator[ForeignFlag]:
+        """The flags of a line of the table one by one, so that messages name the one that is given:
+        each long name, with the short ones before it. Names that set ours are one flag's."""
+        if self.field is not None or self.variable is not None:
+            yield self
+            return
+        names = list[str]()
+        for name in self.names:
+            names.append(name)
+            if name.startswith("--") or name == self.names[-1]:
+                yield replace(self, names=tuple(names))
+                names = []
 
     @property
     def outcome(self) -> str:
@@ -88,23 +103,38 @@ def switches(names: str, field: str, value: Any, text: str) -> ForeignFlag:
     return ForeignFlag(tuple(names.split()), text, bare=True, field=field, value=value)
 
 
-def sampling(names: str, key: str, text: str = "where a request says nothing") -> ForeignFlag:
-    """One that is a default of requests, by its key in generation_config.json."""
+def sampling(
+    names: str, key: str, text: str = SAID_BY_REQUESTS, translation: Translation | None = None
+) -> ForeignFlag:
+    """One with the default of a sampling parameter, by its key in generation_config.json."""
     return ForeignFlag(
-        tuple(names.split()), text, field=DEFAULTS, key=key, translation=number_or_none
+        tuple(names.split()),
+        text,
+        field="override_generation_config",
+        key=key,
+        translation=translation or number,
     )
 
 
-def number_or_none(text: str) -> int | float | None:
-    """-1 stands for nothing to set where it is no value of its own. Raises ConfigError."""
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"{text!r} is no number") from None
+def template(names: str, key: str, text: str, translation: Translation) -> ForeignFlag:
+    """One with the default of a variable of the chat template."""
+    return ForeignFlag(
+        tuple(names.split()),
+        text,
+        field="default_chat_template_kwargs",
+        key=key,
+        translation=translation,
+    )
+
+
+def number(text: str) -> int | float:
+    """Raises ConfigError."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    raise ConfigError(f"a number is wanted, got {text!r}")
 
 
 def variable(names: str, name: str, text: str, *, bare: bool = False) -> ForeignFlag:
@@ -131,6 +161,12 @@ def apply(flag: ForeignFlag, value: Any, fields: dict[str, Any]) -> None:
 def _set(flag: ForeignFlag, text: str, fields: dict[str, Any]) -> None:
     assert flag.field is not None
     ours = flag.value if flag.bare else _translated(flag, text)
+    if ours is None:
+        logger.info("%s is taken without effect: it asks for what is done anyway", flag.name)
+        return
+    if flag.key is not None:
+        _set_key(flag, flag.key, ours, fields)
+        return
     before = fields.get(flag.field)
     own = "--" + flag.field.replace("_", "-")
     if before not in (None, (), ours):
@@ -142,9 +178,33 @@ def _set(flag: ForeignFlag, text: str, fields: dict[str, Any]) -> None:
     logger.info("%s is taken as %s %s", flag.name, own, ours)
 
 
+def _set_key(flag: ForeignFlag, key: str, ours: Any, fields: dict[str, Any]) -> None:
+    """Puts `ours` into the JSON object of the flag's field."""
+    assert flag.field is not None
+    own = "--" + flag.field.replace("_", "-")
+    try:
+        values = json.loads(fields.get(flag.field) or "{}")
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{own} must be a JSON object", param=flag.field)
+    if values.get(key, ours) != ours:
+        raise ConfigError(
+            f"{flag.name} asks for {key} {ours} in {own}, which has {shown(values[key])} there:"
+            " give one",
+            param=flag.field,
+        )
+    fields[flag.field] = json.dumps(values | {key: ours})
+    logger.info("%s is taken as %s of %s: %s", flag.name, key, own, ours)
+
+
 def _translated(flag: ForeignFlag, text: str) -> Any:
     if callable(flag.translation):
-        return flag.translation(text)
+        try:
+            return flag.translation(text)
+        except ConfigError as error:
+            problem = error.message
+        raise ConfigError(f"{flag.name} {shown(text)} is refused: {problem}", param=flag.name)
     assert flag.translation is not None
     if text.lower() not in flag.translation:
         raise ConfigError(

@@ -37,6 +37,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "quantization": ("-q",),
     "mmproj": ("-mm",),
     "chat_template": ("--chat-template-file",),
+    "default_chat_template_kwargs": ("--chat-template-kwargs",),
     "served_model_name": ("--alias", "-a"),
     "seed": ("-s",),
     "root_path": ("--api-prefix",),
@@ -54,6 +55,8 @@ HELP: Mapping[str, str] = {
     "mmproj": "GGUF file with the tower for images of a GGUF model; without it the mmproj*.gguf"
     " beside the model.",
     "chat_template": "File with another chat template.",
+    "default_chat_template_kwargs": "Variables of the template as a JSON object, for chats that do"
+    " not set them, such as '{\"enable_thinking\": false}'.",
     "backend": "Backend by name, or auto: the best that can run here.",
     "task": "What the model is loaded for: generate, embed, score or classify; auto: as its files"
     " say.",
