@@ -206,6 +206,26 @@ def test_nothing_is_loaded_for_a_key_that_may_not_use_it(
         assert {card["id"]: card.get("state") for card in cards}["two"] == "unloaded"
 
 
+def test_a_key_opens_a_model_by_each_of_its_names(
+    tmp_path: Path, fake_environment: dict[str, str]
+) -> None:
+    """Of the first model and of one that is loaded on demand."""
+    records = [
+        {"name": name, "sha256": digest_of(name), "models": [name]} for name in ("uno", "due")
+    ]
+    (tmp_path / "keys.json").write_text(json.dumps({"keys": records}))
+    keys = f"--api-keys-file={tmp_path / 'keys.json'}"
+    with running_server(*flags(tmp_path), keys, environment=fake_environment) as server:
+        for key, own, other in (("uno", "one", "two"), ("due", "two", "uno")):
+            told = {"authorization": f"Bearer {key}"}
+            for model, status in ((key, 200), (own, 200), (other, 403)):
+                body = {"prompt": "ab", "max_tokens": 3, "model": model}
+                answer = server.post("/v1/completions", body, headers=told)
+                assert answer.status_code == status, (key, model, answer.text)
+                counted = server.post("/tokenize", {"prompt": "ab", "model": model}, headers=told)
+                assert counted.status_code == status, (key, model, counted.text)
+
+
 def on_socket(path: Path, method: str, route: str, body: object = None) -> httpx.Response:
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=PATIENCE_S) as client:
         return client.request(method, f"http://vllmx{route}", json=body)

@@ -140,6 +140,12 @@ class ServerState:
                 param="model",
             )
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of this state's model, its own first."""
+        own = self.llm.config.name
+        return (own,) if self.models is None else (own, *self.models.aliases(own))
+
     def check_admission(self) -> None:
         """Whether a generation request would be taken now; asked before its body is read. Raises
         OverloadedError while draining or over `max_concurrent_requests`, QueueFullError,
@@ -164,10 +170,10 @@ class ServerState:
     ) -> Admitted:
         """Does what `admit` does for a request that needs no place in the engine: nothing but the
         limits of its key is asked."""
-        holder, model = holder_of(request), self.llm.config.name
+        holder = holder_of(request)
         count = partial(self._count, holder.client)
         return await admitted(
-            request, holder, model, num_tokens, leave, self.desk, self.settling, count
+            request, holder, self.names, num_tokens, leave, self.desk, self.settling, count
         )
 
     def _count(self, client: str, new: KeyUsage) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -89,22 +89,23 @@ def expected_tokens(num_bytes: int, body: object) -> int:
 async def admitted(
     request: Request,
     holder: Holder,
-    model: str,
+    names: Sequence[str],
     num_tokens: int,
     leave: Callable[[], None],
     desk: Desk,
     settling: Settling,
     count: Callable[[KeyUsage], None],
 ) -> Admitted:
-    """Lets a request in that `leave` ends. The lines of a batch are not counted against limits:
-    they run in what others leave. Raises ForbiddenError for a model that the key may not
-    use and RateLimitError where it has used up what it may; `leave` was called then."""
+    """Lets a request in that `leave` ends, for a model of these names, its own first. The lines of
+    a batch are not counted against limits: they run in what others leave. Raises ForbiddenError for
+    a model that the key may not use and RateLimitError where it has used up what it may; `leave`
+    was called then."""
     try:
-        holder.check_model(model)
+        holder.check_model(*names)
         is_batch = "is_batch" in request.scope["state"]
         if is_batch or holder.record is None or not holder.record.has_limits:
             return Admitted(leave, count)
-        wanted = Wanted(key=holder.client, model=model, num_tokens=num_tokens)
+        wanted = Wanted(key=holder.client, model=names[0], num_tokens=num_tokens)
         granted = await desk.reserve(wanted)
     except BaseException as error:
         leave()

@@ -36,7 +36,7 @@ class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     admin: bool = False
     """May use the routes that change the server."""
     models: tuple[str, ...] | None = None
-    """Served names that it may use."""
+    """Served names that it may use, or aliases of them."""
     mcp_servers: tuple[str, ...] | None = None
     """Servers of --mcp-config whose tools it may use. None: all, unless another key of the file
     names any; none then."""

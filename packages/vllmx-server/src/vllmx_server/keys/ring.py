@@ -41,13 +41,16 @@ class Holder:
         """The part of the capacity that this client gets beside others that wait."""
         return 1.0 if self.record is None else self.record.share
 
-    def check_model(self, model: str) -> None:
-        """Raises ForbiddenError for a served name that the key may not use."""
-        if self.record is None or self.record.models is None or model in self.record.models:
+    def check_model(self, *names: str) -> None:
+        """Raises ForbiddenError for a model that the key may not use, of which `names` are the own
+        name and the aliases: the record may say any of them."""
+        if self.record is None or self.record.models is None:
+            return
+        if not set(names).isdisjoint(self.record.models):
             return
         allowed = ", ".join(self.record.models) or "none"
         raise ForbiddenError(
-            f"the key {self.name!r} may not use the model {model}; it may use: {allowed}",
+            f"the key {self.name!r} may not use the model {names[0]}; it may use: {allowed}",
             param="model",
         )
 

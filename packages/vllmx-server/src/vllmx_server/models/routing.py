@@ -47,7 +47,8 @@ def of_model(endpoint: Endpoint) -> Endpoint:
             data = await read_body(request, state.config, held)
             peek = _peeked(data)
             name = state.models.name_of(peek.model)
-            holder_of(request).check_model(name)  # before anything is loaded for it
+            # before anything is loaded for it
+            holder_of(request).check_model(name, *state.models.aliases(name))
             interval_s = state.config.sse_ping_interval_s
             waiting = deadline_of(request, state.config).bound(state.models.state(name))
             if not state.models.is_open(name) and peek.stream and interval_s:

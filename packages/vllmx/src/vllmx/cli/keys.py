@@ -32,7 +32,7 @@ def keys() -> None:
 @click.argument("name")
 @_FILE
 @click.option("--admin", is_flag=True, help="May use the routes that change the server.")
-@click.option("--model", "models", multiple=True, help="A served name, or an alias; may be repeated.")
+@click.option("--model", "models", multiple=True, help="A name of a served model; may be repeated.")
 @click.option(
     "--mcp-server",
     "mcp_servers",
