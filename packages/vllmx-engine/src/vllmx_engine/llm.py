@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from vllmx_core.config import DEMO_MODEL, EngineConfig
+from vllmx_core.config import DEMO_MODEL
 from vllmx_core.errors import InvalidRequestError
 from vllmx_core.records import Record
 from vllmx_core.registry import Registry
@@ -27,6 +27,7 @@ from vllmx_engine.client.pooling import (
 )
 from vllmx_engine.client.request import Prompt, Request, RequestOptions
 from vllmx_engine.client.request_state import RequestState
+from vllmx_engine.llm_arguments import engine_config
 from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_engine.wire.messages import CoreInfo
 from vllmx_engine.wire.outputs import PoolingRequestOutput, RequestOutput
@@ -53,7 +54,7 @@ class LLM(HasEngine):
     Args:
         model: a folder, a file, a Hugging Face id, or "demo".
         registry: plugins; None: all that are installed.
-        **config: any other field of `EngineConfig`.
+        **config: any other field of `EngineConfig`, by vLLM's name too where it has another one.
 
     Raises:
         VllmxError: the typed reason why the model cannot be loaded.
@@ -62,7 +63,7 @@ class LLM(HasEngine):
     def __init__(
         self, model: str = DEMO_MODEL, *, registry: Registry | None = None, **config: Any
     ) -> None:
-        self._engine = InlineEngine(EngineConfig(model=model, **config), registry)
+        self._engine = InlineEngine(engine_config(model, config), registry)
 
     @property
     def info(self) -> CoreInfo:
