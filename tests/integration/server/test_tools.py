@@ -308,3 +308,56 @@ def test_what_cannot_be_called_is_refused(
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, WEATHER, **options)
     assert message in str(caught.value)
+
+
+def allowed(mode: str, *names: str) -> Any:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_are_called(client: openai.OpenAI, mode: str, stream: bool) -> None:
+    """The model would call another one, and the prompt tells of all."""
+    choice = allowed(mode, "add")
+    if stream:
+        chunks = list(ask(client, WEATHER, tools=TOOLS, tool_choice=choice, stream=True))
+        deltas = [call for each in chunks for call in each.choices[0].delta.tool_calls or ()]
+        assert [call.function.name for call in deltas if call.function.name] == ["add"]
+        return
+    answer = ask(client, WEATHER, tools=TOOLS, tool_choice=choice, max_tokens=100)
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "add"
+    assert answer.choices[0].finish_reason == "tool_calls"
+    free = ask(client, WEATHER, tools=TOOLS, max_tokens=1)
+    assert answer.usage.prompt_tokens == free.usage.prompt_tokens
+
+
+def test_allowed_tools_are_called_as_ever(client: openai.OpenAI) -> None:
+    choice = allowed("auto", "get_weather")
+    (call,) = ask(client, WEATHER, tools=TOOLS, tool_choice=choice).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    hello = [{"role": "user", "content": "Hello!"}]
+    assert ask(client, hello, tools=TOOLS, tool_choice=choice).choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="none of the tools") as refused:
+        ask(client, WEATHER, tools=TOOLS, tool_choice=allowed("auto", "add", "odd"))
+    assert refused.value.param == "tool_choice.allowed_tools.tools[1]"
+
+
+def test_allowed_tools_of_a_response(client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", **each["function"]} for each in TOOLS]
+
+    def choose(name: str) -> Any:
+        return {
+            "type": "allowed_tools",
+            "mode": "required",
+            "tools": [{"type": "function", "name": name}],
+        }
+
+    options: dict[str, Any] = {"model": "demo", "input": WEATHER, "temperature": 0, "tools": tools}
+    answer = client.responses.create(**options, tool_choice=choose("add"))
+    assert [getattr(item, "name", None) for item in answer.output] == ["add"]
+    assert answer.tool_choice.to_dict() == choose("add")
+    with pytest.raises(openai.BadRequestError, match="none of the tools") as refused:
+        client.responses.create(**options, tool_choice=choose("odd"))
+    assert refused.value.param == "tool_choice.tools[0]"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from vllmx_core.output_format import OutputFormat
 from vllmx_core.specs import ParserSpec
+from vllmx_engine.client.chat_options import ChatOptions
+from vllmx_engine.client.forced_calls import told_tools
 from vllmx_engine.formats.call_grammar import may_call, must_call
 from vllmx_engine.formats.writer import WrittenCall, write_answer
 from vllmx_models.parsers import PARSERS
@@ -70,6 +73,16 @@ def test_free_answers_whose_calls_are_right(spec: ParserSpec, grammarian: Gramma
     assert grammarian.accepts(grammar, write_answer(made_of, content="Look", calls=GOOD[:1]))
     for call in BAD:
         assert not grammarian.accepts(grammar, write_answer(made_of, calls=[call])), call
+
+
+@pytest.mark.parametrize("spec", PARSERS, ids=lambda spec: spec.name)
+def test_the_prompt_tells_of_tools_that_a_grammar_can_hold_back(spec: ParserSpec) -> None:
+    made_of: OutputFormat = spec.load()
+    tools = [{"type": "function", "function": {"name": name}} for name in ("a", "b")]
+    chat = ChatOptions(tools=tools, allowed_tools=("b",))
+    is_held = may_call(made_of, TOOLS) is not None
+    assert told_tools(made_of, chat) == (tools if is_held else tools[1:])
+    assert told_tools(made_of, replace(chat, tool_choice="required")) == tools
 
 
 def test_one_call_at_most(grammarian: Grammarian) -> None:

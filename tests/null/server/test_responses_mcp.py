@@ -306,6 +306,34 @@ async def test_the_clients_own_functions_are_the_clients(served: Served) -> None
     assert (await ask(served, tools=[WELL, twice])).status_code == 400
 
 
+async def test_a_servers_tools_are_allowed(served: Served) -> None:
+    """One by its name, or all of them, beside the client's own; what was required is so once."""
+    own = {"type": "function", "name": "own", "parameters": {"type": "object"}}
+    one = {"type": "mcp", "server_label": "well", "name": "echo"}
+    every = {"type": "mcp", "server_label": "well"}
+    function = {"type": "function", "name": "own"}
+    for allowed, names in (
+        ([one, function], ["well__echo", "own"]),
+        ([every], ["well__echo", "well__fail", "well__hang", "well__env"]),
+    ):
+        script = Script(served, call("well__echo", text="x"), "Done.")
+        choice = {"type": "allowed_tools", "mode": "required", "tools": allowed}
+        response = await answered(served, tools=[WELL, own], tool_choice=choice)
+        assert kinds(response) == ["mcp_list_tools", "mcp_call", "message"]
+        assert [each.tool_choice for each in script.options] == ["required", "auto"]
+        assert [sorted(each.allowed_tools) for each in script.options] == [sorted(names)] * 2
+    for tool, words in (
+        ({"type": "mcp", "server_label": "odd"}, "none of the MCP servers"),
+        ({"type": "mcp", "server_label": "well", "name": "odd"}, "none of the tools of MCP"),
+        ({"type": "web_search"}, "of which the request has no tool"),
+        ({"type": "function", "name": "odd"}, "none of the tools"),
+    ):
+        choice = {"type": "allowed_tools", "mode": "auto", "tools": [tool]}
+        refused = await ask(served, tools=[WELL, own], tool_choice=choice)
+        assert refused.status_code == 400
+        assert words in refused.text
+
+
 async def test_a_server_that_is_down_is_told_of(served: Served) -> None:
     script = Script(served, "Sorry.")
     made = await answered(served, tools=[{**WELL, "server_label": "down", "allowed_tools": None}])

@@ -12,6 +12,14 @@ from vllmx_core.errors import InvalidRequestError
 from vllmx_server.schema import chat, completions, text
 from vllmx_server.schema.decode import decode
 
+_ALLOWED = "tool_choice.allowed_tools"
+_TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def _allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
 
 def chat_request(**fields: Any) -> chat.ChatCompletionRequest:
     body = {"messages": [{"role": "user", "content": "hi"}], **fields}
@@ -45,6 +53,10 @@ def completion_request(**fields: Any) -> completions.CompletionRequest:
         ({"response_format": None, "audio": {}}, "audio"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tool_choice": _allowed("auto", "g"), "tools": [_TOOL]}, f"{_ALLOWED}.tools[0]"),
+        ({"tool_choice": _allowed("auto"), "tools": [_TOOL]}, f"{_ALLOWED}.tools"),
+        ({"tool_choice": _allowed("never", "f"), "tools": [_TOOL]}, f"{_ALLOWED}.mode"),
+        ({"tool_choice": _allowed("auto", "f")}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"modalities": ["text", "audio"]}, "modalities"),

@@ -49,6 +49,7 @@ RESPONSES_FIELDS = FieldNames(
         r"reasoning_effort": "reasoning.effort",
         r"tools\[(\d+)\]\.function": r"tools[\1]",
         r"messages": "input",
+        r"tool_choice\.allowed_tools": "tool_choice",
     }
 )
 MESSAGES_FIELDS = FieldNames(

@@ -44,7 +44,7 @@ class ChatOptions(Record):
     """"auto": as the model likes; "required": the answer is calls; else the tool that it calls."""
     allowed_tools: Sequence[str] | None = None
     """Names of the tools that may be called; None: all. The prompt tells of the others, too, so
-    that it begins as it does without, unless nothing but the prompt keeps them from being called."""
+    that its beginning stays, unless nothing but the prompt keeps them from being called."""
     needs_budget: bool = True
     """A budget for thoughts is refused where they are not separated from content."""
     template: str | None = None

@@ -12,7 +12,7 @@ from vllmx_core.sampling import SamplingParams
 from vllmx_core.structured import StructuredOutputsParams
 
 from vllmx_engine.client.chat_options import ChatOptions
-from vllmx_engine.formats.call_grammar import may_call, must_call
+from vllmx_engine.formats.call_grammar import may_call, must_call, tells_calls
 from vllmx_engine.formats.tool_schemas import Tools, tools_by_name
 
 CALLS_FIELD = "tool_choice"
@@ -21,7 +21,19 @@ CALLS_FIELD = "tool_choice"
 
 def asks_for_calls(chat: ChatOptions | None) -> bool:
     """Whether the form of calls is not left to the model."""
-    return chat is not None and (chat.tool_choice != "auto" or _has_strict(chat.tools))
+    return chat is not None and (
+        chat.tool_choice != "auto" or chat.allowed_tools is not None or _has_strict(chat.tools)
+    )
+
+
+def told_tools(made_of: OutputFormat, chat: ChatOptions) -> Sequence[Mapping[str, Any]] | None:
+    """Tools that the prompt tells of: all, or only those that may be called where no grammar keeps
+    the answer from calling others."""
+    if chat.allowed_tools is None or chat.tool_choice != "auto" or tells_calls(made_of):
+        return chat.tools
+    return [
+        tool for tool in chat.tools or () if set(tools_by_name([tool])) & set(chat.allowed_tools)
+    ]
 
 
 def with_calls(params: SamplingParams, made_of: OutputFormat, chat: ChatOptions) -> SamplingParams:
@@ -32,6 +44,8 @@ def with_calls(params: SamplingParams, made_of: OutputFormat, chat: ChatOptions)
             has another form already.
     """
     tools = tools_by_name(chat.tools)
+    if chat.allowed_tools is not None:
+        tools = {name: schema for name, schema in tools.items() if name in chat.allowed_tools}
     if chat.tool_choice == "auto":
         tag = may_call(made_of, _loose(made_of, tools, chat.tools), one_call=chat.one_call)
         if tag is None or params.structured_outputs is not None:

@@ -33,11 +33,16 @@ def must_call(made_of: OutputFormat, tools: Tools, *, one_call: bool = False) ->
     return None if calls is None else _form([*_thoughts(made_of), calls])
 
 
+def tells_calls(made_of: OutputFormat) -> bool:
+    """Whether something tells that a call begins, so that `may_call` has a grammar."""
+    return made_of.calls is not None and not made_of.calls.is_bare
+
+
 def may_call(made_of: OutputFormat, tools: Tools, *, one_call: bool = False) -> Form | None:
     """Any answer whose calls, once they begin, are calls of the tools as their schemas say; None
     where nothing tells that they begin."""
     calls = made_of.calls
-    if calls is None or calls.is_bare:
+    if calls is None or not tells_calls(made_of):
         return None
     if calls.section_begin:
         section = _call_list(made_of, tools, one_call)

@@ -10,6 +10,7 @@ from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.field_names import RESPONSES_FIELDS
 from vllmx_server.responses.mcp_items import text_of_error
+from vllmx_server.responses.tool_choice import choice_of
 from vllmx_server.responses.tools import functions_of, whole_name
 from vllmx_server.schema.chat import (
     ChatCompletionRequest,
@@ -80,7 +81,7 @@ def chat_of(
     if body.has_logprobs:
         chat.logprobs, chat.top_logprobs = True, body.top_logprobs
     chat.tools = functions_of(body.tools)
-    chat.tool_choice = _tool_choice(body.tool_choice)
+    chat.tool_choice = choice_of(body.tool_choice, body.tools)
     chat.response_format = _format(body.text)
     if body.reasoning is not None and body.reasoning.effort is not None:
         effort = body.reasoning.effort
@@ -100,12 +101,6 @@ def _format(text: TextOptions | None) -> ResponseFormat | None:
         return None if wanted is None else ResponseFormat(wanted.type)
     schema = JSONSchemaFormat(wanted.name, wanted.schema, wanted.description, wanted.strict)
     return ResponseFormat("json_schema", schema)
-
-
-def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
 
 
 class Messages:

@@ -21,6 +21,7 @@ from vllmx_server.responses.mcp_wanted import WantedServer
 from vllmx_server.responses.rounds import ToolRounds
 from vllmx_server.schema.chat import ChatCompletionRequest, ChatMessage
 from vllmx_server.schema.responses import InputItem, ResponsesRequest
+from vllmx_server.schema.tools import no_longer_required
 from vllmx_server.state import ServerState, client_of
 
 Before = Callable[[Request, ServerState, ResponsesRequest], Awaitable[list[InputItem]]]
@@ -110,7 +111,7 @@ class Asking:
             if is_last:
                 chat.tool_choice = "none"
             elif after and chat.tool_choice != "none":
-                chat.tool_choice = "auto"  # what was to be called has been
+                chat.tool_choice = no_longer_required(chat.tool_choice)
             if chat.max_tokens is not None:
                 chat.max_tokens -= used
 

@@ -11,6 +11,7 @@ from vllmx_server.mcp.offered import OfferedTool, called, chosen
 from vllmx_server.responses.mcp_wanted import WantedServer
 from vllmx_server.responses.tools import functions_of
 from vllmx_server.schema.responses import ResponsesRequest
+from vllmx_server.schema.tools import ALLOWED
 
 
 class RequestTools:
@@ -47,17 +48,43 @@ class RequestTools:
         return called((tool for tools in self.of_servers.values() for tool in tools), name)
 
     def choice(self, choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-        """A `tool_choice` that names a server's tool, in the form of chats. Raises
+        """A `tool_choice` whose tools of servers are named as functions. Raises
         InvalidRequestError."""
-        if not isinstance(choice, dict) or choice.get("type") != "mcp":
+        if not isinstance(choice, dict):
+            return choice
+        if choice.get("type") == ALLOWED and isinstance(choice.get("tools"), list):
+            named = [each for tool in choice["tools"] for each in self._allowed(tool)]
+            return choice | {"tools": named}
+        if choice.get("type") != "mcp":
             return choice
         label, name = choice.get("server_label"), choice.get("name")
-        tools = self.of_servers.get(label, ()) if isinstance(label, str) else ()
-        for tool in tools:
+        for tool in self._of(label):
             if name in (tool.tool, tool.name):
-                return {"type": "function", "name": tool.name}
+                return _function(tool)
         raise InvalidRequestError(
             f"tool_choice names {shown(name)} of {shown(label)}, which is none of the tools of MCP"
             " servers that the request asks for",
             param="tool_choice",
         )
+
+    def _allowed(self, tool: Any) -> list[Any]:
+        """One tool that a choice allows, or all of a server's."""
+        if not isinstance(tool, dict) or tool.get("type") != "mcp":
+            return [tool]
+        if tool.get("name") is not None:
+            return [self.choice(tool)]
+        label = str(tool.get("server_label"))
+        if label not in self.of_servers:
+            raise InvalidRequestError(
+                f"tool_choice allows the tools of {shown(label)}, which is none of the MCP servers"
+                " that the request asks for",
+                param="tool_choice",
+            )
+        return [_function(each) for each in self._of(label)]
+
+    def _of(self, label: Any) -> Sequence[OfferedTool]:
+        return self.of_servers.get(label, ()) if isinstance(label, str) else ()
+
+
+def _function(tool: OfferedTool) -> dict[str, Any]:
+    return {"type": "function", "name": tool.name}

@@ -29,6 +29,7 @@ from vllmx_server.json_pieces import json_pieces
 from vllmx_server.logprobs import chat_logprobs, prompt_logprobs
 from vllmx_server.routes.generate import generate
 from vllmx_server.schema.chat import DECODER, ChatCompletionRequest
+from vllmx_server.schema.tools import is_named_tool
 from vllmx_server.state import ServerState
 
 
@@ -181,7 +182,7 @@ class ChatAnswer:
     ) -> FinishReason | None:
         """The reason as OpenAI gives it: the answer to a call that the request named ends by
         "stop"."""
-        is_named = isinstance(self._body.tool_choice, dict)
+        is_named = is_named_tool(self._body.tool_choice)
         return choice.finish_reason if read is None or is_named else read.finish_reason(choice)
 
     def _beside(self, choice: CompletionOutput) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from vllmx_engine.client.chat import ChatOptions
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.decode import check_free_form
 from vllmx_server.schema.sampling import SamplingFields
-from vllmx_server.schema.tools import check_tools, forced_tool, tool_list
+from vllmx_server.schema.tools import allowed_tools, check_tools, forced_tool, tool_list
 
 MAX_MESSAGES = 4096
 MAX_TEMPLATE = 64 << 10
@@ -261,6 +261,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
             continue_final_message=bool(self.continue_final_message),
             one_call=self.parallel_tool_calls is False,
             tool_choice=forced_tool(self.tool_choice, self.tools) or "auto",
+            allowed_tools=allowed_tools(self.tool_choice),
             source=self.chat_template,
             template_kwargs=arguments,
         )

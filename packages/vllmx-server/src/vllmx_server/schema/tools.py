@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from vllmx_core.errors import InvalidRequestError, listing, shown
@@ -11,6 +11,8 @@ from vllmx_core.errors import InvalidRequestError, listing, shown
 from vllmx_server.schema.decode import check_free_form, check_shape
 
 MAX_TOOLS = 256
+ALLOWED = "allowed_tools"
+"""The type of a choice of some of the tools."""
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
@@ -33,6 +35,16 @@ class _Named(msgspec.Struct):
 class _Choice(msgspec.Struct, forbid_unknown_fields=True):
     type: str
     function: _Named
+
+
+class _AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+
+
+class _Allowed(msgspec.Struct, forbid_unknown_fields=True):
+    type: str
+    allowed_tools: _AllowedTools
 
 
 def tool_list(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
@@ -91,8 +103,9 @@ def forced_tool(
         return None
     if choice != "required" and not isinstance(choice, dict):
         raise InvalidRequestError(
-            f'tool_choice is {shown(choice)}: it is "auto", "none", "required" or'
-            ' {"type": "function", "function": {"name": ...}}',
+            f'tool_choice is {shown(choice)}: it is "auto", "none", "required",'
+            ' {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools",'
+            ' "allowed_tools": {"mode": ..., "tools": [...]}}',
             param="tool_choice",
         )
     names = [tool["function"]["name"] for tool in tools or () if "function" in tool]
@@ -102,11 +115,40 @@ def forced_tool(
         )
     if not isinstance(choice, dict):
         return "required"
+    if choice.get("type") == ALLOWED:
+        check_shape(choice, _Allowed, "tool_choice")
+        allowed = choice["allowed_tools"]
+        for index, each in enumerate(allowed["tools"]):
+            _check_named(each, names, f"tool_choice.allowed_tools.tools[{index}]")
+        return "required" if allowed["mode"] == "required" else None
     check_shape(choice, _Choice, "tool_choice")
+    _check_named(choice, names, "tool_choice")
+    return str(choice["function"]["name"])
+
+
+def _check_named(choice: dict[str, Any], names: list[str], place: str) -> None:
     name = choice["function"]["name"]
     if choice["type"] != "function" or name not in names:
         raise InvalidRequestError(
-            f"tool_choice names {shown(name)}, which is none of the tools: {listing(names)}",
-            param="tool_choice",
+            f"{place} names {shown(name)}, which is none of the tools: {listing(names)}",
+            param=place,
         )
-    return str(name)
+
+
+def is_named_tool(choice: str | dict[str, Any] | None) -> bool:
+    """Whether a checked choice names the one tool that must be called."""
+    return isinstance(choice, dict) and choice.get("type") != ALLOWED
+
+
+def allowed_tools(choice: str | dict[str, Any] | None) -> list[str] | None:
+    """Names of the tools that a checked choice allows to be called; None: all."""
+    if not isinstance(choice, dict) or choice.get("type") != ALLOWED:
+        return None
+    return [each["function"]["name"] for each in choice["allowed_tools"]["tools"]]
+
+
+def no_longer_required(choice: str | dict[str, Any] | None) -> str | dict[str, Any]:
+    """A choice once what was to be called has been."""
+    if isinstance(choice, dict) and choice.get("type") == ALLOWED:
+        return choice | {ALLOWED: choice[ALLOWED] | {"mode": "auto"}}
+    return "auto"
