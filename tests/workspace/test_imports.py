@@ -175,7 +175,7 @@ STREETS = {
         {"grammar", "images"},
         {"core", "formats"},
         {"link", "client"},
-        {"async_core", "async_llm", "llm", "engine", "grammars", "streams"},
+        {"async_core", "async_llm", "llm", "llm_arguments", "engine", "grammars", "streams"},
     ),
     "vllmx_cuda": (
         {"compiler", "kernel_specs"},
