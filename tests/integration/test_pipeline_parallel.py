@@ -79,11 +79,15 @@ def test_the_layers_of_stages_can_be_named() -> None:
         LLM("demo", pipeline_parallel_size=2, pipeline_layers="4,4", **CPU)
 
 
-def test_stages_of_two_ranks_answer_as_one_process_and_end_with_one_of_them() -> None:
+def test_stages_of_two_ranks_answer_as_one_process_and_end_with_one_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of the last one compare the ids of every step, besides."""
     more = CPU | {"dtype": "bfloat16", "deterministic": True}
     with LLM("demo", **more) as llm:
         expected = everything(llm)
         whole = llm.info
+    monkeypatch.setenv("VLLMX_TP_COMPARE", "1")
     with LLM("demo", pipeline_parallel_size=2, tensor_parallel_size=2, **more) as llm:
         assert everything(llm) == expected
         assert llm.info.details["stages"] == "2"

@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllmx_core.errors import RankLostError
 from vllmx_core.plan import I32, StepPlan, StepResult
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_tp.channel import Reader, Sender
+from vllmx_tp.drawn import DrawnIds
 from vllmx_tp.executor import RankedModel
 from vllmx_tp.frames import Frame
 from vllmx_tp.messages import INLINE, NOTICE, Call
-from vllmx_tp.rank_process import Follower
-from vllmx_tp.region import Region
+from vllmx_tp.rank_process import Follower, StageFollower
+from vllmx_tp.region import NUM_CHECKSUMS, Region
 
 from tests.waiting import PATIENCE_S
 
@@ -123,6 +125,11 @@ class Sent:
     def guarded(self) -> threading.Lock:
         return threading.Lock()
 
+    def check(self) -> None: ...
+
+    def lost(self, text: str) -> RankLostError:
+        return RankLostError(text)
+
     def close(self) -> None: ...
 
 
@@ -139,6 +146,43 @@ def test_rank_0_says_whether_it_waits_for_each_step(region: Region) -> None:
     half.sample(rows).result()
     model.step(plan, rows).result()
     assert calls == [Call.NEXT, Call.NEXT, Call.STEP, Call.FORWARD, Call.SAMPLE, Call.NEXT]
+
+
+SAME, OTHER = np.zeros(1, np.int32), np.ones(1, np.int32)
+"""Ids that `Model` draws, and others."""
+
+
+def test_rank_0_sees_that_another_one_draws_other_ids(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whichever step it is: places of checksums come again."""
+    monkeypatch.setenv("VLLMX_TP_COMPARE", "1")
+    model = RankedModel(Model([]), Sent(region, []), None)  # type: ignore[arg-type]
+    plan, rows = make_plan([Row([5], 0, [1])], 16), sampling_rows(1)
+    other = DrawnIds(region, 1)
+    for _ in range(NUM_CHECKSUMS + 1):
+        other.tell(SAME)
+        model.step(plan, rows).result()
+    other.tell(OTHER)
+    number = NUM_CHECKSUMS + 2
+    with pytest.raises(RankLostError, match=f"rank 1 drew other ids than rank 0 in step {number}$"):
+        model.step(plan, rows).result()
+
+
+def test_the_last_stage_sees_that_its_ranks_draw_other_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first rank tells rank 0 alone, which has nothing to compare."""
+    monkeypatch.setenv("VLLMX_TP_COMPARE", "1")
+    region, events = Region.create(4, 2), list[str]()
+    other = DrawnIds(region, 3)
+    for ids in (SAME, OTHER):
+        other.tell(ids)
+    first = StageFollower(Model(events), region, 2)
+    with pytest.raises(RankLostError, match="rank 3 drew other ids than rank 2 in step 2"):
+        first.run(Calls([Call.STEP] * 3, events))  # type: ignore[arg-type]
+    assert events == ["begins 0", "ends 0", "begins 1", "ends 1"]
+    assert region.cause(2) == "rank 3 drew other ids than rank 2 in step 2"
+    assert region.aborted[0]
+    region.close()
 
 
 def test_a_pass_of_the_tower_outlasts_its_place(region: Region) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import time
-import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
 from vllmx_core.backend import ForwardStep, LoadedInfo, LoadedModel, SeeingModel, StepHandle
 from vllmx_core.errors import RankLostError
-from vllmx_core.plan import I32, SamplingRows, StepPlan, StepResult
+from vllmx_core.plan import SamplingRows, StepPlan, StepResult
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.load import OpenedModel
 
 from vllmx_tp.agreement import agreed_ranks, agreed_stages
+from vllmx_tp.drawn import DrawnIds, compares
 from vllmx_tp.frames import Frame, PartFrame
 from vllmx_tp.group import Group
 from vllmx_tp.handshake import read_key
@@ -23,13 +21,8 @@ from vllmx_tp.hosts import RemoteHost, addresses
 from vllmx_tp.loading import divide_cores, load_rank, share_of_host
 from vllmx_tp.messages import Call
 from vllmx_tp.pipeline import PipelinedModel
-from vllmx_tp.region import NUM_CHECKSUMS, Region, Word
+from vllmx_tp.region import Region
 from vllmx_tp.stage_times import with_layers
-
-COMPARE_VARIABLE = "VLLMX_TP_COMPARE"
-"""1: every step's ids are compared between ranks, for debugging."""
-
-_WAIT_S = 50e-6
 
 
 def load(found: FoundModel, opened: OpenedModel) -> RankedModel | PipelinedModel:
@@ -77,7 +70,7 @@ class RankedModel:
 
     def __init__(self, model: LoadedModel, group: Group, info: LoadedInfo) -> None:
         self._model, self._group, self._info = model, group, info
-        self._compares = os.environ.get(COMPARE_VARIABLE) == "1"
+        self._drawn = DrawnIds(group.region, 0) if compares() else None
         self._num_begun = self._num_read = 0
         self._is_closed = False
 
@@ -127,23 +120,12 @@ class RankedModel:
         if self._group.region.aborted[0]:  # native code waits no more then, and has no error
             raise self._group.verdict()
         self._num_read += 1
-        if self._compares:
-            self._compare(result.ids)
+        if self._drawn is not None:
+            self._drawn.tell(result.ids)
+            difference = self._drawn.difference(self._group.ranks, self._group.check)
+            if difference is not None:
+                raise self._group.lost(difference)
         return result
-
-    def _compare(self, ids: I32) -> None:
-        """Compares ids with what the other ranks drew, for which it waits."""
-        mine, region = zlib.crc32(ids.tobytes()), self._group.region
-        for rank in self._group.ranks:
-            checked = region.word(rank, Word.CHECKED)
-            while (int(checked[0]) - self._num_read) & 0x80000000:  # behind
-                self._group.check()
-                time.sleep(_WAIT_S)
-            theirs = int(region.checksums(rank)[(self._num_read - 1) % NUM_CHECKSUMS])
-            if theirs != mine:
-                raise self._group.lost(
-                    f"rank {rank} drew other ids than rank 0 in step {self._num_read}"
-                )
 
     def close(self) -> None:
         """See `vllmx_core.backend.LoadedModel.close`."""

@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 import time
-import zlib
 from collections import deque
 from pathlib import Path
 
@@ -25,20 +24,21 @@ from vllmx_core.backend import ForwardStep, LoadedModel, StepHandle
 from vllmx_core.errors import RankLostError, VllmxError
 from vllmx_core.logs import configure_logging
 from vllmx_core.memory import return_unused_bytes
-from vllmx_core.plan import I32, StepPlan
+from vllmx_core.plan import I32, StepPlan, StepResult
 from vllmx_core.standard_error import StandardError
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.load import open_model
 from vllmx_engine.wire.ipc import ErrorRecord, FrameReader, Start, ToCore, to_core_decoder
 
 from vllmx_tp.channel import Reader
-from vllmx_tp.executor import COMPARE_VARIABLE, encode_part
+from vllmx_tp.drawn import DrawnIds, compares
+from vllmx_tp.executor import encode_part
 from vllmx_tp.frames import read_frame, read_part
 from vllmx_tp.group import HANG_S
 from vllmx_tp.loading import Cores, load_rank
 from vllmx_tp.messages import Call, RankAnswer, RankReady
 from vllmx_tp.pipeline import InnerStage, LastStage
-from vllmx_tp.region import NUM_CHECKSUMS, Region, Word
+from vllmx_tp.region import Region, Word
 
 logger = logging.getLogger("vllmx.tp")
 
@@ -63,12 +63,11 @@ class Follower:
     """
 
     def __init__(self, model: LoadedModel, region: Region, rank: int, spin_s: float = 0.0) -> None:
-        self._model, self._spin_s = model, spin_s
+        self._model, self._region, self._rank, self._spin_s = model, region, rank, spin_s
         self._num_alone = 0
         """Steps in a row that rank 0 began when it had read all before."""
-        self._checksums, self._checked = region.checksums(rank), region.word(rank, Word.CHECKED)
         self._aborted = region.aborted
-        self._compares = os.environ.get(COMPARE_VARIABLE) == "1"
+        self._drawn = DrawnIds(region, rank) if compares() else None
         self._in_flight: deque[StepHandle] = deque()
         self._unsampled: ForwardStep | None = None
         self._pass: StepPlan | None = None
@@ -114,17 +113,19 @@ class Follower:
         return self._num_alone > 1
 
     def _must_finish(self, reader: Reader) -> bool:
-        at_once = self._compares or self._in_turns
+        at_once = self._drawn is not None or self._in_turns
         return len(self._in_flight) >= (1 if at_once else _MAX_IN_FLIGHT)
 
-    def _finish(self) -> None:
-        ids = self._in_flight.popleft().result().ids
+    def _finish(self) -> StepResult:
+        result = self._in_flight.popleft().result()
+        self._check()
+        if self._drawn is not None:
+            self._drawn.tell(result.ids)
+        return result
+
+    def _check(self) -> None:
         if self._aborted[0]:
             raise RankLostError("the group has ended")
-        if self._compares:
-            done = int(self._checked[0])
-            self._checksums[done % NUM_CHECKSUMS] = zlib.crc32(ids.tobytes())
-            self._checked[0] = done + 1
 
 
 class StageFollower(Follower):
@@ -136,17 +137,31 @@ class StageFollower(Follower):
         is_last = stage == region.num_stages - 1
         super().__init__(model if is_last else InnerStage(model), region, rank, spin_s)
         self._last = LastStage(region, rank) if is_last and place == 0 else None
+        self._beside = range(rank + 1, rank + region.ranks_of_stage)
+        """The other ranks of its stage, if it is the first one."""
+        if not is_last or region.ranks_of_stage == 1:
+            self._drawn = None  # it samples nothing, or alone
 
     def _must_finish(self, reader: Reader) -> bool:
+        if self._drawn is not None:
+            return super()._must_finish(reader)
         waits = self._last is not None and bool(self._in_flight) and not reader.has_more
         return waits or len(self._in_flight) >= _MAX_IN_FLIGHT
 
-    def _finish(self) -> None:
-        result = self._in_flight.popleft().result()
-        if self._aborted[0]:
-            raise RankLostError("the group has ended")
+    def _finish(self) -> StepResult:
+        result = super()._finish()
         if self._last is not None:
+            if self._drawn is not None:
+                self._compare(self._drawn)
             self._last.tell(result)
+        return result
+
+    def _compare(self, drawn: DrawnIds) -> None:
+        difference = drawn.difference(self._beside, self._check)
+        if difference is not None:
+            self._region.write_cause(self._rank, difference)
+            self._region.aborted[0] = 1
+            raise RankLostError(difference)
 
 
 def _beat(region: Region, rank: int, parent: int) -> None:

@@ -1,0 +1,50 @@
+"""Whether the ranks of a host drew the same ids, as they do unless there is a bug."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterable
+
+from vllmx_core.plan import I32
+
+from vllmx_tp.region import NUM_CHECKSUMS, Region, Word
+
+COMPARE_VARIABLE = "VLLMX_TP_COMPARE"
+"""1: every step's ids are compared between the ranks of a host that sample."""
+
+_WAIT_S = 50e-6
+
+
+def compares() -> bool:
+    """Whether that was asked for."""
+    return os.environ.get(COMPARE_VARIABLE) == "1"
+
+
+class DrawnIds:
+    """What one rank drew, step by step, as a checksum each that the others read."""
+
+    def __init__(self, region: Region, rank: int) -> None:
+        self._region, self._rank = region, rank
+        self._checksums, self._told = region.checksums(rank), region.word(rank, Word.CHECKED)
+
+    def tell(self, ids: I32) -> None:
+        """The ids of the next step."""
+        told = int(self._told[0])
+        self._checksums[told % NUM_CHECKSUMS] = zlib.crc32(ids.tobytes())
+        self._told[0] = (told + 1) & 0xFFFFFFFF
+
+    def difference(self, others: Iterable[int], check: Callable[[], None]) -> str | None:
+        """Says who drew other ids in the last step told, for which it waits; None: nobody did.
+        Raises what `check` raises meanwhile."""
+        number = int(self._told[0])
+        last = (number - 1) % NUM_CHECKSUMS
+        for rank in others:
+            told = self._region.word(rank, Word.CHECKED)
+            while (int(told[0]) - number) & 0x80000000:  # behind, as 32-bit numbers go
+                check()
+                time.sleep(_WAIT_S)
+            if int(self._region.checksums(rank)[last]) != int(self._checksums[last]):
+                return f"rank {rank} drew other ids than rank {self._rank} in step {number}"
+        return None
