@@ -11,7 +11,8 @@ from vllmx_cuda.device.device import Memory
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant
 from vllmx_cuda.matrices.dense import Dense
 from vllmx_cuda.matrices.form import Operands, ProductScratch, Segment, Target
-from vllmx_cuda.testing.emulated_device import EmulatedDevice, array
+from vllmx_cuda.testing.emulated_device import EmulatedDevice
+from vllmx_cuda.testing.emulated_products import array
 from vllmx_cuda.testing.emulator import Emulator
 
 from .cuda_models import _can_emulate

@@ -17,7 +17,8 @@ from vllmx_cuda.matrices import pieces
 from vllmx_cuda.matrices.w4_packing import packed_rows, packing_of
 from vllmx_cuda.matrices.w4_stored import stored_pieces
 from vllmx_cuda.matrices.w4_words import stored_words
-from vllmx_cuda.testing.emulated_device import EmulatedDevice, array
+from vllmx_cuda.testing.emulated_device import EmulatedDevice
+from vllmx_cuda.testing.emulated_products import array
 from vllmx_cuda.testing.emulator import Emulator
 from vllmx_models.quantization.awq import awq
 from vllmx_models.quantization.compressed_tensors import compressed_tensors

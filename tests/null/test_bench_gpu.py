@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from vllmx_cuda.device.device import Product
 from vllmx_cuda.kernel_specs import Variant
-from vllmx_cuda.testing.emulated_device import EmulatedDevice, array
+from vllmx_cuda.testing.emulated_device import EmulatedDevice
+from vllmx_cuda.testing.emulated_products import array
 from vllmx_models.qwen3 import qwen3
 
 GPU = Path(__file__).resolve().parents[2] / "bench" / "gpu"

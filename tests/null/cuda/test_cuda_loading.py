@@ -28,7 +28,8 @@ from vllmx_cuda.matrices.form import Target
 from vllmx_cuda.matrices.matrix import Matrix
 from vllmx_cuda.matrices.plan import WeightPlan, plan_weights
 from vllmx_cuda.program.planning import load_sizes
-from vllmx_cuda.testing.emulated_device import EmulatedDevice, array, wide
+from vllmx_cuda.testing.emulated_device import EmulatedDevice
+from vllmx_cuda.testing.emulated_products import array, wide
 
 LIMITS: dict[str, Any] = {
     "max_model_len": 128,

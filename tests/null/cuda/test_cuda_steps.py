@@ -26,7 +26,8 @@ from vllmx_cuda.device.arch import number
 from vllmx_cuda.device.device import Memory, Product
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.loaded import CudaLoadedModel
-from vllmx_cuda.testing.emulated_device import EmulatedDevice, EmulatedGraph, array
+from vllmx_cuda.testing.emulated_device import EmulatedDevice, EmulatedGraph
+from vllmx_cuda.testing.emulated_products import array
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.wire.messages import CoreRequest, pack_ids
 

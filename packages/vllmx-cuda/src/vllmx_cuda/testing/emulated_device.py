@@ -14,19 +14,17 @@ from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from vllmx_core.communicator import Communicator
 from vllmx_core.errors import CapacityError
 from vllmx_core.memory import format_bytes
-from vllmx_core.weights import bf16_to_f32, f32_to_bf16, float8_to_f32
 
 from vllmx_cuda.device.arch import number
 from vllmx_cuda.device.device import Bytes, DeviceInfo, Memory, Product
 from vllmx_cuda.device.peers import Peers, open_peers
 from vllmx_cuda.device.ranks import Ties, agreed
 from vllmx_cuda.kernel_specs import Variant
-from vllmx_cuda.kernel_specs.codes8 import BLOCK
-from vllmx_cuda.kernel_specs.types import ceil_div, shared_bytes
+from vllmx_cuda.kernel_specs.types import shared_bytes
+from vllmx_cuda.testing.emulated_products import NUMPY_TYPES, array, multiply, rounded, wide
 from vllmx_cuda.testing.emulator import Emulator, empty
 from vllmx_cuda.testing.emulator.peers import PeerGroup
 
@@ -221,7 +219,7 @@ class EmulatedDevice:
         bias: Memory | None = None,
         scales: tuple[Memory, Memory] | None = None,
     ) -> None:
-        self.submit("multiply", lambda: _multiply(product, x, w, y, bias, scales))
+        self.submit("multiply", lambda: multiply(product, x, w, y, bias, scales))
 
     def unmeasured(self, enqueue: Callable[[], None]) -> bool:
         return False
@@ -286,7 +284,7 @@ class EmulatedRanks:
     def all_reduce(self, x: Memory, y: Memory, count: int, dtype: str) -> None:
         def run() -> None:
             total = self._communicator.all_reduce(wide(x, dtype)[:count])
-            array(y, _NUMPY[dtype])[:count] = rounded(total, dtype)
+            array(y, NUMPY_TYPES[dtype])[:count] = rounded(total, dtype)
 
         self.asked.append(f"all_reduce {count} {dtype}")
         self._device.submit("all_reduce", run)
@@ -295,7 +293,7 @@ class EmulatedRanks:
         def run() -> None:
             own = wide(x, dtype)[: counts[self.rank]]
             parts = self._communicator.all_gather(own.reshape(1, -1), counts)
-            array(y, _NUMPY[dtype])[: sum(counts)] = rounded(parts[0], dtype)
+            array(y, NUMPY_TYPES[dtype])[: sum(counts)] = rounded(parts[0], dtype)
 
         self.asked.append(f"all_gather {[*counts]} {dtype}")
         self._device.submit("all_gather", run)
@@ -307,7 +305,7 @@ class EmulatedRanks:
             everything = self._communicator.all_gather(sent, [sum(counts)] * ranks)
             begin = sum(counts[: self.rank])
             parts = everything.reshape(ranks, -1)[:, begin : begin + mine]
-            array(y, _NUMPY[dtype])[: ranks * mine] = rounded(parts.reshape(-1), dtype)
+            array(y, NUMPY_TYPES[dtype])[: ranks * mine] = rounded(parts.reshape(-1), dtype)
 
         self.asked.append(f"all_to_all {[*counts]} {dtype}")
         self._device.submit("all_to_all", run)
@@ -322,7 +320,7 @@ class EmulatedRanks:
     def recv(self, y: Memory, count: int, dtype: str) -> None:
         def run() -> None:
             found = self._communicator.recv((count,), np.float32)
-            array(y, _NUMPY[dtype])[:count] = rounded(found, dtype)
+            array(y, NUMPY_TYPES[dtype])[:count] = rounded(found, dtype)
 
         self.asked.append(f"recv {count} {dtype}")
         self._device.submit("recv", run)
@@ -349,71 +347,3 @@ class EmulatedReach:
 
     def open(self, name: bytes) -> int:
         return int.from_bytes(name[:8], "little")
-
-
-def array(memory: Memory, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """The span as a flat array over the same bytes."""
-    begin = memory.address - memory.owner.ctypes.data
-    span: npt.NDArray[Any] = memory.owner[begin : begin + memory.num_bytes].view(dtype)
-    return span
-
-
-_NUMPY = {
-    "bf16": np.uint16,
-    "f16": np.float16,
-    "f32": np.float32,
-    "i8": np.int8,
-    "i32": np.int32,
-    "f8e4m3": np.uint8,
-}
-
-
-def wide(memory: Memory, dtype: str) -> npt.NDArray[np.float32]:
-    """Reads an array of memory as float32."""
-    values = array(memory, _NUMPY[dtype])
-    if dtype == "f8e4m3":
-        return float8_to_f32(values, dtype)
-    return bf16_to_f32(values) if dtype == "bf16" else values.astype(np.float32)
-
-
-def rounded(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
-    """Rounds values as an array of that type takes them."""
-    return f32_to_bf16(values) if dtype == "bf16" else values
-
-
-def _multiply(
-    p: Product,
-    x: Memory,
-    w: Memory,
-    y: Memory,
-    bias: Memory | None,
-    scales: tuple[Memory, Memory] | None,
-) -> None:
-    left = wide(x, p.dtype)[: p.m * p.k].reshape(p.m, p.k)
-    right = wide(w, p.dtype)[: p.n * p.k].reshape(p.n, p.k)
-    with np.errstate(over="ignore", invalid="ignore"):
-        if p.blocks:
-            assert scales is not None
-            groups = ceil_div(p.k, BLOCK)
-            of_x, of_w = wide(scales[0], "f32"), wide(scales[1], "f32")
-            left = left * _spread(of_x[: groups * p.m].reshape(groups, p.m).T, p.k)
-            pitch, blocks = ceil_div(groups, 4) * 4, ceil_div(p.n, BLOCK)
-            by_rows = of_w[: blocks * pitch].reshape(blocks, pitch)
-            right = right * _spread(np.repeat(by_rows, BLOCK, 0)[: p.n], p.k)
-    with np.errstate(over="ignore", invalid="ignore"):  # a row with NaN is the sampler's to refuse
-        # sums of products of int8 are exact in float64
-        result: npt.NDArray[Any] = left @ right.T
-        if p.dtype == "i8":
-            result = left.astype(np.float64) @ right.T
-        if p.biased:
-            assert bias is not None
-            result += wide(bias, p.out_dtype)[: p.n]
-        found = rounded(result, p.out_dtype)
-        values, pitch = array(y, _NUMPY[p.out_dtype]), p.pitch or p.n
-        for row in range(p.m):
-            values[row * pitch : row * pitch + p.n] = found[row]
-
-
-def _spread(scales: npt.NDArray[np.float32], columns: int) -> npt.NDArray[np.float32]:
-    """(rows, columns) from one for each 128 columns."""
-    return np.repeat(scales, BLOCK, 1)[:, :columns]

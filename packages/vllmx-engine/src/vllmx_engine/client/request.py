@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from vllmx_core.errors import ConfigError, ContextLengthError, InvalidRequestError, shown
+from vllmx_core.errors import ContextLengthError, InvalidRequestError
 from vllmx_core.records import Record, field
 from vllmx_core.sampling import SamplingParams
 
@@ -24,14 +23,12 @@ from vllmx_engine.client.logprob_limit import (
     most_scored_tokens,
     resolve_logprobs,
 )
-from vllmx_engine.core.generation_config import SAMPLING
+from vllmx_engine.client.model_defaults import default_params, eos_ids
 from vllmx_engine.grammar.spec import grammar_spec
 from vllmx_engine.text.stop import StopSet
 from vllmx_engine.text.tokenizer import Tokenizer, TooManyTokensError
 from vllmx_engine.wire.grammars import FreePart, Grammar, GrammarSpec, Thoughts
 from vllmx_engine.wire.messages import CoreInfo, CoreRequest, Follower, choices_of, pack_ids
-
-logger = logging.getLogger("vllmx.requests")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
@@ -97,37 +94,6 @@ class RequestOptions:
             )
 
 
-def default_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling parameters that the model's generation_config.json recommends (what vLLM calls
-    `--generation-config auto`); whatever a user names explicitly wins over them. A value that no
-    request could have is left out with a warning: it is not the users' mistake."""
-    found = {name: generation_config.get(name) for name in SAMPLING}
-    found["max_tokens"] = generation_config.get("max_new_tokens")
-    params: dict[str, Any] = {}
-    for name, value in found.items():
-        if value is None:
-            continue
-        try:
-            SamplingParams(**{name: value})
-        except InvalidRequestError as error:
-            logger.warning("generation_config.json of the model is passed over: %s", error)
-        else:
-            params[name] = value
-    return params
-
-
-def _eos_ids(generation_config: Mapping[str, Any]) -> list[int]:
-    """The ids that the checkpoint names. Raises ConfigError."""
-    own = generation_config.get("eos_token_id")
-    ids = own if isinstance(own, list) else [] if own is None else [own]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ConfigError(
-            "eos_token_id in generation_config.json must be one id or a list of ids, got"
-            f" {shown(own)}"
-        )
-    return ids
-
-
 class RequestBuilder:
     """Checks requests and makes `CoreRequest`s of them. Thread-safe.
 
@@ -140,7 +106,7 @@ class RequestBuilder:
     def __init__(self, tokenizer: Tokenizer, info: CoreInfo, seed: int | None = None) -> None:
         self.tokenizer = tokenizer
         self.info = info
-        ids = tokenizer.eos_token_ids.union(_eos_ids(info.generation_config))
+        ids = tokenizer.eos_token_ids.union(eos_ids(info.generation_config))
         self._eos_ids = sorted(i for i in ids if 0 <= i < info.vocab_size)  # -1 means none
         self.check_grammar: Callable[[GrammarSpec], str] | None = None
         """Makes of a grammar what the core is given. Raises GrammarError. For requests that are
