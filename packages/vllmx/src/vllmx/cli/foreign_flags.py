@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -129,12 +130,13 @@ def template(names: str, key: str, text: str, translation: Translation) -> Forei
 
 def number(text: str) -> int | float:
     """Raises ConfigError."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    raise ConfigError(f"a number is wanted, got {text!r}")
+    try:
+        value = float(text)
+        if math.isfinite(value):
+            return int(text) if text.lstrip("+-").isdecimal() else value
+    except ValueError:
+        pass
+    raise ConfigError("a number is wanted")
 
 
 def variable(names: str, name: str, text: str, *, bare: bool = False) -> ForeignFlag:
@@ -188,7 +190,7 @@ def _set_key(flag: ForeignFlag, key: str, ours: Any, fields: dict[str, Any]) -> 
         values = None
     if not isinstance(values, dict):
         raise ConfigError(f"{own} must be a JSON object", param=flag.field)
-    if values.get(key, ours) != ours:
+    if key in values and values[key] != ours:
         raise ConfigError(
             f"{flag.name} asks for {key} {ours} in {own}, which has {shown(values[key])} there:"
             " give one",
