@@ -41,6 +41,13 @@ HELLO = {
 }
 
 
+BUDGET = "thinking.budget_tokens"
+
+
+def thinks(budget_tokens: int) -> dict[str, Any]:
+    return {"type": "enabled", "budget_tokens": budget_tokens}
+
+
 def chat(**body: Any) -> ChatCompletionRequest:
     asked = decode(json.dumps({**HELLO, **body}).encode(), MESSAGES)
     asked.check()
@@ -104,7 +111,8 @@ def test_thinking_is_off_unless_it_is_asked_for() -> None:
 
     assert switch() is False
     assert switch(thinking={"type": "disabled"}) is False
-    assert switch(thinking={"type": "enabled", "budget_tokens": 1024}) is True
+    assert switch(thinking=thinks(1024), max_tokens=1025) is True
+    assert switch(thinking={"type": "adaptive"}) is True
     assert switch(chat_template_kwargs={"enable_thinking": True}) is True
 
 
@@ -181,6 +189,10 @@ def test_images_that_tools_return_are_the_users() -> None:
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "needs the tool's name"),
         ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers", "not served"),
         ({"container": "c"}, "container", "not served"),
+        ({"thinking": {"type": "enabled"}}, BUDGET, "'enabled' needs"),
+        ({"thinking": {"type": "adaptive", "budget_tokens": 2048}}, BUDGET, "takes no"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1023}}, BUDGET, ">= 1024"),
+        ({"thinking": thinks(1024), "max_tokens": 1024}, BUDGET, "less than max_tokens, 1024"),
     ],
 )
 def test_what_cannot_be_served_is_named(body: dict[str, Any], param: str, words: str) -> None:
@@ -348,9 +360,10 @@ async def test_a_stream_that_fails_ends_with_an_error_event(make_server: MakeSer
 
 
 async def test_a_budget_is_nothing_to_a_model_without_thoughts(served: Served) -> None:
-    thinking = {"type": "enabled", "budget_tokens": 2}
-    assert chat(thinking=thinking).thinking_token_budget == 2
-    response = await served.client.post("/v1/messages", json={**HELLO, "thinking": thinking})
+    """Beside tools it is that of a turn, whose answers share it."""
+    body = {"thinking": thinks(2000), "tools": [{"name": "f", "input_schema": {}}]}
+    assert chat(**body).thinking_token_budget == 2000
+    response = await served.client.post("/v1/messages", json={**HELLO, **body})
     assert response.status_code == 200, response.text
     assert response.json()["usage"]["output_tokens"] == 4
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from vllmx_core.errors import InvalidRequestError
-from vllmx_server.schema import chat, completions, text
+from vllmx_server.schema import chat, completions, messages, text
 from vllmx_server.schema.decode import decode
 
 _ALLOWED = "tool_choice.allowed_tools"
@@ -57,6 +57,7 @@ def completion_request(**fields: Any) -> completions.CompletionRequest:
         ({"tool_choice": _allowed("auto"), "tools": [_TOOL]}, f"{_ALLOWED}.tools"),
         ({"tool_choice": _allowed("never", "f"), "tools": [_TOOL]}, f"{_ALLOWED}.mode"),
         ({"tool_choice": _allowed("auto", "f")}, "tool_choice"),
+        ({"reasoning_effort": "odd"}, "reasoning_effort"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"modalities": ["text", "audio"]}, "modalities"),
@@ -265,3 +266,34 @@ def test_no_collection_runs_while_a_large_body_is_decoded() -> None:
     with pytest.raises(InvalidRequestError):
         decode(body[:-1], chat.DECODER)
     assert gc.isenabled()
+
+
+def test_the_words_that_a_field_may_hold_are_listed() -> None:
+    efforts = "'none', 'minimal', 'low', 'medium', 'high', 'xhigh', 'max'"
+    with pytest.raises(InvalidRequestError) as refused:
+        chat_request(reasoning_effort="odd")
+    assert refused.value.message == f"reasoning_effort: 'odd' is none of {efforts}"
+    with pytest.raises(InvalidRequestError) as refused:
+        chat_request(tool_choice=_allowed("odd", "f"), tools=[_TOOL])
+    assert refused.value.message == f"{_ALLOWED}.mode: 'odd' is none of 'auto', 'required'"
+    turn = {"messages": [{"role": "robot", "content": "x"}], "max_tokens": 1}
+    with pytest.raises(InvalidRequestError) as refused:
+        decode(json.dumps(turn).encode(), messages.MESSAGES)
+    assert refused.value.message == (
+        "messages[0].role: 'robot' is none of 'user', 'assistant', 'system'"
+    )
+    with pytest.raises(InvalidRequestError) as refused:
+        chat_request(reasoning_effort="x" * 10_000)
+    assert len(refused.value.message) < 300
+
+
+def test_an_effort_turns_thinking_on_or_off() -> None:
+    def told(**fields: Any) -> Any:
+        return chat_request(**fields).chat_options().template_kwargs
+
+    assert told() == {}
+    none, low = (dict.fromkeys(chat.THINKING_SWITCHES, thinks) for thinks in (False, True))
+    assert told(reasoning_effort="none") == {"reasoning_effort": "none", **none}
+    assert told(reasoning_effort="low") == {"reasoning_effort": "low", **low}
+    own = {"enable_thinking": False, "reasoning_effort": "mine"}
+    assert told(reasoning_effort="low", chat_template_kwargs=own) == {**low, **own}

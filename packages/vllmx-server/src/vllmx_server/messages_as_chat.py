@@ -8,6 +8,7 @@ from typing import Any
 from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.schema.chat import (
+    THINKING_SWITCHES,
     ChatCompletionRequest,
     ChatMessage,
     ContentPart,
@@ -17,9 +18,6 @@ from vllmx_server.schema.chat import (
 )
 from vllmx_server.schema.messages import Block, CountTokensRequest, MessagesRequest, Turn
 from vllmx_server.schema.structured import GUIDED, JSONSchemaFormat, ResponseFormat
-
-_THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""What templates call it."""
 
 
 def chat_of(body: CountTokensRequest) -> ChatCompletionRequest:
@@ -40,7 +38,7 @@ def chat_of(body: CountTokensRequest) -> ChatCompletionRequest:
     if isinstance(body, MessagesRequest):
         chat.max_tokens = body.max_tokens
         chat.stop = body.stop_sequences
-        if body.thinking is not None and body.thinking.type == "enabled":
+        if body.thinking is not None:
             chat.thinking_token_budget = body.thinking.budget_tokens
         for name in (
             "stream",
@@ -64,7 +62,7 @@ def _configure(chat: ChatCompletionRequest, body: CountTokensRequest) -> None:
     assert body.output_config is not None
     effort = body.output_config.effort
     if effort is not None:
-        chat.reasoning_effort = {"xhigh": "high", "max": "high"}.get(effort, effort)
+        chat.reasoning_effort = "high" if effort in ("xhigh", "max") else effort
     if body.output_config.format is not None:
         schema = JSONSchemaFormat(schema=body.output_config.format.schema)
         chat.response_format = ResponseFormat("json_schema", schema)
@@ -73,7 +71,7 @@ def _configure(chat: ChatCompletionRequest, body: CountTokensRequest) -> None:
 def _template_arguments(body: CountTokensRequest) -> dict[str, Any]:
     """Thinking is off unless the request asks for it, as in Anthropic's API."""
     thinks = body.thinking is not None and body.thinking.type != "disabled"
-    return dict.fromkeys(_THINKING_SWITCHES, thinks) | (body.chat_template_kwargs or {})
+    return dict.fromkeys(THINKING_SWITCHES, thinks) | (body.chat_template_kwargs or {})
 
 
 def _tools(body: CountTokensRequest) -> list[dict[str, Any]] | None:

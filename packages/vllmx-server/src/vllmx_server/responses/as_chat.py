@@ -16,6 +16,7 @@ from vllmx_server.schema.chat import (
     ChatCompletionRequest,
     ChatMessage,
     ContentPart,
+    Effort,
     ImageURL,
     ToolCall,
     ToolFunction,
@@ -43,7 +44,7 @@ _SAME = (
     *GUIDED,
 )
 """Fields that mean the same in chats."""
-_EFFORTS = {"xhigh": "high", "max": "high", "minimal": "low"}
+_EFFORTS: dict[Effort, Effort] = {"xhigh": "high", "max": "high", "minimal": "low"}
 _RETURNED = ("function_call_output", "custom_tool_call_output")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
@@ -84,10 +85,7 @@ def chat_of(
     chat.tool_choice = choice_of(body.tool_choice, body.tools)
     chat.response_format = _format(body.text)
     if body.reasoning is not None and body.reasoning.effort is not None:
-        effort = body.reasoning.effort
-        chat.reasoning_effort = _EFFORTS.get(effort, effort)
-        arguments = {"enable_thinking": effort != "none", "thinking": effort != "none"}
-        chat.chat_template_kwargs = arguments | (body.chat_template_kwargs or {})
+        chat.reasoning_effort = _EFFORTS.get(body.reasoning.effort, body.reasoning.effort)
     if extend is not None:
         extend(chat)
     with RESPONSES_FIELDS.told():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -16,6 +16,10 @@ from vllmx_server.schema.tools import allowed_tools, check_tools, forced_tool, t
 
 MAX_MESSAGES = 4096
 MAX_TEMPLATE = 64 << 10
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much to think; "none" turns thinking off."""
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""What templates call whether the model thinks."""
 
 
 class ImageURL(msgspec.Struct, forbid_unknown_fields=True):
@@ -185,7 +189,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
     """False: thoughts are separated from content and left out."""
     thinking_token_budget: int | None = None
@@ -251,7 +255,8 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
         """How to render the conversation. Raises InvalidRequestError."""
         arguments = template_arguments(self.chat_template_kwargs)
         if self.reasoning_effort is not None:
-            arguments.setdefault("reasoning_effort", self.reasoning_effort)
+            thinks = dict.fromkeys(THINKING_SWITCHES, self.reasoning_effort != "none")
+            arguments = {"reasoning_effort": self.reasoning_effort} | thinks | arguments
         return ChatOptions(
             tools=tool_list(self.callable_tools),
             documents=self.documents,

@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 import msgspec
 from vllmx_core.config_values import nearest
-from vllmx_core.errors import InvalidRequestError
+from vllmx_core.errors import InvalidRequestError, listing, shown
 
 from vllmx_server.schema.intervals import outside
 from vllmx_server.schema.json_weight import check_weight
+from vllmx_server.schema.words import words_of
 
 T = TypeVar("T")
 MAX_DEPTH = 32
@@ -22,6 +23,7 @@ _MANY_BYTES = 64 << 10
 _LONGEST_NAME = 64
 """The characters of a field's name that is compared with the names of known fields."""
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
+_UNKNOWN_WORD = re.compile(r"Invalid enum value '(.*)'", re.DOTALL)
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`")
 
 
@@ -34,8 +36,9 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         with _collector_at_rest():
             return decoder.decode(body)
     except msgspec.ValidationError as error:
-        known = _field_names(decoder.type)
-        raise outside(str(error), body, decoder.type) or _explain(str(error), "", known) from None
+        raise outside(str(error), body, decoder.type) or _explain(
+            str(error), decoder.type
+        ) from None
     except msgspec.DecodeError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
     except UnicodeDecodeError:
@@ -68,7 +71,7 @@ def check_shape(value: Any, kind: Any, name: str) -> None:
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _explain(str(error), name) from None
+        raise _explain(str(error), kind, name) from None
 
 
 def _field_names(kind: Any) -> tuple[str, ...]:
@@ -77,9 +80,9 @@ def _field_names(kind: Any) -> tuple[str, ...]:
     return tuple(each.encode_name for each in msgspec.structs.fields(kind)) if is_struct else ()
 
 
-def _explain(text: str, root: str = "", known: tuple[str, ...] = ()) -> InvalidRequestError:
-    """The error for a message of msgspec. `known`: the fields beside one that is unknown at the
-    top of the body."""
+def _explain(text: str, kind: Any, root: str = "") -> InvalidRequestError:
+    """The error for a message of msgspec about a value of type `kind`, which is a body, or the
+    field `root` of one."""
     path = _PATH.search(text)
     inner = path[1] if path else ""
     field = f"{root}.{inner}" if root and inner and inner[0] != "[" else root + inner
@@ -88,7 +91,7 @@ def _explain(text: str, root: str = "", known: tuple[str, ...] = ()) -> InvalidR
     if unknown:
         name = f"{field}.{unknown[1]}" if field else unknown[1]
         is_short = len(name) <= _LONGEST_NAME  # to compare a long one takes its time
-        near = nearest(name, known) if is_short and not field else ""
+        near = nearest(name, _field_names(kind)) if is_short and not field else ""
         return InvalidRequestError(
             f"unknown field {name!r}{near + ' Else' if near else ':'} remove it, or see"
             " docs/serving.md for the fields that are served and the ones that are accepted and"
@@ -96,6 +99,8 @@ def _explain(text: str, root: str = "", known: tuple[str, ...] = ()) -> InvalidR
             param=name,
         )
     where = f"{field}: " if field else ""
+    if (word := _UNKNOWN_WORD.fullmatch(plain)) and (words := words_of(kind, inner)):
+        plain = f"{shown(word[1])} is none of {listing(words)}"
     return InvalidRequestError(f"{where}{plain[:1].lower()}{plain[1:]}", param=field or None)
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 from vllmx_core.errors import InvalidRequestError, shown
+from vllmx_core.sampling import MAX_TOKENS_LIMIT
 
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.chat import MAX_MESSAGES
@@ -68,9 +69,14 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: limits.MaxTokens | None = None
+    budget_tokens: Annotated[int, Meta(ge=1024, le=MAX_TOKENS_LIMIT)] | None = None
+    """The type "enabled" must have it, no other may."""
     display: Literal["summarized", "omitted"] | None = None
     """"summarized" shows all of it."""
+
+    @property
+    def is_enabled(self) -> bool:
+        return self.type == "enabled"
 
 
 class OutputFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
@@ -106,6 +112,13 @@ class CountTokensRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True)
         if self.mcp_servers:
             raise InvalidRequestError(
                 "mcp_servers is not served: give the tools themselves", param="mcp_servers"
+            )
+        thinking = self.thinking
+        if thinking is not None and (thinking.budget_tokens is None) == thinking.is_enabled:
+            wrong = "needs" if thinking.is_enabled else "takes no"
+            raise InvalidRequestError(
+                f"thinking of type {thinking.type!r} {wrong} budget_tokens",
+                param="thinking.budget_tokens",
             )
         for index, tool in enumerate(self.tools or ()):
             if tool.type not in (None, "custom") or tool.input_schema is None:
@@ -153,6 +166,14 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
             raise InvalidRequestError(
                 "container is not served: nothing is executed here, leave it out",
                 param="container",
+            )
+        budget = None if self.thinking is None else self.thinking.budget_tokens
+        if budget is not None and budget >= self.max_tokens and not self.tools:
+            # with tools, a turn of several answers may think more than one of them may say
+            raise InvalidRequestError(
+                f"thinking.budget_tokens is {budget}, which must be less than max_tokens,"
+                f" {self.max_tokens}: raise max_tokens, or think less",
+                param="thinking.budget_tokens",
             )
 
 

@@ -9,7 +9,7 @@ from msgspec import Meta
 from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.schema import intervals as limits
-from vllmx_server.schema.chat import MAX_MESSAGES
+from vllmx_server.schema.chat import MAX_MESSAGES, Effort
 from vllmx_server.schema.decode import check_free_form
 from vllmx_server.schema.metadata import Metadata
 from vllmx_server.schema.structured import GuidedFields
@@ -67,7 +67,7 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     # Accepted and ignored: thoughts are given in full.
     summary: str | None = None
     generate_summary: str | None = None
