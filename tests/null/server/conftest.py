@@ -27,9 +27,9 @@ from vllmx_engine.async_llm import AsyncLLM
 from vllmx_server.address import bind, listen
 from vllmx_server.app import build_app
 from vllmx_server.config import ServerConfig
-from vllmx_server.connections.connection import Timeouts
-from vllmx_server.connections.serving import serve
-from vllmx_server.running import connection_limits, hypercorn_config
+from vllmx_server.connections import serving
+from vllmx_server.connections.timeouts import Timeouts
+from vllmx_server.running import Serve, connection_limits, hypercorn_config
 from vllmx_server.state import ServerState
 
 from tests.waiting import PATIENCE_S, until
@@ -130,7 +130,7 @@ MakeServer = Callable[..., AbstractAsyncContextManager[Served]]
 def make_server(tmp_path: Path) -> MakeServer:
     """`async with make_server({fields of ServerConfig}, {of EngineConfig}, **of_the_model)`.
     `verify` is the client's: without TLS it reads no list of authorities, which would take longer
-    than the server takes to start."""
+    than the server takes to start. `serve`: what accepts connections."""
 
     @asynccontextmanager
     async def make(
@@ -139,6 +139,7 @@ def make_server(tmp_path: Path) -> MakeServer:
         *,
         verify: Any = False,
         send_bytes: int | None = None,
+        serve: Serve = serving.serve,
         **fake: Any,
     ) -> AsyncIterator[Served]:
         settings = {"vocab_size": 259, "eos_id": None, "max_model_len": 512} | fake
@@ -158,7 +159,7 @@ def make_server(tmp_path: Path) -> MakeServer:
             await state.background.start()
             listen(listener, own)
             stop = asyncio.Event()
-            serving = asyncio.ensure_future(
+            running = asyncio.ensure_future(
                 serve(
                     app,
                     hypercorn_config(own),
@@ -166,6 +167,7 @@ def make_server(tmp_path: Path) -> MakeServer:
                     connection_limits(own),
                     Timeouts(own.header_timeout_s, own.send_timeout_s),
                     stop,
+                    None,
                 )
             )
             try:
@@ -178,7 +180,7 @@ def make_server(tmp_path: Path) -> MakeServer:
                         await served.disconnect()
             finally:
                 stop.set()
-                await serving
+                await running
                 await state.background.stop()
                 state.storage.close()
                 listener.close()

@@ -13,9 +13,9 @@ import pytest
 from vllmx_core.errors import ConfigError
 from vllmx_server.address import bind_operators
 from vllmx_server.config import ServerConfig
-from vllmx_server.connections.connection import Timeouts
 from vllmx_server.connections.safe_headers import AnswerConfig
 from vllmx_server.connections.serving import serve
+from vllmx_server.connections.timeouts import Timeouts
 from vllmx_server.operators import LIMITS, operators_app
 
 from .conftest import MakeServer

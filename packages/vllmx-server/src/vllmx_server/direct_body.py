@@ -3,7 +3,8 @@
 On its way through hypercorn and h11 an event costs four coroutines, a lock and five objects, as
 much as everything that we do for it, to arrive at the same bytes: neither keeps any state of a
 chunk. So a chunk is framed here while the connection is idle. A client that is slow or gone, HTTP/2
-and any other server take the usual way.
+any other server, and releases of hypercorn
+that were not tested take the usual way.
 """
 
 from __future__ import annotations
@@ -11,11 +12,9 @@ from __future__ import annotations
 from asyncio import WriteTransport
 from typing import Self
 
-from hypercorn.protocol.h11 import H11Protocol
-from hypercorn.protocol.http_stream import HTTPStream
 from starlette.types import Send
 
-from vllmx_server.connections.connection import Connection
+from vllmx_server.connections.versions import untested
 
 
 class DirectBody:
@@ -27,6 +26,13 @@ class DirectBody:
     @classmethod
     def of(cls, send: Send) -> Self | None:
         """`send` as the server gave it to the application; None: it must be used."""
+        if untested() is not None:
+            return None
+        from hypercorn.protocol.h11 import H11Protocol
+        from hypercorn.protocol.http_stream import HTTPStream
+
+        from vllmx_server.connections.connection import Connection
+
         stream = getattr(send, "__self__", None)
         if not isinstance(stream, HTTPStream) or stream.scope["http_version"] != "1.1":
             return None

@@ -6,7 +6,8 @@ import asyncio
 import gc
 import logging
 import socket
-from collections.abc import Callable, Sequence
+import ssl
+from collections.abc import Callable, Coroutine, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,12 +20,11 @@ from vllmx_engine.wire.messages import CoreInfo
 from vllmx_server.address import check_certificate, listen
 from vllmx_server.app import build_app
 from vllmx_server.config import ServerConfig
-from vllmx_server.connections.connection import Timeouts
 from vllmx_server.connections.descriptors import connection_limit, raise_descriptor_limit
 from vllmx_server.connections.listening import ConnectionLimits
 from vllmx_server.connections.safe_headers import AnswerConfig
-from vllmx_server.connections.serving import serve
-from vllmx_server.connections.versions import check_versions
+from vllmx_server.connections.timeouts import Timeouts
+from vllmx_server.connections.versions import untested
 from vllmx_server.loop_errors import on_loop_error
 from vllmx_server.sharing import ALONE, Sharing
 from vllmx_server.signals import CLOSE_S, Serving
@@ -40,6 +40,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllmx.server")
 
+Serve = Callable[
+    [
+        Any,
+        Config,
+        socket.socket,
+        ConnectionLimits,
+        Timeouts,
+        asyncio.Event,
+        ssl.SSLContext | None,
+    ],
+    Coroutine[Any, Any, None],
+]
+"""`connections.serving.serve` or its like."""
 _PREPARE_S = 2.0
 """The seconds from the start to making what grammars need."""
 
@@ -65,7 +78,7 @@ async def serve_until_stopped(
     """Answers requests on a bound socket once the core is ready, beside `peers` if there are any,
     and `operators` on theirs. `models`: where they are several; `core` is the first one's. Raises
     what `run_server` does."""
-    check_versions()
+    serve = way_to_serve()
     sharing = ALONE if peers is None else peers.sharing
     config, limits = hypercorn_config(server), connection_limits(server, sharing)
     timeouts = Timeouts(server.header_timeout_s, server.send_timeout_s)
@@ -97,7 +110,7 @@ async def serve_until_stopped(
                 serve(app, config, listener, limits, timeouts, stop, tls)
             )
             beside = asyncio.ensure_future(
-                _serve_operators(app.state.server, operators, timeouts, stop)
+                _serve_operators(app.state.server, operators, serve, timeouts, stop)
             )
             dying = asyncio.ensure_future(llm.until_dead())
             preparing = asyncio.ensure_future(_prepare_grammars(llm))
@@ -116,8 +129,23 @@ async def serve_until_stopped(
         storage.close()
 
 
+def way_to_serve() -> Serve:
+    """What accepts connections: by hypercorn's inside where its release was tested, else by its
+    public interface, and the log says what is off."""
+    trouble = untested()
+    if trouble is not None:
+        logger.warning("%s", trouble)
+    module = "serving" if trouble is None else "plain"
+    found: Serve = import_module(f"vllmx_server.connections.{module}").serve
+    return found
+
+
 async def _serve_operators(
-    state: ServerState, listener: socket.socket | None, timeouts: Timeouts, stop: asyncio.Event
+    state: ServerState,
+    listener: socket.socket | None,
+    serve: Serve,
+    timeouts: Timeouts,
+    stop: asyncio.Event,
 ) -> None:
     """Answers on the socket of operators, if there is one, until `stop` is set."""
     if listener is None:
@@ -126,7 +154,8 @@ async def _serve_operators(
 
     config = AnswerConfig()
     config.graceful_timeout = CLOSE_S
-    await serve(operators_app(state), config, listener, LIMITS, timeouts, stop)
+    config.errorlog = _hypercorn_log()
+    await serve(operators_app(state), config, listener, LIMITS, timeouts, stop, None)
 
 
 async def _tool_servers(server: ServerConfig) -> ToolServers | None:
@@ -224,7 +253,12 @@ def hypercorn_config(server: ServerConfig) -> Config:
     config.keep_alive_timeout = 75.0
     config.include_server_header = False
     config.accesslog = None
-    config.errorlog = logging.getLogger("vllmx.hypercorn")
-    config.errorlog.setLevel(logging.WARNING)
+    config.errorlog = _hypercorn_log()
     check_certificate(server)
     return config
+
+
+def _hypercorn_log() -> logging.Logger:
+    found = logging.getLogger("vllmx.hypercorn")
+    found.setLevel(logging.WARNING)
+    return found

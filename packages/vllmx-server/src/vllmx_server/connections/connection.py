@@ -27,6 +27,7 @@ from vllmx_core.private_traceback import private_traceback
 from vllmx_server.connections.applications import Applications
 from vllmx_server.connections.http1 import Http1
 from vllmx_server.connections.http2 import Http2
+from vllmx_server.connections.timeouts import Timeouts
 from vllmx_server.errors import HeaderTimeoutError
 
 logger = logging.getLogger("vllmx.server")
@@ -36,15 +37,6 @@ _LINGER_S, _LINGER_IDLE_S = 30.0, 5.0
 """How long what a client still sends is read and dropped after the last answer, in all and without
 hearing of it; the rest of the answer has as long to go out."""
 _LINGER_BYTES = 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """Seconds that a client gets: for the headers of a request that has begun, and for taking
-    something of an answer."""
-
-    header_s: float
-    send_s: float
 
 
 @dataclass(frozen=True, slots=True)

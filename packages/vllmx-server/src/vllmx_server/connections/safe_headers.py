@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ssl
+
 from hypercorn.config import Config
 
 SAFE_HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"))
@@ -12,6 +14,13 @@ class AnswerConfig(Config):
     """hypercorn's configuration, which its protocols ask for what stands in every answer."""
 
     hsts_max_age_s = 0
+    _tls: ssl.SSLContext | None = None
+
+    def create_ssl_context(self) -> ssl.SSLContext | None:
+        """One for all who ask: a certificate that is read again counts for each of them."""
+        if self._tls is None:
+            self._tls = super().create_ssl_context()
+        return self._tls
 
     def response_headers(self, protocol: str) -> list[tuple[bytes, bytes]]:
         """hypercorn's own, and ours."""

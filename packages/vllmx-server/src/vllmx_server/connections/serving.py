@@ -11,8 +11,9 @@ from typing import Any
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
 
-from vllmx_server.connections.connection import Connection, Shared, Timeouts
+from vllmx_server.connections.connection import Connection, Shared
 from vllmx_server.connections.listening import ConnectionLimits, Listener, Place, refusal
+from vllmx_server.connections.timeouts import Timeouts
 
 
 async def serve(
