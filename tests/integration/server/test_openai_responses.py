@@ -102,8 +102,12 @@ def test_in_the_background(client: openai.OpenAI) -> None:
     assert begun.status == "queued"
     wait_until(lambda: client.responses.retrieve(begun.id).status == "completed")
     assert client.responses.retrieve(begun.id).output_text.startswith("Hello!")
-    streamed = client.responses.create(input="Hello!", background=True, stream=True, **GREEDY)
-    assert list(streamed)[-1].type == "response.completed"
+    streamed: list[Any] = list(
+        client.responses.create(input="Hello!", background=True, stream=True, **GREEDY)
+    )
+    assert streamed[-1].type == "response.completed"
+    again = client.responses.retrieve(streamed[-1].response.id, stream=True, starting_after=2)
+    assert list(again) == streamed[3:]
 
 
 SCHEMA = {
@@ -148,6 +152,9 @@ def test_a_function_is_called_and_its_result_is_read(client: openai.OpenAI) -> N
         input=[result], previous_response_id=answer.id, tools=[tool], **GREEDY
     )
     assert final.output_text
+    result["call_id"] = "call_odd"
+    with pytest.raises(openai.BadRequestError, match=r"No tool call found.*'call_odd'"):
+        client.responses.create(input=[result], previous_response_id=answer.id, **GREEDY)
     forced = client.responses.create(
         input="Hello!",
         tools=[tool],

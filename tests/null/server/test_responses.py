@@ -33,6 +33,10 @@ from .test_messages import named_events
 ASK = {"input": "hi", "max_output_tokens": 6, "ignore_eos": True}
 
 
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "c1", "output": "warm"}
+
+
 def chat(**body: Any) -> ChatCompletionRequest:
     asked = decode(json.dumps({**ASK, **body}).encode(), RESPONSES)
     asked.check()
@@ -115,6 +119,12 @@ def test_images_that_tools_return_are_the_users() -> None:
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [RESULT, CALL]}, "input[0]"),
+        ({"input": [CALL, {**RESULT, "call_id": "c2"}]}, "input[1]"),
+        (
+            {"input": [CALL, {**RESULT, "type": "custom_tool_call_output", "call_id": ""}]},
+            "input[1]",
+        ),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "u"}]}]},
             "input[0].content[0]",
@@ -365,7 +375,55 @@ async def test_events_of_the_background_are_followed(make_server: MakeServer) ->
         assert one.text.endswith(two.text)
         assert '"sequence_number":4,' in two.text.partition("\n\n")[0]
         late = await served.client.get(path)
-        assert late.status_code == 400
+        assert late.status_code == 400, "it was not made to be streamed"
+
+
+async def test_events_of_the_background_are_kept(make_server: MakeServer, tmp_path: Any) -> None:
+    """A client that lost its connection goes on behind the last event that it has, also when the
+    response has ended or the server is another."""
+    folder = {"data_dir": str(tmp_path / "data")}
+    asked = {**ASK, "background": True, "stream": True, "max_output_tokens": 40}
+    async with make_server(folder) as served:
+        text = (await served.client.post("/v1/responses", json=asked)).text
+        number, made = len(named_events(text)), named_events(text)[0][1]["response"]["id"]
+        await served.becomes_idle()
+    async with make_server(folder) as served:
+        path = f"/v1/responses/{made}?stream=true"
+        again = await served.client.get(path)
+        assert again.headers["content-type"].startswith("text/event-stream")
+        assert again.text == text
+        for after in (0, 7, number - 2):
+            rest = await served.client.get(f"{path}&starting_after={after}")
+            assert (
+                rest.text == text[text.index(f'"sequence_number":{after},') :].partition("\n\n")[2]
+            )
+        assert (await served.client.get(f"{path}&starting_after={number - 1}")).text == ""
+        assert (await served.client.get(f"{path}&starting_after={number + 9}")).text == ""
+        await served.client.delete(f"/v1/responses/{made}")
+        assert (await served.client.get(path)).status_code == 404
+        assert await served.state.storage.responses.events(made, -1) is None, "gone with it"
+
+
+async def test_events_count_as_what_is_kept(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "MAX_EVENTS_BYTES", 20_000)
+    asked = {**ASK, "background": True, "stream": True}
+
+    async def made(served: Served, tokens: int) -> str:
+        body = {**asked, "max_output_tokens": tokens}
+        text = (await served.client.post("/v1/responses", json=body)).text
+        await served.becomes_idle()
+        return str(named_events(text)[0][1]["response"]["id"])
+
+    async with make_server({"max_stored_bytes": 20_000}) as served:
+        ids = [await made(served, 6) for _ in range(12)]
+        kept = [await served.state.storage.responses.events(each, -1) is not None for each in ids]
+        assert 0 < sum(kept) < 12
+        assert kept == sorted(kept), "the oldest made room"
+        long = await served.client.get(f"/v1/responses/{await made(served, 300)}?stream=true")
+        assert long.status_code == 400
+        assert "were not kept" in long.json()["error"]["message"]
 
 
 async def test_what_a_server_left_open_has_failed(make_server: MakeServer, tmp_path: Any) -> None:

@@ -121,7 +121,8 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             query=(
                 Query(
                     "stream",
-                    "The events of one that runs in the background.",
+                    "The events of one that runs in the background, or was made with `background`"
+                    " and `stream`.",
                     {"enum": ["true", "false"]},
                 ),
                 Query(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -134,10 +134,12 @@ class ResponseAnswer:
         self._end(status)
         return closing + self._event((status, {"response": self._response}))
 
-    async def keep(self) -> None:
-        """Keeps it as it is now, unless the client wants none."""
+    async def keep(self, events: Sequence[bytes] = ()) -> None:
+        """Keeps it as it is now, unless the client wants none, with its events where it is to be
+        streamed."""
         if self._body.is_stored:
-            await self._state.storage.responses.save(self._owner, self.stored)
+            told = events if self._body.stream else ()
+            await self._state.storage.responses.save(self._owner, self.stored, told)
 
     def _finish(self) -> None:
         end = self._output.end

@@ -108,6 +108,8 @@ class Messages:
         self.found: list[ChatMessage] = []
         self._turn: ChatMessage | None = None
         """The turn of the assistant, to which more may come."""
+        self._called: dict[str, str] = {}
+        """The name of the function of each call."""
         self._returned_images: list[str | ContentPart] = []
         """Images that tools returned: they follow what else tools return, as the user's."""
 
@@ -163,19 +165,19 @@ class Messages:
         function = ToolFunction(whole_name(item.name, item.namespace), arguments)
         turn = self._assistant(lambda turn: True)
         turn.tool_calls = [*(turn.tool_calls or ()), ToolCall(function, id=item.call_id)]
+        self._called[item.call_id] = function.name
 
     def _returned(self, item: InputItem, where: str) -> None:
         if item.call_id is None:
             raise _lacks(where, "call_id")
-        name = next(
-            (
-                call.function.name
-                for message in reversed(self.found)
-                for call in message.tool_calls or ()
-                if call.id == item.call_id
-            ),
-            None,
-        )
+        name = self._called.get(item.call_id)
+        if name is None:
+            kind = "function call" if item.type == "function_call_output" else "custom tool call"
+            raise InvalidRequestError(
+                f"No tool call found for {kind} output with call_id {shown(item.call_id)}: send the"
+                " call before it, or previous_response_id",
+                param=where,
+            )
         self._turn = None
         parts = _parts(item.output, where, "output")
         if isinstance(parts, list):

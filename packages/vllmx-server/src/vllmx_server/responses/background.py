@@ -85,7 +85,7 @@ class Running:
 
     async def _keep(self) -> None:
         try:
-            await self.answer.keep()
+            await self.answer.keep(self._events)
         except VllmxError as error:
             logger.error("a response could not be kept: %s", error.message)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from vllmx_server.responses.rounds import ToolRounds
 
 encode = msgspec.json.Encoder().encode
+_PIECE = 64 << 10
+"""Bytes of events that were kept that are sent at once."""
 
 
 def _failed(error: VllmxError) -> bytes:
@@ -157,7 +159,8 @@ async def _before(request: Request, state: ServerState, body: ResponsesRequest) 
 
 
 async def retrieve(request: Request) -> Response:
-    """A response, or with `stream` the events of one in the background."""
+    """A response, or with `stream` the events of one in the background: those that come, and of one
+    that was streamed from its beginning also later."""
     check_query(request, "stream", "starting_after", "include", "include[]", "include_obfuscation")
     after = number(request, "starting_after", 0, 1 << 29, -1)
     is_streamed = one_of(request, "stream", ("false", "true")) == "true"
@@ -167,18 +170,31 @@ async def retrieve(request: Request) -> Response:
     if not is_streamed:
         has_begun = running is not None and running.has_begun
         return answer(found.response | {"status": "in_progress"} if has_begun else found.response)
-    if running is None:
+    if running is not None:
+        return _followed(running, after)
+    events = await state.storage.responses.events(found.id, after)
+    if events is None:
         raise InvalidRequestError(
-            f"response {found.id} has no events any more: it is {found.response['status']};"
-            " retrieve it without stream",
+            f"response {found.id} is {found.response['status']}, and its events were not kept,"
+            " as they are of one that is made with background and stream: retrieve it without"
+            " stream",
             param="stream",
         )
-    return _followed(running, after)
+    return _streamed(_pieces(events))
 
 
 def _followed(running: Running, after: int) -> Response:
+    return _streamed(running.follow(after))
+
+
+async def _pieces(events: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(events), _PIECE):
+        yield events[start : start + _PIECE]
+
+
+def _streamed(events: AsyncIterator[bytes]) -> Response:
     return StreamingResponse(
-        running.follow(after),
+        events,
         media_type="text/event-stream",
         headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
     )

@@ -40,6 +40,13 @@ CREATE TABLE responses (
 );
 CREATE INDEX responses_of ON responses (owner);
 """
+_ADDED = """
+CREATE TABLE IF NOT EXISTS events (response TEXT PRIMARY KEY, data BLOB) WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS forget_events AFTER DELETE ON responses BEGIN
+    DELETE FROM events WHERE response = old.id;
+END;
+"""
+"""What databases of the same version may lack, and servers that do not know it leave alone."""
 
 
 class StorageError(VllmxError):
@@ -132,4 +139,5 @@ def _open(path: str) -> sqlite3.Connection:
             f" writes {VERSION}): give another --data-dir",
             param="data_dir",
         )
+    connection.executescript(_ADDED)
     return connection

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +14,8 @@ from vllmx_server.schema.responses import InputItem
 from vllmx_server.store.database import Database
 from vllmx_server.store.ids import now
 
+MAX_EVENTS_BYTES = 32 << 20
+"""The events of a longer stream are not kept."""
 MAX_CHAIN = 1000
 """Responses that may follow one on another."""
 
@@ -62,11 +65,13 @@ class Responses:
         self._max_bytes = max_bytes_of_owner
         self._lifetime_s = lifetime_s
 
-    async def save(self, owner: str, stored: StoredResponse) -> None:
-        """Keeps it as it is now; the oldest ones of the key make room."""
+    async def save(self, owner: str, stored: StoredResponse, events: Sequence[bytes] = ()) -> None:
+        """Keeps it as it is now, with its events where there are some, unless those have over
+        `MAX_EVENTS_BYTES`; the oldest ones of the key make room."""
 
         def write(connection: sqlite3.Connection) -> None:
             data, created = _encode(stored), now()
+            told = zlib.compress(b"".join(events), 1) if _are_few(events) else b""
             connection.execute(
                 "INSERT INTO responses (id, owner, created, expires, is_open, bytes, record)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET"
@@ -77,10 +82,13 @@ class Responses:
                     created,
                     created + self._lifetime_s,
                     stored.is_open,
-                    len(data),
+                    len(data) + len(told),
                     data,
                 ),
             )
+            if told:
+                query = "INSERT OR REPLACE INTO events (response, data) VALUES (?, ?)"
+                connection.execute(query, (stored.id, told))
             _make_room(connection, owner, self._max_bytes)
 
         await self._database.run(write)
@@ -91,6 +99,16 @@ class Responses:
         if row is None:
             raise _not_known(response_id)
         return _decode(row)
+
+    async def events(self, response_id: str, after: int) -> bytes | None:
+        """The events of one that was found, behind number `after`; None where none were kept."""
+
+        def read(connection: sqlite3.Connection) -> bytes | None:
+            query = "SELECT data FROM events WHERE response = ?"
+            row = connection.execute(query, (response_id,)).fetchone()
+            return None if row is None else _behind(zlib.decompress(row[0]), after)
+
+        return await self._database.run(read)
 
     async def delete(self, owner: str, response_id: str) -> None:
         """Raises ResponseNotKnownError."""
@@ -151,6 +169,21 @@ class Responses:
         """Forgets what has expired."""
         query = "DELETE FROM responses WHERE expires <= ?"
         await self._database.run(lambda c: c.execute(query, (now(),)))
+
+
+def _are_few(events: Sequence[bytes]) -> bool:
+    return 0 < sum(map(len, events)) <= MAX_EVENTS_BYTES
+
+
+def _behind(events: bytes, after: int) -> bytes:
+    """What follows on event number `after`; events are numbered from 0."""
+    start = 0
+    for _ in range(after + 1):
+        end = events.find(b"\n\n", start)
+        if end < 0:
+            return b""
+        start = end + 2
+    return events[start:]
 
 
 def _row(connection: sqlite3.Connection, owner: str, response_id: str) -> bytes | None:
