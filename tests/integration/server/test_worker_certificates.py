@@ -1,4 +1,4 @@
-"""Certificates that are replaced on the disk while several processes answer."""
+"""Certificates that are replaced on the disk while one process or several answer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.null.server.test_reload import made_for
 from tests.waiting import PATIENCE_S, wait_until
 
 from .conftest import MakeFake, RunningServer
@@ -84,3 +85,22 @@ def test_a_hangup_has_every_process_read_the_certificate_again(
         assert told(server, "the certificate stays as it is") == 1
         assert told(server, "the certificate was read again") == 1
         assert told(server, "Traceback") == 0
+
+
+def test_one_that_has_expired_is_told_of_once_and_the_old_one_stays(
+    fake_server: MakeFake, tmp_path: Path
+) -> None:
+    cert, key = make_certificate(tmp_path, "first")
+    with fake_server("--ssl-certfile", str(cert), "--ssl-keyfile", str(key)) as server:
+        address = httpx.URL(server.url)
+        shown = ssl.get_server_certificate((address.host, address.port or 0))
+        expired = made_for(tmp_path, "20200101000000Z", "20200201000000Z")
+        shutil.copy(str(expired.ssl_certfile), cert)
+        shutil.copy(str(expired.ssl_keyfile), key)
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: told(server, "the certificate stays as it is") == 1)
+        assert told(server, "has expired: renew it") == 1
+        assert told(server, "Traceback") == 0
+        assert ssl.get_server_certificate((address.host, address.port or 0)) == shown
+        answer = httpx.get(f"{server.url}/health", verify=PLAIN, timeout=PATIENCE_S)
+        assert answer.is_success
