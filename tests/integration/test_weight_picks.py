@@ -11,7 +11,15 @@ from vllmx_core.errors import WeightFormatError
 from vllmx_core.testing.synthetic import ArraySource
 from vllmx_core.weight_map import assemble, bias_of, parts_of
 from vllmx_core.weight_picks import entry_of, rows_of
-from vllmx_core.weights import PartSpec, RowRuns, WeightPart, WeightSource, WeightSpec
+from vllmx_core.weights import (
+    DENSE,
+    PartSpec,
+    RawTensor,
+    RowRuns,
+    WeightPart,
+    WeightSource,
+    WeightSpec,
+)
 from vllmx_models.gguf.blocks import TYPES_BY_NAME, weight_part
 from vllmx_models.gguf.quantize.encode import encode
 from vllmx_models.quantization.eight_bits import fp8_codes, fp8_part, int8_codes, int8_part
@@ -215,6 +223,8 @@ def test_other_names_and_stacks_and_shapes() -> None:
         (PartSpec("m", 7, transposed=True), r"asks for \[7, 6\]"),
         (PartSpec("m", 8, runs=RowRuns(3, 6, 6), turned=True), r"rows 3 to 8 are wanted"),
         (PartSpec("s", 8, "s", entry=0), r"\[1, 8, 6\], a stack of 2 axes is wanted"),
+        (PartSpec("i", 7), r"'i' holds i8 codes of a quantised checkpoint"),
+        (PartSpec("m", 7, "i", first_col=2), r"'i' holds i8 codes of a quantised checkpoint"),
         (PartSpec("n", 7, alternatives=("o",)), "no tensor 'n'"),
         (PartSpec("q", 256, transposed=True), "q'? is stored as gguf with its axes|other way"),
     ],
@@ -222,6 +232,11 @@ def test_other_names_and_stacks_and_shapes() -> None:
 def test_what_a_tensor_has_not_is_told(part: PartSpec, message: str) -> None:
     values = np.zeros((7, 8), np.float32)
     arrays = {"m": values, "s": np.zeros((1, 8, 6), np.float32)}
-    source = Parts(arrays, {"q": gguf("Q8_0", np.ones((6, 256), np.float32))})
+    codes = RawTensor("i", "i8", (7, 6), np.zeros(42, np.uint8))
+    parts = {
+        "q": gguf("Q8_0", np.ones((6, 256), np.float32)),
+        "i": WeightPart("i", codes.shape, DENSE, {"weight": codes}),
+    }
+    source = Parts(arrays, parts)
     with pytest.raises(WeightFormatError, match=message):
         assembled(source, part)

@@ -27,6 +27,8 @@ from vllmx_core.weights import (
     made_part,
 )
 
+_CODES = frozenset(("i64", "i32", "i16", "i8", "u32", "u8", "bool", "f8e8m0"))
+"""Dtypes of what only a format makes numbers of."""
 TieKey = tuple[tuple[PartSpec, ...], float]
 
 
@@ -97,7 +99,7 @@ def _part(spec: WeightSpec, wanted: PartSpec, source: WeightSource) -> WeightPar
         whole = replace(spec, cols=wanted.share.whole_cols)
         return share_of(_part(whole, _unshared(wanted), source), wanted.share)
     wanted = resolved(source, wanted)
-    part = source.part(wanted.name)
+    part = _numbers(source, wanted.name)
     if spec.shape is not None:
         if spec.kind in ("linear", "embedding"):
             return _flattened(part, spec.shape, (wanted.rows, spec.cols))
@@ -120,6 +122,18 @@ def _part(spec: WeightSpec, wanted: PartSpec, source: WeightSource) -> WeightPar
     if wanted.turned:
         part = turned(part)
     return checked(part, (wanted.rows,) if spec.kind == "vector" else (wanted.rows, spec.cols))
+
+
+def _numbers(source: WeightSource, name: str) -> WeightPart:
+    """A tensor of the source. Raises WeightFormatError for integers without a format."""
+    part = source.part(name)
+    stored = part.buffers.get("weight") if part.layout == DENSE else None
+    if stored is not None and stored.dtype in _CODES:
+        raise WeightFormatError(
+            f"tensor {name!r} holds {stored.dtype} codes of a quantised checkpoint, whose format"
+            " config.json does not name: take the original, or add its quantization_config"
+        )
+    return part
 
 
 def _of_stack(part: WeightPart, entry: int, *, axes: int) -> WeightPart:
@@ -233,7 +247,7 @@ def _bias(wanted: PartSpec, source: WeightSource) -> WeightPart:
         return share_of(_bias(_unshared(wanted), source), replace(wanted.share, cols=None))
     wanted = resolved(source, wanted)
     assert wanted.bias is not None
-    part = source.part(wanted.bias)
+    part = _numbers(source, wanted.bias)
     if wanted.entry is not None:
         part = _of_stack(part, wanted.entry, axes=2)
     if wanted.runs is not None:
