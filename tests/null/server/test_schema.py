@@ -58,6 +58,10 @@ def completion_request(**fields: Any) -> completions.CompletionRequest:
         ({"tool_choice": _allowed("never", "f"), "tools": [_TOOL]}, f"{_ALLOWED}.mode"),
         ({"tool_choice": _allowed("auto", "f")}, "tool_choice"),
         ({"reasoning_effort": "odd"}, "reasoning_effort"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget"),
+        ({"top_logprobs": -2}, "top_logprobs"),
+        ({"prompt_logprobs": -2}, "prompt_logprobs"),
+        ({"tools": [_TOOL] * 257}, "tools"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"modalities": ["text", "audio"]}, "modalities"),
@@ -247,7 +251,8 @@ def test_tokenize_wants_one_of_prompt_and_messages() -> None:
 
 def test_no_collection_runs_while_a_large_body_is_decoded() -> None:
     """Five in six seconds of a million small lists went there."""
-    body = b'{"messages": [], "documents": [' + b'{"a":[]},' * 40_000 + b'{"a":[]}]}'
+    turns = b'"messages": [{"role": "user", "content": "hi"}]'
+    body = b"{%b, " % turns + b'"documents": [' + b'{"a":[]},' * 40_000 + b'{"a":[]}]}'
     collections = 0
 
     def count(phase: str, _: object) -> None:

@@ -12,7 +12,7 @@ from vllmx_engine.client.chat import ChatOptions
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.decode import check_free_form
 from vllmx_server.schema.sampling import SamplingFields
-from vllmx_server.schema.tools import allowed_tools, check_tools, forced_tool, tool_list
+from vllmx_server.schema.tools import MAX_TOOLS, allowed_tools, check_tools, forced_tool, tool_list
 
 MAX_MESSAGES = 4096
 MAX_TEMPLATE = 64 << 10
@@ -181,18 +181,18 @@ def generation_prompt(add: bool | None, continue_final_message: bool | None) -> 
 class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's chat completion with vLLM's extensions."""
 
-    messages: list[ChatMessage]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: limits.MaxTokens | None = None
     max_completion_tokens: limits.MaxTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    top_logprobs: limits.Likeliest | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
     """False: thoughts are separated from content and left out."""
-    thinking_token_budget: int | None = None
+    thinking_token_budget: limits.ThinkingBudget | None = None
     """The number of tokens of thoughts after which their end is forced; -1: never."""
 
     # Taken where they ask for what is done anyway: see `unserved`.

@@ -21,7 +21,7 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     """A text, a list of token ids, or a list of either."""
     max_tokens: limits.MinTokens | msgspec.UnsetType | None = msgspec.UNSET
     """None: as many as the context holds. Not given: 16, or what the context has room for."""
-    logprobs: int | None = None
+    logprobs: limits.Likeliest | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
     """None: special tokens are added."""

@@ -58,7 +58,7 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: limits.Likeliest | None = None
     truncate_prompt_tokens: limits.Truncation | None = None
     allowed_token_ids: limits.AllowedIds | None = None
     bad_words: limits.BadWords | None = None
