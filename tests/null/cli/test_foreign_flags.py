@@ -66,6 +66,7 @@ def test_flash_attention_goes_with_and_without_a_value(value: list[str]) -> None
         ("--d 0,1", "one device"),
         ("--d 2", "VLLMX_CUDA_DEVICE=2"),
         ("-ngl 20", "whole model"),
+        ("-ngl 9²", "whole model"),
         ("-ctk q4_0", "f32, f16, bf16, q8_0 are taken"),
         ("-ctk q8_0 -ctv f16", "asks for --kv-cache-dtype f16, which is given as 'int8' too"),
         ("--fp8-kvcache --kv-cache-dtype int8", "given as 'int8' too"),

@@ -47,7 +47,7 @@ def layers(text: str) -> str:
     what people write for all."""
     if text == "0":
         return "cpu"
-    if text in ("all", "auto", "-1") or (text.isdigit() and int(text) >= 99):
+    if text in ("all", "auto", "-1") or (text.isdecimal() and float(text) >= 99):
         return "auto"
     raise ConfigError(f"{WHOLE_MODEL}, 0 is cpu, 99 auto")
 
