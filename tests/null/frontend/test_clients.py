@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import EngineDeadError
+from vllmx_core.errors import EngineDeadError, RankLostError, VllmxError
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.async_llm import AsyncLLM
@@ -20,7 +21,7 @@ from vllmx_engine.link.attached_frontend import AttachedFrontend
 from vllmx_engine.link.core_socket import CoreSocket
 from vllmx_engine.link.core_start import CoreStart
 from vllmx_engine.link.door import Door
-from vllmx_engine.link.frontend import Frontend
+from vllmx_engine.link.frontend import Frontend, Listener, cause_of
 from vllmx_engine.link.process_frontend import ProcessFrontend
 from vllmx_engine.wire import updates
 from vllmx_engine.wire.ipc import (
@@ -58,7 +59,13 @@ class Shared:
 
 @pytest.fixture
 async def shared(slow_folder: str, registry: Registry) -> AsyncIterator[Shared]:
-    found = find_model(EngineConfig(model=slow_folder, backend="fake"), registry)
+    async with sharing(slow_folder, registry) as found:
+        yield found
+
+
+@asynccontextmanager
+async def sharing(folder: str, registry: Registry) -> AsyncIterator[Shared]:
+    found = find_model(EngineConfig(model=folder, backend="fake"), registry)
     door = Door()
     owner = await ProcessFrontend.start(found, door)
     try:
@@ -113,6 +120,46 @@ async def test_a_dead_core_is_told_to_all_and_found_again(shared: Shared) -> Non
             await until(lambda llm=llm: llm.is_ready)  # type: ignore[misc]
             answer = await (await llm.submit("hi", GREEDY)).last()
             assert answer.finished
+
+
+async def test_a_core_that_gives_up_says_why_to_all(
+    make_folder: Callable[..., str], registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does to the process that started it."""
+    monkeypatch.setattr(ProcessFrontend, "FIRST_DELAY_S", 10.0)
+    folder = make_folder("failing", fail_steps=[0, 1, 2], step_s=0.01)
+    cause = "the backend failed 3 steps in a row: restart the engine; the log has the details"
+    async with sharing(folder, registry) as shared, shared.client() as one, shared.client() as two:
+        error = VllmxError("")
+        while not isinstance(error, EngineDeadError):
+            with pytest.raises(VllmxError) as raised:
+                await (await one.submit("hi", GREEDY)).last()
+            error = raised.value
+        assert cause in error.message
+        await until(lambda: not two.is_ready)
+        with pytest.raises(EngineDeadError, match=re.escape(f"being restarted ({cause}): try")):
+            await two.submit("hi", GREEDY)
+
+
+async def test_what_the_supervisor_says_of_a_core_that_it_ended(shared: Shared) -> None:
+    """Its own requests are told what to do besides, which is not told twice."""
+    cause = RankLostError("rank 0 (process 7) hangs or was stopped")
+    async with shared.client() as llm:
+        shared.owner.listener = Listener(
+            outputs=lambda outputs: None,
+            stats=lambda stats: None,
+            lost=lambda error: llm.note(cause_of(error)),
+            restarted=lambda info: None,
+            dead=lambda: None,
+        )
+        stream = await llm.submit("hi", LONG)
+        await anext(stream)
+        shared.owner._core.end(cause)
+        with pytest.raises(RankLostError) as raised:
+            await stream.last()
+        again = "the engine core is being restarted: send the request again"
+        assert raised.value.message == f"{cause.message}; {again}"
+        await until(lambda: llm.is_ready)
 
 
 async def test_a_core_whose_door_is_gone_is_dead(shared: Shared) -> None:

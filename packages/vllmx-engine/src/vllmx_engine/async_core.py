@@ -105,10 +105,10 @@ class AsyncCore(AsyncText):
         """Ends the request of this id with finish reason "abort"; False when there is none."""
         return self._streams.abort(request_id)
 
-    def note(self, reason: str) -> None:
-        """Takes the reason of the core's end from the process that started it."""
+    def note(self, cause: VllmxError) -> None:
+        """Takes what ended the core from the process that started it."""
         if isinstance(self._frontend, AttachedFrontend):
-            self._frontend.note(reason)
+            self._frontend.note(cause)
 
     def share(self, sequences: Gauge, texts: Gauge) -> None:
         """Counts the limits in common with other processes over the same core: `max_queue`, and

@@ -19,6 +19,7 @@ import msgspec
 from vllmx_core.errors import VllmxError
 from vllmx_core.logs import configure_logging
 from vllmx_core.standard_error import StandardError
+from vllmx_engine.wire.ipc import ErrorRecord
 from vllmx_engine.wire.messages import CoreInfo
 
 from vllmx_server.attaching import attach
@@ -81,7 +82,7 @@ class Worker:
         channel.serve(RELOAD, Reload, self._reload)
         channel.serve(COUNT, type(None), self._count)
         channel.serve(LEAVE, str, self._leave)
-        channel.serve(CORE_LOST, str, self._core_lost)
+        channel.serve(CORE_LOST, ErrorRecord, self._core_lost)
 
     def begin_serving(self, serving: Serving) -> asyncio.Event:
         """See `vllmx_server.running.Stopping`."""
@@ -169,8 +170,8 @@ class Worker:
         models = self._state.models
         return models is None or await models.leave(name)
 
-    async def _core_lost(self, reason: str) -> None:
-        self._state.llm.note(reason)
+    async def _core_lost(self, cause: ErrorRecord) -> None:
+        self._state.llm.note(cause.rebuild())
 
 
 async def _run(control: int, counts: int, listener: int, operators: int | None = None) -> int:

@@ -6,9 +6,9 @@ import asyncio
 import logging
 from pathlib import Path
 
-from vllmx_core.errors import EngineDeadError
+from vllmx_core.errors import EngineDeadError, VllmxError
 
-from vllmx_engine.link.frontend import ASLEEP, CoreFrontend, lost_with
+from vllmx_engine.link.frontend import ASLEEP, SEND_AGAIN, CoreFrontend, lost_with
 from vllmx_engine.link.heartbeat import Heartbeat
 from vllmx_engine.wire.ipc import (
     Failed,
@@ -27,7 +27,7 @@ from vllmx_engine.wire.messages import CoreInfo
 logger = logging.getLogger("vllmx.supervisor")
 
 _AGAIN_S = 0.05
-_UNTOLD = "its process ended"
+_UNTOLD = "the engine core ended"
 """Why a core ended of which nobody has said it yet."""
 
 
@@ -43,6 +43,8 @@ class AttachedFrontend(CoreFrontend):
         super().__init__()
         self._path = path
         self._line: _Line | None = None
+        self._cause: VllmxError | None = None
+        """What ended the core, once somebody has said it."""
         self._reattaching: asyncio.Task[None] | None = None
         self._heartbeat = Heartbeat(lambda: self._send(Ping()))
         self.status = "restarting"
@@ -60,11 +62,11 @@ class AttachedFrontend(CoreFrontend):
         """See `Frontend.silent_s`."""
         return self._heartbeat.silent_s if self.status == "ready" else 0.0
 
-    def note(self, reason: str) -> None:
-        """Takes the reason of the core's end from the supervisor, which may come before the end of
-        the connection does."""
-        self._last_reason = reason
-        if self.status == "restarting" and reason == ASLEEP:
+    def note(self, cause: VllmxError) -> None:
+        """Takes what ended the core from the supervisor, which may come before the end of the
+        connection does."""
+        self._cause, self._last_reason = cause, cause.message
+        if self.status == "restarting" and cause.message == ASLEEP:
             self.status = "asleep"
 
     def unavailable(self) -> EngineDeadError:
@@ -95,7 +97,9 @@ class AttachedFrontend(CoreFrontend):
         self._heartbeat.heard()
         match message:
             case Failed(error):
-                self._last_reason = error.message
+                self.note(error.rebuild())
+                if self._line is not None:
+                    self._line.close()  # its end may be long in coming
             case Pong():
                 pass
             case _:
@@ -119,7 +123,7 @@ class AttachedFrontend(CoreFrontend):
                 raise
             if info is not None:
                 self._line, self.info, self.status = line, info, "ready"
-                self._last_reason = _UNTOLD
+                self._cause, self._last_reason = None, _UNTOLD
                 self._heartbeat.heard()
                 return
             await asyncio.sleep(_AGAIN_S)
@@ -129,9 +133,9 @@ class AttachedFrontend(CoreFrontend):
             return
         self._line = None
         self.status = "asleep" if self._last_reason == ASLEEP else "restarting"
-        text = f"the engine core is gone ({self._last_reason}); it is being restarted: send the"
-        error = EngineDeadError(ASLEEP if self.status == "asleep" else f"{text} request again")
-        self._tell_lost(lost_with(error, error.message))
+        cause = self._cause or EngineDeadError(_UNTOLD)
+        again = "" if self.status == "asleep" else SEND_AGAIN
+        self._tell_lost(lost_with(cause, cause.message + again))
         self._reattaching = asyncio.ensure_future(self._reattach())
 
     async def _reattach(self) -> None:

@@ -30,6 +30,7 @@ from vllmx_engine.wire.messages import CoreInfo, CoreOutput, CoreRequest, CoreSt
 
 START_AGAIN = "start the engine again"
 ASLEEP = "the model sleeps: wake it (POST /wake), then send the request again"
+SEND_AGAIN = "; the engine core is being restarted: send the request again"
 Status = Literal["ready", "asleep", "restarting", "dead", "closed"]
 
 
@@ -159,6 +160,11 @@ class CoreFrontend:
         self._last_reason = reason
         if self.listener is not None:
             self.listener.dead()
+
+
+def cause_of(error: VllmxError) -> VllmxError:
+    """What ended the core, of which `Listener.lost` was told."""
+    return type(error)(error.message.removesuffix(SEND_AGAIN))
 
 
 def lost_with(error: VllmxError, text: str) -> EngineDeadError:

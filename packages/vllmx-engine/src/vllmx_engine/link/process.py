@@ -49,12 +49,17 @@ def _exit_without_parent() -> None:
     os._exit(0)  # nobody is left to answer, and a step may be in flight on another thread
 
 
-def _give_up(connection: CoreSocket, door: CoreDoor | None, error: EngineDeadError) -> None:
-    """Says why and ends the process, from another thread than the one that is stuck. Where the
-    kernel itself cannot end that thread, the message is all that the API process gets."""
+def _tell_end(connection: CoreSocket, door: CoreDoor | None, error: VllmxError) -> None:
+    """Says why to all clients; the process ends behind that."""
     failed = Failed(ErrorRecord.of(error))
     for each in [connection, *(door.sockets() if door is not None else ())]:
         each.send(failed)
+
+
+def _give_up(connection: CoreSocket, door: CoreDoor | None, error: EngineDeadError) -> None:
+    """Says why and ends the process, from another thread than the one that is stuck. Where the
+    kernel itself cannot end that thread, the message is all that the API process gets."""
+    _tell_end(connection, door, error)
     connection.flush()
     logging.shutdown()
     os._exit(1)
@@ -100,12 +105,12 @@ def serve(connection: CoreSocket, listener: socket.socket | None = None) -> int:
         gc.freeze()  # no step waits for a collection that looks through what stays to the end
         CoreLoop(core, inbox, connection.send, partial(_give_up, connection, door)).run()
     except VllmxError as error:
-        connection.send(Failed(ErrorRecord.of(error)))
+        _tell_end(connection, door, error)
         return 1
     except Exception:
         logger.exception("the engine core failed")
         text = "the engine core failed with an internal error; see its log above"
-        connection.send(Failed(ErrorRecord("VllmxError", text)))
+        _tell_end(connection, door, VllmxError(text))
         return 1
     finally:
         connection.flush()

@@ -9,7 +9,7 @@ from vllmx_core.errors import EngineDeadError, RankLostError, VllmxError
 
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.link.door import Door
-from vllmx_engine.link.frontend import ASLEEP, CoreFrontend, lost_with
+from vllmx_engine.link.frontend import ASLEEP, SEND_AGAIN, CoreFrontend, lost_with
 from vllmx_engine.link.heartbeat import Heartbeat
 from vllmx_engine.link.supervisor import CoreProcess
 from vllmx_engine.wire.ipc import FromCore, Ping, Pong, Start, ToCore
@@ -151,8 +151,7 @@ class ProcessFrontend(CoreFrontend):
         """Requests in flight end at once: they do not wait until a process that hangs is gone."""
         self._last_reason = failure.message
         logger.error("%s; every request in flight is lost", failure.message)
-        text = f"{failure.message}; the engine core is being restarted: send the request again"
-        self._tell_lost(lost_with(failure, text))
+        self._tell_lost(lost_with(failure, failure.message + SEND_AGAIN))
 
     async def _restart(self, core: CoreProcess) -> None:
         if self._last_update_s - self._born_s > self.QUICK_S:

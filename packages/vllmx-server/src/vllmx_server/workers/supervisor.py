@@ -17,8 +17,9 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.errors import InvalidRequestError, VllmxError
 from vllmx_engine.core.found_model import find_model
 from vllmx_engine.link.door import Door
-from vllmx_engine.link.frontend import Listener
+from vllmx_engine.link.frontend import Listener, cause_of
 from vllmx_engine.link.process_frontend import ProcessFrontend
+from vllmx_engine.wire.ipc import ErrorRecord
 from vllmx_engine.wire.messages import CoreInfo, CoreStats
 
 from vllmx_server.address import reload_certificate
@@ -272,4 +273,4 @@ class Supervisor:
 
     def _tell_lost(self, error: VllmxError) -> None:
         for channel in self._crew.channels():
-            channel.tell(CORE_LOST, error.message)
+            channel.tell(CORE_LOST, ErrorRecord.of(cause_of(error)))
