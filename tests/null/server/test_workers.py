@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 from vllmx_core.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from vllmx_engine.wire.ipc import ErrorRecord
 from vllmx_engine.wire.messages import CoreStats
+from vllmx_server import worker as worker_module
 from vllmx_server.desk import Granted, OpenDesk, RemoteDesk, ServedDesk, Used, Wanted
 from vllmx_server.errors import OverloadedError
 from vllmx_server.keys.usage import KeyUsage, UsageBook
 from vllmx_server.metrics import MetricCounts, Metrics
+from vllmx_server.state import ServerState
 from vllmx_server.workers.channel import Channel, GoneError
 from vllmx_server.workers.counted import Counted, ModelCounts
 from vllmx_server.workers.crew import Crew, Worker, asked_of_all
-from vllmx_server.workers.messages import COUNTED, LEAD, METRICS, USAGE, USED, Lead
+from vllmx_server.workers.messages import (
+    CORE_LOST,
+    COUNT,
+    COUNTED,
+    END,
+    LEAD,
+    LEAVE,
+    METRICS,
+    RELOAD,
+    USAGE,
+    USED,
+    Lead,
+    Reload,
+)
 from vllmx_server.workers.peers import RemoteUsage
 from vllmx_server.workers.shared_counts import SharedCounts
 
@@ -71,6 +89,24 @@ async def test_a_worker_that_ends_as_it_is_to_lead_is_passed_over() -> None:
         await crew._choose_leader()
         assert crew.leader is alive
         assert [each.is_first for each in asked] == [False]
+
+
+async def test_a_process_that_is_being_started_has_nothing_to_tell(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One that takes the place of a dead one is asked before it serves."""
+    async with channels() as (supervisor, other):
+        with socket.socket() as listener:
+            starting = worker_module.Worker(other, listener, None, -1)
+            assert await supervisor.ask(COUNT, None, ModelCounts) == {}
+            supervisor.tell(RELOAD, Reload(keys=True, certificate=False))
+            supervisor.tell(CORE_LOST, ErrorRecord.of(EngineDeadError("gone")))
+            assert await supervisor.ask(LEAVE, "one", bool)
+            await supervisor.ask(END, None, type(None))
+            state = Mock(spec=ServerState)
+            starting.begin_serving(state)
+            state.reload.assert_called_once_with(keys=True, certificate=False, level=logging.DEBUG)
+    assert not caplog.messages
 
 
 def worker_over(channel: Channel) -> Worker:

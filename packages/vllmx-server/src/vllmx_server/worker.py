@@ -70,7 +70,9 @@ class Worker:
         self._operators = operators
         self._counts = counts
         self._peers: Peers
-        self._state: ServerState
+        self._state: ServerState | None = None
+        """None: the process is being started. What is asked meanwhile finds nothing here."""
+        self._reload_later: Reload | None = None
         self._stop = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
         self._telling: asyncio.Task[None] | None = None
@@ -88,6 +90,8 @@ class Worker:
         """See `vllmx_server.running.Stopping`."""
         assert isinstance(serving, ServerState)
         self._state = serving
+        if self._reload_later is not None:  # what was read before may be what it replaced
+            self._reload_now(serving, self._reload_later)
         return self._stop
 
     async def run(self) -> int:
@@ -135,19 +139,26 @@ class Worker:
         self._telling = asyncio.ensure_future(self._tell_counts())
 
     async def _lead(self, lead: Lead) -> None:
+        assert self._state is not None, "a process that is being started does not lead"
         self._peers.leads = True
         await self._state.background.start(takes_over=not lead.is_first)
 
     async def _end(self, _: None) -> None:
-        await self._state.end()
+        if self._state is not None:
+            await self._state.end()
 
     async def _end_serving(self, _: None) -> None:
         self._stop.set()
 
     async def _reload(self, found: Reload) -> None:
+        if self._state is None:
+            self._reload_later = found
+        else:
+            self._reload_now(self._state, found)
+
+    def _reload_now(self, state: ServerState, found: Reload) -> None:
         """The supervisor has said in the log what it found."""
-        level = logging.DEBUG
-        self._state.reload(keys=found.keys, certificate=found.certificate, level=level)
+        state.reload(keys=found.keys, certificate=found.certificate, level=logging.DEBUG)
 
     async def _tell_counts(self) -> None:
         """Tells the supervisor what was counted, while something is: it keeps that when this
@@ -162,16 +173,19 @@ class Worker:
                 self._channel.tell(COUNTED, counts)
 
     async def _count(self, _: None) -> dict[str, MetricCounts]:
+        if self._state is None:
+            return {}
         models = self._state.models
         found = [self._state.metrics] if models is None else models.metrics()
         return {each.model: each.counts() for each in found}
 
     async def _leave(self, name: str) -> bool:
-        models = self._state.models
+        models = None if self._state is None else self._state.models
         return models is None or await models.leave(name)
 
     async def _core_lost(self, cause: ErrorRecord) -> None:
-        self._state.llm.note(cause.rebuild())
+        if self._state is not None:
+            self._state.llm.note(cause.rebuild())
 
 
 async def _run(control: int, counts: int, listener: int, operators: int | None = None) -> int:
