@@ -48,7 +48,7 @@ logits rounded to the model's dtype. Scheduler, pages, prefix cache, sampler and
 any other model. Code of a model's folder is never executed, whatever its config.json asks for.
 
 What could not be honoured is refused before a weight is read: attention that is code of its own
-(BLOOM, MPT and Falcon with ALiBi, GPT-J), masks other than causal and windows, layers that keep
+(BLOOM, MPT, Falcon, GPT-J, XGLM), masks other than causal and windows, layers that keep
 something else than keys and values (Mamba, convolutions), encoders. After loading, three tokens
 show whether tokens meet anywhere but in attention; a model in which they do is refused, too. A
 model whose rotary factors depend on the longest position of a batch (longrope) is served up to its
