@@ -230,6 +230,13 @@ def test_a_hangup_has_every_process_read_its_keys_again(
         wait_until(lambda: {status(each, "old") for each in clients.values()} == {401})
         log = "".join(server.lines)
         assert (log.count("the keys stay"), log.count("the keys were read again")) == (1, 1)
+        # A process that takes the place of a dead one cannot read a broken file, and ends nobody.
+        path.write_text("{")
+        victim, other = clients
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: "cannot serve, and the others go on" in "".join(server.lines))
+        assert status(clients[other], "new") == 200
+        assert worker_pids(server) == [other]
 
 
 def test_nobody_outlives_a_killed_supervisor(fake_server: MakeFake) -> None:

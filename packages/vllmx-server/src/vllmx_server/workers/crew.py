@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
-from vllmx_core.errors import EngineDeadError
+from vllmx_core.errors import ConfigError, EngineDeadError
 from vllmx_engine.link.supervisor import run_module
 
 from vllmx_server.workers.channel import Channel, GoneError
@@ -128,10 +128,15 @@ class Crew:
 
     # --- one worker, again and again --------------------------------------------------------------
     async def _keep(self, row: int) -> None:
+        """Starts the next one where one ends, and raises EngineDeadError where that happens too
+        often. A file that was sound when the server began, such as keys or a certificate, ends
+        nobody while others serve."""
         clock, quick_failures = asyncio.get_running_loop().time, 0
+        refused: Exception | None
+        told = ""
         while True:
             worker = await self._spawn(row)
-            served = False
+            served, refused = False, None
             born_s = clock()
             try:
                 await self._have_begin(worker, row)
@@ -142,12 +147,24 @@ class Crew:
                     self._began[row].set_exception(error)
                     self._began[row].exception()  # which nobody may ask for any more
                     return
-                if not self._stopping:
-                    logger.error("an API process cannot serve: %s", error)
+                refused = error
             finally:
                 await self._bury(worker, row)
             if self._stopping:
                 return
+            if isinstance(refused, ConfigError) and self.channels():
+                if str(refused) != told:
+                    told = str(refused)
+                    logger.error(
+                        "an API process cannot serve, and the others go on: %s; it is tried again"
+                        " every %g s",
+                        told,
+                        _LAST_DELAY_S,
+                    )
+                await asyncio.sleep(_LAST_DELAY_S)
+                continue
+            if refused is not None:
+                logger.error("an API process cannot serve: %s", refused)
             if served and clock() - born_s > _QUICK_S:
                 quick_failures = 0
             quick_failures += 1
