@@ -25,6 +25,9 @@ def test_json_names_files_and_plugin() -> None:
     assert llama["checked"] == ["logits"]
     (seeing,) = (row for row in rows if row["model_type"] == "gemma3")
     assert "gguf" not in seeing["formats"]
+    (mixtral,) = (row for row in rows if row["model_type"] == "mixtral")
+    assert mixtral["gguf"] == ["llama"], "the files of a llama may have experts"
+    assert "gguf" in mixtral["formats"]
     assert seeing["checked"] == ["images"]
 
 

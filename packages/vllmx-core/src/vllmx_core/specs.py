@@ -78,6 +78,8 @@ class ModelSpec(_Spec):
     """Backends that have all its ops, as the tests of its plugin find; none where none is named."""
     checked: tuple[str, ...] = ()
     """What the tests of its plugin compare, in words of the plugin."""
+    gguf_among: tuple[str, ...] = ()
+    """Values of `general.architecture` that another spec serves and whose files may hold it."""
     api: int = API_VERSION
 
     def load_gguf(self) -> Any:

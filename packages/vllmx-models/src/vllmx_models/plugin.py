@@ -30,7 +30,7 @@ def _models() -> tuple[ModelSpec, ...]:
         _model("cohere2", "Cohere2ForCausalLM", gguf=True),
         _model("cwm", "CwmForCausalLM", "twins", gguf=False),
         _model("deepseek_v2", "DeepseekV2ForCausalLM", "deepseek", gguf="deepseek2"),
-        _model("deepseek_v3", "DeepseekV3ForCausalLM", "deepseek", gguf=False),
+        _model("deepseek_v3", "DeepseekV3ForCausalLM", "deepseek", among="deepseek2"),
         _model("deepseek_v32", "DeepseekV32ForCausalLM", "deepseek", gguf="deepseek32"),
         _model("ernie4_5", "Ernie4_5ForCausalLM", "twins", gguf=False),
         _model("gemma", "GemmaForCausalLM", gguf=True),
@@ -41,7 +41,7 @@ def _models() -> tuple[ModelSpec, ...]:
         _model("gemma4_text", "Gemma4ForCausalLM", "gemma4", gguf="gemma4"),
         _model("glm4", "Glm4ForCausalLM", gguf=True),
         _model("glm4_moe", "Glm4MoeForCausalLM", gguf="glm4moe"),
-        _model("glm4_moe_lite", "Glm4MoeLiteForCausalLM", "deepseek", gguf=False),
+        _model("glm4_moe_lite", "Glm4MoeLiteForCausalLM", "deepseek", among="deepseek2"),
         _model("glm_moe_dsa", "GlmMoeDsaForCausalLM", "deepseek", gguf="glm-dsa"),
         _model("gpt_oss", "GptOssForCausalLM", gguf="gpt-oss"),
         _model("granite", "GraniteForCausalLM", gguf=True),
@@ -59,14 +59,14 @@ def _models() -> tuple[ModelSpec, ...]:
         _model("llama", "LlamaForCausalLM", gguf=True),
         _model("mimo", "MiMoForCausalLM", "twins", gguf=False),
         _model("minimax_m2", "MiniMaxM2ForCausalLM", gguf="minimax-m2"),
-        _model("mistral", "MistralForCausalLM", gguf=False),  # in GGUF files it is a llama
-        _model("mixtral", "MixtralForCausalLM", gguf=False),  # in GGUF files it is a llama
+        _model("mistral", "MistralForCausalLM", among="llama"),
+        _model("mixtral", "MixtralForCausalLM", among="llama"),
         replace(
             _model("nemotron_h", "NemotronHForCausalLM", gguf=True),
             gguf_names=("nemotron_h", "nemotron_h_moe"),
         ),
         _model("olmo2", "Olmo2ForCausalLM", gguf=True),
-        _model("olmo3", "Olmo3ForCausalLM", gguf=False),
+        _model("olmo3", "Olmo3ForCausalLM", among="olmo2"),
         _model("olmoe", "OlmoeForCausalLM", gguf=True),
         _model("phi3", "Phi3ForCausalLM", gguf=True),
         _model("qwen2", "Qwen2ForCausalLM", gguf=True),
@@ -139,9 +139,16 @@ def _encoders() -> tuple[ModelSpec, ...]:
     )
 
 
-def _model(name: str, architecture: str, file: str | None = None, *, gguf: bool | str) -> ModelSpec:
+def _model(
+    name: str,
+    architecture: str,
+    file: str | None = None,
+    *,
+    gguf: bool | str = False,
+    among: str = "",
+) -> ModelSpec:
     """The module (unless it is `file`), its constructor and the model_type are named alike, and the
-    GGUF architecture too, unless `gguf` is its name."""
+    GGUF architecture too, unless `gguf` is its name; or its files are those of `among`."""
     module = f"vllmx_models.{file or name}"
     return ModelSpec(
         name,
@@ -150,6 +157,7 @@ def _model(name: str, architecture: str, file: str | None = None, *, gguf: bool 
         (name,),
         gguf_names=(gguf if isinstance(gguf, str) else name,) if gguf else (),
         gguf=f"{module}:GGUF" if gguf else "",
+        gguf_among=(among,) if among else (),
     )
 
 

@@ -35,18 +35,20 @@ def architectures() -> list[Architecture]:
     """What the installed plugins provide, by architecture."""
     registry = load_registry()
     quantised = tuple(sorted(spec.name for spec in registry.all(QuantizationSpec)))
-    found = [
-        Architecture(
-            ", ".join(spec.model_types) or "-",
-            spec.architectures,
-            spec.gguf_names,
-            ("safetensors", *quantised, *(("gguf",) if spec.gguf_names else ())),
-            spec.backends,
-            spec.checked,
-            key,
+    found = []
+    for key, spec in registry.provided(ModelSpec):
+        gguf = (*spec.gguf_names, *spec.gguf_among)
+        found.append(
+            Architecture(
+                ", ".join(spec.model_types) or "-",
+                spec.architectures,
+                gguf,
+                ("safetensors", *quantised, *(("gguf",) if gguf else ())),
+                spec.backends,
+                spec.checked,
+                key,
+            )
         )
-        for key, spec in registry.provided(ModelSpec)
-    ]
     return sorted(found, key=lambda one: (one.architectures, one.plugin))
 
 
