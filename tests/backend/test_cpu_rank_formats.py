@@ -14,9 +14,9 @@ from vllmx_core.model import Model
 from vllmx_core.sharding.model import sharded
 from vllmx_core.testing.model_suite import random_weights
 from vllmx_core.testing.synthetic import ArraySource
-from vllmx_core.weights import RawTensor, WeightPart, WeightSource
+from vllmx_core.weights import QuantLayout, RawTensor, WeightPart, WeightSource
 from vllmx_models.gguf.blocks import TYPES_BY_NAME, weight_part
-from vllmx_models.quantization.matrices import fp4_part
+from vllmx_models.quantization.matrices import decode_fp8, fp4_part
 
 from .cpu_ranks import cpu_ranks, logits
 from .test_sharding import LLAMA, REGISTRY, of
@@ -42,7 +42,7 @@ class Blocks(ArraySource):
     """Random blocks in the place of each matrix that is cut.
 
     Args:
-        kind: their type, "fp4" for MXFP4 as safetensors have it.
+        kind: their type, "fp4" for MXFP4 and "fp8" for blocks of FP8 as safetensors have them.
     """
 
     def __init__(self, model: Model, kind: str) -> None:
@@ -63,6 +63,8 @@ class Blocks(ArraySource):
             exponents = random.integers(121, 124, groups, np.uint8)
             raws = (RawTensor(name, "u8", one.shape, one.reshape(-1)) for one in (codes, exponents))
             return fp4_part(name, *raws, shape)
+        if kind == "fp8":
+            return fp8_blocks(name, shape, random)
         of_type = TYPES_BY_NAME[kind]
         count = shape[0] * shape[1] // of_type.values
         blocks = random.integers(0, 256, (count, of_type.num_bytes), np.uint8)
@@ -72,6 +74,18 @@ class Blocks(ArraySource):
             scales = BLOCKS[kind] * random.standard_normal(count)
             blocks[:, :2] = scales.astype("<f2").view(np.uint8).reshape(-1, 2)
         return weight_part(name, of_type, shape, blocks.reshape(-1))
+
+
+def fp8_blocks(name: str, shape: tuple[int, int], random: np.random.Generator) -> WeightPart:
+    """A scale for each block of 128 by 128, as DeepSeek and Qwen write them."""
+    codes = (random.integers(0, 0x40, shape) | random.integers(0, 2, shape) << 7).astype(np.uint8)
+    scales = random.uniform(0.02, 0.04, [-(-size // 128) for size in shape]).astype(np.float32)
+    raws = {
+        "weight": RawTensor(name, "f8e4m3", shape, codes.reshape(-1)),
+        "scale": RawTensor(name, "f32", scales.shape, scales.view(np.uint8).reshape(-1)),
+    }
+    options = {"strategy": "block", "block_rows": 128, "block_cols": 128, "dtype": "f8e4m3"}
+    return WeightPart(name, shape, QuantLayout("fp8", 8, None, options), raws, decode_fp8)
 
 
 def check(model: Model, source: WeightSource, dtype: str, near: float, **how: bool) -> None:
@@ -98,7 +112,7 @@ def test_two_ranks(isq: str) -> None:
     check(model, quantise_in_situ(REGISTRY, checkpoint, model, isq).weights, "bf16", 0.02)
 
 
-@pytest.mark.parametrize("kind", [*BLOCKS, "fp4"])
+@pytest.mark.parametrize("kind", [*BLOCKS, "fp4", "fp8"])
 def test_types_that_are_read_alone(kind: str) -> None:
     """With float32 activations nothing is rounded to int8, so that no block may go astray; with
     `--deterministic` bits are equal, in the fast way as well."""

@@ -31,6 +31,8 @@ from tests.integration.image_models import FAMILIES, save
 from tests.integration.test_image_models import REGISTRY, plans, prompt
 
 from .cuda_models import MODEL, Quantised, _can_emulate, fp8_rows, without_embedding
+from .test_cpu_rank_formats import CONFIG as WIDE
+from .test_cpu_rank_formats import Blocks
 from .test_cuda_images import answers
 from .test_cuda_quantised import gguf_as
 from .test_cuda_w4 import FORMS as INTEGERS
@@ -175,11 +177,20 @@ def test_quantised_matrices_are_cut_as_they_are(
 ) -> None:
     """Matrices are cut in groups and blocks of 32 columns, of which each rank has one of its heads'
     part."""
-    source = STORED[stored]()
-    loaded, device = load(MODEL, source, options("bf16"))
+    check_cut(MODEL, STORED[stored](), caplog)
+
+
+def test_blocks_of_fp8_are_cut_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    """Blocks of 128 by 128, as DeepSeek and Qwen write them."""
+    model, _ = of(WIDE)
+    check_cut(model, Blocks(model, "fp8"), caplog)
+
+
+def check_cut(model: Model, source: WeightSource, caplog: pytest.LogCaptureFixture) -> None:
+    loaded, device = load(model, source, options("bf16"))
     expected, whole = text((loaded, device)), loaded.info.weight_bytes
     with caplog.at_level(logging.INFO, "vllmx"):
-        ranks = ranks_of(MODEL, source, 2, "bf16")
+        ranks = ranks_of(model, source, 2, "bf16")
     assert not [r for r in caplog.records if "dequantised" in r.getMessage()]
     found = ranks.each(text)
     np.testing.assert_allclose(found[0], expected, rtol=0, atol=0.05 * np.abs(expected).max())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,19 +19,16 @@ from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
 from vllmx_core.weight_map import parts_of
 from vllmx_demo.source import MODEL_FOLDER
 
-from .quantised_models import CASES, REGISTRY, write_pair
+from . import quantizers
+from .quantised_models import CASES, REGISTRY, Case, write_pair
 
 TEXT = [5, 900, 17, 3000, 42, 8]
-LIMITS = {"dtype": "f32", "max_model_len": 16, "max_num_seqs": 1, "num_kv_blocks": 1}
-FORMATS = (
-    "gptq 4 bit act-order",
-    "awq",
-    "w8a8",
-    "compressed-tensors fp8",
-    "fp8 blocks",
-    "mlx 4 bit",
+NARROW_BLOCKS = Case(
+    partial(quantizers.fp8, block=(128, 64), name="weight_scale_inv"),
+    {"quant_method": "fp8", "weight_block_size": [128, 64]},
 )
-"""One of each way in which rows and columns lie."""
+"""Two ranks have whole blocks of columns; their head of 64 rows each of keys is half of a block."""
+LIMITS = {"dtype": "f32", "max_model_len": 16, "max_num_seqs": 1, "num_kv_blocks": 1}
 TOO_WIDE = {"fp8 blocks": 96}
 """Blocks of so many columns do not go into two heads of 64."""
 
@@ -69,9 +67,9 @@ def layouts(checkpoint: Checkpoint) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*CASES, "fp8 narrow blocks"])
 def test_formats_of_safetensors(name: str, tmp_path: Path) -> None:
-    folder, _ = write_pair(tmp_path, CASES[name])
+    folder, _ = write_pair(tmp_path, CASES.get(name, NARROW_BLOCKS))
     checkpoint = open_checkpoint(REGISTRY, folder)
     if name in TOO_WIDE:
         with pytest.raises(ConfigError, match=r"units of 384 .* choose --tensor-parallel-size 1$"):

@@ -7,6 +7,7 @@ do not. Nothing is read before somebody asks for rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -145,6 +146,8 @@ def rows_of(part: WeightPart, index: Index) -> WeightPart:
 
 def share_of(part: WeightPart, share: RankShare) -> WeightPart:
     """The rows and columns of one rank."""
+    if part.layout.kind == "fp8" and not _is_row_wise(part) and part.cut is None:
+        return _share_of_blocks(part, share)
     if share.rows is not None:
         part = rows_of(part, np.concatenate([np.arange(*run) for run in share.rows]))
     return part if share.cols is None else part.cols(*share.cols)
@@ -178,6 +181,35 @@ def cols_of(part: WeightPart, begin: int, end: int) -> WeightPart:
         return _code_cols(part.coded_rows(first, last), begin, end)
 
     return _computed(part, shape, decode, coded, (begin, end))
+
+
+def _share_of_blocks(part: WeightPart, share: RankShare) -> WeightPart:
+    """The same of a matrix that has a scale for each block: blocks stay as they are where no row of
+    another rank lies in one, else they become as high as the rows in them allow."""
+    options, (count, cols) = part.layout.options, part.shape
+    runs, (left, right) = share.rows or ((0, count),), share.cols or (0, cols)
+    high, wide = int(options["block_rows"]), int(options["block_cols"])
+    height = math.gcd(high, *(begin for begin, _ in runs), *(end for _, end in runs[:-1]))
+    shape = (sum(end - begin for begin, end in runs), right - left)
+
+    def make(first: int, last: int) -> WeightPart:
+        assert (first, last) == (0, shape[0]), "blocks are made together"
+        codes = [part.buffers["weight"].rows(*run).view()[:, left:right] for run in runs]
+        of_blocks = part.buffers["scale"].in_memory()
+        scales = np.repeat(of_blocks.view(), high // height, axis=0)
+        runs_of_scales = [
+            scales[begin // height : -(-end // height), left // wide : -(-right // wide)]
+            for begin, end in runs
+        ]
+        made = {
+            "weight": _raw(part.buffers["weight"], np.concatenate(codes)),
+            "scale": _raw(of_blocks, np.concatenate(runs_of_scales)),
+        }
+        return replace(part, shape=shape, buffers={**part.buffers, **made})
+
+    layout = replace(part.layout, options={**options, "block_rows": height})
+    made = made_part(part.name, shape, layout, make)
+    return replace(made, decode=part.decode, cut=None)  # whose rows are not made one by one
 
 
 def _is_row_wise(part: WeightPart) -> bool:
