@@ -61,7 +61,8 @@ async def test_a_database_on_a_full_disk_is_503_until_there_is_room(
             if statuses[-1] != 200:
                 break
         assert statuses[-1] == 503
-        assert "the store failed: SQLITE_FULL" in caplog.text
+        assert "the store failed: SQLITE_FULL: look whether there is room" in caplog.text
+        assert "Error" not in caplog.text, "a full disk is no bug: it has no traceback"
         assert (await served.client.get(f"/v1/files/{first}")).status_code == 200
         assert (await served.complete(max_tokens=1))["choices"]
         await limit(1 << 20)
@@ -79,6 +80,17 @@ async def test_a_data_folder_without_room_is_told_at_the_start(
     with pytest.raises(ConfigError, match="free some space there, or name another folder"):
         await storage.check()
     storage.close()
+
+
+async def test_what_is_no_database_is_told_in_one_sentence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = Storage(ServerConfig(data_dir=str(tmp_path)))
+    Path(storage.folder.database).write_bytes(b"no database" * 400)
+    with pytest.raises(ConfigError, match=r"SQLITE_NOTADB\): free some space"):
+        await storage.check()
+    storage.close()
+    assert len(caplog.text.splitlines()) == 1
 
 
 @pytest.mark.parametrize("jump_s", [-1e9, 1e9])

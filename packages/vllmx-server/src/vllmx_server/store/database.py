@@ -47,6 +47,10 @@ CREATE TRIGGER IF NOT EXISTS forget_events AFTER DELETE ON responses BEGIN
 END;
 """
 """What databases of the same version may lack, and servers that do not know it leave alone."""
+_OF_THE_DISK = tuple(
+    f"SQLITE_{name}"
+    for name in ("FULL", "IOERR", "CANTOPEN", "READONLY", "PERM", "BUSY", "NOTADB", "CORRUPT")
+)
 
 
 class StorageError(VllmxError):
@@ -111,7 +115,14 @@ class Database:
                     connection.execute("ROLLBACK")
         except (sqlite3.Error, OSError) as error:
             failed = StorageError(_reason(error))
-            logger.error("the store failed: %s\n%s", failed.reason, private_traceback(error))
+            if _is_of_the_disk(error):
+                logger.error(
+                    "the store failed: %s: look whether there is room where --data-dir is, and"
+                    " whether it can be written",
+                    failed.reason,
+                )
+            else:
+                logger.error("the store failed: %s\n%s", failed.reason, private_traceback(error))
             raise failed from None
 
 
@@ -120,6 +131,11 @@ def _reason(error: sqlite3.Error | OSError) -> str:
     if isinstance(error, OSError):
         return error.strerror or type(error).__name__
     return getattr(error, "sqlite_errorname", type(error).__name__)
+
+
+def _is_of_the_disk(error: sqlite3.Error | OSError) -> bool:
+    """Whether it is the affair of whoever runs the server, and no bug of ours."""
+    return isinstance(error, OSError) or _reason(error).startswith(_OF_THE_DISK)
 
 
 def _open(path: str) -> sqlite3.Connection:

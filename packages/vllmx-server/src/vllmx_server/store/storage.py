@@ -33,10 +33,10 @@ class Storage:
         """Raises ConfigError where a folder that was named can keep nothing."""
         try:
             await self.database.run(lambda connection: None)
-        except StorageError:
+        except StorageError as error:
             raise ConfigError(
-                f"nothing can be kept in --data-dir {self.folder.database} just now (the log above"
-                " says why): free some space there, or name another folder",
+                f"nothing can be kept in --data-dir {self.folder.database} just now"
+                f" ({error.reason}): free some space there, or name another folder",
                 param="data_dir",
             ) from None
 
