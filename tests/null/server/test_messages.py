@@ -41,6 +41,7 @@ HELLO = {
 }
 
 
+RESULT = {"type": "tool_result", "content": "x"}
 BUDGET = "thinking.budget_tokens"
 
 
@@ -179,6 +180,11 @@ def test_images_that_tools_return_are_the_users() -> None:
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
             "messages[0].content[0].text",
             "lacks its text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{**RESULT, "tool_use_id": "t9"}]}]},
+            "messages[0].content[0].tool_use_id",
+            "'t9', which is the id of no tool_use",
         ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'tool'"),
         (

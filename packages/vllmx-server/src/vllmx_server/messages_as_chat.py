@@ -186,6 +186,12 @@ def _result(
 ) -> ChatMessage:
     """Adds the images of what a tool returned to `images`."""
     call_id = _need(block.tool_use_id, where, "tool_use_id")
+    if call_id not in names:
+        raise InvalidRequestError(
+            f"{where}.tool_use_id is {shown(call_id)}, which is the id of no tool_use block before"
+            " it: send the call, too",
+            param=f"{where}.tool_use_id",
+        )
     content = block.content or ""
     if isinstance(content, list):
         for number, one in enumerate(content):
@@ -195,7 +201,7 @@ def _result(
     text = _joined(_text_of(content, where))
     if block.is_error:
         text = f"Error: {text}"
-    return ChatMessage("tool", text, name=names.get(call_id), tool_call_id=call_id)
+    return ChatMessage("tool", text, name=names[call_id], tool_call_id=call_id)
 
 
 def _text_of(content: str | list[Block], where: str) -> str | list[str | ContentPart]:
