@@ -100,6 +100,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "glm-4.7-flash": ("deepseek2", LATENT | {"architectures": ["Glm4MoeLiteForCausalLM"]}),
     "glm-5": ("glm-dsa", LATENT | INDEX | {"architectures": ["GlmMoeDsaForCausalLM"]}),
+    "granite-moe": ("granitemoe", SMALL | {
+        "architectures": ["GraniteMoeForCausalLM"], "num_local_experts": 4,
+        "attention_multiplier": 0.015625, "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22, "logits_scaling": 6.0,
+    }),
     "gemma4-shared": ("gemma4", GEMMA4 | {"architectures": ["Gemma4ForCausalLM"]}),
     "gemma4-experts": ("gemma4", MIXED | {"architectures": ["Gemma4ForCausalLM"]}),
     "qwen3-vl": ("qwen3vl", {

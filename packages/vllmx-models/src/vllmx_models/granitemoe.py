@@ -25,7 +25,12 @@ from vllmx_models.gguf.architecture import (
     experts_config,
 )
 from vllmx_models.gguf.hyperparameters import GGUFHeader
-from vllmx_models.granite import MULTIPLIERS, granite_config, granite_decoder
+from vllmx_models.granite import (
+    MULTIPLIERS,
+    granite_config,
+    granite_decoder,
+    granite_states,
+)
 from vllmx_models.moe_config import (
     EXPERT_KEYS,
     SPLIT,
@@ -74,4 +79,5 @@ GGUF = GGUFArchitecture(
     },
     interleaved=INTERLEAVED,
     config=_gguf_config,
+    states=granite_states,
 )
