@@ -213,6 +213,17 @@ def test_other_names_and_stacks_and_shapes() -> None:
         assembled(source, PartSpec("conv", 18), kind="vector", shape=(6, 3), cols=0)
 
 
+def test_columns_that_cut_a_block_in_two(whole: tuple[str, WeightPart]) -> None:
+    """A layer's columns of a table of all layers are as wide as the model has them."""
+    layout, part = whole
+    picked = PartSpec("m", ROWS, first_col=40)
+    (found,) = parts_of(WeightSpec("w", "embedding", (picked,), 90), Parts({}, {"m": part}))
+    wanted = part.dequantize()[:, 40:130]
+    np.testing.assert_array_equal(found.dequantize(), wanted)
+    np.testing.assert_array_equal(found.rows(8, 50).dequantize(), wanted[8:50])
+    assert layout not in ("dense", "int8", "fp8") or found.layout.kind == layout
+
+
 @pytest.mark.parametrize(
     ("part", "message"),
     [

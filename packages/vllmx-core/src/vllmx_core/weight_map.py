@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.plan import F32
-from vllmx_core.weight_picks import entry_of, rows_of, share_of, transposed, turned
+from vllmx_core.weight_picks import any_cols_of, entry_of, rows_of, share_of, transposed, turned
 from vllmx_core.weights import (
     DENSE,
     PartSpec,
@@ -118,7 +118,7 @@ def _part(spec: WeightSpec, wanted: PartSpec, source: WeightSource) -> WeightPar
                 f"tensor {part.name!r} has shape {list(part.shape)}, of which the columns {begin}"
                 f" to {end - 1} are wanted: config.json and weights do not belong together"
             )
-        part = part.cols(begin, end)
+        part = any_cols_of(part, begin, end)
     if wanted.turned:
         part = turned(part)
     return checked(part, (wanted.rows,) if spec.kind == "vector" else (wanted.rows, spec.cols))

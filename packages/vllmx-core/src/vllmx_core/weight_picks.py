@@ -212,6 +212,21 @@ def _share_of_blocks(part: WeightPart, share: RankShare) -> WeightPart:
     return replace(made, decode=part.decode, cut=None)  # whose rows are not made one by one
 
 
+def any_cols_of(part: WeightPart, begin: int, end: int) -> WeightPart:
+    """As `cols_of`, wherever the columns begin and end: float32 where they cut a block or a group
+    in two."""
+    unit = part.col_unit
+    if begin % unit == 0 and (end % unit == 0 or end == part.shape[-1]):
+        return part.cols(begin, end)
+
+    def make(first: int, last: int) -> WeightPart:
+        values = np.ascontiguousarray(part.dequantize(first, last)[:, begin:end])
+        raw = RawTensor(part.name, "f32", values.shape, values.view(np.uint8).reshape(-1))
+        return WeightPart(part.name, values.shape, DENSE, {"weight": raw})
+
+    return made_part(part.name, (part.shape[0], end - begin), DENSE, make)
+
+
 def _is_row_wise(part: WeightPart) -> bool:
     layout = part.layout
     return layout.kind in _ROW_WISE or (
