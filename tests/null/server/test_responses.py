@@ -37,6 +37,11 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"
 RESULT = {"type": "function_call_output", "call_id": "c1", "output": "warm"}
 
 
+CALLED = {"type": "function", "name": "f"}
+SEARCH = {"type": "web_search"}
+ALLOWED = {"type": "allowed_tools", "tools": [SEARCH]}
+
+
 def chat(**body: Any) -> ChatCompletionRequest:
     asked = decode(json.dumps({**ASK, **body}).encode(), RESPONSES)
     asked.check()
@@ -137,6 +142,10 @@ def test_images_that_tools_return_are_the_users() -> None:
         ({"background": True, "store": False}, "background"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice"),
+        ({"tools": [SEARCH], "tool_choice": {**ALLOWED, "mode": "required"}}, "tool_choice.tools"),
+        ({"tool_choice": {**ALLOWED, "mode": "auto"}}, "tool_choice.tools[0]"),
         ({"metadata": {"x" * 65: "y"}}, "metadata"),
         ({"previous_response_id": "x" * 65}, "previous_response_id"),
         ({"nonsense": 1}, "nonsense"),
@@ -146,6 +155,24 @@ def test_what_cannot_be_served_is_named(body: dict[str, Any], param: str) -> Non
     with pytest.raises(InvalidRequestError) as info:
         chat(**body)
     assert (info.value.param or "").startswith(param)
+
+
+def test_what_may_be_called_is_told_in_the_form_of_chats() -> None:
+    """Tools that OpenAI's servers run are left out there, and those of a namespace are functions
+    with its name in front."""
+
+    def names(*tools: dict[str, Any]) -> Any:
+        inner = [{"type": "function", "name": name} for name in ("a", "b")]
+        space = {"type": "namespace", "name": "n", "tools": inner}
+        custom = {"type": "custom", "name": "c"}
+        choice = {"type": "allowed_tools", "mode": "auto", "tools": tools}
+        return chat(tools=[SEARCH, space, custom], tool_choice=choice).chat_options().allowed_tools
+
+    assert names({"type": "custom", "name": "c"}, SEARCH) == ["c"]
+    assert names({"type": "namespace", "name": "n"}) == ["n.a", "n.b"]
+    assert names({"type": "function", "name": "a", "namespace": "n"}) == ["n.a"]
+    nothing = {"type": "allowed_tools", "mode": "auto", "tools": [SEARCH]}
+    assert chat(tools=[SEARCH, CALLED], tool_choice=nothing).callable_tools is None
 
 
 EVENTS: list[ChatEvent] = [

@@ -37,7 +37,11 @@ def choice_of(choice: Choice, tools: Sequence[dict[str, Any]] | None) -> Choice:
     if choice.get("type") in ("function", "custom"):
         return _named(choice.get("name"))
     if choice.get("type") != ALLOWED:
-        return choice
+        raise InvalidRequestError(
+            f"tool_choice is of type {shown(str(choice.get('type')))}: this server takes function,"
+            f" custom, {ALLOWED} and, of its own MCP servers, mcp",
+            param="tool_choice",
+        )
     check_shape(choice, _Allowed, "tool_choice")
     wanted = msgspec.convert(choice, _Allowed)
     hosted = {tool.get("type") for tool in tools or ()}.difference(_OURS)
@@ -55,6 +59,12 @@ def choice_of(choice: Choice, tools: Sequence[dict[str, Any]] | None) -> Choice:
             )
     if not names and wanted.mode == "auto":
         return "none"
+    if not names:
+        raise InvalidRequestError(
+            "tool_choice asks for a call, but of the tools that it allows none is called here:"
+            " allow a function",
+            param="tool_choice.tools",
+        )
     allowed = {"mode": wanted.mode, "tools": [_named(name) for name in names]}
     return {"type": ALLOWED, ALLOWED: allowed}
 
