@@ -184,8 +184,8 @@ def cols_of(part: WeightPart, begin: int, end: int) -> WeightPart:
 
 
 def _share_of_blocks(part: WeightPart, share: RankShare) -> WeightPart:
-    """The same of a matrix that has a scale for each block: blocks stay as they are where no row of
-    another rank lies in one, else they become as high as the rows in them allow."""
+    """One rank's part of a matrix with a scale for each block: these stay as they are where no row
+    of another rank lies in one, else they become as high as the rows in them allow."""
     options, (count, cols) = part.layout.options, part.shape
     runs, (left, right) = share.rows or ((0, count),), share.cols or (0, cols)
     high, wide = int(options["block_rows"]), int(options["block_cols"])
@@ -213,8 +213,8 @@ def _share_of_blocks(part: WeightPart, share: RankShare) -> WeightPart:
 
 
 def any_cols_of(part: WeightPart, begin: int, end: int) -> WeightPart:
-    """As `cols_of`, wherever the columns begin and end: float32 where they cut a block or a group
-    in two."""
+    """Does what `cols_of` does, wherever the columns begin and end: float32 where they cut a block
+    or a group in two."""
     unit = part.col_unit
     if begin % unit == 0 and (end % unit == 0 or end == part.shape[-1]):
         return part.cols(begin, end)
