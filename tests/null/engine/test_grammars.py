@@ -17,6 +17,7 @@ from vllmx_core.testing.fake import FakeLoadedModel, FakeRules
 from vllmx_engine.core import commit, grammar_row
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.grammar_row import GrammarRow
+from vllmx_engine.grammar import matcher
 from vllmx_engine.grammar.translate import translate
 from vllmx_engine.wire.grammars import FreePart, Grammar, GrammarSpec, Vocabulary
 from vllmx_engine.wire.messages import CoreOutput, CoreRequest, Follower, choices_of, pack_ids
@@ -286,6 +287,27 @@ def test_a_grammar_that_does_not_compile_ends_its_request_alone() -> None:
     driver.run()
     assert driver.last["bad"].error_code == "invalid_grammar"
     assert driver.text("good") == "abc"
+    assert driver.last["plain"].finish_reason == "length"
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_mask_over_its_fuel_ends_its_request_alone(
+    is_slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of the answer, behind what was tried when it was compiled; made in the step or
+    between steps."""
+    monkeypatch.setattr(matcher, "MAX_STEP_LEXER_FUEL", 600)
+    monkeypatch.setattr(grammar_row, "SLOW_S", -1.0 if is_slow else math.inf)
+    driver = Driver()
+    costly = "|".join(f"[a-z]*{letter}[a-z]*" for letter in "abcdefghijklmnopq")
+    driver.add("costly", regex("x{30}(" + costly + ")-"), params={"max_tokens": 50})
+    driver.add("good", regex("[a-z]{20}"))
+    driver.add("plain", None)
+    driver.run()
+    assert text_of(driver.ids["costly"]) == "x" * 30
+    last = driver.last["costly"]
+    assert (last.finish_reason, last.error_code) == ("error", "invalid_grammar"), last
+    assert len(driver.text("good")) == 20
     assert driver.last["plain"].finish_reason == "length"
 
 
