@@ -17,8 +17,12 @@ from vllmx_core.sharding.model import sharded
 from vllmx_core.testing.plans import Row, make_plan
 from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
 from vllmx_core.weight_map import parts_of
+from vllmx_core.weight_picks import share_of
+from vllmx_core.weights import RankShare
 from vllmx_demo.source import MODEL_FOLDER
+from vllmx_models.quantization.matrices import decode_fp8
 
+from ..backend.test_cpu_rank_formats import fp8_blocks  # noqa: TID252 - no package to name
 from . import quantizers
 from .quantised_models import CASES, REGISTRY, Case, write_pair
 
@@ -78,6 +82,22 @@ def test_formats_of_safetensors(name: str, tmp_path: Path) -> None:
         check(checkpoint, 2)
         assert name.startswith(("modelopt", "compressed")) or "dense" not in layouts(checkpoint)
     checkpoint.weights.close()
+
+
+def test_rows_of_blocks() -> None:
+    """Whatever rows of its part a backend asks for, and wherever those of the rank begin."""
+    part = fp8_blocks("w", (512, 384), np.random.default_rng(3))
+    whole = part.dequantize()
+    for runs, height in ((((128, 384),), 128), (((64, 320), (448, 512)), 64)):
+        share = share_of(part, RankShare(512, 384, runs, (128, 384)))
+        expected = np.concatenate([whole[slice(*run), 128:] for run in runs])
+        assert share.layout.options["block_rows"] == height
+        np.testing.assert_array_equal(share.dequantize(), expected)
+        np.testing.assert_array_equal(decode_fp8(share, 0, len(expected)), expected)
+        for first, last in ((0, 1), (5, 70), (100, 200), (250, len(expected))):
+            rows = share.rows(first, last)
+            assert rows.buffers["weight"].shape == (last - first, 256)
+            np.testing.assert_array_equal(rows.dequantize(), expected[first:last])
 
 
 @pytest.mark.parametrize("isq", ["q8_0", "q4_0", "int8"])

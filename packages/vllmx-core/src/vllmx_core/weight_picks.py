@@ -8,7 +8,7 @@ do not. Nothing is read before somebody asks for rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -184,32 +184,47 @@ def cols_of(part: WeightPart, begin: int, end: int) -> WeightPart:
 
 
 def _share_of_blocks(part: WeightPart, share: RankShare) -> WeightPart:
-    """One rank's part of a matrix with a scale for each block: these stay as they are where no row
-    of another rank lies in one, else they become as high as the rows in them allow."""
-    options, (count, cols) = part.layout.options, part.shape
+    """One rank's part of a matrix with a scale for each block. Blocks are less high where rows that
+    are taken begin or end within one."""
+    layout, (count, cols) = part.layout, part.shape
     runs, (left, right) = share.rows or ((0, count),), share.cols or (0, cols)
-    high, wide = int(options["block_rows"]), int(options["block_cols"])
-    height = math.gcd(high, *(begin for begin, _ in runs), *(end for _, end in runs[:-1]))
-    shape = (sum(end - begin for begin, end in runs), right - left)
+    high, wide = int(layout.options["block_rows"]), int(layout.options["block_cols"])
+    groups = slice(left // wide, -(-right // wide))
+
+    def of_height(height: int) -> QuantLayout:
+        return replace(layout, options={**layout.options, "block_rows": height})
 
     def make(first: int, last: int) -> WeightPart:
-        assert (first, last) == (0, shape[0]), "blocks are made together"
-        codes = [part.buffers["weight"].rows(*run).view()[:, left:right] for run in runs]
-        of_blocks = part.buffers["scale"].in_memory()
-        scales = np.repeat(of_blocks.view(), high // height, axis=0)
-        runs_of_scales = [
-            scales[begin // height : -(-end // height), left // wide : -(-right // wide)]
-            for begin, end in runs
-        ]
+        wanted = _between(runs, first, last)
+        height = _height(high, wanted)
+        weight, scale = part.buffers["weight"], part.buffers["scale"].in_memory()
+        codes = [weight.rows(*run).view()[:, left:right] for run in wanted]
+        blocks = np.concatenate([np.arange(*run, height) // high for run in wanted])
         made = {
-            "weight": _raw(part.buffers["weight"], np.concatenate(codes)),
-            "scale": _raw(of_blocks, np.concatenate(runs_of_scales)),
+            "weight": _raw(weight, np.concatenate(codes)),
+            "scale": _raw(scale, scale.view()[blocks, groups]),
         }
-        return replace(part, shape=shape, buffers={**part.buffers, **made})
+        shape, buffers = (last - first, right - left), {**part.buffers, **made}
+        return replace(part, shape=shape, layout=of_height(height), buffers=buffers)
 
-    layout = replace(part.layout, options={**options, "block_rows": height})
-    made = made_part(part.name, shape, layout, make)
-    return replace(made, decode=part.decode, cut=None)  # whose rows are not made one by one
+    shape = (sum(end - begin for begin, end in runs), right - left)
+    return made_part(part.name, shape, of_height(_height(high, runs)), make)
+
+
+def _height(high: int, runs: Sequence[tuple[int, int]]) -> int:
+    """The greatest height of blocks at which blocks of `high` rows can be cut into these runs."""
+    return math.gcd(high, *(begin for begin, _ in runs), *(end for _, end in runs[:-1]))
+
+
+def _between(runs: Sequence[tuple[int, int]], first: int, last: int) -> Sequence[tuple[int, int]]:
+    """What lies in these runs, one behind the other, from `first` to before `last`."""
+    found, at = [], 0
+    for begin, end in runs:
+        low, most = max(first, at), min(last, at + end - begin)
+        if low < most:
+            found.append((begin + low - at, begin + most - at))
+        at += end - begin
+    return found
 
 
 def any_cols_of(part: WeightPart, begin: int, end: int) -> WeightPart:
