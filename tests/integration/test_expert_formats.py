@@ -20,13 +20,15 @@ from vllmx_core.model import Model
 from vllmx_core.plan import F32
 from vllmx_core.specs import ModelSpec
 from vllmx_core.testing.harness import all_logprobs, load_options
+from vllmx_core.testing.model_suite import random_weights
 from vllmx_core.testing.plans import Row, make_plan
 from vllmx_core.testing.synthetic import ArraySource
+from vllmx_core.weight_map import assemble
 from vllmx_core.weights import WeightSource
 from vllmx_cpu.backend import CpuBackend
 
 from . import quantizers
-from .expert_families import FAMILIES, REGISTRY, original
+from .expert_families import COUNT, FAMILIES, REGISTRY, original
 from .quantizers import Quantised, ct_config
 
 safetensors = pytest.importorskip("safetensors.numpy")
@@ -152,16 +154,43 @@ def in_situ(family: str, name: str) -> WeightSource:
 
 
 @pytest.mark.parametrize("name", ["q4_k_m", "q8_0", "int8", "fp8"])
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gpt-oss"}))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_in_situ_is_the_values_that_blocks_mean(family: str, name: str) -> None:
     source = in_situ(family, name)
     meant = {one: source.part(one).dequantize() for one in source.names()}
-    stacks = [one for one in meant if re.search(r"experts|_linear", one)]
+    before = original(family) | dict(FAMILIES[family].views(original(family)))
+    stacks = [one for one in meant if re.search(r"experts.*[jt]$|_linear", one)]
     assert len(stacks) >= 2
     for one in stacks:
-        assert (meant[one] != original(family)[one]).any(), one
+        assert (meant[one] != before[one]).any(), one
     wanted = logprobs(model_of(family), ArraySource(meant))
     check_near(model_of(family), source, wanted)
+
+
+def test_in_situ_of_stacks_whose_shapes_say_how_they_lie() -> None:
+    """Qwen3-VL's are published with their input features first."""
+    text = FAMILIES["qwen3-moe"].config | {"num_hidden_layers": 1}
+    config = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "text_config": text}
+    model: Model = REGISTRY.model_for(config).load()(config)
+    each = random_weights(model)
+    arrays = {name: each.part(name).dequantize() for name in each.names()}
+    module = "model.layers.0.mlp.experts"
+    experts = [
+        [
+            arrays.pop(f"{module}.{expert}.{name}.weight").T
+            for name in ("gate_proj", "up_proj", "down_proj")
+        ]
+        for expert in range(COUNT)
+    ]
+    arrays[f"{module}.gate_up_proj"] = np.stack([np.hstack(one[:2]) for one in experts])
+    arrays[f"{module}.down_proj"] = np.stack([one[2] for one in experts])
+    stacked, apart = (
+        quantise_in_situ(REGISTRY, Checkpoint(Path("model"), config, source), model, "q4_k_m")
+        for source in (ArraySource(arrays), each)
+    )
+    for spec in model.weights():
+        values, wanted = (assemble(spec, one.weights)[0] for one in (stacked, apart))
+        np.testing.assert_array_equal(values, wanted, err_msg=spec.name)
 
 
 def test_the_record_has_these_families() -> None:

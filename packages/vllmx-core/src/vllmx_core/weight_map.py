@@ -151,7 +151,7 @@ def resolved(source: WeightSource, wanted: PartSpec) -> PartSpec:
     if not wanted.alternatives:
         return wanted
     names = source.names()
-    return next((one for one in _choices(wanted) if one.name in names), wanted)
+    return next((one for one in choices(wanted) if one.name in names), wanted)
 
 
 def name_in(source: WeightSource, wanted: PartSpec) -> str:
@@ -159,13 +159,14 @@ def name_in(source: WeightSource, wanted: PartSpec) -> str:
     return resolved(source, wanted).name
 
 
-def _choices(wanted: PartSpec) -> Iterator[PartSpec]:
+def choices(wanted: PartSpec) -> Iterator[PartSpec]:
+    """The part and its alternatives, each with a name of its own."""
     yield wanted
     for other in wanted.alternatives:
         if isinstance(other, str):
             yield replace(wanted, name=other, bias=_beside(wanted, other))
         else:
-            yield from _choices(other)
+            yield from choices(other)
 
 
 def _beside(wanted: PartSpec, name: str) -> str | None:

@@ -23,10 +23,9 @@ from vllmx_core.model import Model
 from vllmx_core.processors import available_processors
 from vllmx_core.records import Record
 from vllmx_core.registry import Registry
-from vllmx_core.weight_map import name_in, resolved
+from vllmx_core.weight_map import name_in
 from vllmx_core.weights import (
     DENSE,
-    PartSpec,
     QuantLayout,
     RawTensor,
     WeightPart,
@@ -42,6 +41,7 @@ from vllmx_models.gguf.quantize.encode import QUANTIZERS
 from vllmx_models.gguf.quantize.header import architecture_table
 from vllmx_models.gguf.quantize.mixes import Layers, type_of
 from vllmx_models.quantization.eight_bits import fp8_layout, fp8_part, int8_layout, int8_part
+from vllmx_models.upright import lies_across, upright
 
 logger = logging.getLogger("vllmx.models")
 ALIASES: Mapping[str, str] = {"q5_k": "q5_k_m", "q4_k": "q4_k_m", "q3_k": "q3_k_m"}
@@ -62,13 +62,14 @@ def in_situ(name: str, checkpoint: Checkpoint, model: Model, registry: Registry)
     """Quantises a checkpoint as it is read: the implementation of a `QuantizerSpec`. Raises
     ConfigError for a checkpoint that is quantised already."""
     specs = [spec for spec in model.weights() if _quantised(spec)]
+    checkpoint = replace(checkpoint, weights=upright(checkpoint.weights, specs))
     named = partial(name_in, checkpoint.weights)
     cols = {named(part): spec.cols for spec in specs for part in spec.parts}
     words = [spec for spec in specs if spec.role == "vocabulary"]
     vocabulary = {named(part) for spec in words for part in spec.parts}
     for part_name in cols:
         _check_dense(name, checkpoint.weights.part(part_name))
-    across = partial(_lies_across, checkpoint.weights)
+    across = partial(lies_across, checkpoint.weights)
     for part in (part for spec in specs for part in spec.parts if across(part, spec.cols)):
         raise ConfigError(
             f"--isq {name}: {named(part)!r} is stored with its input features first, across which"
@@ -106,14 +107,6 @@ def matrix_types(
     cols = {named(part): spec.cols for spec in specs for part in spec.parts}
     mix = ALIASES.get(mix, mix)
     return {name: type_of(mix, file_name(name), (1, width), layers) for name, width in cols.items()}
-
-
-def _lies_across(source: WeightSource, part: PartSpec, cols: int) -> bool:
-    """Whether the tensor has its input features first."""
-    found = resolved(source, part)
-    if found.transposed is None:
-        return source.part(found.name).shape[-1] != cols
-    return found.transposed
 
 
 def _quantised(spec: WeightSpec) -> bool:
