@@ -490,3 +490,13 @@ async def test_a_long_conversation_holds_nobody(served: Served) -> None:
     )
     assert response.status_code == 400
     assert meter.longest_ms < 20, meter.what
+
+
+async def test_events_do_not_push_out_their_response(make_server: MakeServer) -> None:
+    asked = {**ASK, "background": True, "stream": True, "max_output_tokens": 200}
+    async with make_server({"max_stored_bytes": 3000}) as served:
+        text = (await served.client.post("/v1/responses", json=asked)).text
+        path = f"/v1/responses/{named_events(text)[0][1]['response']['id']}"
+        await served.becomes_idle()
+        assert (await served.client.get(path)).json() == named_events(text)[-1][1]["response"]
+        assert (await served.client.get(path + "?stream=true")).status_code == 400

@@ -72,6 +72,8 @@ class Responses:
         def write(connection: sqlite3.Connection) -> None:
             data, created = _encode(stored), now()
             told = zlib.compress(b"".join(events), 1) if _are_few(events) else b""
+            if len(data) + len(told) > self._max_bytes:
+                told = b""  # they would push out the response itself
             connection.execute(
                 "INSERT INTO responses (id, owner, created, expires, is_open, bytes, record)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET"
