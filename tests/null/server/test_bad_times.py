@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllmx_core.errors import ConfigError
+from vllmx_server import background as background_module
 from vllmx_server.config import ServerConfig
 from vllmx_server.store import database as database_module
 from vllmx_server.store.storage import Storage
+
+from tests.waiting import PATIENCE_S
 
 from .conftest import MakeServer, Served
 from .test_files import upload
@@ -111,3 +116,35 @@ async def test_a_clock_that_jumps_ends_nothing(
             metrics = await served.metrics()
             assert 0 <= metrics["vllmx:e2e_request_latency_seconds_sum"] < 600
         assert (await served.client.get(f"/v1/files/{kept}")).status_code == 200
+
+
+async def test_what_is_kept_survives_a_clock_that_jumps_and_comes_back(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What seems too old is forgotten when the clock has said so twice."""
+    cleaned: list[float] = []
+    walls, shown = [0.0, 0.0, 1e9, 600.0, 1e9, 1e9, 1e9], [0.0]
+    ended = asyncio.Event()
+
+    def wall() -> float:
+        shown.append(walls.pop(0) if walls else shown[-1])
+        if not walls:
+            ended.set()
+        return shown[-1]
+
+    async with make_server() as served:
+        background = served.state.background
+        await background.stop()
+        await upload(served)
+
+        async def clean() -> None:
+            cleaned.append(shown[-1])
+
+        clock = SimpleNamespace(time=wall, monotonic=lambda: 0.0)
+        monkeypatch.setattr(background_module, "time", clock)
+        monkeypatch.setattr(background_module, "_CLEAN_EVERY_S", 0.0)
+        monkeypatch.setattr(served.state.storage, "clean", clean)
+        await background.start()
+        await asyncio.wait_for(ended.wait(), PATIENCE_S)
+        await background.stop()
+    assert cleaned[:3] == [0.0, 600.0, 1e9]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 
 from vllmx_core.errors import VllmxError
 
@@ -12,6 +13,9 @@ from vllmx_server.responses.background import lost
 from vllmx_server.store.storage import Storage
 
 _CLEAN_EVERY_S = 600.0
+_JUMP_S = 3600.0
+"""A clock that moves on by so much at once may be wrong: nothing is forgotten for it before it has
+said the same for `_CLEAN_EVERY_S`."""
 
 
 class Background:
@@ -42,8 +46,15 @@ class Background:
         await self._runner.stop()
 
     async def _clean(self) -> None:
+        ahead_s = _ahead_s()
         while True:
-            if self._storage.database.is_open:
+            before_s, ahead_s = ahead_s, _ahead_s()
+            if self._storage.database.is_open and ahead_s - before_s < _JUMP_S:
                 with contextlib.suppress(VllmxError):  # the log has it
                     await self._storage.clean()
             await asyncio.sleep(_CLEAN_EVERY_S)
+
+
+def _ahead_s() -> float:
+    """How far the clock that may jump is ahead of the one that never does."""
+    return time.time() - time.monotonic()
