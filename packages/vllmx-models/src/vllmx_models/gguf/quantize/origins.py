@@ -3,6 +3,7 @@ which lie in a checkpoint in many ways."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -231,7 +232,8 @@ def _spelled(target: Target, name: str) -> list[str]:
 def _picked(
     target: Target, pattern: str, suffix: str, layer: int, source: WeightSource
 ) -> list[Origin]:
-    """The matrices, or biases, of a layer's experts or heads, however the checkpoint has them."""
+    """The matrices, biases or norms of a layer's experts or heads, however the checkpoint has
+    them."""
     block = target.spec.layers[layer]
     theirs = f"{target.spec.names.layers}.{layer}"
     if pattern in _HEADS and isinstance(block.mixer, LatentMixer):
@@ -243,7 +245,11 @@ def _picked(
             mixer.head_parts(f"{theirs}.self_attn", head)[which] for head in range(mixer.num_heads)
         )
         return [_pick(target, part, cols, suffix, source) for part in heads]
-    if pattern not in _EXPERTS or not isinstance(block.feed_forward, MoE):
+    if pattern not in _EXPERTS:  # norms of heads, each a tensor of its own
+        original = target.table.name_of(pattern, suffix)
+        numbered = (original.format(layer, number) for number in itertools.count())
+        return [_whole(name) for name in itertools.takewhile(source.names().__contains__, numbered)]
+    if not isinstance(block.feed_forward, MoE):
         return []
     moe, role = block.feed_forward, _EXPERTS[pattern]
     module = f"{theirs}.{moe.module}"
