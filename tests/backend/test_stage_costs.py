@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from vllmx_core.weights import WeightSource
 from vllmx_engine.core.found_model import find_model
 from vllmx_engine.core.load import OpenedModel, open_model
 from vllmx_tp import stage_times
+from vllmx_tp.loading import layers_of, part_of_rank
 from vllmx_tp.stage_times import segment_seconds, with_layers
 
 from .test_stages import CONFIGS, LLAMA, UNCUT, of
@@ -192,6 +194,27 @@ def test_rank_0_measures_and_tells(
         assert configured(monkeypatch, [5.0, 1.0, 1.0, 1.0, 1.0, 1.0]) == "1,5"
     assert "stages have 1,5 layers and take 5000.00, 5000.00 ms" in caplog.text
     assert configured(monkeypatch, [1.0] * 5 + [9.0]) == "5,1"
+
+
+@pytest.mark.parametrize("name", ["tied", "TestNemotronH", "TestQwen35", "TestKimiLinear"])
+def test_ranks_can_be_cut_where_the_model_was_measured(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less crosses in the midst of a layer where it is of one rank of several, so that their places
+    are others."""
+    model, source = of(CONFIGS[name])
+    opened: Any = SimpleNamespace(
+        model=model,
+        checkpoint=SimpleNamespace(weights=source),
+        options=LIMITS,
+        backend=SimpleNamespace(name="numpy", own_devices=False, load=lambda: ReferenceBackend),
+    )
+    monkeypatch.setattr(stage_times, "segment_seconds", lambda *given: [1.0] * (len(given[3]) + 1))
+    config = EngineConfig(model="m", pipeline_parallel_size=2, tensor_parallel_size=2)
+    found = with_layers(opened, config, (), 4)
+    assert found.pipeline_layers is not None
+    part = part_of_rank(opened, found, 0)
+    assert staged(part, source, LIMITS, 1, 2, layers=layers_of(found)).ops
 
 
 def test_what_is_said_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,21 +112,24 @@ def _part(
     """A rank's part, and how much it keeps of what all ranks keep of a token."""
     source, options = opened.checkpoint.weights, opened.options
     ranks, stages = region.ranks_of_stage, region.num_stages
-
-    def of_rank(number: int) -> Model:
-        if ranks == 1 and not config.deterministic:
-            return opened.model
-        how = {"deterministic": config.deterministic, "whole_experts": config.expert_parallel}
-        return sharded(opened.model, source, options.max_model_len, number, ranks, **how)
-
     number = rank % ranks
-    model = of_rank(number)
+    model = part_of_rank(opened, config, number)
     if stages == 1:
         return model, 1 / ranks
-    first = of_rank(0) if number else None
+    first = part_of_rank(opened, config, 0) if number else None
     layers = layers_of(config)
     stage = staged(model, source, options, rank // ranks, stages, as_rank_0=first, layers=layers)
     return stage, stage.share_of_cache / ranks
+
+
+def part_of_rank(opened: OpenedModel, config: EngineConfig, number: int) -> Model:
+    """What the rank of that number in each stage has of all layers. Raises what `sharded` does."""
+    ranks = config.tensor_parallel_size
+    if ranks == 1 and not config.deterministic:
+        return opened.model
+    how = {"deterministic": config.deterministic, "whole_experts": config.expert_parallel}
+    source, length = opened.checkpoint.weights, opened.options.max_model_len
+    return sharded(opened.model, source, length, number, ranks, **how)
 
 
 def layers_of(config: EngineConfig) -> tuple[int, ...] | None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 from vllmx_core.backend import Backend, LoadedModel, LoadOptions
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import ConfigError, UnsupportedOpError
+from vllmx_core.errors import ConfigError, OpError, UnsupportedOpError
 from vllmx_core.kv_capacity import layout_of
 from vllmx_core.model import Model, ModelShape
 from vllmx_core.plan import SamplingRows, StepPlan
@@ -30,12 +30,18 @@ from vllmx_core.sharding.stage_costs import (
     segment_bounds,
     sums_of_stages,
 )
-from vllmx_core.sharding.stage_cuts import Cut, check_stages, layers_between, places
+from vllmx_core.sharding.stage_cuts import (
+    Cut,
+    check_stages,
+    layers_between,
+    num_layers,
+    places,
+)
 from vllmx_core.sharding.stage_probe import ProbedSegment
 from vllmx_core.weights import WeightSource
 from vllmx_engine.core.load import OpenedModel
 
-from vllmx_tp.loading import BY_BYTES, Cores, on_cores, rank_options
+from vllmx_tp.loading import BY_BYTES, Cores, on_cores, part_of_rank, rank_options
 
 logger = logging.getLogger("vllmx.tp")
 
@@ -60,7 +66,7 @@ def with_layers(
     mine = rank_options(options, part, len(cores), share, own_devices=own)
     try:
         with on_cores(cores):
-            layers = _measured(opened, mine, stages)
+            layers = _measured(opened, mine, config)
         return replace(config, pipeline_layers=",".join(map(str, layers)))
     except UnsupportedOpError:
         raise  # by whoever loads the stages: text alone may be served then
@@ -75,14 +81,15 @@ def with_layers(
         return replace(config, pipeline_layers=BY_BYTES)
 
 
-def _measured(opened: OpenedModel, options: LoadOptions, stages: int) -> tuple[int, ...]:
+def _measured(opened: OpenedModel, options: LoadOptions, config: EngineConfig) -> tuple[int, ...]:
     """The layers of each stage."""
-    began_s = time.perf_counter()
+    began_s, stages = time.perf_counter(), config.pipeline_parallel_size
     model, source = opened.model, opened.checkpoint.weights
     options = small_options(options, model)
     recording = record(model, options.max_model_len)
     cuts = places(recording.steps, model.shape)
     check_stages(cuts, stages)
+    cuts = _of_ranks(cuts, recording, opened, config)
     backend: Backend = opened.backend.load()()
     logger.info("parts of the model are loaded one by one, to see what each takes of a step")
     seconds = segment_seconds(backend, model, recording, cuts, source, options)
@@ -96,6 +103,20 @@ def _measured(opened: OpenedModel, options: LoadOptions, stages: int) -> tuple[i
         time.perf_counter() - began_s,
     )
     return layers
+
+
+def _of_ranks(
+    cuts: Sequence[Cut], recording: Recording, opened: OpenedModel, config: EngineConfig
+) -> list[Cut]:
+    """Those places behind whose layers the parts of ranks can be cut, too: less crosses in the
+    midst of a layer there. Raises OpError where these are too few."""
+    part = part_of_rank(opened, config, 0)
+    steps = record(part, opened.options.max_model_len).steps
+    ends = {num_layers(steps.ops[: cut.index]) for cut in places(steps, part.shape)}
+    found = [cut for cut in cuts if num_layers(recording.steps.ops[: cut.index]) in ends]
+    if len(found) + 1 < config.pipeline_parallel_size:
+        raise OpError("parts of ranks can be cut behind other layers than the model")
+    return found
 
 
 def small_options(options: LoadOptions, model: Model) -> LoadOptions:
