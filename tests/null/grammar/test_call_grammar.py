@@ -6,12 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import tokenizers
 from vllmx_core.output_format import OutputFormat
+from vllmx_core.sampling import SamplingParams
 from vllmx_core.specs import ParserSpec
+from vllmx_demo.source import MODEL_FOLDER
 from vllmx_engine.client.chat_options import ChatOptions
-from vllmx_engine.client.forced_calls import told_tools
+from vllmx_engine.client.forced_calls import told_tools, with_calls
 from vllmx_engine.formats.call_grammar import may_call, must_call
 from vllmx_engine.formats.writer import WrittenCall, write_answer
+from vllmx_engine.grammar.vocabulary import Lexicon, vocabulary_of
+from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_models.parsers import PARSERS
 
 from .conftest import Grammarian
@@ -92,15 +97,63 @@ def test_one_call_at_most(grammarian: Grammarian) -> None:
     assert not grammarian.accepts(grammar, write_answer(made_of, calls=GOOD[:2]))
 
 
-def test_channels(grammarian: Grammarian) -> None:
-    spec = next(spec for spec in PARSERS if spec.name == "harmony")
-    grammar = grammarian.compiled(structural_tag=must_call(spec.load(), TOOLS))
-    call = (
-        "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
-        '{"city": "Oslo", "days": 1}<|call|>'
-    )
-    thoughts = "<|channel|>analysis<|message|>I look<|end|><|start|>assistant"
-    assert grammarian.accepts(grammar, call)
-    assert grammarian.accepts(grammar, thoughts + call)
-    assert not grammarian.accepts(grammar, thoughts)
-    assert not grammarian.accepts(grammar, call.replace("Oslo", 'Oslo", "x": "'))
+HARMONY = next(spec for spec in PARSERS if spec.name == "harmony").load()
+THOUGHTS = "<|channel|>analysis<|message|>I look<|end|><|start|>assistant"
+CALL = (
+    "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    '{"city": "Oslo", "days": 1}<|call|>'
+)
+
+
+@pytest.fixture(scope="module")
+def with_specials(tmp_path_factory: pytest.TempPathFactory) -> Grammarian:
+    """Markers of channels are special tokens, which no text spells, as those of gpt-oss."""
+    folder = tmp_path_factory.mktemp("harmony")
+    backend = tokenizers.Tokenizer.from_file(str(MODEL_FOLDER / "tokenizer.json"))
+    names = ("start", "channel", "constrain", "message", "end", "return", "call")
+    backend.add_special_tokens([f"<|{name}|>" for name in names])
+    backend.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(folder)
+    ends = [backend.token_to_id(f"<|{name}|>") for name in ("return", "call")]
+    return Grammarian(tokenizer, Lexicon.of(vocabulary_of(tokenizer, tokenizer.vocab_size, ends)))
+
+
+@pytest.mark.parametrize("vocabulary", ["grammarian", "with_specials"])
+def test_channels(vocabulary: str, request: pytest.FixtureRequest) -> None:
+    grammarian: Grammarian = request.getfixturevalue(vocabulary)
+    grammar = grammarian.compiled(structural_tag=must_call(HARMONY, TOOLS))
+    assert grammarian.accepts(grammar, CALL)
+    assert grammarian.accepts(grammar, THOUGHTS + CALL)
+    assert not grammarian.accepts(grammar, THOUGHTS)
+    assert not grammarian.accepts(grammar, CALL.replace("Oslo", 'Oslo", "x": "'))
+
+
+def test_free_answers_of_channels_whose_calls_are_right(with_specials: Grammarian) -> None:
+    """Models write the parts of a call's header in several orders."""
+    grammar = with_specials.compiled(structural_tag=may_call(HARMONY, TOOLS))
+    for channel in ("final", "commentary", "analysis"):
+        said = f"<|channel|>{channel}<|message|>Hi,\nthere"
+        assert with_specials.accepts(grammar, said)
+        assert with_specials.accepts(grammar, THOUGHTS + said + "<|return|>")
+        assert with_specials.accepts(grammar, said + "<|end|><|start|>assistant" + CALL)
+    arguments = '<|message|>{"city": "Oslo", "days": 1}<|call|>'
+    for header in (
+        "<|channel|>commentary to=functions.weather <|constrain|>json",
+        "<|channel|>analysis to=functions.weather json",
+        " to=functions.weather<|channel|>commentary",
+    ):
+        assert with_specials.accepts(grammar, THOUGHTS + header + arguments)
+        other = header.replace("weather", "weathers")
+        assert not with_specials.accepts(grammar, THOUGHTS + other + arguments)
+        wrong = arguments.replace("1", '"x"')
+        assert not with_specials.accepts(grammar, THOUGHTS + header + wrong)
+
+
+def test_an_answer_that_goes_on_within_a_message_is_not_held_to_a_header() -> None:
+    tools = [{"type": "function", "function": {"name": name, "strict": True}} for name in "ab"]
+    chat = ChatOptions(tools=tools, allowed_tools=("b",))
+    assert with_calls(SamplingParams(), HARMONY, chat).structured_outputs is not None
+    assert told_tools(HARMONY, chat) == tools
+    goes_on = replace(chat, continue_final_message=True)
+    assert with_calls(SamplingParams(), HARMONY, goes_on).structured_outputs is None
+    assert told_tools(HARMONY, goes_on) == tools[1:]

@@ -29,7 +29,7 @@ def asks_for_calls(chat: ChatOptions | None) -> bool:
 def told_tools(made_of: OutputFormat, chat: ChatOptions) -> Sequence[Mapping[str, Any]] | None:
     """Tools that the prompt tells of: all, or only those that may be called where no grammar keeps
     the answer from calling others."""
-    if chat.allowed_tools is None or chat.tool_choice != "auto" or tells_calls(made_of):
+    if chat.allowed_tools is None or chat.tool_choice != "auto" or _holds_calls(made_of, chat):
         return chat.tools
     return [
         tool for tool in chat.tools or () if set(tools_by_name([tool])) & set(chat.allowed_tools)
@@ -47,9 +47,9 @@ def with_calls(params: SamplingParams, made_of: OutputFormat, chat: ChatOptions)
     if chat.allowed_tools is not None:
         tools = {name: schema for name, schema in tools.items() if name in chat.allowed_tools}
     if chat.tool_choice == "auto":
-        tag = may_call(made_of, _loose(made_of, tools, chat.tools), one_call=chat.one_call)
-        if tag is None or params.structured_outputs is not None:
+        if not _holds_calls(made_of, chat) or params.structured_outputs is not None:
             return params
+        tag = may_call(made_of, _loose(made_of, tools, chat.tools), one_call=chat.one_call)
     else:
         _check(params, chat.tool_choice, tools)
         if chat.tool_choice != "required":
@@ -67,6 +67,13 @@ def with_calls(params: SamplingParams, made_of: OutputFormat, chat: ChatOptions)
         structural_tag=tag, disable_any_whitespace=is_compact, field=CALLS_FIELD
     )
     return replace(params, structured_outputs=form)
+
+
+def _holds_calls(made_of: OutputFormat, chat: ChatOptions) -> bool:
+    """Whether a grammar can hold calls that the answer may have. One that goes on within a message
+    has not the header with which others begin."""
+    goes_on = chat.continue_final_message or chat.add_generation_prompt is False
+    return tells_calls(made_of) and not (goes_on and made_of.channels is not None)
 
 
 def _check(params: SamplingParams, choice: str, tools: Tools) -> None:

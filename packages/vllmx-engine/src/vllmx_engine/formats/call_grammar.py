@@ -10,6 +10,7 @@ from typing import Any
 
 from vllmx_core.output_format import (
     Calls,
+    Channels,
     JsonArguments,
     JsonCall,
     NamedCall,
@@ -35,14 +36,18 @@ def must_call(made_of: OutputFormat, tools: Tools, *, one_call: bool = False) ->
 
 def tells_calls(made_of: OutputFormat) -> bool:
     """Whether something tells that a call begins, so that `may_call` has a grammar."""
+    if made_of.channels is not None:
+        return True
     return made_of.calls is not None and not made_of.calls.is_bare
 
 
 def may_call(made_of: OutputFormat, tools: Tools, *, one_call: bool = False) -> Form | None:
     """Any answer whose calls, once they begin, are calls of the tools as their schemas say; None
     where nothing tells that they begin."""
+    if made_of.channels is not None:
+        return _form([_messages(made_of.channels), _last_message(made_of.channels, tools)])
     calls = made_of.calls
-    if calls is None or not tells_calls(made_of):
+    if calls is None or calls.is_bare:
         return None
     if calls.section_begin:
         section = _call_list(made_of, tools, one_call)
@@ -88,6 +93,41 @@ def _thoughts(made_of: OutputFormat) -> Iterator[Form]:
         blank = {"type": "regex", "pattern": r"\s{0,4}"}
         tag = {"type": "tag", "begin": begin.strip(), "content": _ANY, "end": end.strip()}
         yield _optional({"type": "sequence", "elements": [tag, blank]})
+
+
+def _messages(channels: Channels) -> Form:
+    """Messages that go before the last one of an answer."""
+    tags = [
+        {
+            "type": "tag",
+            "begin": channels.channel + name + channels.message,
+            "content": _ANY,
+            "end": channels.ends[0] + channels.start + "assistant",
+        }
+        for name in (channels.thinking, channels.calls, channels.content)
+    ]
+    return {"type": "tags_with_separator", "tags": tags, "separator": ""}
+
+
+def _last_message(channels: Channels, tools: Tools) -> Form:
+    """A text, or one call, whose header has its parts in one of the orders that models write."""
+    names = (channels.thinking, channels.calls, channels.content)
+    texts = [_text(channels.channel + name + channels.message) for name in names]
+    said = {"type": "sequence", "elements": [{"type": "or", "elements": texts}, _ANY]}
+    kinds = (f" {channels.constrain}json", f"{channels.constrain}json", " json", "")
+    kind = {"type": "or", "elements": [_text(each) for each in kinds]}
+    calls = []
+    for tool, schema in tools.items():
+        recipient = channels.recipient + tool
+        headers = [
+            channels.channel + name + recipient for name in (channels.calls, channels.thinking)
+        ]
+        headers.append(recipient + channels.channel + channels.calls)
+        header = {"type": "or", "elements": [_text(each) for each in headers]}
+        end = _text(channels.ends[-1])
+        elements = [header, kind, _text(channels.message), _schema(_object(schema)), end]
+        calls.append({"type": "sequence", "elements": elements})
+    return {"type": "or", "elements": [said, *calls]}
 
 
 def _call_list(made_of: OutputFormat, tools: Tools, one_call: bool) -> Form | None:

@@ -127,7 +127,8 @@ class _Rules:
 
     def _until(self, end: str) -> str:
         """Text up to and with the first `end`."""
-        if end in self._specials:
+        if self._special is not None and self._special.match(end):
+            # no text spells the token, so there is nothing to look for
             return f"{self._name(_ANY_TEXT, terminal=True)} {self._text(end)}"
         name = f"until_{len(self.lines)}"
         self.lines.append(f"{name}[lazy]: {_ANY_TEXT} {json.dumps(end)}")
