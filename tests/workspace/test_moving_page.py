@@ -1,4 +1,5 @@
-"""Commands and settings that README.md and the pages of docs/ show are ones that vllmx takes."""
+"""Commands and settings that README.md and the pages of docs/ show are ones that vllmx takes. What
+tests/integration/server/test_page_commands.py runs is parsed here in a second."""
 
 from __future__ import annotations
 
@@ -7,9 +8,7 @@ import shlex
 from pathlib import Path
 
 import click
-import pytest
 import yaml
-from click.testing import CliRunner
 from vllmx.cli.group import cli
 from vllmx.cli.serve import serve
 
@@ -88,17 +87,3 @@ def test_the_unit_and_its_settings_are_understood(root: Path) -> None:
     )
     for name in yaml.safe_load(settings):
         assert name.replace("-", "_") in fields, name
-
-
-def test_commands_that_need_no_model_run(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each in a folder of its own; others need a server, a hub or minutes, and are parsed alone."""
-    commands = re.findall(r"^(?:\$ )?vllmx ((?:keys|models|plugins|env)\b.*)", blocks(root), re.M)
-    assert len(commands) > 5
-    for number, text in enumerate(commands):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        monkeypatch.chdir(folder)
-        done = CliRunner().invoke(cli, shlex.split(text, comments=True), catch_exceptions=False)
-        assert done.exit_code == 0, (text, done.output)

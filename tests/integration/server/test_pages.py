@@ -1,10 +1,8 @@
-"""What the pages show runs as it stands, against a real server: programs, and commands of curl."""
+"""The programs that pages show run as they stand, against a real server."""
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,7 @@ import pytest
 
 from .conftest import RunningServer
 
-ROOT = Path(__file__).parents[3]
-DOCS = ROOT / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 def programs(page: str) -> list[str]:
@@ -47,30 +44,3 @@ def test_programs_run(
     assert all(printed)
     assert names["second"].previous_response_id == names["first"].id
     assert names["batch"].status in ("validating", "in_progress", "finalizing", "completed")
-
-
-def curls() -> list[tuple[str, str | None]]:
-    """(URL, body) of the commands of curl on the pages; those to the socket of operators, and of
-    models that make vectors, are left to tests of their own."""
-    found = []
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.M | re.S):
-            for text in re.findall(r"^curl (?:'[^']*'|\\\n|[^'\n])*", block, re.M):
-                words = shlex.split(text.replace("\\\n", " "), comments=True)
-                url = next(word for word in words if word.startswith("http"))
-                if "--unix-socket" not in words and not url.endswith("/embeddings"):
-                    found.append((url, words[words.index("-d") + 1] if "-d" in words else None))
-    return found
-
-
-def test_commands_of_curl_are_answered(server: RunningServer) -> None:
-    found = curls()
-    assert len(found) >= 3
-    for url, body in found:
-        path = url.removeprefix("http://127.0.0.1:8000")
-        if body is None:
-            answer = server.get(path)
-        else:
-            sent = {"max_tokens": 40, **json.loads(body)}
-            answer = server.post(path, sent)
-        assert answer.status_code == 200, (url, body, answer.text)
