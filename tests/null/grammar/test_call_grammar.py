@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,17 +107,48 @@ CALL = (
 )
 
 
-@pytest.fixture(scope="module")
-def with_specials(tmp_path_factory: pytest.TempPathFactory) -> Grammarian:
-    """Markers of channels are special tokens, which no text spells, as those of gpt-oss."""
-    folder = tmp_path_factory.mktemp("harmony")
+def grammarian_of(folder: Path, specials: list[str], ends: list[str]) -> Grammarian:
+    """One of the demo's tokens and some special ones, which no text spells."""
     backend = tokenizers.Tokenizer.from_file(str(MODEL_FOLDER / "tokenizer.json"))
-    names = ("start", "channel", "constrain", "message", "end", "return", "call")
-    backend.add_special_tokens([f"<|{name}|>" for name in names])
+    backend.add_special_tokens([*specials, *ends])
     backend.save(str(folder / "tokenizer.json"))
     tokenizer = Tokenizer.from_folder(folder)
-    ends = [backend.token_to_id(f"<|{name}|>") for name in ("return", "call")]
-    return Grammarian(tokenizer, Lexicon.of(vocabulary_of(tokenizer, tokenizer.vocab_size, ends)))
+    ids = [backend.token_to_id(end) for end in ends]
+    return Grammarian(tokenizer, Lexicon.of(vocabulary_of(tokenizer, tokenizer.vocab_size, ids)))
+
+
+@pytest.fixture(scope="module")
+def with_specials(tmp_path_factory: pytest.TempPathFactory) -> Grammarian:
+    """Markers of channels are special tokens, as those of gpt-oss."""
+    names = ("start", "channel", "constrain", "message", "end")
+    specials = [f"<|{name}|>" for name in names]
+    return grammarian_of(tmp_path_factory.mktemp("harmony"), specials, ["<|return|>", "<|call|>"])
+
+
+MARKED = re.compile(r"<[|｜][^\s<>]+>|<[^\s<>]+[|｜]>|\[/?[A-Z_]+\]")
+"""Markers that are special tokens of the models that write them."""
+
+
+@pytest.mark.parametrize("spec", FORMATS, ids=lambda spec: spec.name)
+def test_markers_that_are_special_tokens(spec: ParserSpec, tmp_path: Path) -> None:
+    made_of: OutputFormat = spec.load()
+    specials = sorted({each for marker in made_of.markers for each in MARKED.findall(marker)})
+    if not specials:
+        return
+    grammarian = grammarian_of(tmp_path, specials, ["<|eos|>"])
+    must = grammarian.compiled(structural_tag=must_call(made_of, TOOLS))
+    for call in GOOD:
+        assert grammarian.accepts(must, write_answer(made_of, calls=[call]))
+    for call in BAD:
+        assert not grammarian.accepts(must, write_answer(made_of, calls=[call]))
+    tag = may_call(made_of, TOOLS)
+    if tag is None:
+        return
+    may = grammarian.compiled(structural_tag=tag)
+    assert grammarian.accepts(may, write_answer(made_of, content="Look"))
+    assert grammarian.accepts(may, write_answer(made_of, content="Look", calls=GOOD[:1]))
+    for call in BAD:
+        assert not grammarian.accepts(may, write_answer(made_of, calls=[call]))
 
 
 @pytest.mark.parametrize("vocabulary", ["grammarian", "with_specials"])

@@ -61,7 +61,7 @@ def may_call(made_of: OutputFormat, tools: Tools, *, one_call: bool = False) -> 
         "tags": tags,
         "stop_after_first": one_call,
     }
-    return _form([*_thoughts(made_of), free])
+    return _form([*_thoughts(made_of), *_content(made_of), free])
 
 
 def _form(elements: Sequence[Form]) -> Form:
@@ -93,6 +93,13 @@ def _thoughts(made_of: OutputFormat) -> Iterator[Form]:
         blank = {"type": "regex", "pattern": r"\s{0,4}"}
         tag = {"type": "tag", "begin": begin.strip(), "content": _ANY, "end": end.strip()}
         yield _optional({"type": "sequence", "elements": [tag, blank]})
+
+
+def _content(made_of: OutputFormat) -> Iterator[Form]:
+    """Content with its marks, which may be special tokens, as no free text has any."""
+    if made_of.content_begin.strip():
+        begin, end = made_of.content_begin.strip(), made_of.content_end.strip()
+        yield _optional({"type": "tag", "begin": begin, "content": _ANY, "end": end})
 
 
 def _messages(channels: Channels) -> Form:
