@@ -160,7 +160,14 @@ def test_every_part_of_a_step_runs_by_itself(name: str) -> None:
 
 
 def test_a_cut_inside_of_a_layer_is_not_measured() -> None:
+    """None is made there, although less than the stream would cross: 40 features of attention."""
     model, source, recording, cuts = recorded(CONFIGS["TestDeepSeekV3"])
+    seconds = segment_seconds(ReferenceBackend(), model, recording, cuts, source, LIMITS)
+    assert len(seconds) == 3
+    assert {value.width for cut in cuts for value in cut.crossing} == {48}
+    ops, stream = recording.steps.ops, cuts[0].crossing[0]
+    index = next(i for i, op in enumerate(ops) if op.name == "latent_attention") + 1
+    cuts = [Cut(index, (stream, ops[index].reads[0]))]
     with pytest.raises(
         OpError, match="40 features crosses a place, and the table of tokens has 48"
     ):

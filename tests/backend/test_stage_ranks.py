@@ -111,10 +111,10 @@ def test_metal() -> None:
 
 def test_uneven_ranks_are_cut_at_the_same_ops() -> None:
     """The first of two ranks has one of three kv heads, the head is divided evenly: by itself, the
-    second would begin its last stage elsewhere."""
+    second would end its first stage elsewhere."""
     config = LLAMA | {
         "num_hidden_layers": 7, "num_attention_heads": 6, "num_key_value_heads": 3,
-        "head_dim": 16, "vocab_size": 450,
+        "head_dim": 16, "vocab_size": 850,
     }  # fmt: skip
     model, source = of(config)
     first, second = (sharded(model, source, 64, number, 2) for number in range(2))

@@ -1,9 +1,11 @@
 """Places where a recorded step can be cut into stages, and the choice among them.
 
-A place is a position in the list of ops. Between two layers the least crosses a cut: the residual
-stream, and what has still to be added to it. Inside a layer more does, so places are those where
-hardly more crosses than at the best one; those alone count where all that crosses are features of
-tokens, and where no layer on the far side reads pages or states of one on the near side.
+A place is a position in the list of ops. Between two layers the residual stream crosses a cut, and
+what has still to be added to it. Inside a layer more does, or other things; so places are those
+where nothing crosses that is not as wide as the stream, and where there is none, those where least
+does. Those alone count where all that crosses are features of tokens, where hardly more crosses
+than at the best one, and where no layer on the far side reads pages or states of one on the near
+side.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from itertools import accumulate, pairwise
 
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import ModelShape, SharedKV
+from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.values import Value
+from vllmx_core.ops.vocab_embedding import VocabEmbedding
 from vllmx_core.records import Record
 
 _AS_NARROW = 1.25
@@ -54,6 +58,8 @@ def places(steps: OpList, shape: ModelShape) -> list[Cut]:
     mixers = [index for index, op in enumerate(ops) if home_of(op) is not None]
     crossing = _crossing(steps)
     held = _held(ops, shape)
+    tables = (op for op in ops if isinstance(op, Embedding | VocabEmbedding))
+    stream = next((op.out.width for op in tables), 0)
     found = []
     for before, after in pairwise(mixers):
         fitting = [
@@ -62,8 +68,9 @@ def places(steps: OpList, shape: ModelShape) -> list[Cut]:
             if not any(first < index <= last for first, last in held)
             and all((one.rows, one.dtype) == ("T", "model") for one in crossing[index])
         ]
+        between = [cut for cut in fitting if {one.width for one in cut.crossing} == {stream}]
         if fitting:
-            found.append(min(reversed(fitting), key=lambda cut: cut.width))
+            found.append(min(reversed(between or fitting), key=lambda cut: cut.width))
     most = _AS_NARROW * min((cut.width for cut in found), default=0)
     return [cut for cut in found if cut.width <= most]
 
