@@ -17,9 +17,8 @@ class UprightExperts:
     """A `WeightSource` that has some matrices, and their biases, by other names of the map."""
 
     def __init__(self, source: WeightSource, matrices: Mapping[str, WeightSpec]) -> None:
-        """Args:
-        matrices: name -> the line of a map that picks the matrix out of the source's tensors.
-        """
+        """`matrices` has, by the name that a matrix gets, the line of a map that picks it out of
+        the source's tensors."""
         self._source = source
         self._matrices = matrices
         self._biases = {_bias_of(name): spec for name, spec in matrices.items()}
