@@ -207,8 +207,7 @@ def test_rank_0_measures_and_tells(
 def test_ranks_can_be_cut_where_the_model_was_measured(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Less crosses in the midst of a layer where it is of one rank of several, so that their places
-    are others."""
+    """Other things cross a place inside of a layer where ranks have parts of them."""
     model, source = of(CONFIGS[name])
     opened: Any = SimpleNamespace(
         model=model,

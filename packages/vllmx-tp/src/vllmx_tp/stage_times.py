@@ -108,8 +108,8 @@ def _measured(opened: OpenedModel, options: LoadOptions, config: EngineConfig) -
 def _of_ranks(
     cuts: Sequence[Cut], recording: Recording, opened: OpenedModel, config: EngineConfig
 ) -> list[Cut]:
-    """Those places behind whose layers the parts of ranks can be cut, too: less crosses in the
-    midst of a layer there. Raises OpError where these are too few."""
+    """The places behind whose layers the parts of ranks can be cut, too. Raises OpError where these
+    are too few."""
     part = part_of_rank(opened, config, 0)
     steps = record(part, opened.options.max_model_len).steps
     ends = {num_layers(steps.ops[: cut.index]) for cut in places(steps, part.shape)}

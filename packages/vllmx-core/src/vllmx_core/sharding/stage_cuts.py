@@ -60,6 +60,7 @@ def places(steps: OpList, shape: ModelShape) -> list[Cut]:
     held = _held(ops, shape)
     tables = (op for op in ops if isinstance(op, Embedding | VocabEmbedding))
     stream = next((op.out.width for op in tables), 0)
+    begun = _layers_begun(ops)
     found = []
     for before, after in pairwise(mixers):
         fitting = [
@@ -68,7 +69,11 @@ def places(steps: OpList, shape: ModelShape) -> list[Cut]:
             if not any(first < index <= last for first, last in held)
             and all((one.rows, one.dtype) == ("T", "model") for one in crossing[index])
         ]
-        between = [cut for cut in fitting if {one.width for one in cut.crossing} == {stream}]
+        between = [
+            cut
+            for cut in fitting
+            if begun[cut.index] < begun[after] and {one.width for one in cut.crossing} == {stream}
+        ]
         if fitting:
             found.append(min(reversed(between or fitting), key=lambda cut: cut.width))
     most = _AS_NARROW * min((cut.width for cut in found), default=0)
@@ -160,9 +165,17 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 def num_layers(ops: Sequence[Op]) -> int:
     """The layers that have begun in ops, by the names of their matrices, counted from the model's
     first one. A layer's first norm is often made together with the sum of the one before."""
-    matrices = (ref for op in ops for ref in op.weights if ref.kind in ("linear", "stack"))
-    found = (_LAYER.match(ref.name) for ref in matrices)
-    return max((1 + int(one[1]) for one in found if one is not None), default=0)
+    return _layers_begun(ops)[-1]
+
+
+def _layers_begun(ops: Sequence[Op]) -> list[int]:
+    """Those that have begun before each op, and before the end."""
+    found = [0]
+    for op in ops:
+        names = (ref.name for ref in op.weights if ref.kind in ("linear", "stack"))
+        numbers = (1 + int(one[1]) for one in map(_LAYER.match, names) if one is not None)
+        found.append(max(found[-1], *numbers, 0))
+    return found
 
 
 def layers_between(cuts: Sequence[Cut], ops: Sequence[Op]) -> tuple[int, ...]:
