@@ -179,8 +179,37 @@ def test_a_model_without_requests_is_unloaded(
     ) as server:
         assert ask(server, "two").status_code == 200
         wait_until(lambda: states(server)["two"] == "unloaded")
-        assert states(server)["one"] == "loaded"
         assert ask(server, "two").status_code == 200
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_first_model_is_unloaded_too_and_the_next_request_loads_it(
+    tmp_path: Path, fake_environment: dict[str, str], workers: int
+) -> None:
+    more = ("--idle-unload-s=0.2", f"--api-workers={workers}")
+    with running_server(*flags(tmp_path), *more, environment=fake_environment) as server:
+        for stream in (False, True):
+            wait_until(lambda: states(server)["one"] == "unloaded")
+            assert server.get("/health").status_code == 200
+            answer = ask(server, "two")
+            assert answer.status_code == 200, answer.text
+            assert states(server)["one"] == "unloaded"
+            answer = ask(server, None, stream=stream)
+            assert answer.status_code == 200, answer.text
+            assert "error" not in answer.text
+            assert states(server)["one"] == "loaded"
+
+
+def test_a_model_that_an_operator_had_sleep_is_woken_by_no_request(
+    tmp_path: Path, fake_environment: dict[str, str]
+) -> None:
+    with running_server(
+        *flags(tmp_path), "--idle-unload-s=1000", environment=fake_environment
+    ) as server:
+        assert server.post("/sleep", headers=ADMIN).status_code == 200
+        assert ask(server, None).status_code == 503
+        assert server.post("/wake", headers=ADMIN).status_code == 200
+        assert ask(server, None).status_code == 200
 
 
 def test_without_an_admin_key_the_routes_say_what_is_missing(fake_server: MakeFake) -> None:

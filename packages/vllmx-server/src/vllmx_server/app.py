@@ -295,7 +295,7 @@ def _batch_runner(app: App, state: ServerState) -> BatchRunner:
         answerer,
         places,
         state.config.max_body_bytes,
-        lambda: llm.is_ready,
+        lambda: llm.is_ready or state.dozes,
     )
 
 

@@ -199,6 +199,7 @@ class _Models:
         state.models = self._models = models
         if self._host is not None:
             self._host.first_took(state.llm.info)
+            self._host.watch_first(configs[0].name, state.llm)
             for config in configs[1:]:
                 if not config.on_demand:
                     await self._host.load(config.name)

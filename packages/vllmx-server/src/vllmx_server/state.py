@@ -116,6 +116,11 @@ class ServerState:
         self.admission.draining = value
 
     @property
+    def dozes(self) -> bool:
+        """The model sleeps because nobody asked for it: the next request wakes it."""
+        return self.models is not None and self.models.dozes
+
+    @property
     def in_flight(self) -> int:
         """Generation requests in flight in this process."""
         return self.admission.in_flight

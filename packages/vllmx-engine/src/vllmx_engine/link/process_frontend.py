@@ -67,6 +67,11 @@ class ProcessFrontend(CoreFrontend):
         return self._heartbeat.silent_s if self.status == "ready" else 0.0
 
     @property
+    def is_asleep(self) -> bool:
+        """It was ended by `sleep`, until `wake`."""
+        return self.status == "asleep"
+
+    @property
     def start_message(self) -> Start:
         """What the core loads."""
         return self._start

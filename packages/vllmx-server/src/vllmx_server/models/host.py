@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 from vllmx_core.errors import (
@@ -63,6 +63,17 @@ class Attachment(msgspec.Struct, frozen=True):
 
     core: Start
     door: str
+
+
+class FirstCore(Protocol):
+    """The core of the first model, which another starts and ends."""
+
+    @property
+    def is_asleep(self) -> bool: ...
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
 
 
 @dataclass
@@ -118,7 +129,8 @@ class CoreHost:
 
     Args:
         models: all that may be asked for.
-        idle_unload_s: a model that nobody asked for so long is unloaded; 0: never.
+        idle_unload_s: a model that nobody asked for so long is unloaded; 0: never. The first model
+            then sleeps, and what it takes of the memory stays its own.
         leave: has everybody who answers requests leave a core; False where one still needs it.
     """
 
@@ -132,6 +144,11 @@ class CoreHost:
         self._idle_unload_s = idle_unload_s
         self._leave = leave
         self._first: CoreInfo | None = None
+        self._first_core: FirstCore | None = None
+        self._first_name = ""
+        self._dozing = asyncio.Lock()
+        self._dozes = False
+        """The first model sleeps because nobody asked for it."""
         self._memory = DeviceMemory()
         self._devices: dict[str, _Device] = {}
         self._room = asyncio.Lock()
@@ -143,6 +160,20 @@ class CoreHost:
         """Tells what was free before the first model was loaded, and what that took. Call before
         any other is loaded."""
         self._first = info
+
+    def watch_first(self, name: str, core: FirstCore) -> None:
+        """Has the first model sleep too while nobody asks for it, until `rouse`."""
+        self._first_name, self._first_core = name, core
+
+    async def rouse(self) -> bool:
+        """Wakes the first model where it sleeps because nobody asked for it. False where an
+        operator had it sleep. Raises what it met."""
+        async with self._dozing:
+            if self._first_core is None or not self._dozes:
+                return False
+            await self._first_core.wake()
+            self._dozes = False
+            return True
 
     async def cards(self) -> list[ModelCard]:
         """What is known of all of them."""
@@ -332,6 +363,23 @@ class CoreHost:
             for hosted in self._hosted.values():
                 if hosted.state == "loaded" and hosted.used_s < limit_s and not hosted.is_busy:
                     await self._let_go(hosted)
+            await self._doze()
+
+    async def _doze(self) -> None:
+        """Has the first model sleep if all who answer requests say that nobody asked for it."""
+        core = self._first_core
+        if core is None or core.is_asleep:
+            return
+        self._dozes = False
+        if not await self._leave(self._first_name):
+            return
+        async with self._dozing:
+            try:
+                await core.sleep()
+            except VllmxError:
+                return  # it starts, or a request has come
+            self._dozes = True
+        logger.info("model %s sleeps: nobody asks for it", self._first_name)
 
 
 def _small_part(config: ModelConfig, error: CapacityError) -> CapacityError:

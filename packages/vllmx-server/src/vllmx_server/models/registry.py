@@ -18,6 +18,7 @@ from vllmx_server.models.config import ModelConfig
 from vllmx_server.models.host import Attachment, ModelCard
 from vllmx_server.state import ServerState, cache_labels, fingerprint, pooler_of
 
+_LOOK_S = 0.02
 _GRACE_S = 1.0
 """The seconds between a request that needs a model and its part in the engine."""
 
@@ -30,6 +31,8 @@ class Host(Protocol):
     async def unload(self, name: str) -> None: ...
 
     async def cards(self) -> list[ModelCard]: ...
+
+    async def rouse(self) -> bool: ...
 
 
 class _Entry:
@@ -66,6 +69,8 @@ class Models:
         self._wait_s = wait_s
         self._configs = models
         self._entries = {model.name: _Entry(model) for model in models[1:]}
+        self._used_s = time.monotonic()
+        self._left = False
         self._names = {alias: model.name for model in models for alias in model.aliases}
 
     def name_of(self, name: str | None) -> str:
@@ -83,16 +88,22 @@ class Models:
         """Other names of a model."""
         return tuple(alias for alias, own in self._names.items() if own == name)
 
+    @property
+    def dozes(self) -> bool:
+        """The default model sleeps because nobody asked for it: the next request wakes it."""
+        return self._left and self.default.llm.is_asleep
+
     def is_open(self, name: str) -> bool:
         """Whether requests for a model need not wait."""
         entry = self._entries.get(name)
-        return entry is None or entry.is_open
+        return not self.dozes if entry is None else entry.is_open
 
     async def state(self, name: str) -> ServerState:
         """What answers for a model, by its own name. Waits while it loads. Raises what loading
         met, and OverloadedError when that takes too long."""
         entry = self._entries.get(name)
         if entry is None:
+            await self._rouse()
             return self.default
         entry.used_s = time.monotonic()
         if entry.is_open and entry.state is not None:
@@ -104,13 +115,12 @@ class Models:
             async with asyncio.timeout(self._wait_s):
                 return await asyncio.shield(entry.opening)
         except TimeoutError:
-            raise OverloadedError(
-                f"model {shown(name)} is being loaded, which takes longer than {self._wait_s:g} s:"
-                " try again in a moment"
-            ) from None
+            raise self._too_slow(name) from None
 
     async def leave(self, name: str) -> bool:
         """Lets go of a model's core. False while requests need it."""
+        if name not in self._entries:
+            return self._leave_default()
         entry = self._entries[name]
         state = entry.state
         if entry.opening is not None or time.monotonic() - entry.used_s < _GRACE_S:
@@ -136,12 +146,40 @@ class Models:
     async def loaded(self) -> list[ServerState]:
         """The states of all models that are loaded, whichever process had them loaded."""
         names = [card.name for card in await self.host.cards() if card.state == "loaded"]
-        return [self.default, *[await self.state(name) for name in names]]
+        default = [] if self.dozes else [self.default]
+        return default + [await self.state(name) for name in names]
 
     def metrics(self) -> list[Metrics]:
         """The metrics of all models that were ever open here."""
         kept = [entry.metrics for entry in self._entries.values() if entry.metrics is not None]
         return [self.default.metrics, *kept]
+
+    def _leave_default(self) -> bool:
+        idle_s = max(_GRACE_S, self.default.config.idle_unload_s)
+        if self.default.llm.num_in_flight:
+            self._used_s = time.monotonic()
+        self._left = time.monotonic() - self._used_s >= idle_s
+        return self._left
+
+    async def _rouse(self) -> None:
+        """Returns when the default model serves again, if it slept because nobody asked for it."""
+        self._used_s = time.monotonic()
+        if not self.dozes:
+            self._left = False
+            return
+        try:
+            async with asyncio.timeout(self._wait_s):
+                if await asyncio.shield(asyncio.ensure_future(self.host.rouse())):
+                    while self.default.llm.is_asleep:  # where another process has the core
+                        await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            raise self._too_slow(self._configs[0].name) from None
+
+    def _too_slow(self, name: str) -> OverloadedError:
+        return OverloadedError(
+            f"model {shown(name)} is being loaded, which takes longer than {self._wait_s:g} s:"
+            " try again in a moment"
+        )
 
     async def _open(self, entry: _Entry) -> ServerState:
         attachment = await self.host.load(entry.config.name)

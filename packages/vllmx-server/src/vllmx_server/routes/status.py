@@ -99,7 +99,7 @@ async def ready(request: Request) -> Response:
     state = state_of(request)
     if state.draining:
         return _json(Health(status="draining"), 503)
-    if not state.llm.is_ready:
+    if not state.llm.is_ready and not state.dozes:
         shown = Health(
             status="unresponsive" if state.llm.is_silent else "starting", message=state.llm.trouble
         )

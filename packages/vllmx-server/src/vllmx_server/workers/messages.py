@@ -71,6 +71,8 @@ CARDS = "cards"
 """Answered by a ModelCard for each model beside the default one."""
 SLEEP, WAKE = "sleep", "wake"
 """End the first model's core, and start it again."""
+ROUSE = "rouse"
+"""Start it again where it was ended because nobody asked for it. Answered by whether it was."""
 SHUT_DOWN = "shut down"
 """End the whole server, as SIGTERM does."""
 

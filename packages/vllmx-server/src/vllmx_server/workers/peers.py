@@ -22,6 +22,7 @@ from vllmx_server.workers.messages import (
     CARDS,
     LOAD,
     METRICS,
+    ROUSE,
     SHUT_DOWN,
     SLEEP,
     UNLOAD,
@@ -126,3 +127,6 @@ class RemoteHost:
 
     async def cards(self) -> list[ModelCard]:
         return await self._channel.ask(CARDS, None, list[ModelCard])
+
+    async def rouse(self) -> bool:
+        return await self._channel.ask(ROUSE, None, bool)

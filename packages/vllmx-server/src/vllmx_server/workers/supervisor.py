@@ -45,6 +45,7 @@ from vllmx_server.workers.messages import (
     RELAY_END,
     RELAY_MORE,
     RELOAD,
+    ROUSE,
     SHUT_DOWN,
     SLEEP,
     UNLOAD,
@@ -136,6 +137,7 @@ class Supervisor:
     ) -> None:
         self._server = server
         self._host = CoreHost(begin.models[1:], server.idle_unload_s, self._left_by_all)
+        self._first_name = begin.models[0].name if begin.models else ""
         self._on_demand = {model.name for model in begin.models if model.on_demand}
         self._core: ProcessFrontend
         self._is_busy = False
@@ -144,7 +146,7 @@ class Supervisor:
         self._desk: Desk = OpenDesk() if server.api_keys_file is None else KeyDesk(self._keys)
         self._usage = usage
         self._counted = Counted()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._beside: set[asyncio.Task[None]] = set()
         self._crew = Crew(server.api_workers or 1, listeners, begin, self._serve_channel)
 
     async def run(
@@ -164,6 +166,7 @@ class Supervisor:
                 dead=self._dead.set,
             )
             self._host.first_took(core.info)
+            self._host.watch_first(self._first_name, core)
             for card in await self._host.cards():
                 if card.name not in self._on_demand:
                     await self._host.load(card.name)
@@ -224,6 +227,9 @@ class Supervisor:
         async def wake(_: None) -> None:
             await self._core.wake()
 
+        async def rouse(_: None) -> bool:
+            return await self._host.rouse()
+
         async def shut_down(_: None) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -247,9 +253,14 @@ class Supervisor:
             self._counted.bury(channel)
             await desk.close()
 
-        task = asyncio.ensure_future(settle_all(ServedDesk(self._desk, channel)))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        async def rouse_for_it() -> None:  # a worker that starts again waits for the core
+            with contextlib.suppress(VllmxError):
+                await self._host.rouse()
+
+        for each in (settle_all(ServedDesk(self._desk, channel)), rouse_for_it()):
+            task = asyncio.ensure_future(each)
+            self._beside.add(task)
+            task.add_done_callback(self._beside.discard)
         self._counted.serve(channel)
         channel.serve(USED, dict[str, KeyUsage], used)
         channel.serve(USAGE, type(None), usage)
@@ -258,6 +269,7 @@ class Supervisor:
         channel.serve(CARDS, type(None), cards)
         channel.serve(SLEEP, type(None), sleep)
         channel.serve(WAKE, type(None), wake)
+        channel.serve(ROUSE, type(None), rouse)
         channel.serve(SHUT_DOWN, type(None), shut_down)
         channel.serve(RELAY, Relayed, relay)
         channel.serve(RELAY_MORE, int, relay_more)
