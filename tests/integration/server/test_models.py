@@ -200,6 +200,15 @@ def test_the_first_model_is_unloaded_too_and_the_next_request_loads_it(
             assert states(server)["one"] == "loaded"
 
 
+def test_the_only_model_is_unloaded_and_loaded_again(fake_server: MakeFake) -> None:
+    with fake_server("--idle-unload-s=0.2") as server:
+        for model in (None, server.get("/v1/models").json()["data"][0]["id"]):
+            wait_until(lambda: "unloaded" in states(server).values())
+            answer = ask(server, model)
+            assert answer.status_code == 200, answer.text
+        assert list(states(server).values()) == ["loaded"]
+
+
 def test_a_model_that_an_operator_had_sleep_is_woken_by_no_request(
     tmp_path: Path, fake_environment: dict[str, str]
 ) -> None:

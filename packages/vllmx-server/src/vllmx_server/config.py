@@ -70,7 +70,7 @@ class ServerConfig:
     model_wait_s: float = 120.0
     """How long a request waits for its model to be loaded."""
     idle_unload_s: float = 0.0
-    """One of several models that nobody asked for so long is unloaded; 0: never."""
+    """A model that nobody asked for so long is unloaded; 0: never."""
     drain_timeout_s: float = 30.0
     """How long SIGTERM waits for requests in flight."""
     data_dir: str | None = None

@@ -64,6 +64,10 @@ async def _serve(
     on_ready: Callable[[str, CoreInfo, str], None] | None,
 ) -> None:
     # What is wrong is told before the core's process is there: a model may take minutes to load.
+    if server.idle_unload_s and not models:
+        from vllmx_server.models.config import ModelConfig
+
+        models = (ModelConfig(engine=engine),)
     check_certificate(server)
     check_tracing(server.otlp_traces_endpoint)
     if server.mcp_config is not None:

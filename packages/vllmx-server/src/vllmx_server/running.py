@@ -88,7 +88,7 @@ async def serve_until_stopped(
     tool_servers = await _tool_servers(server)
     try:
         async with await AsyncLLM.over(core) as llm:
-            app = build_app(llm, server, storage, peers, several=is_several(models))
+            app = build_app(llm, server, storage, peers, several=is_several(models, server))
             if tool_servers is not None:
                 app.state.server.tool_servers = tool_servers
                 app.state.server.metrics.tools = tool_servers.counts
@@ -171,9 +171,10 @@ async def _tool_servers(server: ServerConfig) -> ToolServers | None:
     return started
 
 
-def is_several(models: Sequence[ModelConfig]) -> bool:
-    """Whether a request has to say which one it means."""
-    return len(models) > 1 or any(model.aliases for model in models)
+def is_several(models: Sequence[ModelConfig], server: ServerConfig) -> bool:
+    """Whether it has to be asked which model a request means, and whether that one is there."""
+    idle = bool(models and server.idle_unload_s)
+    return len(models) > 1 or idle or any(model.aliases for model in models)
 
 
 class _Models:
@@ -185,7 +186,7 @@ class _Models:
 
     async def open_models(self, state: ServerState, configs: Sequence[ModelConfig]) -> None:
         """Loads those that are there from the start. Raises what loading meets."""
-        if not is_several(configs):
+        if not is_several(configs, state.config):
             return
         from vllmx_server.models.host import CoreHost
         from vllmx_server.models.registry import Models

@@ -64,8 +64,8 @@ HELP = {
     "sse_ping_interval_s": "Seconds between comments in a stream that waits for its next token; 0:"
     " none.",
     "model_wait_s": "How long a request waits for its model to be loaded.",
-    "idle_unload_s": "Seconds without a request after which one of several models is unloaded; 0:"
-    " never.",
+    "idle_unload_s": "Seconds without a request after which a model is unloaded, until the next"
+    " one; 0: never.",
     "drain_timeout_s": "How long SIGTERM waits for requests in flight.",
     "data_dir": "Folder where files, batches and responses are kept; without it they end with the"
     " server.",
