@@ -14,6 +14,7 @@ from vllmx_core.errors import InvalidRequestError, listing, shown
 
 from vllmx_server.schema.intervals import outside
 from vllmx_server.schema.json_weight import check_weight
+from vllmx_server.schema.surrogates import lone_surrogate
 from vllmx_server.schema.words import words_of
 
 T = TypeVar("T")
@@ -40,6 +41,12 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
             str(error), decoder.type
         ) from None
     except msgspec.DecodeError as error:
+        lone = lone_surrogate(body)
+        if lone is not None:
+            raise InvalidRequestError(
+                f"the body has a lone surrogate, {body[lone : lone + 6].decode()} at byte {lone},"
+                " which is no Unicode character: remove it, or send the other half of its pair"
+            ) from None
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
     except UnicodeDecodeError:
         raise InvalidRequestError("the body is not valid UTF-8: encode it as UTF-8") from None
