@@ -9,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
+from vllmx_core.errors import InvalidRequestError
+
 from vllmx_engine.client.chat import ChatMessage, ChatOptions, ChatRenderer, Message
 from vllmx_engine.client.chat_images import ChatImages, Pictures
 from vllmx_engine.client.request_size import chat_cost, chat_size, prompt_size
 from vllmx_engine.formats.named import Origin
 from vllmx_engine.text.text_threads import Stopped, TextThreads
-from vllmx_engine.text.tokenizer import Tokenizer
+from vllmx_engine.text.tokenizer import Tokenizer, TooManyTokensError
 
 T = TypeVar("T")
 
@@ -58,10 +60,15 @@ class AsyncText:
         return self._renderer.render(messages, chat, stopped)
 
     async def encode(
-        self, text: str, add_special_tokens: bool = True, *, client: str = ""
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        *,
+        client: str = "",
+        limit: int | None = None,
     ) -> list[int]:
-        """Token ids of a text. Raises InvalidRequestError, QueueFullError."""
-        encode = partial(self.tokenizer.encode, text, add_special_tokens)
+        """Token ids of a text, `limit` at the most. Raises InvalidRequestError, QueueFullError."""
+        encode = partial(self._encode, text, add_special_tokens, limit)
         return await self.convert(client, len(text), encode)
 
     async def encode_chat(
@@ -71,19 +78,31 @@ class AsyncText:
         add_special_tokens: bool = False,
         client: str = "",
         num_bytes: int = 0,
+        limit: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation; `num_bytes` as in `submit_chat`. Raises TemplateError and
-        what `encode` raises."""
+        """Token ids of a conversation, `limit` at the most; `num_bytes` as in `submit_chat`. Raises
+        TemplateError and what `encode` raises."""
 
         conversation, pictures = await self.take_images(messages)
 
         def encode(stopped: Stopped) -> list[int]:
             pictures.prepare(stopped)
             prompt = pictures.written(self.render_chat(conversation, chat, stopped))
-            return self.tokenizer.encode(prompt, add_special_tokens)
+            return self._encode(prompt, add_special_tokens, limit)
 
         size = chat_cost(num_bytes or chat_size(conversation), pictures)
         return await self.text.run(client, size, encode)
+
+    def _encode(self, text: str, add_special_tokens: bool, limit: int | None) -> list[int]:
+        try:
+            return self.tokenizer.encode(text, add_special_tokens, limit=limit)
+        except TooManyTokensError as error:
+            at_least = "" if error.exact else "at least "
+            raise InvalidRequestError(
+                f"the text has {at_least}{error.num_tokens} tokens, and at most {limit} are listed"
+                " or counted at a time: split it",
+                param="prompt",
+            ) from None
 
     async def take_images(
         self, messages: Sequence[ChatMessage | Message]

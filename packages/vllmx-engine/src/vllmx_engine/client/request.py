@@ -209,12 +209,14 @@ class RequestBuilder:
             )
         if keep < 0:
             keep = max(1, limit - (params.max_tokens or 1))
-        text, ids = self._tokens(prompt, add_special_tokens, None)
+        text, ids = self._tokens(prompt, add_special_tokens, None, keep)
         return (text, ids) if len(ids) <= keep else (None, ids[-keep:])
 
     def _tokens(
-        self, prompt: Prompt, add_special_tokens: bool, limit: int | None
+        self, prompt: Prompt, add_special_tokens: bool, limit: int | None, keep: int | None = None
     ) -> tuple[str | None, list[int]]:
+        """A text and its ids: of a long text no more than its end, where only the last `keep`
+        tokens are wanted."""
         if isinstance(prompt, Mapping):
             if prompt.get("prompt_token_ids") is not None:
                 return prompt.get("prompt"), _checked_ids(prompt["prompt_token_ids"])
@@ -225,6 +227,8 @@ class RequestBuilder:
                 )
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
+            if keep is not None:
+                prompt = self.tokenizer.part_with(prompt, keep, from_end=True)
             try:
                 return prompt, self.tokenizer.encode(prompt, add_special_tokens, limit=limit)
             except TooManyTokensError as error:

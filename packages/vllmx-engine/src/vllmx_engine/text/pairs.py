@@ -27,6 +27,9 @@ def encode_fitting(
     Raises TooManyTokensError where nothing is cut, InvalidRequestError.
     """
     before, text, behind = parts
+    if is_cut:  # of each no more than could stay is looked at
+        before, text = (tokenizer.part_with(each, limit) for each in (before, text))
+        first = None if first is None else tokenizer.part_with(first, limit)
     for _ in range(_MAX_CUTS):
         try:
             return tokenizer.encode_pair(

@@ -25,6 +25,7 @@ from vllmx_engine.text.declared_tokens import (
     unusable,
 )
 from vllmx_engine.text.library_errors import library_errors
+from vllmx_engine.text.long_texts import PIECE_CHARS, fewest_tokens, part_with
 from vllmx_engine.text.model_files import (
     MAX_TOKENIZER_BYTES,
     read_bytes,
@@ -35,9 +36,13 @@ from vllmx_engine.text.pieces import PieceCoding, PieceTable, TextTable, piece_c
 from vllmx_engine.text.token_bound import TokenBound, token_bound
 
 TOKENIZER_NAME = "tokenizer.json"
-_LONG_CHARS = 1 << 18
+_LONG_CHARS = PIECE_CHARS
 """Longer texts are refused by a bound on their tokens where that is enough; of others the message
 tells the exact number."""
+_WHOLE_CHARS = 1 << 20
+"""Longer texts are measured in pieces before they are tokenised whole, and shorter ones too where
+each of the tokens that are wanted would stand for more than `_USUAL_CHARS`."""
+_USUAL_CHARS = 8
 _MANY_IDS = 4096
 """Decoding more of them takes a noticeable time."""
 
@@ -198,11 +203,24 @@ class Tokenizer:
             place = encoding.token_to_chars(kept - 1) if kept > 0 else None
         return "" if place is None else text[: place[1]]
 
+    def part_with(self, text: str, num_tokens: int, *, from_end: bool = False) -> str:
+        """The beginning of a text, or its end, that has more than so many tokens; the whole text
+        where it is not long, or has no more. Raises InvalidRequestError."""
+        if len(text) <= _WHOLE_CHARS:
+            return text
+        return part_with(text, num_tokens, self._num_tokens, from_end=from_end)
+
+    def _num_tokens(self, text: str) -> int:
+        return len(self._encodings((text,), add_special_tokens=False)[0])
+
     def _check_bound(self, texts: Sequence[str], limit: int) -> None:
         """Raises TooManyTokensError for long texts that cannot have so few tokens."""
-        if sum(map(len, texts)) <= _LONG_CHARS or self._bound is None:
+        num_chars = sum(map(len, texts))
+        if num_chars <= _LONG_CHARS:
             return
-        fewest = sum(map(self._bound.fewest_tokens, texts))
+        fewest = 0 if self._bound is None else sum(map(self._bound.fewest_tokens, texts))
+        if fewest <= limit and num_chars > min(_WHOLE_CHARS, _USUAL_CHARS * limit):
+            fewest = fewest_tokens(texts, limit, self._num_tokens)
         if fewest > limit:
             raise TooManyTokensError(fewest, exact=False)
 

@@ -34,7 +34,7 @@ from vllmx_server.generation import Generation
 from vllmx_server.messages_as_chat import chat_of
 from vllmx_server.messages_blocks import BlockEvents, Blocks
 from vllmx_server.routes.generate import generate
-from vllmx_server.routes.text import counted
+from vllmx_server.routes.text import counted, most_tokens
 from vllmx_server.schema.messages import COUNT_TOKENS, MESSAGES, MessagesRequest
 from vllmx_server.state import ServerState, client_of, state_of
 
@@ -82,7 +82,9 @@ async def count_tokens(request: Request) -> Response:
 
     conversation, options = await read_json(request, state, parse)
     async with counted(request) as admitted:
-        encoding = state.llm.encode_chat(conversation, options, False, client, body_bytes(request))
+        encoding = state.llm.encode_chat(
+            conversation, options, False, client, body_bytes(request), most_tokens(state)
+        )
         tokens = await while_there(request.receive, encoding)
         admitted.num_tokens = len(tokens)
     return Response(encode(CountedTokens(input_tokens=len(tokens))), media_type="application/json")

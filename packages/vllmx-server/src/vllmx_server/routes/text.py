@@ -15,11 +15,19 @@ from vllmx_server.answers.status import Detokenized, Tokenized
 from vllmx_server.body import body_bytes, checked, read_json
 from vllmx_server.chat_call import check_template
 from vllmx_server.disconnect import while_there
+from vllmx_server.json_pieces import Items, json_pieces
 from vllmx_server.keys.admitted import BYTES_OF_TOKEN, Admitted
 from vllmx_server.schema.text import DETOKENIZE, TOKENIZE, DetokenizeRequest, TokenizeRequest
 from vllmx_server.state import ServerState, client_of, state_of
 
 _encode = msgspec.json.Encoder().encode
+_LISTED_TOKENS = 1 << 20
+"""Listing a million tokens takes 20 ms, in which no other thread of the process runs."""
+
+
+def most_tokens(state: ServerState) -> int:
+    """How many tokens of a text are listed or counted: a million, and what the context holds."""
+    return max(_LISTED_TOKENS, state.llm.info.max_model_len)
 
 
 @asynccontextmanager
@@ -64,15 +72,19 @@ async def tokenize(request: Request) -> Response:
 
 
 def _tokenized(state: ServerState, tokens: list[int], with_strings: bool) -> bytes:
-    text_of = state.llm.tokenizer.token_text
-    return _encode(
+    made = _encode(
         Tokenized(
             count=len(tokens),
             max_model_len=state.llm.info.max_model_len,
             tokens=tokens,
-            token_strs=[text_of(token) for token in tokens] if with_strings else None,
+            token_strs=None,
         )
     )
+    if not with_strings:
+        return made
+    # The last field, in pieces: a million texts at once would hold up all other threads.
+    strings = json_pieces(Items(map(state.llm.tokenizer.token_text, tokens)))
+    return b"".join((made.removesuffix(b"null}"), *strings, b"}"))
 
 
 async def _tokens_of(
@@ -84,9 +96,15 @@ async def _tokens_of(
 ) -> list[int]:
     if body.prompt is not None:
         special = body.add_special_tokens is not False
-        return await state.llm.encode(body.prompt, special, client=client)
+        limit = most_tokens(state)
+        return await state.llm.encode(body.prompt, special, client=client, limit=limit)
     return await state.llm.encode_chat(
-        conversation, body.chat_options(), bool(body.add_special_tokens), client, num_bytes
+        conversation,
+        body.chat_options(),
+        bool(body.add_special_tokens),
+        client,
+        num_bytes,
+        most_tokens(state),
     )
 
 
