@@ -304,6 +304,23 @@ def test_a_quantised_model_of_the_hub_is_sized_by_its_files(hub: type[Hub], tmp_
     assert form(found, "stored")["weight_bytes"] == pytest.approx(4000)
 
 
+def test_a_model_that_was_downloaded_is_planned_without_the_hub(
+    hub: type[Hub], tmp_path: Path
+) -> None:
+    hub.endpoint = "http://127.0.0.1:9"
+    home = tmp_path / "hub" / "hub" / "models--org--model"
+    snapshot = home / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("0" * 40)
+    (snapshot / "config.json").write_text(json.dumps(DENSE))
+    write_gguf(snapshot / "model.gguf")
+    assert planned_from(hub, tmp_path, "org/model:model.gguf")["forms"]
+    (snapshot / "model.gguf").unlink()
+    found = planned_from(hub, tmp_path, "org/model")
+    assert found["parameters"] == pytest.approx(8.03e9, rel=0.001)
+
+
 def test_a_gguf_file_of_the_hub_is_planned_by_its_header(hub: type[Hub], tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path)

@@ -69,16 +69,28 @@ def opened_header(registry: Registry, model: str, revision: str | None = None) -
     nothing else is downloaded. Raises ModelNotFoundError, UnsupportedModelError and
     WeightFormatError as loading does."""
     path = _path_at_hand(registry, model, revision)
-    if path is not None and _is_config_alone(path):
-        yield Header(_config_alone(path if path.is_dir() else path.parent), has_shapes=False)
-        return
-    if path is not None:
-        checkpoint = open_checkpoint(registry, path)
+    with tempfile.TemporaryDirectory(prefix="vllmx-header-") as folder:
+        header = (
+            _hub_header(registry, model, revision, Path(folder))
+            if path is None
+            else _header_at(registry, path)
+        )
         try:
-            yield Header(checkpoint, has_shapes=True)
+            yield header
         finally:
-            checkpoint.weights.close()
-        return
+            header.checkpoint.weights.close()
+
+
+def _header_at(registry: Registry, path: Path) -> Header:
+    """The header of a model that is here."""
+    if _is_config_alone(path):
+        return Header(_config_alone(path if path.is_dir() else path.parent), has_shapes=False)
+    return Header(open_checkpoint(registry, path), has_shapes=True)
+
+
+def _hub_header(registry: Registry, model: str, revision: str | None, folder: Path) -> Header:
+    """The header of a model on the hub; where that cannot be asked, of what was downloaded before.
+    `folder`: for the beginnings of its files."""
     repo, _, name = model.partition(":")
     if not is_repo_id(repo) or (name and not is_gguf_name(name)):
         raise ModelNotFoundError(
@@ -86,16 +98,30 @@ def opened_header(registry: Registry, model: str, revision: str | None = None) -
             " Hugging Face id such as Qwen/Qwen3-0.6B or org/repo:file.gguf",
             param="model",
         )
-    with tempfile.TemporaryDirectory(prefix="vllmx-header-") as folder:
+    try:
         if name:
-            first = _hub_gguf(repo, name, revision, Path(folder))
-            checkpoint = open_checkpoint(registry, first)
-            try:
-                yield Header(checkpoint, has_shapes=True)
-            finally:
-                checkpoint.weights.close()
-        else:
-            yield _hub_config(repo, revision)
+            first = _hub_gguf(repo, name, revision, folder)
+            return Header(open_checkpoint(registry, first), has_shapes=True)
+        return _hub_config(repo, revision)
+    except ModelNotFoundError:
+        path = _downloaded(repo, name, revision)
+        if path is None:
+            raise
+        return _header_at(registry, path)
+
+
+def _downloaded(repo: str, name: str, revision: str | None) -> Path | None:
+    """The folder, or the file of this name, that the hub's cache has of a model."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+    except Exception:  # it is not there, in one of many words
+        return None
+    path = folder / (name or "config.json")
+    if not path.is_file():
+        return None
+    return path if name else folder
 
 
 def _path_at_hand(registry: Registry, model: str, revision: str | None) -> Path | None:
