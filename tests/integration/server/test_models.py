@@ -99,6 +99,20 @@ def test_a_stream_waits_with_pings_for_a_model_that_loads(models: RunningServer)
     assert events[-1]["choices"][0]["finish_reason"] == "length"
 
 
+def test_who_would_wait_too_long_for_a_model_is_sent_away(
+    tmp_path: Path, fake_environment: dict[str, str]
+) -> None:
+    with running_server(
+        *flags(tmp_path), "--model-wait-s=0.01", environment=fake_environment
+    ) as server:
+        late = ask(server, "two")  # a process takes longer than that to start
+        assert late.status_code == 503, late.text
+        assert late.headers["retry-after"]
+        assert "longer than 0.01 s" in late.json()["error"]["message"]
+        assert ask(server, "one").status_code == 200
+        wait_until(lambda: ask(server, "two").status_code == 200)  # it went on loading
+
+
 def test_a_model_that_cannot_be_loaded_harms_nobody(models: RunningServer) -> None:
     failed = ask(models, "broken")
     assert failed.status_code >= 400
