@@ -59,6 +59,8 @@ TOKENIZERS: dict[str, Change] = {
     "no name": added(content=None),
     "a merge of three": of_model(merges=["a b c"]),
     "a merge of one": of_model(merges=[["a"]]),
+    "a merge of no tokens": of_model(merges=[["no", "token"]]),
+    "merges without a vocabulary": of_model(vocab={}, merges=[["a", "b"]]),
     "a merge of numbers": of_model(merges=[[1, 2]]),
     "merges are a number": of_model(merges=5),
     "surrogate": lambda value: value["model"]["vocab"].update({"\ud800": 3}),

@@ -60,7 +60,7 @@ def _metadata(
         )
     sentencepiece = bool(model.get("byte_fallback"))
     tokens, types = _tokens(tokenizer, vocab_size, sentencepiece)
-    merges = [_merge(pair) for pair in model["merges"]]
+    merges = [_merge(pair, model["vocab"]) for pair in model["merges"]]
     found: dict[str, Any] = {"model": "llama" if sentencepiece else "gpt2"}
     found["pre"] = "default" if sentencepiece else pre or _pre_tokenizer(tokenizer)
     found |= {"tokens": tokens, "token_type": np.array(types, np.int32)}
@@ -98,9 +98,15 @@ def _tokens(
     return tokens, types
 
 
-def _merge(pair: Any) -> str:
+def _merge(pair: Any, vocab: Mapping[str, int]) -> str:
     """Writes two tokens with a space between them, as older files do."""
     left, right = pair.split(" ") if isinstance(pair, str) else pair
+    for token in (left, right, left + right):
+        if token not in vocab:  # nothing would load what is written
+            raise WeightFormatError(
+                f"tokenizer.json has a merge of {shown(left)} and {shown(right)}, and no token"
+                f" {shown(token)}: download it again"
+            )
     return " ".join((left, right))
 
 
