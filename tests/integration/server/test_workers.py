@@ -96,6 +96,17 @@ def streams_on_both(server: RunningServer) -> dict[int, Stream]:
     raise AssertionError("one worker takes all connections")
 
 
+def test_workers_that_start_again_wake_a_model_that_was_unloaded(fake_server: MakeFake) -> None:
+    with fake_server("--api-workers", "2", "--idle-unload-s", "0.2") as server:
+        wait_until(lambda: server.get("/v1/models").json()["data"][0]["state"] == "unloaded")
+        before = worker_pids(server)
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: len(set(worker_pids(server)) - set(before)) == 2)
+        body = {"prompt": "ab", "max_tokens": 2}
+        assert server.post("/v1/completions", body).status_code == 200
+
+
 def test_a_killed_worker_ends_its_own_streams_alone(workers: RunningServer) -> None:
     before = worker_pids(workers)
     streams = streams_on_both(workers)

@@ -107,6 +107,11 @@ class Crew:
         ]
 
     @property
+    def is_whole(self) -> bool:
+        """None of them is being started."""
+        return len(self.channels()) == len(self._keeping)
+
+    @property
     def leader(self) -> Channel:
         """The channel of the worker that batches and the background are with. Raises GoneError."""
         if self._leader is None:

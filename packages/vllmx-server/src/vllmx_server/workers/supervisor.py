@@ -277,6 +277,8 @@ class Supervisor:
 
     async def _left_by_all(self, name: str) -> bool:
         channels = self._crew.channels()
+        if name == self._first_name and not self._crew.is_whole:
+            return False  # who starts waits for its core
         left = await asked_of_all(channels, LEAVE, bool, _LEAVE_S, name)
         return len(left) == len(channels) and all(left)
 
