@@ -169,7 +169,7 @@ def num_layers(ops: Sequence[Op]) -> int:
 
 
 def _layers_begun(ops: Sequence[Op]) -> list[int]:
-    """Those that have begun before each op, and before the end."""
+    """The number of layers that have begun before each op, and before the end."""
     found = [0]
     for op in ops:
         names = (ref.name for ref in op.weights if ref.kind in ("linear", "stack"))
