@@ -16,7 +16,8 @@ def examples(page: str) -> list[str]:
 
 EXAMPLES = examples("python.md")
 PAGES = ("structured_output.md", "tools.md", "embeddings.md")
-ALL = [*EXAMPLES, *(example for page in PAGES for example in examples(page))]
+README = examples("../README.md")[0]
+ALL = [README, *EXAMPLES, *(example for page in PAGES for example in examples(page))]
 
 
 @pytest.mark.parametrize("example", ALL, ids=range(len(ALL)))
