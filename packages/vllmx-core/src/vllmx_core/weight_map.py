@@ -127,7 +127,8 @@ def _part(spec: WeightSpec, wanted: PartSpec, source: WeightSource) -> WeightPar
 def _numbers(source: WeightSource, name: str) -> WeightPart:
     """A tensor of the source. Raises WeightFormatError for integers without a format."""
     part = source.part(name)
-    stored = part.buffers.get("weight") if part.layout == DENSE else None
+    is_stored = part.layout == DENSE and part.cut is None  # others would be made at this look
+    stored = part.buffers.get("weight") if is_stored else None
     if stored is not None and stored.dtype in _CODES:
         raise WeightFormatError(
             f"tensor {name!r} holds {stored.dtype} codes of a quantised checkpoint, whose format"
