@@ -1,8 +1,9 @@
 """How many experts of a layer a step uses, which decides how many bytes it reads: counted with the
-tokens that are measured, beside what uniform routing would use.
+very steps that are measured, beside what uniform routing would use.
 
-The first layer with experts is run up to its router, whose scores take the place of logits; those
-of the other layers are not counted, and groups and biases that a choice may have are left out.
+The model is run up to the router of one layer, whose scores take the place of logits; that is done
+for the first, the middle and the last layer with experts. Groups and biases that a choice may have
+are left out.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllmx_core.backend import LoadedModel, LoadOptions
+from vllmx_core.backend import LoadedModel
 from vllmx_core.checkpoint import build_model, open_checkpoint
 from vllmx_core.model import ModelShape
 from vllmx_core.plan import AnyArray
 from vllmx_core.registry import load_registry
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
+from vllmx_core.testing.plans import sampling_rows
 from vllmx_core.weights import WeightSpec
 from vllmx_models.blocks.layer import LayerScope
 from vllmx_models.blocks.moe import MoE
@@ -26,27 +27,28 @@ from vllmx_models.blocks.norms import ResidualStream
 from vllmx_models.decoder import Decoder
 
 from cpu_peers.cases import Case
+from cpu_peers.vllmx_step_worker import (
+    DecodePlan,
+    options_for,
+    prefill_plan,
+    with_slots,
+    write_pages,
+)
 
-BLOCK = 16
-NUM_IDS = 1000
-"""The number of ids of which the tokens are drawn, as those that are measured."""
 _STEPS = 4
 _BEHIND = ("experts.", "gate_up", "down", "choice_bias", "shared_gate", "mlp_post_norm")
 """Weights of a layer that its router does not need."""
 
 
-class FirstRouter:
-    """A `Model` whose logits are the scores of the experts of the first layer that has some."""
+class Router:
+    """A `Model` whose logits are the scores of the experts of one layer."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        layers = decoder.spec.layers
-        self.layer = next(
-            n for n, layer in enumerate(layers) if isinstance(layer.feed_forward, MoE)
-        )
-        found = layers[self.layer].feed_forward
+    def __init__(self, decoder: Decoder, layer: int) -> None:
+        self.layer, layers = layer, decoder.spec.layers
+        found = layers[layer].feed_forward
         assert isinstance(found, MoE)
         self.moe = found
-        self._trunk = Decoder(replace(decoder.spec, layers=layers[: self.layer + 1]))
+        self._trunk = Decoder(replace(decoder.spec, layers=layers[: layer + 1]))
 
     @property
     def shape(self) -> ModelShape:
@@ -84,45 +86,50 @@ def uniform(experts: int, chosen: int, tokens: int) -> float:
 
 def experts_used(model: Path, cases: Sequence[Case], backend: str = "cpu") -> str | None:
     """A line for each case; None for a model without experts, or of another kind."""
-    most = max(_tokens(case) for case in cases)
     registry = load_registry()
+    found: dict[str, list[str]] = {case.label: [] for case in cases}
     checkpoint = open_checkpoint(registry, model)
     try:
         decoder = build_model(registry, checkpoint)
-        if not isinstance(decoder, Decoder) or not any(
-            isinstance(layer.feed_forward, MoE) for layer in decoder.spec.layers
-        ):
+        if not isinstance(decoder, Decoder) or not (layers := _layers(decoder)):
             return None
-        router = FirstRouter(decoder)
-        options = LoadOptions(
-            max_model_len=BLOCK,
-            max_num_seqs=most,
-            max_num_batched_tokens=most,
-            block_size=BLOCK,
-            num_kv_blocks=most,
-        )
-        spec, _ = registry.choose_backend(backend)
-        loaded = spec.load()().load(router, checkpoint.weights, options)
+        for layer in layers:
+            router = Router(decoder, layer)
+            spec, _ = registry.choose_backend(backend)
+            loaded = spec.load()().load(router, checkpoint.weights, options_for(cases))
+            write_pages(loaded)
+            for case in cases:
+                found[case.label].append(f"{_counted(loaded, case, router):.0f}")
+            loaded.close()
     finally:
         checkpoint.weights.close()
     count, chosen = router.moe.count, router.moe.router.route.chosen
-    lines = [f"experts used a step, of {count}: counted in layer {router.layer} (uniform)"]
+    named = ", ".join(map(str, layers))
+    lines = [f"experts used a step, of {count}: counted in layers {named} (uniform)"]
     for case in cases:
-        found = np.mean([_counted(loaded, _tokens(case), chosen, seed) for seed in range(_STEPS)])
-        lines.append(f"{case.label}: {found:.0f} ({uniform(count, chosen, _tokens(case)):.0f})")
-    loaded.close()
+        tokens = case.context if case.kind == "prefill" else case.batch
+        expected = uniform(count, chosen, tokens)
+        lines.append(f"{case.label}: {', '.join(found[case.label])} ({expected:.0f})")
     return "\n".join(lines)
 
 
-def _tokens(case: Case) -> int:
-    return case.context if case.kind == "prefill" else case.batch
+def _layers(decoder: Decoder) -> list[int]:
+    """The first, the middle and the last layer with experts."""
+    layers = enumerate(decoder.spec.layers)
+    found = [number for number, layer in layers if isinstance(layer.feed_forward, MoE)]
+    return sorted({found[0], found[len(found) // 2], found[-1]}) if found else []
 
 
-def _counted(loaded: LoadedModel, tokens: int, chosen: int, seed: int) -> int:
-    """How many experts are among the best of any of so many random tokens."""
-    ids = np.random.default_rng(seed).integers(NUM_IDS, size=tokens)
-    rows = [Row([int(one)], 0, [number], "all") for number, one in enumerate(ids)]
-    sampling = sampling_rows(tokens, num_logprobs=chosen)
-    logprobs = loaded.step(make_plan(rows, BLOCK), sampling).result().logprobs
-    assert logprobs is not None
-    return len(np.unique(logprobs.top_ids))
+def _counted(loaded: LoadedModel, case: Case, router: Router) -> float:
+    """The mean over steps of how many experts are among the best of any of its tokens."""
+    chosen, used = router.moe.router.route.chosen, []
+    plans = DecodePlan(case) if case.kind == "decode" else None
+    for _ in range(_STEPS):
+        plan = prefill_plan(case) if plans is None else plans.advance()
+        every = np.arange(plan.num_tokens, dtype=np.int32)
+        plan = with_slots(replace(plan, logit_rows=every), loaded)
+        asked = sampling_rows(len(every), num_logprobs=chosen)
+        logprobs = loaded.step(plan, asked).result().logprobs
+        assert logprobs is not None
+        used.append(len(np.unique(logprobs.top_ids)))
+    return float(np.mean(used))

@@ -9,6 +9,7 @@ memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,19 +41,26 @@ def load(job: Job, kv_cache_dtype: str = "auto") -> LoadedModel:
     registry = load_registry()
     checkpoint = open_checkpoint(registry, Path(job.model))
     spec, _ = registry.choose_backend("cpu")
-    options = LoadOptions(
-        kv_cache_dtype=kv_cache_dtype,
-        max_model_len=max(row_blocks(case) for case in job.cases) * BLOCK_SIZE,
-        max_num_seqs=max(case.batch for case in job.cases),
-        max_num_batched_tokens=max(2048, *(case.context for case in job.cases)),
-        block_size=BLOCK_SIZE,
-        num_kv_blocks=max(case.batch * row_blocks(case) for case in job.cases),
-        num_threads=job.threads,
-    )
+    options = options_for(job.cases, kv_cache_dtype, job.threads)
     loaded: LoadedModel = spec.load()().load(
         build_model(registry, checkpoint), checkpoint.weights, options
     )
     return loaded
+
+
+def options_for(
+    cases: Sequence[Case], kv_cache_dtype: str = "auto", threads: int | None = None
+) -> LoadOptions:
+    """What holds each of the cases."""
+    return LoadOptions(
+        kv_cache_dtype=kv_cache_dtype,
+        max_model_len=max(row_blocks(case) for case in cases) * BLOCK_SIZE,
+        max_num_seqs=max(case.batch for case in cases),
+        max_num_batched_tokens=max(2048, *(case.context for case in cases)),
+        block_size=BLOCK_SIZE,
+        num_kv_blocks=max(case.batch * row_blocks(case) for case in cases),
+        num_threads=threads,
+    )
 
 
 def touch_pages(model: LoadedModel) -> None:

@@ -272,7 +272,7 @@ def test_experts_that_a_step_uses_are_counted(bench: Any, tmp_path: Path) -> Non
     used, cases = bench("cpu_peers.experts_used"), bench("cpu_peers.cases")
     found = used.experts_used(tmp_path, cases.make_cases([64], [1, 4], [40]), "numpy")
     title, *lines = found.splitlines()
-    assert title == "experts used a step, of 32: counted in layer 1 (uniform)"
+    assert title == "experts used a step, of 32: counted in layers 1 (uniform)"
     counts = [int(line.split(": ")[1].split(" ")[0]) for line in lines]
     assert counts[1] == 4
     assert 4 < counts[2] <= 16
