@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from .loop_meter import slowness
+from .loop_meter import shortest
 
 T = TypeVar("T")
 
@@ -71,13 +71,4 @@ async def shortest_lock(
     action: Callable[[], Awaitable[T]], limit_ms: float, tries: int = 4
 ) -> tuple[LockMeter, T]:
     """As `loop_meter.shortest_hold`, of the lock."""
-    found: list[tuple[LockMeter, T]] = []
-    for _ in range(tries):
-        with lock_meter() as meter:
-            result = await action()
-        if meter.longest_ms >= limit_ms:
-            meter.longest_ms /= slowness()
-        found.append((meter, result))
-        if meter.longest_ms < limit_ms:
-            break
-    return min(found, key=lambda pair: pair[0].longest_ms)
+    return await shortest(lock_meter, action, limit_ms, tries)

@@ -8,12 +8,21 @@ import gc
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, TypeVar
 
 import pytest
 
 T = TypeVar("T")
+
+
+class Meter(Protocol):
+    """Has measured the longest of something."""
+
+    longest_ms: float
+
+
+M = TypeVar("M", bound=Meter)
 
 _YARDSTICK_MS = 9.0
 """What `slowness` measures took where limits were chosen."""
@@ -37,9 +46,19 @@ async def shortest_hold(
     """How long the loop is held at least by what is done, and what came of it: again where it was
     over the limit, for what it costs it costs each time, and what the machine adds it does not. On
     a machine that is slower than the one of the limits it may be held for longer."""
-    found: list[tuple[LoopMeter, T]] = []
+    return await shortest(loop_meter, action, limit_ms, tries)
+
+
+async def shortest(
+    measured: Callable[[], AbstractContextManager[M]],
+    action: Callable[[], Awaitable[T]],
+    limit_ms: float,
+    tries: int,
+) -> tuple[M, T]:
+    """The same by any meter."""
+    found: list[tuple[M, T]] = []
     for _ in range(tries):
-        with loop_meter() as meter:
+        with measured() as meter:
             result = await action()
         if meter.longest_ms >= limit_ms:
             meter.longest_ms /= slowness()

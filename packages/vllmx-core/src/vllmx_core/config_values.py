@@ -7,6 +7,7 @@ Integers may have a suffix as vLLM reads them (2k = 2000, 2K = 2048, 1.5m), byte
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import types
 import typing
@@ -14,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from vllmx_core.backend_kit.dtypes import long_dtype
-from vllmx_core.errors import ConfigError
+from vllmx_core.errors import ConfigError, shown
 
 AUTOMATIC = frozenset(
     {
@@ -59,6 +60,23 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """ "; did you mean 'x'?" where one of the known names is near, else nothing."""
     found = difflib.get_close_matches(name, list(known), 1)
     return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def json_object(text: str | None, name: str, example: str) -> dict[str, Any]:
+    """What the field `name` holds as the text of a JSON object; empty without one. Raises
+    ConfigError, which shows the example."""
+    if text is None:
+        return {}
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        flag = "--" + name.replace("_", "-")
+        raise ConfigError(
+            f"{flag} must be a JSON object, such as '{example}', got {shown(text)}", param=name
+        )
+    return values
 
 
 def convert(value: Any, hint: Any, name: str, source: str) -> Any:

@@ -18,7 +18,6 @@ log = logging.getLogger("vllmx.llm")
 RENAMED = {
     "gpu_memory_utilization": "memory_fraction",
     "num_gpu_blocks_override": "num_kv_blocks",
-    "max_context_len": "max_model_len",
 }
 """Arguments of vLLM's `LLM` that vllmx calls something else."""
 WITHOUT_EFFECT: Mapping[str, tuple[Any, ...] | None] = {

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllmx_core.errors import ConfigError, shown
+from vllmx_core.config_values import json_object
+from vllmx_core.errors import ConfigError
 from vllmx_core.records import Record, field
 
 RESERVED_VARIABLES = (
@@ -65,22 +65,12 @@ class ChatOptions(Record):
 
 def default_variables(text: str | None) -> dict[str, Any]:
     """Variables of the template for all chats, out of a JSON object. Raises ConfigError."""
-    if text is None:
-        return {}
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict):
-        raise _refusal(
-            f"must be a JSON object such as '{{\"enable_thinking\": false}}', got {shown(text)}"
-        )
+    field_name = "default_chat_template_kwargs"
+    values = json_object(text, field_name, '{"enable_thinking": false}')
     for name in RESERVED_VARIABLES:
         if name in values:
-            raise _refusal(f"may not hold {name!r}, which requests bring")
+            raise ConfigError(
+                f"--default-chat-template-kwargs may not hold {name!r}, which requests bring",
+                param=field_name,
+            )
     return values
-
-
-def _refusal(problem: str) -> ConfigError:
-    name = "default_chat_template_kwargs"
-    return ConfigError(f"--{name.replace('_', '-')} {problem}", param=name)

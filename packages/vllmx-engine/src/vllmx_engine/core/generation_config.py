@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from vllmx_core.config import EngineConfig
+from vllmx_core.config_values import json_object
 from vllmx_core.errors import ConfigError, InvalidRequestError
 from vllmx_core.sampling import SamplingParams
 
@@ -42,14 +42,7 @@ def generation_config(config: EngineConfig, own: Mapping[str, Any]) -> dict[str,
 
 
 def _override(text: str | None) -> dict[str, Any]:
-    if text is None:
-        return {}
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict):
-        raise _refusal("must be a JSON object, such as '{\"temperature\": 0.7}'")
+    values = json_object(text, "override_generation_config", '{"temperature": 0.7}')
     for name, value in values.items():
         if name not in (*SAMPLING, "max_new_tokens"):
             known = ", ".join((*SAMPLING, "max_new_tokens"))

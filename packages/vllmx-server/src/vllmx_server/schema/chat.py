@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 from vllmx_core.errors import InvalidRequestError
-from vllmx_engine.client.chat import ChatOptions
+from vllmx_engine.client.chat_options import RESERVED_VARIABLES, ChatOptions
 
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.decode import check_free_form
@@ -146,20 +146,10 @@ def check_messages(messages: list[ChatMessage]) -> None:
         message.check(index)
 
 
-RESERVED_ARGUMENTS = (
-    "messages",
-    "tools",
-    "documents",
-    "template",
-    "add_generation_prompt",
-    "continue_final_message",
-)
-
-
 def template_arguments(given: dict[str, Any] | None) -> dict[str, Any]:
     """The template's own switches. Raises InvalidRequestError for what has a field of its own."""
     for name in given or {}:
-        if name in RESERVED_ARGUMENTS:
+        if name in RESERVED_VARIABLES:
             raise InvalidRequestError(
                 f"chat_template_kwargs may not hold {name!r}: use the field of that name",
                 param="chat_template_kwargs",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from vllmx_core.config_values import json_object
 from vllmx_core.errors import ConfigError, shown
 from vllmx_core.records import Record
 
@@ -184,12 +185,7 @@ def _set_key(flag: ForeignFlag, key: str, ours: Any, fields: dict[str, Any]) -> 
     """Puts `ours` into the JSON object of the flag's field."""
     assert flag.field is not None
     own = "--" + flag.field.replace("_", "-")
-    try:
-        values = json.loads(fields.get(flag.field) or "{}")
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{own} must be a JSON object", param=flag.field)
+    values = json_object(fields.get(flag.field), flag.field, json.dumps({key: ours}))
     if key in values and values[key] != ours:
         raise ConfigError(
             f"{flag.name} asks for {key} {ours} in {own}, which has {shown(values[key])} there:"
