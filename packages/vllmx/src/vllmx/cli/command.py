@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -26,28 +25,17 @@ class ModelCommand(click.Command):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self.foreign = {
-            FOREIGN + flag.name.strip("-").replace("-", "_"): flag for flag in self._foreign_flags()
-        }
-        for parameter, flag in self.foreign.items():
-            self.params.append(self._option(parameter, flag))
-
-    def _foreign_flags(self) -> Iterator[ForeignFlag]:
-        own = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
+        self.foreign: dict[str, ForeignFlag] = {}
+        taken = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
         fields = {param.name for param in self.params}
         lines = chain.from_iterable(FAMILIES.values())
         for flag in chain.from_iterable(line.apart() for line in lines):
-            names = tuple(name for name in flag.names if name not in own)
+            names = [name for name in flag.names if name not in taken]
             if names and (flag.field is None or flag.field in fields):
-                yield flag
-
-    def _option(self, parameter: str, flag: ForeignFlag) -> click.Option:
-        own = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
-        names = [name for name in flag.names if name not in own]
-        options: dict[str, Any] = {"is_flag": True} if flag.bare else {"type": str}
-        if flag.optional:
-            options |= {"is_flag": False, "flag_value": "on"}
-        return click.Option([*names, parameter], default=None, hidden=True, **options)
+                parameter = FOREIGN + flag.name.strip("-").replace("-", "_")
+                self.foreign[parameter] = flag
+                self.params.append(_option(parameter, flag, names))
+                taken.update(names)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         args = [_dashed(arg) for arg in args]
@@ -58,6 +46,13 @@ class ModelCommand(click.Command):
                 names = ", ".join((*parameter.opts, *parameter.secondary_opts))
                 raise ConfigError(f"{parameter.opts[0]} is given twice (names: {names}): give one")
         return super().parse_args(ctx, args)
+
+
+def _option(parameter: str, flag: ForeignFlag, names: list[str]) -> click.Option:
+    options: dict[str, Any] = {"is_flag": True} if flag.bare else {"type": str}
+    if flag.optional:
+        options |= {"is_flag": False, "flag_value": "on"}
+    return click.Option([*names, parameter], default=None, hidden=True, **options)
 
 
 def _dashed(argument: str) -> str:
