@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +96,40 @@ def test_the_image_is_built_of_what_is_there(root: Path, dockerfile: list[tuple[
         subprocess.run([shell, "-n", "-c", run], check=True, timeout=PATIENCE_S)
 
 
+@contextmanager
+def answering(paths: list[str]) -> Iterator[int]:
+    """The port of a server that answers, and notes what it is asked for."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            paths.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing is written."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 def test_the_health_check_asks_a_route(dockerfile: list[tuple[str, str]]) -> None:
+    """At the port that the server has, which a variable may say."""
     (check,) = values(dockerfile, "HEALTHCHECK")
-    python, option, code = json.loads(check[check.index("[") :])
-    assert (python, option) == ("python", "-c")
-    ast.parse(code)
-    (port, path) = re.findall(r"127\.0\.0\.1:(\d+)(/\w+)", code)[0]
-    assert port == environment(dockerfile)["VLLMX_PORT"]
+    python, *arguments = json.loads(check[check.index("[") :])
+    assert python == "python"
+    asked: list[str] = []
+    with answering(asked) as port:
+        variables = {**os.environ, **environment(dockerfile), "VLLMX_PORT": str(port)}
+        command = [sys.executable, *arguments]
+        subprocess.run(command, env=variables, check=True, timeout=PATIENCE_S)
+    (path,) = asked
     assert path in GET
 
 
