@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 import pytest
-from vllmx.cli.command import FAMILIES
+from vllmx.cli.command import FAMILIES, FOREIGN, ModelCommand, every_flag
 from vllmx.cli.serve import serve
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
@@ -20,7 +20,8 @@ from vllmx_engine.core.generation_config import generation_config
 
 from tests.null.cli.test_options import configs
 
-EVERY = [flag for family in FAMILIES.values() for line in family for flag in line.apart()]
+EVERY = list(every_flag())
+PEERS = Path(__file__).parents[2] / "data" / "peer_flags"
 
 
 def engine(*arguments: str) -> EngineConfig:
@@ -146,19 +147,86 @@ def test_a_token_sets_the_variable_and_stays_out_of_the_log(
     assert "hf_secret" not in caplog.text
 
 
+def own_options() -> dict[str, click.Option]:
+    """The options of `vllmx serve` itself, by their names."""
+    return {
+        name: param
+        for param in serve.params
+        if isinstance(param, click.Option) and not (param.name or "").startswith(FOREIGN)
+        for name in (*param.opts, *param.secondary_opts)
+    }
+
+
 def test_no_flag_is_in_two_tables_or_unreachable() -> None:
     names = Counter(name for flag in EVERY for name in flag.names)
     assert not [name for name, count in names.items() if count > 1]
-    own = {
-        name
-        for param in serve.params
-        if not (param.name or "").startswith("foreign_")
-        for name in (*param.opts, *param.secondary_opts)
-    }
-    assert not own & names.keys(), "vllmx has these itself"
-    assert len(serve.params) - len([p for p in serve.params if not getattr(p, "hidden", 0)]) == len(
-        EVERY
+    tables = {name for family in FAMILIES.values() for line in family for name in line.names}
+    assert not own_options().keys() & tables, "vllmx has these itself"
+    assert isinstance(serve, ModelCommand)
+    assert len(serve.foreign) == len(EVERY)
+
+
+@pytest.mark.parametrize("peer", ["vllm", "vllm_rs", "llama_cpp"])
+def test_every_flag_of_a_peer_is_known(peer: str) -> None:
+    """Taken, translated or refused with its reason, and none takes its neighbour for a value."""
+    assert isinstance(serve, ModelCommand)
+    foreign = {name: flag for flag in serve.foreign.values() for name in flag.names}
+    is_bare = {name: option.is_flag for name, option in own_options().items()}
+    is_bare |= {name: flag.bare for name, flag in foreign.items()}
+    lines = (PEERS / f"{peer}.txt").read_text(encoding="utf-8").splitlines()
+    flags = dict(line.partition(" ")[::2] for line in lines if not line.startswith("#"))
+    unknown = flags.keys() - is_bare.keys()
+    assert not unknown, "a line in a table of vllmx.cli says what they come to"
+    other = [name for name, value in flags.items() if is_bare[name] == bool(value)]
+    wrong = [name for name in other if name not in foreign or not foreign[name].optional]
+    assert not wrong, "these differ in whether a value follows"
+
+
+def test_flags_of_other_servers_are_learnt_as_they_are_given() -> None:
+    assert engine("-c4096").max_model_len == 4096
+    assert engine("--ctx_size=4096").max_model_len == 4096
+    for _ in range(2):
+        assert engine("-c", "-1", "--seed", "5").seed == 5
+
+
+def test_switches_of_vllm_are_turned_off_too() -> None:
+    line = "--no-enable-lora --disable-log-deltas --no-trust-remote-code --enable-cascade-attn"
+    engine(*line.split())
+    assert configs("--enable-uvicorn-access-log")[1].disable_access_log is False
+    assert engine("--disable-expert-parallel").expert_parallel is False
+    assert engine("--disable-prefix-caching").enable_prefix_caching is False
+    server = configs("--enable-force-include-usage")[1]
+    assert server.enable_force_include_usage is True
+    assert configs("--disable-force-include-usage")[1].enable_force_include_usage is False
+    with pytest.raises(ConfigError, match="--expert-parallel True, which is given as False too"):
+        engine("--no-enable-expert-parallel", "--enable-expert-parallel")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ('{"disable_any_whitespace": true}', "requests say structured_outputs.disable_any"),
+        ('{"disable_additional_properties": true}', "schemas say additionalProperties"),
+        ('{"reasoning_parser_plugin": "a.py"}', "vllmx_parsers"),
+        ('{"enable_in_reasoning": true}', "thoughts are free"),
+        ('{"reasonning_parser": "qwen3"}', "did you mean 'reasoning_parser'"),
+        ('{"reasoning_parser": 5}', "must be the name of a format, got 5"),
+        ('[]', "must be a JSON object"),
+        ('{"reasoning_parser": "think"} --reasoning-parser none', "given as 'none' too"),
+    ],
+)  # fmt: skip
+def test_the_configuration_of_structured_outputs(given: str, text: str) -> None:
+    config = engine(
+        "--structured-outputs-config",
+        '{"backend": "xgrammar", "reasoning_parser": "deepseek_r1", "enable_in_reasoning": false}',
     )
+    assert config.reasoning_parser == "deepseek_r1"
+    assert (
+        engine("--structured-outputs-config", '{"backend": "guidance"}').reasoning_parser == "auto"
+    )
+    first, _, rest = given.partition(" --")
+    with pytest.raises(ConfigError, match=text):
+        engine("--structured-outputs-config", first, *(f"--{rest}".split() if rest else ()))
 
 
 def test_the_page_is_in_step_with_the_code() -> None:

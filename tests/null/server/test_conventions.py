@@ -228,6 +228,28 @@ async def test_stream_options(served: Served, options: dict[str, Any], asked: st
     assert all(bool(event["usage"]) == (asked == "each") for event in events[:-1])
 
 
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        (None, "last"),
+        ({"include_usage": False}, "last"),
+        ({"continuous_usage_stats": True}, "each"),
+    ],
+)
+async def test_usage_in_every_stream_where_the_operator_says_so(
+    make_server: MakeServer, options: dict[str, Any] | None, asked: str
+) -> None:
+    async with make_server({"enable_force_include_usage": True}) as served:
+        for path, prompt in ((TEXT, {"prompt": "a"}), (CHAT, {"messages": MESSAGES})):
+            *events, done = await served.events(
+                path, **prompt, max_tokens=3, stream_options=options
+            )
+            assert done == "[DONE]"
+            assert events[-1]["choices"] == []
+            assert events[-1]["usage"]["completion_tokens"] == 3
+            assert all(bool(event["usage"]) == (asked == "each") for event in events[:-1])
+
+
 async def test_tokens_named_by_their_ids(served: Served) -> None:
     fixed: dict[str, Any] = {"max_tokens": 3, "return_tokens_as_token_ids": True}
     fixed |= {"return_token_ids": True, "temperature": 0}

@@ -83,6 +83,8 @@ class ServerConfig:
     """How long files, batches and responses are kept."""
     trust_request_chat_template: bool = False
     """Requests may bring a chat template of their own."""
+    enable_force_include_usage: bool = False
+    """Every stream of both completions ends with the usage, also where the request does not ask."""
     mcp_config: str | None = None
     """JSON file of MCP servers whose tools requests may ask for; None: there are none."""
     mcp_max_rounds: int = 8

@@ -29,6 +29,7 @@ from vllmx_server.json_pieces import json_pieces
 from vllmx_server.logprobs import chat_logprobs, prompt_logprobs
 from vllmx_server.routes.generate import generate
 from vllmx_server.schema.chat import DECODER, ChatCompletionRequest
+from vllmx_server.schema.sampling import stream_options
 from vllmx_server.schema.tools import is_named_tool
 from vllmx_server.state import ServerState
 
@@ -67,7 +68,7 @@ class ChatAnswer:
             self._id,
             self._created,
             state.llm.config.name,
-            body.stream_options,
+            stream_options(body.stream_options, state.config.enable_force_include_usage),
             state.fingerprint,
         )
         count = (body.n or 1) if body.stream else 0

@@ -30,6 +30,7 @@ from vllmx_server.json_pieces import json_pieces
 from vllmx_server.logprobs import CompletionLogprobs, prompt_logprobs
 from vllmx_server.routes.generate import generate
 from vllmx_server.schema.completions import DECODER, CompletionRequest
+from vllmx_server.schema.sampling import stream_options
 from vllmx_server.state import ServerState, caller_of
 
 
@@ -127,7 +128,7 @@ class CompletionAnswer:
             self._id,
             self._created,
             state.llm.config.name,
-            body.stream_options,
+            stream_options(body.stream_options, state.config.enable_force_include_usage),
             state.fingerprint,
         )
 

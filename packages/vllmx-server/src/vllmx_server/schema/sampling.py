@@ -33,6 +33,15 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
         return bool(self.continuous_usage_stats if asked is None else asked)
 
 
+def stream_options(asked: StreamOptions | None, has_usage: bool) -> StreamOptions | None:
+    """What a stream brings: what its request asks for, and the usage whatever it asks where
+    `has_usage` (`--enable-force-include-usage`, as in vLLM)."""
+    if not has_usage:
+        return asked
+    is_continuous = asked is not None and asked.continuous_usage_stats
+    return StreamOptions(include_usage=True, continuous_usage_stats=is_continuous)
+
+
 class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's fields first, then vLLM's extensions; None always means: not given."""
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -19,26 +23,35 @@ FOREIGN = "foreign_"
 """Begins the parameters of flags that are not ours, so that they meet none of ours."""
 
 
+def every_flag() -> Iterator[ForeignFlag]:
+    """Each flag of other servers by itself, and vLLM's switches turned off as well."""
+    lines = chain.from_iterable(FAMILIES.values())
+    yield from chain.from_iterable(line.apart() for line in lines)
+    switches = (flag for line in VLLM if line.bare for flag in line.apart())
+    yield from filter(None, map(ForeignFlag.turned_off, switches))
+
+
 class ModelCommand(click.Command):
     """A command with the flags of `engine_options`. Flags of other servers are hidden in its help;
     where it has a flag of that name itself, its own counts. Underscores are dashes, as in vLLM."""
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self.foreign: dict[str, ForeignFlag] = {}
+    @cached_property
+    def foreign(self) -> dict[str, ForeignFlag]:
+        """Flags of other servers by their parameters, with the names that are free for them."""
+        found: dict[str, ForeignFlag] = {}
         taken = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
         fields = {param.name for param in self.params}
-        lines = chain.from_iterable(FAMILIES.values())
-        for flag in chain.from_iterable(line.apart() for line in lines):
-            names = [name for name in flag.names if name not in taken]
+        for flag in every_flag():
+            names = tuple(name for name in flag.names if name not in taken)
             if names and (flag.field is None or flag.field in fields):
-                parameter = FOREIGN + flag.name.strip("-").replace("-", "_")
-                self.foreign[parameter] = flag
-                self.params.append(_option(parameter, flag, names))
+                parameter = FOREIGN + re.sub(r"[-.]", "_", flag.name.strip("-"))
+                found[parameter] = replace(flag, names=names)
                 taken.update(names)
+        return found
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         args = [_dashed(arg) for arg in args]
+        self._learn(args)
         given = self.make_parser(ctx).parse_args(list(args))[2]
         for parameter, count in Counter(given).items():
             once = isinstance(parameter, click.Option) and not parameter.multiple
@@ -47,12 +60,23 @@ class ModelCommand(click.Command):
                 raise ConfigError(f"{parameter.opts[0]} is given twice (names: {names}): give one")
         return super().parse_args(ctx, args)
 
+    def _learn(self, args: list[str]) -> None:
+        """Makes options of the flags that are given: all of them would cost each start 15 ms."""
+        own = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
+        given = {arg.partition("=")[0] for arg in args if arg.startswith("-")}
+        given |= {arg[:2] for arg in given if not arg.startswith("--")}  # -c8192
+        if given <= own:
+            return
+        for parameter, flag in self.foreign.items():
+            if not given.isdisjoint(flag.names) and own.isdisjoint(flag.names):
+                self.params.append(_option(parameter, flag))
 
-def _option(parameter: str, flag: ForeignFlag, names: list[str]) -> click.Option:
+
+def _option(parameter: str, flag: ForeignFlag) -> click.Option:
     options: dict[str, Any] = {"is_flag": True} if flag.bare else {"type": str}
     if flag.optional:
         options |= {"is_flag": False, "flag_value": "on"}
-    return click.Option([*names, parameter], default=None, hidden=True, **options)
+    return click.Option([*flag.names, parameter], default=None, hidden=True, **options)
 
 
 def _dashed(argument: str) -> str:

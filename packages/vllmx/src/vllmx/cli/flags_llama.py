@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vllmx_core.errors import ConfigError
 
-from vllmx.cli.flags_vllm import IN_REQUESTS, NO_DRAFT, NO_LORA, POOLING
+from vllmx.cli.flags_vllm import IN_REQUESTS, NO_DRAFT, NO_LORA, PINNED, POOLING
 from vllmx.cli.foreign_flags import (
     ignored,
     means,
@@ -28,13 +28,14 @@ WHOLE_MODEL = "the whole model is on one device; --backend names it"
 ON_RANKS = "--tensor-parallel-size divides a model (docs/scale.md): leave it out"
 ROPE = "set it in the model's config.json"
 NO_SHIFT = "nothing is ever shifted"
-PINNED = "threads are pinned by --num-threads and taskset"
 OTHER_SAMPLING = "vllmx does not sample so: leave it out"
 BY_SERVER = "the server decides by its memory: leave it out"
 SEVERAL = "name each model: --model NAME=PATH (docs/serving.md)"
 MCP_FILE = "name servers of tools in a file: --mcp-config FILE"
 OWN_PAGE = "vllmx has a page of its own: --no-web leaves it out"
 NO_PRESET = "name the model itself"
+SHARED_PAGES = "pages are shared by all sequences"
+TIMED = "each line has its time"
 
 
 def context(text: str) -> str:
@@ -77,6 +78,42 @@ def keys_of(text: str) -> tuple[str, ...]:
     return keys
 
 
+DRAFTS = (
+    refused("-md --model-draft --spec-draft-model --spec-type", NO_DRAFT),
+    refused("--draft --draft-n --draft-max --draft-min --draft-n-min", NO_DRAFT),
+    refused("--spec-draft-n-max --spec-draft-n-min --spec-draft-p-min --draft-p-min", NO_DRAFT),
+    refused("--spec-draft-p-split --draft-p-split --spec-draft-sampling", NO_DRAFT),
+    refused("--spec-synth-len --spec-synth-rates", NO_DRAFT),
+    refused("-ngld --gpu-layers-draft --n-gpu-layers-draft --spec-draft-ngl", NO_DRAFT),
+    refused("-hfd -hfrd --hf-repo-draft --spec-draft-hf", NO_DRAFT),
+    refused("-ctkd --cache-type-k-draft --spec-draft-type-k", NO_DRAFT),
+    refused("-ctvd --cache-type-v-draft --spec-draft-type-v", NO_DRAFT),
+    refused("-devd --device-draft --spec-draft-device", NO_DRAFT),
+    refused("-otd --override-tensor-draft --spec-draft-override-tensor", NO_DRAFT),
+    refused("-cmoed --cpu-moe-draft --spec-draft-cpu-moe", NO_DRAFT, bare=True),
+    refused("-ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe", NO_DRAFT),
+    refused("--spec-default", NO_DRAFT, bare=True),
+    refused("-lcs --lookup-cache-static -lcd --lookup-cache-dynamic", NO_DRAFT),
+    refused("--spec-ngram-mod-n-min --spec-ngram-mod-n-max --spec-ngram-mod-n-match", NO_DRAFT),
+    refused("--spec-ngram-simple-size-n --spec-ngram-simple-size-m", NO_DRAFT),
+    refused("--spec-ngram-simple-min-hits --spec-ngram-map-k-min-hits", NO_DRAFT),
+    refused("--spec-ngram-map-k-size-n --spec-ngram-map-k-size-m", NO_DRAFT),
+    refused("--spec-ngram-map-k4v-size-n --spec-ngram-map-k4v-size-m", NO_DRAFT),
+    refused("--spec-ngram-map-k4v-min-hits --spec-ngram-min-hits", NO_DRAFT),
+    refused("--spec-ngram-size-n --spec-ngram-size-m", NO_DRAFT),
+    ignored("-td --threads-draft --spec-draft-threads", NO_DRAFT),
+    ignored("-tbd --threads-batch-draft --spec-draft-threads-batch", NO_DRAFT),
+    ignored("-Cd --cpu-mask-draft --spec-draft-cpu-mask", NO_DRAFT),
+    ignored("-Crd --cpu-range-draft --spec-draft-cpu-range", NO_DRAFT),
+    ignored("-Cbd --cpu-mask-batch-draft --spec-draft-cpu-mask-batch", NO_DRAFT),
+    ignored("--cpu-strict-draft --spec-draft-cpu-strict", NO_DRAFT),
+    ignored("--cpu-strict-batch-draft --spec-draft-cpu-strict-batch", NO_DRAFT),
+    ignored("--prio-draft --spec-draft-prio --poll-draft --spec-draft-poll", NO_DRAFT),
+    ignored("--prio-batch-draft --spec-draft-prio-batch", NO_DRAFT),
+    ignored("--poll-batch-draft --spec-draft-poll-batch", NO_DRAFT),
+    switch("--spec-draft-backend-sampling --no-spec-draft-backend-sampling", NO_DRAFT),
+)
+"""Flags of speculation; what has no effect without a draft model is taken."""
 LLAMA = (
     # --- size and place -------------------------------------------------------------------------
     means("-c --ctx-size", "max_model_len", "of each sequence, not divided among them", context),
@@ -93,14 +130,19 @@ LLAMA = (
     refused("-C --cpu-mask -Cr --cpu-range -Cb --cpu-mask-batch -Crb --cpu-range-batch", PINNED),
     switch("-cb --cont-batching", "it is always on"),
     refused("-nocb --no-cont-batching", "batching is continuous: say --max-num-seqs 1", bare=True),
-    switch("-kvu --kv-unified --no-kv-unified --swa-full", "pages are shared by all sequences"),
+    switch("-kvu --kv-unified -no-kvu --no-kv-unified --swa-full", SHARED_PAGES),
+    ignored("-dt --defrag-thold", SHARED_PAGES),
+    refused("--kv-unified-per-slot", "say --max-model-len, the context of each sequence"),
     switch("--no-context-shift", NO_SHIFT),
     refused("--context-shift", "what is longer than the context is refused", bare=True),
     ignored("--keep", NO_SHIFT),
-    switch("--mlock --no-mmap --mmap --repack --no-repack", IN_MEMORY),
+    switch("--mlock --no-mmap --mmap --repack -nr --no-repack", IN_MEMORY),
     ignored("-lm --load-mode -lzm --lazy-mode", IN_MEMORY),
     switch("--check-tensors", "files are checked as they are read"),
-    switch("-kvo --kv-offload --op-offload --no-op-offload --no-host", WHOLE_MODEL),
+    switch("-kvo --kv-offload -nkvo --no-kv-offload --op-offload --no-op-offload", WHOLE_MODEL),
+    switch("--no-host", WHOLE_MODEL),
+    ignored("--moe-cache-mib", WHOLE_MODEL, "0"),
+    ignored("-mmdev --mmproj-device", "towers run where the model runs"),
     switch("--mmproj-offload --no-mmproj-offload", "towers run where the model runs"),
     ignored("-sm --split-mode", ON_RANKS, "none"),
     ignored("-mg --main-gpu", "VLLMX_CUDA_DEVICE is the number of the GPU", "0"),
@@ -128,14 +170,12 @@ LLAMA = (
     refused("--lora --lora-scaled", NO_LORA),
     refused("--lora-init-without-apply", NO_LORA, bare=True),
     refused("--control-vector --control-vector-scaled --control-vector-layer-range", NO_LORA),
-    refused("-md --model-draft --draft --draft-n --draft-max --draft-min --draft-n-min", NO_DRAFT),
-    refused("--spec-type --spec-draft-n-max --spec-draft-n-min --draft-p-min", NO_DRAFT),
-    refused("-ngld --gpu-layers-draft --n-gpu-layers-draft -hfd --hf-repo-draft", NO_DRAFT),
-    refused("-ctkd --cache-type-k-draft -ctvd --cache-type-v-draft", NO_DRAFT),
-    refused("-lcs --lookup-cache-static -lcd --lookup-cache-dynamic", NO_DRAFT),
+    *DRAFTS,
     switches("--no-mmproj --no-mmproj-auto", "limit_images", 0, "text alone"),
     refused("-mmu --mmproj-url", "download the file and name it by --mmproj"),
     refused("--image-min-tokens --image-max-tokens", "set it in preprocessor_config.json"),
+    ignored("--mtmd-batch-max-tokens", "each image is one piece"),
+    ignored("--video-fps --video-timestamp-interval --video-ffmpeg-dir", "there are no videos"),
     means("--media-path", "allowed_local_media_path", "images that requests may name", str),
     refused(
         "--gpt-oss-20b-default --gpt-oss-120b-default --embd-gemma-default", NO_PRESET, bare=True
@@ -143,6 +183,8 @@ LLAMA = (
     refused(
         "--fim-qwen-3b-default --fim-qwen-7b-default --fim-qwen-30b-default", NO_PRESET, bare=True
     ),
+    refused("--fim-qwen-1.5b-default --fim-qwen-7b-spec --fim-qwen-14b-spec", NO_PRESET, bare=True),
+    refused("--vision-gemma-4b-default --vision-gemma-12b-default", NO_PRESET, bare=True),
     # --- several models -------------------------------------------------------------------------
     refused("--models-dir --models-preset --models-max", SEVERAL),
     refused("--models-autoload --no-models-autoload", SEVERAL, bare=True),
@@ -158,6 +200,8 @@ LLAMA = (
     ignored("--repeat-last-n", "penalties look at all tokens: leave it out or say -1", "-1"),
     ignored("--dry-multiplier --xtc-probability --dynatemp-range", OTHER_SAMPLING, "0", "0.0"),
     ignored("--mirostat", OTHER_SAMPLING, "0"),
+    ignored("--adaptive-target", OTHER_SAMPLING, "-1", "-1.0"),
+    ignored("--adaptive-decay", "--adaptive-target is -1"),
     ignored("--typical --typical-p", OTHER_SAMPLING, "1", "1.0"),
     ignored("--top-nsigma --top-n-sigma", OTHER_SAMPLING, "-1", "-1.0"),
     ignored("--dry-base --dry-allowed-length --dry-penalty-last-n", "--dry-multiplier is 0"),
@@ -178,6 +222,7 @@ LLAMA = (
     template("--reasoning-budget", "enable_thinking", "0 is false, -1 nothing", thinking_budget),
     refused("--reasoning-budget-message", "thoughts end with the model's own mark"),
     template("--reasoning-effort", "reasoning_effort", "of templates that know it", str),
+    switch("--reasoning-preserve --no-reasoning-preserve", "the chat template says what it keeps"),
     switches("--skip-chat-parsing", "tool_parser", "none", "calls stay text"),
     switch("--no-skip-chat-parsing", "calls are read from answers"),
     refused("--prefill-assistant", "requests say continue_final_message = true", bare=True),
@@ -204,6 +249,9 @@ LLAMA = (
     switch("--slots", "/metrics and `vllmx top` show what runs"),
     refused("--props", "settings are changed by a new start", bare=True),
     refused("--list-devices", "`vllmx env` lists them", bare=True),
+    refused("-cl --cache-list", "`vllmx models` says what can be loaded", bare=True),
+    refused("--completion-bash", "`vllmx --help` says how to get it", bare=True),
+    switch("--spm-infill", "`suffix` of completions follows the model's files"),
     # --- the log --------------------------------------------------------------------------------
     switches("-v --verbose --log-verbose", "log_level", "debug", "all messages"),
     switches("--log-disable", "log_level", "error", "errors alone"),
@@ -211,7 +259,7 @@ LLAMA = (
     switches("--no-log-jsonl", "log_format", "text", "a line each"),
     ignored("-lv --verbosity --log-verbosity", "--log-level says how much is logged"),
     ignored("--log-colors", "the log has no colours"),
-    switch("--log-prefix --log-timestamps", "each line has its time"),
+    switch("--log-prefix --log-timestamps --no-log-prefix --no-log-timestamps", TIMED),
     refused("--log-file", "the log is standard error: redirect it"),
     refused("--log-prompts-dir", "--enable-log-requests writes prompts into the log"),
 )

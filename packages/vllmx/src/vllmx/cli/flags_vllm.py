@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from vllmx_core.config_values import json_object, nearest
+from vllmx_core.errors import ConfigError, shown
+
 from vllmx.cli.foreign_flags import ignored, means, refused, switch, switches, variable
 
 ONE_COPY = "a server runs one copy of a model, put a proxy before several: leave it out or say 1"
@@ -21,7 +24,49 @@ IMAGE_CACHE = "see --encoder-cache-memory, which keeps what towers made"
 TEXT_OR_IDS = "prompts are text or token ids: leave it out"
 LOADING = "files are mapped and read once, by the cores at hand"
 STATES = "states are float32: say auto"
+KERNELS = "each backend has its own kernels"
+BY_RANKS = "ranks share their work as they find it best"
+PINNED = "threads are pinned by --num-threads and taskset"
+AS_PUBLISHED = "a model is what its folder says, --isq quantises it: leave it out"
+NOT_OFFERED = "not offered: leave it out"
+ONE_DEVICE = "weights stay on one device: leave it out or say 0"
+NO_OFFLOAD = "nothing is offloaded"
+SNAPSHOTS = "see --state-snapshot-tokens"
+TOWERS = "towers run where the model runs, on images that this host made ready"
+SLEEP = "/sleep and /wake are there with --admin-key"
 GRAPHS = "steps are recorded by the backend itself; --enforce-eager runs op by op"
+
+
+def structured_outputs(text: str) -> str | None:
+    """The reasoning parser of vLLM's JSON object. Raises ConfigError for what requests say
+    themselves and for what vllmx does not do; which library holds a structure changes nothing."""
+    config = json_object(text, "structured_outputs_config", '{"reasoning_parser": "qwen3"}')
+    for key, value in config.items():
+        if key not in STRUCTURED_OUTPUTS:
+            raise ConfigError(
+                f"it has the unknown key {shown(key)}{nearest(key, STRUCTURED_OUTPUTS)}"
+            )
+        reason = STRUCTURED_OUTPUTS[key]
+        if reason is not None and value:
+            raise ConfigError(f"{key}: {reason}")
+    parser = config.get("reasoning_parser") or None
+    if not isinstance(parser, str | None):
+        raise ConfigError(f"reasoning_parser must be the name of a format, got {shown(parser)}")
+    return parser
+
+
+ANY_WHITESPACE = "requests say structured_outputs.disable_any_whitespace"
+ADDITIONAL_PROPERTIES = "schemas say additionalProperties"
+STRUCTURED_OUTPUTS = {
+    "backend": None,
+    "disable_fallback": None,
+    "disable_any_whitespace": ANY_WHITESPACE,
+    "disable_additional_properties": ADDITIONAL_PROPERTIES,
+    "reasoning_parser": None,
+    "reasoning_parser_plugin": PARSER_PLUGIN,
+    "enable_in_reasoning": "thoughts are free, the answer has the form",
+}
+"""Keys of vLLM's JSON object; with a reason, a value that says something is refused."""
 
 VLLM = (
     switch("--trust-remote-code", "it is never needed, nothing of a model's folder is executed"),
@@ -32,9 +77,17 @@ VLLM = (
     ignored("--data-parallel-rank -dpn --data-parallel-start-rank -dpr", ONE_COPY, "0"),
     ignored("--data-parallel-address -dpa --data-parallel-rpc-port -dpp", ALONE),
     ignored("--data-parallel-backend -dpb", ALONE),
-    switch("--data-parallel-hybrid-lb --data-parallel-external-lb", ALONE),
+    switch("--data-parallel-hybrid-lb -dph --data-parallel-external-lb -dpe", ALONE),
     switch("--disable-nccl-for-dp-synchronization", ALONE),
+    switch("--data-parallel-multi-port-external-lb -dpm", ALONE),
+    ignored("--data-parallel-supervisor-port --dp-supervisor-probe-interval-s", ALONE),
+    ignored("--dp-supervisor-probe-timeout-s --dp-supervisor-probe-failure-threshold", ALONE),
+    ignored("--dp-sync-interval --elastic-ep-max-dp-size --fault-tolerance-config", ALONE),
+    switch("--enable-elastic-ep --enable-fault-tolerance", ALONE),
     ignored("--decode-context-parallel-size -dcp", "contexts are not divided: say 1", "1"),
+    ignored("--prefill-context-parallel-size -pcp", "contexts are not divided: say 1", "1"),
+    ignored("--dcp-comm-backend", "contexts are not divided"),
+    switch("--dcp-q-replicate", "contexts are not divided"),
     ignored("--dcp-kv-cache-interleave-size --cp-kv-cache-interleave-size", ALONE),
     ignored("--nnodes", OTHER_HOSTS, "1"),
     ignored("--node-rank", OTHER_HOSTS, "0"),
@@ -58,8 +111,19 @@ VLLM = (
     switch("--enable-multimodal-encoder-data-parallel", "each rank has the whole tower"),
     ignored("--mm-encoder-tp-mode", "each rank has the whole tower"),
     switch("--disable-custom-all-reduce", "ranks find out by themselves how they add"),
+    switch("--enable-batch-sharded-sampling --enable-hc-sp --enable-ep-weight-filter", BY_RANKS),
+    switch("--enable-nccl-comm-suspend --enable-shm-tensor-arena", BY_RANKS),
+    ignored("--all2all-backend", BY_RANKS),
+    ignored(
+        "--distributed-timeout-seconds --cpu-distributed-timeout-seconds",
+        "--step-timeout-s bounds a step on all ranks",
+    ),
+    ignored("--device-ids", "VLLMX_CUDA_DEVICE is the number of the GPU", "0"),
+    ignored("--numa-bind-nodes --numa-bind-cpus", PINNED),
+    switch("--numa-bind", PINNED),
     ignored("--max-parallel-loading-workers", "loading uses the cores at hand"),
     switches("--disable-log-requests", "enable_log_requests", False, NO_TEXT),
+    ignored("--disable-access-log-for-endpoints", "--disable-access-log is for all routes"),
     switch("--disable-log-stats", "statistics are at /metrics, not in the log"),
     switches(
         "--disable-uvicorn-access-log", "disable_access_log", True, "no line for each request"
@@ -73,6 +137,7 @@ VLLM = (
     variable("--download-dir", "HF_HUB_CACHE", "where files of the hub are kept"),
     variable("--hf-token -hft", "HF_TOKEN", "token for the Hugging Face hub; ps shows a flag"),
     ignored("--config-format", "vllmx reads config.json and GGUF: leave it out", "auto", "hf"),
+    ignored("--additional-config --quantization-config", AS_PUBLISHED, "{}"),
     ignored("--hf-overrides", "edit config.json instead", "{}"),
     refused("--hf-config-path", "put config.json beside the weights"),
     ignored("--tokenizer-mode", "vllmx has one tokenizer for each model: say auto", "auto", "hf"),
@@ -81,31 +146,60 @@ VLLM = (
     ignored("--runner", "say --task embed, score or classify", "auto", "generate"),
     means("--convert", "task", "embed and classify; --task says it too", CONVERTED),
     ignored("--pooler-config --override-pooler-config", POOLING, "{}"),
-    ignored("--attention-config --kernel-config", "each backend has its own kernels"),
+    ignored("--attention-config -ac --kernel-config --ir-op-priority", KERNELS),
+    ignored("--moe-backend --linear-backend --sparse-indexer-topk-backend", KERNELS),
+    ignored("--gdn-prefill-backend --kda-prefill-backend --kda-decode-backend", KERNELS),
+    ignored("--mamba-backend --mamba-ssu-algorithm --replayssm-buffer-len", KERNELS),
+    switch("--use-replayssm --monokernel --enable-flashinfer-autotune", KERNELS),
+    switch("--jit-monitor-verbose --use-fp64-gumbel --enable-cumem-allocator", KERNELS),
+    ignored("--jit-monitor-mode", KERNELS),
+    refused("--model-class-overrides --engram-config --diffusion-config -dc", NO_HOOK),
+    refused("--aux-output-config --watermark-config --profiler-config", NOT_OFFERED),
+    refused("--enable-return-routed-experts --return-sampling-mask", NOT_OFFERED, bare=True),
+    refused("--enable-trace-replay", NOT_OFFERED, bare=True),
     ignored("--override-neuron-config --model-loader-extra-config", "leave it out", "{}"),
     refused("--override-attention-dtype", "attention has the dtype of the KV cache"),
+    ignored("--safetensors-prefetch-num-threads --safetensors-prefetch-block-size", LOADING),
     ignored("--safetensors-load-strategy --ignore-patterns --pt-load-map-location", LOADING),
-    switch("--use-tqdm-on-load --no-use-tqdm-on-load --allow-deprecated-quantization", LOADING),
+    switch("--use-tqdm-on-load --allow-deprecated-quantization", LOADING),
     ignored("--tokenizer-pool-size", "threads tokenise: say 0", "0"),
+    ignored("--renderer-num-workers", "threads tokenise, as many as there are cores"),
     ignored("--attention-backend", "each backend has its own attention"),
     ignored("--swap-space", NO_SWAP, "0"),
-    ignored("--cpu-offload-gb", "weights stay on one device: leave it out or say 0", "0"),
+    ignored("--cpu-offload-gb --offload-group-size", ONE_DEVICE, "0"),
+    ignored("--offload-backend --offload-num-in-group --offload-prefetch-step", NO_OFFLOAD),
+    ignored("--offload-params --cpu-offload-params", NO_OFFLOAD),
     ignored("--kv-offloading-size", NO_SWAP, "0"),
     switch("--calculate-kv-scales", "8-bit KV caches always have a scale for each vector"),
-    ignored("--kv-offloading-backend", "nothing is offloaded"),
+    ignored("--kv-offloading-backend", NO_OFFLOAD),
+    refused("--kv-cache-dtype-skip-layers", "all layers keep one type: leave it out"),
     switch("--kv-sharing-fast-prefill", "layers without pages of their own skip nothing"),
     switch(
-        "--disable-hybrid-kv-cache-manager --no-disable-hybrid-kv-cache-manager",
+        "--disable-hybrid-kv-cache-manager",
         "windows and states always have caches of their own",
     ),
     ignored("--mamba-cache-dtype --mamba-ssm-cache-dtype", STATES, "auto", "float32"),
-    ignored("--mamba-cache-mode --mamba-block-size", "see --state-snapshot-tokens"),
+    ignored("--mamba-cache-mode --mamba-block-size", SNAPSHOTS),
+    ignored("--prefix-cache-retention-interval --prefix-match-unit", SNAPSHOTS),
+    switch("--enable-mamba-shared-prefix-checkpoint --swa-bounded-replay", SNAPSHOTS),
+    switch("--enable-mamba-cache-stochastic-rounding", "states are float32"),
+    ignored("--mamba-cache-philox-rounds", "states are float32"),
+    switches("--disable-prefix-caching", "enable_prefix_caching", False, "nothing is shared"),
+    switches("--disable-chunked-prefill", "enable_chunked_prefill", False, "prompts in one step"),
     ignored("--prefix-caching-hash-algo", "blocks are known by digests and compared"),
     ignored(
         "--max-num-partial-prefills --max-long-partial-prefills",
         "chunks follow --target-step-ms: leave it out or say 1",
         "1",
     ),
+    switch("--long-prefill-token-threshold-adaptive", "chunks follow --target-step-ms"),
+    ignored("--prefill-schedule-interval", "chunks follow --target-step-ms: say 1", "1"),
+    ignored("--performance-mode", "chunks follow --target-step-ms"),
+    ignored("--watermark", "sequences are preempted as they need: say 0", "0", "0.0"),
+    means("--max-num-active-seqs", "max_num_seqs", "sequences that run together", str),
+    means("--max-num-scheduled-tokens", "max_num_batched_tokens", "tokens of a step", str),
+    means("--max-num-queued-reqs", "max_concurrent_requests", "more get 503, as there", str),
+    refused("--max-num-queued-tokens", "say --max-queue, the requests that may wait"),
     ignored("--long-prefill-token-threshold", "chunks follow --target-step-ms: say 0", "0"),
     ignored("--scheduler-delay-factor", "nothing is delayed: leave it out or say 0", "0", "0.0"),
     ignored("--num-scheduler-steps", "a step is one token: leave it out or say 1", "1"),
@@ -115,33 +209,56 @@ VLLM = (
     switch("--use-v2-block-manager", "there is one block manager"),
     switch("--disable-async-output-proc", "see --async-scheduling"),
     switch("--disable-cascade-attn", "there is none"),
-    switch("--disable-sliding-window --no-disable-sliding-window", "windows follow the model"),
+    switch("--disable-sliding-window", "windows follow the model"),
     ignored("--max-seq-len-to-capture", GRAPHS),
     ignored("--cuda-graph-sizes --cudagraph-capture-sizes", GRAPHS),
     ignored("--max-cudagraph-capture-size", GRAPHS),
     ignored("--compilation-config -cc -O --optimization-level", GRAPHS),
     ignored("--response-role", "answers have the role assistant", "assistant"),
+    refused("--reasoning-effort-map --reasoning-config", "set them in the chat template"),
+    ignored(
+        "--anthropic-disabled-thinking-effort", "enable_thinking is false then", "auto", "none"
+    ),
+    ignored("--tool-strict-level", "tools say `strict`: leave it out or say auto", "auto"),
+    ignored("--cohere-format", "the format is found by the chat template"),
+    switch("--cohere-is-reasoning-model", "the format is found by the chat template"),
+    ignored("--logprobs-mode", "they are of the model itself", "raw_logprobs"),
+    ignored("--fingerprint-mode", "it tells one configuration from another", "full", "hash"),
+    refused("--fingerprint-value", "it tells one configuration from another: leave it out"),
     ignored("--chat-template-content-format", "content is given as the template reads it"),
     ignored("--guided-decoding-backend", "llguidance holds every structure"),
     switch("--guided-decoding-disable-fallback", "there is one library, llguidance"),
-    refused("--structured-outputs-config", "llguidance holds every structure: leave it out"),
+    means(
+        "--structured-outputs-config",
+        "reasoning_parser",
+        "its `reasoning_parser`; one library, llguidance, holds every structure",
+        structured_outputs,
+    ),
     refused(
         "--guided-decoding-disable-any-whitespace",
-        "requests say structured_outputs.disable_any_whitespace",
+        ANY_WHITESPACE,
         bare=True,
     ),
     refused(
         "--guided-decoding-disable-additional-properties",
-        "schemas say additionalProperties",
+        ADDITIONAL_PROPERTIES,
         bare=True,
     ),
     ignored("--limit-mm-per-prompt", "see --limit-images"),
+    switches("--language-model-only", "limit_images", 0, "text alone"),
+    ignored("--mm-encoder-attn-dtype --mm-encoder-fp8-scale-path", TOWERS),
+    ignored("--mm-encoder-fp8-scale-save-path --mm-encoder-fp8-scale-save-margin", TOWERS),
+    ignored("--mm-processor-device --mm-tensor-ipc --mm-ipc-gpu-memory-gb", TOWERS),
+    switch("--mm-device-do-normalize", TOWERS),
+    ignored("--mm-hasher-algorithm", IMAGE_CACHE),
+    refused("--trust-request-mm-kwargs", "set them in preprocessor_config.json", bare=True),
     ignored("--mm-processor-cache-gb --mm-processor-cache-type", IMAGE_CACHE),
     ignored("--mm-shm-cache-max-object-size-mb --mm-encoder-attn-backend", IMAGE_CACHE),
     switch("--disable-mm-preprocessor-cache --skip-mm-profiling", IMAGE_CACHE),
     switch(
         "--disable-chunked-mm-input --interleave-mm-strings", "images stand where they are sent"
     ),
+    ignored("--video-pruning-method", "there are no videos"),
     refused("--media-io-kwargs --video-pruning-rate", "set it in preprocessor_config.json"),
     refused("--enable-mm-embeds --enable-prompt-embeds --tokens-only", TEXT_OR_IDS, bare=True),
     refused("--mm-encoder-only", "a server has the whole model", bare=True),
@@ -154,26 +271,48 @@ VLLM = (
     refused("--lora-modules --default-mm-loras", NO_LORA),
     ignored("--max-loras --max-lora-rank --max-cpu-loras --lora-dtype", NO_LORA),
     ignored("--lora-extra-vocab-size", NO_LORA),
-    switch("--enable-lora-bias --fully-sharded-loras", NO_LORA),
+    switch("--enable-lora-bias --fully-sharded-loras --specialize-active-lora", NO_LORA),
+    switch("--enable-tower-connector-lora --enable-mixed-moe-lora-format", NO_LORA),
+    switch("--enable-moe-shared-loras", NO_LORA),
+    ignored("--lora-target-modules --max-lora-cls-labels", NO_LORA),
+    refused("--spec-method --spec-model --spec-tokens", NO_DRAFT),
+    ignored("--per-request-spec-decode-metrics", NO_DRAFT),
     refused("--speculative-config -sc --speculative-model --num-speculative-tokens", NO_DRAFT),
+    refused("--ec-manager-config", NO_SPLIT),
+    refused("--enable-scale-out", NO_SPLIT, bare=True),
     refused("--kv-transfer-config --ec-transfer-config --kv-events-config", NO_SPLIT),
     refused("--weight-transfer-config --io-processor-plugin --worker-extension-cls", NO_HOOK),
     refused("--scheduler-cls --logits-processors --logits-processor-pattern", NO_HOOK),
     ignored("--worker-cls", NO_HOOK, "auto"),
     refused("--grpc", "vllmx speaks HTTP alone: leave it out", bare=True),
+    refused("--grpc-port", "vllmx speaks HTTP alone: leave it out"),
     refused("--tool-server", "name servers of tools in a file: --mcp-config FILE"),
     refused("--rope-theta", "set it in the model's config.json"),
     refused("--middleware", "put a proxy in front"),
     ignored("--collect-detailed-traces", "spans say where the time of a request went anyway"),
-    refused("--enable-layerwise-nvtx-tracing --ray-workers-use-nsight", "not offered", bare=True),
-    switch("--enable-sleep-mode", "/sleep and /wake are there with --admin-key"),
+    refused("--enable-layerwise-nvtx-tracing --ray-workers-use-nsight", NOT_OFFERED, bare=True),
+    switch("--enable-sleep-mode --sleep-mode-offload-cudagraph", SLEEP),
+    ignored("--sleep-mode-backend --sleep-preserve-parameter-names", SLEEP),
+    means("--shutdown-timeout", "drain_timeout_s", "how long requests may take to end", str),
+    ignored("--watchdog-config", "see --step-timeout-s"),
+    switch("--fail-on-environ-validation", "variables that vllmx does not know are told"),
+    switch("--enable-flash-late-interaction", "scores are computed on the model's device"),
+    refused("--enable-per-request-metrics", "see /metrics and --otlp-traces-endpoint", bare=True),
+    refused("--custom-histogram-buckets", "buckets are fixed: leave it out"),
+    ignored("--kv-cache-metrics-sample", "see /metrics"),
+    switch("--enable-logging-iteration-details", "see /metrics"),
     switch("--cudagraph-metrics --kv-cache-metrics --enable-mfu-metrics", "see /metrics"),
     ignored("--show-hidden-metrics-for-version", "no metric is hidden"),
     switch("--aggregate-engine-logging --enable-log-deltas --log-error-stack", "it is one log"),
     refused("--enable-log-outputs", "answers stand in no log", bare=True),
-    refused("--log-config-file", "say --log-level and --log-format"),
+    refused("--log-config-file --logging-config", "say --log-level and --log-format"),
     switch("--enable-prompt-tokens-details", "usage always says how many were cached"),
-    refused("--enable-force-include-usage", "requests say stream_options.include_usage", bare=True),
+    switches(
+        "--disable-force-include-usage",
+        "enable_force_include_usage",
+        False,
+        "usage where a stream asks for it",
+    ),
     refused("--return-tokens-as-token-ids", "requests say it", bare=True),
     switch("--exclude-tools-when-tool-choice-none", "tools are left out then"),
     switch("--enable-offline-docs", "the page at /docs needs no other host"),

@@ -62,6 +62,17 @@ class ForeignFlag(Record):
                 yield replace(self, names=tuple(names))
                 names = []
 
+    def turned_off(self) -> ForeignFlag | None:
+        """The opposite of a switch, as vLLM's parser has one for each: `--no-x` of `--x`, and
+        `--disable-x` of `--enable-x`. Turned off, what is refused is taken."""
+        names = tuple(off for name in self.names for off in _opposites(name))
+        if not names or self.variable is not None:
+            return None
+        if self.field is not None and isinstance(self.value, bool):
+            return replace(self, names=names, value=not self.value)
+        text = self.text if self.accepts else "it is off"
+        return ForeignFlag(names, text, bare=True, accepts=("true",))
+
     @property
     def outcome(self) -> str:
         """One line for the table in docs/flags.md."""
@@ -78,6 +89,15 @@ class ForeignFlag(Record):
             taken = ", ".join(f"`{value}`" for value in self.accepts)
             return f"{taken} taken, other values refused: {self.text}"
         return f"refused: {self.text}"
+
+
+def _opposites(name: str) -> Iterator[str]:
+    if not name.startswith("--") or name.startswith("--no-"):
+        return
+    yield f"--no-{name[2:]}"
+    for prefix, other in (("--enable-", "--disable-"), ("--disable-", "--enable-")):
+        if name.startswith(prefix):
+            yield other + name.removeprefix(prefix)
 
 
 def ignored(names: str, text: str, *values: str, optional: bool = False) -> ForeignFlag:
@@ -126,6 +146,18 @@ def template(names: str, key: str, text: str, translation: Translation) -> Forei
         field="default_chat_template_kwargs",
         key=key,
         translation=translation,
+    )
+
+
+def template_switch(names: str, key: str, value: Any, text: str) -> ForeignFlag:
+    """One without a value that sets a variable of the chat template."""
+    return ForeignFlag(
+        tuple(names.split()),
+        text,
+        bare=True,
+        field="default_chat_template_kwargs",
+        key=key,
+        value=value,
     )
 
 

@@ -27,13 +27,13 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "model": ("-m", "--m", "--w"),
     "max_num_batched_tokens": ("--batch-size", "-b"),
     "num_threads": ("--threads", "-t"),
-    "memory_fraction": ("--gpu-memory-utilization",),
+    "memory_fraction": ("--gpu-memory-utilization", "--device-memory-utilization"),
     "num_kv_blocks": ("--num-gpu-blocks-override",),
     "kv_cache_memory_bytes": ("--kv-cache-memory",),
     "enable_prefix_caching": ("--context-cache/--no-context-cache",),
     "backend": ("--device", "--d", "-dev"),
     "step_timeout_s": ("--step-timeout", "--watchdog-timeout"),
-    "sse_ping_interval_s": ("--sse-ping-interval",),
+    "sse_ping_interval_s": ("--sse-ping-interval", "--sse-keep-alive-interval"),
     "quantization": ("-q",),
     "mmproj": ("-mm",),
     "chat_template": ("--chat-template-file",),
@@ -41,9 +41,9 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "served_model_name": ("--alias", "-a"),
     "seed": ("-s",),
     "root_path": ("--api-prefix",),
-    "api_workers": ("--api-server-count",),
+    "api_workers": ("--api-server-count", "-asc"),
     "tool_parser": ("--tool-call-parser",),
-    "web": ("--webui/--no-webui",),
+    "web": ("--webui/--no-webui", "--ui/--no-ui"),
     "ssl_certfile": ("--ssl-cert-file",),
     "ssl_keyfile": ("--ssl-key-file",),
 }
@@ -224,18 +224,19 @@ def resolve(
     of the file that no record has, and that is none of `beside`; None: whatever it is."""
     flags = {name: value for name, value in flags.items() if value not in (None, ())}
     command = click.get_current_context().command
-    foreign = command.foreign if isinstance(command, ModelCommand) else {}
     path = flags.pop("config_file", None) or os.environ.get("VLLMX_CONFIG")
     _one_model(flags)
     for name in [name for name in flags if name.startswith(FOREIGN)]:
-        apply(foreign[name], flags.pop(name), flags)
+        assert isinstance(command, ModelCommand)
+        apply(command.foreign[name], flags.pop(name), flags)
     names = {field.name for cls in classes for field in dataclasses.fields(cls)}
     content = read_yaml(path)
     if beside is None:
         content = {key: content[key] for key in content if key.replace("-", "_") in names}
     else:
         content = {key: content[key] for key in content if key not in beside}
-    file = known_keys(content, names, foreign.values(), ALIASES)
+    others = command.foreign.values() if content and isinstance(command, ModelCommand) else ()
+    file = known_keys(content, names, others, ALIASES)
     _file_of_model(flags)
     if "backend" in flags:
         flags["backend"] = device(flags["backend"])
