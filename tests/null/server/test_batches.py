@@ -196,6 +196,25 @@ async def test_wrong_batches_are_refused(
     assert (await served.client.post("/v1/batches/none/cancel")).status_code == 404
 
 
+async def test_other_keys_see_nothing(make_server: MakeServer) -> None:
+    async with make_server({"api_key": ("one", "two")}) as served:
+        served.client.headers["authorization"] = "Bearer one"
+        mine = await ended(served, await begin(served, [line(prompt="a", max_tokens=1)]))
+        path = f"/v1/batches/{mine['id']}"
+        output = f"/v1/files/{mine['output_file_id']}"
+        served.client.headers["authorization"] = "Bearer two"
+        for method, where in (
+            ("GET", path),
+            ("POST", path + "/cancel"),
+            ("GET", output),
+            ("GET", output + "/content"),
+        ):
+            assert (await served.client.request(method, where)).status_code == 404
+        assert (await served.client.get("/v1/batches")).json()["data"] == []
+        served.client.headers["authorization"] = "Bearer one"
+        assert (await served.client.get(path)).json()["status"] == "completed"
+
+
 async def test_a_cancelled_batch_keeps_what_it_has(make_server: MakeServer) -> None:
     async with make_server(engine={"max_num_seqs": 2}, step_s=0.005) as served:
         lines = [line("short", max_tokens=1), *(line(str(i), max_tokens=400) for i in range(20))]

@@ -46,6 +46,33 @@ async def test_a_file_comes_back_as_it_went(served: Served) -> None:
     assert list(served.state.storage.folder.files().iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://127.0.0.1:1"}, 403),
+        ({"origin": "https://mine.example"}, 200),
+        ({"origin": "http://evil.example", "x-api-key": "any"}, 200),
+        ({}, 200),
+    ],
+)
+async def test_a_web_page_of_others_stores_nothing(
+    make_server: MakeServer, sent: dict[str, str], status: int
+) -> None:
+    """A form is sent by a browser without asking first, unless it has a header of its own."""
+    async with make_server({"allowed_origins": ("https://mine.example",)}) as served:
+        answer = await upload(served, headers=sent)
+        assert answer.status_code == status, answer.text
+        if status == 403:
+            assert answer.json()["error"]["code"] == "origin_not_allowed"
+            assert "--allowed-origins" in answer.json()["error"]["message"]
+        own = await upload(served, headers={"origin": served.url})
+        assert own.status_code == 200
+    async with make_server({"allowed_origins": ("*",)}) as served:
+        assert (await upload(served, headers={"origin": "http://a.example"})).status_code == 200
+
+
 async def test_pages(served: Served) -> None:
     ids = [(await upload(served)).json()["id"] for _ in range(5)]
     other = await upload(served, fields={"purpose": "user_data"})

@@ -342,7 +342,13 @@ async def test_other_keys_see_nothing(make_server: MakeServer) -> None:
         one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
         made = (await served.client.post("/v1/responses", json=ASK, headers=one)).json()
         path = f"/v1/responses/{made['id']}"
-        for method, where in (("GET", path), ("DELETE", path), ("GET", path + "/input_items")):
+        for method, where in (
+            ("GET", path),
+            ("GET", path + "?stream=true"),
+            ("GET", path + "/input_items"),
+            ("POST", path + "/cancel"),
+            ("DELETE", path),
+        ):
             assert (await served.client.request(method, where, headers=two)).status_code == 404
         ask = {**ASK, "previous_response_id": made["id"]}
         stolen = await served.client.post("/v1/responses", json=ask, headers=two)

@@ -69,6 +69,13 @@ class HostError(VllmxError):
     code = "host_not_allowed"
 
 
+class OriginError(VllmxError):
+    """A web page of another site sent a form, which browsers do without asking the server first."""
+
+    http_status = 403
+    code = "origin_not_allowed"
+
+
 class BodyTooLargeError(VllmxError):
     """The request body is over `max_body_bytes`."""
 

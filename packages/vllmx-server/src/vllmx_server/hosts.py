@@ -1,19 +1,22 @@
-"""The Host header of a server that listens on loopback.
+"""The Host header of a server that listens on loopback, and the Origin header of forms.
 
 Whatever web page its user looks at can have its own name resolve to 127.0.0.1 and then counts as
 the same origin (DNS rebinding). Such a request carries the page's name.
+
+Under its own name such a page can send JSON nowhere without asking first, but a form it can.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllmx_core.errors import shown
 
 from vllmx_server.config import ServerConfig
-from vllmx_server.errors import HostError, error_response
+from vllmx_server.errors import HostError, OriginError, error_response
 from vllmx_server.middleware import header
 
 
@@ -24,6 +27,22 @@ def allowed_hosts(config: ServerConfig) -> frozenset[str] | None:
     if "*" in given or config.uds is not None or not (given or _is_loopback(config.host)):
         return None
     return frozenset({"localhost", config.host.lower(), *given})
+
+
+def check_origin(request: Request, allowed: Collection[str]) -> None:
+    """Raises OriginError for a form that a web page of another site has its visitor's browser send.
+    With a key, or from an origin of `--allowed-origins`, the browser asks or is let anyway."""
+    sent = request.headers
+    origin = sent.get("origin")
+    if origin is None or "*" in allowed or origin in allowed:
+        return
+    if "authorization" in sent or "x-api-key" in sent:
+        return
+    if origin.partition("://")[2].lower() != sent.get("host", "").lower():
+        raise OriginError(
+            f"a web page of {shown(origin)} may not send forms here: start the server with"
+            " --allowed-origins ORIGIN, or send an API key"
+        )
 
 
 class HostCheck:

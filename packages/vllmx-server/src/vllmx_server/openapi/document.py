@@ -28,7 +28,7 @@ _REASONS = {
     304: "What the client has is what there is.",
     400: "The request can never be served as it stands.",
     401: "No key, or a wrong one.",
-    403: "The Host header names somebody else, or the key has no right to this.",
+    403: "The Host or Origin header names somebody else, or the key has no right to this.",
     404: "There is no such model, or nothing of this id.",
     408: "The body did not arrive in time.",
     413: "The body is too large, or as much is kept as may be.",

@@ -7,6 +7,7 @@ from starlette.responses import FileResponse, Response
 from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.answers.kept import Deleted, FileList
+from vllmx_server.hosts import check_origin
 from vllmx_server.routes.pages import answer, check_query, newest_first, number, page
 from vllmx_server.schema.batches import MAX_LIFETIME_S
 from vllmx_server.state import owner_of, state_of
@@ -19,6 +20,7 @@ _FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 async def upload(request: Request) -> Response:
     """Keeps the file of a multipart body."""
     state, owner = state_of(request), owner_of(request)
+    check_origin(request, state.config.allowed_origins)
     state.check_admission()
     files = state.storage.files
     async with uploaded(request, state.config, files, owner) as found:
