@@ -43,6 +43,46 @@ def test_ranges_and_their_parts(path: Path) -> None:
     assert open_descriptors() == before
 
 
+@pytest.mark.parametrize("skipped_bytes", [1, 4096])
+def test_runs_of_a_range(path: Path, monkeypatch: pytest.MonkeyPatch, skipped_bytes: int) -> None:
+    """Columns, rows of them and columns of those, read one by one or with what lies between."""
+    monkeypatch.setattr(weight_files, "_SKIPPED_BYTES", skipped_bytes)
+    monkeypatch.setattr(weight_files, "_ROOM_BYTES", 200)
+    matrix = np.frombuffer(CONTENT, np.uint8)[16:4016].reshape(50, 80)
+    file = WeightFile(path)
+    columns = file.range(16, 4016).columns(80, 20, 50)
+    assert columns.num_bytes == 50 * 30
+    room = np.zeros(2000, np.uint8)
+    np.testing.assert_array_equal(columns.read(room).reshape(50, 30), matrix[:, 20:50])
+    assert np.shares_memory(columns.read(room), room)
+    rows = columns.cut(3 * 30, 9 * 30)
+    np.testing.assert_array_equal(rows.read().reshape(6, 30), matrix[3:9, 20:50])
+    fewer = rows.columns(30, 5, 30)
+    np.testing.assert_array_equal(fewer.read().reshape(6, 25), matrix[3:9, 25:50])
+    assert fewer.cut(25, 50) == file.range(16 + 4 * 80 + 25, 16 + 4 * 80 + 50)
+    assert file.range(16, 4016).columns(80, 0, 80) == file.range(16, 4016)
+    assert columns.cut(60, 60).num_bytes == 0
+    assert columns.kept() is columns.kept()
+    os.truncate(path, 3000)
+    with pytest.raises(WeightFormatError, match="has 3000 now"):
+        columns.read()
+    file.close()
+
+
+@pytest.mark.parametrize("stored", ["file", "memory"])
+def test_columns_of_a_tensor(path: Path, stored: str) -> None:
+    file = WeightFile(path)
+    place = file.range(0, 192) if stored == "file" else file.read(0, 192)
+    raw = RawTensor("t", "u32", (2, 6, 4), place)
+    whole = raw.view()
+    np.testing.assert_array_equal(raw.cols(1, 3).view(), whole[:, 1:3])
+    np.testing.assert_array_equal(raw.cols(1, 3, axis=2).view(), whole[:, :, 1:3])
+    np.testing.assert_array_equal(raw.rows(1, 2).cols(2, 6).view(), whole[1:2, 2:6])
+    np.testing.assert_array_equal(raw.cols(2, 6).rows(1, 2).view(), whole[1:2, 2:6])
+    assert raw.cols(0, 6) is raw
+    file.close()
+
+
 def test_calls_that_give_less_than_was_asked_for(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

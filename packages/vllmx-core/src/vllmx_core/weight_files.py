@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,14 @@ Bytes = npt.NDArray[np.uint8]
 _CALL_BYTES = 1 << 30
 """The bytes that one call reads; systems take no more than 2 GiB."""
 KEPT_BYTES = 256 << 20
+_SKIPPED_BYTES = 4096
+"""Runs that lie further apart are read one by one; less is read along with them and left out: a
+call costs as much, and a disk gives whole pages."""
+_AHEAD_BYTES = 128 << 10
+"""Runs that lie further apart are fetched from the disk one by one, others with what lies between
+them: a rank beside this one wants that, and small reads of a disk take many times as long."""
+_ROOM_BYTES = 1 << 20
+"""What is read at once of runs and what lies between them."""
 
 
 class ReadingRoom(threading.local):
@@ -87,8 +97,32 @@ class WeightFile:
         WeightFormatError where the file has changed its size since it was opened, or cannot be
         read."""
         found = np.empty(end - begin, np.uint8) if room is None else room[: end - begin]
+        self._read([(found.data, begin)])
+        return found
+
+    def read_runs(self, begin: int, stride_bytes: int, runs: Bytes) -> None:
+        """Fills (n, bytes) with as many bytes each from `begin` on, from `stride_bytes` behind it
+        on, and so on. Raises as `read`."""
+        places = range(begin, begin + len(runs) * stride_bytes, stride_bytes)
+        self._expect(begin, places[-1] + runs.shape[1], runs.shape[1], stride_bytes)
+        self._read(list(zip((run.data for run in runs), places, strict=True)))
+
+    def _expect(self, begin: int, end: int, run_bytes: int, stride_bytes: int) -> None:
+        """Has the system fetch the runs from `begin` to before `end` together, where it can."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        if stride_bytes - run_bytes < _AHEAD_BYTES:
+            run_bytes = stride_bytes = _AHEAD_BYTES
+        with suppress(OSError):  # whatever is wrong, the read will tell
+            for place in range(begin, end, stride_bytes):
+                os.posix_fadvise(self._file.fileno(), place, run_bytes, os.POSIX_FADV_WILLNEED)
+
+    def _read(self, wanted: Sequence[tuple[memoryview, int]]) -> None:
+        """Fills each buffer with the bytes from the place beside it on."""
         try:
-            filled = self._size() == self.num_bytes and self._fill(found, begin)
+            filled = self._size() == self.num_bytes and all(
+                self._fill(buffer, begin) for buffer, begin in wanted
+            )
         except OSError as error:
             raise WeightFormatError(
                 f"{self.path} cannot be read ({error.strerror}): check the disk, and load the model"
@@ -99,14 +133,13 @@ class WeightFile:
                 f"{self.path} had {self.num_bytes} bytes when it was opened and has {self._size()}"
                 " now: let nobody write it while it is loaded, and load the model again"
             )
-        return found
 
     def _size(self) -> int:
         return os.fstat(self._file.fileno()).st_size
 
-    def _fill(self, buffer: Bytes, begin: int) -> bool:
+    def _fill(self, view: memoryview, begin: int) -> bool:
         """Whether the file held all that was wanted."""
-        view, done = buffer.data, 0
+        done = 0
         while done < len(view):
             more = os.preadv(self._file.fileno(), [view[done : done + _CALL_BYTES]], begin + done)
             if not more:
@@ -121,24 +154,77 @@ class WeightFile:
 
 
 class FileRange(Record):
-    """Bytes of a file, read whenever they are asked for."""
+    """Bytes of a file, read whenever they are asked for: all of a range, or runs of them at equal
+    distances, one behind the other, such as some columns of a matrix."""
 
     file: WeightFile
     begin: int
     end: int
+    """The byte behind the last one that is wanted."""
+    run_bytes: int = 0
+    """The bytes of each run; 0: all are wanted."""
+    stride_bytes: int = 0
+    """Bytes from the beginning of a run to that of the next."""
 
     @property
     def num_bytes(self) -> int:
-        return self.end - self.begin
+        return self._runs * self.run_bytes if self.run_bytes else self.end - self.begin
+
+    @property
+    def _runs(self) -> int:
+        return (self.end - self.begin - self.run_bytes) // self.stride_bytes + 1
 
     def cut(self, begin: int, end: int) -> FileRange:
-        """A part of it, from its byte `begin` to before its byte `end`."""
+        """A part of it, from its byte `begin` to before its byte `end`; of runs, whole ones."""
         assert 0 <= begin <= end <= self.num_bytes, (begin, end, self)
-        return FileRange(self.file, self.begin + begin, self.begin + end)
+        run, stride = self.run_bytes, self.stride_bytes
+        if not run or begin == end:
+            return FileRange(self.file, self.begin + begin, self.begin + end)
+        assert begin % run == 0 == end % run, (begin, end, self)
+        first, last = begin // run, end // run - 1
+        return self._of_runs(self.begin + first * stride, self.begin + last * stride + run)
+
+    def columns(self, row_bytes: int, begin: int, end: int) -> FileRange:
+        """The bytes from `begin` to before `end` of each of its rows of `row_bytes`. Rows of runs
+        are the runs."""
+        assert 0 <= begin < end <= row_bytes, (begin, end, row_bytes)
+        assert self.run_bytes in (0, row_bytes), (row_bytes, self)
+        stride, skipped = self.stride_bytes or row_bytes, row_bytes - end
+        return FileRange(
+            self.file, self.begin + begin, self.end - skipped, end - begin, stride
+        )._joined()
+
+    def _of_runs(self, begin: int, end: int) -> FileRange:
+        return FileRange(self.file, begin, end, self.run_bytes, self.stride_bytes)._joined()
+
+    def _joined(self) -> FileRange:
+        """The same as one range, where nothing is between the runs."""
+        if self.run_bytes in (self.stride_bytes, self.end - self.begin):
+            return FileRange(self.file, self.begin, self.end)
+        return self
 
     def read(self, room: Bytes | None = None) -> Bytes:
         """See `WeightFile.read`."""
-        return self.file.read(self.begin, self.end, room)
+        if not self.run_bytes:
+            return self.file.read(self.begin, self.end, room)
+        found = np.empty(self.num_bytes, np.uint8) if room is None else room[: self.num_bytes]
+        runs = found.reshape(-1, self.run_bytes)
+        if self.stride_bytes - self.run_bytes >= _SKIPPED_BYTES:
+            self.file.read_runs(self.begin, self.stride_bytes, runs)
+        else:
+            self._read_over(runs)
+        return found
+
+    def _read_over(self, runs: Bytes) -> None:
+        """Fills (n, run_bytes) with the runs out of ranges in which they and others lie."""
+        run, stride = self.run_bytes, self.stride_bytes
+        step = min(len(runs), max(1, _ROOM_BYTES // stride))
+        around = np.empty(step * stride, np.uint8)
+        for first in range(0, len(runs), step):
+            some = runs[first : first + step]
+            begin = self.begin + first * stride
+            self.file.read(begin, begin + (len(some) - 1) * stride + run, around)
+            some[:] = around[: len(some) * stride].reshape(len(some), stride)[:, :run]
 
     def kept(self) -> Bytes:
         """`read` for who will read it again soon; the bytes are not the caller's own."""

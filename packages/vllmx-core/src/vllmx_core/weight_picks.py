@@ -13,25 +13,36 @@ from dataclasses import replace
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 
 from vllmx_core.coded import CodedRows
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.plan import F32
+from vllmx_core.weight_pieces import (
+    Index,
+    code_cols,
+    code_rows,
+    raw_cols,
+    raw_of,
+    stacked,
+    stacked_codes,
+    taken,
+)
 from vllmx_core.weights import (
     DENSE,
     QuantLayout,
     RankShare,
     RawTensor,
+    Span,
     WeightPart,
     made_part,
 )
 
-Index = npt.NDArray[np.int64]
 _ROW_WISE = ("dense", "gguf", "int8", "fp4", "mlx")
 _MOST_READ = 4
 """Rows lie so close together that those between them are read too, rather than one after the
 other: gate and up of gpt-oss take turns."""
+_LONG_RUN = 8
+"""Rows side by side that are read by themselves, wherever the next ones lie."""
 
 
 def entry_of(part: WeightPart, entry: int) -> WeightPart:
@@ -101,9 +112,14 @@ def transposed(part: WeightPart) -> WeightPart:
     def make(begin: int, end: int) -> WeightPart:
         # rows lie across the whole tensor: what is read is kept for those who take the next ones
         values = np.ascontiguousarray(raw.in_memory().view()[:, begin:end].T)
-        return replace(part, shape=values.shape, buffers={"weight": _raw(raw, values)}, cut=None)
+        buffers = {"weight": raw_of(raw, values)}
+        return WeightPart(part.name, values.shape, DENSE, buffers)
 
-    return made_part(part.name, part.shape[::-1], DENSE, make)
+    def narrow(_: WeightPart, rows: Span, cols: Span) -> WeightPart:
+        mine = raw.rows(*cols).cols(*rows)
+        return transposed(WeightPart(part.name, mine.shape, DENSE, {"weight": mine}))
+
+    return made_part(part.name, part.shape[::-1], DENSE, make, narrow=narrow)
 
 
 def turned(part: WeightPart) -> WeightPart:
@@ -122,25 +138,85 @@ def turned(part: WeightPart) -> WeightPart:
 
 def rows_of(part: WeightPart, index: Index) -> WeightPart:
     """These rows, in this order."""
+    pieces = _narrowed(part, index)
+    if pieces:
+        return pieces[0] if len(pieces) == 1 else _below(part, pieces)
     shape = (len(index), *part.shape[1:])
 
     def make(begin: int, end: int) -> WeightPart:
         wanted = index[begin:end]
-        lowest, highest = (int(wanted.min()), int(wanted.max()) + 1) if len(wanted) else (0, 0)
-        if highest - lowest == len(wanted) or highest - lowest > _MOST_READ * len(wanted):
-            pieces = [part.rows(first, last) for first, last in _runs(wanted)]
-            return pieces[0] if len(pieces) == 1 else _stacked(pieces)
-        return _taken(part.rows(lowest, highest), wanted - lowest)
+        span = _read_together(wanted)
+        if span is None:
+            return stacked([part.rows(*run) for run in _runs(wanted)])
+        return taken(part.rows(*span), wanted - span[0])
 
     if _is_row_wise(part):
         return made_part(part.name, shape, part.layout, make, coded=part.coded is not None)
 
     def decode(_: WeightPart, begin: int, end: int) -> F32:
-        return np.concatenate([part.dequantize(*run) for run in _runs(index[begin:end])])
+        wanted = index[begin:end]
+        span = _read_together(wanted)
+        if span is None:
+            return np.concatenate([part.dequantize(*run) for run in _runs(wanted)])
+        return part.dequantize(*span)[wanted - span[0]]
 
     def coded(_: WeightPart, begin: int, end: int) -> CodedRows:
-        return _stacked_codes([part.coded_rows(*run) for run in _runs(index[begin:end])])
+        wanted = index[begin:end]
+        span = _read_together(wanted)
+        if span is None:
+            return stacked_codes([part.coded_rows(*run) for run in _runs(wanted)])
+        return code_rows(part.coded_rows(*span), wanted - span[0])
 
+    return _computed(part, shape, decode, coded)
+
+
+def _read_together(index: Index) -> Span | None:
+    """The stretch in which rows lie that are few and close together each; None: they are read run
+    by run."""
+    lowest, highest = (int(index.min()), int(index.max()) + 1) if len(index) else (0, 0)
+    in_order = highest - lowest == len(index) and (np.diff(index) == 1).all()
+    dense = highest - lowest <= _MOST_READ * len(index)
+    return (lowest, highest) if dense and not in_order and not _are_long(index) else None
+
+
+def _are_long(index: Index) -> bool:
+    """Whether so many rows at a time lie side by side that those between them cost more to read
+    than runs of their own."""
+    return bool(_LONG_RUN * (1 + np.count_nonzero(np.diff(index) != 1)) <= len(index))
+
+
+def _narrowed(part: WeightPart, index: Index) -> list[WeightPart]:
+    """The parts that these rows are, one below the other, if the layout has such."""
+    if part.narrow is None or not _are_long(index):
+        return []
+    cols = (0, part.shape[1])
+    pieces = [part.narrow(part, run, cols) for run in _runs(index)]
+    return [piece for piece in pieces if piece] if all(pieces) else []
+
+
+def _below(part: WeightPart, pieces: Sequence[WeightPart]) -> WeightPart:
+    """Rows of `part`, one below the other, as one."""
+    ends = np.cumsum([piece.shape[0] for piece in pieces])
+    runs = [(int(end) - piece.shape[0], int(end)) for piece, end in zip(pieces, ends, strict=True)]
+
+    def between(begin: int, end: int) -> Iterator[tuple[WeightPart, Span]]:
+        for piece, (first, last) in zip(pieces, runs, strict=True):
+            low, high = max(first, begin), min(last, end)
+            if low < high:
+                yield piece, (low - first, high - first)
+
+    def make(begin: int, end: int) -> WeightPart:
+        return stacked([piece.rows(*span) for piece, span in between(begin, end)])
+
+    def decode(_: WeightPart, begin: int, end: int) -> F32:
+        return np.concatenate([piece.dequantize(*span) for piece, span in between(begin, end)])
+
+    def coded(_: WeightPart, begin: int, end: int) -> CodedRows:
+        return stacked_codes([piece.coded_rows(*span) for piece, span in between(begin, end)])
+
+    shape = (runs[-1][1], *part.shape[1:])
+    if _is_row_wise(part):
+        return made_part(part.name, shape, part.layout, make, coded=part.coded is not None)
     return _computed(part, shape, decode, coded)
 
 
@@ -148,9 +224,11 @@ def share_of(part: WeightPart, share: RankShare) -> WeightPart:
     """The rows and columns of one rank."""
     if part.layout.kind == "fp8" and not _is_row_wise(part) and part.cut is None:
         return _share_of_blocks(part, share)
-    if share.rows is not None:
-        part = rows_of(part, np.concatenate([np.arange(*run) for run in share.rows]))
-    return part if share.cols is None else part.cols(*share.cols)
+    if share.cols is not None:
+        part = part.cols(*share.cols)
+    if share.rows is None:
+        return part
+    return rows_of(part, np.concatenate([np.arange(*run) for run in share.rows]))
 
 
 def cols_of(part: WeightPart, begin: int, end: int) -> WeightPart:
@@ -160,13 +238,16 @@ def cols_of(part: WeightPart, begin: int, end: int) -> WeightPart:
     assert begin % unit == 0, (begin, unit)
     assert end % unit == 0 or end == cols, (end, unit)
     shape = (*part.shape[:-1], end - begin)
+    narrowed = part.narrow and part.narrow(part, (0, part.shape[0]), (begin, end))
+    if narrowed:
+        return narrowed
     if _is_row_wise(part):
         layout = _of_width(part.layout, end - begin)
 
         def make(first: int, last: int) -> WeightPart:
             piece = part.rows(first, last)
             buffers = {
-                key: _raw_cols(raw, len(shape) - 1, (cols, begin, end))
+                key: raw_cols(raw, len(shape) - 1, (cols, begin, end))
                 for key, raw in piece.buffers.items()
             }
             made = (last - first, end - begin)
@@ -178,7 +259,7 @@ def cols_of(part: WeightPart, begin: int, end: int) -> WeightPart:
         return part.dequantize(first, last)[:, begin:end]
 
     def coded(_: WeightPart, first: int, last: int) -> CodedRows:
-        return _code_cols(part.coded_rows(first, last), begin, end)
+        return code_cols(part.coded_rows(first, last), begin, end)
 
     return _computed(part, shape, decode, coded, (begin, end))
 
@@ -198,11 +279,11 @@ def _share_of_blocks(part: WeightPart, share: RankShare) -> WeightPart:
         wanted = _between(runs, first, last)
         height = _height(high, wanted)
         weight, scale = part.buffers["weight"], part.buffers["scale"].in_memory()
-        codes = [weight.rows(*run).view()[:, left:right] for run in wanted]
+        codes = [weight.rows(*run).cols(left, right).view() for run in wanted]
         blocks = np.concatenate([np.arange(*run, height) // high for run in wanted])
         made = {
-            "weight": _raw(weight, np.concatenate(codes)),
-            "scale": _raw(scale, scale.view()[blocks, groups]),
+            "weight": raw_of(weight, np.concatenate(codes)),
+            "scale": raw_of(scale, scale.view()[blocks, groups]),
         }
         shape, buffers = (last - first, right - left), {**part.buffers, **made}
         return replace(part, shape=shape, layout=of_height(height), buffers=buffers)
@@ -256,50 +337,6 @@ def _runs(index: Index) -> Iterator[tuple[int, int]]:
         yield int(run[0]), int(run[-1]) + 1
 
 
-def _taken(part: WeightPart, index: Index) -> WeightPart:
-    """Rows of a part of a row-wise layout, as one copy."""
-    buffers = {
-        key: _raw(raw, raw.view()[index]) if raw.shape[:1] == part.shape[:1] else raw
-        for key, raw in part.buffers.items()
-    }
-    return replace(part, shape=(len(index), *part.shape[1:]), buffers=buffers, cut=None)
-
-
-def _stacked(pieces: list[WeightPart]) -> WeightPart:
-    """Parts of a row-wise layout one below the other, as one copy."""
-    count = sum(piece.shape[0] for piece in pieces)
-    first = pieces[0]
-    buffers = {}
-    for key, raw in first.buffers.items():
-        if raw.shape[:1] != first.shape[:1]:  # one for all rows
-            buffers[key] = raw
-            continue
-        data = np.concatenate([piece.buffers[key].data for piece in pieces])
-        buffers[key] = replace(raw, shape=(count, *raw.shape[1:]), stored=data)
-    return replace(first, shape=(count, *first.shape[1:]), buffers=buffers)
-
-
-def _raw(like: RawTensor, values: npt.NDArray[np.generic]) -> RawTensor:
-    flat = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
-    return replace(like, shape=values.shape, stored=flat)
-
-
-def _raw_cols(raw: RawTensor, axis: int, cols: tuple[int, int, int]) -> RawTensor:
-    """The entries of a row's buffer that belong to some columns: of whole blocks, codes packed to
-    bytes, scales of groups; one for the row stays. Blocks of MXFP4 have an axis for their bytes
-    behind their own.
-
-    Args:
-        axis: of a row's entries.
-        cols: of how many columns, the first that is wanted, and where they end.
-    """
-    if len(raw.shape) <= axis or raw.shape[axis] == 1:
-        return raw
-    width, (count, begin, end) = raw.shape[axis], cols
-    first, last = begin * width // count, -(-end * width // count)
-    return _raw(raw, raw.view()[(slice(None),) * axis + (slice(first, last),)])
-
-
 def _of_width(layout: QuantLayout, cols: int) -> QuantLayout:
     """The layout with groups and blocks of a whole row as wide as the row is now."""
     if layout.kind == "int8":
@@ -329,37 +366,9 @@ def _computed(
     options, buffers = {}, {}
     if part.layout.options.get("act_order") and "g_idx" in part.buffers:
         groups = np.asarray(part.buffers["g_idx"].view())
-        buffers["g_idx"] = _raw(
+        buffers["g_idx"] = raw_of(
             part.buffers["g_idx"], groups[slice(*cols) if cols else slice(None)]
         )
         options["act_order"] = True
     layout = QuantLayout("integers", part.layout.bits, part.layout.group_size, options)
     return WeightPart(part.name, shape, layout, buffers, decode, coded)
-
-
-def _stacked_codes(pieces: list[CodedRows]) -> CodedRows:
-    first = pieces[0]
-    zeros = [piece.zeros for piece in pieces if piece.zeros is not None]
-    return CodedRows(
-        np.concatenate([piece.codes for piece in pieces]),
-        np.concatenate([piece.scales for piece in pieces]),
-        np.concatenate(zeros) if zeros else None,
-        first.group_of,
-    )
-
-
-def _code_cols(rows: CodedRows, begin: int, end: int) -> CodedRows:
-    cols, groups = rows.codes.shape[1], rows.scales.shape[1]
-    group_of = rows.group_of
-    if group_of is None:
-        group_of = (np.arange(cols) // (cols // groups)).astype(np.int32)
-    of_cols = group_of[begin:end]
-    first, last = int(of_cols.min()), int(of_cols.max()) + 1
-    zeros = None if rows.zeros is None else rows.zeros[:, first:last]
-    equal = rows.group_of is None and (end - begin) % (last - first) == 0
-    return CodedRows(
-        rows.codes[:, begin:end],
-        rows.scales[:, first:last],
-        zeros,
-        None if equal else of_cols - np.int32(first),
-    )

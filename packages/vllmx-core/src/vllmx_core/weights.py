@@ -8,6 +8,7 @@ others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Literal, Protocol
@@ -125,6 +126,19 @@ class RawTensor(Record):
         part = stored.cut(first, last) if isinstance(stored, FileRange) else stored[first:last]
         return replace(self, shape=(end - begin, *self.shape[1:]), stored=part)
 
+    def cols(self, begin: int, end: int, axis: int = 1) -> RawTensor:
+        """Entries of an axis behind the first from `begin` to before `end`, not read so far."""
+        lead, width, *rest = (math.prod(self.shape[:axis]), *self.shape[axis:])
+        if (begin, end) == (0, width) or not lead:
+            return self
+        row_bytes = self.num_bytes // lead
+        first, last = (row_bytes // width * place for place in (begin, end))
+        shape, stored = (*self.shape[:axis], end - begin, *rest), self.stored
+        if isinstance(stored, FileRange):
+            return replace(self, shape=shape, stored=stored.columns(row_bytes, first, last))
+        part = np.ascontiguousarray(stored.reshape(lead, row_bytes)[:, first:last])
+        return replace(self, shape=shape, stored=part.reshape(-1))
+
     def to_f32(self) -> F32:
         """A float32 array of the same values, `data` itself where that is float32."""
         array = self.view()
@@ -145,6 +159,12 @@ class QuantLayout(Record):
 
 
 DENSE = QuantLayout("dense", 16)
+_WORDS = 32
+"""Integers of any number of bits that fill whole words of 32."""
+
+
+Span = tuple[int, int]
+"""Rows or columns from the first to before the second."""
 
 
 class WeightPart(Record):
@@ -163,6 +183,10 @@ class WeightPart(Record):
     not in the order of their groups, the buffer "g_idx" has the group of each."""
     cut: Callable[[int, int], WeightPart] | None = None
     """Set by `made_part`: makes these rows of a part that the source does not hold as it is."""
+    narrow: Callable[[WeightPart, Span, Span], WeightPart | None] | None = None
+    """narrow(part, rows, cols) cuts these out of what is stored, so that nothing else is read or
+    made; None where words or groups would be cut in two. Set where buffers do not lie row by row,
+    or are made."""
 
     def dequantize(self, begin: int = 0, end: int | None = None) -> F32:
         """The part, or its rows from `begin` to before `end`, as float32."""
@@ -202,7 +226,8 @@ class WeightPart(Record):
             return int(options["block_cols"])
         if kind in ("dense", "int8", "fp8"):  # a scale for each row
             return 1
-        return self.layout.group_size or self.shape[-1]
+        group_size, cols = self.layout.group_size or self.shape[-1], self.shape[-1]
+        return min(_WORDS, cols) if self.coded is not None and group_size >= cols else group_size
 
     def cols(self, begin: int, end: int) -> WeightPart:
         """Input features from `begin` to before `end` as a part of their own, of the same layout
@@ -220,17 +245,19 @@ def made_part(
     make: Callable[[int, int], WeightPart],
     *,
     coded: bool = False,
+    narrow: Callable[[WeightPart, Span, Span], WeightPart | None] | None = None,
 ) -> WeightPart:
     """A part whose rows are made when they are asked for: make(begin, end) gives them, of this
     layout, with buffers as `WeightPart.rows` wants them, and with `coded` where this says so.
-    Whoever reads `buffers` has all rows made at once; `rows`, `coded_rows` and `dequantize` keep
-    nothing."""
+    `narrow` is the part's. Whoever reads `buffers` has all rows made at once; `rows`, `coded_rows`
+    and `dequantize` keep nothing."""
 
     def made_codes(_: WeightPart, begin: int, end: int) -> CodedRows:
         return make(begin, end).coded_rows(0, end - begin)
 
     buffers = _MadeBuffers(make, shape[0])
-    return WeightPart(name, shape, layout, buffers, None, made_codes if coded else None, make)
+    codes = made_codes if coded else None
+    return WeightPart(name, shape, layout, buffers, None, codes, make, narrow)
 
 
 class _MadeBuffers(Mapping[str, RawTensor]):

@@ -28,6 +28,7 @@ from vllmx_core.weights import (
     DENSE,
     QuantLayout,
     RawTensor,
+    Span,
     WeightPart,
     WeightSource,
     WeightSpec,
@@ -85,7 +86,7 @@ def in_situ(name: str, checkpoint: Checkpoint, model: Model, registry: Registry)
         )
     types = matrix_types(name, checkpoint, model, registry)
     wanted = {kind for kind in types.values() if kind in QUANTIZERS}
-    encodings = {kind: _blocks(kind, encoder_for(registry, kind)) for kind in wanted}
+    encodings = {kind: blocks(kind, encoder_for(registry, kind)) for kind in wanted}
     return InSituSource(
         checkpoint.weights,
         {n: encodings[kind] for n, kind in types.items() if kind in encodings},
@@ -132,12 +133,26 @@ class InSituSource:
         encoding = self._encodings.get(name)
         if encoding is None:
             return part
-        layout, make = encoding.layout, partial(_make, part, encoding)
-        return made_part(name, part.shape, layout, make, coded=layout.kind == "int8")
+        return _quantised_part(part, encoding)
 
     def close(self) -> None:
         """Closes the source below."""
         self._source.close()
+
+
+def _quantised_part(part: WeightPart, encoding: Encoding) -> WeightPart:
+    layout, make = encoding.layout, partial(_make, part, encoding)
+
+    def narrow(_: WeightPart, rows: Span, cols: Span) -> WeightPart | None:
+        """Only blocks are made without a look at the rest of their rows."""
+        if layout.kind != "gguf" or rows != (0, part.shape[0]):
+            return None
+        return _quantised_part(part.cols(*cols), encoding)
+
+    is_int8, is_matrix = layout.kind == "int8", len(part.shape) == 2
+    return made_part(
+        part.name, part.shape, layout, make, coded=is_int8, narrow=narrow if is_matrix else None
+    )
 
 
 def _make(part: WeightPart, encoding: Encoding, begin: int, end: int) -> WeightPart:
@@ -174,7 +189,8 @@ def _joined(pieces: list[WeightPart]) -> WeightPart:
     return replace(pieces[0], shape=(rows, *pieces[0].shape[1:]), buffers=buffers)
 
 
-def _blocks(kind: str, encoder: Encoder) -> Encoding:
+def blocks(kind: str, encoder: Encoder) -> Encoding:
+    """What a matrix becomes that is made blocks of a GGUF type."""
     block = TYPES_BY_NAME[kind]
 
     def made(rows: RawTensor) -> WeightPart:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from vllmx_core.plan import F32, AnyArray
 from vllmx_core.weight_picks import decoded_entries
-from vllmx_core.weights import WeightPart
+from vllmx_core.weights import Span, WeightPart
 
 ROWS_AT_ONCE = 256
 """Rows that are unpacked together: their intermediate arrays stay in the cache."""
@@ -32,3 +32,14 @@ def group_map(
     if given is not None and not np.array_equal(given, in_order):
         return given.astype(np.int32)
     return in_order if cols % group_size else None
+
+
+def groups_between(cols: Span, count: int, group_size: int) -> Span | None:
+    """The groups that these of `count` input features have in order; None where they begin or end
+    within one, unless it is the only one."""
+    begin, end = cols
+    if group_size >= count:
+        return 0, 1
+    if begin % group_size or (end % group_size and end != count):
+        return None
+    return begin // group_size, -(-end // group_size)

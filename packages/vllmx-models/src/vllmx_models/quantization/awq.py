@@ -10,14 +10,15 @@ weight[o, i] = (q - zero) * scale of the group of i.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.coded import CodedRows
-from vllmx_core.weights import QuantLayout, RawTensor, WeightPart, WeightSource
+from vllmx_core.weights import QuantLayout, RawTensor, Span, WeightPart, WeightSource
 
-from vllmx_models.quantization.affine import decode_coded, group_map
+from vllmx_models.quantization.affine import decode_coded, group_map, groups_between
 from vllmx_models.quantization.bits import U8, unpack
 from vllmx_models.quantization.options import FLOATS, QuantReader
 from vllmx_models.quantization.source import ModuleTensors, QuantizedSource
@@ -87,7 +88,7 @@ class AwqScheme:
             "scales": tensors.shaped(".scales", FLOATS, scales),
         }
         layout = QuantLayout("awq", BITS, group_size, {"packing": self._packing})
-        return WeightPart(name, (rows, cols), layout, buffers, decode_coded, coded)
+        return WeightPart(name, (rows, cols), layout, buffers, decode_coded, coded, narrow=narrow)
 
 
 def coded(part: WeightPart, first: int, last: int) -> CodedRows:
@@ -107,6 +108,28 @@ def coded(part: WeightPart, first: int, last: int) -> CodedRows:
         return CodedRows(codes, scales.T[first:last], zeros, group_of)
     codes, zeros = unpack(qweight[first:last], BITS, cols), unpack(qzeros[first:last], BITS, groups)
     return CodedRows(codes, scales[first:last, :groups], zeros, group_of)
+
+
+def narrow(part: WeightPart, rows: Span, cols: Span) -> WeightPart | None:
+    """`WeightPart.narrow` of this layout."""
+    gemm = part.layout.options["packing"] == "gemm"
+    groups = groups_between(cols, part.shape[1], part.layout.group_size or part.shape[1])
+    packed = (*rows, *cols) if gemm else (*cols, *(groups or ())[:1])
+    if groups is None or any(place % PER_WORD for place in packed):
+        return None
+    buffers = dict(part.buffers)
+    if gemm:
+        words = (rows[0] // PER_WORD, rows[1] // PER_WORD)
+        buffers["qweight"] = buffers["qweight"].rows(*cols).cols(*words)
+        buffers["qzeros"] = buffers["qzeros"].rows(*groups).cols(*words)
+        buffers["scales"] = buffers["scales"].rows(*groups).cols(*rows)
+    else:
+        words = (groups[0] // PER_WORD, -(-groups[1] // PER_WORD))
+        features = (cols[0] // PER_WORD, cols[1] // PER_WORD)
+        buffers["qweight"] = buffers["qweight"].rows(*rows).cols(*features)
+        buffers["qzeros"] = buffers["qzeros"].rows(*rows).cols(*words)
+        buffers["scales"] = buffers["scales"].rows(*rows).cols(*groups)
+    return replace(part, shape=(rows[1] - rows[0], cols[1] - cols[0]), buffers=buffers)
 
 
 def _gemm_unpack(words: npt.NDArray[np.int32]) -> U8:

@@ -11,15 +11,16 @@ X.weight with a scale for the tensor, a row or a block. Float4: X.weight_packed 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.coded import CodedRows
 from vllmx_core.plan import AnyArray
 from vllmx_core.records import Record
-from vllmx_core.weights import QuantLayout, RawTensor, WeightPart
+from vllmx_core.weights import QuantLayout, RawTensor, Span, WeightPart
 
-from vllmx_models.quantization.affine import decode_coded, group_map
+from vllmx_models.quantization.affine import decode_coded, group_map, groups_between
 from vllmx_models.quantization.bits import packed_words, unpack
 from vllmx_models.quantization.matrices import Options, fp4_part, fp8_part, input_scale
 from vllmx_models.quantization.options import FLOATS, QuantReader
@@ -70,7 +71,9 @@ class WeightArgs(Record):
         options = {**activations, "symmetric": self.symmetric, "act_order": g_idx is not None}
         group_size = self.group_size if self.strategy == "group" else cols
         layout = QuantLayout("pack_int", self.bits, group_size, options)
-        return WeightPart(name, (rows, cols), layout, buffers, decode_coded, coded_packed)
+        return WeightPart(
+            name, (rows, cols), layout, buffers, decode_coded, coded_packed, narrow=narrow_packed
+        )
 
     def _int8(self, name: str, tensors: ModuleTensors, activations: Options) -> WeightPart:
         weight = tensors.need(".weight", ("i8",), rank=2)
@@ -136,6 +139,39 @@ def coded_packed(part: WeightPart, first: int, last: int) -> CodedRows:
             zeros = _matrix(stored).astype(np.int32) + offset
     words = np.asarray(buffers["weight"].rows(first, last).view())
     return _coded(part, unpack(words, bits, cols), zeros, first, last)
+
+
+def narrow_packed(part: WeightPart, rows: Span, cols: Span) -> WeightPart | None:
+    """`WeightPart.narrow` of layout "pack_int". Where features are not in the order of their
+    groups, all groups stay."""
+    layout, buffers, bits = part.layout, dict(part.buffers), int(part.layout.bits)
+    count, width = part.shape
+    groups = groups_between(cols, width, layout.group_size or width)
+    if "g_idx" in buffers:
+        groups = (0, _groups_of(buffers["scale"]))
+        buffers["g_idx"] = buffers["g_idx"].rows(*cols)
+    starts = [place for place, most in zip(cols, (0, width), strict=True) if place != most]
+    packed_zeros = "zero_point" in buffers and buffers["zero_point"].dtype == "i32"
+    if packed_zeros:
+        starts += [place for place in rows if place != count]
+    if groups is None or any(place * bits % 32 for place in starts):
+        return None
+    words = (cols[0] * bits // 32, packed_words(cols[1], bits))
+    buffers["weight"] = buffers["weight"].rows(*rows).cols(*words)
+    for key in ("scale", "zero_point"):
+        if key not in buffers:
+            continue
+        raw, span = buffers[key], rows
+        if key == "zero_point" and packed_zeros:
+            span = (rows[0] * bits // 32, packed_words(rows[1], bits))
+        if raw.shape[:1] != (1,) or count == 1:
+            raw = raw.rows(*span) if raw.shape else raw
+        buffers[key] = raw.cols(*groups) if _groups_of(raw) > 1 else raw
+    return replace(part, shape=(rows[1] - rows[0], cols[1] - cols[0]), buffers=buffers)
+
+
+def _groups_of(raw: RawTensor) -> int:
+    return raw.shape[1] if len(raw.shape) > 1 else 1
 
 
 def coded_int8(part: WeightPart, first: int, last: int) -> CodedRows:

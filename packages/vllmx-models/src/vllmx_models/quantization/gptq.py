@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from vllmx_core.coded import CodedRows
 from vllmx_core.plan import AnyArray
-from vllmx_core.weights import QuantLayout, RawTensor, WeightPart, WeightSource
+from vllmx_core.weights import QuantLayout, RawTensor, Span, WeightPart, WeightSource
 
-from vllmx_models.quantization.affine import decode_coded, group_map
+from vllmx_models.quantization.affine import decode_coded, group_map, groups_between
 from vllmx_models.quantization.bits import packed_words, unpack
 from vllmx_models.quantization.modules import compiled
 from vllmx_models.quantization.options import FLOATS, QuantReader
@@ -87,7 +88,7 @@ class GptqScheme:
             "act_order": act_order,
         }
         layout = QuantLayout("gptq", bits, group_size, options)
-        return WeightPart(name, (out, cols), layout, buffers, decode_coded, coded)
+        return WeightPart(name, (out, cols), layout, buffers, decode_coded, coded, narrow=narrow)
 
     def _override(self, module: str) -> Mapping[str, Any] | None:
         """Options of this module that differ; None: it is not quantised."""
@@ -117,6 +118,30 @@ def coded(part: WeightPart, first: int, last: int) -> CodedRows:
         zeros[first:last],
         group_map(cols, layout.group_size or cols, g_idx),
     )
+
+
+def narrow(part: WeightPart, rows: Span, cols: Span) -> WeightPart | None:
+    """`WeightPart.narrow` of this layout. Where features are not in the order of their groups, all
+    groups stay."""
+    layout, buffers, bits = part.layout, dict(part.buffers), int(part.layout.bits)
+    (first, last), (begin, end) = rows, cols
+    span = groups_between(cols, part.shape[1], layout.group_size or part.shape[1])
+    if any(place * bits % 32 for place in (*rows, *cols)):
+        return None
+    if layout.options["act_order"]:
+        span = (0, buffers["scales"].shape[0])
+        buffers["g_idx"] = buffers["g_idx"].rows(*cols)
+    elif span is None:
+        return None
+    else:
+        buffers.pop("g_idx", None)
+    words = (begin * bits // 32, end * bits // 32)
+    buffers["qweight"] = buffers["qweight"].rows(*words).cols(*rows)
+    buffers["scales"] = buffers["scales"].rows(*span).cols(*rows)
+    if "qzeros" in buffers:
+        words = (first * bits // 32, last * bits // 32)
+        buffers["qzeros"] = buffers["qzeros"].rows(*span).cols(*words)
+    return replace(part, shape=(last - first, end - begin), buffers=buffers)
 
 
 def _group_index(
