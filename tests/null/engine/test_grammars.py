@@ -5,102 +5,21 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections import defaultdict
 from typing import Any
 
 import pytest
-import tokenizers
-from tokenizers import models
 from vllmx_core.config import EngineConfig
-from vllmx_core.sampling import SamplingParams
-from vllmx_core.testing.fake import FakeLoadedModel, FakeRules
+from vllmx_core.testing.fake import FakeRules
 from vllmx_engine.core import commit, grammar_row
 from vllmx_engine.core.engine_core import EngineCore
-from vllmx_engine.core.grammar_row import GrammarRow
+from vllmx_engine.core.mask_threads import MaskFill
 from vllmx_engine.grammar import matcher
-from vllmx_engine.grammar.translate import translate
-from vllmx_engine.wire.grammars import FreePart, Grammar, GrammarSpec, Vocabulary
-from vllmx_engine.wire.messages import CoreOutput, CoreRequest, Follower, choices_of, pack_ids
+from vllmx_engine.wire.grammars import FreePart, Grammar
+from vllmx_engine.wire.messages import Follower, choices_of
 
 from tests.waiting import PATIENCE_S
 
-EOS = 7
-LETTERS = '0123456-abcdefghijklmnopqrstuvwxyz{}:, "ABCDE'
-TOKENS = [letter.encode() for letter in LETTERS]
-TOKENS[EOS:EOS] = [b"</s>"]
-VOCAB_SIZE = len(TOKENS)
-RULES = FakeRules(vocab_size=VOCAB_SIZE)
-
-
-def vocabulary() -> Vocabulary:
-    """A token for each letter."""
-    ids = {token.decode(): number for number, token in enumerate(TOKENS)}
-    backend = tokenizers.Tokenizer(models.BPE(ids, []))
-    return Vocabulary(tokens=TOKENS, special_ids=[EOS], eos_ids=[EOS], tokenizer=backend.to_str())
-
-
-def regex(pattern: str, free: FreePart | None = None) -> Grammar:
-    return Grammar(translate(GrammarSpec(kind="regex", text=pattern)), free)
-
-
-def text_of(ids: list[int]) -> str:
-    return b"".join(TOKENS[token] for token in ids if token != EOS).decode()
-
-
-class Driver:
-    """A core over the fake model, and what it said."""
-
-    def __init__(self, *, rules: FakeRules = RULES, blocks: int = 64, **config: Any) -> None:
-        self.model = FakeLoadedModel(
-            rules, num_blocks=blocks, block_size=4, max_tokens=32, max_logit_rows=32
-        )
-        self.core = EngineCore(
-            self.model,
-            EngineConfig(**{"max_num_seqs": 8} | config),
-            max_model_len=64,
-            vocab_size=VOCAB_SIZE,
-        )
-        self.core.set_vocabulary(vocabulary())
-        self.ids: dict[str, list[int]] = defaultdict(list)
-        self.last: dict[str, CoreOutput] = {}
-        self.longest = 0
-        """Most tokens in one output."""
-
-    def request(self, name: str, grammar: Grammar | None, **fields: Any) -> CoreRequest:
-        params = {"temperature": 1.0, "max_tokens": 24} | fields.pop("params", {})
-        return CoreRequest(
-            request_id=name,
-            prompt=pack_ids(fields.pop("prompt", [1, 2, 3])),
-            params=SamplingParams(**params),
-            max_tokens=params["max_tokens"],
-            seed=fields.pop("seed", 5),
-            stop_ids=fields.pop("stop_ids", [EOS]),
-            grammar=grammar,
-            **fields,
-        )
-
-    def add(self, name: str, grammar: Grammar | None, **fields: Any) -> None:
-        self.core.add(self.request(name, grammar, **fields))
-
-    def step(self) -> None:
-        for output in self.core.step():
-            self.ids[output.request_id] += output.ids
-            self.longest = max(self.longest, len(output.ids))
-            if output.logprobs is not None:
-                assert len(output.logprobs) == len(output.ids)
-            self.last[output.request_id] = output
-
-    def run(self, most_steps: int = 20_000) -> None:
-        for _ in range(most_steps):
-            if not self.core.has_work:
-                return
-            self.step()
-        raise AssertionError("it does not end")
-
-    def text(self, name: str) -> str:
-        assert self.last[name].finish_reason == "stop", self.last[name]
-        return text_of(self.ids[name])
-
+from .grammar_driver import EOS, LETTERS, VOCAB_SIZE, Driver, regex, text_of
 
 PATTERNS = [
     "[a-f]{3}-[0-4]{2}",
@@ -420,13 +339,13 @@ def test_slow_masks_are_made_between_steps_and_change_no_answer(
 
 def test_rows_do_not_wait_for_the_mask_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     made = threading.Event()
-    make = GrammarRow._make_mask
+    make = MaskFill.run
 
-    def make_late(row: GrammarRow) -> Any:
+    def make_late(fill: MaskFill) -> None:
         assert made.wait(PATIENCE_S)
-        return make(row)
+        make(fill)
 
-    monkeypatch.setattr(GrammarRow, "_make_mask", make_late)
+    monkeypatch.setattr(MaskFill, "run", make_late)
     monkeypatch.setattr(grammar_row, "SLOW_S", -1.0)
     driver = Driver()
     driver.add("slow", regex("[a-z]{9}"))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 from vllmx_core.plan import I32, AnyArray, SamplingRows, StepPlan
-from vllmx_core.records import MutableRecord
+from vllmx_core.records import MutableRecord, field
 
 from vllmx_engine.core.chunk import Batch, Chunk
+from vllmx_engine.core.cost import StepCost
+from vllmx_engine.core.grammar_masks import PATIENCE_S, PATIENCE_SHARE
 from vllmx_engine.core.images import Images
 from vllmx_engine.core.row_states import RowStates
 from vllmx_engine.core.rows import RowTable, known_tokens
 from vllmx_engine.core.sampling_rows import NOTHING_SAMPLED, LogitOwners, RowsBuilder
-from vllmx_engine.core.sequence import Limits
+from vllmx_engine.core.sequence import Limits, Sequence
 
 
 class Step(MutableRecord):
@@ -25,6 +27,9 @@ class Step(MutableRecord):
     owners: LogitOwners
     waits_for_ids: bool
     """Whether its edits wait for the ids of the step before: `BatchBuilder.edit` makes them."""
+    late: list[Sequence] = field(default_factory=list)
+    """Sequences that it brings no token of, because their masks are still being made: they go on
+    with `Scheduler.release`."""
 
 
 class BatchBuilder:
@@ -39,10 +44,12 @@ class BatchBuilder:
         self,
         table: RowTable,
         limits: Limits,
+        cost: StepCost,
         states: RowStates | None = None,
         images: Images | None = None,
     ) -> None:
         self._table = table
+        self._cost = cost
         self._states = states
         self._images = images
         self._size = limits.block_size
@@ -79,8 +86,6 @@ class BatchBuilder:
         if self._pools:
             sampling = NOTHING_SAMPLED
             plan.token_types = self._token_types(batch, plan)
-        if not waits_for_ids:
-            self._sampling.edit(owners, sampling, number)
         step = Step(
             number=number,
             batch=batch,
@@ -98,6 +103,8 @@ class BatchBuilder:
             if row.sequence.grammar is not None and row.sequence.grammar.is_slow:
                 row.sequence.grammar.paused_step = number
                 table.pause(row.sequence.row)
+        if not waits_for_ids:
+            self.edit(step, sampling)
         return plan, sampling, step
 
     def _see(self, plan: StepPlan, batch: Batch, rows: AnyArray) -> None:
@@ -123,7 +130,21 @@ class BatchBuilder:
     def edit(self, step: Step, sampling: SamplingRows) -> None:
         """What was left out of the parameters of a step that `waits_for_ids`, which are known by
         now."""
-        self._sampling.edit(step.owners, sampling, step.number)
+        late = self._sampling.edit(step.owners, sampling, step.number, lambda: self._patience(step))
+        for sequence in late:
+            step.context_len[step.rows == sequence.row] -= 1
+            self._table.take_back(sequence.row, sequence.tokens[-1])
+        step.late += late
+
+    def _patience(self, step: Step) -> float:
+        """The seconds that a step waits for its masks."""
+        runs = step.waits_for_ids  # else its forward pass has not begun
+        hidden_s = PATIENCE_SHARE * self._cost.predict(step.batch.load) if runs else 0.0
+        return max(PATIENCE_S, hidden_s)
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._sampling.close()
 
     def _decode(self, rows: AnyArray, select: AnyArray | slice) -> StepPlan:
         """One token a row."""

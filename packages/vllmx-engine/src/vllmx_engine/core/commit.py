@@ -61,8 +61,8 @@ class Committer:
                 continue
             try:
                 if not sequence.is_plain or token < 0:
-                    if sequence.skipped_step == step.number:
-                        continue  # its token is one of those that were forced
+                    if sequence.skipped_step == step.number or sequence in step.late:
+                        continue  # its token is one of those that were forced, or had no mask
                     outputs += self._special(sequence, token, logit, details, step.number)
                     continue
                 reason = sequence.accept(token)

@@ -96,7 +96,9 @@ class EngineCore:
             images=sees,
         )
         scheduler = self._scheduler
-        self._builder = BatchBuilder(scheduler.table, self.limits, scheduler.states, sees)
+        self._builder = BatchBuilder(
+            scheduler.table, self.limits, self._cost, scheduler.states, sees
+        )
         self._committer = Committer(self._scheduler)
         self._deadlines = QueueDeadlines(scheduler.live, clock)
         self._grammars = Grammars(vocab_size)
@@ -165,6 +167,8 @@ class EngineCore:
             return None
         self._num_steps += 1
         self._fail_broken(step.owners.broken)
+        for sequence in step.late:
+            self._grammars.prepare(sequence)
         return launched
 
     def _launch_in_halves(self, plan: StepPlan, rows: SamplingRows, step: Step) -> StepHandle:
@@ -346,6 +350,7 @@ class EngineCore:
         try:
             self.abort(self.request_ids)
             self._in_flight.clear()
+            self._builder.close()
             self._grammars.close()
             self._model.close()
         finally:

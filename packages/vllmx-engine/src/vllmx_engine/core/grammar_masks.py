@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
 import numpy as np
 from vllmx_core.errors import GrammarError
 from vllmx_core.plan import U32
-from vllmx_core.records import MutableRecord
+from vllmx_core.records import MutableRecord, field
 
-from vllmx_engine.core.grammar_row import SLOW_S
+from vllmx_engine.core.mask_threads import MaskThreads
 from vllmx_engine.core.sequence import Sequence
-from vllmx_engine.grammar.matcher import GrammarMatcher, MaskFiller
 
 _ALL = np.uint32(0xFFFFFFFF)
-_USUAL_S = 1e-4
-"""The usual seconds of a mask."""
-_MEASURED_STEPS = 3
-"""The number of steps that, less one, tell a row that is slow from a machine that was:
-`GrammarRow.is_slow` takes two slow masks in a row."""
+PATIENCE_S = 0.002
+"""A step waits so long for masks at the least: some hundred of the usual ones."""
+PATIENCE_SHARE = 0.25
+"""What a step waits for masks, of the time that it is likely to take, where its forward pass goes
+on meanwhile: that has hardly come so far then, so the wait costs nobody anything."""
 
 
 class Constrained(MutableRecord):
@@ -32,63 +31,84 @@ class Constrained(MutableRecord):
     """Nothing but an end of sequence may come, which `min_tokens` must not ban."""
 
 
+class FilledMasks(MutableRecord):
+    """The sequences without a mask."""
+
+    failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
+    """Their grammars failed, for these reasons."""
+    late: list[Sequence] = field(default_factory=list)
+    """Their masks are still being made."""
+
+
 class GrammarMasks:
     """Owned by the core's thread."""
 
     def __init__(self) -> None:
-        self._filler = MaskFiller()
-        self._num_measured = 0
-        """Steps whose masks are made one by one, to see which of them takes long."""
+        self._threads = MaskThreads()
 
     def fill(
-        self, constrained: list[Constrained], masks: U32, number: int
-    ) -> list[tuple[Sequence, Exception]]:
-        """Fills rows of masks (N, W) for step `number`; returns sequences whose grammar failed,
-        with the reasons. Their rows, and those whose tokens are not wanted, allow everything."""
-        failed: list[tuple[Sequence, Exception]] = []
+        self,
+        constrained: list[Constrained],
+        masks: U32,
+        number: int,
+        patience: Callable[[], float],
+        *,
+        may_be_late: bool = True,
+    ) -> FilledMasks:
+        """Fills rows of masks (N, W) for step `number`. Where that takes more than `patience()`
+        seconds, those that are not done are late, unless none `may_be_late`. Their rows, and those
+        of grammars that failed or of tokens that are not wanted, allow everything."""
+        filled = FilledMasks()
         wanted = []
         for row in constrained:
-            sequence = row.sequence
-            if sequence.finished or sequence.skipped_step == number:
+            if row.sequence.finished or row.sequence.skipped_step == number:
                 masks[row.mask] = _ALL
             else:
                 wanted.append(row)
-        filled = self._fill_due(wanted, masks)
+        late = self._run(wanted, patience, may_be_late=may_be_late)
         for row in wanted:
             mask = masks[row.mask]
+            if row.mask in late:
+                mask[:] = _ALL
+                filled.late.append(row.sequence)
+                continue
             try:
-                _finish(row, mask, filled.get(row.mask))
+                _finish(row, mask)
             except Exception as error:  # one request's fault must not stop the others
                 mask[:] = _ALL
-                failed.append((row.sequence, error))
-        return failed
+                filled.failed.append((row.sequence, error))
+        return filled
 
-    def _fill_due(self, rows: list[Constrained], masks: U32) -> dict[int, GrammarMatcher]:
-        """Matchers that can be filled in one call, by their rows of the masks."""
-        self._num_measured = max(0, self._num_measured - 1)
-        if len(rows) < 2 or self._num_measured:
-            return {}
-        due = {}
+    def _run(
+        self, rows: list[Constrained], patience: Callable[[], float], *, may_be_late: bool
+    ) -> set[int]:
+        """Has masks made; returns the rows, among the step's masks, of those that are late."""
+        fills = {}
         for row in rows:
-            matcher = None if row.sequence.grammar is None else row.sequence.grammar.due
-            if matcher is not None and self._filler.takes(matcher, masks):
-                due[row.mask] = matcher
-        if due:
-            started_s = time.perf_counter()
-            self._filler.fill([(matcher, row) for row, matcher in due.items()], masks)
-            if time.perf_counter() - started_s > SLOW_S + len(due) * _USUAL_S:
-                self._num_measured = _MEASURED_STEPS
-        return due
+            assert row.sequence.grammar is not None, row.sequence.request_id
+            fill = row.sequence.grammar.next_fill()
+            if fill is not None and not fill.is_done:
+                fills[row.mask] = fill
+        begins = [fill for fill in fills.values() if not fill.is_begun]
+        if begins:
+            self._threads.run(begins, patience)
+        late = {mask: fill for mask, fill in fills.items() if not fill.is_done}
+        if late and not may_be_late:
+            for fill in late.values():
+                fill.wait()
+            return set()
+        return set(late)
+
+    def close(self) -> None:
+        """Ends the threads, without waiting for them."""
+        self._threads.close()
 
 
-def _finish(row: Constrained, mask: U32, filled: GrammarMatcher | None) -> None:
-    """What is left to do for a mask that may be `filled` already. Raises GrammarError."""
+def _finish(row: Constrained, mask: U32) -> None:
+    """Writes a mask that is there, as the rules of its request leave it. Raises GrammarError."""
     sequence = row.sequence
     assert sequence.grammar is not None, sequence.request_id
-    if filled is None:
-        sequence.grammar.fill_mask(mask)
-    else:
-        filled.check()
+    sequence.grammar.fill_mask(mask)
     row.must_end = False
     rules = sequence.rules
     if rules is None:

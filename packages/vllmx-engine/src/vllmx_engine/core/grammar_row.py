@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from concurrent.futures import Executor, Future
 
 import numpy as np
 from vllmx_core.plan import U32
 
-from vllmx_engine.grammar.matcher import CompiledGrammar, GrammarMatcher
+from vllmx_engine.core.mask_threads import MaskFill
+from vllmx_engine.grammar.matcher import CompiledGrammar, Matcher
 from vllmx_engine.wire.grammars import FreePart
 
 _ALL = np.uint32(0xFFFFFFFF)
 SLOW_S = 0.002
-"""A row whose masks take longer must not hold up the rows beside it."""
+"""A row whose masks take longer sits out while they are made."""
 
 
 class GrammarRow:
     """A matcher that begins with the answer, or behind its `free` part.
 
-    The core's thread owns it, but for the time of `prepare`.
+    The core's thread owns it, and leaves the matcher alone while `next_fill` is under way.
     """
 
     __slots__ = (
         "_begin",
         "_ends",
+        "_fill",
         "_first_mask",
         "_held_ids",
         "_is_free",
         "_matcher",
         "_num_begun",
-        "_num_words",
-        "_preparing",
         "_recent",
         "_was_slow",
         "is_slow",
@@ -40,10 +38,10 @@ class GrammarRow:
     )
 
     def __init__(self, compiled: CompiledGrammar, free: FreePart | None = None) -> None:
-        self._matcher: GrammarMatcher = compiled.start()
+        self._matcher: Matcher = compiled.start()
         self._first_mask: U32 | None = compiled.first_mask
         """The mask of the first token, while nothing was consumed."""
-        self._num_words = compiled.first_mask.size
+        self._fill = MaskFill(self._matcher, compiled.first_mask.size)
         self._ends: tuple[tuple[int, ...], ...] = () if free is None else free.ends
         self._begin: tuple[int, ...] = () if free is None else free.begin_ids
         """The ids that begin a free part, while they have not come and still may."""
@@ -54,13 +52,10 @@ class GrammarRow:
         if self._begin and _is_set(compiled.first_mask, self._begin[0]):
             self._begin = ()  # the grammar has such a part itself
         self._recent: deque[int] = deque(maxlen=max(map(len, self._ends), default=0))
-        self._preparing: Future[U32] | None = None
-        """The next mask, made on another thread."""
         self.is_slow = compiled.repeated_mask_s > SLOW_S
         """Whether its masks are made between steps, in which it sits out."""
         self._was_slow = False
-        """Whether its last mask took long: two in a row, or it may be that another process had its
-        turn."""
+        """Whether its last mask took long: a single one may be the machine's."""
         self.paused_step = -1
         """The step behind which it does so."""
 
@@ -83,7 +78,8 @@ class GrammarRow:
                 self._begin, self._is_free = (), True
             return False
         self._begin = ()
-        self._first_mask = self._preparing = None
+        self._first_mask = None
+        self._fill.renew()
         self._matcher.consume(token)
         return self._matcher.is_stopped
 
@@ -93,10 +89,9 @@ class GrammarRow:
             return []
         return self._matcher.forced_tokens()
 
-    def prepare(self, threads: Executor) -> Future[U32]:
-        """Makes the next mask on another thread."""
-        self._preparing = threads.submit(self._make_mask)
-        return self._preparing
+    def next_fill(self) -> MaskFill | None:
+        """What makes the next mask, if it takes any time; `fill_mask` wants it done."""
+        return None if self._is_free or self._first_mask is not None else self._fill
 
     def fill_mask(self, mask: U32) -> None:
         """(W,) the tokens that may come next, as `Matcher.fill_mask`."""
@@ -104,31 +99,17 @@ class GrammarRow:
             self._fill_free(mask)
         elif self._first_mask is not None:
             self._fill_first(mask)
-        elif self._preparing is not None:
-            mask[:] = self._preparing.result()
         else:
-            started_s = time.perf_counter()
-            self._matcher.fill_mask(mask)
-            was_slow, self._was_slow = self._was_slow, time.perf_counter() - started_s > SLOW_S
-            self.is_slow = self.is_slow or (was_slow and self._was_slow)
+            self._take(mask)
 
-    @property
-    def due(self) -> GrammarMatcher | None:
-        """What must make the next mask now; None where `fill_mask` has it from elsewhere, and for a
-        row that was slow last time, which `fill_mask` measures."""
-        if self._is_free or self._first_mask is not None or self._preparing is not None:
-            return None
-        return None if self._was_slow else self._matcher
-
-    def _make_mask(self) -> U32:
-        mask = np.zeros(self._num_words, np.uint32)
-        if self._is_free:
-            self._fill_free(mask)
-        elif self._begin:
-            self._fill_first(mask)
-        else:
-            self._matcher.fill_mask(mask)
-        return mask
+    def _take(self, mask: U32) -> None:
+        """The mask that was made. Raises what came instead."""
+        assert self._fill.is_done, "the mask is not there yet"
+        if self._fill.error is not None:
+            raise self._fill.error
+        mask[:] = self._fill.mask
+        was_slow, self._was_slow = self._was_slow, self._fill.seconds > SLOW_S
+        self.is_slow = self.is_slow or (was_slow and self._was_slow)
 
     def _fill_free(self, mask: U32) -> None:
         mask[:] = _ALL

@@ -14,6 +14,7 @@ from queue import Empty, SimpleQueue
 from vllmx_core.errors import GrammarError
 
 from vllmx_engine.core.grammar_row import GrammarRow
+from vllmx_engine.core.mask_threads import MaskFill
 from vllmx_engine.core.sequence import Sequence
 from vllmx_engine.core.thought_budget import ThoughtBudget
 from vllmx_engine.grammar.matcher import CompiledGrammar
@@ -23,6 +24,8 @@ from vllmx_engine.wire.grammars import Grammar, Vocabulary
 MAX_KEPT = 64
 """Compiled grammars that stay for the next request, some 100 kB each."""
 _NUM_THREADS = 2
+_Made = Future[CompiledGrammar] | MaskFill | None
+"""What a sequence waited for; None where nothing had to be made."""
 
 
 class Grammars:
@@ -33,7 +36,7 @@ class Grammars:
         self._threads: ThreadPoolExecutor | None = None
         self._trie: Future[Trie] | None = None
         self._compiled: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()
-        self._done: SimpleQueue[tuple[Sequence, Future[CompiledGrammar] | None]] = SimpleQueue()
+        self._done: SimpleQueue[tuple[Sequence, _Made]] = SimpleQueue()
         self._num_waiting = 0
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
@@ -60,12 +63,19 @@ class Grammars:
         return False
 
     def prepare(self, sequence: Sequence) -> None:
-        """Makes the next mask of a sequence that sits out; `finished` will name it."""
+        """Makes the next mask of a sequence that sits out, unless somebody is at it; `finished`
+        will name the sequence."""
         assert sequence.grammar is not None, sequence.request_id
-        assert self._threads is not None, "nothing was compiled"
         self._num_waiting += 1
-        preparing = sequence.grammar.prepare(self._threads)
-        preparing.add_done_callback(lambda _: self._done.put((sequence, None)))
+        fill = sequence.grammar.next_fill()
+        if fill is None:
+            self._done.put((sequence, None))
+            return
+        if not fill.is_begun:
+            assert self._threads is not None, "nothing was compiled"
+            fill.is_begun = True
+            self._threads.submit(fill.run)
+        fill.when_done(lambda: self._done.put((sequence, fill)))
 
     def finished(self, wait_s: float = 0.0) -> list[tuple[Sequence, Exception | None]]:
         """Sequences that have their grammar or their next mask by now, or the reason why not. Waits
@@ -73,9 +83,9 @@ class Grammars:
         found: list[tuple[Sequence, Exception | None]] = []
         try:
             while self._num_waiting:
-                sequence, compiled = self._done.get(wait_s > 0 and not found, wait_s or None)
+                sequence, made = self._done.get(wait_s > 0 and not found, wait_s or None)
                 self._num_waiting -= 1
-                found.append((sequence, None if compiled is None else _try_set(sequence, compiled)))
+                found.append((sequence, _take(sequence, made)))
         except Empty:
             pass
         return found
@@ -103,10 +113,13 @@ class Grammars:
         return compiling
 
 
-def _try_set(sequence: Sequence, compiled: Future[CompiledGrammar]) -> Exception | None:
+def _take(sequence: Sequence, made: _Made) -> Exception | None:
+    """Gives a sequence what it waited for; returns the reason where there is nothing."""
+    if made is None or isinstance(made, MaskFill):
+        return None if made is None else made.error
     assert sequence.request.grammar is not None, sequence.request_id
     try:
-        _set(sequence, sequence.request.grammar, compiled)
+        _set(sequence, sequence.request.grammar, made)
     except Exception as error:  # whatever compiling raised
         return error
     return None

@@ -161,7 +161,10 @@ class RowBlocks:
         if not self._windows or not rows.size:
             return False
         table, groups = self._table, self._window_groups
-        seen = np.maximum(table.computed[rows] - self._seen_before, 0)
+        newest = table.computed[rows]
+        if keep_unfiled:
+            newest -= table.waits[rows]  # its last token may be taken back
+        seen = np.maximum(newest - self._seen_before, 0)
         first = seen // np.int32(self._size)  # (W, R)
         if keep_unfiled:
             np.minimum(first, table.num_cached[rows], out=first)

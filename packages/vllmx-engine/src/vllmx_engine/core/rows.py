@@ -199,6 +199,14 @@ class RowTable:
         self.feed_end[row] = 0
         self.sampled_in[row] = -1
 
+    def take_back(self, row: int, token: int) -> None:
+        """Takes the step's token back that a row's last known one brings: it is fed that one again
+        after `start_decoding`."""
+        self.computed[row] -= 1
+        self.last_token[row] = token
+        self.sampled_in[row] = -1
+        self.feed_end[row] = 0
+
     def skip_caching(self, row: int) -> None:
         """Leaves the row's blocks out of the prefix cache."""
         self.num_cached[row] = _NEVER

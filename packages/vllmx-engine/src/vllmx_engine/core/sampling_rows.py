@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
@@ -89,14 +90,35 @@ class RowsBuilder:
             sampling.counts = _counts(owners.counted, plan)
         return owners, sampling
 
-    def edit(self, owners: LogitOwners, sampling: SamplingRows, number: int) -> None:
+    def edit(
+        self,
+        owners: LogitOwners,
+        sampling: SamplingRows,
+        number: int,
+        patience: Callable[[], float],
+    ) -> list[Sequence]:
         """Puts in, for step `number`, grammars, bans and biases as the tokens that the host knows
-        by now have them."""
+        by now have them. Returns sequences whose masks take more than `patience()` seconds: what
+        the step samples for them counts for nothing."""
+        late: list[Sequence] = []
         if owners.constrained:
             assert sampling.masks is not None
-            owners.broken += self._grammars.fill(owners.constrained, sampling.masks, number)
+            filled = self._grammars.fill(
+                owners.constrained,
+                sampling.masks,
+                number,
+                patience,
+                may_be_late=not self._limits.num_state_slots,
+            )
+            owners.broken += filled.failed
+            late = filled.late
         if owners.edited:
             sampling.edits = _edits(owners, sampling)
+        return late
+
+    def close(self) -> None:
+        """Ends the threads that make masks."""
+        self._grammars.close()
 
     def _gathered(
         self, batch: Batch, rows: AnyArray, plan: StepPlan

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Executor, Future
-
 import numpy as np
 from vllmx_core.plan import U32
 
 from vllmx_engine.core.grammar_row import GrammarRow
-from vllmx_engine.grammar.matcher import GrammarMatcher
+from vllmx_engine.core.mask_threads import MaskFill
 from vllmx_engine.wire.grammars import Thoughts
 
 _ALL = np.uint32(0xFFFFFFFF)
@@ -57,15 +55,9 @@ class ThoughtBudget:
             return list(self._forced)
         return self._inner.forced_tokens()
 
-    def prepare(self, threads: Executor) -> Future[U32]:
+    def next_fill(self) -> MaskFill | None:
         """See `GrammarRow`."""
-        assert self._inner is not None, "only grammars are slow"
-        return self._inner.prepare(threads)
-
-    @property
-    def due(self) -> GrammarMatcher | None:
-        """See `GrammarRow`."""
-        return None if self._forced or self._inner is None else self._inner.due
+        return None if self._forced or self._inner is None else self._inner.next_fill()
 
     def fill_mask(self, mask: U32) -> None:
         """See `GrammarRow`."""

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.errors import GrammarError
 from vllmx_core.plan import U32
-from vllmx_core.processors import available_processors
 
 from vllmx_engine.grammar.vocabulary import Trie
 
@@ -29,9 +27,6 @@ MAX_STEP_LEXER_FUEL = 100_000
 """Fuel of one mask: derivatives of regular expressions, some 14,000 a ms; half the library's."""
 _TRIAL_TOKENS = 24
 _TRIALS = 2
-_MAX_THREADS = 8
-_LEAST_PARALLEL = 8
-"""Fewer masks are made before another thread is awake."""
 _DEAD_END = "NoExtensionBias"
 """What the library says where a grammar neither ends nor goes on."""
 
@@ -139,10 +134,6 @@ class GrammarMatcher:
             mask[:] = wide[: mask.size]
         _check(self._matcher)
 
-    def check(self) -> None:
-        """Raises GrammarError where `MaskFiller.fill` failed."""
-        _check(self._matcher)
-
     def consume(self, token: int) -> None:
         """See `Matcher`."""
         if not self._matcher.consume_token(token):
@@ -157,35 +148,6 @@ class GrammarMatcher:
         """See `Matcher`."""
         ids: list[int] = self._matcher.compute_ff_tokens()
         return ids
-
-
-class MaskFiller:
-    """Fills the masks of many matchers in one call; on native threads where the model's own leave
-    cores for them."""
-
-    def __init__(self, num_threads: int | None = None) -> None:
-        self._num_threads = num_threads or min(available_processors() // 2, _MAX_THREADS)
-        self._executor: Any = None
-
-    def fill(self, matchers: Sequence[tuple[GrammarMatcher, int]], masks: U32) -> None:
-        """(N, W) for each matcher the given row of the masks, as `Matcher.fill_mask` would. Ask
-        `GrammarMatcher.check` afterwards."""
-        base, size = masks.ctypes.data, masks.strides[0]
-        if self._num_threads < 2 or len(matchers) < _LEAST_PARALLEL:
-            for matcher, row in matchers:
-                matcher._matcher.unsafe_compute_mask_ptr(base + row * size, size)
-            return
-        if self._executor is None:
-            import llguidance
-
-            self._executor = llguidance.LLExecutor(self._num_threads)
-        pairs = [(matcher._matcher, row) for matcher, row in matchers]
-        self._executor.unsafe_compute_mask_ptr(pairs, base, size, len(masks))
-
-    @staticmethod
-    def takes(matcher: GrammarMatcher, masks: U32) -> bool:
-        """Whether the masks lie as the library fills them."""
-        return masks.flags.c_contiguous and masks.shape[1] == matcher._num_words
 
 
 def _check(matcher: LLMatcher) -> None:

@@ -1,0 +1,102 @@
+"""Masks that are made on threads, some of them for too long."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from vllmx_core.errors import GrammarError
+from vllmx_core.plan import U32
+from vllmx_engine.core import mask_threads
+from vllmx_engine.core.mask_threads import MaskFill, MaskThreads
+from vllmx_engine.grammar.matcher import Matcher
+
+from tests.waiting import PATIENCE_S, wait_until
+
+
+class Matching:
+    """The part of a `Matcher` that makes masks: all its words are one number."""
+
+    def __init__(self, number: int, gate: threading.Event | None = None) -> None:
+        self._number, self._gate = number, gate
+        self.thread = -1
+
+    def fill_mask(self, mask: U32) -> None:
+        self.thread = threading.get_ident()
+        if self._gate is not None:
+            assert self._gate.wait(PATIENCE_S)
+        if self._number < 0:
+            raise GrammarError("over the fuel")
+        mask[:] = self._number
+
+
+def fill_of(number: int, gate: threading.Event | None = None) -> MaskFill:
+    matcher: Matcher = Matching(number, gate)  # type: ignore[assignment]
+    return MaskFill(matcher, 3)
+
+
+@pytest.fixture
+def threads() -> MaskThreads:
+    return MaskThreads()
+
+
+@pytest.mark.parametrize("count", [1, 5, 70])
+def test_masks_are_made_and_fail_each_for_itself(threads: MaskThreads, count: int) -> None:
+    fills = [fill_of(-1 if number % 4 == 3 else number) for number in range(count)]
+    for _ in range(2):
+        threads.run(fills, lambda: PATIENCE_S)
+        assert all(fill.is_done for fill in fills)
+        for number, fill in enumerate(fills):
+            assert isinstance(fill.error, GrammarError) == (number % 4 == 3)
+            if fill.error is None:
+                assert (fill.mask == np.uint32(number)).all()
+            fill.renew()
+            assert not fill.is_begun
+    threads.close()
+
+
+def test_masks_that_take_long_hold_up_no_others(threads: MaskThreads) -> None:
+    """As many of them as leave one thread, and no step waits for them longer than it wants to."""
+    gate = threading.Event()
+    slow = [fill_of(1, gate) for _ in range(5)]
+    quick = [fill_of(number) for number in range(40)]
+    threads.run([*slow, *quick], lambda: 0.0)
+    wait_until(lambda: all(fill.is_done for fill in quick))
+    assert not any(fill.is_done for fill in slow)
+    later = [fill_of(2)]
+    threads.run(later, lambda: PATIENCE_S)
+    assert later[0].is_done
+    told: list[int] = []
+    slow[0].when_done(lambda: told.append(0))
+    quick[0].when_done(lambda: told.append(1))
+    assert told == [1]
+    gate.set()
+    for fill in slow:
+        fill.wait()
+    wait_until(lambda: told == [1, 0])
+    threads.close()
+
+
+def test_nobody_asks_for_patience_where_masks_are_quick(
+    threads: MaskThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mask_threads, "HELP_S", PATIENCE_S)
+
+    def impatient() -> float:
+        raise AssertionError("a prediction was made for nothing")
+
+    threads.run([fill_of(1) for _ in range(9)], impatient)
+    threads.close()
+
+
+def test_a_mask_is_not_renewed_while_it_is_made(threads: MaskThreads) -> None:
+    gate = threading.Event()
+    fill = fill_of(1, gate)
+    threads.run([fill], lambda: 0.0)
+    with pytest.raises(AssertionError, match="under way"):
+        fill.renew()
+    gate.set()
+    fill.wait()
+    fill.renew()
+    threads.close()
