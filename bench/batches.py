@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from serve import running
+from served import running, vllmx
 from vllmx import LLM, EngineConfig, SamplingParams
 from vllmx.bench.figures import show
 from vllmx_server.batches.offline import run_batch
@@ -106,8 +106,7 @@ def main() -> None:
     config = EngineConfig(**engine)
     count, tokens = options.requests, options.tokens
     found: dict[str, list[float]] = {"generate": [], "run-batch": [], "/v1/batches": []}
-    serve = ["-m", "vllmx", "serve", options.model, "--port", "0", "--disable-access-log"]
-    serve += ["--max-num-seqs", str(options.rows)]
+    serve = vllmx(options.model, "--max-num-seqs", str(options.rows))
     with (
         tempfile.TemporaryDirectory() as folder,
         running("vllmx", [*serve, "--data-dir", folder]) as server,

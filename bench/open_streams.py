@@ -14,13 +14,13 @@ import argparse
 import asyncio
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from residence import Residence
-from serve import fake_model, vllmx
+from serve import fake_model
+from served import vllmx
 from vllmx.bench.figures import show
 from vllmx.bench.server_process import server_process
 from vllmx_core.testing.fake_checkpoint import install_fake_plugin
@@ -98,7 +98,7 @@ def main() -> None:
         flags += ("--num-kv-blocks", str(options.streams * 256))
         paths = [str(plugins), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        command = [sys.executable, *vllmx(*flags)]
+        command = vllmx(*flags)
         with server_process(command, environment) as server:
             found = asyncio.run(run(options, server.url, server.pid))
     print(show(found.pop("memory"), as_json=False))

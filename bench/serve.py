@@ -1,18 +1,22 @@
 """CPU of the API process for a streamed token, beside a bare hypercorn, and open-loop latencies.
 
-    python bench/serve.py [--streams 64,256] [--kinds text] [--rounds 4] [--real] [--rates 2,4,8]
-        [--api-workers 2,4] [--json]
+    python bench/serve.py [--streams 64,256] [--kinds text] [--rounds 4] [--real]
+        [--api-workers 2,4] [--rates 2,4,8 [--peers llama.cpp,vllm]] [--json]
 
 `--streams`: so many requests start together and stream `--tokens` tokens each, one a step of
 `--step-ms`, from a fake model that costs nothing: what is left is HTTP, detokenizing, JSON and the
 way from the engine core. The same load runs on `bench/bare_sse.py` (hypercorn and starlette sending
-ready bytes), round by round in turn. Figures are CPU microseconds of the API process alone (its
-threads' on-CPU time from /proc) for each token, requests and connections included: median and
-range; with `--api-workers`, of all of them together. `--kinds`: what is streamed, of `text`
-(completions), `content`, `reasoning` and `tools`
+ready bytes), round by round in turn. Figures are CPU microseconds of the API process alone for each
+token, requests and connections included: median and range; with `--api-workers`, of all of them
+together. `--kinds`: what is streamed, of `text` (completions), `content`, `reasoning` and `tools`
 (chats that are read: markers of thoughts and calls are looked for, and are found once). `--real`
-adds the demo model on the best backend. `--rates`: Poisson arrivals a second on the
-demo model, whatever the server does, with latencies as clients see them.
+adds the demo model on the best backend.
+
+`--rates`: Poisson arrivals a second on the demo model (`--model`), whatever the server does, with
+latencies as clients see them, and the CPU time of a token in the processes that answer (`api_us`:
+of llama-server, which has one, the whole) and in all of a server (`all_us`). `--peers`: servers of
+other engines get the same requests, round by round in turn; `peers_cpu.py` sets them up. `--streams
+""` leaves the first part out.
 """
 
 from __future__ import annotations
@@ -20,64 +24,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import poisson
+from served import Server, running, vllmx
 from vllmx.bench.figures import show
-from vllmx.bench.server_process import server_process
-from vllmx.bench.serving import Load, open_loop
 from vllmx.bench.sse_client import Streamed, stream_completion
 from vllmx_core.testing.fake_checkpoint import install_fake_plugin, make_fake_checkpoint
 
 Record = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """A server process and where it answers."""
-
-    name: str
-    url: str
-    pid: int
-
-    @property
-    def api_pids(self) -> list[int]:
-        """The processes that answer: the workers, or the server itself where it has none."""
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        workers = [
-            int(child)
-            for child in children
-            if b"vllmx_server.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
-        ]
-        return workers or [self.pid]
-
-    def cpu_s(self) -> float:
-        """The on-CPU time of all threads so far."""
-        tasks = [path for pid in self.api_pids for path in Path(f"/proc/{pid}/task").iterdir()]
-        return sum(int((path / "schedstat").read_text().split()[0]) for path in tasks) / 1e9
-
-    def memory_mb(self) -> float:
-        """Memory that is resident, of all processes that answer."""
-        pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.api_pids]
-        return sum(pages) * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-
-@contextmanager
-def running(name: str, command: Sequence[str], plugins: Path | None = None) -> Iterator[Server]:
-    """A server whose output has its URL as the first word of a line."""
-    environment = dict(os.environ)
-    if plugins is not None:
-        environment["PYTHONPATH"] = str(plugins)
-    with server_process([sys.executable, *command], environment) as started:
-        yield Server(name, started.url, started.pid)
 
 
 PROMPT = "Once upon a time a fox found a lamp."
@@ -164,10 +125,6 @@ def _summary(server: Server, kind: str, streams: int, rounds: list[Record]) -> R
     }
 
 
-def vllmx(*flags: str) -> list[str]:
-    return ["-m", "vllmx", "serve", "--port", "0", "--disable-access-log", *flags]
-
-
 def fake_model(folder: Path, step_s: float) -> Path:
     """A model that draws ids below 128 alone: whole characters, so that every token is an event."""
     behaviour: dict[str, Any] = {"step_s": step_s, "verify_pages": False, "strict": False}
@@ -185,15 +142,14 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--real", action="store_true", help="the demo model as well")
     parser.add_argument("--api-workers", default="", help="the fake model with so many processes")
-    parser.add_argument("--rates", default="", help="arrivals a second on the demo model")
-    parser.add_argument("--requests", type=int, default=64, help="requests of each rate")
     parser.add_argument("--json", action="store_true")
+    poisson.add_options(parser)
     options = parser.parse_args()
     tables: dict[str, list[Record]] = {}
     if options.streams:
         tables["cpu"] = _measure_cpu(options)
     if options.rates:
-        tables["open_loop"] = _measure_rates(options)
+        tables |= poisson.measure(options)
     if options.json:
         print(json.dumps(tables, indent=1))
         return
@@ -205,9 +161,10 @@ def _measure_cpu(options: argparse.Namespace) -> list[Record]:
     step_s = options.step_ms / 1e3
     records: list[Record] = []
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        plugins = install_fake_plugin(Path(scratch) / "plugins")
+        plugins = {"PYTHONPATH": str(install_fake_plugin(Path(scratch) / "plugins"))}
         folder = fake_model(Path(scratch) / "model", step_s)
-        bare = [str(Path(__file__).with_name("bare_sse.py")), "--step-ms", str(options.step_ms)]
+        script = str(Path(__file__).with_name("bare_sse.py"))
+        bare = [sys.executable, script, "--step-ms", str(options.step_ms)]
         template = Path(scratch) / "template.jinja"
         template.write_text(TEMPLATE)
         flags = [
@@ -229,19 +186,6 @@ def _measure_cpu(options: argparse.Namespace) -> list[Record]:
             asked = [(server, "text") for server in servers]
             asked += [(servers[1], kind) for kind in options.kinds.split(",") if kind != "text"]
             records += cpu_per_token(asked, streams, options.tokens, options.rounds)
-    return records
-
-
-def _measure_rates(options: argparse.Namespace) -> list[Record]:
-    records: list[Record] = []
-    with running("vllmx, demo model", vllmx()) as server:
-        load = Load(server.url, "demo", 1000, 64, 64, options.requests)
-        for rate in map(float, options.rates.split(",")):
-            before = server.cpu_s()
-            found = asyncio.run(open_loop(load, rate))
-            cpu_s = server.cpu_s() - before
-            cost = cpu_s / (int(found["requests"]) * load.output_len) * 1e6
-            records.append({**found, "api_us_per_token": round(cost, 2)})
     return records
 
 

@@ -24,8 +24,8 @@ from cpu_peers.weights import Weights
 
 TARGETS = ("llama-bench", "llama-batched-bench")
 """What the benchmark runs."""
-_BUILT = (*TARGETS, "llama-perplexity", "llama-quantize")
-"""The others run and write the files that are compared."""
+_BUILT = (*TARGETS, "llama-perplexity", "llama-quantize", "llama-server")
+"""The others run, write and serve the files that are compared."""
 CMAKE_FLAGS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=ON",
@@ -36,7 +36,8 @@ CMAKE_FLAGS = (
     "-DLLAMA_OPENSSL=OFF",
     "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_BUILD_EXAMPLES=OFF",
-    "-DLLAMA_BUILD_SERVER=OFF",
+    "-DLLAMA_BUILD_SERVER=ON",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_BUILD_TOOLS=ON",
 )
 _TILE_LOAD = "_tile_loadconfig(&tc);"

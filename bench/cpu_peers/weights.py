@@ -42,7 +42,12 @@ def _weights(model: Path, source: Path, name: str) -> Weights:
     if not source.exists():
         raise FileNotFoundError(f"{source} is missing: write it with random_model.py --gguf")
     if not path.exists() or path.stat().st_mtime < source.stat().st_mtime:
-        print(f"quantising {source} to {path}", file=sys.stderr)
-        command = [sys.executable, "-m", "vllmx", "quantize", "--quiet", "--type", name]
-        subprocess.run([*command, str(source), str(path)], check=True, stdout=sys.stderr)
+        quantise(source, path, name)
     return Weights(name, path, path)
+
+
+def quantise(source: Path, path: Path, name: str) -> None:
+    """Writes a folder or a GGUF file in another type; CalledProcessError if that fails."""
+    print(f"quantising {source} to {path}", file=sys.stderr)
+    command = [sys.executable, "-m", "vllmx", "quantize", "--quiet", "--type", name]
+    subprocess.run([*command, str(source), str(path)], check=True, stdout=sys.stderr)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,23 +18,13 @@ from vllmx_core.registry import load_registry
 from vllmx_core.testing.model_suite import random_weights
 from vllmx_core.testing.plans import Row, make_plan
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-_OURS = ("cpu_peers", "expert_shapes", "model_shapes", "random_model", "synthetic_vocab")
+from tests.bench_scripts import bench_modules
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports modules of bench/, which is a folder of scripts and no installed package."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    known = set(sys.modules)
-
-    def load(name: str) -> ModuleType:
-        return __import__(name, fromlist=["_"])
-
-    yield load
-    for name in set(sys.modules) - known:
-        if name.split(".")[0] in _OURS:
-            del sys.modules[name]
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with bench_modules(monkeypatch) as load:
+        yield load
 
 
 @pytest.mark.parametrize("size", [259, 300, 2048, 30_000])

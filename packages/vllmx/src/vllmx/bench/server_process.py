@@ -6,7 +6,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from vllmx_core.errors import ConfigError
@@ -23,20 +23,33 @@ class ServerProcess(Record):
     pid: int
 
 
+def first_url(text: str) -> str | None:
+    """The URL that is the first word of a line."""
+    for line in text.splitlines(keepends=True):
+        if line.strip().startswith("http") and line.endswith("\n"):
+            return line.split()[0].removesuffix("/v1")
+    return None
+
+
 @contextmanager
 def server_process(
-    command: Sequence[str], environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    find_url: Callable[[str], str | None] = first_url,
 ) -> Iterator[ServerProcess]:
-    """Runs a server until the block ends. Its output has its URL as the first word of a line; what
-    it says later is read by nobody. Raises ConfigError with the end of its output where it does not
-    start."""
+    """Runs a server until the block ends. What it says once it serves is read by nobody. Raises
+    ConfigError with the end of its output where it does not start.
+
+    Args:
+        find_url: where it answers, by what it has written; None as long as it does not.
+    """
     environment = dict(os.environ if environment is None else environment)
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(  # noqa: S603 - our own command
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
         )
         try:
-            while (url := _url(text := _text(output.fileno()))) is None:
+            while (url := find_url(text := _text(output.fileno()))) is None:
                 if process.poll() is not None:
                     said = text.strip()[-800:] or f"exit code {process.returncode}"
                     raise ConfigError(f"the server did not start: {said.removeprefix('error: ')}")
@@ -54,10 +67,3 @@ def server_process(
 def _text(descriptor: int) -> str:
     """Reads the output by position: the process writes through the same open file."""
     return os.pread(descriptor, 1 << 20, 0).decode("utf-8", "replace")
-
-
-def _url(text: str) -> str | None:
-    for line in text.splitlines(keepends=True):
-        if line.strip().startswith("http") and line.endswith("\n"):
-            return line.split()[0].removesuffix("/v1")
-    return None

