@@ -14,6 +14,7 @@ from vllmx_core.errors import ConfigError
 from vllmx_server import background as background_module
 from vllmx_server.config import ServerConfig
 from vllmx_server.store import database as database_module
+from vllmx_server.store import files as files_module
 from vllmx_server.store.storage import Storage
 
 from tests.waiting import PATIENCE_S
@@ -72,6 +73,30 @@ async def test_a_database_on_a_full_disk_is_503_until_there_is_room(
         assert (await served.complete(max_tokens=1))["choices"]
         await limit(1 << 20)
         assert (await upload(served)).status_code == 200
+
+
+@pytest.mark.parametrize("way", ["deleted", "expired"])
+async def test_a_full_disk_gets_room_by_what_is_deleted(
+    served: Served, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """A disk without one free byte has no room for the note that a file is gone either."""
+    file_id = (await upload(served, b"x" * 5000)).json()["id"]
+    files = served.state.storage.files
+    content, note = files.path(file_id), files_module._delete
+
+    def full(connection: sqlite3.Connection, ids: list[str]) -> None:
+        if content.exists():
+            raise sqlite3.OperationalError("database or disk is full")
+        note(connection, ids)
+
+    monkeypatch.setattr(files_module, "_delete", full)
+    if way == "deleted":
+        assert (await served.client.delete(f"/v1/files/{file_id}")).status_code == 200
+    else:
+        monkeypatch.setattr(files_module, "now", lambda: int(time.time()) + 40 * 86400)
+        await files.clean()
+    assert not content.exists()
+    assert (await served.client.get("/v1/files")).json()["data"] == []
 
 
 async def test_a_data_folder_without_room_is_told_at_the_start(

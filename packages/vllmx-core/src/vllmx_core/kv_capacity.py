@@ -240,7 +240,7 @@ def _too_small(
     elif options.kv_cache_memory_bytes is not None:
         remedy = f"raise --kv-cache-memory-bytes to {want}"
     else:
-        remedy = "raise --memory-fraction or free memory"
+        remedy = "raise --memory-fraction (or --memory-bytes, where that is given) or free memory"
         if used + want > free:
             remedy = "use a machine with more memory"
     fits = longest_sequence(

@@ -3,6 +3,7 @@ certificate that it shows there."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -150,7 +151,7 @@ def listen(listener: socket.socket, server: ServerConfig) -> None:
 def _cannot_listen(server: ServerConfig, error: OSError) -> ConfigError:
     if server.uds is not None:
         return _cannot_use(server.uds, "uds", error)
-    if isinstance(error, socket.gaierror):
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         where, param = server.host, "host"
         remedy = "--host must be an address of this machine, such as 127.0.0.1 or 0.0.0.0"
     else:

@@ -20,7 +20,7 @@ def read_json_file(path: str | os.PathLike[str], where: str, max_bytes: int, rem
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe would wait for its writer
-            raise ConfigError(f"{where} is no regular file, and is read more than once: {remedy}")
+            raise OSError("it is no regular file, and is read more than once")
         with open(path, "rb") as file:
             data = file.read(max_bytes + 1)
     except (OSError, ValueError) as error:

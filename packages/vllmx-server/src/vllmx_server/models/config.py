@@ -40,7 +40,7 @@ def check_models(models: Sequence[ModelConfig]) -> None:
         for name in (model.name, *model.aliases):
             if name in owners:
                 raise ConfigError(
-                    f"two models are called {name!r}, {owners[name]!r} and {model.engine.model!r}:"
+                    f"two models are called {name!r} ({owners[name]!r} and {model.engine.model!r}):"
                     " give each a name of its own",
                     param="model",
                 )

@@ -47,6 +47,8 @@ CREATE TRIGGER IF NOT EXISTS forget_events AFTER DELETE ON responses BEGIN
 END;
 """
 """What databases of the same version may lack, and servers that do not know it leave alone."""
+LOOK = "look whether there is room where --data-dir is, and whether it can be written"
+"""What the log says to whoever runs the server."""
 _OF_THE_DISK = tuple(
     f"SQLITE_{name}"
     for name in ("FULL", "IOERR", "CANTOPEN", "READONLY", "PERM", "BUSY", "NOTADB", "CORRUPT")
@@ -116,11 +118,7 @@ class Database:
         except (sqlite3.Error, OSError) as error:
             failed = StorageError(_reason(error))
             if _is_of_the_disk(error):
-                logger.error(
-                    "the store failed: %s: look whether there is room where --data-dir is, and"
-                    " whether it can be written",
-                    failed.reason,
-                )
+                logger.error("the store failed: %s: %s", failed.reason, LOOK)
             else:
                 logger.error("the store failed: %s\n%s", failed.reason, private_traceback(error))
             raise failed from None

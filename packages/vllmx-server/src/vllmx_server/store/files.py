@@ -15,7 +15,7 @@ import msgspec
 from vllmx_core.errors import VllmxError, shown
 
 from vllmx_server.answers.kept import FileObject
-from vllmx_server.store.database import Database, StorageError, logger
+from vllmx_server.store.database import LOOK, Database, StorageError, logger
 from vllmx_server.store.folder import Folder
 from vllmx_server.store.ids import new_id, now
 
@@ -92,7 +92,7 @@ class Files:
                 return work()
             except OSError as error:
                 failed = StorageError(error.strerror or type(error).__name__)
-                logger.error("a file failed: %s", failed.reason)
+                logger.error("a file failed: %s: %s", failed.reason, LOOK)
                 raise failed from None
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, guarded)
@@ -176,13 +176,24 @@ class Files:
 
     async def delete(self, file_id: str) -> None:
         """Deletes a known file; does nothing where it is gone already."""
-        await self._database.run(lambda c: _delete(c, [file_id]))
-        await self.on_thread(lambda: self.path(file_id).unlink(missing_ok=True))
+        await self._forget([file_id])
 
     async def clean(self) -> None:
         """Deletes what has expired."""
-        gone = await self._database.run(_forget_expired)
-        for file_id in gone:
+        await self._forget(await self._database.run(_expired))
+
+    async def _forget(self, ids: list[str]) -> None:
+        """Deletes files, which may be gone. A full disk has no room even for the note that they
+        are: their contents make it."""
+        try:
+            await self._database.run(lambda c: _delete(c, ids))
+        except StorageError:
+            await self._unlink(ids)
+            await self._database.run(lambda c: _delete(c, ids))
+        await self._unlink(ids)
+
+    async def _unlink(self, ids: list[str]) -> None:
+        for file_id in ids:
             await self.on_thread(partial(self.path(file_id).unlink, missing_ok=True))
 
     async def clean_strangers(self) -> None:
@@ -229,11 +240,9 @@ def _delete(connection: sqlite3.Connection, ids: Iterable[str]) -> None:
     connection.executemany("DELETE FROM files WHERE id = ?", [(each,) for each in ids])
 
 
-def _forget_expired(connection: sqlite3.Connection) -> list[str]:
+def _expired(connection: sqlite3.Connection) -> list[str]:
     query = "SELECT id FROM files WHERE expires <= ?"
-    gone = [row[0] for row in connection.execute(query, (now(),))]
-    _delete(connection, gone)
-    return gone
+    return [row[0] for row in connection.execute(query, (now(),))]
 
 
 def _settle(content: Path, place: Path) -> None:
