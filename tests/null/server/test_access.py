@@ -211,7 +211,7 @@ def test_addresses_that_cannot_be_used(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}.*another --port"):
             bind(ServerConfig(port=port))
     for fields in ({"host": "no.such.host.invalid"}, {"host": "203.0.113.1"}):
-        with pytest.raises(ConfigError, match="cannot listen .*--host must be an address"):
+        with pytest.raises(ConfigError, match=r"cannot listen .*--host must be an address"):
             bind(ServerConfig(port=0, **fields))
     for path in (tmp_path / "missing" / "x.sock", tmp_path / ("x" * 200)):
         with pytest.raises(ConfigError, match="--uds"):
