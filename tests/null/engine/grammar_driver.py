@@ -42,7 +42,13 @@ class Driver:
     """A core over the fake model, and what it said."""
 
     def __init__(
-        self, *, rules: FakeRules = RULES, blocks: int = 64, stages: int = 1, **config: Any
+        self,
+        *,
+        rules: FakeRules = RULES,
+        blocks: int = 64,
+        stages: int = 1,
+        slots: int | None = None,
+        **config: Any,
     ) -> None:
         self.model = FakeLoadedModel(
             rules,
@@ -51,6 +57,7 @@ class Driver:
             max_tokens=32,
             max_logit_rows=32,
             num_stages=stages,
+            num_state_slots=slots,
         )
         self.core = EngineCore(
             self.model,

@@ -76,13 +76,15 @@ class BatchBuilder:
         select = _selector(rows)
         plan = self._mixed(batch, rows) if batch.chunks else self._decode(rows, select)
         plan.block_tables = self._block_tables(rows, select)
-        if self._states is not None:
-            states = self._states.plan(rows, plan.context_len, number)
-            plan.state_from, plan.state_to = states
         self._see(plan, batch, rows)
         table = self._table
         waits_for_ids = table.wait_for_ids(batch.decodes)
         owners, sampling = self._sampling.build(batch, rows, plan)
+        if self._states is not None:
+            decodes = [row for row in owners.constrained if row.logit < batch.decodes.size]
+            unsure = [row.sequence.row for row in decodes]
+            states = self._states.plan(rows, plan.context_len, number, unsure)
+            plan.state_from, plan.state_to = states
         if self._pools:
             sampling = NOTHING_SAMPLED
             plan.token_types = self._token_types(batch, plan)
@@ -130,11 +132,21 @@ class BatchBuilder:
     def edit(self, step: Step, sampling: SamplingRows) -> None:
         """What was left out of the parameters of a step that `waits_for_ids`, which are known by
         now."""
-        late = self._sampling.edit(step.owners, sampling, step.number, lambda: self._patience(step))
+        late = self._sampling.edit(
+            step.owners, sampling, step.number, lambda: self._patience(step), self._may_be_late
+        )
         for sequence in late:
             step.context_len[step.rows == sequence.row] -= 1
             self._table.take_back(sequence.row, sequence.tokens[-1])
+            if self._states is not None:
+                self._states.take_back(sequence.row, step.number)
+        if self._states is not None:
+            self._states.settle()
         step.late += late
+
+    def _may_be_late(self, sequence: Sequence) -> bool:
+        """Whether a step can do without a sequence's mask: states must not advance twice."""
+        return self._states is None or self._states.can_take_back(sequence.row)
 
     def _patience(self, step: Step) -> float:
         """The seconds that a step waits for its masks."""

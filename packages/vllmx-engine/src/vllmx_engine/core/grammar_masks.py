@@ -9,7 +9,7 @@ from vllmx_core.errors import GrammarError
 from vllmx_core.plan import U32
 from vllmx_core.records import MutableRecord, field
 
-from vllmx_engine.core.mask_threads import MaskThreads
+from vllmx_engine.core.mask_threads import MaskFill, MaskThreads
 from vllmx_engine.core.sequence import Sequence
 
 _ALL = np.uint32(0xFFFFFFFF)
@@ -52,12 +52,12 @@ class GrammarMasks:
         masks: U32,
         number: int,
         patience: Callable[[], float],
-        *,
-        may_be_late: bool = True,
+        may_be_late: Callable[[Sequence], bool],
     ) -> FilledMasks:
         """Fills rows of masks (N, W) for step `number`. Where that takes more than `patience()`
-        seconds, those that are not done are late, unless none `may_be_late`. Their rows, and those
-        of grammars that failed or of tokens that are not wanted, allow everything."""
+        seconds, those that are not done are late; but a sequence is waited for that must not be.
+        Rows of late ones, of grammars that failed and of tokens that are not wanted allow
+        everything."""
         filled = FilledMasks()
         wanted = []
         for row in constrained:
@@ -65,10 +65,13 @@ class GrammarMasks:
                 masks[row.mask] = _ALL
             else:
                 wanted.append(row)
-        late = self._run(wanted, patience, may_be_late=may_be_late)
+        self._run(wanted, patience)
         for row in wanted:
             mask = masks[row.mask]
-            if row.mask in late:
+            fill = _fill_of(row)
+            if fill is not None and not fill.is_done and not may_be_late(row.sequence):
+                fill.wait()
+            if fill is not None and not fill.is_done:
                 mask[:] = _ALL
                 filled.late.append(row.sequence)
                 continue
@@ -79,29 +82,20 @@ class GrammarMasks:
                 filled.failed.append((row.sequence, error))
         return filled
 
-    def _run(
-        self, rows: list[Constrained], patience: Callable[[], float], *, may_be_late: bool
-    ) -> set[int]:
-        """Has masks made; returns the rows, among the step's masks, of those that are late."""
-        fills = {}
-        for row in rows:
-            assert row.sequence.grammar is not None, row.sequence.request_id
-            fill = row.sequence.grammar.next_fill()
-            if fill is not None and not fill.is_done:
-                fills[row.mask] = fill
-        begins = [fill for fill in fills.values() if not fill.is_begun]
-        if begins:
-            self._threads.run(begins, patience)
-        late = {mask: fill for mask, fill in fills.items() if not fill.is_done}
-        if late and not may_be_late:
-            for fill in late.values():
-                fill.wait()
-            return set()
-        return set(late)
+    def _run(self, rows: list[Constrained], patience: Callable[[], float]) -> None:
+        """Has masks made that nobody is at, and waits for them."""
+        fills = [fill for row in rows if (fill := _fill_of(row)) and not fill.is_begun]
+        if fills:
+            self._threads.run(fills, patience)
 
     def close(self) -> None:
         """Ends the threads, without waiting for them."""
         self._threads.close()
+
+
+def _fill_of(row: Constrained) -> MaskFill | None:
+    assert row.sequence.grammar is not None, row.sequence.request_id
+    return row.sequence.grammar.next_fill()
 
 
 def _finish(row: Constrained, mask: U32) -> None:

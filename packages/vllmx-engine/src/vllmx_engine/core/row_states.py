@@ -11,9 +11,14 @@ a prefix is found by whole blocks:
   the last one is left, which lies less than a block behind its last token.
 
 Rows come first: where no slot can be had, a row goes on in its own and no snapshot is taken.
+
+A step whose last token may be taken back reads one slot and writes another one, too, so that the
+states before it are still there.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import numpy as np
 from vllmx_core.backend import LoadedInfo
@@ -75,6 +80,8 @@ class RowStates:
         """Slots left behind by the steps under way, in turn: they are filed when the step comes
         back."""
         self._marks = [_Marks() for _ in range(rows)]
+        self._before: dict[int, int] = {}
+        """The slots of rows before the step that was planned last, while it may be taken back."""
 
     @property
     def num_used(self) -> int:
@@ -121,6 +128,7 @@ class RowStates:
         for slot in self._used_by(row):
             self.pool.release(slot)
         self._from[row] = self._to[row] = self._pending[:, row] = -1
+        self._before.pop(row, None)
         if forget:
             for digest in sequence.digests[sequence.num_cached_tokens // self._size :]:
                 self.pool.forget(digest)
@@ -129,6 +137,7 @@ class RowStates:
         """The slots of a row, each as often as it uses it."""
         source, target = int(self._from[row]), int(self._to[row])
         slots = [target, -1 if source == target else source, *self._pending[:, row].tolist()]
+        slots.append(self._before.get(row, -1))
         return [slot for slot in slots if slot >= 0]
 
     # --- a step -----------------------------------------------------------------------------------
@@ -144,9 +153,13 @@ class RowStates:
         whole = end // self._size * self._size
         return whole - start if end < len(sequence.tokens) and whole > start else size
 
-    def plan(self, rows: AnyArray, context_len: I32, number: int) -> tuple[I32, I32]:
+    def plan(
+        self, rows: AnyArray, context_len: I32, number: int, unsure: Iterable[int] = ()
+    ) -> tuple[I32, I32]:
         """`StepPlan.state_from` and `state_to` of step `number`; the rows are then what they are
-        after it."""
+        after it. Those `unsure` may be taken back until `settle`, as far as slots go."""
+        for row in unsure:
+            self._preserve(row)
         source: I32 = self._from[rows]
         target: I32 = self._to[rows]
         for slot in source[source != target].tolist():
@@ -157,6 +170,41 @@ class RowStates:
             for index in np.flatnonzero((context_len & (self._size - 1)) == 0).tolist():
                 self._leave_behind(int(rows[index]), int(context_len[index]), number)
         return source, target
+
+    def _preserve(self, row: int) -> None:
+        """The next step leaves the slot alone that the states of a row lie in."""
+        source = int(self._from[row])
+        if source < 0:
+            return
+        if source == self._to[row]:
+            target = self.pool.take(any_snapshot=False)
+            if target < 0:
+                return
+            self._to[row] = target
+        self.pool.acquire(source)
+        self._before[row] = source
+
+    def can_take_back(self, row: int) -> bool:
+        """Whether `take_back` can be called."""
+        return row in self._before
+
+    def take_back(self, row: int, number: int) -> None:
+        """The states of a row are again what they were before step `number`, the last one that was
+        planned."""
+        pending = self._pending[number % len(self._pending)]
+        if pending[row] >= 0:
+            self.pool.release(int(pending[row]))
+            pending[row] = -1
+        written = int(self._from[row])
+        if written != self._to[row]:
+            self.pool.release(written)
+        self._from[row] = self._before.pop(row)
+
+    def settle(self) -> None:
+        """Nothing of the step that was planned last is taken back any more."""
+        for slot in self._before.values():
+            self.pool.release(slot)
+        self._before.clear()
 
     def _leave_behind(self, row: int, end: int, number: int) -> None:
         """The slot that a row writes in step `number` is to be filed; the row goes on elsewhere."""

@@ -96,19 +96,16 @@ class RowsBuilder:
         sampling: SamplingRows,
         number: int,
         patience: Callable[[], float],
+        may_be_late: Callable[[Sequence], bool],
     ) -> list[Sequence]:
         """Puts in, for step `number`, grammars, bans and biases as the tokens that the host knows
-        by now have them. Returns sequences whose masks take more than `patience()` seconds: what
-        the step samples for them counts for nothing."""
+        by now have them. Returns the sequences that `may_be_late` and whose masks take more than
+        `patience()` seconds: what the step samples for them counts for nothing."""
         late: list[Sequence] = []
         if owners.constrained:
             assert sampling.masks is not None
             filled = self._grammars.fill(
-                owners.constrained,
-                sampling.masks,
-                number,
-                patience,
-                may_be_late=not self._limits.num_state_slots,
+                owners.constrained, sampling.masks, number, patience, may_be_late
             )
             owners.broken += filled.failed
             late = filled.late
