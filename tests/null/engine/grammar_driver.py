@@ -23,11 +23,11 @@ VOCAB_SIZE = len(TOKENS)
 RULES = FakeRules(vocab_size=VOCAB_SIZE)
 
 
-def vocabulary() -> Vocabulary:
+def vocabulary(tokens: list[bytes] = TOKENS, eos: int = EOS) -> Vocabulary:
     """A token for each letter."""
-    ids = {token.decode(): number for number, token in enumerate(TOKENS)}
+    ids = {token.decode(): number for number, token in enumerate(tokens)}
     backend = tokenizers.Tokenizer(models.BPE(ids, []))
-    return Vocabulary(tokens=TOKENS, special_ids=[EOS], eos_ids=[EOS], tokenizer=backend.to_str())
+    return Vocabulary(tokens=tokens, special_ids=[eos], eos_ids=[eos], tokenizer=backend.to_str())
 
 
 def regex(pattern: str, free: FreePart | None = None) -> Grammar:

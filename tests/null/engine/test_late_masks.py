@@ -6,55 +6,24 @@ import math
 import random
 import re
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from vllmx_core.errors import GrammarError
-from vllmx_core.plan import U32
 from vllmx_core.testing.fake import FakeRules
 from vllmx_engine.core import grammar_row
-from vllmx_engine.core.mask_threads import MaskFill
 from vllmx_engine.core.prefixes import Prefixes
 from vllmx_engine.core.rows import RowTable
 from vllmx_engine.core.sequence import Sequence
-from vllmx_engine.grammar.matcher import Matcher
 from vllmx_engine.wire.messages import Follower, choices_of
 
+from tests.held_masks import Hold, held
 from tests.waiting import PATIENCE_S
 
 from .grammar_driver import VOCAB_SIZE, Driver, regex
 
-Hold = Callable[[], None]
 STATES = FakeRules(vocab_size=VOCAB_SIZE, has_states=True)
 DIGITS, WORDS = "[0-6]{9}", "[a-z]{2,9}-[a-z]{9}"
-
-
-class HeldMatcher:
-    """A `Matcher` by another one, each of whose masks is held up first."""
-
-    def __init__(self, inner: Matcher, hold: Hold) -> None:
-        self._inner, self._hold = inner, hold
-        self.is_accepting, self.is_stopped = inner.is_accepting, inner.is_stopped
-        self.consume, self.rollback = inner.consume, inner.rollback
-        self.forced_tokens = inner.forced_tokens
-
-    def fill_mask(self, mask: U32) -> None:
-        self._hold()
-        self._inner.fill_mask(mask)
-
-
-@contextmanager
-def held(hold: Hold) -> Iterator[None]:
-    """Masks of rows that get their grammar meanwhile are held up."""
-    with pytest.MonkeyPatch.context() as patch:
-
-        def fill(matcher: Matcher, num_words: int) -> MaskFill:
-            return MaskFill(HeldMatcher(matcher, hold), num_words)
-
-        patch.setattr(grammar_row, "MaskFill", fill)
-        yield
 
 
 @pytest.fixture(autouse=True)
