@@ -116,7 +116,11 @@ def body_for(path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def request_bytes(path: str, body: dict[str, Any]) -> bytes:
     """A whole HTTP/1.1 request, for tests that hold the socket themselves."""
-    payload = json.dumps(body_for(path, body)).encode()
+    return request_with(path, json.dumps(body_for(path, body)).encode())
+
+
+def request_with(path: str, payload: bytes) -> bytes:
+    """The same with this body."""
     return (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(payload)}\r\n\r\n"

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from vllmx_core.errors import InvalidRequestError
 from vllmx_server.schema import chat, completions, json_weight
 from vllmx_server.schema.decode import decode
+from vllmx_server.schema.json_strings import parts_of
 from vllmx_server.schema.json_weight import (
+    MAX_ESCAPES,
     MAX_WEIGHT,
     JSONCounts,
-    _count,
+    _count_outside_strings,
+    check_escapes,
     check_weight,
-    inside_strings,
 )
 
 from .conftest import JSON, Served
@@ -51,13 +53,17 @@ def walked(value: Any) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.parametrize("ensure_ascii", [False, True])
-def test_counts_are_those_of_the_decoded_value(ensure_ascii: bool) -> None:
+@pytest.mark.parametrize("part_bytes", [1, 3, 1 << 16])
+def test_counts_are_those_of_the_decoded_value(
+    ensure_ascii: bool, part_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_weight, "parts_of", partial(parts_of, part_bytes=part_bytes))
     rng = random.Random(7)
-    for _ in range(500):
+    for _ in range(200):
         value = random_value(rng, 4)
-        text = np.frombuffer(json.dumps(value, ensure_ascii=ensure_ascii).encode(), np.uint8)
+        text = json.dumps(value, ensure_ascii=ensure_ascii).encode()
         commas, *rest = walked(value)
-        assert _count(text[~inside_strings(text)]) == JSONCounts(commas + 1, *rest)
+        assert _count_outside_strings(text) == JSONCounts(commas + 1, *rest)
 
 
 def repeated(head: bytes, item: bytes, tail: bytes, size: int = 8 * MB) -> bytes:
@@ -100,6 +106,15 @@ def test_what_clients_send_is_decoded() -> None:
     turn = {"role": "assistant", "content": [{"type": "text", "text": "x"}], "tool_calls": [call]}
     body = msgspec.json.encode({"messages": [turn] * chat.MAX_MESSAGES})
     assert len(decode(body, chat.DECODER).messages) == chat.MAX_MESSAGES
+
+
+def test_escapes_of_many_short_texts_are_refused() -> None:
+    escapes = b'"' + b"\\n" * 1000 + b'"'
+    body = b'{"prompt":[' + b",".join([escapes] * (MAX_ESCAPES // 1000)) + b"]}"
+    check_escapes(body)
+    assert len(decode(body, completions.DECODER).prompt) == MAX_ESCAPES // 1000
+    with pytest.raises(InvalidRequestError, match=f"{MAX_ESCAPES + 1000} backslashes, .* UTF-8"):
+        decode(body.replace(b"]}", b"," + escapes + b"]}"), completions.DECODER)
 
 
 async def test_the_refusal_is_a_400_over_http(served: Served) -> None:

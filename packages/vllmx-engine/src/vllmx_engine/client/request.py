@@ -18,6 +18,7 @@ from vllmx_core.records import Record, field
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.client.answers import AnswerReaders
+from vllmx_engine.client.id_lists import checked_ids, id_outside
 from vllmx_engine.client.logprob_limit import (
     check_logprobs,
     most_scored_tokens,
@@ -219,7 +220,7 @@ class RequestBuilder:
         tokens are wanted."""
         if isinstance(prompt, Mapping):
             if prompt.get("prompt_token_ids") is not None:
-                return prompt.get("prompt"), _checked_ids(prompt["prompt_token_ids"])
+                return prompt.get("prompt"), checked_ids(prompt["prompt_token_ids"])
             if "prompt" not in prompt:
                 raise InvalidRequestError(
                     f"a prompt needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}",
@@ -234,13 +235,13 @@ class RequestBuilder:
             except TooManyTokensError as error:
                 at_least = "" if error.exact else "at least "
                 raise self._too_long(f"{at_least}{error.num_tokens}") from None
-        return None, _checked_ids(prompt)
+        return None, checked_ids(prompt)
 
     def _check_prompt(self, ids: list[int]) -> None:
         if not ids:
             raise InvalidRequestError("the prompt has no tokens: give at least one", param="prompt")
-        if min(ids) < 0 or max(ids) >= self.info.vocab_size:
-            wrong = min(ids) if min(ids) < 0 else max(ids)
+        wrong = id_outside(ids, self.info.vocab_size)
+        if wrong is not None:
             raise InvalidRequestError(
                 f"the prompt names token id {wrong}, but the vocabulary has ids 0 to"
                 f" {self.info.vocab_size - 1}",
@@ -371,14 +372,3 @@ def _core_params(params: SamplingParams) -> SamplingParams:
         truncate_prompt_tokens=None,
         structured_outputs=None,
     )
-
-
-def _checked_ids(ids: Any) -> list[int]:
-    if hasattr(ids, "tolist"):  # a numpy array
-        ids = ids.tolist()
-    try:
-        return msgspec.convert(ids, list[int])
-    except msgspec.ValidationError as error:
-        raise InvalidRequestError(
-            f"a prompt is a text or a list of token ids: {error}", param="prompt"
-        ) from error

@@ -10,6 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from vllmx_core.errors import InvalidRequestError
+from vllmx_engine.client.id_lists import id_outside
 
 from vllmx_server.answers.status import Detokenized, Tokenized
 from vllmx_server.body import body_bytes, checked, read_json
@@ -134,9 +135,8 @@ async def detokenize(request: Request) -> Response:
 
 def check_ids(tokens: list[int], vocab_size: int) -> None:
     """Raises InvalidRequestError for an id that is not in the vocabulary."""
-    lowest, highest = min(tokens, default=0), max(tokens, default=0)
-    if lowest < 0 or highest >= vocab_size:
-        wrong = lowest if lowest < 0 else highest
+    wrong = id_outside(tokens, vocab_size)
+    if wrong is not None:
         raise InvalidRequestError(
             f"token id {wrong} is not in the vocabulary of {vocab_size} tokens", param="tokens"
         )

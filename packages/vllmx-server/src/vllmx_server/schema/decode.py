@@ -12,6 +12,7 @@ import msgspec
 from vllmx_core.config_values import nearest
 from vllmx_core.errors import InvalidRequestError, listing, shown
 
+from vllmx_server.schema.decode_apart import decode_apart
 from vllmx_server.schema.intervals import outside
 from vllmx_server.schema.json_weight import check_weight
 from vllmx_server.schema.surrogates import lone_surrogate
@@ -33,9 +34,9 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         if len(body) <= _MANY_BYTES:
             return decoder.decode(body)
-        check_weight(body)
+        is_light = check_weight(body)
         with _collector_at_rest():
-            return decoder.decode(body)
+            return decoder.decode(body) if is_light else decode_apart(body, decoder)
     except msgspec.ValidationError as error:
         raise outside(str(error), body, decoder.type) or _explain(
             str(error), decoder.type

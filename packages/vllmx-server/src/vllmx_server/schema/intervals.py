@@ -21,6 +21,8 @@ from vllmx_core.sampling import (
     MAX_TOKENS_LIMIT,
 )
 
+from vllmx_server.schema.decode_apart import decode_apart
+
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 Temperature = Annotated[float, Meta(ge=0, le=100)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
@@ -44,6 +46,7 @@ Biases = Annotated[dict[str, float], Meta(max_length=MAX_BIAS_ENTRIES)]
 
 _OUTSIDE = re.compile(r"Expected `(?:int|float)` [<>]=? .* - at `\$\.(\w+)`$")
 _SIZE = re.compile(r"Expected `(\w+)` of length ([<>]=) (\d+) - at `\$\.(\w+)`$")
+_SIZED = msgspec.json.Decoder(str | list[Any] | dict[str, Any])
 _RAW = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -68,10 +71,12 @@ def outside(text: str, body: bytes, kind: Any) -> InvalidRequestError | None:
 
 def _wrong_size(found: re.Match[str], body: bytes) -> InvalidRequestError:
     kind, sign, limit, name = found.groups()
-    size = len(msgspec.json.decode(_RAW.decode(body)[name]))
+    value = decode_apart(bytes(_RAW.decode(body)[name]), _SIZED)
     what = "characters" if kind == "str" else "entries"
     bound = "at most" if sign == "<=" else "at least"
-    return InvalidRequestError(f"{name} has {size} {what}, {bound} {limit} are allowed", param=name)
+    return InvalidRequestError(
+        f"{name} has {len(value)} {what}, {bound} {limit} are allowed", param=name
+    )
 
 
 def _metas(hint: Any) -> Iterator[Meta]:

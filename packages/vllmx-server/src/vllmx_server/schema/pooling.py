@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 from vllmx_core.errors import InvalidRequestError
+from vllmx_engine.client.id_lists import id_outside
 from vllmx_engine.client.pooling import PoolingText
 
 MAX_INPUTS = 2048
@@ -65,7 +66,7 @@ class InputFields(PoolingFields, kw_only=True, forbid_unknown_fields=True):
 
 
 def _of_ids(ids: list[int]) -> PoolingText:
-    if not ids or min(ids) < 0 or max(ids) >= 1 << 31:
+    if not ids or id_outside(ids, 1 << 31) is not None:
         raise InvalidRequestError(
             "input has a list of token ids that is empty or has one outside of 31 bits",
             param="input",
