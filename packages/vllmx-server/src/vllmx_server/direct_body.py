@@ -18,10 +18,15 @@ from vllmx_server.connections.versions import untested
 
 
 class DirectBody:
-    """The body of one response whose start has been sent, without a content-length."""
+    """The body of one response whose start has been sent, without a content-length.
+
+    Attributes:
+        num_written: chunks so far.
+    """
 
     def __init__(self, transport: WriteTransport) -> None:
         self._transport = transport
+        self.num_written = 0
 
     @classmethod
     def of(cls, send: Send) -> Self | None:
@@ -49,4 +54,5 @@ class DirectBody:
 
     def write(self, data: bytes) -> None:
         """Writes a chunk; only where `is_free`."""
+        self.num_written += 1
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))

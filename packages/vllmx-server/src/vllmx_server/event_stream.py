@@ -164,7 +164,7 @@ class EventStream(HeldResponse):
     async def _send_all(self, events: AsyncGenerator[bytes, None]) -> None:
         await self._put(await anext(events))
         if self._direct is not None and self._make is not None:
-            self._generation.divert(self._is_free, self._make, self._write)
+            self._generation.divert(self._is_free, self._make, self._direct.write)
         last = b""
         async for event in events:
             if event.endswith(DONE):
@@ -182,7 +182,6 @@ class EventStream(HeldResponse):
     def _write(self, data: bytes) -> None:
         assert self._direct is not None
         self._direct.write(data)
-        self._num_sent += 1
 
     async def _fail(self, error: Exception, shown: VllmxError) -> None:
         """Raises the error while it can have a status of its own."""
@@ -212,7 +211,8 @@ class EventStream(HeldResponse):
         self._num_sent += 1
 
     def _sent_so_far(self) -> int | None:
-        return None if self._sending else self._num_sent
+        past = 0 if self._direct is None else self._direct.num_written
+        return None if self._sending else self._num_sent + past
 
     def _ping(self) -> Awaitable[None] | None:
         ping = self._framing.ping

@@ -189,6 +189,7 @@ class _Watch:
         "_started_s",
         "_stream",
         "_usage",
+        "has_begun",
         "reasons",
         "times",
     )
@@ -204,6 +205,8 @@ class _Watch:
         self._open = set(range(n))
         self._counts = [0] * n
         self._last_s = [0.0] * n
+        self.has_begun = False
+        """Some choice has a token."""
         self.times: RequestMetrics | None = None
         self.reasons: list[str] = []
         metrics.begin(n, stream.request.core[0].max_tokens)
@@ -224,11 +227,6 @@ class _Watch:
             rest = output.metrics.num_generation_tokens - sum(self._counts)
             self._usage.completion_tokens += max(0, rest)
 
-    @property
-    def has_begun(self) -> bool:
-        """The first choice has a token."""
-        return self._counts[0] > 0
-
     def more(self, count: int, now_s: float) -> None:
         """Takes note of tokens of the only choice, which has begun and goes on."""
         self._usage.completion_tokens += count
@@ -237,6 +235,7 @@ class _Watch:
         self._last_s[0] = now_s
 
     def _tokens_came(self, index: int, count: int, now_s: float, output: RequestOutput) -> None:
+        self.has_begun = True
         self._usage.completion_tokens += count
         known, before_s = self._counts[index], self._last_s[index]
         self._counts[index], self._last_s[index] = known + count, now_s

@@ -26,6 +26,8 @@ def delta_rows(num_logprobs: int | None) -> int:
     return max(1, min(MAX_DELTA_ROWS, _MAX_DELTA_LOGPROBS // ((num_logprobs or 0) + 1)))
 
 
+Shortcut = Callable[[CoreOutput, float], bool]
+"""Takes an update and the time at which it came, or says that it does not."""
 OutputKind = Literal["delta", "cumulative", "final"]
 
 
@@ -49,6 +51,7 @@ class ChoiceState:
         "offsets_given",
         "pieces",
         "request",
+        "shortcut",
         "stop_reason",
         "text",
         "vector",
@@ -75,6 +78,8 @@ class ChoiceState:
         self.stop_reason: int | str | None = None
         self.has_update = False
         self.vector = b""
+        self.shortcut: Shortcut | None = None
+        """Takes an update to whoever waits for it; see `RequestStream.divert`."""
         self._tokenizer = tokenizer
         self._hide_logprobs = params.logprobs is None
         self._most_rows = delta_rows(params.logprobs)

@@ -11,6 +11,7 @@ from vllmx_core.errors import VllmxError
 
 from vllmx_engine.client.request import Request
 from vllmx_engine.client.request_state import RequestState
+from vllmx_engine.wire.messages import CoreOutput
 from vllmx_engine.wire.outputs import RequestOutput
 
 
@@ -83,8 +84,28 @@ class RequestStream:
     def divert(self, sink: Sink) -> None:
         """Offers `sink` from now on what comes while the consumer waits for it, so that a token
         wakes no task; the end comes to the consumer. This is for streams of deltas with one choice
-        and without log-probabilities."""
+        and without log-probabilities. Where no stop strings are looked for either, what comes is
+        not even gathered."""
         self._sink = sink
+        choice = self._state.choices[0]
+        if choice.text.is_plain:
+            choice.shortcut = self._pass_on
+
+    def _pass_on(self, output: CoreOutput, now_s: float) -> bool:
+        """Hands an update in the middle of the answer to the sink. False: it must be gathered,
+        since nobody takes it now, others wait before it, or it is the end."""
+        state, waiter, sink = self._state, self._waiter, self._sink
+        if waiter is None or waiter.done() or output.finish_reason is not None:
+            return False
+        choice = state.choices[0]
+        assert sink is not None
+        if choice.has_update or not sink.is_ready():
+            return False
+        ids = output.ids
+        text = choice.text.push_plain(ids)
+        state.tokens_came(len(ids), now_s)
+        sink.take(text, ids, now_s)
+        return True
 
     def wake(self) -> None:
         """An update is ready."""

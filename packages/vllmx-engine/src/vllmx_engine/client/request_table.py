@@ -114,6 +114,8 @@ class RequestTable:
                 aborted += self.end(choice.request, "error", error_of(output))
                 continue
             try:
+                if choice.shortcut is not None and choice.shortcut(output, now_s):
+                    continue
                 if self._take_one(choice, output, now_s):
                     aborted.append(output.request_id)
             except Exception as error:  # one request's fault must not stop the others

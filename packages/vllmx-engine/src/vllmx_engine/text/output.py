@@ -33,6 +33,7 @@ class SequenceText:
         "_matcher",
         "_min_tokens",
         "finish_reason",
+        "is_plain",
         "num_tokens",
         "stop_reason",
         "text_length",
@@ -68,6 +69,8 @@ class SequenceText:
         """Tokens taken, the one that completed a stop string included."""
         self.text_length = 0
         """Characters decoded so far, held back ones included."""
+        self.is_plain = self._matcher is None and not keep_offsets
+        """Nothing is looked for in the text but characters: `push_plain` may be called."""
         self.token_offsets: list[int] | None = [] if keep_offsets else None
         """The offset of each token taken, in characters: where its text begins in the output."""
 
@@ -89,6 +92,13 @@ class SequenceText:
             self._count(0)
         return text, stop
 
+    def push_plain(self, ids: Sequence[int]) -> str:
+        """`push` of ids that end nothing, where `is_plain`."""
+        text = self._detokenizer.push(ids)
+        self.num_tokens += len(ids)
+        self.text_length += len(text)
+        return text
+
     def finish(self, reason: str) -> str:
         """End the sequence; return the text still held back (incomplete characters as U+FFFD).
 
@@ -104,11 +114,8 @@ class SequenceText:
         return self._matcher.flush() + text
 
     def _push_text(self, ids: Sequence[int]) -> tuple[str, str | None]:
-        if self._matcher is None and self.token_offsets is None:
-            text = self._detokenizer.push(ids)
-            self.num_tokens += len(ids)
-            self.text_length += len(text)
-            return text, None
+        if self.is_plain:
+            return self.push_plain(ids), None
         shown = ""
         for token_id in ids:
             text = self._detokenizer.push((token_id,))

@@ -131,6 +131,8 @@ class CompletionAnswer:
             stream_options(body.stream_options, state.config.enable_force_include_usage),
             state.fingerprint,
         )
+        self._begin = b'%b{"index":0,"text":' % self._chunks.head
+        self._end = b',"logprobs":null,"finish_reason":null}' + self._chunks.tail
 
     async def whole(self) -> Iterator[bytes]:
         """The body of an answer that is not streamed, in pieces."""
@@ -239,15 +241,11 @@ class CompletionAnswer:
 
     def middle(self, text: str, ids: list[int]) -> bytes:
         """See `Answer.middle`."""
-        return self._plain(0, text) if text else b""
+        return b"%b%b%b" % (self._begin, encode(text), self._end) if text else b""
 
     def _plain(self, number: int, text: str) -> bytes:
-        return b'%b{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}%b' % (
-            self._chunks.head,
-            number,
-            encode(text),
-            self._chunks.tail,
-        )
+        begin = b'%b{"index":%d,"text":' % (self._chunks.head, number)
+        return b"%b%b%b" % (begin, encode(text), self._end)
 
     def _echo_parts(self, number: int, echo: Echo) -> Iterator[dict[str, Any]]:
         """The prompt, with its log-probabilities a few tokens at a time."""
