@@ -4,6 +4,10 @@ import logging
 import os
 from collections.abc import Iterator
 
+# Read as numpy is imported. The other cores run other tests: threads of BLAS, which wait by
+# turning, would take them half a second for each second of products.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
 from hypothesis import HealthCheck, settings
 

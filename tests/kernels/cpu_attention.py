@@ -157,7 +157,8 @@ def expected(layer: Layer, qkv: F32) -> AnyArray:
     if case.kv in MULTIPLIED_AS_BF16:
         q = _stored(q, "bf16")
     group = case.heads // case.kv_heads
-    scores = np.einsum("thd,shd->hts", q, k.repeat(group, 1)) * case.head_size**-0.5
+    q, k, v = q.swapaxes(0, 1), _by_head(k, group), _by_head(v, group)
+    scores = q @ k.swapaxes(1, 2) * case.head_size**-0.5
     if case.softcap:
         scores = case.softcap * np.tanh(scores / case.softcap)
     scores[:, ~_visible(case, length)] = -np.inf
@@ -166,8 +167,14 @@ def expected(layer: Layer, qkv: F32) -> AnyArray:
     total = weights.sum(-1, keepdims=True)
     if case.sinks:
         total += np.exp(layer.sinks[:, None, None] - top)
-    out: AnyArray = np.einsum("hts,shd->thd", weights / total, v.repeat(group, 1))
-    return out.reshape((length, -1))
+    out: AnyArray = weights / total @ v
+    return out.swapaxes(0, 1).reshape((length, -1))
+
+
+def _by_head(x: AnyArray, group: int) -> AnyArray:
+    """(T, K, D) -> (H, T, D), as products of matrices take it: einsum would add one by one."""
+    heads: AnyArray = x.swapaxes(0, 1).repeat(group, 0)
+    return heads
 
 
 def _norm(x: AnyArray, weight: F32) -> AnyArray:
