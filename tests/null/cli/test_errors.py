@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import signal
 import subprocess
 import sys
@@ -90,7 +91,9 @@ main()
 """
 
 
-@pytest.mark.parametrize("module", ["click", "vllmx_core.errors", "numpy", "vllmx_core.sampling"])
+@pytest.mark.parametrize(
+    "module", ["typing", "importlib", "click", "vllmx_core.errors", "numpy", "vllmx_core.sampling"]
+)
 def test_ctrl_c_during_imports_leaves_no_traceback(module: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPT, module, "complete", "--prompts", "a"],
@@ -102,6 +105,18 @@ def test_ctrl_c_during_imports_leaves_no_traceback(module: str) -> None:
     )
     assert done.returncode in (130, -signal.SIGINT)
     assert not done.stderr.strip()
+
+
+def test_nothing_is_read_from_disk_before_ctrl_c_is_seen_to() -> None:
+    program = "import sys; old = set(sys.modules); import vllmx.cli; print(set(sys.modules) - old)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+    assert ast.literal_eval(done.stdout) <= {"__future__", "vllmx", "vllmx.cli"}
 
 
 @pytest.mark.parametrize("shell", SHELLS)

@@ -5,10 +5,11 @@ Importing this package imports nothing else; each name below is imported when it
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # which `typing` would be imported for, before the command sees to Ctrl-C
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from vllmx_core.config import EngineConfig
     from vllmx_core.errors import VllmxError
     from vllmx_core.sampling import SamplingParams
@@ -53,6 +54,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'vllmx' has no attribute {name!r}")
+    from importlib import import_module
+
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -1,9 +1,10 @@
 """The entry point of the `vllmx` command; `vllmx.cli.group` has the commands.
 
-Nothing is imported before `main` has seen to Ctrl-C, which may come while modules are imported.
+Nothing that is not in memory anyhow is imported before `main` has seen to Ctrl-C, which may come
+while modules are imported. The traceback of an earlier one is of the interpreter's start.
 """
 
-import signal
+import _signal as signal  # type: ignore[import-not-found]  # which imports no `enum`
 import sys
 
 
