@@ -13,6 +13,8 @@ _PIECE_BYTES = 32 << 10
 _GROUP = 16
 _NOTHING_BYTES = 64
 """What a member that is left out counts for: finding that out takes as long as so much JSON."""
+_WHOLE = frozenset({str, int, float, bool, type(None), list})
+"""The types of most members, which nothing lazy is in."""
 encode = msgspec.json.Encoder().encode
 
 
@@ -33,6 +35,9 @@ class Members:
 
     def __init__(self, members: Iterable[tuple[str, Any] | None]) -> None:
         self.members = members
+
+
+_LAZY = (Items, Members)
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
@@ -69,8 +74,12 @@ def _object(members: Iterable[tuple[str, Any] | None]) -> Iterator[bytes]:
             yield b""
             continue
         name, item = member
-        yield before + encode(name) + b":"
-        yield from _parts(item)
+        begin = before + encode(name) + b":"
+        if type(item) in _WHOLE:
+            yield begin + encode(item)
+        else:
+            yield begin
+            yield from _parts(item)
         before = b","
     yield b"}" if before == b"," else b"{}"
 
@@ -101,8 +110,11 @@ def _fields(value: msgspec.Struct) -> Iterator[tuple[str, Any]]:
 
 
 def _is_lazy(value: Any) -> bool:
-    if isinstance(value, msgspec.Struct):
-        return any(_is_lazy(getattr(value, name)) for name in value.__struct_fields__)
-    return isinstance(value, Items | Members) or (
+    if type(value) in _WHOLE:
+        return False
+    names = getattr(type(value), "__struct_fields__", None)  # sooner than by `isinstance`
+    if names is not None:
+        return any(_is_lazy(getattr(value, name)) for name in names)
+    return isinstance(value, _LAZY) or (
         isinstance(value, dict) and any(map(_is_lazy, value.values()))
     )

@@ -7,6 +7,7 @@ a value is accepted, because the answer is the one that it asks for; any other i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -52,11 +53,16 @@ UNSERVED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+@cache
+def _unserved(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    return tuple(name for name in kind.__struct_fields__ if name in UNSERVED)
+
+
 def check_unserved(body: msgspec.Struct) -> None:
     """Raises InvalidRequestError for a field whose value would change the answer."""
-    for name in body.__struct_fields__:
+    for name in _unserved(type(body)):
         value = getattr(body, name)
-        if name not in UNSERVED or value is None or value is False:
+        if value is None or value is False:
             continue
         harmless, remedy = UNSERVED[name]
         if value not in harmless:
