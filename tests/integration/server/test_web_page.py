@@ -182,6 +182,67 @@ def test_chats_as_a_file(open_tab: OpenTab, tmp_path: Path) -> None:
         other.page.get_by_text(words).wait_for()
 
 
+def chat_of(nodes: list[dict[str, Any]] | None = None, **chat: Any) -> dict[str, Any]:
+    """A chat as a file has it."""
+    usual = [
+        {"id": "a", "role": "user", "content": "hi"},
+        {"id": "b", "parent": "a", "role": "assistant", "content": "yo", "state": "done"},
+    ]
+    return {"chat": {"title": "T", **chat}, "nodes": nodes or usual}
+
+
+HOSTILE = {
+    "fields": chat_of(
+        settings={"system": 5, "schema": 7, "tools": [8], "stop": 9, "temperature": "hot", "x": "y"}
+    ),
+    "figures": chat_of(
+        [{"id": "a", "role": "assistant", "content": "a", "error": {"message": "<b>no</b>"},
+          "stats": {"tokens": 5, "seconds": "y", "first": "z", "prompt": 0}}]
+    ),
+    "circle": chat_of(
+        [{"id": "a", "parent": "b", "role": "user", "content": "1"},
+         {"id": "b", "parent": "a", "role": "assistant", "content": "2"},
+         {"id": "c", "parent": "c", "role": "user", "content": "3"}], leaf="b"
+    ),
+    "calls": chat_of(
+        [{"id": "__proto__", "role": "assistant", "content": "",
+          "calls": [None, {"id": "__proto__", "name": "<img src=x onerror=alert(1)>"}]}]
+    ),
+}  # fmt: skip
+
+
+def test_hostile_chats_of_a_file(open_tab: OpenTab, tmp_path: Path) -> None:
+    """What the page does not know is left out, and nothing of it ends the page, then or later."""
+    tab = open_tab()
+    path = tmp_path / "chats.json"
+
+    def take(chats: list[Any], words: str) -> None:
+        path.write_text(json.dumps({"format": "vllmx-chats", "version": 1, "chats": chats}))
+        tab.page.get_by_label("File of chats").set_input_files(path)
+        tab.page.get_by_text(words).wait_for()
+
+    tab.page.get_by_role("button", name="Settings").first.click()
+    alike = [{"id": "a", "role": "user", "content": "1"}] * 2
+    take([None], "a chat has no title")
+    take([chat_of(alike)], "two messages have one id")
+    take([chat_of([{"role": "user", "content": "1"}])], "or one has none")
+    for name, chat in HOSTILE.items():
+        chat["chat"]["title"] = name
+        take([chat], "1 chat was added.")
+        tab.page.get_by_role("button", name=name, exact=True).click()
+        tab.page.wait_for_function("name => document.title.startsWith(name)", arg=name)
+        count = tab.page.locator("article").count()
+        assert count == {"fields": 2, "circle": 2}.get(name, 1)
+        tab.answers_with({"content": "still here"})
+        tab.send("go on")
+        tab.shows("still here")
+        assert tab.page.locator("article").count() == count + 2
+        tab.page.reload()
+        tab.shows("still here")
+        tab.page.get_by_role("button", name="Settings").first.click()
+    assert tab.page.get_by_label("System prompt").input_value() == ""
+
+
 def test_thoughts_calls_and_their_results(open_tab: OpenTab) -> None:
     tab = open_tab()
     call = {"index": 0, "id": "c1", "function": {"name": "weather", "arguments": '{"city":'}}

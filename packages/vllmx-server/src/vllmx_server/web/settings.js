@@ -14,13 +14,23 @@ export const NUMBERS = [
   ["frequency_penalty", "Frequency penalty", -2, 2, 0.1, "the more often they were"],
   ["repetition_penalty", "Repetition penalty", 0.01, 100, 0.05, "1 is none"],
 ];
-const CARRIED = [...NUMBERS.map(([name]) => name), "system", "thinking", "stop"];
+const TEXTS = ["system", "thinking", "stop", "schema", "tools"];
+const OF_A_CHAT = ["schema", "tools"];
+
+/** What of an object are settings: those that are known, of their types. */
+export function settingsOf(object) {
+  const found = {};
+  for (const [name] of NUMBERS) if (Number.isFinite(object?.[name])) found[name] = object[name];
+  for (const name of TEXTS) if (typeof object?.[name] === "string") found[name] = object[name];
+  return found;
+}
 
 /** Those of a new chat: what was set last, but for the form of answers and the tools. */
 export function lastSettings() {
   try {
-    const kept = JSON.parse(localStorage.getItem(KEPT)) ?? {};
-    return Object.fromEntries(CARRIED.filter((name) => name in kept).map((name) => [name, kept[name]]));
+    const found = settingsOf(JSON.parse(localStorage.getItem(KEPT)));
+    for (const name of OF_A_CHAT) delete found[name];
+    return found;
   } catch {
     return {};
   }

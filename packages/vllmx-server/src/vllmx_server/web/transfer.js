@@ -1,4 +1,5 @@
 // Chats as a file, and back: what comes from a file is checked field by field and gets new ids.
+import { settingsOf } from "./settings.js";
 import { newId } from "./ui.js";
 
 const FORMAT = "vllmx-chats";
@@ -26,14 +27,17 @@ export function fromFile(text) {
   return file.chats.map(readChat);
 }
 
-function readChat({ chat, nodes } = {}) {
+function readChat(record) {
+  const { chat, nodes } = record ?? {};
   if (typeof chat?.title !== "string" || !Array.isArray(nodes) || !nodes.length) {
     throw new Error("a chat has no title or no messages.");
   }
   const ids = new Map(nodes.map((node) => [node?.id, newId()]));
+  if (ids.size < nodes.length || ids.has(undefined)) throw new Error("two messages have one id, or one has none.");
   const id = newId();
   const kept = nodes.map((node) => readNode(node, id, ids));
-  const settings = isObject(chat.settings) ? flat(chat.settings) : {};
+  breakCircles(kept);
+  const settings = settingsOf(chat.settings);
   const leaf = ids.get(chat.leaf) ?? kept.at(-1).id;
   const time = (value) => (Number.isFinite(value) ? value : Date.now());
   const { created, updated } = chat;
@@ -54,7 +58,7 @@ function readNode(node, chat, ids) {
   }
   if (node.role === "assistant") found.state = STATES.includes(node.state) ? node.state : "interrupted";
   if (Array.isArray(node.images)) found.images = node.images.filter((url) => IMAGE.test(url));
-  if (isObject(node.stats)) found.stats = flat(node.stats);
+  found.stats = statsOf(node.stats);
   if (typeof node.error?.message === "string") found.error = { kind: "failed", message: node.error.message };
   if (Array.isArray(node.calls)) {
     found.calls = node.calls.map((call) => ({ id: String(call?.id), name: String(call?.name), arguments: String(call?.arguments) }));
@@ -62,11 +66,20 @@ function readNode(node, chat, ids) {
   return found;
 }
 
-function isObject(value) {
-  return value !== null && typeof value === "object" && !Array.isArray(value);
+/** A message that comes after itself becomes a first one. */
+function breakCircles(nodes) {
+  const byId = new Map(nodes.map((node) => [node.id, node]));
+  const seen = new Set();
+  for (const node of nodes) {
+    const way = new Set();
+    let at = node;
+    for (; at && !seen.has(at) && !way.has(at); at = byId.get(at.parent)) way.add(at);
+    if (way.has(at)) at.parent = null;
+    for (const one of way) seen.add(one);
+  }
 }
 
-/** Texts and numbers alone. */
-function flat(object) {
-  return Object.fromEntries(Object.entries(object).filter(([, value]) => ["string", "number"].includes(typeof value)));
+/** Numbers alone. */
+function statsOf(object) {
+  return Object.fromEntries(Object.entries(object ?? {}).filter(([, value]) => Number.isFinite(value)));
 }
