@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from vllmx_core.plan import U32
 from vllmx_engine.core import grammar_row
 from vllmx_engine.core.mask_threads import MaskFill
 from vllmx_engine.core.rows import RowTable
-from vllmx_engine.grammar.matcher import Matcher
+from vllmx_engine.grammar.matcher import MaskPace, Matcher
 
 Hold = Callable[[], None]
 
@@ -36,8 +37,10 @@ def held(hold: Hold) -> Iterator[None]:
     """Masks of rows that get their grammar meanwhile are held up."""
     with pytest.MonkeyPatch.context() as patch:
 
-        def fill(matcher: Matcher, num_words: int) -> MaskFill:
-            return MaskFill(HeldMatcher(matcher, hold), num_words)
+        def fill(matcher: Matcher, num_words: int, pace: MaskPace) -> MaskFill:
+            slow = MaskPace()
+            slow.observe(math.inf)
+            return MaskFill(HeldMatcher(matcher, hold), num_words, slow)
 
         patch.setattr(grammar_row, "MaskFill", fill)
         yield

@@ -10,7 +10,7 @@ from vllmx_core.errors import GrammarError
 from vllmx_core.plan import U32
 from vllmx_engine.core import mask_threads
 from vllmx_engine.core.mask_threads import MaskFill, MaskThreads
-from vllmx_engine.grammar.matcher import Matcher
+from vllmx_engine.grammar.matcher import MaskPace, Matcher
 
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -31,9 +31,13 @@ class Matching:
         mask[:] = self._number
 
 
-def fill_of(number: int, gate: threading.Event | None = None) -> MaskFill:
+def fill_of(
+    number: int, gate: threading.Event | None = None, *, is_quick: bool = False
+) -> MaskFill:
+    pace = MaskPace()
+    pace.observe(0.0 if is_quick else 1.0)
     matcher: Matcher = Matching(number, gate)  # type: ignore[assignment]
-    return MaskFill(matcher, 3)
+    return MaskFill(matcher, 3, pace)
 
 
 @pytest.fixture
@@ -88,6 +92,41 @@ def test_nobody_asks_for_patience_where_masks_are_quick(
 
     threads.run([fill_of(1) for _ in range(9)], impatient)
     threads.close()
+
+
+def test_quick_masks_wake_no_thread_up(
+    threads: MaskThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are made where they are wanted, while others are made elsewhere; but many of them by
+    several threads, where there are cores for those."""
+    seen: list[tuple[bool, int]] = []
+    run = MaskFill.run
+
+    def noted(fill: MaskFill) -> None:
+        seen.append((fill.pace.is_quick, threading.get_ident()))
+        run(fill)
+
+    monkeypatch.setattr(MaskFill, "run", noted)
+    here = threading.get_ident()
+    threads.run([fill_of(1, is_quick=number % 4 > 0) for number in range(12)], lambda: PATIENCE_S)
+    assert len(seen) == 12
+    assert all((thread == here) == is_quick for is_quick, thread in seen)
+    monkeypatch.setattr(threads, "_most_parallel", 2)
+    seen.clear()
+    threads.run([fill_of(1, is_quick=True) for _ in range(40)], lambda: PATIENCE_S)
+    assert len(seen) == 40
+    assert here not in {thread for _, thread in seen}
+    threads.close()
+
+
+def test_a_grammar_is_doubted_for_a_thousand_masks() -> None:
+    pace = MaskPace()
+    assert pace.is_quick
+    pace.observe(0.001)
+    for _ in range(1000):
+        assert not pace.is_quick
+        pace.observe(0.0001)
+    assert pace.is_quick
 
 
 def test_a_mask_is_not_renewed_while_it_is_made(threads: MaskThreads) -> None:

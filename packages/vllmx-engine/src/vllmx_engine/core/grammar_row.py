@@ -41,7 +41,7 @@ class GrammarRow:
         self._matcher: Matcher = compiled.start()
         self._first_mask: U32 | None = compiled.first_mask
         """The mask of the first token, while nothing was consumed."""
-        self._fill = MaskFill(self._matcher, compiled.first_mask.size)
+        self._fill = MaskFill(self._matcher, compiled.first_mask.size, compiled.pace)
         self._ends: tuple[tuple[int, ...], ...] = () if free is None else free.ends
         self._begin: tuple[int, ...] = () if free is None else free.begin_ids
         """The ids that begin a free part, while they have not come and still may."""

@@ -1,4 +1,4 @@
-"""Masks are filled on threads of their own, so that nobody has to wait for them to the end."""
+"""Masks that may take long are made on threads, so that nobody has to wait for them to the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from vllmx_core.plan import U32
 from vllmx_core.processors import available_processors
 
-from vllmx_engine.grammar.matcher import Matcher
+from vllmx_engine.grammar.matcher import MaskPace, Matcher
 
 HELP_S = 0.001
 """The seconds after which more threads take up what the first ones have not come to: one of them
@@ -27,10 +27,12 @@ _LEAST_PARALLEL = 16
 class MaskFill:
     """The making of a row's next mask, again for each of its tokens."""
 
-    __slots__ = ("_done", "_matcher", "_told", "error", "is_begun", "mask", "seconds")
+    __slots__ = ("_done", "_matcher", "_told", "error", "is_begun", "mask", "pace", "seconds")
 
-    def __init__(self, matcher: Matcher, num_words: int) -> None:
+    def __init__(self, matcher: Matcher, num_words: int, pace: MaskPace) -> None:
         self._matcher = matcher
+        self.pace = pace
+        """Of its grammar."""
         self.mask: U32 = np.zeros(num_words, np.uint32)
         """(W,) what was made, once it is done."""
         self.error: Exception | None = None
@@ -61,6 +63,7 @@ class MaskFill:
         except Exception as error:  # whatever a matcher raises is its row's
             self.error = error
         self.seconds = time.thread_time() - started_s
+        self.pace.observe(self.seconds)
         self._done = True
         self._tell()
 
@@ -85,38 +88,62 @@ class MaskFill:
         done.wait()
 
 
+class _Round:
+    """Fills that several threads share."""
+
+    def __init__(self, fills: list[MaskFill]) -> None:
+        self.size = len(fills)
+        self._rest = iter(sorted(fills, key=lambda fill: fill.seconds))
+        self._num_done = count(1)
+        self._all_done = threading.Lock()
+        self._all_done.acquire()
+
+    def work(self) -> None:
+        """Takes one fill after the other, until none is left; the others that do so have theirs."""
+        for fill in self._rest:
+            fill.run()
+            if next(self._num_done) == self.size:
+                self._all_done.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all are done after so many seconds at most."""
+        return self._all_done.acquire(timeout=max(0.0, seconds))
+
+
 class MaskThreads:
-    """Runs fills on threads, several at once where the model's own threads leave cores for them."""
+    """Makes the masks of a step: those of quick grammars on the caller's thread, for another one
+    has first to wake up, and on a processor that computes the model, to have its turn."""
 
     def __init__(self) -> None:
         self._most_parallel = max(1, min(available_processors() // 2, _MAX_PARALLEL))
+        """Threads for many quick ones, where the model's own leave cores for them."""
         self._threads: ThreadPoolExecutor | None = None
 
     def run(self, fills: list[MaskFill], patience: Callable[[], float]) -> None:
         """Runs fills that nobody has begun. Returns when all are done, or after `patience()`
         seconds, with some of them under way. Those that took long before come last."""
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(_MAX_THREADS, "vllmx-masks")
+        are_many = self._most_parallel > 1 and len(fills) >= 2 * _LEAST_PARALLEL
+        here: list[MaskFill] = []
+        there: list[MaskFill] = []
         for fill in fills:
             fill.is_begun = True
-        rest = iter(sorted(fills, key=lambda fill: fill.seconds))
-        all_done = threading.Lock()
-        all_done.acquire()
-        finished, total = count(1), len(fills)
-
-        def work() -> None:
-            for fill in rest:  # threads share it: each takes the next
+            (here if fill.pace.is_quick and not are_many else there).append(fill)
+        if not there:
+            for fill in here:
                 fill.run()
-                if next(finished) == total:
-                    all_done.release()
-
-        for _ in range(min(1 + total // _LEAST_PARALLEL, self._most_parallel)):
-            self._threads.submit(work)
-        if all_done.acquire(timeout=HELP_S):
             return
-        for _ in range(min(total - 1, _MAX_PARALLEL)):
-            self._threads.submit(work)
-        all_done.acquire(timeout=max(0.0, patience() - HELP_S))
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_MAX_THREADS, "vllmx-masks")
+        shared = _Round(there)
+        for _ in range(min(max(1, len(there) // _LEAST_PARALLEL), self._most_parallel)):
+            self._threads.submit(shared.work)
+        for fill in here:
+            fill.run()
+        if shared.wait(HELP_S):
+            return
+        for _ in range(min(len(there) - 1, _MAX_PARALLEL)):
+            self._threads.submit(shared.work)
+        shared.wait(patience() - HELP_S)
 
     def close(self) -> None:
         """Ends the threads, without waiting for them."""

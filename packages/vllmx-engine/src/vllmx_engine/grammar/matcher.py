@@ -27,6 +27,9 @@ MAX_STEP_LEXER_FUEL = 100_000
 """Fuel of one mask: derivatives of regular expressions, some 14,000 a ms; half the library's."""
 _TRIAL_TOKENS = 24
 _TRIALS = 2
+QUICK_S = 0.00025
+"""Masks of nearly all grammars take less, some tens of microseconds."""
+_DOUBTED_MASKS = 1000
 _DEAD_END = "NoExtensionBias"
 """What the library says where a grammar neither ends nor goes on."""
 
@@ -62,6 +65,25 @@ class Matcher(Protocol):
         ...
 
 
+class MaskPace:
+    """How long the masks of a grammar take, as all its answers have seen."""
+
+    def __init__(self) -> None:
+        self._num_doubted = 0
+
+    @property
+    def is_quick(self) -> bool:
+        """The next mask is likely to be made in no time: the last thousand were."""
+        return self._num_doubted == 0
+
+    def observe(self, seconds: float) -> None:
+        """Learns from a mask, on whatever thread."""
+        if seconds > QUICK_S:
+            self._num_doubted = _DOUBTED_MASKS
+        elif self._num_doubted:
+            self._num_doubted -= 1
+
+
 class CompiledGrammar:
     """A grammar and the mask of its first token.
 
@@ -87,6 +109,8 @@ class CompiledGrammar:
         """Processor time that a mask takes, as some answers show that are drawn at random."""
         self.repeated_mask_s = times[-2:][0]
         """Seconds that more than one of their masks takes: a single one may be the machine's."""
+        self.pace = MaskPace()
+        self.pace.observe(self.mask_s)
 
     def _try(self, seed: int) -> list[float]:
         """Times of the masks in such an answer. Raises GrammarError."""
