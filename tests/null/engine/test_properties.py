@@ -85,6 +85,7 @@ class EngineMachine(RuleBasedStateMachine):
         step_s=st.sampled_from([0.0, 1e-5]),
         windows=WINDOWS,
         spare_slots=SPARE_SLOTS,
+        run_blocks=st.sampled_from([1, 2, 3, 64]),
     )
     def start(
         self,
@@ -94,6 +95,7 @@ class EngineMachine(RuleBasedStateMachine):
         step_s: float,
         windows: tuple[int | None, ...],
         spare_slots: int | None,
+        run_blocks: int,
     ) -> None:
         rules = FakeRules(
             VOCAB_SIZE,
@@ -106,6 +108,7 @@ class EngineMachine(RuleBasedStateMachine):
         slots = config["max_num_seqs"] + (spare_slots or 0)
         sizes = {**model, "token_s": step_s, "num_state_slots": slots}
         self.harness = Harness(sizes, config, rules)
+        self.harness.core._scheduler.prefixes.run_blocks = run_blocks
 
     @rule(
         beginning=BEGINNINGS,

@@ -14,6 +14,7 @@ is known by its group and its digest, and each group's block comes and goes alon
 from __future__ import annotations
 
 import secrets
+from array import array
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
@@ -22,6 +23,18 @@ from vllmx_core.records import Record
 _DIGEST_BYTES = 16
 Entry = tuple[bytes, bytes, bytes]
 """Digest, parent and content of a cached block. A new one is made whenever a block is filed."""
+
+
+class Run(Record, eq=False):
+    """Blocks of a chain, one after the other, that all groups without a window hold."""
+
+    ids: bytes
+    """The token ids, which are all that decides their content."""
+    digests: list[bytes]
+    places: array[int]
+    """The blocks of all those groups, one after the other for each digest."""
+    entries: list[Entry]
+    """The entry of each of `places`."""
 
 
 class CacheIdentity(Record):
@@ -58,6 +71,10 @@ class PrefixCache:
         self._known: dict[bytes, tuple[bytes, list[int]]] = {}
         """`_places` by what their digests are of: to look one up takes a third of the time that
         making a digest does."""
+        self._runs: dict[bytes, Run] = {}
+        """The run that was filed last behind a digest, until a block of it is forgotten."""
+        self._run_begins: dict[bytes, bytes] = {}
+        """The digest behind which a run was filed, by its last one, which is forgotten first."""
         self._children: list[dict[bytes, int] | None] = [
             {} if window is None else None for window in windows
         ]
@@ -129,6 +146,22 @@ class PrefixCache:
                     children[parent] = children.get(parent, 0) + 1
         return places
 
+    def run(self, parent: bytes) -> Run | None:
+        """A run behind a digest, all of which is cached; there may be others."""
+        return self._runs.get(parent)
+
+    def add_run(self, parent: bytes, run: Run) -> None:
+        """Files a run of cached blocks, behind `parent`."""
+        self._runs[parent] = run
+        self._run_begins[run.digests[-1]] = parent
+
+    def _drop_run(self, last: bytes) -> None:
+        parent = self._run_begins.pop(last, None)
+        if parent is not None:
+            run = self._runs.get(parent)
+            if run is not None and run.digests[-1] == last:
+                del self._runs[parent]
+
     def remove(self, block: int) -> None:
         """Forgets a cached block."""
         digest, parent, content = self._entries.pop(block)
@@ -141,6 +174,7 @@ class PrefixCache:
             del self._places[digest], self._known[parent + content]
         children = self._children[group]
         if children is not None:
+            self._drop_run(digest)
             children[parent] -= 1
             if not children[parent]:
                 del children[parent]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Sequence as List
 
@@ -10,7 +11,7 @@ from vllmx_core.plan import I32
 from vllmx_core.records import Record
 
 from vllmx_engine.core.kv import BlockPool
-from vllmx_engine.core.prefix_cache import PrefixCache
+from vllmx_engine.core.prefix_cache import PrefixCache, Run
 from vllmx_engine.core.rows import RowTable
 from vllmx_engine.core.sequence import Found, Sequence
 from vllmx_engine.core.state_slots import SlotPool, Snapshot
@@ -51,6 +52,8 @@ class Prefixes:
     ) -> None:
         """`slots`: of a model with recurrent layers."""
         self.enabled = enabled
+        self.run_blocks = 64
+        """The blocks of a run, which begins at a multiple of as many."""
         self._table = table
         self._size = table.block_size
         self._pool = pool
@@ -125,13 +128,37 @@ class Prefixes:
     def _look_on(self, sequence: Sequence, found: Found, end: int) -> None:
         """Adds the cached blocks behind those that were found, up to the `end`th of the sequence.
         Of a long prompt this is most of what its admission takes."""
+        while found.num_blocks < end:
+            index = found.num_blocks
+            if not self._take_run(sequence, found, end):
+                stop = min(end, index - index % self.run_blocks + self.run_blocks)
+                if not self._take_blocks(sequence, found, stop):
+                    return
+
+    def _take_run(self, sequence: Sequence, found: Found, end: int) -> bool:
+        """Adds a run, if there is one for the next blocks."""
+        first, behind = found.num_blocks, found.num_blocks + self.run_blocks
+        if first % self.run_blocks or behind > end or sequence.content:
+            return False
+        digests = sequence.digests
+        run = self._cache.run(digests[first - 1] if first else sequence.root)
+        ids = sequence.tokens[first * self._size : behind * self._size]
+        if run is None or run.ids != ids.tobytes():
+            return False
+        digests[first:behind] = run.digests
+        found.blocks += run.places
+        found.entries += run.entries
+        found.num_blocks = behind
+        return True
+
+    def _take_blocks(self, sequence: Sequence, found: Found, end: int) -> bool:
+        """Adds blocks one by one. False: the next one is not cached."""
         cache, digests, full, size = self._cache, sequence.digests, self._full, self._size
         parent = digests[found.num_blocks - 1] if found.num_blocks else sequence.root
         for index in range(found.num_blocks, end):
-            content = sequence.content_of(index, size)
-            known = cache.known(parent, content)
+            known = cache.known(parent, sequence.content_of(index, size))
             if known is None:
-                break
+                return False
             parent, places = known
             if index == len(digests):
                 digests.append(parent)
@@ -139,10 +166,11 @@ class Prefixes:
                 entry = cache.entry(places[group])
                 if entry is None:
                     found.cut(index)
-                    return
+                    return False
                 found.blocks.append(places[group])
                 found.entries.append(entry)
             found.num_blocks += 1
+        return True
 
     def _drop_forgotten(self, found: Found) -> None:
         """A block is forgotten before those that it continues: so it suffices to look at a few."""
@@ -231,6 +259,24 @@ class Prefixes:
                 self._change_over(row, index, blocks, holders)
             parent = digest
         table.num_cached[row] = end
+        if self._full and not sequence.content:
+            count = self.run_blocks
+            for begin in range(first // count * count, end - count + 1, count):
+                self._file_run(sequence, begin)
+
+    def _file_run(self, sequence: Sequence, first: int) -> None:
+        """Files the run that begins with this block, all of which is cached."""
+        table, size, behind = self._table, self._size, first + self.run_blocks
+        blocks = table.blocks[self._full, sequence.row, first:behind].T.ravel()  # (blocks * G,)
+        entries = [self._cache.entry(block) for block in blocks.tolist()]
+        run = Run(
+            ids=sequence.tokens[first * size : behind * size].tobytes(),
+            digests=sequence.digests[first:behind],
+            places=array("i", blocks.tobytes()),
+            entries=[entry for entry in entries if entry is not None],
+        )
+        assert len(run.entries) == len(entries), first
+        self._cache.add_run(sequence.digests[first - 1] if first else sequence.root, run)
 
     def _change_over(self, row: int, index: int, blocks: list[int], holders: List[int]) -> None:
         """Lets a row use the blocks that were filed before its own."""
