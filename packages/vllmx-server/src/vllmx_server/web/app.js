@@ -60,7 +60,7 @@ const STATES = { unloaded: "on demand", loading: "loading …", failed: "cannot 
 
 /** What the picker says of a model beside its name; nothing of one that is there. */
 function shownState(model) {
-  return model.state in STATES ? ` (${STATES[model.state]})` : "";
+  return Object.hasOwn(STATES, model.state) ? ` (${STATES[model.state]})` : "";
 }
 
 const THEMES = { auto: "Colours as the system has them", light: "Light", dark: "Dark" };

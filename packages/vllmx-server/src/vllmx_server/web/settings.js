@@ -45,11 +45,16 @@ export function jsonTrouble(text, isArray) {
   if (!text?.trim()) return null;
   try {
     const value = JSON.parse(text);
-    const isRight = isArray ? Array.isArray(value) : value && typeof value === "object" && !Array.isArray(value);
-    return isRight ? null : isArray ? "This must be a list: [ … ]" : "This must be an object: { … }";
+    if (!isArray) return isObject(value) ? null : "This must be an object: { … }";
+    if (!Array.isArray(value)) return "This must be a list: [ … ]";
+    return value.every(isObject) ? null : "Each of the list must be an object: { … }";
   } catch (error) {
     return error.message;
   }
+}
+
+function isObject(value) {
+  return value !== null && typeof value === "object" && !Array.isArray(value);
 }
 
 /** The body of a chat completion for the messages of a path. */

@@ -4,9 +4,17 @@
 // ([{id, name, arguments}]), `call` (which call a tool's result answers), `reasoning`, `state`
 // ("streaming", "done", "stopped", "interrupted" or "failed"), `error`, `finish`, `model`, `stats`.
 
+const families = new WeakMap(); // of nodes, which are added and never change their parents
+
 /** The children of a node (null: the first messages) in the order in which they came. */
 export function children(nodes, parent) {
-  return [...nodes.values()].filter((node) => node.parent === parent).sort((a, b) => a.order - b.order);
+  let found = families.get(nodes);
+  if (found?.size !== nodes.size) {
+    found = { size: nodes.size, of: Map.groupBy(nodes.values(), (node) => node.parent) };
+    for (const siblings of found.of.values()) siblings.sort((a, b) => a.order - b.order);
+    families.set(nodes, found);
+  }
+  return found.of.get(parent) ?? [];
 }
 
 /** From the first message to a leaf. */
