@@ -137,6 +137,10 @@ class GrammarMatcher:
     def __init__(self, matcher: LLMatcher, num_words: int) -> None:
         self._matcher = matcher
         self._num_words = num_words
+        self._target: U32 | None = None
+        """The array of the last mask, which usually has the next one too: to ask numpy for its
+        address takes a fifth of a mask's time."""
+        self._address = 0
 
     @property
     def is_accepting(self) -> bool:
@@ -150,8 +154,11 @@ class GrammarMatcher:
 
     def fill_mask(self, mask: U32) -> None:
         """See `Matcher`."""
-        if mask.size == self._num_words and mask.flags.c_contiguous:
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if mask is self._target:
+            self._matcher.unsafe_compute_mask_ptr(self._address, mask.nbytes)
+        elif mask.size == self._num_words and mask.flags.c_contiguous:
+            self._target, self._address = mask, mask.ctypes.data
+            self._matcher.unsafe_compute_mask_ptr(self._address, mask.nbytes)
         else:  # an end of sequence of the library's own needs one word more
             wide = np.zeros(self._num_words, np.uint32)
             self._matcher.unsafe_compute_mask_ptr(wide.ctypes.data, wide.nbytes)
