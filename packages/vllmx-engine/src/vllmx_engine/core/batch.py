@@ -8,7 +8,7 @@ from vllmx_core.records import MutableRecord, field
 
 from vllmx_engine.core.chunk import Batch, Chunk
 from vllmx_engine.core.cost import StepCost
-from vllmx_engine.core.grammar_masks import PATIENCE_S, PATIENCE_SHARE
+from vllmx_engine.core.grammar_masks import PATIENCE_S, PATIENCE_SHARE, USUAL_S
 from vllmx_engine.core.images import Images
 from vllmx_engine.core.row_states import RowStates
 from vllmx_engine.core.rows import RowTable, known_tokens
@@ -152,7 +152,7 @@ class BatchBuilder:
         """The seconds that a step waits for its masks."""
         runs = step.waits_for_ids  # else its forward pass has not begun
         hidden_s = PATIENCE_SHARE * self._cost.predict(step.batch.load) if runs else 0.0
-        return max(PATIENCE_S, hidden_s)
+        return max(PATIENCE_S + USUAL_S * len(step.owners.constrained), hidden_s)
 
     def close(self) -> None:
         """Ends its threads."""

@@ -14,7 +14,9 @@ from vllmx_engine.core.sequence import Sequence
 
 _ALL = np.uint32(0xFFFFFFFF)
 PATIENCE_S = 0.002
-"""A step waits so long for masks at the least: some hundred of the usual ones."""
+"""A step waits so long for masks at the least, and longer by `USUAL_S` for each."""
+USUAL_S = 1e-4
+"""The usual seconds of a mask, on a slow machine."""
 PATIENCE_SHARE = 0.25
 """What a step waits for masks, of the time that it is likely to take, where its forward pass goes
 on meanwhile: that has hardly come so far then, so the wait costs nobody anything."""
