@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -124,3 +125,20 @@ def test_gpp_takes_the_parsed_headers(tmp_path: Path, emulators: dict[str, Emula
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert f"! {header}.gch" in done.stderr
     assert "cuda_fp16.h" not in done.stderr
+
+
+def test_another_clone_compiles_nothing_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, emulators: dict[str, Emulator]
+) -> None:
+    emulators["forward"]  # it skips where kernels cannot be emulated
+    own = build.build_module(build.KERNELS / "clip.cu", ["VX_DTYPE=0"], check=False)
+    root = build.KERNELS.parent
+    for name in ("KERNELS", "NATIVE"):
+        folder = getattr(build, name)
+        copy = tmp_path / folder.relative_to(root)
+        shutil.copytree(folder, copy)
+        monkeypatch.setattr(build, name, copy)
+    again = build.build_module(build.KERNELS / "clip.cu", ["VX_DTYPE=0"], check=False)
+    assert again == own
+    (build.KERNELS / "vx.h").write_text((root / "kernels" / "vx.h").read_text() + "\n//")
+    assert build.build_module(build.KERNELS / "clip.cu", ["VX_DTYPE=0"], check=False) != own

@@ -218,6 +218,13 @@ def test_logprobs(emulator: Emulator, vocab: int) -> None:
     check(emulator, logits, rows)
 
 
+def test_logprobs_of_whole_rows(emulator: Emulator) -> None:
+    """All ids in order, ties among them, and more than there are."""
+    logits = (np.random.default_rng(8).standard_normal((3, 61)) * 3).round(1)
+    logits[1, 7:] = -np.inf
+    check(emulator, logits, sampling_rows(3, num_logprobs=[61, 61, 64]))
+
+
 @pytest.mark.parametrize(("count", "vocab"), [(1, 1), (1, CHUNK), (4, 33)])
 def test_logprobs_of_the_chosen_alone(emulator: Emulator, count: int, vocab: int) -> None:
     logits = np.random.default_rng(vocab).standard_normal((count, vocab)) * 3

@@ -1,4 +1,5 @@
-"""A device without a GPU: numpy buffers, kernels on the emulator, products by numpy.
+"""A device without a GPU: numpy buffers, kernels on the emulator, products and log-probabilities of
+whole rows by numpy.
 
 For tests: it runs what a GPU would run, launch by launch, some ten thousand times slower. It is
 registered nowhere; `CudaBackend(open_device=EmulatedDevice)` makes a backend of it.
@@ -24,6 +25,7 @@ from vllmx_cuda.device.peers import Peers, open_peers
 from vllmx_cuda.device.ranks import Ties, agreed
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.kernel_specs.types import shared_bytes
+from vllmx_cuda.testing.emulated_logprobs import are_whole_rows, write_rows
 from vllmx_cuda.testing.emulated_products import NUMPY_TYPES, array, multiply, rounded, wide
 from vllmx_cuda.testing.emulator import Emulator, empty
 from vllmx_cuda.testing.emulator.peers import PeerGroup
@@ -192,6 +194,8 @@ class EmulatedDevice:
         ]
         if variant.kernel.meets:
             self.submit("launch", lambda: self._meet(variant, sizes, passed))
+        elif are_whole_rows(variant, passed) and not self._emulator.check:
+            self.submit("launch", lambda: write_rows(variant, sizes["rows"], passed))
         else:
             self.submit("launch", lambda: self._emulator.launch(variant, sizes, passed))
 

@@ -1,4 +1,5 @@
-"""Compiles kernels for the emulator: one shared library a variant, once for each content."""
+"""Compiles kernels for the emulator: one shared library a variant, once for each content, whichever
+clone of the repository has it."""
 
 from __future__ import annotations
 
@@ -95,12 +96,7 @@ def build_module(
 def _prelude(how: Sequence[str]) -> Path:
     """native/prelude.h as g++ has parsed it with these options. Returned is the header's own path:
     g++ takes the parsed one beside it, or reads the header where that does not fit."""
-    names = [f"cuda_{kind}.{suffix}" for kind in ("bf16", "fp16", "fp8") for suffix in ("h", "hpp")]
-    system = [Path(folder) / name for folder in find_cuda_headers() for name in names]
-    command = ["-x", "c++-header", *how]
-    parsed = _compile(
-        command, NATIVE / "prelude.h", [p for p in system if p.exists()], (), ".h.gch"
-    )
+    parsed = _compile(["-x", "c++-header", *how], NATIVE / "prelude.h", (), (), ".h.gch")
     header = parsed.with_suffix("")
     if not header.exists():
         unfinished = header.with_suffix(f".{os.getpid()}")
@@ -116,17 +112,31 @@ def _compile(
     folders: Iterable[Path],
     suffix: str = ".o",
 ) -> Path:
-    include = [f"-I{folder}" for folder in dict.fromkeys(folders)]
-    system = [f"-isystem{folder}" for folder in find_cuda_headers()]
-    command = ["g++", *COMPILE, *include, *system, *options]
-    return _once(command, [source], suffix, also_read=headers)
+    where = [f"-I{folder}" for folder in dict.fromkeys(folders)]
+    where += [f"-isystem{folder}" for folder in find_cuda_headers()]
+    command = ["g++", *COMPILE, *options]
+    return _once(command, [source], suffix, also_read=headers, where=where)
+
+
+@functools.cache
+def _number_types() -> str:
+    """Tells NVIDIA's headers, which everything is compiled with, from those of another release."""
+    names = [f"cuda_{kind}.{suffix}" for kind in ("bf16", "fp16", "fp8") for suffix in ("h", "hpp")]
+    paths = [Path(folder) / name for folder in find_cuda_headers() for name in names]
+    text = b"".join(path.read_bytes() for path in paths if path.exists())
+    return hashlib.sha256(text).hexdigest()
 
 
 def _once(
-    command: Sequence[str], inputs: Sequence[Path], suffix: str, also_read: Iterable[Path] = ()
+    command: Sequence[str],
+    inputs: Sequence[Path],
+    suffix: str,
+    also_read: Iterable[Path] = (),
+    where: Sequence[str] = (),
 ) -> Path:
-    """Runs the command unless its output is there; the key is the command and all it reads."""
-    digest = hashlib.sha256(repr(command).encode())
+    """Runs the command unless its output is there; the key is the command and all it reads, but not
+    `where`: the options that say in which folders."""
+    digest = hashlib.sha256(repr((command, _number_types())).encode())
     for path in (*inputs, *also_read):
         digest.update(path.read_bytes())
     folder = _cache_folder()
@@ -136,7 +146,7 @@ def _once(
         os.close(handle)
         try:
             subprocess.run(  # noqa: S603
-                [*command, *map(str, inputs), "-o", unfinished], check=True
+                [*command, *where, *map(str, inputs), "-o", unfinished], check=True
             )
             Path(unfinished).replace(output)  # atomic: another process may make the same
         finally:
