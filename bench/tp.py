@@ -235,6 +235,7 @@ def _product_sums(region: Region, rank: int) -> float:
             kind=VX_DTYPES["bf16"],
             rows=SUM_WIDTH,
             cols=SUM_WIDTH,
+            features=SUM_WIDTH,
             tiles=SUM_WIDTH // 32,
         ),
         x=x.ctypes.data,

@@ -15,7 +15,9 @@ from vllmx_core.sharding.model import sharded
 from vllmx_core.testing.model_suite import random_weights
 from vllmx_core.testing.synthetic import ArraySource
 from vllmx_core.weight_files import FileRange, WeightFile
+from vllmx_core.weight_map import parts_of
 from vllmx_core.weights import WeightSource
+from vllmx_cpu.kinds import native_kind
 
 from ..backend.cpu_ranks import cpu_ranks, logits  # noqa: TID252 - no package to name
 from .expert_families import FAMILIES, REGISTRY, original
@@ -34,14 +36,21 @@ WIDE: dict[str, Any] = FAMILIES["qwen3-moe"].config | {
 
 
 def check(
-    model: Model, source: WeightSource, dtype: str, near: float, *, whole_experts: bool = True
+    model: Model,
+    source: WeightSource,
+    dtype: str,
+    near: float,
+    *,
+    whole_experts: bool = True,
+    deterministic: bool = False,
 ) -> None:
     """Two ranks compute what one does."""
-    whole = cpu_ranks(model, source, 1, dtype)
+    how = {"deterministic": deterministic}
+    whole = cpu_ranks(model, source, 1, dtype, **how)
     (expected,) = whole.each(lambda loaded: logits(loaded, TEXT, CUTS))
     whole.each(lambda loaded: loaded.close())
     whole.close()
-    ranks = cpu_ranks(model, source, 2, dtype, whole_experts=whole_experts)
+    ranks = cpu_ranks(model, source, 2, dtype, whole_experts=whole_experts, **how)
     first, second = ranks.each(lambda loaded: logits(loaded, TEXT, CUTS))
     ranks.each(lambda loaded: loaded.close())
     ranks.close()
@@ -73,6 +82,24 @@ def test_formats_made_while_loading(isq: str) -> None:
         with pytest.raises(ConfigError, match=r"down.*256 features in units of 256"):
             sharded(model, source, 64, 0, 2)
     check(model, source, "bf16", 0.02)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_act_order_in_columns(tmp_path: Path, deterministic: bool) -> None:
+    """Each expert's features in the order of its own groups, so that ranks have whole ones."""
+    folder, _ = published(tmp_path, "mixtral", FORMATS["gptq"])
+    checkpoint = open_checkpoint(REGISTRY, folder)
+    model, source = build_model(REGISTRY, checkpoint), checkpoint.weights
+    dtype, near = ("bf16", 0.0) if deterministic else ("f32", 2e-5)
+    check(model, source, dtype, near, whole_experts=False, deterministic=deterministic)
+    (down, *_) = [
+        spec
+        for spec in sharded(model, source, 64, 1, 2).weights()
+        if spec.kind == "stack" and spec.name.endswith("down")
+    ]
+    assert native_kind(down, source) == "affine4_32"
+    assert {part.is_shuffled for one in down.matrices for part in parts_of(one, source)} == {False}
+    checkpoint.weights.close()
 
 
 def test_mxfp4_in_columns(folders: tuple[Path, Path]) -> None:

@@ -122,9 +122,8 @@ def test_rows_are_those_of_the_whole(whole: tuple[str, WeightPart], index: Any) 
 
 def test_columns_are_those_of_the_whole(whole: tuple[str, WeightPart]) -> None:
     layout, part = whole
-    assert part.col_unit == {"dense": 1, "int8": 1, "fp8": 1, "Q8_0": 32, "Q4_K": 256}.get(
-        layout, 128
-    )
+    units = {"dense": 1, "int8": 1, "fp8": 1, "Q8_0": 32, "Q4_K": 256, "gptq act-order": 32}
+    assert part.col_unit == units.get(layout, 128)
     step = part.col_unit if part.col_unit > 1 else 37
     for begin, end in ((0, step), (step, COLS), (step, 2 * step)):
         picked, wanted = part.cols(begin, end), part.dequantize()[:, begin:end]

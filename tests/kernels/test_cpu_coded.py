@@ -10,7 +10,7 @@ from vllmx_core.coded import CodedRows
 from vllmx_core.plan import F32, I32
 from vllmx_core.weights import PartSpec, QuantLayout, RawTensor, WeightPart, WeightSpec
 from vllmx_cpu.coded import COLS_OF
-from vllmx_cpu.kinds import native_kind, segments
+from vllmx_cpu.kinds import native_kind, packed_columns, segments
 from vllmx_cpu.native import Isa
 
 from .quantised import (
@@ -77,9 +77,9 @@ def stated(case: Case, x: F32, fused: bool) -> F32:
     rows = case.part.coded_rows(0, case.part.shape[0])
     assert rows.group_of is not None
     assert rows.zeros is not None
-    order = np.argsort(rows.group_of, kind="stable")
-    group_of = rows.group_of[order]
-    q, scale = rounded(padded(x[:, order], width), width)
+    order = packed_columns(case.part, case.matrix.shape.cols)
+    group_of, x = rows.group_of[order], np.where(order < 0, np.float32(0), x[:, order])
+    q, scale = rounded(padded(x, width), width)
     values = rows.codes[:, order].astype(np.int64) - rows.zeros[:, group_of]
     total = np.zeros((len(x), len(values)), np.float32)
     for u in range(q.shape[1]):
@@ -104,6 +104,19 @@ def test_the_arithmetic_is_the_stated_one(
             x[0, : k // 2] = 0
             wanted = stated(case, x, isa.name != "portable")
             np.testing.assert_array_equal(case.run(run_op, isa, x), wanted)
+
+
+@pytest.mark.parametrize(("bits", "group", "k"), [(4, 48, 240), (3, 20, 100), (8, 48, 96)])
+def test_groups_of_which_a_rank_has_a_part_are_filled_up(
+    isa: Isa, run_op: RunOp, bits: int, group: int, k: int
+) -> None:
+    case = pack_case(integers(33, k, bits, group, shuffled=True))
+    assert case.kind == f"affine{8 if bits == 8 else 4}_32"
+    assert case.matrix.shape.cols > k
+    for rows in (1, 14):
+        x = inputs(rows, k, rows)
+        wanted = stated(case, x, isa.name != "portable")
+        np.testing.assert_array_equal(case.run(run_op, isa, x), wanted)
 
 
 def float8(
@@ -188,6 +201,7 @@ def test_every_float8_number(isa: Isa, run_op: RunOp) -> None:
 PARTS = {
     "4 bit": integers(70, 640, 4, 128),
     "4 bit act-order": integers(70, 256, 4, 64, shuffled=True),
+    "4 bit act-order, filled up": integers(70, 240, 4, 48, shuffled=True),
     "8 bit": integers(70, 200, 8, None),
     "float8": float8(70, 384, block=(128, 128)),
 }
@@ -249,6 +263,7 @@ def test_what_has_no_kernel() -> None:
     shuffled = integers(16, 128, 4, 32, shuffled=True)
     assert kind(shuffled) == "affine4_32"
     assert kind(shuffled, kind="embedding") is None
+    assert kind(integers(16, 64, 4, 8, shuffled=True)) is None  # filled up it takes 22 bits
 
 
 def test_parts_of_different_orders_are_multiplied_apart() -> None:

@@ -21,6 +21,7 @@ from vllmx_core.weight_pieces import (
     Index,
     code_cols,
     code_rows,
+    in_equal_groups,
     raw_cols,
     raw_of,
     stacked,
@@ -162,6 +163,8 @@ def rows_of(part: WeightPart, index: Index) -> WeightPart:
 
     def coded(_: WeightPart, begin: int, end: int) -> CodedRows:
         wanted = index[begin:end]
+        if part.coded_at is not None and not _are_long(wanted):
+            return part.coded_at(part, wanted)
         span = _read_together(wanted)
         if span is None:
             return stacked_codes([part.coded_rows(*run) for run in _runs(wanted)])
@@ -222,13 +225,29 @@ def _below(part: WeightPart, pieces: Sequence[WeightPart]) -> WeightPart:
 
 def share_of(part: WeightPart, share: RankShare) -> WeightPart:
     """The rows and columns of one rank."""
-    if part.layout.kind == "fp8" and not _is_row_wise(part) and part.cut is None:
+    order = np.frombuffer(share.order, np.int32).astype(np.int64)
+    is_fp8 = part.layout.kind == "fp8" and not _is_row_wise(part) and part.cut is None
+    if is_fp8 and not len(order):
         return _share_of_blocks(part, share)
     if share.cols is not None:
-        part = part.cols(*share.cols)
+        of_share = slice(*share.cols)
+        part = part.cols(*share.cols) if not len(order) else _shuffled(part, order[of_share])
     if share.rows is None:
         return part
-    return rows_of(part, np.concatenate([np.arange(*run) for run in share.rows]))
+    index = np.concatenate([np.arange(*run) for run in share.rows])
+    return rows_of(part, order[index] if len(order) else index)
+
+
+def _shuffled(part: WeightPart, index: Index) -> WeightPart:
+    """These columns, in this order, of a part that has integers."""
+
+    def decode(_: WeightPart, first: int, last: int) -> F32:
+        return part.dequantize(first, last)[:, index]
+
+    def coded(_: WeightPart, first: int, last: int) -> CodedRows:
+        return code_cols(part.coded_rows(first, last), index)
+
+    return _computed(part, (part.shape[0], len(index)), decode, coded, index)
 
 
 def cols_of(part: WeightPart, begin: int, end: int) -> WeightPart:
@@ -259,9 +278,9 @@ def cols_of(part: WeightPart, begin: int, end: int) -> WeightPart:
         return part.dequantize(first, last)[:, begin:end]
 
     def coded(_: WeightPart, first: int, last: int) -> CodedRows:
-        return code_cols(part.coded_rows(first, last), begin, end)
+        return code_cols(part.coded_rows(first, last), slice(begin, end))
 
-    return _computed(part, shape, decode, coded, (begin, end))
+    return _computed(part, shape, decode, coded, slice(begin, end))
 
 
 def _share_of_blocks(part: WeightPart, share: RankShare) -> WeightPart:
@@ -351,7 +370,7 @@ def _computed(
     shape: tuple[int, ...],
     decode: Callable[[WeightPart, int, int], F32],
     coded: Callable[[WeightPart, int, int], CodedRows],
-    cols: tuple[int, int] | None = None,
+    cols: slice | Index = slice(None),
 ) -> WeightPart:
     """A part of integers if the layout has such, else of floats; with no buffers that a kernel
     could take as they are stored."""
@@ -363,12 +382,13 @@ def _computed(
             return WeightPart(part.name, values.shape, DENSE, {"weight": raw})
 
         return made_part(part.name, shape, DENSE, make)
-    options, buffers = {}, {}
-    if part.layout.options.get("act_order") and "g_idx" in part.buffers:
-        groups = np.asarray(part.buffers["g_idx"].view())
-        buffers["g_idx"] = raw_of(
-            part.buffers["g_idx"], groups[slice(*cols) if cols else slice(None)]
-        )
-        options["act_order"] = True
-    layout = QuantLayout("integers", part.layout.bits, part.layout.group_size, options)
+    options, buffers, group_size = {}, {}, part.layout.group_size
+    if part.is_shuffled:
+        groups = np.asarray(part.buffers["g_idx"].view())[cols]
+        if in_equal_groups(groups):
+            group_size = len(groups) // len(set(groups.tolist()))
+        else:
+            buffers["g_idx"] = raw_of(part.buffers["g_idx"], groups)
+            options["act_order"] = True
+    layout = QuantLayout("integers", part.layout.bits, group_size, options)
     return WeightPart(part.name, shape, layout, buffers, decode, coded)

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllmx_core.coded import CodedRows
+from vllmx_core.plan import AnyArray
 from vllmx_core.weights import RawTensor, WeightPart
 
 Index = npt.NDArray[np.int64]
@@ -76,18 +77,26 @@ def code_rows(rows: CodedRows, index: Index) -> CodedRows:
     return CodedRows(rows.codes[index], rows.scales[index], zeros, rows.group_of)
 
 
-def code_cols(rows: CodedRows, begin: int, end: int) -> CodedRows:
+def code_cols(rows: CodedRows, wanted: slice | Index) -> CodedRows:
+    """Some columns, with the groups that they have."""
     cols, groups = rows.codes.shape[1], rows.scales.shape[1]
     group_of = rows.group_of
     if group_of is None:
         group_of = (np.arange(cols) // (cols // groups)).astype(np.int32)
-    of_cols = group_of[begin:end]
+    of_cols = group_of[wanted]
     first, last = int(of_cols.min()), int(of_cols.max()) + 1
     zeros = None if rows.zeros is None else rows.zeros[:, first:last]
-    equal = rows.group_of is None and (end - begin) % (last - first) == 0
     return CodedRows(
-        rows.codes[:, begin:end],
+        rows.codes[:, wanted],
         rows.scales[:, first:last],
         zeros,
-        None if equal else of_cols - np.int32(first),
+        None if in_equal_groups(of_cols) else of_cols - np.int32(first),
     )
+
+
+def in_equal_groups(groups: AnyArray) -> bool:
+    """Whether columns of these groups are in their order, and as many of each."""
+    count = int(groups.max()) - int(groups.min()) + 1
+    if len(groups) % count:
+        return False
+    return np.array_equal(groups - groups.min(), np.arange(len(groups)) // (len(groups) // count))

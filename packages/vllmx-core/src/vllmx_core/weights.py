@@ -187,6 +187,9 @@ class WeightPart(Record):
     """narrow(part, rows, cols) cuts these out of what is stored, so that nothing else is read or
     made; None where words or groups would be cut in two. Set where buffers do not lie row by row,
     or are made."""
+    coded_at: Callable[[WeightPart, npt.NDArray[np.int64]], CodedRows] | None = None
+    """coded_at(part, rows) gives rows that lie apart from each other as `coded` gives neighbours;
+    set where this is faster than one after the other."""
 
     def dequantize(self, begin: int = 0, end: int | None = None) -> F32:
         """The part, or its rows from `begin` to before `end`, as float32."""
@@ -227,7 +230,14 @@ class WeightPart(Record):
         if kind in ("dense", "int8", "fp8"):  # a scale for each row
             return 1
         group_size, cols = self.layout.group_size or self.shape[-1], self.shape[-1]
-        return min(_WORDS, cols) if self.coded is not None and group_size >= cols else group_size
+        in_words = self.is_shuffled or (self.coded is not None and group_size >= cols)
+        return min(_WORDS, cols) if in_words else group_size
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether input features are not in the order of their groups."""
+        # the option first: the buffers of a part that is made are made by looking
+        return bool(self.layout.options.get("act_order")) and "g_idx" in self.buffers
 
     def cols(self, begin: int, end: int) -> WeightPart:
         """Input features from `begin` to before `end` as a part of their own, of the same layout
@@ -322,6 +332,8 @@ class RankShare(Record):
     """(first, end) of each stretch of the part's rows; None: all."""
     cols: tuple[int, int] | None = None
     """(first, end) of the weight's columns; None: all."""
+    order: bytes = b""
+    """The order, int32, in which `rows` or `cols` number what the part has; empty: its own."""
 
 
 class PartSpec(Record):

@@ -7,7 +7,7 @@ from vllmx_core.plan import F32, AnyArray
 from vllmx_core.records import Record
 from vllmx_core.weights import WeightPart, float8_to_f32
 
-from vllmx_cpu.kinds import column_order
+from vllmx_cpu.kinds import column_order, packed_columns
 from vllmx_cpu.structs import AFFINE_KINDS, FLOAT8_COLS
 
 COLS_OF = {kind: cols for (_, cols), kind in AFFINE_KINDS.items()}
@@ -21,19 +21,23 @@ class UnitRows(Record):
     zeros: AnyArray | None  # (n, units) int16
 
 
-def affine_rows(part: WeightPart, kind: str, begin: int, end: int) -> UnitRows:
-    """Rows of a part that has integers, input features in `column_order`."""
-    rows, order, cols = part.coded_rows(begin, end), column_order(part), part.shape[1]
-    first = np.arange(0, cols, COLS_OF[kind])  # of each unit, in the packed order
-    feature = first if order is None else order[first]
+def affine_rows(part: WeightPart, kind: str, cols: int, begin: int, end: int) -> UnitRows:
+    """Rows of a part that has integers, `cols` packed columns with the input features in
+    `column_order`."""
+    rows, is_moved = part.coded_rows(begin, end), column_order(part) is not None
+    order = packed_columns(part, cols)
+    feature = order[:: COLS_OF[kind]]  # the first of each unit; behind all groups it is none
     if rows.group_of is None:
-        group = feature // (cols // rows.scales.shape[1])
+        group = feature // (part.shape[1] // rows.scales.shape[1])
     else:
         group = rows.group_of[feature]
-    shape = (end - begin, len(first))
+    codes = rows.codes
+    if is_moved or cols > part.shape[1]:
+        codes = np.where(order < 0, np.uint8(0), codes[:, order])
+    shape = (end - begin, len(feature))
     zeros = np.zeros(shape, np.int16) if rows.zeros is None else rows.zeros[:, group]
     return UnitRows(
-        np.ascontiguousarray(rows.codes if order is None else rows.codes[:, order], np.uint8),
+        np.ascontiguousarray(codes, np.uint8),
         np.ascontiguousarray(rows.scales[:, group], np.float32),
         np.ascontiguousarray(zeros, np.int16),
     )

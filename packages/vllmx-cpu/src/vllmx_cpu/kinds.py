@@ -14,6 +14,10 @@ from vllmx_core.weights import WeightPart, WeightSource, WeightSpec
 
 from vllmx_cpu.structs import AFFINE_KINDS, BLOCK_KINDS, FLOAT8_COLS, FLOAT8_KIND
 
+_LEAST_UNIT = 32
+_FACTOR_BITS = 48
+"""What the scale and the zero of a row take for each unit."""
+
 
 class NativeKind(Record):
     """How the kernels hold a part."""
@@ -54,18 +58,49 @@ def segments(
 
 
 def column_order(part: WeightPart) -> I32 | None:
-    """(cols,) input features sorted by the group that they belong to; None where they are."""
+    """Input features sorted by the group that they belong to, with -1 behind those of a group that
+    ends in the middle of a unit of columns (packed columns,); None where they lie so already."""
     group_of = _group_index(part)
-    if group_of is None or (np.diff(group_of) >= 0).all():
+    if group_of is None:
         return None
-    return np.argsort(group_of, kind="stable").astype(np.int32)
+    sizes, order = np.bincount(group_of), np.argsort(group_of, kind="stable").astype(np.int32)
+    if _unit_of(sizes) is not None:
+        return None if (np.diff(group_of) >= 0).all() else order
+    widths = _filled(sizes)
+    places = np.arange(len(order)) + np.repeat(np.cumsum(widths - sizes) - (widths - sizes), sizes)
+    filled = np.full(widths.sum(), -1, np.int32)
+    filled[places] = order
+    return filled
+
+
+def packed_cols(part: WeightPart) -> int:
+    """Columns that a part of integers takes by itself."""
+    order = column_order(part)
+    return part.shape[1] if order is None else len(order)
+
+
+def packed_columns(part: WeightPart, cols: int) -> I32:
+    """(cols,) the input feature of each packed column, -1 for none."""
+    order = column_order(part)
+    if order is None:
+        order = np.arange(part.shape[1], dtype=np.int32)
+    return np.pad(order, (0, cols - len(order)), constant_values=-1)
 
 
 def _group_index(part: WeightPart) -> AnyArray | None:
-    # the option first: the buffers of a part that is made are made by looking
-    if not part.layout.options.get("act_order") or "g_idx" not in part.buffers:
-        return None
-    return np.asarray(part.buffers["g_idx"].view())
+    return np.asarray(part.buffers["g_idx"].view()) if part.is_shuffled else None
+
+
+def _filled(sizes: AnyArray) -> AnyArray:
+    """Columns of groups of these sizes that end where units do."""
+    return -(-sizes // _LEAST_UNIT) * _LEAST_UNIT
+
+
+def _unit_of(sizes: AnyArray) -> int | None:
+    """The widest unit of columns that no group of these sizes ends in the middle of."""
+    ends = np.cumsum(sizes)[:-1]
+    units = (128, 64, _LEAST_UNIT)
+    return next((unit for unit in units if not (ends % unit).any()), None)
 
 
 def _part_kind(part: WeightPart) -> NativeKind | None:
@@ -90,15 +125,21 @@ def _part_kind(part: WeightPart) -> NativeKind | None:
 
 
 def _affine_kind(part: WeightPart) -> NativeKind | None:
-    """The kind with the widest unit of columns that no group ends in the middle of."""
-    cols = part.shape[1]
+    """The kind with the widest unit of columns that no group ends in the middle of, or with the
+    least where groups are filled up to whole ones and still take less than 16 bits a weight."""
+    cols, bits = part.shape[1], 4 if part.layout.bits <= 4 else 8
+    if part.layout.bits > 8:
+        return None
     group_of = _group_index(part)
+    in_order = group_of is None
     if group_of is None:
         group_of = np.arange(cols) // (part.layout.group_size or cols)
-    ends = np.cumsum(np.bincount(group_of))[:-1]
-    width = next((width for width in (128, 64, 32) if not (ends % width).any()), None)
-    if width is None or part.layout.bits > 8:
-        return None
+    sizes = np.bincount(group_of)
+    unit = _unit_of(sizes)
+    if unit is None:
+        taken = _filled(sizes).sum() * (bits + _FACTOR_BITS / _LEAST_UNIT)
+        if in_order or taken >= 16 * cols:
+            return None
+        unit = _LEAST_UNIT
     order = column_order(part)
-    bits = 4 if part.layout.bits <= 4 else 8
-    return NativeKind(AFFINE_KINDS[bits, width], b"" if order is None else order.tobytes())
+    return NativeKind(AFFINE_KINDS[bits, unit], b"" if order is None else order.tobytes())

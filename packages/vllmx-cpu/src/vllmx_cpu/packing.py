@@ -17,7 +17,7 @@ from vllmx_core.weight_map import bias_of, parts_of
 from vllmx_core.weights import DENSE, ITEM_BYTES, WeightPart, WeightSource, WeightSpec
 
 from vllmx_cpu.coded import affine_rows, float8_rows
-from vllmx_cpu.kinds import column_order, native_kind
+from vllmx_cpu.kinds import column_order, native_kind, packed_cols, packed_columns
 from vllmx_cpu.memory import Bytes, allocate
 from vllmx_cpu.native import library
 from vllmx_cpu.structs import (
@@ -47,6 +47,8 @@ class MatrixShape(Record):
     gated: bool
     count: int = 1
     """Matrices that lie one behind the other."""
+    filled: int = 0
+    """Columns among `cols` that no input feature has."""
 
     @property
     def tiles(self) -> int:
@@ -78,7 +80,7 @@ class PackedMatrix(Record):
     data: Bytes
     bias: F32 | None  # (count * tiles * 32,) in packed order
     columns: I32 | None = (
-        None  # (count * cols,) input feature of each packed column; None: in order
+        None  # (count * cols,) input feature of each packed column, -1: none; None: in order
     )
 
     def struct(self) -> VxWeight:
@@ -94,6 +96,7 @@ class PackedMatrix(Record):
             shape.cols,
             shape.tiles,
             int(shape.gated),
+            shape.cols - shape.filled,
             columns,
         )
 
@@ -119,16 +122,21 @@ def matrix_shapes(
     """Layout of every matrix of a weight map; a table that is tied to the head appears twice. With
     `source`, matrices that it holds in a quantised type of the kernels stay as they are."""
     return {
-        spec.name: MatrixShape(
-            spec.rows,
-            spec.cols,
-            (None if source is None else native_kind(spec, source)) or kind,
-            spec.name in gated,
-            spec.count,
-        )
+        spec.name: _matrix_shape(spec, kind, source, gated=spec.name in gated)
         for spec in specs
         if spec.kind != "vector"
     }
+
+
+def _matrix_shape(
+    spec: WeightSpec, kind: str, source: WeightSource | None, *, gated: bool
+) -> MatrixShape:
+    kind = (None if source is None else native_kind(spec, source)) or kind
+    filled = 0
+    if source is not None and kind in CODED_KINDS:
+        parts = (parts_of(matrix, source)[0] for matrix in spec.matrices)
+        filled = max(packed_cols(part) for part in parts) - spec.cols
+    return MatrixShape(spec.rows, spec.cols + filled, kind, gated, spec.count, filled)
 
 
 def tie_key(spec: WeightSpec, shape: MatrixShape) -> tuple[object, ...]:
@@ -171,7 +179,7 @@ def load_weights(
                 shape,
                 allocate(shape.num_bytes),
                 _bias(spec, source, shape),
-                _columns(spec, source) if shape.kind in CODED_KINDS else None,
+                _columns(spec, source, shape) if shape.kind in CODED_KINDS else None,
             )
             jobs += _matrix_jobs(spec, source, tied[key], decoded, room)
         matrices[spec.name] = tied[key]
@@ -197,12 +205,11 @@ def _bias(spec: WeightSpec, source: WeightSource, shape: MatrixShape) -> F32 | N
     return packed.reshape(-1)
 
 
-def _columns(spec: WeightSpec, source: WeightSource) -> I32 | None:
-    orders = [column_order(parts_of(matrix, source)[0]) for matrix in spec.matrices]
-    if all(order is None for order in orders):
+def _columns(spec: WeightSpec, source: WeightSource, shape: MatrixShape) -> I32 | None:
+    parts = [parts_of(matrix, source)[0] for matrix in spec.matrices]
+    if not shape.filled and all(column_order(part) is None for part in parts):
         return None
-    in_order = np.arange(spec.cols, dtype=np.int32)
-    return np.concatenate([in_order if order is None else order for order in orders])
+    return np.concatenate([packed_columns(part, shape.cols) for part in parts])
 
 
 def _matrix_jobs(
@@ -283,7 +290,7 @@ def _piece(
         if shape.kind == FLOAT8_KIND:
             rows = float8_rows(part, begin, end)
         else:
-            rows = affine_rows(part, shape.kind, begin, end)
+            rows = affine_rows(part, shape.kind, shape.cols, begin, end)
         library().vx_pack_coded(
             matrix.address,
             CODED_KINDS[shape.kind],

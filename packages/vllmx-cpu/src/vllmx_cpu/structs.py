@@ -103,6 +103,7 @@ class VxWeight(Structure):
         ("cols", c_int32),
         ("tiles", c_int32),
         ("gated", c_int32),
+        ("features", c_int32),
         ("columns", c_void_p),
     ]
 

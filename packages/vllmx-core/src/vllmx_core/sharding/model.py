@@ -19,8 +19,8 @@ from vllmx_core.ops.vocab_embedding import VocabEmbedding
 from vllmx_core.plan import AnyArray
 from vllmx_core.recording import record
 from vllmx_core.sharding.parts import Parts, parts_of_rank
-from vllmx_core.sharding.plan import ShardPlan, plan_shards
-from vllmx_core.sharding.weights import col_unit_of, narrowed
+from vllmx_core.sharding.plan import Columns, ShardPlan, plan_shards
+from vllmx_core.sharding.weights import columns_of, narrowed
 from vllmx_core.weights import WeightSource, WeightSpec
 
 MOST_RANKS = 64
@@ -158,18 +158,18 @@ def sharded(
     """
     recording = record(model, max_model_len)
     specs = {spec.name: spec for spec in recording.specs}
-    units: dict[str, int] = {}
+    known: dict[str, Columns] = {}
 
-    def col_unit(spec: WeightSpec) -> int:
-        if spec.name not in units:
-            units[spec.name] = col_unit_of(spec, source)
-        return units[spec.name]
+    def columns(spec: WeightSpec) -> Columns:
+        if spec.name not in known:
+            known[spec.name] = columns_of(spec, source)
+        return known[spec.name]
 
     def shard_of(rank: int, ranks: int) -> ShardPlan:
         return plan_shards(
             recording.steps,
             specs,
-            col_unit,
+            columns,
             rank,
             ranks,
             whole_experts=whole_experts,
@@ -183,7 +183,8 @@ def sharded(
         )
     parts = parts_of_rank(shard_of, rank, ranks) if deterministic else None
     try:
-        mine = shard_of(rank, ranks) if ranks > 1 else ShardPlan()
+        alone = ShardPlan(weights=parts.reordered if parts else {})
+        mine = shard_of(rank, ranks) if ranks > 1 else alone
         return ShardedModel(model, recording.steps, mine, rank, parts)
     except ConfigError as error:
         fitting = [str(count) for count in range(1, MOST_RANKS + 1) if _fits(shard_of, count)]

@@ -20,7 +20,8 @@ from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.slice import Slice
 from vllmx_core.ops.values import Value, WeightRef
-from vllmx_core.sharding.plan import ShardPlan
+from vllmx_core.sharding.cuts import Share
+from vllmx_core.sharding.plan import ShardPlan, WeightCut
 from vllmx_core.sharding.weights import narrowed
 from vllmx_core.weights import WeightSpec
 
@@ -48,6 +49,17 @@ class Parts:
         return frozenset(
             ref.name for shard in self.shards[:1] for op in _sums(shard) for ref in op.weights
         )
+
+    @property
+    def reordered(self) -> dict[str, WeightCut]:
+        """The weights that are whole on a single rank and have rows in the order of a part's
+        columns."""
+        cuts = self.shards[0].weights if self.shards else {}
+        return {
+            name: WeightCut(Share(cut.rows.whole, ((0, cut.rows.whole),)), orders=cut.orders)
+            for name, cut in cuts.items()
+            if cut.orders and cut.rows and name not in self.weights
+        }
 
     def narrowed(self, spec: WeightSpec) -> Iterator[WeightSpec]:
         """Yields the parts of a weight as weights of their own. A bias behind cut columns belongs

@@ -8,25 +8,41 @@ weights, and so on up to a matrix whose output features are cut, which reads a w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from vllmx_core.errors import ConfigError, OpError
 from vllmx_core.model import StateSpec
+from vllmx_core.ops.activation import Act
 from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.experts import Experts
+from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.head import Head
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.values import Value, WeightRef
-from vllmx_core.records import MutableRecord, field
+from vllmx_core.records import MutableRecord, Record, field
 from vllmx_core.sharding.cuts import Piece, Share, Units, divided
 from vllmx_core.sharding.rules import RULES, Options
 from vllmx_core.weights import WeightSpec
 
 VOCABULARY_UNIT = 64
 """Rows of the vocabulary that stay together where there are many."""
-ColUnit = Callable[[WeightSpec], int]
-"""The number of input features at whose multiples a weight may be cut."""
+
+
+class Columns(Record):
+    """The places where a weight may be cut along its input features."""
+
+    unit: int
+    """Cuts are at multiples of so many."""
+    orders: tuple[bytes, ...] = ()
+    """Set where groups stay whole in another order of the features alone: that of each matrix,
+    int32."""
+    ordered_unit: int = 1
+    """Cuts are at multiples of so many features in that order."""
+
+
+ColumnsOf = Callable[[WeightSpec], Columns]
 
 
 class WeightCut(MutableRecord):
@@ -36,6 +52,9 @@ class WeightCut(MutableRecord):
     cols: Piece | None = None
     matrices: Piece | None = None
     """The matrices of a stack that are taken."""
+    orders: tuple[bytes, ...] = ()
+    """The order, int32, in which `rows` or `cols` number the features of each matrix, of rows run
+    by run; empty: their own."""
 
 
 class ShardPlan(MutableRecord):
@@ -61,7 +80,7 @@ class ShardPlan(MutableRecord):
 def plan_shards(
     steps: OpList,
     specs: Mapping[str, WeightSpec],
-    col_unit: ColUnit,
+    columns: ColumnsOf,
     rank: int,
     ranks: int,
     *,
@@ -72,7 +91,7 @@ def plan_shards(
     each, whose answers are added token by token if it `combines`. Raises ConfigError for sizes that
     cannot be divided among `ranks`, OpError where an op needs a value whole that another one has
     cut."""
-    return _Cutter(steps, specs, col_unit, rank, ranks, whole_experts, combines).run()
+    return _Cutter(steps, specs, columns, rank, ranks, whole_experts, combines).run()
 
 
 class _Cutter:
@@ -82,7 +101,7 @@ class _Cutter:
         self,
         steps: OpList,
         specs: Mapping[str, WeightSpec],
-        col_unit: ColUnit,
+        columns: ColumnsOf,
         rank: int,
         ranks: int,
         whole_experts: bool,
@@ -90,9 +109,11 @@ class _Cutter:
     ) -> None:
         self.ranks = ranks
         self._whole_experts, self._combines = whole_experts, combines
-        self._rank, self._specs, self._col_unit = rank, specs, col_unit
+        self._rank, self._specs, self._columns = rank, specs, columns
         self._ops = steps.ops
         self._made_by = {value: op for op in steps.ops for value in op.writes}
+        self._readers = Counter(value for op in steps.ops for value in op.reads)
+        self._users = Counter(ref.name for op in steps.ops for ref in op.weights)
         self._units: dict[Value, Units | None] = {}
         self._whole: dict[Value, Op] = {}
         """Values that some op needs whole, and the op."""
@@ -100,6 +121,8 @@ class _Cutter:
         """Weights that some op needs whole, and the op."""
         self._taken: set[tuple[Op, Value | str]] = set()
         """The values and weights of which an op takes a part."""
+        self._orders: dict[str, tuple[bytes, ...]] = {}
+        """`WeightCut.orders` by the weight's name."""
         self._shard = ShardPlan()
 
     def run(self) -> ShardPlan:
@@ -151,12 +174,14 @@ class _Cutter:
             case Linear() if self.shard(op.w) == "row":
                 units = self.units(op.x)
                 if units is not None:
+                    self._reorder(self._matrix_behind(op), op.w)
                     piece = self._divide_cols(op, op.w, units)
                     self.value(op, op.x, Share(op.x.width, (piece,)))
                     self._shard.reduced.add(op)
             case Experts() if self.shard(op.down) == "expert" and self._whole_experts:
                 self._divide_experts(op)
             case Experts() if self.shard(op.down) == "expert":
+                self._reorder(op.gate_up, op.down)
                 piece = self._divide_cols(op, op.down, Units())
                 share = Share(op.inner, (piece,))
                 self.rows(op, op.gate_up, share.repeated(2) if op.spec.gated else share)
@@ -182,8 +207,33 @@ class _Cutter:
         else:
             self._shard.reduced.add(op)
 
+    def _matrix_behind(self, op: Linear) -> WeightRef | None:
+        """The matrix whose features, activated one by one, are all that `op` reads, and that nobody
+        else reads."""
+        value = op.x
+        while self._readers[value] == 1 and value in self._made_by:
+            made_by = self._made_by[value]
+            if isinstance(made_by, Linear):
+                return made_by.w if self.shard(made_by.w) == "column" else None
+            if not isinstance(made_by, GatedAct | Act):
+                return None
+            (value,) = made_by.reads
+        return None
+
+    def _reorder(self, behind: WeightRef | None, ref: WeightRef) -> None:
+        """Has the features between two matrices numbered in the order of the groups of the second
+        one, if it has such and they may be: ranks then have whole groups."""
+        orders = self._columns(self._specs[ref.name]).orders
+        if not orders or behind is None or self._users[behind.name] + self._users[ref.name] > 2:
+            return
+        if all(part.rows % ref.cols == 0 for part in self._specs[behind.name].parts):
+            self._orders[behind.name] = self._orders[ref.name] = orders
+
     def _divide_cols(self, op: Op, ref: WeightRef, units: Units) -> Piece:
-        own = Units(self._col_unit(self._specs[ref.name]))
+        columns = self._columns(self._specs[ref.name])
+        own = Units(columns.unit)
+        if ref.name in self._orders:
+            own = Units(columns.ordered_unit)
         parts = divided(ref.cols, units.joined(own), self.ranks, f"weight {ref.name!r}")
         piece = parts[self._rank]
         self._cut(op, ref, WeightCut(cols=piece))
@@ -197,6 +247,8 @@ class _Cutter:
         self.rows(op, op.w, Share(count, (parts[self._rank],)))
 
     def _cut(self, op: Op, ref: WeightRef, cut: WeightCut) -> None:
+        if cut.matrices is None:
+            cut.orders = self._orders.get(ref.name, ())
         if self._shard.weights.setdefault(ref.name, cut) != cut:
             raise OpError(f"{op} takes another part of its weight than another op")
         self._taken.add((op, ref.name))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
+
 from vllmx_core.sharding.cuts import Share
-from vllmx_core.sharding.plan import WeightCut
+from vllmx_core.sharding.plan import Columns, WeightCut
 from vllmx_core.weight_map import parts_of
-from vllmx_core.weights import PartSpec, RankShare, WeightSource, WeightSpec
+from vllmx_core.weights import PartSpec, RankShare, WeightPart, WeightSource, WeightSpec
 
 
 def narrowed(spec: WeightSpec, cut: WeightCut, *, biased: bool) -> WeightSpec:
@@ -18,14 +20,15 @@ def narrowed(spec: WeightSpec, cut: WeightCut, *, biased: bool) -> WeightSpec:
         first, end = cut.matrices
         mine = tuple(part for matrix in spec.matrices[first:end] for part in matrix.parts)
         return replace(spec, parts=mine, count=end - first)
+    matrices = zip(spec.matrices, cut.orders or [b""] * spec.count, strict=True)
     parts = tuple(
-        part for matrix in spec.matrices for part in _narrowed(matrix, cut, biased=biased)
+        part for matrix, order in matrices for part in _narrowed(matrix, cut, order, biased=biased)
     )
     cols = spec.cols if cut.cols is None else cut.cols[1] - cut.cols[0]
     return replace(spec, parts=parts, cols=cols)
 
 
-def _narrowed(matrix: WeightSpec, cut: WeightCut, *, biased: bool) -> list[PartSpec]:
+def _narrowed(matrix: WeightSpec, cut: WeightCut, order: bytes, *, biased: bool) -> list[PartSpec]:
     found, first = [], 0
     for part in matrix.parts:
         rows, first = (first, first + part.rows), first + part.rows
@@ -34,14 +37,40 @@ def _narrowed(matrix: WeightSpec, cut: WeightCut, *, biased: bool) -> list[PartS
             own = cut.rows.between(*rows)
             if not own.pieces:
                 continue
-        share = RankShare(
-            part.rows, matrix.cols, None if cut.rows is None else own.pieces, cut.cols
-        )
+        pieces = None if cut.rows is None else own.pieces
+        numbers = order if cut.rows is None else _repeated(order, part.rows)
+        share = RankShare(part.rows, matrix.cols, pieces, cut.cols, numbers)
         bias = part.bias if cut.cols is None or biased else None
         found.append(replace(part, rows=own.width, share=share, bias=bias))
     return found
 
 
-def col_unit_of(spec: WeightSpec, source: WeightSource) -> int:
-    """The number of input features at whose multiples all parts of a weight may be cut."""
-    return math.lcm(*{part.col_unit for one in spec.matrices for part in parts_of(one, source)})
+def _repeated(order: bytes, rows: int) -> bytes:
+    """An order of features for runs of them one after the other, `rows` in all."""
+    if not order or len(order) == 4 * rows:
+        return order
+    features = np.frombuffer(order, np.int32)
+    starts = np.arange(0, rows, len(features), dtype=np.int32)
+    return (starts[:, None] + features).tobytes()
+
+
+def columns_of(spec: WeightSpec, source: WeightSource) -> Columns:
+    """The places where all parts of a weight may be cut along their input features."""
+    matrices = [parts_of(one, source) for one in spec.matrices]
+    unit = math.lcm(*{part.col_unit for parts in matrices for part in parts})
+    orders = [{group_order(part) for part in parts} for parts in matrices]
+    if any(len(found) != 1 or not all(found) for found in orders):
+        return Columns(unit)
+    groups = {part.layout.group_size or 1 for parts in matrices for part in parts}
+    return Columns(unit, tuple(order for (order,) in orders), math.lcm(*groups))
+
+
+def group_order(part: WeightPart) -> bytes:
+    """The input features in the order of their groups, int32; empty where they are, or where groups
+    are not of one size."""
+    if not part.is_shuffled:
+        return b""
+    groups, cols = np.asarray(part.buffers["g_idx"].view()), part.shape[1]
+    order = np.argsort(groups, kind="stable").astype(np.int32)
+    in_order = np.arange(cols) // (part.layout.group_size or cols)
+    return order.tobytes() if np.array_equal(groups[order], in_order) else b""

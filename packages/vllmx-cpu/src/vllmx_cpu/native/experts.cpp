@@ -72,7 +72,7 @@ void add_slots(const VxExperts* a, int32_t tokens, const float* outputs, const i
 
 void experts(const void* args, const VxStep* step, VxCtx* ctx) {
   const VxExperts* a = (const VxExperts*)args;
-  const int32_t tokens = step->T, features = a->down.cols, width = a->down.rows;
+  const int32_t tokens = step->T, features = a->down.features, width = a->down.rows;
   const ExpertsRoom room(tokens, a->chosen, features, width, a->count);
   uint8_t* workspace = (uint8_t*)a->workspace;
   float *inner = (float*)(workspace + room.inner), *outputs = (float*)(workspace + room.outputs);

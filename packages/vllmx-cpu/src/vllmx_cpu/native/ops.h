@@ -19,10 +19,11 @@ struct VxWeight {
   const void* data;
   const float* bias;      // in packed row order, or null
   int32_t kind;           // VxDType of the elements, or VxBlockKind
-  int32_t rows, cols;     // N output features, K input features
+  int32_t rows, cols;     // N output features; packed columns
   int32_t tiles;
   int32_t gated;          // 1: tile j holds gate rows 16j ... and up rows 16j ... (rows = 2F)
-  const int32_t* columns; // (K) input feature of each packed column, or null: in order
+  int32_t features;       // K input features
+  const int32_t* columns; // (cols) input feature of each packed column, -1: none; or null: in order
 };
 
 // y = x W^T + bias for T rows of x, or for the L logit rows. With `activation`, act(y), or of a gated W

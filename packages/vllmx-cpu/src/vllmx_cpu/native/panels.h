@@ -25,8 +25,10 @@ VX_INLINE void for_units(const VxWeight* w, const float* x, int32_t first, int32
       continue;
     }
     float unit[COLS];
-    for (int32_t i = 0; i < COLS; ++i)
-      unit[i] = k + i >= cols ? 0.0f : x[w->columns ? w->columns[k + i] : k + i];
+    for (int32_t i = 0; i < COLS; ++i) {
+      const int32_t feature = k + i >= cols ? -1 : w->columns ? w->columns[k + i] : k + i;
+      unit[i] = feature < 0 ? 0.0f : x[feature];
+    }
     visit(unit, u);
   }
 }

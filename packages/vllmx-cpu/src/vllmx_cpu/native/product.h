@@ -28,7 +28,7 @@ struct Product {
   float* y;              // (rows, N), or (rows, F) of a gated weight with an activation
   int32_t stride;        // from a row of y to the next
 
-  const float* row(int32_t r) const { return x + (size_t)(picks ? picks[r] : r) * (size_t)w.cols; }
+  const float* row(int32_t r) const { return x + (size_t)(picks ? picks[r] : r) * (size_t)w.features; }
 };
 
 // Activations as a kernel reads them: `count` panels of `size` rows, the last one of fewer, each a row of

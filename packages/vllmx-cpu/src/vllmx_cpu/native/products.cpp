@@ -53,7 +53,7 @@ Work work_of(const Products& products, int32_t part, uint8_t* base, size_t bytes
   if (a.picks)
     a.picks += p.first;
   else
-    a.x += (size_t)p.first * (size_t)a.w.cols;
+    a.x += (size_t)p.first * (size_t)a.w.features;
   a.y += (size_t)p.first * (size_t)a.stride;
   a.rows = p.rows;
   work.kernel = kernel_for(a.w.kind, a.rows);

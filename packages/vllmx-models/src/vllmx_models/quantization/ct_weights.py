@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ from vllmx_models.quantization.matrices import Options, fp4_part, fp8_part, inpu
 from vllmx_models.quantization.options import FLOATS, QuantReader
 from vllmx_models.quantization.source import ModuleTensors
 
+Rows = slice | npt.NDArray[np.int64]
 STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 
 
@@ -72,7 +74,14 @@ class WeightArgs(Record):
         group_size = self.group_size if self.strategy == "group" else cols
         layout = QuantLayout("pack_int", self.bits, group_size, options)
         return WeightPart(
-            name, (rows, cols), layout, buffers, decode_coded, coded_packed, narrow=narrow_packed
+            name,
+            (rows, cols),
+            layout,
+            buffers,
+            decode_coded,
+            coded_packed,
+            narrow=narrow_packed,
+            coded_at=coded_packed_at,
         )
 
     def _int8(self, name: str, tensors: ModuleTensors, activations: Options) -> WeightPart:
@@ -127,6 +136,17 @@ class WeightArgs(Record):
 
 def coded_packed(part: WeightPart, first: int, last: int) -> CodedRows:
     """`WeightPart.coded` of layout "pack_int"."""
+    words = np.asarray(part.buffers["weight"].rows(first, last).view())
+    return _coded_words(part, words, slice(first, last))
+
+
+def coded_packed_at(part: WeightPart, rows: npt.NDArray[np.int64]) -> CodedRows:
+    """`WeightPart.coded_at` of layout "pack_int"."""
+    words = np.asarray(part.buffers["weight"].in_memory().view())
+    return _coded_words(part, words[rows], rows)
+
+
+def _coded_words(part: WeightPart, words: npt.NDArray[Any], picked: Rows) -> CodedRows:
     rows, cols = part.shape
     bits, buffers = int(part.layout.bits), part.buffers
     offset = 1 << (bits - 1)
@@ -137,8 +157,7 @@ def coded_packed(part: WeightPart, first: int, last: int) -> CodedRows:
             zeros = unpack(stored.T, bits, rows).T
         else:
             zeros = _matrix(stored).astype(np.int32) + offset
-    words = np.asarray(buffers["weight"].rows(first, last).view())
-    return _coded(part, unpack(words, bits, cols), zeros, first, last)
+    return _coded(part, unpack(words, bits, cols), zeros, picked)
 
 
 def narrow_packed(part: WeightPart, rows: Span, cols: Span) -> WeightPart | None:
@@ -181,11 +200,11 @@ def coded_int8(part: WeightPart, first: int, last: int) -> CodedRows:
         stored = np.asarray(part.buffers["zero_point"].in_memory().view())
         zeros = _matrix(stored).astype(np.int32) + 128
     weight = np.asarray(part.buffers["weight"].rows(first, last).view()).view(np.uint8)
-    return _coded(part, weight ^ np.uint8(128), zeros, first, last)
+    return _coded(part, weight ^ np.uint8(128), zeros, slice(first, last))
 
 
 def _coded(
-    part: WeightPart, codes: npt.NDArray[np.uint8], zeros: AnyArray, first: int, last: int
+    part: WeightPart, codes: npt.NDArray[np.uint8], zeros: AnyArray, picked: Rows
 ) -> CodedRows:
     """Zeros and scales of the whole part, perhaps alike for all rows or groups, cut to the rows."""
     rows, cols = part.shape
@@ -194,8 +213,8 @@ def _coded(
     g_idx = part.buffers["g_idx"].in_memory().view() if "g_idx" in part.buffers else None
     return CodedRows(
         codes,
-        np.broadcast_to(scales, grid)[first:last],
-        np.broadcast_to(zeros, grid)[first:last],
+        np.broadcast_to(scales, grid)[picked],
+        np.broadcast_to(zeros, grid)[picked],
         group_map(cols, part.layout.group_size or cols, g_idx),
     )
 

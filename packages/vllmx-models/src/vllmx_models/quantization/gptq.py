@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from vllmx_core.coded import CodedRows
 from vllmx_core.plan import AnyArray
 from vllmx_core.weights import QuantLayout, RawTensor, Span, WeightPart, WeightSource
@@ -88,7 +89,16 @@ class GptqScheme:
             "act_order": act_order,
         }
         layout = QuantLayout("gptq", bits, group_size, options)
-        return WeightPart(name, (out, cols), layout, buffers, decode_coded, coded, narrow=narrow)
+        return WeightPart(
+            name,
+            (out, cols),
+            layout,
+            buffers,
+            decode_coded,
+            coded,
+            narrow=narrow,
+            coded_at=coded_at,
+        )
 
     def _override(self, module: str) -> Mapping[str, Any] | None:
         """Options of this module that differ; None: it is not quantised."""
@@ -100,6 +110,11 @@ class GptqScheme:
 
 def coded(part: WeightPart, first: int, last: int) -> CodedRows:
     """`WeightPart.coded` of this layout."""
+    return coded_at(part, slice(first, last))
+
+
+def coded_at(part: WeightPart, rows: slice | npt.NDArray[np.int64]) -> CodedRows:
+    """`WeightPart.coded_at` of this layout."""
     out, cols = part.shape
     layout, bits = part.layout, int(part.layout.bits)
     buffers = {key: raw.in_memory() for key, raw in part.buffers.items()}
@@ -113,9 +128,9 @@ def coded(part: WeightPart, first: int, last: int) -> CodedRows:
         zeros = np.broadcast_to(np.uint8(1 << (bits - 1)), scales.shape)
     g_idx = buffers["g_idx"].view() if "g_idx" in buffers else None
     return CodedRows(
-        unpack(qweight[:, first:last].T, bits, cols),
-        scales[first:last],
-        zeros[first:last],
+        unpack(qweight[:, rows].T, bits, cols),
+        scales[rows],
+        zeros[rows],
         group_map(cols, layout.group_size or cols, g_idx),
     )
 
