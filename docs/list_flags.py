@@ -26,9 +26,10 @@ states. vLLM's switches are taken turned off too (`--no-enable-lora`, `--disable
 that is given twice, under one name or two, is refused.
 
 Values: integers may be `2k` (2000), `2K` (2048) or `1.5m`, bytes also `4GB` and `4GiB`; dtypes
-`bf16`, `f16`, `fp16`, `f32`; `auto` or `-1` stands for what vllmx chooses by itself. A device may
-be `cuda:0` or `0`, the first; another is named by `VLLMX_CUDA_DEVICE`. `--m REPO --f FILE` is a
-GGUF file of a repository or folder, as `REPO:FILE`.
+`bf16`, `f16`, `fp16`, `f32`; keys of a JSON object may be flags
+(`--override-generation-config.temperature 0`); `auto` or `-1` stands for what vllmx chooses by
+itself. A device may be `cuda:0` or `0`, the first; another is named by `VLLMX_CUDA_DEVICE`. `--m
+REPO --f FILE` is a GGUF file of a repository or folder, as `REPO:FILE`.
 
 ## Other names
 

@@ -202,6 +202,31 @@ def test_switches_of_vllm_are_turned_off_too() -> None:
         engine("--no-enable-expert-parallel", "--enable-expert-parallel")
 
 
+def test_keys_of_an_object_are_flags_too() -> None:
+    line = "--override-generation-config.temperature 0 --override_generation_config.top_k=5 -c 64"
+    config = engine(*line.split())
+    assert json.loads(config.override_generation_config or "") == {"temperature": 0, "top_k": 5}
+    assert config.max_model_len == 64
+    line = "--default-chat-template-kwargs.a.b true --structured-outputs-config.reasoning_parser x"
+    config = engine(*line.split())
+    assert json.loads(config.default_chat_template_kwargs or "") == {"a": {"b": True}}
+    assert config.reasoning_parser == "x"
+    engine("--limit-mm-per-prompt.image", "2", "-cc.mode", "3", "--attention-config.backend", "F")
+    for line, text in (
+        ("--speculative-config.method ngram", "vllmx does not speculate"),
+        ("--override-generation-config.top_k 5 --override-generation-config.top_k 6", "twice"),
+        ("--override-generation-config.a.b 5 --override-generation-config.a 6", "twice"),
+        ("--override-generation-config.a 6 --override-generation-config.a.b 5", "twice"),
+        ("--override-generation-config.top_k 5 --override-generation-config {}", "twice"),
+        ("--override-generation-config.top_k", "wants a value"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            engine(*line.split())
+    assert engine("-mmodel.gguf").model == "model.gguf"
+    with pytest.raises(click.NoSuchOption):
+        configs("--no-such-flag.key", "5")
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [

@@ -13,12 +13,17 @@ from typing import Any
 import click
 from vllmx_core.errors import ConfigError
 
+from vllmx.cli.dotted_flags import joined
 from vllmx.cli.flags_llama import LLAMA
 from vllmx.cli.flags_vllm import VLLM
 from vllmx.cli.flags_vllm_rs import VLLM_RS
 from vllmx.cli.foreign_flags import ForeignFlag
 
 FAMILIES = {"vLLM": VLLM, "vLLM.rs": VLLM_RS, "llama.cpp": LLAMA}
+DOTTED_NAMES = frozenset(
+    name for flags in FAMILIES.values() for flag in flags for name in flag.names if "." in name
+)
+"""Names that have a dot and no key behind it."""
 FOREIGN = "foreign_"
 """Begins the parameters of flags that are not ours, so that they meet none of ours."""
 
@@ -50,7 +55,7 @@ class ModelCommand(click.Command):
         return found
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        args = [_dashed(arg) for arg in args]
+        args = [_dashed(arg) for arg in joined(args, DOTTED_NAMES)]
         self._learn(args)
         given = self.make_parser(ctx).parse_args(list(args))[2]
         for parameter, count in Counter(given).items():
