@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from vllmx_core.errors import InvalidRequestError
+from vllmx_server.models.routing import _peeked
 from vllmx_server.schema import chat, completions, json_weight
 from vllmx_server.schema.decode import decode
 from vllmx_server.schema.json_strings import parts_of
@@ -115,6 +116,12 @@ def test_escapes_of_many_short_texts_are_refused() -> None:
     assert len(decode(body, completions.DECODER).prompt) == MAX_ESCAPES // 1000
     with pytest.raises(InvalidRequestError, match=f"{MAX_ESCAPES + 1000} backslashes, .* UTF-8"):
         decode(body.replace(b"]}", b"," + escapes + b"]}"), completions.DECODER)
+
+
+def test_a_body_is_weighed_before_its_model_is_looked_for() -> None:
+    assert _peeked(b'{"prompt":"%b","model":"m"}' % (b"a" * MB)).model == "m"
+    with pytest.raises(InvalidRequestError, match=f"at most {MAX_WEIGHT}"):
+        _peeked(repeated(b'{"model":"m","prompt":[', b"1", b"]}"))
 
 
 async def test_the_refusal_is_a_400_over_http(served: Served) -> None:

@@ -16,7 +16,7 @@ from vllmx_server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeEr
 from vllmx_server.schema.decode import decode
 from vllmx_server.state import ServerState, client_of
 
-_INLINE_BYTES = 64 << 10
+INLINE_BYTES = 64 << 10
 """Decoding and checking so much takes about a millisecond."""
 
 
@@ -51,7 +51,7 @@ async def read_json(request: Request, state: ServerState, parse: Callable[[bytes
     with state.bodies.hold(client) as held:
         data = await read_body(request, state.config, held)
         request.scope["state"]["body_bytes"] = len(data)
-        if len(data) <= _INLINE_BYTES:
+        if len(data) <= INLINE_BYTES:
             return parse(data)
         return await state.llm.text.run(client, len(data), lambda _: parse(data))
 

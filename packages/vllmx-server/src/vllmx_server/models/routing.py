@@ -12,10 +12,11 @@ from starlette.types import Message, Receive, Scope, Send
 from vllmx_core.errors import VllmxError
 from vllmx_core.private_traceback import private_traceback
 
-from vllmx_server.body import read_body
+from vllmx_server.body import INLINE_BYTES, read_body
 from vllmx_server.deadline import deadline_of
 from vllmx_server.errors import error_response, internal_error, is_messages
 from vllmx_server.pings import PING
+from vllmx_server.schema.json_weight import check_weight
 from vllmx_server.state import ServerState, client_of, holder_of, logger, state_of
 
 Endpoint = Callable[[Request], Awaitable[Any]]
@@ -45,7 +46,8 @@ def of_model(endpoint: Endpoint) -> Endpoint:
         state.admission.check()
         with state.bodies.hold(client_of(request)) as held:
             data = await read_body(request, state.config, held)
-            peek = _peeked(data)
+            is_short = len(data) <= INLINE_BYTES
+            peek = _peeked(data) if is_short else await asyncio.to_thread(_peeked, data)
             name = state.models.name_of(peek.model)
             # before anything is loaded for it
             holder_of(request).check_model(name, *state.models.aliases(name))
@@ -63,6 +65,9 @@ def of_model(endpoint: Endpoint) -> Endpoint:
 
 
 def _peeked(data: bytes) -> _Peek:
+    """Raises InvalidRequestError for a body with more values than are decoded."""
+    if len(data) > INLINE_BYTES:
+        check_weight(data)
     try:
         return _PEEK.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
