@@ -37,9 +37,9 @@ class FilledMasks(MutableRecord):
     """The sequences without a mask."""
 
     failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
-    """Their grammars failed, for these reasons."""
+    """Sequences whose grammars failed, with the reasons."""
     late: list[Sequence] = field(default_factory=list)
-    """Their masks are still being made."""
+    """Sequences whose masks are still being made."""
 
 
 class GrammarMasks:

@@ -19,7 +19,7 @@ HELP_S = 0.001
 may be at a mask that takes long."""
 _MAX_PARALLEL = 8
 _MAX_THREADS = 16
-"""So many masks that take long are under way at once, and those of other rows still get made."""
+"""The most masks that are under way at once: there are threads left where some take long."""
 _LEAST_PARALLEL = 16
 """Fewer masks are made before another thread is awake."""
 
@@ -32,7 +32,7 @@ class MaskFill:
     def __init__(self, matcher: Matcher, num_words: int, pace: MaskPace) -> None:
         self._matcher = matcher
         self.pace = pace
-        """Of its grammar."""
+        """The pace of its grammar."""
         self.mask: U32 = np.zeros(num_words, np.uint32)
         """(W,) what was made, once it is done."""
         self.error: Exception | None = None
