@@ -45,14 +45,17 @@ PROMPT = "Once upon a time a fox found a lamp."
 CHAT = {"messages": [{"role": "user", "content": PROMPT}]}
 TEXT = {"type": "object", "properties": {"text": {"type": "string", "minLength": 4000}}}
 TELL = {"name": "tell", "parameters": TEXT | {"required": ["text"]}}
+CALL = {
+    "tools": [{"type": "function", "function": TELL}],
+    "tool_choice": "required",
+    "bad_words": ["h"],
+}
+"""A call that must come, and at once: `<think>` cannot be written without an h."""
 KINDS: dict[str, tuple[str, Record]] = {
     "text": ("/v1/completions", {"prompt": PROMPT}),
     "content": ("/v1/chat/completions", CHAT),
     "reasoning": ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"think": True}}),
-    "tools": (
-        "/v1/chat/completions",
-        CHAT | {"tools": [{"type": "function", "function": TELL}], "tool_choice": "required"},
-    ),
+    "tools": ("/v1/chat/completions", CHAT | CALL),
 }
 TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}\n{% endfor %}{% if think %}<think>\n{% endif %}"
