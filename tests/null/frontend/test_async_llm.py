@@ -5,31 +5,23 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllmx_core.errors import (
-    CapacityError,
-    ConfigError,
-    EngineDeadError,
     InvalidRequestError,
-    ModelNotFoundError,
     NonFiniteLogitsError,
     QueueFullError,
     TemplateError,
-    UnsupportedModelError,
-    VllmxError,
 )
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.client.chat import ChatOptions, Message
 from vllmx_engine.client.request import RequestOptions
-from vllmx_engine.link.process_frontend import ProcessFrontend
-from vllmx_engine.link.thread_frontend import ThreadFrontend
 from vllmx_engine.llm import LLM
 from vllmx_engine.wire.outputs import RequestOutput
 
@@ -354,103 +346,3 @@ async def test_sampling_defaults_of_the_model(
     async with make_engine(model=folder, in_process=False) as llm:
         assert llm.default_sampling_params == config
         assert llm.sampling_params(top_k=1) == SamplingParams(temperature=0.5, top_k=1)
-
-
-# --- life -----------------------------------------------------------------------------------------
-async def test_drain_finishes_what_is_in_flight(make_engine: MakeEngine, slow_folder: str) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
-    async with make_engine(model=slow_folder) as llm:
-        task = asyncio.create_task(collect(llm, "hi", params))
-        await until(lambda: llm.num_in_flight > 0)
-        assert not await llm.drain(timeout_s=0.0)
-        assert not llm.is_ready
-        with pytest.raises(EngineDeadError, match="shutting down"):
-            await llm.submit("hi")
-        assert await llm.drain(timeout_s=PATIENCE_S)
-        assert len((await task)[1]) == 100
-
-
-@both
-async def test_shutdown_ends_what_is_in_flight(
-    make_engine: MakeEngine, slow_folder: str, in_process: bool
-) -> None:
-    async with make_engine(in_process=in_process, model=slow_folder) as llm:
-        stream = await llm.submit("hi", LONG)
-        await anext(stream)
-        await llm.shutdown()
-        assert [output async for output in stream][-1].outputs[0].finish_reason == "abort"
-        await llm.shutdown()
-
-
-@both
-@pytest.mark.parametrize(
-    ("config", "error", "text"),
-    [
-        ({"model": "nowhere"}, ModelNotFoundError, "nowhere"),
-        ({"max_model_len": 513}, ConfigError, "512"),
-        ({"tokenizer": "nowhere"}, ModelNotFoundError, "nowhere"),
-        ({"max_model_len": 100, "kv_cache_memory_bytes": 128}, CapacityError, "100"),
-    ],
-)
-async def test_load_errors_keep_their_type(
-    make_engine: MakeEngine,
-    in_process: bool,
-    config: dict[str, Any],
-    error: type[VllmxError],
-    text: str,
-) -> None:
-    with pytest.raises(error, match=text):
-        async with make_engine(in_process=in_process, **config):
-            pass
-
-
-@both
-async def test_what_is_wrong_after_loading_leaves_no_core_behind(
-    make_engine: MakeEngine,
-    make_folder: Callable[..., str],
-    in_process: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    closed: list[object] = []
-    for kind in (ThreadFrontend, ProcessFrontend):
-        monkeypatch.setattr(kind, "close", _noting(kind.close, closed))
-    model = make_folder("wrong")
-    (Path(model) / "generation_config.json").write_text('{"eos_token_id": ["x"]}')
-    with pytest.raises(ConfigError, match="eos_token_id"):
-        async with make_engine(in_process=in_process, model=model, tokenizer=make_folder("good")):
-            pass
-    assert len(closed) == 1
-
-
-def _noting(close: Callable[[Any], Awaitable[None]], closed: list[object]) -> Any:
-    async def noting(frontend: object) -> None:
-        await close(frontend)
-        closed.append(frontend)
-
-    return noting
-
-
-async def test_an_architecture_that_the_core_finds_wanting(
-    make_engine: MakeEngine, folder: str
-) -> None:
-    path = Path(folder) / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["Perceptron"]}))
-    with pytest.raises(UnsupportedModelError, match="Perceptron"):
-        async with make_engine(in_process=False):
-            pass
-
-
-async def test_a_dead_thread_is_reported(
-    make_engine: MakeEngine, make_folder: Callable[..., str]
-) -> None:
-    folder = make_folder("dead", fail_steps=list(range(100)))
-    async with make_engine(model=folder) as llm:
-        for _ in range(10):
-            with pytest.raises(VllmxError):
-                await collect(llm, "hi", GREEDY)
-            if llm.errored:
-                break
-        assert llm.errored
-        assert not llm.is_ready
-        with pytest.raises(EngineDeadError, match="start the engine again"):
-            await llm.submit("hi")
