@@ -262,8 +262,8 @@ def attend(
 ) -> Floats:
     """q (Q, H, D), keys and values (C, K, D), mask (Q, C), sinks (H,) -> (Q, H, D)."""
     group = spec.num_heads // spec.num_kv_heads
-    keys, values = keys.repeat(group, axis=1), values.repeat(group, axis=1)  # (C, H, D)
-    scores = softcap(np.einsum("qhd,chd->hqc", q, keys) * spec.scale, spec.softcap)
+    keys, values = (x.swapaxes(0, 1).repeat(group, axis=0) for x in (keys, values))  # (H, C, D)
+    scores = softcap(q.swapaxes(0, 1) @ keys.swapaxes(1, 2) * spec.scale, spec.softcap)
     scores = np.where(mask, scores, -np.inf)  # (H, Q, C)
     top = scores.max(axis=-1, keepdims=True)
     if sinks is not None:
@@ -273,4 +273,4 @@ def attend(
     total = weights.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total = total + np.exp(sinks - top)
-    return like(q, np.einsum("hqc,chd->qhd", weights / total, values))
+    return like(q, (weights / total @ values).swapaxes(0, 1))

@@ -173,9 +173,9 @@ def latent_attention(
 
 def _attend(queries: Floats, rows: Floats, mask: npt.NDArray[np.bool_], spec: LatentSpec) -> Floats:
     """queries (Q, H, C + Dr), rows (N, C + Dr), mask (Q, N) -> (Q, H, C)."""
-    scores = np.einsum("qhd,nd->hqn", queries, rows) * spec.scale
+    scores = queries.swapaxes(0, 1) @ rows.T * spec.scale  # (H, Q, N)
     scores = np.where(mask, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    found: Floats = np.einsum("hqn,nc->qhc", weights, rows[:, : spec.rank])
-    return found
+    found: Floats = weights @ rows[:, : spec.rank]  # (H, Q, C)
+    return found.swapaxes(0, 1)
