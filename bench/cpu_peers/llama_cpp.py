@@ -24,13 +24,14 @@ from cpu_peers.weights import Weights
 
 TARGETS = ("llama-bench", "llama-batched-bench")
 """What the benchmark runs."""
-_BUILT = (*TARGETS, "llama-perplexity", "llama-quantize", "llama-server")
-"""The others run, write and serve the files that are compared."""
+_BUILT = (*TARGETS, "llama-perplexity", "llama-quantize", "llama-server", "ggml-rpc-server")
+"""The others run, write and serve the files that are compared, and compute a part of them."""
 CMAKE_FLAGS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=ON",
     "-DGGML_LLAMAFILE=ON",
     "-DGGML_OPENMP=ON",
+    "-DGGML_RPC=ON",
     "-DBUILD_SHARED_LIBS=OFF",
     "-DLLAMA_CURL=OFF",
     "-DLLAMA_OPENSSL=OFF",

