@@ -17,8 +17,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from vllmx.cli.plan import plan
-from vllmx.sizing import measured
+from vllmx.sizing import fixed_costs, measured
+from vllmx.sizing.facts import facts_of
+from vllmx.sizing.forecast import Wish, forecast
 from vllmx_core.registry import load_registry
+from vllmx_models.header_only import opened_header
 
 from tests.waiting import PATIENCE_S
 
@@ -91,7 +94,8 @@ def test_a_dense_model_by_hand(tmp_path: Path) -> None:
     stored = form(found, "stored")
     assert stored["weight_bytes"] == 2 * found["parameters"]
     read = 2 * found["parameters_used_by_a_token"] + 4096 * found["kv_bytes_per_token"]
-    assert stored["decode"]["1"] == pytest.approx(0.8 * 3.35e12 / read)
+    seconds = read / (0.8 * 3.35e12) + 100e-6 + 32 * 10e-6
+    assert stored["decode"]["1"] == pytest.approx(1 / seconds)
     assert stored["longest_context"] == 8192
     free = 0.9 * 80e9 - stored["weight_bytes"]
     assert stored["rows"] == pytest.approx(free / (4096 * found["kv_bytes_per_token"]), rel=0.02)
@@ -111,9 +115,8 @@ def test_experts_are_read_where_they_are_chosen(tmp_path: Path) -> None:
     used_by_eight = 128 * (1 - (1 - 8 / 128) ** 8)
     read = 2 * (found["parameters"] - 151936 * 2048 - 48 * (128 - used_by_eight) * expert)
     kv = 8 * found["kv_bytes_per_token"]
-    assert form(found, "stored")["decode"]["8"] == pytest.approx(
-        8 * 0.8 * 3.35e12 / (read + kv), rel=1e-6
-    )
+    seconds = (read + kv) / (0.8 * 3.35e12) + 100e-6 + 48 * 10e-6
+    assert form(found, "stored")["decode"]["8"] == pytest.approx(8 / seconds, rel=1e-6)
 
 
 def test_the_choice_is_the_most_precise_that_fits(tmp_path: Path) -> None:
@@ -180,11 +183,43 @@ def test_this_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(measured, "PROBE_BYTES", 1)
     monkeypatch.setattr(measured, "PROBE_LAYERS", 1)
     monkeypatch.setattr(measured, "HIDDEN", 256)
+    monkeypatch.setattr(fixed_costs, "ROUNDS", 1)
+    monkeypatch.setattr(fixed_costs, "OUTPUT", 3)
     small = DENSE | {"num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 1024}
     found = planned(written(tmp_path, small), "--backend", "cpu")
     assert found["measured"]
     assert found["memory_bytes"] > 0
     assert all(rate > 0 for each in found["forms"] for rate in each["decode"].values())
+
+
+def test_what_is_beside_the_products_is_divided_by_layers() -> None:
+    beside = [(3e-4 + 2 * 1e-4, 3e-4 + 6 * 1e-4), (1e-3, 0.9e-3), (1e-3, 9e-3), (0.5, 0.5)]
+    found = fixed_costs.divided(beside, [2, 6])
+    assert found.layer == pytest.approx([1e-4, 0.0, 2e-3, 0.0])
+    assert found.step == pytest.approx([3e-4, 0.9e-3, 0.0, 0.5])
+    assert found.seconds(10, 1) == pytest.approx(3e-4 + 10e-4)
+
+
+def test_a_small_model_takes_what_was_measured_beside_its_products() -> None:
+    """Where nothing but the fixed costs of a step counts, they are the whole forecast."""
+
+    class Rates:
+        def seconds_per_value(self, kind: str, bits: float, rows: float) -> float:
+            return 0.0
+
+        def seconds_per_byte(self) -> float:
+            return 0.0
+
+        def fixed_seconds(self, layers: int, rows: float) -> float:
+            return layers * 1e-3 + rows * 1e-4
+
+    registry = load_registry()
+    with opened_header(registry, "demo", None) as header:
+        facts = facts_of(header, registry)
+    assert facts.num_layers == 6
+    found = forecast(facts, facts.forms[0], Rates(), 1e9, Wish(64, 1, 0.9))
+    assert found.decode[8] == pytest.approx(8 / 6.8e-3)
+    assert found.prefill == pytest.approx(512 / 57.2e-3)
 
 
 def test_times_between_those_that_were_measured() -> None:

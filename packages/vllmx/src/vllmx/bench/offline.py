@@ -43,11 +43,11 @@ def throughput(
             "requests_per_s": round(n / elapsed, 3),
             "output_tokens_per_s": round(n * output_len / elapsed, 2),
             "total_tokens_per_s": round(n * (input_len + output_len) / elapsed, 2),
-            "decode_tokens_per_s": round(_decode_rate(outputs), 2),
+            "decode_tokens_per_s": round(decode_rate(outputs), 2),
         }
 
 
-def _decode_rate(outputs: Sequence[RequestOutput]) -> float:
+def decode_rate(outputs: Sequence[RequestOutput]) -> float:
     """Tokens a second after the last prompt was in."""
     metrics = [output.metrics for output in outputs if output.metrics is not None]
     begin = max(m.first_token_s or 0.0 for m in metrics)

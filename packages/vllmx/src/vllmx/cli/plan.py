@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -82,7 +82,7 @@ def plan(
     _check(model, facts.shape, context)
     wish = Wish(context or min(longest, DEFAULT_CONTEXT), rows, memory_fraction)
     title, memory, rates = _machine(on, backend, facts)
-    found = [forecast(facts.shape, form, rates, memory, wish) for form in facts.forms]
+    found = [forecast(facts, form, rates, memory, wish) for form in facts.forms]
     chosen = choose(found, wish)
     about = {
         "model": model,
@@ -127,6 +127,7 @@ def _machine(on: str, backend_name: str, facts: Facts) -> tuple[str, float, Rate
     from vllmx_core.memory import free_memory
     from vllmx_core.registry import load_registry
 
+    from vllmx.sizing.fixed_costs import measure_fixed
     from vllmx.sizing.machines import machine
     from vllmx.sizing.measured import measurable, measure
 
@@ -137,7 +138,9 @@ def _machine(on: str, backend_name: str, facts: Facts) -> tuple[str, float, Rate
     backend = registry.choose_backend(backend_name)[0].load()()
     kinds = {matrices.kind for form in facts.forms for matrices in form.matrices}
     rates = measure(registry, backend, {"BF16", *filter(measurable, kinds)}, _tell)
-    return rates.title, free_memory(backend), rates
+    memory = free_memory(backend)
+    fixed = measure_fixed(registry, backend_name, rates)
+    return rates.title, memory, replace(rates, beside=fixed.seconds)
 
 
 def _tell(doing: str, done: int, total: int) -> None:

@@ -85,6 +85,7 @@ class Facts:
 
     architecture: str
     shape: ModelShape
+    num_layers: int
     forms: tuple[Form, ...]
     """The form in which the model is stored, then the quantisations that may be had of it."""
 
@@ -104,7 +105,12 @@ def facts_of(header: Header, registry: Registry) -> Facts:
             kinds = matrix_types(name, checkpoint, model, registry)
             forms.append(_form(name, model, checkpoint.weights, stored, kinds))
     names = [*architecture_names(checkpoint.config), "unknown"]
-    return Facts(names[0], model.shape, tuple(forms))
+    return Facts(names[0], model.shape, _num_layers(model), tuple(forms))
+
+
+def _num_layers(model: Model) -> int:
+    names = (spec.name.split(".") for spec in model.weights())
+    return len({parts[1] for parts in names if parts[0] == "layers"})
 
 
 def _stored(header: Header, checkpoint: Checkpoint, model: Model) -> Iterator[Matrices]:

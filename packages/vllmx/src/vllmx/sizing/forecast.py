@@ -1,5 +1,6 @@
 """What fits on a machine and how fast it is there, by the bytes that a step reads and the products
-that it computes. Attention's own arithmetic and the time of small ops are left out."""
+that it computes, and by what each step and layer takes beside. Attention's own arithmetic is left
+out."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from vllmx_core.errors import CapacityError
 from vllmx_core.kv_capacity import BlockSizes, CachePlan, plan_cache
 from vllmx_core.model import ModelShape
 
-from vllmx.sizing.facts import Form, Matrices
+from vllmx.sizing.facts import Facts, Form, Matrices
 
 STEP_TOKENS = 2048
 BLOCK_SIZE = 16
@@ -32,6 +33,11 @@ class Rates(Protocol):
 
     def seconds_per_byte(self) -> float:
         """The time to read the KV cache, a byte."""
+        ...
+
+    def fixed_seconds(self, layers: int, rows: float) -> float:
+        """The time of a step with so many tokens beside its products: the host's work, and the
+        small ops of each layer."""
         ...
 
 
@@ -64,10 +70,9 @@ class Forecast:
     """Tokens a second of a prompt of 512."""
 
 
-def forecast(
-    shape: ModelShape, form: Form, rates: Rates, memory_bytes: float, wish: Wish
-) -> Forecast:
+def forecast(facts: Facts, form: Form, rates: Rates, memory_bytes: float, wish: Wish) -> Forecast:
     """Forecasts a form on a machine with so much free memory."""
+    shape, layers = facts.shape, facts.num_layers
     cache = _cache(shape, form, memory_bytes, wish)
     longest = rows = 0
     windows: tuple[int | None, ...] = (None,)
@@ -86,8 +91,12 @@ def forecast(
         _kv_bytes(shape, 1),
         longest,
         rows,
-        {n: n / _decode_seconds(shape, form, rates, n, kv) for n in BATCHES},
-        PROMPT / _seconds(form, rates, PROMPT, heads=1),
+        {
+            n: n / (_decode_seconds(shape, form, rates, n, kv) + rates.fixed_seconds(layers, n))
+            for n in BATCHES
+        },
+        PROMPT
+        / (product_seconds(form, rates, PROMPT, heads=1) + rates.fixed_seconds(layers, PROMPT)),
     )
 
 
@@ -121,10 +130,10 @@ def _decode_seconds(
 ) -> float:
     states = 2 * shape.state_slot_bytes  # read and written
     beside = rows * (kv_bytes + states) * rates.seconds_per_byte()
-    return _seconds(form, rates, rows, heads=rows) + beside
+    return product_seconds(form, rates, rows, heads=rows) + beside
 
 
-def _seconds(form: Form, rates: Rates, rows: int, heads: int) -> float:
+def product_seconds(form: Form, rates: Rates, rows: int, heads: int) -> float:
     """The time of all products of a step with so many tokens, of which `heads` want logits."""
     return sum(_of(matrices, rates, rows, heads) for matrices in form.matrices)
 

@@ -19,6 +19,12 @@ MEMORY_SHARE = 0.8
 """The share of the published bandwidth that reading weights reaches."""
 ARITHMETIC_SHARE = 0.5
 """The share of the published rate that products of prompts reach."""
+STEP_S = 100e-6
+"""The seconds of each step beside its layers: the launch, the sampler, and what of the host's work
+is not hidden."""
+LAYER_S = 10e-6
+"""The seconds of a layer beside the reading of its weights: some five kernels that wait for each
+other, about 2 us each."""
 DEVICES_SHARE = 0.85
 """The share of n times one device's speed that n devices reach together."""
 
@@ -43,6 +49,10 @@ class Machine:
     def seconds_per_byte(self) -> float:
         """See `vllmx.sizing.forecast.Rates`."""
         return 1 / (self.bandwidth * MEMORY_SHARE * self._together)
+
+    def fixed_seconds(self, layers: int, rows: float) -> float:
+        """See `vllmx.sizing.forecast.Rates`."""
+        return STEP_S + layers * LAYER_S
 
     @property
     def _together(self) -> float:

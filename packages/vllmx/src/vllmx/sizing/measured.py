@@ -43,6 +43,8 @@ class MeasuredRates:
     seconds: Mapping[str, Sequence[float]]
     """The seconds by type, one for each of `ROWS`."""
     bits: Mapping[str, float]
+    beside: Callable[[int, float], float] = lambda layers, rows: 0.0
+    """The seconds of a step beside its products, by its layers and tokens."""
 
     def seconds_per_value(self, kind: str, bits: float, rows: float) -> float:
         """See `vllmx.sizing.forecast.Rates`. A type that was not measured is taken for the one of
@@ -56,6 +58,10 @@ class MeasuredRates:
         """The time to read a byte, by the reading of 16-bit weights."""
         kind = max(self.bits, key=lambda name: self.bits[name])
         return self.seconds[kind][0] * 8 / self.bits[kind]
+
+    def fixed_seconds(self, layers: int, rows: float) -> float:
+        """See `vllmx.sizing.forecast.Rates`."""
+        return self.beside(layers, rows)
 
 
 def interpolated(rows: float, times: Sequence[float]) -> float:
@@ -80,7 +86,7 @@ def measure(
     """Rates of types of GGUF files on a backend. `tell(doing, done, total)` shows how far it is."""
     seconds, bits = {}, {}
     ordered = sorted(kinds)
-    with _quiet_log():
+    with quiet_log():
         for index, kind in enumerate(ordered):
             tell("measuring", index, len(ordered))
             block = TYPES_BY_NAME[kind]
@@ -222,7 +228,7 @@ def _step(block_size: int, tokens: int) -> tuple[StepPlan, SamplingRows]:
 
 
 @contextmanager
-def _quiet_log() -> Iterator[None]:
+def quiet_log() -> Iterator[None]:
     """The probes load like models, which is worth no line each."""
     logger = logging.getLogger("vllmx")
     before = logger.level
