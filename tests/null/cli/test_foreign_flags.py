@@ -125,7 +125,13 @@ def test_the_config_file_takes_them_too(tmp_path: Path) -> None:
     )
     config = engine("--config", str(file))
     assert (config.memory_fraction, config.kv_cache_dtype) == (0.5, "fp8")
+    file.write_text(
+        "structured-outputs-config:\n  backend: guidance\n  reasoning_parser: think\n"
+        "hf-overrides: {}\nlimit-mm-per-prompt: {image: 2}\nno-enable-lora: true\n"
+    )
+    assert engine("--config", str(file)).reasoning_parser == "think"
     for text, error in (
+        ("hf-overrides: {a: 1}", "edit config.json"),
         ("data-parallel-size: 2", "one copy"),
         ("enable-lora: true", "merge"),
         ("gpu-memory-utilization: 0.5\nmemory-fraction: 0.5", "twice"),

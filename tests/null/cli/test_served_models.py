@@ -66,6 +66,14 @@ def test_models_in_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert {each.engine.max_num_seqs for each in models} == {7}
 
 
+@pytest.mark.parametrize("alias", ["{x: 1}", "[[b]]", "['']", "null"])
+def test_an_alias_is_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, alias: str) -> None:
+    path = tmp_path / "vllmx.yaml"
+    path.write_text(f"models:\n- {{name: a, model: /models/a, alias: {alias}}}\n")
+    with pytest.raises(ConfigError, match="as alias: it must be a name"):
+        asked(monkeypatch, "--config", str(path))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -180,7 +180,8 @@ def variable(names: str, name: str, text: str, *, bare: bool = False) -> Foreign
 def apply(flag: ForeignFlag, value: Any, fields: dict[str, Any]) -> None:
     """Takes a flag: into `fields`, into the environment, or with a note. Raises ConfigError that
     says why it is refused and what to do."""
-    text = str(value).lower() if isinstance(value, bool) else str(value)
+    is_json = isinstance(value, bool | dict | list)  # of a config file
+    text = json.dumps(value, default=str) if is_json else str(value)
     if flag.variable is not None:
         os.environ[flag.variable] = "1" if flag.bare else text
         logger.info("%s is taken: it sets %s", flag.name, flag.variable)

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllmx_core.config import EngineConfig
 from vllmx_core.config_values import nearest
-from vllmx_core.errors import ConfigError
+from vllmx_core.errors import ConfigError, shown
 from vllmx_server.models.config import ModelConfig, check_models
 from vllmx_server.models.parts import with_parts
 
@@ -99,7 +99,13 @@ def _of_entry(entry: Any) -> tuple[str, dict[str, Any]]:
 def _put(keys: dict[str, Any], key: str, value: Any, where: str) -> None:
     key = key.replace("-", "_")
     if key in ("alias", "aliases"):
-        keys["alias"] += value if isinstance(value, list) else [value]
+        aliases = value if isinstance(value, list) else [value]
+        if not all(isinstance(each, str | int) and str(each) for each in aliases):
+            raise ConfigError(
+                f"model {where!r} has {shown(value)} as alias: it must be a name, or a list of some",
+                param="model",
+            )
+        keys["alias"] += aliases
     elif key not in _KEYS:
         raise ConfigError(
             f"model {where!r} has the unknown key {key!r}{nearest(key, _KEYS)}", param="model"
