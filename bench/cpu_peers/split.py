@@ -57,7 +57,7 @@ class SplitLlama(LlamaCpp):
 
 @contextmanager
 def _server(program: Path, core: int) -> Iterator[str]:
-    """One of llama.cpp's servers on a core. Yields its address; RuntimeError if it does not start."""
+    """Runs one of llama.cpp's servers on a core. Yields its address; RuntimeError without one."""
     port = free_port()
     command = ["taskset", "-c", str(core), str(program), "-H", "127.0.0.1", "-p", str(port)]
     quiet = subprocess.DEVNULL

