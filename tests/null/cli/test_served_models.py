@@ -70,7 +70,7 @@ def test_models_in_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 def test_an_alias_is_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, alias: str) -> None:
     path = tmp_path / "vllmx.yaml"
     path.write_text(f"models:\n- {{name: a, model: /models/a, alias: {alias}}}\n")
-    with pytest.raises(ConfigError, match="as alias: it must be a name"):
+    with pytest.raises(ConfigError, match="as alias: it must be a name or several"):
         asked(monkeypatch, "--config", str(path))
 
 

@@ -102,7 +102,7 @@ def _put(keys: dict[str, Any], key: str, value: Any, where: str) -> None:
         aliases = value if isinstance(value, list) else [value]
         if not all(isinstance(each, str | int) and str(each) for each in aliases):
             raise ConfigError(
-                f"model {where!r} has {shown(value)} as alias: it must be a name, or a list of some",
+                f"model {where!r} has {shown(value)} as alias: it must be a name or several",
                 param="model",
             )
         keys["alias"] += aliases
