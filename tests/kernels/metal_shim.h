@@ -77,8 +77,9 @@ inline void advance_simdgroup(uint first) {
 
 inline void run_group(uint threads, std::function<void(uint)> thread_body) {
   body = std::move(thread_body);
-  fibers = std::vector<Fiber>(threads);
+  fibers.resize(threads);  // new stacks for each group would be most of the work
   for (Fiber& fiber : fibers) {
+    fiber.done = false, fiber.wait = NOT, fiber.offered = 0;
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.data();
     fiber.context.uc_stack.ss_size = fiber.stack.size();

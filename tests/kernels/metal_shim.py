@@ -26,6 +26,7 @@ TYPES = {
     "int32": "int32_t",
     "uint32": "uint",
 }
+COMPILE = ("g++", "-O1", "-std=c++17", "-fPIC")
 SIGNATURE = """#include "{shim}"
 {header}
 {constants}
@@ -125,7 +126,7 @@ class ShimKernel:
         ]
         const = ["const "] * len(self._inputs) + [""] * len(self._outputs)
         text = SIGNATURE.format(
-            shim=HERE / "metal_shim.h",
+            shim=_parsed_shim(self._folder),
             header=self._header,
             source=self._source,
             constants="\n".join(constants),
@@ -142,7 +143,7 @@ class ShimKernel:
             self.builds += 1
             path.with_suffix(".cpp").write_text(text)
             subprocess.run(
-                ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra",
+                [*COMPILE, "-shared", "-Wall", "-Wextra", "-Winvalid-pch",
                  "-Wno-unused-parameter", "-Wno-sign-compare", "-Wno-unused-but-set-variable",
                  "-Werror", "-o",
                  path.with_suffix(".so"), path.with_suffix(".cpp")],
@@ -151,6 +152,16 @@ class ShimKernel:
         library = ctypes.CDLL(str(path.with_suffix(".so")))
         library.run.restype = ctypes.c_long
         return library
+
+
+def _parsed_shim(folder: Path) -> Path:
+    """The shim in this folder, and beside it what g++ made of it: most of each build otherwise."""
+    header = folder / "metal_shim.h"
+    if not header.exists():
+        shutil.copyfile(HERE / header.name, header)
+        parsed = header.with_suffix(".h.gch")
+        subprocess.run([*COMPILE, "-x", "c++-header", "-o", parsed, header], check=True)
+    return header
 
 
 def _type_name(dtype: Any) -> str:
