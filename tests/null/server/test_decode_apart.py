@@ -159,6 +159,10 @@ def test_lists_of_ids_and_errors_beside_them() -> None:
     wrong = f"stop_token_ids has 200000 entries, at most {MAX_STOP_IDS} are allowed"
     with pytest.raises(InvalidRequestError, match=wrong):
         decode(json.dumps({"prompt": "a", "stop_token_ids": ids}).encode(), completions.DECODER)
+    twice = body.replace(b"}", b',"prompt":"%b","user":"b"}' % (b"\\n" * 5000))
+    decoder.longest_bytes = 0
+    assert decode(twice, decoder).prompt == "\n" * 5000  # type: ignore[arg-type]
+    assert decoder.longest_bytes < len(body) / 3
     broken = body[:-2] + b",01]}"
     with pytest.raises(msgspec.DecodeError) as told:
         completions.DECODER.decode(broken)

@@ -29,6 +29,11 @@ _PIECE_BYTES = 128 << 10
 _LONGEST_ESCAPE = 12
 """The bytes of a pair of surrogates."""
 
+_SCALARS = (str, int, float, msgspec.UnsetType, type(None))
+"""The values that stay as they are; of others, such as JSON that is kept, nothing is known."""
+_CONVERTED = -1
+"""The place of a list that its type has made other numbers of."""
+
 _text = msgspec.json.Decoder(str).decode
 _ids = msgspec.json.Decoder(list[int]).decode
 _IN_IDS = np.zeros(256, np.bool_)
@@ -57,7 +62,7 @@ def decode_apart(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         raise type(error)(stand_ins.told(str(error))) from None
     if stand_ins.restored(holder := [result]):
         return holder[0]
-    return decoder.decode(body)  # some were nowhere: a member that is given twice, or left as JSON
+    return decoder.decode(body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,30 +149,35 @@ class _StandIns:
         return place
 
     def restored(self, holder: list[Any]) -> bool:
-        """Puts the values into what was decoded. False: some are in none of its fields."""
-        num_found = 0
+        """Puts the values into what was decoded; some are nowhere, where a member is given twice.
+        False: that is no way to come to what one call decodes."""
+        if any(span.shown_from >= 0 for span in self.spans):
+            return False
         containers: list[Any] = [holder]
         while containers:
             container = containers.pop()
             for key, item in _members(container):
                 index = self._index(item)
-                if index is not None:
-                    num_found += 1
-                    if isinstance(container, msgspec.Struct):
-                        msgspec.structs.force_setattr(container, key, self._values[index])
-                    else:
-                        container[key] = self._values[index]
-                elif isinstance(item, dict | list | msgspec.Struct):
-                    containers.append(item)
-        return num_found == len(self._values) == len(self.spans)
+                if index is None:
+                    if isinstance(item, dict | list | msgspec.Struct):
+                        containers.append(item)
+                    elif not isinstance(item, _SCALARS):
+                        return False
+                elif index == _CONVERTED:
+                    return False
+                elif isinstance(container, msgspec.Struct):
+                    msgspec.structs.force_setattr(container, key, self._values[index])
+                else:
+                    container[key] = self._values[index]
+        return True
 
     def _index(self, item: Any) -> int | None:
         """The value that this one stands for."""
         if isinstance(item, str):
             is_stand_in = item.startswith(self._text_mark)
             return int(item[16:24], 16) if is_stand_in else None
-        if isinstance(item, list) and item[:8] == self._ids_mark and type(item[0]) is int:
-            return int.from_bytes(item[8:12])
+        if isinstance(item, list) and item[:8] == self._ids_mark:
+            return int.from_bytes(item[8:12]) if type(item[0]) is int else _CONVERTED
         return None
 
 
