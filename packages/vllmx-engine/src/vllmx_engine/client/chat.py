@@ -190,7 +190,7 @@ class ChatRenderer:
             self._tokenizer,
             request.prompt,
             request.prompt_ids,
-            options.tools,
+            told_tools(made_of, options),
             marker_ids=self._marker_ids,
             one_call=options.one_call,
         )

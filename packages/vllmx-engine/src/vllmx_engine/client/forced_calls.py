@@ -27,8 +27,8 @@ def asks_for_calls(chat: ChatOptions | None) -> bool:
 
 
 def told_tools(made_of: OutputFormat, chat: ChatOptions) -> Sequence[Mapping[str, Any]] | None:
-    """Tools that the prompt tells of: all, or only those that may be called where no grammar keeps
-    the answer from calling others."""
+    """Tools that the prompt tells of, and that an answer can call: all, or only those that may be
+    called where no grammar keeps the answer from calling others."""
     if chat.allowed_tools is None or chat.tool_choice != "auto" or _holds_calls(made_of, chat):
         return chat.tools
     return [
