@@ -44,8 +44,9 @@ _BYTE = re.compile(r"(?<=\(byte )\d+(?=\))")
 
 
 def decode_apart(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """`decoder.decode(body)`. Raises what that does, and InvalidRequestError for short texts with
-    too many escapes."""
+    """`decoder.decode(body)`. Its type may bound the lengths of texts and lists, but neither the
+    numbers in a list nor what a text is made of. Raises what that call does, and
+    InvalidRequestError for short texts with too many escapes."""
     stand_ins = _StandIns(body)
     for begin, end, is_text in _long_values(body):
         if is_text:
