@@ -84,6 +84,8 @@ def _take(line: bytes, result: Streamed) -> None:
     if b'"usage":{' in line:
         usage = json.loads(line[6:])["usage"]
         result.completion_tokens = usage["completion_tokens"]
+        if result.completion_tokens and not result.event_s:  # tokens of which none had a text
+            result.event_s.append(time.perf_counter())
     elif b'"error"' in line[:20]:
         result.error = excerpt(line.decode("utf-8", "replace"), 500)
     elif b'"role"' not in line and b'"text":""' not in line:
