@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from vllmx_core.errors import WeightFormatError
-from vllmx_core.weights import DENSE, RawTensor, WeightPart
+from vllmx_core.weight_picks import share_of
+from vllmx_core.weights import DENSE, RankShare, RawTensor, WeightPart
 from vllmx_cuda.device.device import Memory
 from vllmx_cuda.loading.streaming import stream
 from vllmx_cuda.matrices import pieces
@@ -176,6 +177,11 @@ PARTS = {
     "packed, a scale a row": packed_part(RNG, 272, 32, None, bits=4, zeros="none"),
     "packed 8 bit": packed_part(RNG, 32, 160, 32, bits=8, zeros="words", dtype=np.float32),
     "packed 8 bit, bytes": packed_part(RNG, 16, 128, 64, bits=8, zeros="bytes", low=-128),
+}
+PARTS |= {
+    f"{what} of a rank's {axis}": share_of(PARTS[what], RankShare(*PARTS[what].shape, **share))
+    for what in ("gptq", "awq", "packed")
+    for axis, share in {"rows": {"rows": ((16, 32),)}, "columns": {"cols": (64, 96)}}.items()
 }
 
 
