@@ -277,7 +277,10 @@ def test_settings_reach_the_request(open_tab: OpenTab) -> None:
     tab.page.get_by_label("System prompt").fill("Be brief.")
     tab.page.get_by_label("Temperature").fill("0.5")
     tab.page.get_by_label("Tools").fill('[{"name": "f"}]')
-    for tools, words in (("[null]", "Each of the list must be an object"), ("{}", "must be a list")):
+    for tools, words in (
+        ("[null]", "Each of the list must be an object"),
+        ("{}", "must be a list"),
+    ):
         tab.page.get_by_label("Tools").fill(tools)
         tab.page.get_by_text(words).wait_for()
     tab.page.get_by_label("Tools").fill('[{"name": "f"}]')
