@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 from vllmx_core.plan import U32
-from vllmx_engine.core import grammar_row
+from vllmx_engine.core import batch, grammar_row
 from vllmx_engine.core.mask_threads import MaskFill
 from vllmx_engine.core.rows import RowTable
 from vllmx_engine.grammar.matcher import MaskPace, Matcher
@@ -62,4 +62,5 @@ def late_now_and_then() -> Iterator[list[int]]:
 
     with held(hold), pytest.MonkeyPatch.context() as patch:
         patch.setattr(RowTable, "take_back", noted)
+        patch.setattr(batch, "PATIENCE_SHARE", 0.0)  # however long steps take
         yield rows
