@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -20,6 +21,11 @@ settings.register_profile(
     derandomize=not os.environ.get("VLLMX_RANDOM_EXAMPLES"),
 )
 settings.load_profile("vllmx")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end: the garbage collector need not look."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
