@@ -18,7 +18,7 @@ import pytest
 from vllmx import LLM, SamplingParams
 from vllmx_core.errors import ConfigError, RankLostError
 
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 LIMITS: dict[str, Any] = {
     "backend": "numpy",
@@ -155,16 +155,18 @@ def test_a_rank_that_is_stopped_ends_the_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "cause"),
+    ("sent", "cause", "busy"),
     [
-        (signal.SIGKILL, "rank 1 was killed by SIGKILL"),
-        (signal.SIGSTOP, r"rank 1 \(process \d+\) hangs or was stopped"),
+        (signal.SIGKILL, "rank 1 was killed by SIGKILL", False),
+        (signal.SIGSTOP, r"rank 1 \(process \d+\) hangs or was stopped", False),
+        (signal.SIGSTOP, r"rank 1 \(process \d+\) hangs or was stopped", True),
     ],
 )
 def test_a_rank_that_ends_before_it_begins(
-    sent: signal.Signals, cause: str, monkeypatch: pytest.MonkeyPatch
+    sent: signal.Signals, cause: str, busy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has given no sign of life yet, which a rank may take its time for."""
+    """It has given no sign of life yet, which a rank may take its time for. On a busy machine it is
+    noticed before anybody waits for its answer."""
     from vllmx_tp.group import Group
 
     spawn = Group._spawn
@@ -175,7 +177,15 @@ def test_a_rank_that_ends_before_it_begins(
         process.send_signal(sent)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
 
+    loaded = Group.loaded
+
+    def loaded_late(self: Group) -> Any:
+        wait_until(lambda: all(each.fileno() < 0 for each in self._sockets))  # closed at the end
+        return loaded(self)
+
     monkeypatch.setattr(Group, "_spawn", ending)
+    if busy:
+        monkeypatch.setattr(Group, "loaded", loaded_late)
     monkeypatch.setattr("vllmx_tp.group.HANG_S", 0.5)
     with pytest.raises(RankLostError, match=cause):
         LLM("demo", tensor_parallel_size=2, **LIMITS)

@@ -139,28 +139,33 @@ class Group:
         return found
 
     def _answer(self, rank: int) -> RankReady:
-        one = self._sockets[rank - self.ranks.start]
-        one.settimeout(LOOK_S)
-        data = b""
-        while True:
-            try:
-                more = one.recv(1 << 16)
-            except TimeoutError:
-                self.check()
-                continue
-            except OSError:
-                more = b""
-            if not more:
-                raise self._disconnected(f"rank {rank} ended while it loaded; see its log above")
-            data += more
-            if data.endswith(b"\n"):
-                break
-        one.settimeout(None)
+        try:
+            data = self._line_of(self._sockets[rank - self.ranks.start])
+        except OSError:  # also where the group has ended, which closes connections
+            data = b""
+        if not data:
+            raise self._disconnected(f"rank {rank} ended while it loaded; see its log above")
         answer = msgspec.json.decode(data, type=RankAnswer)
         if answer.error is not None:
             raise answer.error.rebuild()
         assert answer.ready is not None, "a rank answers with one of both"
         return answer.ready
+
+    def _line_of(self, one: socket.socket) -> bytes:
+        """The line that a rank sends, empty where it ends first. Raises OSError, RankLostError."""
+        one.settimeout(LOOK_S)
+        data = b""
+        while not data.endswith(b"\n"):
+            try:
+                more = one.recv(1 << 16)
+            except TimeoutError:
+                self.check()
+                continue
+            if not more:
+                return b""
+            data += more
+        one.settimeout(None)
+        return data
 
     # --- steps ------------------------------------------------------------------------------------
     def send(self, call: Call, frame: AnyFrame) -> None:
