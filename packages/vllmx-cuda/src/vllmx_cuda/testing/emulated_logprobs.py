@@ -16,7 +16,7 @@ import numpy.typing as npt
 from vllmx_cuda.kernel_specs import Variant
 
 EMULATED = 16
-"""So many of a row are the kernels' own work."""
+"""Up to so many of a row the kernels choose themselves."""
 
 
 def are_whole_rows(variant: Variant, arguments: Sequence[Any]) -> bool:
