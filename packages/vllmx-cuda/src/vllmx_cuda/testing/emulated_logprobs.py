@@ -16,11 +16,11 @@ import numpy.typing as npt
 from vllmx_cuda.kernel_specs import Variant
 
 EMULATED = 16
-"""Up to so many of a row the kernels choose themselves."""
+"""The most of a row that the kernels choose here."""
 
 
 def are_whole_rows(variant: Variant, arguments: Sequence[Any]) -> bool:
-    """Whether a launch is one of the two that choose the likeliest ids, and of how many."""
+    """Whether a launch is one of the two that choose the likeliest ids, more of them than that."""
     return variant.kernel.source == "logprobs.cu" and arguments[-1] > EMULATED
 
 
