@@ -181,7 +181,6 @@ def test_this_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """The probes are so small that they say nothing of the machine, but that it was asked."""
     pytest.importorskip("vllmx_cpu")
     monkeypatch.setattr(measured, "PROBE_BYTES", 1)
-    monkeypatch.setattr(measured, "PROBE_LAYERS", 1)
     monkeypatch.setattr(measured, "HIDDEN", 256)
     monkeypatch.setattr(fixed_costs, "ROUNDS", 1)
     monkeypatch.setattr(fixed_costs, "OUTPUT", 3)

@@ -137,7 +137,8 @@ def _machine(on: str, backend_name: str, facts: Facts) -> tuple[str, float, Rate
     registry = load_registry()
     backend = registry.choose_backend(backend_name)[0].load()()
     kinds = {matrices.kind for form in facts.forms for matrices in form.matrices}
-    rates = measure(registry, backend, {"BF16", *filter(measurable, kinds)}, _tell)
+    kinds = {"BF16", *filter(measurable, kinds)}
+    rates = measure(registry, backend, kinds, _tell, facts.forms[0].num_values)
     memory = free_memory(backend)
     fixed = measure_fixed(registry, backend_name, rates)
     return rates.title, memory, replace(rates, beside=fixed.seconds)

@@ -23,9 +23,9 @@ from vllmx_models.gguf.quantize.encode import QUANTIZERS
 
 ROWS = (1, 8, 32, 512)
 """Tokens of a step that are measured; between them times are interpolated."""
-PROBE_LAYERS = 6
 PROBE_BYTES = 192 << 20
-"""The least that a probe's weights take, beyond what caches hold; layers are added up to it."""
+"""The least that a probe's weights take, beyond what caches hold; layers are added up to it, or up
+to the size of a smaller model, of which caches hold as much."""
 MAX_LAYERS = 48
 HIDDEN = 1024
 VOCABULARY = 2048
@@ -82,8 +82,10 @@ def measure(
     backend: Backend,
     kinds: Collection[str],
     tell: Callable[[str, int, int], None],
+    num_values: int,
 ) -> MeasuredRates:
-    """Rates of types of GGUF files on a backend. `tell(doing, done, total)` shows how far it is."""
+    """Rates of types of GGUF files on a backend, for a model with so many numbers in its weights.
+    `tell(doing, done, total)` shows how far it is."""
     seconds, bits = {}, {}
     ordered = sorted(kinds)
     with quiet_log():
@@ -91,7 +93,7 @@ def measure(
             tell("measuring", index, len(ordered))
             block = TYPES_BY_NAME[kind]
             bits[kind] = 8 * block.num_bytes / block.values
-            seconds[kind] = _measure_kind(registry, backend, block)
+            seconds[kind] = _measure_kind(registry, backend, block, num_values)
         tell("measuring", len(ordered), len(ordered))
     title = backend.environment().get("processor") or backend.name
     return MeasuredRates(title, seconds, bits)
@@ -102,12 +104,13 @@ def measurable(kind: str) -> bool:
     return kind in ("BF16", "F16") or kind in QUANTIZERS
 
 
-def _measure_kind(registry: Registry, backend: Backend, block: TensorType) -> list[float]:
-    layers = PROBE_LAYERS
-    while layers < MAX_LAYERS and _values(_probe(registry, layers)) * block.num_bytes < (
-        PROBE_BYTES * block.values
-    ):
-        layers += PROBE_LAYERS
+def _measure_kind(
+    registry: Registry, backend: Backend, block: TensorType, num_values: int
+) -> list[float]:
+    least = min(num_values, PROBE_BYTES * block.values / block.num_bytes)
+    layers = 1
+    while layers < MAX_LAYERS and _values(_probe(registry, layers)) < least:
+        layers += 1
     model = _probe(registry, layers)
     options = LoadOptions(
         max_model_len=CONTEXT,
