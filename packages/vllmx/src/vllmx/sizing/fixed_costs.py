@@ -16,9 +16,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from vllmx_core.checkpoint import resolve_path
 from vllmx_core.records import Record
 from vllmx_core.registry import Registry
-from vllmx_demo.source import MODEL_FOLDER
 from vllmx_models.header_only import opened_header
 
 from vllmx.bench.offline import decode_rate, random_prompts
@@ -51,8 +51,9 @@ def measure_fixed(registry: Registry, backend: str, rates: Rates) -> FixedCosts:
     """Measures the fixed costs of a backend by its name, in some seconds."""
     with TemporaryDirectory(prefix="vllmx-plan-") as folder, ExitStack() as stack:
         stack.enter_context(quiet_log())
-        short = _with_fewer_layers(Path(folder))
-        models = [(path, _facts(registry, path)) for path in (short, MODEL_FOLDER)]
+        whole = resolve_path(registry, "demo")
+        short = _with_fewer_layers(whole, Path(folder))
+        models = [(path, _facts(registry, path)) for path in (short, whole)]
         engines = [stack.enter_context(_engine(path, backend)) for path, _ in models]
         seconds = [_medians(engines, _decoding(rows)) for rows in ROWS[:-1]]
         seconds.append(_medians(engines, _prompt))
@@ -72,12 +73,12 @@ def divided(beside: Sequence[Sequence[float]], layers: Sequence[int]) -> FixedCo
     return FixedCosts(rest, layer)
 
 
-def _with_fewer_layers(folder: Path) -> Path:
-    """The demo model, of whose weights those of later layers are not read."""
-    for path in MODEL_FOLDER.iterdir():
+def _with_fewer_layers(whole: Path, folder: Path) -> Path:
+    """A folder with the model `whole`, of whose weights those of later layers are not read."""
+    for path in whole.iterdir():
         if path.name != "config.json":
             (folder / path.name).symlink_to(path)
-    config = json.loads((MODEL_FOLDER / "config.json").read_text())
+    config = json.loads((whole / "config.json").read_text())
     text = json.dumps({**config, "num_hidden_layers": FEWER_LAYERS})
     (folder / "config.json").write_text(text)
     return folder
