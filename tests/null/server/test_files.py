@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from vllmx_core.errors import ConfigError
-from vllmx_server.store.folder import Folder
+from vllmx_server.store.folder import Folder, temporary_folder
 
 from tests.waiting import PATIENCE_S
 
@@ -220,3 +220,22 @@ def test_a_folder_is_one_servers(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be used"):
         Folder(str(tmp_path / "file"))
+
+
+def test_files_of_a_killed_server_go_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    running = Folder(None)
+    (running.files() / "kept").touch()
+    killed, begun = temporary_folder(), temporary_folder()
+    Folder(str(killed)).close()  # as the system does
+    (killed / "files").mkdir()
+    following = Folder(None)
+    assert following.files() != running.files()
+    assert not killed.exists(), "what a killed server left"
+    assert begun.exists(), "one that has no lock yet"
+    assert (running.files() / "kept").exists()
+    running.close()
+    following.close()
+    assert list(tmp_path.iterdir()) == [begun]

@@ -12,6 +12,7 @@ from vllmx_core.errors import ConfigError
 
 TEMPORARY = ""
 """SQLite's name for a database on disk that has no name and goes with its connection."""
+_PREFIX = "vllmx-data-"
 
 
 class Folder:
@@ -46,7 +47,8 @@ class Folder:
         base = self._path
         if base is None:
             if self._temporary is None:
-                self._temporary = Path(tempfile.mkdtemp(prefix="vllmx-"))
+                self._temporary = temporary_folder()
+                self._lock = _locked(self._temporary)
             base = self._temporary
         found = base / "files"
         found.mkdir(mode=0o700, exist_ok=True)
@@ -60,6 +62,26 @@ class Folder:
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary = None
+
+
+def temporary_folder() -> Path:
+    """A new folder for what ends with this server, which locks it. Those of servers that were
+    killed are removed: what clients sent must not outlive them for longer."""
+    for found in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        _remove_left(found)
+    return Path(tempfile.mkdtemp(prefix=_PREFIX))
+
+
+def _remove_left(folder: Path) -> None:
+    """Removes a folder of this user that was locked once and is not any more."""
+    try:
+        if folder.lstat().st_uid != os.getuid() or not (folder / "lock").is_file():
+            return
+        lock = _locked(folder)
+    except (OSError, ConfigError):
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
 
 
 def _locked(path: Path) -> int:

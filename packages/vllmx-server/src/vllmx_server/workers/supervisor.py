@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import socket
-import tempfile
 from collections.abc import Callable, Sequence
 
 from vllmx_core.config import EngineConfig
@@ -31,6 +30,7 @@ from vllmx_server.keys.usage import KeyUsage, UsageBook
 from vllmx_server.models.config import ModelConfig
 from vllmx_server.models.host import CoreHost, ModelCard
 from vllmx_server.signals import CLOSE_S, Signals
+from vllmx_server.store.folder import temporary_folder
 from vllmx_server.store.storage import Storage
 from vllmx_server.workers.channel import Channel
 from vllmx_server.workers.counted import Counted
@@ -76,7 +76,7 @@ async def serve_with_workers(
 ) -> None:
     """Serves until it is stopped. Raises what `run_server` does."""
     found = await asyncio.to_thread(find_model, engine, None)
-    folder = None if server.data_dir else tempfile.mkdtemp(prefix="vllmx-")
+    folder = None if server.data_dir else str(temporary_folder())
     door = Door()
     starting = asyncio.ensure_future(ProcessFrontend.start(found, door))
     try:
