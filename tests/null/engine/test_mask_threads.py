@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
+from typing import Any
 
 import numpy as np
 import pytest
 from vllmx_core.errors import GrammarError
 from vllmx_core.plan import U32
 from vllmx_engine.core import mask_threads
+from vllmx_engine.core.grammar_masks import Constrained, GrammarMasks
 from vllmx_engine.core.mask_threads import MaskFill, MaskThreads
-from vllmx_engine.grammar.matcher import MaskPace, Matcher
+from vllmx_engine.grammar.matcher import QUICK_S, MaskPace, Matcher
 
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -94,29 +97,67 @@ def test_nobody_asks_for_patience_where_masks_are_quick(
     threads.close()
 
 
+class Row:
+    """What `GrammarMasks` asks of a sequence and its grammar."""
+
+    finished, skipped_step, rules, is_free = False, -1, None, False
+
+    def __init__(self, fill: MaskFill) -> None:
+        self.request_id, self.grammar, self._fill = "r", self, fill
+
+    def next_fill(self) -> MaskFill:
+        return self._fill
+
+    def fill_mask(self, mask: U32) -> None:
+        if self._fill.error is not None:
+            raise self._fill.error
+        mask[:] = self._fill.mask
+
+
+@pytest.mark.parametrize(("num_cores", "is_shared"), [(2, False), (16, True)])
 def test_quick_masks_wake_no_thread_up(
-    threads: MaskThreads, monkeypatch: pytest.MonkeyPatch
+    num_cores: int, is_shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are made where they are wanted, while others are made elsewhere; but many of them by
     several threads, where there are cores for those."""
-    seen: list[tuple[bool, int]] = []
-    run = MaskFill.run
-
-    def noted(fill: MaskFill) -> None:
-        seen.append((fill.pace.is_quick, threading.get_ident()))
-        run(fill)
-
-    monkeypatch.setattr(MaskFill, "run", noted)
+    monkeypatch.setattr(mask_threads, "available_processors", lambda: num_cores)
+    fills = [fill_of(number, is_quick=number % 5 > 0) for number in range(40)]
+    fills[7] = fill_of(-1, is_quick=True)
+    masks = np.zeros((40, 3), np.uint32)
+    rows: list[Any] = [Row(fill) for fill in fills]
+    constrained = [
+        Constrained(index, row, mask)
+        for index, (row, mask) in enumerate(zip(rows, masks, strict=True))
+    ]
+    filler = GrammarMasks()
+    found = filler.fill(constrained, 1, lambda: PATIENCE_S, lambda _: False)
+    assert not found.late
+    assert [row for row, _ in found.failed] == [rows[7]]
+    assert (masks[7] == 0xFFFFFFFF).all(), "of a grammar that failed"
+    others = [number for number in range(40) if number != 7]
+    assert (masks[others] == np.array(others)[:, None]).all()
     here = threading.get_ident()
-    threads.run([fill_of(1, is_quick=number % 4 > 0) for number in range(12)], lambda: PATIENCE_S)
-    assert len(seen) == 12
-    assert all((thread == here) == is_quick for is_quick, thread in seen)
-    monkeypatch.setattr(threads, "_most_parallel", 2)
-    seen.clear()
-    threads.run([fill_of(1, is_quick=True) for _ in range(40)], lambda: PATIENCE_S)
-    assert len(seen) == 40
-    assert here not in {thread for _, thread in seen}
-    threads.close()
+    for number, fill in enumerate(fills):
+        is_here = fill._matcher.thread == here  # type: ignore[attr-defined]
+        assert is_here == (number % 5 > 0 and not is_shared)
+    filler.close()
+
+
+def test_a_quick_grammar_is_doubted_after_a_mask_that_took_long() -> None:
+    class Working(Matching):
+        def fill_mask(self, mask: U32) -> None:
+            end_s = time.thread_time() + 2 * QUICK_S
+            while time.thread_time() < end_s:
+                pass
+
+    pace = MaskPace()
+    matcher: Matcher = Working(1)  # type: ignore[assignment]
+    row: Any = Row(MaskFill(matcher, 3, pace))
+    filler = GrammarMasks()
+    assert pace.is_quick
+    filler.fill([Constrained(0, row, np.zeros(3, np.uint32))], 1, lambda: 0.0, lambda _: False)
+    assert not pace.is_quick
+    filler.close()
 
 
 def test_a_grammar_is_doubted_for_a_thousand_masks() -> None:

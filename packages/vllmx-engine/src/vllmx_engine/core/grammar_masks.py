@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -11,6 +12,7 @@ from vllmx_core.records import MutableRecord, field
 
 from vllmx_engine.core.mask_threads import MaskFill, MaskThreads
 from vllmx_engine.core.sequence import Sequence
+from vllmx_engine.grammar.matcher import QUICK_S
 
 _ALL = np.uint32(0xFFFFFFFF)
 PATIENCE_S = 0.002
@@ -27,8 +29,8 @@ class Constrained(MutableRecord):
 
     logit: int
     sequence: Sequence
-    mask: int = -1
-    """The row among the step's masks."""
+    mask: U32 | None = None
+    """(W,) its place among the step's masks."""
     must_end: bool = False
     """Nothing but an end of sequence may come, which `min_tokens` must not ban."""
 
@@ -51,12 +53,11 @@ class GrammarMasks:
     def fill(
         self,
         constrained: list[Constrained],
-        masks: U32,
         number: int,
         patience: Callable[[], float],
         may_be_late: Callable[[Sequence], bool],
     ) -> FilledMasks:
-        """Fills rows of masks (N, W) for step `number`. Where that takes more than `patience()`
+        """Fills the rows' masks for step `number`. Where that takes more than `patience()`
         seconds, those that are not done are late; but a sequence is waited for that must not be.
         Rows of late ones, of grammars that failed and of tokens that are not wanted allow
         everything."""
@@ -64,24 +65,21 @@ class GrammarMasks:
         wanted = []
         for row in constrained:
             if row.sequence.finished or row.sequence.skipped_step == number:
-                masks[row.mask] = _ALL
+                _allow_all(row)
             else:
                 wanted.append(row)
+        if not self._threads.is_worth_waking(len(wanted)):
+            wanted = _fill_quick(wanted, filled)
         self._run(wanted, patience)
         for row in wanted:
-            mask = masks[row.mask]
             fill = _fill_of(row)
             if fill is not None and not fill.is_done and not may_be_late(row.sequence):
                 fill.wait()
             if fill is not None and not fill.is_done:
-                mask[:] = _ALL
+                _allow_all(row)
                 filled.late.append(row.sequence)
-                continue
-            try:
-                _finish(row, mask)
-            except Exception as error:  # one request's fault must not stop the others
-                mask[:] = _ALL
-                filled.failed.append((row.sequence, error))
+            else:
+                _try_fill(row, filled)
         return filled
 
     def _run(self, rows: list[Constrained], patience: Callable[[], float]) -> None:
@@ -95,16 +93,54 @@ class GrammarMasks:
         self._threads.close()
 
 
+def _fill_quick(rows: list[Constrained], filled: FilledMasks) -> list[Constrained]:
+    """Makes masks of quick grammars here and now; returns the rows that have no mask yet."""
+    others: list[Constrained] = []
+    doubted: list[MaskFill] = []
+    begun_s, last_s = time.thread_time(), time.perf_counter()
+    for row in rows:
+        fill = _fill_of(row)
+        if fill is None or not fill.is_quick:
+            others.append(row)
+            continue
+        _try_fill(row, filled, fill)
+        before_s, last_s = last_s, time.perf_counter()
+        if last_s - before_s > QUICK_S:
+            doubted.append(fill)
+    for fill in doubted:  # it may be that another process had its turn
+        fill.pace.observe(time.thread_time() - begun_s)
+    return others
+
+
 def _fill_of(row: Constrained) -> MaskFill | None:
     assert row.sequence.grammar is not None, row.sequence.request_id
     return row.sequence.grammar.next_fill()
 
 
-def _finish(row: Constrained, mask: U32) -> None:
-    """Writes a mask that is there, as the rules of its request leave it. Raises GrammarError."""
+def _allow_all(row: Constrained) -> None:
+    assert row.mask is not None, row.sequence.request_id
+    row.mask[:] = _ALL
+
+
+def _try_fill(row: Constrained, filled: FilledMasks, quick: MaskFill | None = None) -> None:
+    """Writes a mask that is there, or is made by `quick`."""
+    assert row.mask is not None
+    assert row.sequence.grammar is not None, row.sequence.request_id
+    try:
+        if quick is None:
+            row.sequence.grammar.fill_mask(row.mask)
+        else:
+            quick.fill_now(row.mask)
+        _apply_rules(row, row.mask)
+    except Exception as error:  # one request's fault must not stop the others
+        row.mask[:] = _ALL
+        filled.failed.append((row.sequence, error))
+
+
+def _apply_rules(row: Constrained, mask: U32) -> None:
+    """Leaves of a mask what the rules of its request allow. Raises GrammarError."""
     sequence = row.sequence
     assert sequence.grammar is not None, sequence.request_id
-    sequence.grammar.fill_mask(mask)
     row.must_end = False
     rules = sequence.rules
     if rules is None:

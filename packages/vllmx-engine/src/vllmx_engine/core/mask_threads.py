@@ -49,6 +49,15 @@ class MaskFill:
         """The matcher is free again."""
         return self._done
 
+    @property
+    def is_quick(self) -> bool:
+        """Nobody is at the mask, and it is likely to be made in no time: see `fill_now`."""
+        return self.pace.is_quick and not self.is_begun
+
+    def fill_now(self, mask: U32) -> None:
+        """Makes the mask where it is wanted. Raises what the matcher does."""
+        self._matcher.fill_mask(mask)
+
     def renew(self) -> None:
         """The matcher has gone on: what was made is not the next mask any more."""
         assert self._done or not self.is_begun, "a mask is under way"
@@ -111,37 +120,31 @@ class _Round:
 
 
 class MaskThreads:
-    """Makes the masks of a step: those of quick grammars on the caller's thread, for another one
-    has first to wake up, and on a processor that computes the model, to have its turn."""
+    """Threads that make masks of a step, beside the one that runs the engine."""
 
     def __init__(self) -> None:
         self._most_parallel = max(1, min(available_processors() // 2, _MAX_PARALLEL))
         """Threads for many quick ones, where the model's own leave cores for them."""
         self._threads: ThreadPoolExecutor | None = None
 
+    def is_worth_waking(self, num_quick: int) -> bool:
+        """Whether several threads make the quick masks sooner than the caller's. Another thread has
+        first to wake up, and on a processor that computes the model, to have its turn."""
+        return self._most_parallel > 1 and num_quick >= 2 * _LEAST_PARALLEL
+
     def run(self, fills: list[MaskFill], patience: Callable[[], float]) -> None:
         """Runs fills that nobody has begun. Returns when all are done, or after `patience()`
         seconds, with some of them under way. Those that took long before come last."""
-        are_many = self._most_parallel > 1 and len(fills) >= 2 * _LEAST_PARALLEL
-        here: list[MaskFill] = []
-        there: list[MaskFill] = []
         for fill in fills:
             fill.is_begun = True
-            (here if fill.pace.is_quick and not are_many else there).append(fill)
-        if not there:
-            for fill in here:
-                fill.run()
-            return
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_MAX_THREADS, "vllmx-masks")
-        shared = _Round(there)
-        for _ in range(min(max(1, len(there) // _LEAST_PARALLEL), self._most_parallel)):
+        shared = _Round(fills)
+        for _ in range(min(max(1, len(fills) // _LEAST_PARALLEL), self._most_parallel)):
             self._threads.submit(shared.work)
-        for fill in here:
-            fill.run()
         if shared.wait(HELP_S):
             return
-        for _ in range(min(len(there) - 1, _MAX_PARALLEL)):
+        for _ in range(min(len(fills) - 1, _MAX_PARALLEL)):
             self._threads.submit(shared.work)
         shared.wait(patience() - HELP_S)
 

@@ -103,10 +103,7 @@ class RowsBuilder:
         `patience()` seconds: what the step samples for them counts for nothing."""
         late: list[Sequence] = []
         if owners.constrained:
-            assert sampling.masks is not None
-            filled = self._grammars.fill(
-                owners.constrained, sampling.masks, number, patience, may_be_late
-            )
+            filled = self._grammars.fill(owners.constrained, number, patience, may_be_late)
             owners.broken += filled.failed
             late = filled.late
         if owners.edited:
@@ -217,7 +214,7 @@ class RowsBuilder:
         for index, (_, mask) in enumerate(owners.masked):
             masks[index] = mask
         for index, row in enumerate(owners.constrained, len(owners.masked)):
-            row.mask = index
+            row.mask = masks[index]
         sampling.masks = masks
 
 
