@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -53,13 +54,17 @@ class RunningServer:
 
     def child_pid(self, module: str) -> int:
         """The only child that runs this module."""
+        (found,) = self.child_pids(module)
+        return found
+
+    def child_pids(self, module: str) -> list[int]:
+        """The children that run this module."""
         pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        (found,) = [
-            int(child)
-            for child in children
-            if module.encode() in Path(f"/proc/{child}/cmdline").read_bytes()
-        ]
+        found = []
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                if module.encode() in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(int(child))
         return found
 
     def becomes_idle(self) -> None:

@@ -35,18 +35,8 @@ def workers(
         yield server
 
 
-def children(server: RunningServer, module: str) -> list[int]:
-    pid = server.process.pid
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [
-        int(child)
-        for child in found
-        if module.encode() in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
-
-
 def worker_pids(server: RunningServer) -> list[int]:
-    return children(server, "vllmx_server.worker")
+    return server.child_pids("vllmx_server.worker")
 
 
 def worker_of(client: httpx.Client, server: RunningServer) -> int:
@@ -120,7 +110,7 @@ def test_a_killed_worker_ends_its_own_streams_alone(workers: RunningServer) -> N
     wait_until(lambda: len(set(worker_pids(workers)) - set(before)) == 1)
     other.close()
     workers.becomes_idle()
-    assert workers.core_pid() in children(workers, "link.process")
+    assert workers.core_pid() in workers.child_pids("link.process")
     wait_until(lambda: workers.post("/v1/completions", SHORT).status_code == 200)
 
 
@@ -192,7 +182,7 @@ def test_a_dead_core_is_told_to_all(workers: RunningServer) -> None:
         rest = "".join(stream.lines)
         assert "engine_unavailable" in rest
         stream.close()
-    wait_until(lambda: len(children(workers, "link.process")) == 1)
+    wait_until(lambda: len(workers.child_pids("link.process")) == 1)
     wait_until(lambda: workers.post("/v1/completions", SHORT).status_code == 200)
     assert workers.core_pid() != core
 
