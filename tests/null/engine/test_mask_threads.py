@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from vllmx_core.errors import GrammarError
 from vllmx_core.plan import U32
-from vllmx_engine.core import mask_threads
+from vllmx_engine.core import grammar_masks, mask_threads
 from vllmx_engine.core.grammar_masks import Constrained, GrammarMasks
 from vllmx_engine.core.mask_threads import MaskFill, MaskThreads
 from vllmx_engine.grammar.matcher import QUICK_S, MaskPace, Matcher
@@ -143,20 +143,29 @@ def test_quick_masks_wake_no_thread_up(
     filler.close()
 
 
-def test_a_quick_grammar_is_doubted_after_a_mask_that_took_long() -> None:
-    class Working(Matching):
-        def fill_mask(self, mask: U32) -> None:
-            end_s = time.thread_time() + 2 * QUICK_S
-            while time.thread_time() < end_s:
-                pass
+def test_a_grammar_is_doubted_for_its_own_masks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for what those before it took in the same step."""
+    now_s = 0.0
 
-    pace = MaskPace()
-    matcher: Matcher = Working(1)  # type: ignore[assignment]
-    row: Any = Row(MaskFill(matcher, 3, pace))
+    class Working(Matching):
+        def __init__(self, seconds: float) -> None:
+            self._seconds = seconds
+
+        def fill_mask(self, mask: U32) -> None:
+            nonlocal now_s
+            now_s += self._seconds
+
+    monkeypatch.setattr(grammar_masks, "time", SimpleNamespace(thread_time=lambda: now_s))
+    seconds = [0.9 * QUICK_S, 0.9 * QUICK_S, 1.1 * QUICK_S, 0.9 * QUICK_S]
+    paces = [MaskPace() for _ in seconds]
+    matchers: list[Any] = [Working(each) for each in seconds]
+    rows: list[Any] = [
+        Row(MaskFill(matcher, 3, pace)) for matcher, pace in zip(matchers, paces, strict=True)
+    ]
     filler = GrammarMasks()
-    assert pace.is_quick
-    filler.fill([Constrained(0, row, np.zeros(3, np.uint32))], 1, lambda: 0.0, lambda _: False)
-    assert not pace.is_quick
+    constrained = [Constrained(0, row, np.zeros(3, np.uint32)) for row in rows]
+    filler.fill(constrained, 1, lambda: 0.0, lambda _: False)
+    assert [pace.is_quick for pace in paces] == [True, True, False, True]
     filler.close()
 
 

@@ -12,7 +12,6 @@ from vllmx_core.records import MutableRecord, field
 
 from vllmx_engine.core.mask_threads import MaskFill, MaskThreads
 from vllmx_engine.core.sequence import Sequence
-from vllmx_engine.grammar.matcher import QUICK_S
 
 _ALL = np.uint32(0xFFFFFFFF)
 PATIENCE_S = 0.002
@@ -96,19 +95,15 @@ class GrammarMasks:
 def _fill_quick(rows: list[Constrained], filled: FilledMasks) -> list[Constrained]:
     """Makes masks of quick grammars here and now; returns the rows that have no mask yet."""
     others: list[Constrained] = []
-    doubted: list[MaskFill] = []
-    begun_s, last_s = time.thread_time(), time.perf_counter()
+    last_s = time.thread_time()
     for row in rows:
         fill = _fill_of(row)
         if fill is None or not fill.is_quick:
             others.append(row)
             continue
         _try_fill(row, filled, fill)
-        before_s, last_s = last_s, time.perf_counter()
-        if last_s - before_s > QUICK_S:
-            doubted.append(fill)
-    for fill in doubted:  # it may be that another process had its turn
-        fill.pace.observe(time.thread_time() - begun_s)
+        before_s, last_s = last_s, time.thread_time()
+        fill.pace.observe(last_s - before_s)
     return others
 
 

@@ -27,8 +27,9 @@ MAX_STEP_LEXER_FUEL = 100_000
 """Fuel of one mask: derivatives of regular expressions, some 14,000 a ms; half the library's."""
 _TRIAL_TOKENS = 24
 _TRIALS = 2
-QUICK_S = 0.00025
-"""Masks of nearly all grammars take less, some tens of microseconds."""
+QUICK_S = 0.0005
+"""Processor time that masks of nearly all grammars stay far below: some tens of microseconds, and
+a quarter of a millisecond where the machine is slow."""
 _DOUBTED_MASKS = 1000
 _DEAD_END = "NoExtensionBias"
 """What the library says where a grammar neither ends nor goes on."""
@@ -110,7 +111,7 @@ class CompiledGrammar:
         self.repeated_mask_s = times[-2:][0]
         """Seconds that more than one of their masks takes: a single one may be the machine's."""
         self.pace = MaskPace()
-        self.pace.observe(self.mask_s)
+        self.pace.observe(self.repeated_mask_s)
 
     def _try(self, seed: int) -> list[float]:
         """Times of the masks in such an answer. Raises GrammarError."""
