@@ -2,13 +2,14 @@
 
 #include <stdlib.h>
 
+#include "apart.h"
 #include "futex.h"
 
 namespace {
 
 using namespace vx;
 
-enum { MAX_THREADS = 256, QUEUE = 4 };
+enum { MAX_THREADS = 256, QUEUE = 4, PAUSE_NS = 500000 };
 
 struct alignas(64) Member {
   VxCtx ctx;
@@ -24,6 +25,7 @@ struct VxTeam {
   alignas(64) int32_t next;       // the counter of vx_next
   alignas(64) Word job_posted;    // wakes the workers; thread 0 posts
   VxJob* job;                     // null: the team ends
+  bool after_pause;               // the job was waited for at least PAUSE_NS
   Member* members;
   int32_t num_threads;
 
@@ -61,6 +63,7 @@ void resolve_tokens(VxJob* job) {
 }
 
 void run_records(VxJob* job, VxCtx* ctx) {
+  const OwnProcessor own(ctx->team->after_pause, ctx->tid, ctx->nth);
   int64_t begin = now_ns();
   // Read now: when this thread leaves the last barrier, the job may be gone already.
   const int32_t count = job->num_records;
@@ -109,10 +112,12 @@ void* driver_main(void* argument) {
   Member* member = (Member*)argument;
   VxTeam* team = member->ctx.team;
   for (;;) {
+    const int64_t idle_from = now_ns();
     VxJob* job = take_job(team);
     if (job) resolve_tokens(job);
     team->job = job;
     const int64_t begin = now_ns();
+    team->after_pause = begin - idle_from >= PAUSE_NS;
     word_advance(&team->job_posted);
     if (!job) return nullptr;
     run_records(job, &member->ctx);
