@@ -9,10 +9,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from vllmx.cli.serve import serve
 from vllmx_server.app import ROUTES
 from vllmx_server.config import ServerConfig
 
+from tests.http_servers import serving
 from tests.waiting import PATIENCE_S
 
 GET = {path for method, path, _ in ROUTES if method == "GET"}
@@ -109,14 +109,8 @@ def answering(paths: list[str]) -> Iterator[int]:
         def log_message(self, *_: Any) -> None:
             """Nothing is written."""
 
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(Handler) as port:
+        yield port
 
 
 def test_the_health_check_asks_a_route(dockerfile: list[tuple[str, str]]) -> None:

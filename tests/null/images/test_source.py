@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import base64
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,8 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, InvalidRequestError
 from vllmx_engine.images.limits import ImageLimits
 from vllmx_engine.images.source import ImageSource, check_source, read_source
+
+from tests.http_servers import serving
 
 from .pictures import data_url
 
@@ -110,14 +111,8 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[int]:
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(Handler) as port:
+        yield port
 
 
 def test_servers_only_where_they_are_named(server: int) -> None:
