@@ -39,7 +39,9 @@ class SharedAddresses(Record):
     and whether a link to another host sleeps for it, too."""
     arrived_stride: int
     buffers: int
-    """Two of `buffer_bytes` for each rank, one rank's after the other's."""
+    """Two of `buffer_bytes` for each rank, one rank's after the other's. A rank's part of call n,
+    counted from 1, lies in the one of turn n modulo 2; where there are two ranks, in the other
+    rank's while n modulo 4 is 2 or 3, so that each writes where it has read two calls before."""
     buffer_bytes: int
     taken: int
     """A 32-bit word for each rank, `arrived_stride` bytes apart, for stages: how many of the pieces

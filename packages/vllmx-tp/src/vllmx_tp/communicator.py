@@ -33,7 +33,7 @@ class SharedMemoryCommunicator:
         self._rank, self._seat = self._seats.own, self._seats.seat
         seats = range(self._seats.first, self._seats.first + self._seats.count)
         self._arrived = [region.word(one, Word.ARRIVED) for one in seats]
-        self._buffers = [[region.buffer(one, turn) for turn in (0, 1)] for one in seats]
+        self._parts = [[region.part(one, count) for count in range(4)] for one in seats]
         self._aborted, self._bridged = region.aborted, region.bridged(self._seat)
         self._count = 0
 
@@ -129,15 +129,16 @@ class SharedMemoryCommunicator:
         assert self.num_ranks > 1, "a rank alone would count pieces for the next stage as its parts"
         self._count = (self._count + 1) & 0xFFFFFFFF
         turn = self._count & 1
-        self._buffers[self._rank][turn][: piece.nbytes].view(piece.dtype)[:] = piece
+        place = self._count & 3
+        self._parts[self._rank][place][: piece.nbytes].view(piece.dtype)[:] = piece
         self._region.part_bytes(self._seat, turn)[0] = piece.nbytes
         self._arrived[self._rank][0] = self._count
         if self._bridged[0]:
             futex.wake(self._arrived[self._rank])
         self._wait()
         return [
-            buffers[turn][: size * piece.itemsize].view(piece.dtype)
-            for buffers, size in zip(self._buffers, sizes, strict=True)
+            parts[place][: size * piece.itemsize].view(piece.dtype)
+            for parts, size in zip(self._parts, sizes, strict=True)
         ]
 
     def _wait(self) -> None:

@@ -82,7 +82,7 @@ class Link:
             sizes = [int(region.part_bytes(rank, turn)[0]) for rank in self._mine]
             message = bytearray(header.pack(count, *sizes))
             for rank, size in zip(self._mine, sizes, strict=True):
-                message += region.buffer(rank, turn)[:size].data
+                message += region.part(rank, count)[:size].data
             self._socket.sendall(message)
 
     def _wait(self, word: npt.NDArray[np.uint32], count: int) -> None:
@@ -105,7 +105,7 @@ class Link:
             for rank, size in zip(self._theirs, sizes, strict=True):
                 if size > BUFFER_BYTES:
                     raise LinkEndedError
-                self._fill(region.buffer(rank, turn)[:size].data)
+                self._fill(region.part(rank, count)[:size].data)
                 region.part_bytes(rank, turn)[0] = size  # for those to whom it is passed on
             for rank in self._theirs:
                 word = region.word(rank, Word.ARRIVED)

@@ -173,6 +173,14 @@ class Region:
         at = self.buffers_at + (2 * seat + turn) * BUFFER_BYTES
         return self._bytes[at : at + BUFFER_BYTES]
 
+    def part(self, rank: int, count: int) -> npt.NDArray[np.uint8]:
+        """Where a rank puts its part of a call of the communicator, counted from 1. Two ranks write
+        each its part n + 2 where it has read the other's part n: memory that one core has read and
+        another one then writes goes to and fro once more."""
+        seats = self.sums(rank)
+        swapped = seats.count == 2 and count & 2
+        return self.buffer(seats.beside(1) if swapped else seats.seat, count & 1)
+
     def write_cause(self, rank: int, text: str) -> None:
         """Why a rank fails, before it aborts the group. The first of its causes stays."""
         if not self.cause(rank):

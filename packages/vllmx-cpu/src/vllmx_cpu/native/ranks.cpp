@@ -5,7 +5,9 @@
 // A rank puts its part down in its buffer of this turn, says that it has arrived, waits until all have
 // as well, and adds all parts in one order, so that every rank has the same bits. There
 // are two buffers a rank: who writes part n + 2 has seen all others arrive with part n + 1, and they
-// had read part n by then. Long arrays go in pieces of a buffer. When the abort word is set nobody
+// had read part n by then. Of two ranks each writes part n + 2 where it has read the other's part n, so that
+// a line of memory, which comes over to be read, need not be asked back to be written
+// (vllmx_tp.region.Region.part). Long arrays go in pieces of a buffer. When the abort word is set nobody
 // waits any more; what comes out then is thrown away by whoever reads the step.
 #include <string.h>
 
@@ -62,6 +64,7 @@ namespace {
 
 enum : int64_t { SPIN_NS = 100000, SLEEP_NS = 20000000 };
 enum { CHUNK = 4096 };  // floats that a thread takes at once
+enum : size_t { CLAIMED_AHEAD = 256 };  // floats: more lines than a core can ask for at once
 enum : size_t { NEAR_BYTES = 256 << 10 };
 
 VX_INLINE uint32_t* arrived_word(const VxRanks* all, int32_t rank) {
@@ -69,7 +72,8 @@ VX_INLINE uint32_t* arrived_word(const VxRanks* all, int32_t rank) {
 }
 
 VX_INLINE float* part_of(const VxRanks* all, int32_t rank, uint32_t count) {
-  return (float*)(all->buffers + (2 * (size_t)rank + (count & 1)) * all->buffer_bytes);
+  const int32_t seat = all->ranks == 2 ? rank ^ (int32_t)(count >> 1 & 1) : rank;
+  return (float*)(all->buffers + (2 * (size_t)seat + (count & 1)) * all->buffer_bytes);
 }
 
 VX_INLINE bool has_come(const uint32_t* word, uint32_t count) {
@@ -123,6 +127,26 @@ void meet(const VxRanks* all, uint32_t count, size_t bytes, VxCtx* ctx) {
     if (rank != all->rank) wait_for(arrived_word(all, rank), count, all->abort);
 }
 
+// Asks for a line to read and then to write. Not all compilers' own way of saying so keeps the second half.
+VX_INLINE void claim(const float* line) {
+#if defined(__x86_64__)
+  __asm__ volatile("prefetchw %0" : : "m"(*line));
+#else
+  __builtin_prefetch(line, 1);
+#endif
+}
+
+// Calls `body(i, n)` for lanes of so many floats, of the other of two ranks, which lie at `part`: each line is claimed
+// well before it is read.
+template <class Body>
+VX_INLINE void for_claimed(const float* part, size_t size, Body body) {
+  for (size_t i = 0; i < CLAIMED_AHEAD && i < size; i += 16) claim(part + i);
+  for_lanes((int32_t)size, [=](int32_t i, int n) {
+    if ((size_t)i + CLAIMED_AHEAD < size) claim(part + i + CLAIMED_AHEAD);
+    body(i, n);
+  });
+}
+
 // Of ranks first ... first + ranks - 1: neighbours in pairs, then neighbouring sums, and so on, as
 // vllmx_core.communicator.tree_sum adds them. This rank's part is read at `x`, from where it was put down:
 // what others read too comes from further away.
@@ -158,12 +182,15 @@ void all_reduce(const void* args, const VxStep* step, VxCtx* ctx) {
     });
     meet(all, count, size * sizeof(float), ctx);
     for_chunks(size, ctx, [=](size_t begin, size_t end) {
+      if (all->ranks == 2) {
+        const float* other = part_of(all, 1 - all->rank, count) + begin;
+        for_claimed(other, end - begin, [=](int32_t i, int n) {
+          store_some(y + begin + i, load_some(x + begin + i, n) + load_some(other + i, n), n);
+        });
+        return;
+      }
       for_lanes((int32_t)(end - begin), [=](int32_t i, int n) {
-        const size_t at = begin + i;
-        const F32x16 sum = all->ranks == 2
-            ? load_some(x + at, n) + load_some(part_of(all, 1 - all->rank, count) + at, n)
-            : tree_sum(all, count, x, at, n, 0, all->ranks);
-        store_some(y + at, sum, n);
+        store_some(y + begin + i, tree_sum(all, count, x, begin + i, n, 0, all->ranks), n);
       });
     });
     if (first + most < total) vx_barrier(ctx);  // for vx_next; the tape has one behind the last
@@ -259,9 +286,11 @@ void all_gather(const void* args, const VxStep* step, VxCtx* ctx) {
       if (size <= 0) continue;
       int32_t at = begin;
       for (int32_t before = 0; before < rank; ++before) at += a->widths[before];
-      const float* from = rank == all->rank ? x : part_of(all, rank, count);
-      memcpy(a->y + ((size_t)first + row) * width + at, from + (size_t)row * part + begin,
-             (size_t)size * sizeof(float));
+      const float* from = (rank == all->rank ? x : part_of(all, rank, count)) + (size_t)row * part + begin;
+      float* to = a->y + ((size_t)first + row) * width + at;
+      if (all->ranks == 2 && rank != all->rank)
+        for_claimed(from, (size_t)size, [=](int32_t i, int n) { store_some(to + i, load_some(from + i, n), n); });
+      else memcpy(to, from, (size_t)size * sizeof(float));
     }
     if (first + most < step->T) vx_barrier(ctx);
   }
