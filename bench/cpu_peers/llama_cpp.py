@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,8 @@ class LlamaCpp:
     """Runs the built programs, one short process for each sample."""
 
     name = "llama.cpp"
+    flash_settings: Sequence[str] = ("on", "off")
+    """What is tried."""
 
     def __init__(self, folder: Path) -> None:
         self._bin = folder / "build" / "bin"
@@ -106,7 +109,7 @@ class LlamaCpp:
         for case in job.cases:
             measure = self._single if case.batch == 1 else self._batched
             key = (job.gguf, case, job.busy_pid is not None)
-            settings = [self._faster[key]] if key in self._faster else ["on", "off"]
+            settings = [self._faster[key]] if key in self._faster else self.flash_settings
             speeds = {flash: measure(job, case, flash) for flash in settings}
             self._faster[key] = max(speeds, key=lambda flash: speeds[flash].tokens_per_s)
             samples += speeds.values()

@@ -37,6 +37,8 @@ class SplitLlama(LlamaCpp):
         self.name = f"llama.cpp-{mode}"
         self._mode = MODES[mode]
         self._servers: Sequence[str] = ()
+        if mode == "columns":
+            self.flash_settings = ("on",)  # it refuses the other
 
     def missing(self, weights: Weights) -> str | None:
         if not (self._bin / SERVER).exists():

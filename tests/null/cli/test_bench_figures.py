@@ -31,6 +31,11 @@ def test_show_prints_a_table_or_json() -> None:
     ]
 
 
+def test_a_figure_that_a_record_lacks_is_a_dash() -> None:
+    records: list[dict[str, float | int | str]] = [{"n": 1}, {"n": 2, "peer": 0.5}]
+    assert show(records, False).splitlines() == ["n  peer", "1     -", "2  0.50"]
+
+
 @asynccontextmanager
 async def serving(answer: bytes) -> AsyncIterator[str]:
     """A server that answers every request with the same bytes."""

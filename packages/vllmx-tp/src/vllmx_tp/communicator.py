@@ -1,5 +1,5 @@
-"""The communicator of ranks on one host: parts are put down in shared memory, and read when all
-have arrived."""
+"""One rank's end of calls between ranks: it puts its part into memory that its host's ranks share,
+and reads all parts when all have arrived. A link brings those of other hosts."""
 
 from __future__ import annotations
 
@@ -125,26 +125,25 @@ class SharedMemoryCommunicator:
         return self._incoming.recv(shape, dtype)
 
     def _exchange(self, piece: AnyArray, sizes: Sequence[int]) -> list[AnyArray]:
-        """What every rank put down, `sizes` numbers each, until the call after the next one."""
+        """What every rank put down, `sizes` numbers each, until this rank's next call."""
         assert self.num_ranks > 1, "a rank alone would count pieces for the next stage as its parts"
         self._count = (self._count + 1) & 0xFFFFFFFF
-        turn = self._count & 1
-        place = self._count & 3
-        self._parts[self._rank][place][: piece.nbytes].view(piece.dtype)[:] = piece
-        self._region.part_bytes(self._seat, turn)[0] = piece.nbytes
+        parts = [of_rank[self._count & 3] for of_rank in self._parts]
+        parts[self._rank][: piece.nbytes].view(piece.dtype)[:] = piece
+        self._region.part_bytes(self._seat, self._count & 1)[0] = piece.nbytes
         self._arrived[self._rank][0] = self._count
         if self._bridged[0]:
             futex.wake(self._arrived[self._rank])
         self._wait()
         return [
-            parts[place][: size * piece.itemsize].view(piece.dtype)
-            for parts, size in zip(self._parts, sizes, strict=True)
+            part[: size * piece.itemsize].view(piece.dtype)
+            for part, size in zip(parts, sizes, strict=True)
         ]
 
     def _wait(self) -> None:
         looks = 0
         for arrived in self._arrived:
-            while (int(arrived[0]) - self._count) & 0x80000000:  # behind, as 32-bit numbers go
+            while futex.is_behind(int(arrived[0]), self._count):
                 if self._aborted[0]:
                     raise RankLostError("the other ranks have ended")
                 looks += 1

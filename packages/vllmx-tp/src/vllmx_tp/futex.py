@@ -25,6 +25,12 @@ _SLICE = _Timespec(0, int(_SLICE_S * 1e9))
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def is_behind(seen: int, count: int) -> bool:
+    """Whether a counter in which `seen` was read has not come to `count`. Counters begin again at 0
+    behind the greatest 32-bit number; what is compared is never half of that apart."""
+    return bool((seen - count) & 0x80000000)
+
+
 def wait_while(word: npt.NDArray[np.uint32], seen: int) -> None:
     """Returns when the word is no longer `seen` and its writer has woken, or after a moment: the
     caller looks again."""

@@ -4,8 +4,8 @@ It is a file without a name, which ranks inherit as a descriptor: when the last 
 however that came, nothing of it is left. Layout:
 
     words of the group     the abort word
-    words of each seat     one word a cache line, written by one rank alone: heartbeat, frames
-                           taken, calls of the communicator, ids of the last step
+    words of each seat     one a cache line (see `Word`), written by its rank alone, or by the link
+                           that stands in for a rank of another host
     causes                 what each rank says of its failure, as text
     buffers                two for each seat, for the communicator
     ring                   frames from rank 0
@@ -174,9 +174,9 @@ class Region:
         return self._bytes[at : at + BUFFER_BYTES]
 
     def part(self, rank: int, count: int) -> npt.NDArray[np.uint8]:
-        """Where a rank puts its part of a call of the communicator, counted from 1. Two ranks write
-        each its part n + 2 where it has read the other's part n: memory that one core has read and
-        another one then writes goes to and fro once more."""
+        """Where a rank puts its part of call n of the communicator, counted from 1. Of two ranks
+        each writes part n + 2 where it has read the other's part n: its core has that memory in its
+        caches already."""
         seats = self.sums(rank)
         swapped = seats.count == 2 and count & 2
         return self.buffer(seats.beside(1) if swapped else seats.seat, count & 1)

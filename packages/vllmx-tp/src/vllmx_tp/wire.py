@@ -37,7 +37,7 @@ class _End:
     def _wait(self, word: npt.NDArray[np.uint32], count: int) -> None:
         """Waits until a word has come so far. Raises RankLostError where it never will."""
         looks = 0
-        while ((seen := int(word[0])) - count) & 0x80000000:  # behind, as 32-bit numbers go
+        while futex.is_behind(seen := int(word[0]), count):
             if self._aborted[0]:
                 raise RankLostError("the other ranks have ended")
             looks += 1

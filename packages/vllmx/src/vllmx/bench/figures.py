@@ -28,11 +28,11 @@ def spread(name: str, values_s: Sequence[float]) -> dict[str, float]:
 
 
 def show(records: Sequence[Record], as_json: bool) -> str:
-    """A table with a column for each figure, or JSON."""
+    """A table with a column for each figure, `-` where a record lacks it, or JSON."""
     if as_json:
         return json.dumps(list(records), indent=1)
-    rows = [[_text(value) for value in record.values()] for record in records]
-    header = list(records[0])
+    header = list(dict.fromkeys(name for record in records for name in record))
+    rows = [[_text(record.get(name, "-")) for name in header] for record in records]
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     lines = [
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
