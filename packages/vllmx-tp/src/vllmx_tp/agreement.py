@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from vllmx_core.backend import LoadedInfo
 from vllmx_core.errors import VllmxError
@@ -18,7 +19,7 @@ def agreed_ranks(mine: LoadedInfo, others: Sequence[RankReady]) -> LoadedInfo:
     """What all ranks can do, and take. Raises VllmxError where they do not fit together."""
     ranks = [RankReady.of(mine), *others]
     return replace(
-        _together(mine, ranks, "ranks", _ALIKE_RANKS),
+        _together(mine, ranks, "ranks", _ALIKE_RANKS, {"ranks": len(ranks)}),
         num_state_slots=min(one.num_state_slots for one in ranks),
     )
 
@@ -28,19 +29,22 @@ def agreed_stages(mine: LoadedInfo, others: Sequence[RankReady], num_stages: int
     they do not fit."""
     stages = [RankReady.of(mine), *others]
     slots = [one.num_state_slots for one in stages if one.num_state_slots]
-    found = _together(mine, stages, "stages", _ALIKE_STAGES)
+    details = {"stages": num_stages, "ranks": len(stages)}
     return replace(
-        found,
+        _together(mine, stages, "stages", _ALIKE_STAGES, details),
         max_num_batched_tokens=min(one.max_num_batched_tokens for one in stages),
         max_logit_rows=stages[-1].max_logit_rows,
         num_state_slots=min(slots, default=0),
         num_stages=num_stages,
-        details=found.details | {"stages": num_stages, "ranks": len(stages)},
     )
 
 
 def _together(
-    mine: LoadedInfo, everyone: Sequence[RankReady], who: str, alike: Sequence[str]
+    mine: LoadedInfo,
+    everyone: Sequence[RankReady],
+    who: str,
+    alike: Sequence[str],
+    details: dict[str, Any],
 ) -> LoadedInfo:
     for name in alike:
         values = [getattr(one, name) for one in everyone]
@@ -55,5 +59,5 @@ def _together(
         state_slot_bytes=sum(one.state_slot_bytes for one in everyone),
         weight_bytes=sum(one.weight_bytes for one in everyone),
         kv_cache_bytes=sum(one.kv_cache_bytes for one in everyone),
-        details=mine.details | {who: len(everyone)},
+        details=mine.details | details,
     )

@@ -41,7 +41,7 @@ class StageLink(Link):
         return [self._region.pieces(rank).seat for rank in ranks]
 
     def _beside(self, distance: int) -> list[int]:
-        """Ranks of this side so far from whom one of the other side is."""
+        """Seats of this side whose neighbour, `distance` seats on, is on the other side."""
         ends = (self._region.pieces(rank) for rank in self._ranks)
         return [one.seat for one in ends if one.beside(distance) in self._theirs]
 

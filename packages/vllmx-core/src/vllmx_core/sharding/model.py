@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.ops.vocab_embedding import VocabEmbedding
 from vllmx_core.plan import AnyArray
 from vllmx_core.recording import record
-from vllmx_core.sharding.parts import Parts, parts_of_rank
+from vllmx_core.sharding.parts import Parts, fits, parts_of_rank
 from vllmx_core.sharding.plan import Columns, ShardPlan, plan_shards
 from vllmx_core.sharding.weights import columns_of, narrowed
 from vllmx_core.weights import WeightSource, WeightSpec
@@ -187,19 +187,9 @@ def sharded(
         mine = shard_of(rank, ranks) if ranks > 1 else alone
         return ShardedModel(model, recording.steps, mine, rank, parts)
     except ConfigError as error:
-        fitting = [str(count) for count in range(1, MOST_RANKS + 1) if _fits(shard_of, count)]
+        fitting = [str(count) for count in range(1, MOST_RANKS + 1) if fits(shard_of, count)]
         raise ConfigError(
             f"the model cannot be divided among {ranks} ranks ({error.message}): choose"
             f" --tensor-parallel-size {' or '.join(fitting)}",
             param="tensor_parallel_size",
         ) from None
-
-
-def _fits(shard_of: Callable[[int, int], ShardPlan], count: int) -> bool:
-    if count == 1:
-        return True
-    try:
-        shard_of(0, count)
-    except ConfigError:
-        return False
-    return True

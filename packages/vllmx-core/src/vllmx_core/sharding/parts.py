@@ -112,7 +112,7 @@ class Parts:
 def parts_of_rank(shard_of: Planner, rank: int, ranks: int) -> Parts:
     """Raises ConfigError for a model whose sums cannot be cut, and for ranks that cannot have as
     many parts each."""
-    count = next((count for count in COUNTS if _fits(shard_of, count)), 1)
+    count = next((count for count in COUNTS if fits(shard_of, count)), 1)
     if ranks > count or count % ranks:
         fitting = " or ".join(str(one) for one in (1, 2, 4) if one <= count)
         raise ConfigError(
@@ -127,7 +127,10 @@ def parts_of_rank(shard_of: Planner, rank: int, ranks: int) -> Parts:
     return Parts(tuple(shard_of(number, count) for number in range(first, first + each)), first)
 
 
-def _fits(shard_of: Planner, count: int) -> bool:
+def fits(shard_of: Planner, count: int) -> bool:
+    """Whether a model can be cut among so many ranks, or into so many parts."""
+    if count == 1:
+        return True
     try:
         shard_of(0, count)
     except ConfigError:
