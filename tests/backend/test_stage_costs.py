@@ -213,7 +213,9 @@ def test_ranks_can_be_cut_where_the_model_was_measured(
         model=model,
         checkpoint=SimpleNamespace(weights=source),
         options=LIMITS,
-        backend=SimpleNamespace(name="numpy", own_devices=False, load=lambda: ReferenceBackend),
+        backend=SimpleNamespace(
+            name="numpy", has_own_devices=lambda: False, load=lambda: ReferenceBackend
+        ),
     )
     monkeypatch.setattr(stage_times, "segment_seconds", lambda *given: [1.0] * (len(given[3]) + 1))
     config = EngineConfig(model="m", pipeline_parallel_size=2, tensor_parallel_size=2)

@@ -20,6 +20,7 @@ from vllmx_core.weights import WeightSource
 from vllmx_torch import device, ranks
 from vllmx_torch.backend import TorchBackend
 from vllmx_torch.loaded import TorchLoadedModel
+from vllmx_torch.plugin import vllmx_backends
 from vllmx_torch.ranks import HostRanks, ProcessGroupRanks
 
 from .test_sharding import CONFIGS, TEXT, of
@@ -132,3 +133,14 @@ def test_each_rank_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.device_of_rank(torch.device("cpu"), 7) == torch.device("cpu")
     with pytest.raises(ConfigError, match="lower --tensor-parallel-size to 3"):
         device.device_of_rank(torch.device("cuda:1"), 3)
+
+
+def test_memory_is_divided_where_ranks_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices that have numbers are a rank's own, with all of their memory."""
+    (spec,) = vllmx_backends()
+    monkeypatch.setattr(device, "available_devices", lambda: ["cuda:0", "cuda:1", "mps", "cpu"])
+    monkeypatch.delenv(device.DEVICE_VARIABLE, raising=False)
+    assert spec.has_own_devices()
+    for shared in ("mps", "cpu"):
+        monkeypatch.setenv(device.DEVICE_VARIABLE, shared)
+        assert not spec.has_own_devices()

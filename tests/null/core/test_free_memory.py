@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 from vllmx_core.backend import HasMemory
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
+from vllmx_core.hooks import hookimpl
 from vllmx_core.memory import free_memory
 from vllmx_core.reference_backend import ReferenceBackend
 from vllmx_core.registry import Registry
+from vllmx_core.specs import BackendSpec
 from vllmx_core.testing import fake
 from vllmx_core.testing.fake import FakeBackend
 from vllmx_core.testing.fake_checkpoint import FakePlugin, make_fake_checkpoint
@@ -30,11 +33,30 @@ def gpu_of(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     monkeypatch.setattr(fake, "FakeBackend", FakeGpu)
 
 
-def opened(folder: Path, **config: Any) -> OpenedModel:
+def own_devices() -> bool:
+    return True
+
+
+class PluginOfDevices(FakePlugin):
+    """Each rank of its backend has a device of its own."""
+
+    @staticmethod
+    @hookimpl
+    def vllmx_backends() -> tuple[BackendSpec, ...]:
+        (spec,) = FakePlugin.vllmx_backends()
+        return (replace(spec, own_devices=f"{__name__}:own_devices"),)
+
+
+def opened(
+    folder: Path,
+    plugin: type[FakePlugin] = FakePlugin,
+    told: int | None = None,
+    **config: Any,
+) -> OpenedModel:
     registry = Registry()
-    registry.add(FakePlugin, "test:fake")
+    registry.add(plugin, "test:fake")
     found = find_model(EngineConfig(model=str(folder), backend="fake", **config), registry)
-    made = open_model(found)
+    made = open_model(found, told)
     made.checkpoint.weights.close()
     return made
 
@@ -60,8 +82,31 @@ def test_a_limit_in_bytes_is_a_share_of_what_is_free(
         found = opened(folder, memory_bytes=most)
         assert found.options.memory_fraction == share
         assert found.free_bytes == 1000
+
+
+@pytest.mark.parametrize("ways", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_ranks_have_devices_or_share_one(
+    ways: dict[str, int], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu_of(monkeypatch, 1000)
+    found = opened(folder, PluginOfDevices, **ways)
+    assert (found.free_bytes, found.options.free_bytes) == (0, None)  # of all devices together
     with pytest.raises(ConfigError, match="each rank has its own: say --memory-fraction"):
-        opened(folder, memory_bytes=300, tensor_parallel_size=2)
+        opened(folder, PluginOfDevices, memory_bytes=300, **ways)
+    found = opened(folder, memory_bytes=300, **ways)
+    assert (found.free_bytes, found.options.memory_fraction) == (1000, 0.3)
+
+
+def test_ranks_that_share_a_memory_go_by_what_the_first_one_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu_of(monkeypatch, 1000)
+    first = opened(folder, memory_bytes=300, tensor_parallel_size=2)
+    assert first.options.free_bytes == 1000
+    gpu_of(monkeypatch, 600)  # the first one has loaded
+    late = opened(folder, told=first.free_bytes, memory_bytes=300, tensor_parallel_size=2)
+    assert late.options == first.options
+    assert opened(folder).options.free_bytes is None  # a process alone finds out when it loads
 
 
 def test_a_core_tells_what_was_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,9 @@ class LoadOptions(Record):
     """Slots for the states of recurrent layers: one for each sequence that runs, and more to keep
     states for later."""
     memory_fraction: float = 0.9
+    free_bytes: int | None = None
+    """The free memory to divide, where ranks share it: what one of them found before any had taken
+    some, so that all come to the same whoever is first."""
     num_threads: int | None = None
     encoder_cache_bytes: int = 256 << 20
     """The bytes that features of images may take on the device; at least those of a step are held.

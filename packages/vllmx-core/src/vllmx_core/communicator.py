@@ -98,3 +98,9 @@ class Communicator(Protocol):
     def shared(self) -> SharedAddresses | None:
         """The memory that the ranks share; None: the calls above are the only way."""
         ...
+
+
+def place_of(communicator: Communicator) -> int:
+    """The number of a rank among all of the model, whatever stage it belongs to."""
+    shared = communicator.shared
+    return communicator.rank if shared is None else shared.place

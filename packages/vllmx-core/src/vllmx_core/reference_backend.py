@@ -181,7 +181,7 @@ class ReferenceBackend:
             options,
             name,
             _BLOCK_SIZES,
-            free_bytes(),
+            options.free_bytes or free_bytes(),
             feature_bytes(model.shape, options),
             default_bytes=_DEFAULT_KV_BYTES,
         )

@@ -51,14 +51,22 @@ class BackendSpec(_Spec):
     fixed_sums: bool = False
     """The bits of a row of a product depend on that row and the weights alone, not on how many rows
     and columns there are besides: what `--deterministic` builds on."""
-    own_devices: bool = False
-    """Each rank of a model has a device of its own, with memory that no other rank uses."""
+    own_devices: bool | str = False
+    """Each rank of a model has a device of its own, with memory that no other rank uses; or the
+    "package.module:function" that says whether, where that depends on the device."""
     api: int = API_VERSION
 
     def unavailable_reason(self) -> str | None:
         """None when it can run here."""
         reason: str | None = _Spec(self.name, self.probe).load()()
         return reason
+
+    def has_own_devices(self) -> bool:
+        """See `own_devices`. Raises what loading a model raises where there is no device."""
+        if isinstance(self.own_devices, bool):
+            return self.own_devices
+        found: bool = self._load(self.own_devices)()
+        return found
 
 
 @dataclass(frozen=True, slots=True)

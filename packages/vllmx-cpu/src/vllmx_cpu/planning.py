@@ -94,7 +94,7 @@ def load_sizes(
     if recording.tower is not None and (encoder := encoder_of(model)) is not None:
         ops = fuse_activations(fuse_gated_linears(recording.tower, fusible))
         tower = TowerSizes(ops, encoder.patches_per_token, shapes, num_threads, cached)
-    free = free_bytes()
+    free = options.free_bytes or free_bytes()
     weight_bytes = packed_bytes(specs, shapes)
     remedy = "choose a smaller or quantised model, or a 16-bit --dtype"
     check_weights_fit(weight_bytes, free, dtype, remedy=remedy)

@@ -15,6 +15,7 @@ from vllmx_core.backend import (
 from vllmx_core.backend_kit.dtypes import choose_dtype
 from vllmx_core.backend_kit.features import feature_bytes, feature_rows, feature_shapes
 from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
+from vllmx_core.communicator import place_of
 from vllmx_core.errors import ConfigError
 from vllmx_core.kv_capacity import CachePlan
 from vllmx_core.kv_quant import kv_dtype
@@ -42,7 +43,7 @@ from vllmx_torch.kv_cache import allocate, allocate_states, plan_kv
 from vllmx_torch.kv_quant import dtypes_of
 from vllmx_torch.loaded import TorchLoadedModel
 from vllmx_torch.ops import OPS
-from vllmx_torch.ranks import place_of, ranks_of
+from vllmx_torch.ranks import ranks_of
 from vllmx_torch.weights import DTYPES, TorchWeight, WeightLoader, weight_bytes
 
 logger = logging.getLogger("vllmx.torch")
@@ -91,7 +92,7 @@ class TorchBackend:
             if foreign is None
             else foreign.weight_bytes(DTYPES[dtype])
         )
-        free = free_bytes(device)
+        free = options.free_bytes or free_bytes(device)
         check_weights_fit(
             weights_size,
             free,

@@ -50,6 +50,12 @@ def choose_device() -> torch.device:
     return torch.device(wanted)
 
 
+def ranks_have_devices() -> bool:
+    """Whether each rank of a model goes to a device of its own: those of the kind that would be
+    chosen have numbers. Raises as `choose_device` does."""
+    return choose_device().index is not None
+
+
 def device_of_rank(chosen: torch.device, rank: int) -> torch.device:
     """The device of a rank of a model on several ranks: each has a device of its own where devices
     have numbers, the chosen one's next. Raises ConfigError where there are too few."""

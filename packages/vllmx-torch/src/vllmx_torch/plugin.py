@@ -16,6 +16,7 @@ def vllmx_backends() -> tuple[BackendSpec, ...]:
             "vllmx_torch.backend:TorchBackend",
             probe="vllmx_torch.plugin:probe",
             priority=-1,  # a second oracle, and what is left where nothing else can run
+            own_devices="vllmx_torch.device:ranks_have_devices",
             summary="torch tensors on any of torch's devices",
         ),
     )

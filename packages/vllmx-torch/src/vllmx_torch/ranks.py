@@ -196,12 +196,6 @@ def _check_one_host(communicator: Communicator, folder: str) -> None:
         )
 
 
-def place_of(communicator: Communicator) -> int:
-    """The number of a rank among all of the model, whatever stage it belongs to."""
-    shared = communicator.shared
-    return communicator.rank if shared is None else shared.place
-
-
 def ranks_of(
     communicator: Communicator | None, device: torch.device, ops: Sequence[Op]
 ) -> TorchRanks | None:

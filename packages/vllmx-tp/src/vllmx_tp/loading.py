@@ -93,7 +93,7 @@ def load_rank(
 ) -> LoadedModel:
     """One rank's part on its backend, of a host that has `share` of the ranks. Raises what
     `sharded`, `staged` and the backend raise."""
-    options, own_devices = opened.options, opened.backend.own_devices
+    options, own_devices = opened.options, opened.backend.has_own_devices()
     source = opened.checkpoint.weights
     model, part = _part(opened, region, rank, config)
     mine = replace(

@@ -62,14 +62,14 @@ def with_layers(
     if stages == 1 or config.pipeline_layers is not None:
         return config
     options, part = opened.options, 1 / config.num_ranks
-    own = opened.backend.own_devices
+    own = opened.backend.has_own_devices()
     mine = rank_options(options, part, len(cores), share, own_devices=own)
     try:
         with on_cores(cores):
             layers = _measured(opened, mine, config)
         return replace(config, pipeline_layers=",".join(map(str, layers)))
     except UnsupportedOpError:
-        raise  # by whoever loads the stages: text alone may be served then
+        raise  # `vllmx_engine.core.load` catches it and serves the text alone
     except Exception as error:  # whatever a backend meets: a model is served without this too
         if isinstance(error, ConfigError) and error.param == "pipeline_parallel_size":
             raise  # there are no such stages, however they are cut

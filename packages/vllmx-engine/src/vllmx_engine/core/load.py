@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
-from vllmx_core.backend import HasMemory, LoadedModel, LoadOptions
+from vllmx_core.backend import LoadedModel, LoadOptions
 from vllmx_core.checkpoint import (
     Checkpoint,
     check_quantization,
@@ -100,8 +100,12 @@ class OpenedModel(Record):
     """Whether the model sees images, and nobody asked for the text alone."""
 
 
-def open_model(found: FoundModel) -> OpenedModel:
-    """Opens the checkpoint and decides who runs it, how. Raises as `load_core` does."""
+def open_model(found: FoundModel, free_bytes: int | None = None) -> OpenedModel:
+    """Opens the checkpoint and decides who runs it, how. Raises as `load_core` does.
+
+    Args:
+        free_bytes: of the memory that a rank shares with others, found before one of them loaded.
+    """
     checkpoint = open_checkpoint(found.registry, found.path, found.config.load_format)
     try:
         check_quantization(checkpoint, found.config.quantization)
@@ -143,7 +147,9 @@ def open_model(found: FoundModel) -> OpenedModel:
             model = text_alone(model) or model
         limit = checkpoint.config.get("text_limit")
         options = load_options(found.config, model, text_limit=limit, progress=found.progress)
-        free = _free_bytes(found.config, spec)
+        free = free_bytes or _free_bytes(found.config, spec)
+        if found.config.num_ranks > 1:
+            options = replace(options, free_bytes=free or None)
         if found.config.memory_bytes is not None:
             most = found.config.memory_bytes / max(1, free)
             options = replace(options, memory_fraction=min(options.memory_fraction, most))
@@ -156,9 +162,8 @@ def open_model(found: FoundModel) -> OpenedModel:
 def _free_bytes(config: EngineConfig, spec: BackendSpec) -> int:
     """Memory that the model could take; 0: each rank has a device of its own. Raises ConfigError
     for a limit on that."""
-    backend = spec.load()()
-    if config.tensor_parallel_size == 1 or not isinstance(backend, HasMemory):
-        return free_memory(backend)
+    if config.num_ranks == 1 or not spec.has_own_devices():
+        return free_memory(spec.load()())
     if config.memory_bytes is not None:
         raise ConfigError(
             f"--memory-bytes is of one device, and on {spec.name} each rank has its own: say"
