@@ -113,6 +113,15 @@ def test_sizes_that_fit_are_named() -> None:
     assert raised.value.param == "tensor_parallel_size"
 
 
+def test_rows_that_are_too_wide_for_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits of a rank go into a buffer of one size whole; of four ranks they fit."""
+    monkeypatch.setattr("vllmx_core.sharding.model.MOST_ROW_WIDTH", 5)
+    builder = Builder(20)
+    model = marked(tiny_decoder(builder))
+    with pytest.raises(ConfigError, match=r"a row of 10 numbers .* 5 of a call.*size 1 or 4"):
+        sharded(model, ArraySource(builder.arrays), 64, 0, 2)
+
+
 def test_ops_without_weights_to_cut_stay() -> None:
     """A map that says nothing of sharding is computed whole by every rank."""
     builder = Builder(20)

@@ -12,6 +12,9 @@ from vllmx_core.plan import AnyArray
 from vllmx_core.records import Record
 
 T = TypeVar("T")
+MOST_ROW_WIDTH = 1 << 20
+"""The most 32-bit numbers of a row that ranks can gather (`Communicator.all_gather`) or add row by
+row (`Communicator.sum_rows`)."""
 
 
 def tree_sum(parts: Sequence[T], add: Callable[[T, T], T]) -> T:

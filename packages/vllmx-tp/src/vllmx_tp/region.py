@@ -23,6 +23,7 @@ from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
+from vllmx_core.communicator import MOST_ROW_WIDTH
 from vllmx_core.errors import CapacityError
 from vllmx_core.memory import format_bytes
 from vllmx_core.records import Record
@@ -32,8 +33,8 @@ NUM_CHECKSUMS = 8
 """More than there are steps in flight."""
 PAGE_BYTES = 4096
 CAUSE_BYTES = 1024
-BUFFER_BYTES = 4 << 20
-"""The bytes of one communicator call; longer ones go in pieces."""
+BUFFER_BYTES = 4 * MOST_ROW_WIDTH
+"""The bytes of one communicator call; longer ones go in pieces of whole rows."""
 RING_BYTES = 16 << 20
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from vllmx_core.communicator import MOST_ROW_WIDTH
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import KVSpec, Model, ModelShape, encoder_of
 from vllmx_core.ops.all_gather import AllGather
@@ -166,7 +167,7 @@ def sharded(
         return known[spec.name]
 
     def shard_of(rank: int, ranks: int) -> ShardPlan:
-        return plan_shards(
+        plan = plan_shards(
             recording.steps,
             specs,
             columns,
@@ -175,6 +176,9 @@ def sharded(
             whole_experts=whole_experts,
             combines=ranks > in_place_ranks and not deterministic,
         )
+        if ranks > 1:
+            _check_rows(plan)
+        return plan
 
     if whole_experts and not any(isinstance(op, Experts) for op in recording.steps.ops):
         raise ConfigError(
@@ -193,3 +197,14 @@ def sharded(
             f" --tensor-parallel-size {' or '.join(fitting)}",
             param="tensor_parallel_size",
         ) from None
+
+
+def _check_rows(plan: ShardPlan) -> None:
+    """Raises ConfigError for rows that are too wide to go between ranks whole."""
+    widths = [op.writes[0].width for op in plan.combined]
+    for op, pieces in plan.vocabulary.items():
+        if op not in plan.reduced:
+            widths += [end - begin for begin, end in pieces]
+    widest = max(widths, default=0)
+    if widest > MOST_ROW_WIDTH:
+        raise ConfigError(f"a row of {widest} numbers is more than the {MOST_ROW_WIDTH} of a call")
