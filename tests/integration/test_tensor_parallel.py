@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,7 +18,8 @@ from typing import Any
 import psutil
 import pytest
 from vllmx import LLM, SamplingParams
-from vllmx_core.errors import ConfigError, RankLostError
+from vllmx_core.errors import ConfigError, RankLostError, VllmxError
+from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -199,7 +202,77 @@ def test_a_rank_that_raises_says_why() -> None:
     with two_ranks() as (llm, _):
         model: Any = llm._engine._core._model
         model._group.send(Call.SAMPLE, Frame(None, None))
-        assert lost(llm).startswith("rank 1 failed: AssertionError: call ")
+        told = "rank 1 failed with an internal error (AssertionError); see its log above"
+        assert lost(llm) == told  # the log says more, requests and /health do not
+
+
+def test_a_rank_that_cannot_load_ends_the_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights go after rank 0 has opened them, so rank 1 alone misses them; rank 0 reads its
+    own for as long as it can."""
+    from vllmx_demo.source import MODEL_FOLDER
+    from vllmx_tp.group import Group
+
+    model = Path(shutil.copytree(MODEL_FOLDER, tmp_path / "model"))
+    spawn = Group._spawn
+
+    def spawn_late(self: Group, rank: int, cores: Sequence[int]) -> None:
+        for file in model.glob("*.safetensors"):
+            file.unlink()
+        spawn(self, rank, cores)
+
+    def slow(opened: Any, *_: object, **__: object) -> Any:
+        source = opened.checkpoint.weights
+        wait_until(lambda: not source.part(next(iter(source.names()))))
+
+    monkeypatch.setattr(Group, "_spawn", spawn_late)
+    monkeypatch.setattr("vllmx_tp.executor.load_rank", slow)
+    with pytest.raises(VllmxError, match="safetensors") as caught:
+        LLM(str(model), tensor_parallel_size=2, **LIMITS)
+    assert not isinstance(caught.value, RankLostError)
+    assert not rank_processes()
+
+
+def test_ranks_divide_what_rank_0_found_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever loads last finds less, as others have taken theirs by then."""
+    from vllmx_tp.group import Group
+
+    others, loaded, block_bytes = [], Group.loaded, 48 << 10
+
+    def told(self: Group) -> Any:
+        others.extend(loaded(self))
+        return others
+
+    monkeypatch.setattr(Group, "loaded", told)
+    monkeypatch.setattr("vllmx_engine.core.load.free_memory", lambda _: 80 * block_bytes)
+    with two_ranks(num_kv_blocks=None, memory_fraction=0.5) as (llm, _):
+        mine = llm._engine._core._model._model.info
+        assert mine.kv_cache_bytes == mine.num_kv_blocks * block_bytes
+        assert [mine.num_kv_blocks, others[0].num_kv_blocks] == [20, 20]
+
+
+def test_closing_waits_for_no_rank_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is in a step then, which it cannot finish alone."""
+    monkeypatch.setattr("vllmx_tp.group._FAREWELL_S", 0.1)
+    monkeypatch.setattr("vllmx_tp.group.HANG_S", PATIENCE_S)
+    with two_ranks(backend="cpu", num_threads=2) as (llm, rank):
+        model: Any = llm._engine._core._model
+        rank.suspend()
+        model.step(make_plan([Row([5], 0, [1])], llm.info.block_size), sampling_rows(1))
+        closing = threading.Thread(target=model.close, daemon=True)
+        closing.start()
+        closing.join(PATIENCE_S)
+        assert not closing.is_alive()
+
+
+def test_nccl_stays_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would listen on an interface that leads outside, and lets in whoever comes."""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")  # and what is set meanwhile goes with the test
+    monkeypatch.setattr("vllmx_core.specs.BackendSpec.has_own_devices", lambda _: True)
+    with two_ranks() as (_, rank):
+        assert rank.environ()["NCCL_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
 
 
 def test_nothing_is_left_when_rank_0_is_killed() -> None:

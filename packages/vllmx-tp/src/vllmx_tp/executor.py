@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
@@ -23,6 +24,7 @@ from vllmx_tp.messages import Call
 from vllmx_tp.pipeline import PipelinedModel
 from vllmx_tp.region import Region
 from vllmx_tp.stage_times import with_layers
+from vllmx_tp.watched_source import WatchedSource
 
 
 def load(found: FoundModel, opened: OpenedModel) -> RankedModel | PipelinedModel:
@@ -36,6 +38,9 @@ def load(found: FoundModel, opened: OpenedModel) -> RankedModel | PipelinedModel
     config = with_layers(opened, config, cores[0], share)
     found = replace(found, config=config)
     region = Region.create(ranks, config.pipeline_parallel_size)
+    if opened.backend.has_own_devices():
+        # NCCL listens on the first interface that leads outside, and asks nobody who he is.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
     def hosts(group: Group) -> Iterator[RemoteHost]:
         for address, first in zip(places, range(share, ranks, share), strict=True):
@@ -43,13 +48,20 @@ def load(found: FoundModel, opened: OpenedModel) -> RankedModel | PipelinedModel
             yield RemoteHost(address, mine, found, region, key, group.check)
 
     try:
-        group = Group(found, region, range(1, share), cores[1:], share, hosts)
+        group = Group(
+            found, region, range(1, share), cores[1:], share, hosts, free_bytes=opened.free_bytes
+        )
     except BaseException:
         region.close()
         raise
     model: LoadedModel | None = None
+    weights = WatchedSource(opened.checkpoint.weights, group.check)
+    opened = replace(opened, checkpoint=replace(opened.checkpoint, weights=weights))
     try:
-        model = load_rank(opened, region, 0, cores[0], share=share, config=config)
+        try:
+            model = load_rank(opened, region, 0, cores[0], share=share, config=config)
+        except RankLostError:  # which may say no more than that the group has ended
+            raise group.verdict() from None
         others = group.loaded()
         if config.pipeline_parallel_size > 1:
             info = agreed_stages(model.info, others, config.pipeline_parallel_size)
@@ -105,8 +117,8 @@ class RankedModel:
             return RankedStep(self, step.sample(rows))
 
     def encode(self, plan: StepPlan, begin: float = 0.0, end: float = 1.0) -> None:
-        """See `vllmx_core.backend.SeeingModel.encode`. Each rank has the tower whole, and computes
-        all features for itself."""
+        """See `vllmx_core.backend.SeeingModel.encode`. Each rank has the whole tower and computes
+        all features itself."""
         if begin == 0.0:
             self._group.send(Call.PASS, Frame(plan, None))
         self._group.send(Call.ENCODE, PartFrame(begin, end))
@@ -137,7 +149,7 @@ class RankedModel:
 
 
 def encode_part(model: LoadedModel, plan: StepPlan, begin: float, end: float) -> None:
-    """Runs a part of a pass on a model that sees, or nobody would call."""
+    """Runs a part of a tower's pass; the engine calls it on models that see images alone."""
     seeing = cast(SeeingModel, model)
     if (begin, end) == (0.0, 1.0):
         seeing.encode(plan)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import msgspec
-from vllmx_core.errors import RankLostError
+from vllmx_core.errors import RankLostError, VllmxError
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.link.stopped import is_stopped
-from vllmx_engine.wire.ipc import Start, encode_frame
+from vllmx_engine.wire.ipc import ErrorRecord, Start, encode_frame
 from vllmx_engine.wire.known_specs import KnownSpecs
 
 from vllmx_tp.channel import Sender
@@ -25,6 +25,7 @@ from vllmx_tp.frames import AnyFrame
 from vllmx_tp.hosts import RemoteHost
 from vllmx_tp.messages import INLINE, NOTICE, Call, RankAnswer, RankReady
 from vllmx_tp.region import Region, Word
+from vllmx_tp.stillness import Looks, Stillness
 
 logger = logging.getLogger("vllmx.tp")
 
@@ -39,7 +40,7 @@ _WAIT_S = 20e-6
 
 class Group:
     """Ranks of a model: processes of this host, and other hosts with theirs. One thread uses it;
-    another watches them.
+    others watch them.
 
     Args:
         found: what they load.
@@ -48,6 +49,8 @@ class Group:
         cores: of each of them.
         share: how many ranks this host has, this process among them.
         hosts: makes the other hosts; called once the processes of this one have begun.
+        free_bytes: of the memory that this host's ranks share, before any of them takes some; 0:
+            each finds out for itself.
     """
 
     def __init__(
@@ -58,14 +61,19 @@ class Group:
         cores: Sequence[Sequence[int]],
         share: int,
         hosts: Callable[[Group], Iterable[RemoteHost]] = lambda group: (),
+        free_bytes: int = 0,
     ) -> None:
         self.region, self.ranks, self._share = region, ranks, share
+        self._free_bytes = free_bytes
         self._hosts: list[RemoteHost] = []
-        self._failure: RankLostError | None = None
+        self._end: ErrorRecord | None = None
+        """Why the group has ended, if it has: the first cause."""
         self._verdict = threading.Lock()
         self._ended = threading.Event()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._sockets: list[socket.socket] = []
+        self._ready: dict[int, RankReady] = {}
+        self._hearers: list[threading.Thread] = []
         self._sender = Sender(region, ranks, self._sockets, self.check)
         try:
             for rank, its_cores in zip(ranks, cores, strict=True):
@@ -83,6 +91,10 @@ class Group:
             for rank, one in zip(ranks, self._sockets, strict=True):
                 self._begin(rank, one, start)
             threading.Thread(target=self._watch, name="vllmx-ranks", daemon=True).start()
+            for rank in ranks:
+                hearer = threading.Thread(target=self._hear, args=(rank,), daemon=True)
+                hearer.start()
+                self._hearers.append(hearer)
             for host in hosts(self):
                 self._hosts.append(host)  # and it is watched while others are waited for
         except BaseException:
@@ -107,6 +119,7 @@ class Group:
             str(os.getpid()),
             str(tied),
             str(self._share),
+            str(self._free_bytes),
             ",".join(map(str, cores)),
         ]
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -133,38 +146,43 @@ class Group:
     def loaded(self) -> list[RankReady]:
         """What each of the other ranks came to, once all are loaded. Raises the VllmxError that one
         met, RankLostError where one ended without a word."""
-        found = [self._answer(rank) for rank in self.ranks]
+        for hearer in self._hearers:
+            while hearer.is_alive():
+                self.check()
+                hearer.join(LOOK_S)
+        self.check()
+        found = [self._ready[rank] for rank in self.ranks]
         for host in self._hosts:
             found += host.loaded(self.check)
         return found
 
-    def _answer(self, rank: int) -> RankReady:
+    def _hear(self, rank: int) -> None:
+        """Waits for what a rank came to. One that cannot load its part ends the group at once:
+        rank 0 may load its own for a long time yet."""
         try:
             data = self._line_of(self._sockets[rank - self.ranks.start])
-        except OSError:  # also where the group has ended, which closes connections
+        except OSError:
             data = b""
         if not data:
-            raise self._disconnected(f"rank {rank} ended while it loaded; see its log above")
+            if not self._ended.is_set():
+                self._disconnected(f"rank {rank} ended while it loaded; see its log above")
+            return
         answer = msgspec.json.decode(data, type=RankAnswer)
         if answer.error is not None:
-            raise answer.error.rebuild()
-        assert answer.ready is not None, "a rank answers with one of both"
-        return answer.ready
+            self._end_with(answer.error.rebuild())
+        else:
+            assert answer.ready is not None, "a rank answers with one of both"
+            self._ready[rank] = answer.ready
 
-    def _line_of(self, one: socket.socket) -> bytes:
-        """The line that a rank sends, empty where it ends first. Raises OSError, RankLostError."""
-        one.settimeout(LOOK_S)
+    @staticmethod
+    def _line_of(one: socket.socket) -> bytes:
+        """The line that a rank sends, empty where it ends first. Raises OSError."""
         data = b""
         while not data.endswith(b"\n"):
-            try:
-                more = one.recv(1 << 16)
-            except TimeoutError:
-                self.check()
-                continue
+            more = one.recv(1 << 16)
             if not more:
                 return b""
             data += more
-        one.settimeout(None)
         return data
 
     # --- steps ------------------------------------------------------------------------------------
@@ -185,25 +203,36 @@ class Group:
     # --- the end ----------------------------------------------------------------------------------
     @property
     def failure(self) -> RankLostError | None:
-        """Why the group has ended, if it has."""
-        return self._failure
+        """Why the group has ended since it was loaded, if it has."""
+        found = None if self._end is None else self._end.rebuild()
+        return found if isinstance(found, RankLostError) else None
 
     def check(self) -> None:
-        """Raises RankLostError where the group has ended."""
-        if self._failure is not None:
-            raise RankLostError(self._failure.message)
+        """Raises RankLostError where the group has ended, while it is loaded also the VllmxError
+        that a rank met."""
+        if self._end is not None:
+            raise self._end.rebuild()
 
-    def lost(self, text: str) -> RankLostError:
+    def lost(self, text: str) -> VllmxError:
         """Ends the group; the first cause counts, which a rank itself may have named."""
-        with self._verdict:
-            if self._failure is None:
-                self.region.aborted[0] = 1
-                self._failure = RankLostError(self._first_cause() or text)
-                logger.critical("%s: all ranks are ended", self._failure.message)
-                self.kill()
-        return RankLostError(self._failure.message)
+        return self._end_with(RankLostError(self._first_cause() or text))
 
-    def _disconnected(self, text: str) -> RankLostError:
+    def failed(self, error: Exception) -> VllmxError:
+        """Ends the group by what rank 0 met, which goes to the log."""
+        logger.error("rank 0 failed", exc_info=error)
+        return self.lost(cause_of(0, error))
+
+    def _end_with(self, error: VllmxError) -> VllmxError:
+        """Ends the group unless it has ended. Returns why it did."""
+        with self._verdict:
+            if self._end is None:
+                self._end = ErrorRecord.of(error)
+                if isinstance(error, RankLostError):
+                    logger.critical("%s: all ranks are ended", error.message)
+                self.kill()
+        return self._end.rebuild()
+
+    def _disconnected(self, text: str) -> VllmxError:
         """A connection is gone, which is seen before the process has ended: how that ended."""
         deadline_s = time.monotonic() + _LAST_WORDS_S
         while time.monotonic() < deadline_s:
@@ -222,12 +251,12 @@ class Group:
         except RankLostError:
             raise self.verdict() from None
         except Exception as error:
-            raise self.lost(f"rank 0 failed: {type(error).__name__}: {error}") from error
+            raise self.failed(error) from error
 
-    def verdict(self) -> RankLostError:
+    def verdict(self) -> VllmxError:
         """The cause of the end, after this process saw the group ended by another rank."""
         deadline_s = time.monotonic() + _LAST_WORDS_S
-        while self._failure is None and time.monotonic() < deadline_s:
+        while self._end is None and time.monotonic() < deadline_s:
             time.sleep(_WAIT_S)
         return self.lost("a rank has ended the group")
 
@@ -235,28 +264,25 @@ class Group:
         return next(filter(None, map(self.region.cause, range(self.region.num_ranks))), "")
 
     def _watch(self) -> None:
-        """Looks at processes and heartbeats until the group ends. Between two looks no more than
-        twice the interval counts, as a machine that stood still tells nothing of a rank."""
+        """Looks at processes and heartbeats until the group ends."""
         beats = [self.region.word(rank, Word.HEARTBEAT) for rank in self.ranks]
-        seen, still_s, looked_s = [0] * len(beats), [0.0] * len(beats), time.monotonic()
+        stillness, looks = [Stillness() for _ in self.ranks], Looks(LOOK_S)
         while not self._ended.wait(LOOK_S):
-            now_s = time.monotonic()
-            passed_s, looked_s = min(now_s - looked_s, 2 * LOOK_S), now_s
+            passed_s = looks.passed_s()
             ends = [host.look(passed_s, HANG_S) for host in tuple(self._hosts)]
             for index, rank in enumerate(self.ranks):
                 beat = int(beats[index][0])
-                moved = beat != seen[index] or (not beat and not self._is_stopped(rank))
-                still_s[index] = 0.0 if moved else still_s[index] + passed_s
-                seen[index] = beat
-                ends.append(self._end_of(rank, still_s[index]))
+                moves = not beat and not self._is_stopped(rank)
+                still_s = stillness[index].look(beat, passed_s, moves=moves)
+                ends.append(self._end_of(rank, still_s))
             end = next(filter(None, ends), None)
             if end is not None and not self._ended.is_set():
                 self.lost(end)
                 return
 
     def _is_stopped(self, rank: int) -> bool:
-        """How a rank whose first beat is still to come shows that it hangs: it may take its time to
-        start."""
+        """Whether a signal has stopped the rank: before its first heartbeat nothing else tells a
+        hang from a slow start."""
         return is_stopped(self._processes[rank - self.ranks.start].pid)
 
     def _end_of(self, rank: int, still_s: float) -> str | None:
@@ -271,6 +297,7 @@ class Group:
 
     def kill(self) -> None:
         """Ends the others at once. May be called twice."""
+        self.region.aborted[0] = 1  # for whoever waits for them: native threads, links
         self._ended.set()
         for process in self._processes:
             process.kill()
@@ -300,6 +327,15 @@ class Group:
             except subprocess.TimeoutExpired:
                 logger.warning("a rank (process %d) does not end: it is killed", process.pid)
         self.kill()
+
+
+def cause_of(rank: int, error: BaseException) -> str:
+    """The cause that requests and `/health` are told: of an error that is not meant for users they
+    get the class, the log has the rest."""
+    if isinstance(error, VllmxError):
+        return f"rank {rank} failed: {error.message}"
+    name = type(error).__name__
+    return f"rank {rank} failed with an internal error ({name}); see its log above"
 
 
 def _ended_by(code: int) -> str:

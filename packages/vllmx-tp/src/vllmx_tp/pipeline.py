@@ -122,8 +122,9 @@ class PipelinedModel:
         with self._group.guarded():
             while self._own and self._own[0][0] <= self._num_read:  # it has long ended
                 self._own.popleft()[1].result()
+            result = decode_result(data, came_s - launched_s)
         self._num_read += 1
-        return decode_result(data, came_s - launched_s)
+        return result
 
     def _read_own(self, most: int) -> None:
         """Waits until no more of the first stage's steps are unread."""
@@ -139,11 +140,16 @@ class PipelinedModel:
 
     def _take(self) -> None:
         incoming = Incoming(self._group.region, 0)
-        with suppress(RankLostError):
+        try:
             while True:
                 data = incoming.recv_message()
                 self._results.put((time.perf_counter(), data))
-        self._results.put(None)
+        except RankLostError:
+            pass  # the group has ended
+        except Exception as error:  # no message of a result
+            self._group.failed(error)
+        finally:
+            self._results.put(None)
 
     def close(self) -> None:
         """See `vllmx_core.backend.LoadedModel.close`."""
@@ -154,7 +160,6 @@ class PipelinedModel:
             while self._num_read < self._num_launched:  # or a stage would wait to be read
                 self.read(0.0)
         self._group.close()
-        self._group.region.aborted[0] = 1  # for the thread
         self._model.close()
         self._thread.join()
         self._group.region.close()

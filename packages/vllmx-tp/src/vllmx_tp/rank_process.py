@@ -1,5 +1,5 @@
 """The process of a rank above 0: `python -P -m vllmx_tp.rank_process RANK RANKS STAGES REGION
-SOCKET PARENT TIED SHARE CORES`.
+SOCKET PARENT TIED SHARE FREE CORES`.
 
 Started by `vllmx_tp.group` alone. It opens and loads its part of the model, then runs every step
 that rank 0 runs, which it reads out of shared memory. It ends with rank 0, however that ends.
@@ -34,11 +34,12 @@ from vllmx_tp.channel import Reader
 from vllmx_tp.drawn import DrawnIds, compares
 from vllmx_tp.executor import encode_part
 from vllmx_tp.frames import read_frame, read_part
-from vllmx_tp.group import HANG_S
+from vllmx_tp.group import HANG_S, cause_of
 from vllmx_tp.loading import Cores, load_rank
 from vllmx_tp.messages import Call, RankAnswer, RankReady
 from vllmx_tp.pipeline import InnerStage, LastStage
 from vllmx_tp.region import Region, Word
+from vllmx_tp.stillness import Looks, Stillness
 
 logger = logging.getLogger("vllmx.tp")
 
@@ -169,14 +170,12 @@ def _beat(region: Region, rank: int, parent: int) -> None:
     another host: it beats in its place. Nobody there could end the ranks of one that is stopped.
     """
     word, host = (region.word(one, Word.HEARTBEAT) for one in (rank, 0))
-    seen, still_s, looked_s = 0, 0.0, time.monotonic()
+    stillness, looks, still_s = Stillness(), Looks(BEAT_S), 0.0
     while os.getppid() == parent and still_s < HANG_S:
         word[0] = int(word[0]) % 0xFFFFFFFF + 1
         time.sleep(BEAT_S)
-        now_s, beat = time.monotonic(), int(host[0])
-        passed_s, looked_s = min(now_s - looked_s, 2 * BEAT_S), now_s
-        still_s = still_s + passed_s if beat and beat == seen else 0.0
-        seen = beat
+        beat = int(host[0])
+        still_s = stillness.look(beat, looks.passed_s(), moves=not beat)
     if still_s >= HANG_S:
         cause = f"`vllmx rank` (process {parent}) hangs or was stopped"
         logger.error("%s: rank %d ends", cause, rank)
@@ -194,7 +193,14 @@ def _start(connection: socket.socket) -> Start:
     raise EOFError
 
 
-def serve(region: Region, rank: int, connection: socket.socket, cores: Cores, share: int) -> int:
+def serve(
+    region: Region,
+    rank: int,
+    connection: socket.socket,
+    cores: Cores,
+    share: int,
+    free_bytes: int | None,
+) -> int:
     """Loads, runs steps, and returns the exit code."""
     start = _start(connection)
     logging.getLogger("vllmx").setLevel(start.log_level)
@@ -202,14 +208,18 @@ def serve(region: Region, rank: int, connection: socket.socket, cores: Cores, sh
     registry = start.specs.registry()
     found = FoundModel(start.config, Path(start.path), registry, start.progress, tower)
     try:
-        opened = open_model(found)
+        opened = open_model(found, free_bytes)
         try:
             model = load_rank(opened, region, rank, cores, share=share, config=found.config)
         finally:
             opened.checkpoint.weights.close()
             return_unused_bytes()
+    except RankLostError:
+        raise  # another one has a cause to tell
     except VllmxError as error:
         _answer(connection, RankAnswer(error=ErrorRecord.of(error)))
+        while connection.recv(1 << 16):  # an end before rank 0 has read it would be the cause
+            pass
         return 0
     _answer(connection, RankAnswer(ready=RankReady.of(model.info)))
     kind = StageFollower if found.config.pipeline_parallel_size > 1 else Follower
@@ -225,8 +235,8 @@ def _answer(connection: socket.socket, answer: RankAnswer) -> None:
 
 def main() -> int:
     """Signals are rank 0's business."""
-    rank, ranks, stages, region_fd, socket_fd, parent, tied, share = map(int, sys.argv[1:9])
-    cores = tuple(map(int, filter(None, sys.argv[9].split(","))))
+    rank, ranks, stages, region_fd, socket_fd, parent, tied, share, free = map(int, sys.argv[1:10])
+    cores = tuple(map(int, filter(None, sys.argv[10].split(","))))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logging(stream=StandardError())
@@ -236,14 +246,16 @@ def main() -> int:
     region = Region(region_fd, ranks, stages)
     threading.Thread(target=_beat, args=(region, rank, parent), daemon=True).start()
     try:
-        return serve(region, rank, socket.socket(fileno=socket_fd), cores, share)
+        connection = socket.socket(fileno=socket_fd)
+        return serve(region, rank, connection, cores, share, free or None)
     except EOFError:
         return 0  # rank 0 is gone, or has given up
-    except RankLostError:
-        return 1  # another rank has ended the group and said why
+    except RankLostError as error:  # another rank has ended the group and said why
+        logger.warning("rank %d ends: %s", rank, error.message)
+        return 1
     except BaseException as error:
         logger.exception("rank %d failed", rank)
-        region.write_cause(rank, f"rank {rank} failed: {type(error).__name__}: {error}")
+        region.write_cause(rank, cause_of(rank, error))
         region.aborted[0] = 1
         return 1
 
