@@ -203,7 +203,7 @@ def _linked_sums(connection: socket.socket, rank: int) -> float:
     from vllmx_tp.link import Link
 
     region = Region.create(RANKS)
-    link = Link(region, connection, [rank], [1 - rank], lambda: None)
+    link = Link(region, connection, [rank], [1 - rank], lambda reason: None)
     found = _sums(region, rank, 1)
     region.aborted[0] = 1
     link.close()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -24,7 +27,7 @@ from vllmx_tp import handshake, hosts
 from vllmx_tp.agreement import agreed_ranks, agreed_stages
 from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.fingerprint import Marks, fingerprint
-from vllmx_tp.handshake import HandshakeError, greet, read_key
+from vllmx_tp.handshake import LET_IN, BusyError, HandshakeError, Purpose, answer, call, read_key
 from vllmx_tp.hosts import addresses, connect
 from vllmx_tp.link import Link
 from vllmx_tp.listener import listen
@@ -34,7 +37,8 @@ from vllmx_tp.region import BUFFER_BYTES, Region
 
 from tests.waiting import PATIENCE_S
 
-KEY, OTHER_KEY = b"k" * 32, b"o" * 32
+KEY, OTHER_KEY, GROUP = b"k" * 32, b"o" * 32, b"g" * 16
+HELLO_BYTES = len(handshake.MAGIC) + 32 + 1 + len(GROUP) + 32
 
 
 @pytest.fixture
@@ -62,14 +66,16 @@ def test_a_key_is_long_and_its_owners_alone(tmp_path: Path) -> None:
 
 
 def greeted(
-    pool: ThreadPoolExecutor, caller: Callable[[socket.socket], None], waiter_key: bytes = KEY
-) -> Future[None]:
+    pool: ThreadPoolExecutor, caller: Callable[[socket.socket], None]
+) -> Future[tuple[int, bytes]]:
     """What comes of a call for the side that waits."""
     ours, theirs = socket.socketpair()
 
-    def wait() -> None:
+    def wait() -> tuple[int, bytes]:
         with theirs:
-            greet(theirs, waiter_key, calls=False)
+            found = answer(theirs, KEY)
+            theirs.sendall(LET_IN)
+            return found
 
     future = pool.submit(wait)
     with ours:
@@ -81,24 +87,41 @@ def greeted(
 
 
 def test_who_has_the_key_is_let_in(pool: ThreadPoolExecutor) -> None:
-    greeted(pool, lambda ours: greet(ours, KEY, calls=True)).result()
+    future = greeted(pool, lambda ours: call(ours, KEY, GROUP, Purpose.PARTS))
+    assert future.result() == (Purpose.PARTS, GROUP)
+
+
+def test_what_a_connection_is_for_is_proved(pool: ThreadPoolExecutor) -> None:
+    """Who stands between two hosts cannot take one connection for another."""
+
+    class Liar(socket.socket):
+        def sendall(self, data: Any, *flags: int) -> None:  # type: ignore[override]
+            super().sendall(bytes(data).replace(GROUP, b"h" * 16), *flags)
+
+    def lie(ours: socket.socket) -> None:
+        with Liar(fileno=os.dup(ours.fileno())) as liar, suppress(HandshakeError):
+            call(liar, KEY, GROUP, Purpose.STEPS)
+
+    with pytest.raises(HandshakeError):
+        greeted(pool, lie).result()
 
 
 def test_who_has_another_key_is_told_and_not_let_in(pool: ThreadPoolExecutor) -> None:
-    def call(ours: socket.socket) -> None:
+    def try_to(ours: socket.socket) -> None:
         with pytest.raises(HandshakeError, match="another key: give both the same --rank-key-file"):
-            greet(ours, OTHER_KEY, calls=True)
+            call(ours, OTHER_KEY, GROUP, Purpose.STEPS)
 
     with pytest.raises(HandshakeError):
-        greeted(pool, call).result()
+        greeted(pool, try_to).result()
 
 
 def test_who_repeats_a_proof_is_not_let_in(pool: ThreadPoolExecutor) -> None:
     """No proof that was overheard lets anybody in, nor the waiting side's own."""
 
     def echo(ours: socket.socket) -> None:
-        ours.sendall(handshake.receive(ours, len(handshake.MAGIC) + 64))
-        ours.sendall(handshake.receive(ours, 32))
+        deadline_s = time.monotonic() + PATIENCE_S
+        ours.sendall(handshake.receive(ours, HELLO_BYTES, deadline_s))
+        ours.sendall(handshake.receive(ours, 32, deadline_s))
 
     with pytest.raises(HandshakeError, match="another key"):
         greeted(pool, echo).result()
@@ -111,7 +134,7 @@ def test_who_repeats_a_proof_is_not_let_in(pool: ThreadPoolExecutor) -> None:
 
     def listened_to(ours: socket.socket) -> None:
         with Ear(fileno=os.dup(ours.fileno())) as ear:
-            greet(ear, KEY, calls=True)
+            call(ear, KEY, GROUP, Purpose.STEPS)
 
     greeted(pool, listened_to).result()
 
@@ -126,24 +149,26 @@ def test_who_repeats_a_proof_is_not_let_in(pool: ThreadPoolExecutor) -> None:
 def test_another_version_is_named(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def call(ours: socket.socket) -> None:
-        ours.sendall(handshake.MAGIC + b"9.9".ljust(32, b"\0") + bytes(32))
+    def hello_of(version: bytes) -> Callable[[socket.socket], None]:
+        hello = (handshake.MAGIC + version.ljust(32, b"\0")).ljust(HELLO_BYTES)
+        return lambda ours: ours.sendall(hello)
 
-    with pytest.raises(HandshakeError, match=r"vllmx-tp 9\.9, this host .*: install the same"):
-        greeted(pool, call).result()
-    with pytest.raises(HandshakeError, match="no host of ranks: check the port"):
-        greeted(pool, lambda ours: ours.sendall(b"GET / HTTP/1.1\r\n".ljust(100))).result()
+    with pytest.raises(HandshakeError, match=r"vllmx-tp '9\.9', this host .*: install the same"):
+        greeted(pool, hello_of(b"9.9")).result()
+    with pytest.raises(HandshakeError, match=r"vllmx-tp '\\n\\x1b\[2J', this host"):
+        greeted(pool, hello_of(b"\n\x1b[2J")).result()  # nothing of it reaches a terminal
+    for shorter in (b"GET / HTTP/1.1\r\n", b"SSH-2.0-OpenSSH_9\r\n"):
+        with pytest.raises(HandshakeError, match="no host of ranks: check the port"):
+            greeted(pool, lambda ours, shorter=shorter: ours.sendall(shorter)).result()
 
 
 def test_who_says_nothing_is_hung_up_on(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.05)
-    silent = threading.Event()
     ours, theirs = socket.socketpair()
-    with ours, theirs, pytest.raises(HandshakeError, match="does not answer"):
-        greet(theirs, KEY, calls=False)
-    silent.set()
+    with ours, theirs, pytest.raises(BusyError, match="does not answer"):
+        answer(theirs, KEY)
 
 
 # --- addresses ------------------------------------------------------------------------------------
@@ -176,6 +201,11 @@ def test_a_port_in_use() -> None:
         listen(("192.0.2.1", 7000))
 
 
+def let_in(connection: socket.socket) -> None:
+    answer(connection, KEY)
+    connection.sendall(LET_IN)
+
+
 def silent_place() -> tuple[socket.socket, Any]:
     """A port where nobody listens, and which no other program can take meanwhile."""
     place = socket.socket()
@@ -199,9 +229,9 @@ def test_hosts_that_start_later_are_waited_for(
 
     def wait() -> None:
         with place.accept()[0] as connection:
-            greet(connection, KEY, calls=False)
+            let_in(connection)
 
-    connect(address, KEY, PATIENCE_S, check).close()
+    connect(address, KEY, GROUP, Purpose.STEPS, PATIENCE_S, check).close()
     place.close()
     assert looks == 2
     (told,) = [record.getMessage() for record in caplog.records if "waiting" in record.message]
@@ -219,7 +249,7 @@ def test_a_host_that_is_busy_is_waited_for(
         monkeypatch.setattr(handshake, "HANDSHAKE_S", PATIENCE_S)
         while True:
             with place.accept()[0] as connection, suppress(HandshakeError, OSError):
-                greet(connection, KEY, calls=False)
+                let_in(connection)
                 return
 
     futures: list[Future[None]] = []
@@ -228,9 +258,30 @@ def test_a_host_that_is_busy_is_waited_for(
         if not futures:
             futures.append(pool.submit(wait))
 
-    connect(place.getsockname(), KEY, PATIENCE_S, check).close()
+    connect(place.getsockname(), KEY, GROUP, Purpose.STEPS, PATIENCE_S, check).close()
     futures[0].result()
     place.close()
+
+
+@pytest.mark.parametrize("way", ["reset", "hung up on", "hung up on behind the proof"])
+def test_a_host_that_hangs_up_is_asked_again(pool: ThreadPoolExecutor, way: str) -> None:
+    """It serves another group, or is started again."""
+
+    def wait() -> None:
+        with place.accept()[0] as connection:
+            if way == "reset":
+                linger = struct.pack("ii", 1, 0)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            elif way != "hung up on":
+                answer(connection, KEY)
+        with place.accept()[0] as connection:
+            let_in(connection)
+
+    with listen(("127.0.0.1", 0)) as place:
+        future = pool.submit(wait)
+        address = place.getsockname()
+        connect(address, KEY, GROUP, Purpose.STEPS, PATIENCE_S, lambda: None).close()
+        future.result()
 
 
 def test_waiting_for_hosts_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,13 +289,13 @@ def test_waiting_for_hosts_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigError, match=r"no host of ranks there within 0 s .* start `vllmx rank"
     ):
-        connect(address, KEY, 0.0, lambda: None)
+        connect(address, KEY, GROUP, Purpose.STEPS, 0.0, lambda: None)
 
     def check() -> None:
         raise RankLostError("rank 1 was killed")
 
     with pytest.raises(RankLostError):
-        connect(address, KEY, PATIENCE_S, check)
+        connect(address, KEY, GROUP, Purpose.STEPS, PATIENCE_S, check)
     place.close()
 
     def unknown(*_: object, **__: object) -> None:
@@ -252,7 +303,7 @@ def test_waiting_for_hosts_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(hosts.socket, "create_connection", unknown)
     with pytest.raises(ConfigError, match=r"the host is not known .* correct its name"):
-        connect(("nowhere", 1), KEY, 60.0, lambda: None)
+        connect(("nowhere", 1), KEY, GROUP, Purpose.STEPS, 60.0, lambda: None)
 
 
 @pytest.mark.parametrize("agreed", [agreed_ranks, partial(agreed_stages, num_stages=2)])
@@ -310,8 +361,8 @@ def test_ranks_add_and_gather_from_region_to_region(shares: list[tuple[int, ...]
         theirs, _ = listener.accept()
         listener.close()
         others = [rank for rank in range(count) if rank not in share]
-        links.append(Link(regions[0], ours, others, share, lambda: broken.append(0)))
-        links.append(Link(regions[host], theirs, share, others, lambda: broken.append(1)))
+        links.append(Link(regions[0], ours, others, share, broken.append))
+        links.append(Link(regions[host], theirs, share, others, broken.append))
     wide = BUFFER_BYTES // 8 + 17
     given = [np.random.default_rng(rank).standard_normal((2, wide)) for rank in range(count)]
     found: dict[int, list[Any]] = {}
@@ -347,17 +398,29 @@ def test_ranks_add_and_gather_from_region_to_region(shares: list[tuple[int, ...]
         region.close()
 
 
-def test_a_link_that_breaks_says_so() -> None:
-    region, (ours, theirs) = Region.create(2), socket.socketpair()
-    ended = threading.Event()
-    ours_tcp = socket.create_server(("127.0.0.1", 0))
-    connection = socket.create_connection(ours_tcp.getsockname())
-    other, _ = ours_tcp.accept()
-    link = Link(region, connection, [0], [1], ended.set)
-    other.close()
-    assert ended.wait(PATIENCE_S)
+def linked(ended: Callable[[str], None]) -> tuple[Region, Link, socket.socket]:
+    """A link of rank 0 to rank 1, and the other end of its connection."""
+    region = Region.create(2)
+    with listen(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    return region, Link(region, ours, [0], [1], ended), theirs
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "the other side has hung up"),
+        (struct.pack("<2I", 1, BUFFER_BYTES + 4), f"{BUFFER_BYTES + 4} bytes, more than"),
+    ],
+)
+def test_a_link_that_breaks_says_why(data: bytes, reason: str) -> None:
+    ended: SimpleQueue[str] = SimpleQueue()
+    region, link, other = linked(ended.put)
+    with other:
+        other.sendall(data)
+        other.shutdown(socket.SHUT_WR)
+        assert reason in ended.get(timeout=PATIENCE_S)
     region.aborted[0] = 1
     link.close()
-    for one in (ours, theirs, ours_tcp):
-        one.close()
     region.close()

@@ -1,6 +1,8 @@
 """How two hosts of one model make sure of each other: both have the same key, which never travels.
 
-Each says its version and a random number; each shows by an HMAC over both that it has the key. What
+Each says its version and a random number; rank 0, which calls, also says what the connection is for
+and which group it belongs to. Each shows by an HMAC over all of that that it has the key. Then the
+host that was called lets the connection in, or hangs up, for it serves one group at a time. What
 follows is neither signed nor encrypted: the network between ranks must be one that only they use.
 """
 
@@ -12,29 +14,45 @@ import os
 import secrets
 import socket
 import stat
+import struct
 import time
+from enum import IntEnum
 from pathlib import Path
 
-from vllmx_core.errors import ConfigError
+from vllmx_core.errors import ConfigError, shown
 
 from vllmx_tp import __version__
+from vllmx_tp.fill import fill
 
 MAGIC = b"vllmx ranks\n"
-_VERSION_BYTES = 32
+GROUP_BYTES = 16
 _NONCE_BYTES = 32
-_HELLO_BYTES = len(MAGIC) + _VERSION_BYTES + _NONCE_BYTES
+_HELLO = struct.Struct(f"<{len(MAGIC)}s32sB{GROUP_BYTES}s{_NONCE_BYTES}s")
+"""Magic, version, purpose, group, and the random number."""
 _MAC_BYTES = 32
+LET_IN = b"\1"
 HANDSHAKE_S = 5.0
 LEAST_KEY_BYTES = 32
 _MAKE = "make one by `openssl rand -hex 32 > FILE && chmod 600 FILE` and copy it to every host"
+
+
+class Purpose(IntEnum):
+    """The use of a connection."""
+
+    NONE = 0
+    """Said by the host that is called."""
+    STEPS = 1
+    """The first connection of a group, for steps."""
+    PARTS = 2
+    """The second one, for parts of calls between ranks."""
 
 
 class HandshakeError(Exception):
     """The other side is not one of this model's hosts; the text says why."""
 
 
-class SilenceError(HandshakeError):
-    """The other side has said nothing in time: it may be busy with somebody else."""
+class BusyError(HandshakeError):
+    """The other side has said nothing in time or has hung up: it may let in who comes again."""
 
 
 def read_key(path: str | None) -> bytes:
@@ -64,39 +82,58 @@ def read_key(path: str | None) -> bytes:
     return key
 
 
-def greet(connection: socket.socket, key: bytes, *, calls: bool) -> None:
-    """Exchanges hellos and proofs within `HANDSHAKE_S`. Raises HandshakeError (SilenceError where
-    that is not enough), OSError.
+def call(connection: socket.socket, key: bytes, group: bytes, purpose: Purpose) -> None:
+    """Exchanges hellos and proofs with a host of ranks, and waits until it lets this connection in,
+    all within `HANDSHAKE_S`. Raises HandshakeError (BusyError where another try may help), OSError.
 
     Args:
-        calls: whether this side made the connection, which learns first whether the keys agree.
+        group: (GROUP_BYTES,) random bytes, the same for both connections of a group.
     """
     deadline_s = time.monotonic() + HANDSHAKE_S
-    mine = MAGIC + __version__.encode().ljust(_VERSION_BYTES, b"\0")
-    mine += secrets.token_bytes(_NONCE_BYTES)
-    connection.settimeout(HANDSHAKE_S)
-    connection.sendall(mine)
-    theirs = receive(connection, _HELLO_BYTES, deadline_s)
-    _check_hello(theirs)
-    both = mine + theirs if calls else theirs + mine
-    if calls:
-        _check_proof(receive(connection, _MAC_BYTES, deadline_s), _proof(key, b"waits", both))
-        connection.sendall(_proof(key, b"calls", both))
-    else:
-        connection.sendall(_proof(key, b"waits", both))
-        _check_proof(receive(connection, _MAC_BYTES, deadline_s), _proof(key, b"calls", both))
+    mine = _hello(purpose, group)
+    theirs = _exchanged(connection, mine, deadline_s)
+    both = mine + theirs
+    _check_proof(receive(connection, _MAC_BYTES, deadline_s), _proof(key, b"waits", both))
+    connection.sendall(_proof(key, b"calls", both))
+    receive(connection, len(LET_IN), deadline_s)
     connection.settimeout(None)
 
 
-def _check_hello(hello: bytes) -> None:
-    if not hello.startswith(MAGIC):
+def answer(connection: socket.socket, key: bytes) -> tuple[int, bytes]:
+    """The other side of `call`: the purpose and the group of who has called and has the key. The
+    connection is let in by `LET_IN`. Its proof comes second, so that the caller learns where the
+    keys differ. Raises HandshakeError, OSError."""
+    deadline_s = time.monotonic() + HANDSHAKE_S
+    mine = _hello(Purpose.NONE, bytes(GROUP_BYTES))
+    theirs = _exchanged(connection, mine, deadline_s)
+    both = theirs + mine
+    connection.sendall(_proof(key, b"waits", both))
+    _check_proof(receive(connection, _MAC_BYTES, deadline_s), _proof(key, b"calls", both))
+    connection.settimeout(None)
+    _, _, purpose, group, _ = _HELLO.unpack(theirs)
+    return purpose, group
+
+
+def _hello(purpose: Purpose, group: bytes) -> bytes:
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    return _HELLO.pack(MAGIC, __version__.encode(), purpose, group, nonce)
+
+
+def _exchanged(connection: socket.socket, mine: bytes, deadline_s: float) -> bytes:
+    """The other side's hello for this side's."""
+    connection.settimeout(HANDSHAKE_S)
+    connection.sendall(mine)
+    magic = receive(connection, len(MAGIC), deadline_s)
+    if magic != MAGIC:
         raise HandshakeError("it is no host of ranks: check the port, and that `vllmx rank` runs")
-    version = hello[len(MAGIC) : len(MAGIC) + _VERSION_BYTES].rstrip(b"\0")
-    if version != __version__.encode():
-        shown = version.decode("ascii", "backslashreplace")
+    theirs = magic + receive(connection, _HELLO.size - len(MAGIC), deadline_s)
+    version = _HELLO.unpack(theirs)[1].rstrip(b"\0").decode("utf-8", "backslashreplace")
+    if version != __version__:
         raise HandshakeError(
-            f"it runs vllmx-tp {shown}, this host {__version__}: install the same on both"
+            f"it runs vllmx-tp {shown(version)}, this host {shown(__version__)}: install the same"
+            " on both"
         )
+    return theirs
 
 
 def _proof(key: bytes, side: bytes, both: bytes) -> bytes:
@@ -108,20 +145,18 @@ def _check_proof(found: bytes, expected: bytes) -> None:
         raise HandshakeError("it has another key: give both the same --rank-key-file")
 
 
-def receive(connection: socket.socket, size: int, deadline_s: float | None = None) -> bytes:
-    """Receives `size` bytes. Raises HandshakeError where the other side hangs up, SilenceError
-    where the time is over."""
-    data = b""
-    while len(data) < size:
-        if deadline_s is not None:
-            connection.settimeout(max(0.01, deadline_s - time.monotonic()))
-        try:
-            more = connection.recv(size - len(data))
-        except TimeoutError:
-            raise SilenceError(
-                "it does not answer: it may serve another group, or be no host of ranks"
-            ) from None
-        if not more:
-            raise HandshakeError("it hangs up: its log says why, a wrong key perhaps")
-        data += more
-    return data
+def receive(connection: socket.socket, size: int, deadline_s: float) -> bytes:
+    """Receives `size` bytes. Raises BusyError where the other side hangs up or the time is over."""
+
+    def read(view: memoryview) -> int:
+        connection.settimeout(max(0.01, deadline_s - time.monotonic()))
+        return connection.recv_into(view)
+
+    data = bytearray(size)
+    try:
+        fill(memoryview(data), read)
+    except TimeoutError:
+        raise BusyError("it does not answer") from None
+    except EOFError:
+        raise BusyError("it hangs up") from None
+    return bytes(data)

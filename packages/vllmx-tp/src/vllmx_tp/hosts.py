@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
+import secrets
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 from vllmx_core.errors import ConfigError, RankLostError
 from vllmx_engine.core.found_model import FoundModel
-from vllmx_engine.wire.ipc import FrameError, FrameReader, encode_frame
+from vllmx_engine.wire.ipc import FrameError, FrameReader
 
 from vllmx_tp.fingerprint import Marks
-from vllmx_tp.handshake import HandshakeError, SilenceError, greet
-from vllmx_tp.link import Link
+from vllmx_tp.handshake import GROUP_BYTES, BusyError, HandshakeError, Purpose, call
+from vllmx_tp.link import Link, reason_of
 from vllmx_tp.messages import (
     INLINE,
     NOTICE,
@@ -30,6 +33,7 @@ from vllmx_tp.messages import (
 )
 from vllmx_tp.region import Region
 from vllmx_tp.stage_link import link_of
+from vllmx_tp.stillness import Stillness
 
 logger = logging.getLogger("vllmx.tp")
 
@@ -58,26 +62,33 @@ def addresses(text: str | None, param: str = "rank_hosts") -> list[tuple[str, in
 
 
 def connect(
-    address: tuple[str, int], key: bytes, patience_s: float, check: Callable[[], None]
+    address: tuple[str, int],
+    key: bytes,
+    group: bytes,
+    purpose: Purpose,
+    patience_s: float,
+    check: Callable[[], None],
 ) -> socket.socket:
     """A connection to a host that has the same key. Waits until one listens there, as hosts are
-    started one after the other, and until it has time: it may be ending another group, or listen to
-    somebody who says nothing. Raises ConfigError, and what `check` raises meanwhile."""
+    started one after the other, and until it is free: it may serve another group, or be starting
+    again. Raises ConfigError, and what `check` raises meanwhile."""
     name = f"{address[0]}:{address[1]}"
     began_s = time.monotonic()
     told_s = -_TELL_S
     while True:
         try:
-            return _greeted(address, key)
+            return _greeted(address, key, group, purpose)
         except socket.gaierror as error:
             raise ConfigError(
                 f"--rank-hosts {name}: the host is not known ({error.strerror}): correct its name,"
                 " or give its address",
                 param="rank_hosts",
             ) from error
-        except (OSError, SilenceError) as error:
+        except (OSError, BusyError) as error:
             waited_s = time.monotonic() - began_s
-            reason = getattr(error, "strerror", None) or str(error) or "it does not answer"
+            reason = getattr(error, "strerror", None) or str(error)
+            if isinstance(error, BusyError):
+                reason += ": it may serve another group"
             if waited_s > patience_s:
                 raise ConfigError(
                     f"--rank-hosts {name}: no host of ranks there within {patience_s:.0f} s"
@@ -93,13 +104,10 @@ def connect(
             raise ConfigError(f"--rank-hosts {name}: {error}", param="rank_hosts") from error
 
 
-def _greeted(address: tuple[str, int], key: bytes) -> socket.socket:
+def _greeted(address: tuple[str, int], key: bytes, group: bytes, purpose: Purpose) -> socket.socket:
     connection = socket.create_connection(address, timeout=_AGAIN_S * 10)
     try:
-        greet(connection, key, calls=True)
-    except OSError as error:
-        connection.close()
-        raise HandshakeError(str(error)) from error
+        call(connection, key, group, purpose)
     except BaseException:
         connection.close()
         raise
@@ -107,7 +115,8 @@ def _greeted(address: tuple[str, int], key: bytes) -> socket.socket:
 
 
 class RemoteHost:
-    """One other host. One thread sends steps, one reads, and the group's watch looks.
+    """One other host. One thread sends steps, one reads, and the group's watch looks. Raises
+    ConfigError where none lets rank 0 in, what `check` raises, and the VllmxError that it met.
 
     Attributes:
         ranks: those that it runs.
@@ -126,40 +135,43 @@ class RemoteHost:
         self.name, self.ranks = f"{address[0]}:{address[1]}", ranks
         self._cause: str | None = None
         self._loaded: HostLoaded | None = None
-        self._heard = self._seen = 0
-        self._silent_s = 0.0
+        self._heard, self._silence = 0, Stillness()
         self._turn, self._ended = threading.Lock(), threading.Event()
-        self._socket = connect(address, key, patience_s, check)
+        begin = Begin(
+            config=found.config, first=ranks.start, count=len(ranks), marks=Marks.of(found)
+        )
+        connected = partial(connect, address, key, secrets.token_bytes(GROUP_BYTES))
+        self._socket = connected(Purpose.STEPS, patience_s, check)
+        self._room = select.poll()
+        self._room.register(self._socket, select.POLLOUT)
         self._link: Link | None = None
         try:
-            begin = Begin(
-                config=found.config,
-                num_ranks=region.num_ranks,
-                first=ranks.start,
-                count=len(ranks),
-                marks=Marks.of(found),
-            )
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socket.sendall(encode_frame(begin))
-            data = connect(address, key, patience_s, check)
+            data = msgspec.msgpack.encode(begin)
+            self.send(NOTICE.pack(Call.BEGIN, len(data), INLINE), data)
+            threading.Thread(target=self._read, name="vllmx-host", daemon=True).start()
+            parts = connected(Purpose.PARTS, patience_s, lambda: self._check(check))
             mine = [rank for rank in range(region.num_ranks) if rank not in ranks]
             kind = link_of(found.config)
-            self._link = kind(region, data, mine, ranks, self._link_broke)
+            self._link = kind(region, parts, mine, ranks, self._link_broke)
         except BaseException:
             self.close()
             raise
-        threading.Thread(target=self._read, name="vllmx-host", daemon=True).start()
 
-    def _hung_up(self) -> None:
-        self._cause = self._cause or f"host {self.name} has closed its connection"
+    def _hung_up(self, reason: str) -> None:
+        self._cause = self._cause or (
+            f"the connection to host {self.name} has ended ({reason}): the log of `vllmx rank`"
+            " there says more"
+        )
 
-    def _link_broke(self) -> None:
+    def _link_broke(self, reason: str) -> None:
         """The host's last words, which say why, come by the other connection."""
         self._ended.wait(_LAST_WORDS_S)
-        self._hung_up()
+        self._hung_up(reason)
 
     def _read(self) -> None:
         reader: FrameReader[FromHost] = FrameReader(_decoder)
+        end: Exception = EOFError()
         try:
             while data := self._socket.recv(1 << 16):
                 for message in reader.feed(data):
@@ -172,20 +184,25 @@ class RemoteHost:
                         case HostBeat():
                             pass
         except (OSError, FrameError) as error:
-            logger.debug("host %s: %s", self.name, error)
-        self._hung_up()
+            end = error
+        self._hung_up(reason_of(end))
         self._ended.set()
 
     def loaded(self, check: Callable[[], None]) -> list[RankReady]:
         """What its ranks came to. Raises the VllmxError that one of them met."""
+        self._check(check)
         while self._loaded is None:
-            check()
-            if self._cause is not None:
-                raise RankLostError(self._cause)
             time.sleep(_LOOK_S)
-        if self._loaded.error is not None:
-            raise self._loaded.error.rebuild()
+            self._check(check)
         return self._loaded.ready
+
+    def _check(self, check: Callable[[], None]) -> None:
+        """Raises why the host does not go on, if it does not, and what `check` raises."""
+        if self._loaded is not None and self._loaded.error is not None:
+            raise self._loaded.error.rebuild()
+        check()
+        if self._cause is not None:
+            raise RankLostError(self._cause)
 
     def send(self, notice: bytes, frame: bytes) -> None:
         """A step, to be put into the ring there. Raises OSError."""
@@ -196,13 +213,13 @@ class RemoteHost:
         """Shows the host that rank 0 lives. What ended the host, if anything did."""
         if self._turn.acquire(blocking=False):  # else a step is on its way, which shows as much
             try:
-                with suppress(OSError):
-                    self._socket.sendall(NOTICE.pack(Call.BEAT, 0, INLINE))
+                if self._room.poll(0):  # else what was sent last is
+                    with suppress(OSError):
+                        self._socket.sendall(NOTICE.pack(Call.BEAT, 0, INLINE))
             finally:
                 self._turn.release()
-        self._silent_s = 0.0 if self._heard != self._seen else self._silent_s + passed_s
-        self._seen = self._heard
-        if self._cause is None and self._silent_s >= hang_s:
+        silent_s = self._silence.look(self._heard, passed_s)
+        if self._cause is None and silent_s >= hang_s:
             return f"host {self.name} does not answer: it hangs, or the network is down"
         return self._cause
 

@@ -19,13 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from vllmx_tp import futex
+from vllmx_tp.fill import fill
 from vllmx_tp.region import BUFFER_BYTES, Region, Word
 
 _SPINS = 100
 
 
 class LinkEndedError(Exception):
-    """The group has ended, or the other side has."""
+    """The group has ended, or the other side sends what cannot be; the text says what."""
 
 
 class Link:
@@ -34,7 +35,7 @@ class Link:
     Args:
         mine: whose parts go out: all ranks that are not the other side's.
         theirs: whose parts come in.
-        on_end: called from a thread of the link when the connection breaks.
+        on_end: called from a thread of the link when the connection breaks, with the reason.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Link:
         connection: socket.socket,
         mine: Sequence[int],
         theirs: Sequence[int],
-        on_end: Callable[[], None],
+        on_end: Callable[[str], None],
     ) -> None:
         self._region, self._socket, self._on_end = region, connection, on_end
         self._ranks = mine
@@ -66,9 +67,9 @@ class Link:
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except (LinkEndedError, OSError):
+        except (LinkEndedError, OSError, EOFError) as error:
             if not self._region.aborted[0]:
-                self._on_end()
+                self._on_end(reason_of(error))
 
     def _send(self) -> None:
         count, region = 0, self._region
@@ -104,7 +105,7 @@ class Link:
             turn = count & 1
             for rank, size in zip(self._theirs, sizes, strict=True):
                 if size > BUFFER_BYTES:
-                    raise LinkEndedError
+                    raise LinkEndedError(f"a part of {size} bytes, more than {BUFFER_BYTES}")
                 self._fill(region.part(rank, count)[:size].data)
                 region.part_bytes(rank, turn)[0] = size  # for those to whom it is passed on
             for rank in self._theirs:
@@ -113,14 +114,17 @@ class Link:
                 futex.wake(word)
 
     def _fill(self, view: memoryview) -> None:
-        while view:
-            size = self._socket.recv_into(view)
-            if not size:
-                raise LinkEndedError
-            view = view[size:]
+        fill(view, self._socket.recv_into)
 
     def close(self) -> None:
         """Closes the connection, by which both threads end."""
         with suppress(OSError):  # it is gone
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+def reason_of(error: Exception) -> str:
+    """Why a connection has ended, in some words."""
+    if isinstance(error, EOFError):
+        return "the other side has hung up"
+    return getattr(error, "strerror", None) or str(error) or "it sends what is no part of a call"

@@ -28,6 +28,8 @@ class Call(IntEnum):
     """A step, which rank 0 begins when it has read all steps before."""
     PASS = 8
     """The plan of a pass of the tower, which is run in the parts that follow."""
+    BEGIN = 9
+    """The first word to a host: what its ranks are to load (`Begin`)."""
 
 
 NOTICE = struct.Struct("<IIQ")
@@ -70,11 +72,9 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     """Rank 0 to a host: what its ranks are to load."""
 
     config: EngineConfig
-    num_ranks: int
-    """The number of ranks of all hosts."""
     first: int
     count: int
-    """How many of them the host runs, from `first` on."""
+    """How many ranks the host runs, from `first` on."""
     marks: Marks
     """What tells the files of rank 0 from others."""
 

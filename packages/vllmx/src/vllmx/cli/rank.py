@@ -32,6 +32,10 @@ def rank(model: str, listen: str, rank_key_file: str, mmproj: str | None, log_le
         raise ConfigError("vllmx rank needs vllmx-tp: pip install 'vllmx[tp]'") from error
     hosts, handshake = (import_module(f"vllmx_tp.{name}") for name in ("hosts", "handshake"))
     key = handshake.read_key(rank_key_file)
-    (address,) = hosts.addresses(listen, "listen") or [("127.0.0.1", 7000)]
-    with listener.listen(address) as opened:
+    places = hosts.addresses(listen, "listen")
+    if len(places) != 1:
+        raise ConfigError(
+            f"--listen {listen!r} names {len(places)} addresses: give one", param="listen"
+        )
+    with listener.listen(places[0]) as opened:
         listener.serve_ranks(opened, EngineConfig(model=model, mmproj=mmproj), key)
