@@ -170,6 +170,27 @@ def test_steps_go_to_the_ranks(
         assert f"the connection to host {host.name} has ended" in ended(host)
 
 
+def test_another_server_waits_for_a_busy_host(
+    address: tuple[str, int], found: FoundModel, region: Region
+) -> None:
+    """It gets its turn when the first one has ended, which does not notice it."""
+    waits, loads = threading.Event(), SimpleQueue[list[RankReady]]()
+
+    def other() -> None:
+        with made(2) as its_region, remote(address, found, its_region, check=waits.set) as host:
+            loads.put(host.loaded(nothing))
+
+    with remote(address, found, region) as host:
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert waits.wait(PATIENCE_S)  # it was hung up on once
+        assert host.loaded(nothing) == [READY]
+        assert host.look(0.0, PATIENCE_S) is None
+        assert loads.empty()
+    assert loads.get(timeout=PATIENCE_S) == [READY]
+    thread.join()
+
+
 @pytest.mark.parametrize(
     ("its", "sizes", "text"),
     [
