@@ -92,7 +92,7 @@ def test_who_cannot_load_ends_the_wait_for_all(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(CapacityError) as caught:
             group.loaded()
         assert (caught.value.message, caught.value.param) == (FULL.message, FULL.param)
-        assert all(one.poll() is not None for one in group._processes)
+        wait_until(lambda: all(one.poll() is not None for one in group._processes))
 
 
 def test_who_cannot_load_ends_what_rank_0_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +111,17 @@ def test_who_cannot_load_ends_what_rank_0_reads(monkeypatch: pytest.MonkeyPatch)
         assert isinstance(group.verdict(), CapacityError)
         with pytest.raises(CapacityError):
             source.part("weight")
+
+
+def test_another_host_that_cannot_load_ends_the_wait_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1, on this host, loads for ever."""
+    host = SimpleNamespace(error=FULL, look=lambda *_: None, close=lambda: None)
+    with group_of(1, monkeypatch) as (group, _):
+        group._hosts.append(host)  # type: ignore[arg-type]
+        with pytest.raises(CapacityError):
+            group.loaded()
 
 
 def test_who_says_nothing_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +203,8 @@ def test_links_end_with_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
     class Host:
         def __init__(self) -> None:
             self._link = Link(region, connection, [0], [1], lambda *_: None)
+
+        error = None
 
         def look(self, passed_s: float, hang_s: float) -> None: ...
 

@@ -268,17 +268,19 @@ class Group:
         beats = [self.region.word(rank, Word.HEARTBEAT) for rank in self.ranks]
         stillness, looks = [Stillness() for _ in self.ranks], Looks(LOOK_S)
         while not self._ended.wait(LOOK_S):
-            passed_s = looks.passed_s()
-            ends = [host.look(passed_s, HANG_S) for host in tuple(self._hosts)]
+            passed_s, hosts = looks.passed_s(), tuple(self._hosts)
+            ends = [host.look(passed_s, HANG_S) for host in hosts]
             for index, rank in enumerate(self.ranks):
                 beat = int(beats[index][0])
                 moves = not beat and not self._is_stopped(rank)
                 still_s = stillness[index].look(beat, passed_s, moves=moves)
                 ends.append(self._end_of(rank, still_s))
+            error = next((host.error for host in hosts if host.error), None)
+            if error is not None:
+                self._end_with(error)
             end = next(filter(None, ends), None)
             if end is not None and not self._ended.is_set():
                 self.lost(end)
-                return
 
     def _is_stopped(self, rank: int) -> bool:
         """Whether a signal has stopped the rank: before its first heartbeat nothing else tells a

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 
 import msgspec
-from vllmx_core.errors import ConfigError, RankLostError
+from vllmx_core.errors import ConfigError, RankLostError, VllmxError
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.wire.ipc import FrameError, FrameReader
 
@@ -196,10 +196,16 @@ class RemoteHost:
             self._check(check)
         return self._loaded.ready
 
+    @property
+    def error(self) -> VllmxError | None:
+        """What one of its ranks met while it loaded, if one did."""
+        record = None if self._loaded is None else self._loaded.error
+        return None if record is None else record.rebuild()
+
     def _check(self, check: Callable[[], None]) -> None:
         """Raises why the host does not go on, if it does not, and what `check` raises."""
-        if self._loaded is not None and self._loaded.error is not None:
-            raise self._loaded.error.rebuild()
+        if (error := self.error) is not None:
+            raise error
         check()
         if self._cause is not None:
             raise RankLostError(self._cause)
