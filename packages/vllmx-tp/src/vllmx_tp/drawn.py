@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 from vllmx_core.plan import I32
 
+from vllmx_tp.futex import is_behind
 from vllmx_tp.region import NUM_CHECKSUMS, Region, Word
 
 COMPARE_VARIABLE = "VLLMX_TP_COMPARE"
@@ -42,7 +43,7 @@ class DrawnIds:
         last = (number - 1) % NUM_CHECKSUMS
         for rank in others:
             told = self._region.word(rank, Word.CHECKED)
-            while (int(told[0]) - number) & 0x80000000:  # behind, as 32-bit numbers go
+            while is_behind(int(told[0]), number):
                 check()
                 time.sleep(_WAIT_S)
             if int(self._region.checksums(rank)[last]) != int(self._checksums[last]):

@@ -88,7 +88,7 @@ class Link:
 
     def _wait(self, word: npt.NDArray[np.uint32], count: int) -> None:
         looks = 0
-        while ((seen := int(word[0])) - count) & 0x80000000:  # behind, as 32-bit numbers go
+        while futex.is_behind(seen := int(word[0]), count):
             if self._region.aborted[0]:
                 raise LinkEndedError
             looks += 1

@@ -175,7 +175,7 @@ class Region:
         return self._bytes[at : at + BUFFER_BYTES]
 
     def part(self, rank: int, count: int) -> npt.NDArray[np.uint8]:
-        """Where a rank puts its part of call n of the communicator, counted from 1. Of two ranks
+        """The memory for a rank's part of call n of the communicator, counted from 1. Of two ranks
         each writes part n + 2 where it has read the other's part n: its core has that memory in its
         caches already."""
         seats = self.sums(rank)
