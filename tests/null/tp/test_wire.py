@@ -96,7 +96,7 @@ def test_pieces_go_round_three_hosts() -> None:
             (regions[0], ours, others, [host]),
             (regions[host], theirs, [host], others),
         ):
-            links.append(StageLink(region, end, own, far, lambda: broken.append(0)))
+            links.append(StageLink(region, end, own, far, lambda _: broken.append(0)))
     for rank in range(3):
         after = (rank + 1) % 3
         with beside(lambda rank=rank: said(Outgoing(regions[rank], rank))):
@@ -158,8 +158,8 @@ def test_pieces_of_several_ranks_go_to_another_host_and_back() -> None:
         ours = socket.create_connection(listener.getsockname())
         theirs, _ = listener.accept()
     links = [
-        StageLink(regions[0], ours, [0, 1], [2, 3], lambda: broken.append(0)),
-        StageLink(regions[1], theirs, [2, 3], [0, 1], lambda: broken.append(1)),
+        StageLink(regions[0], ours, [0, 1], [2, 3], lambda _: broken.append(0)),
+        StageLink(regions[1], theirs, [2, 3], [0, 1], lambda _: broken.append(1)),
     ]
     for rank in (0, 1, 2):
         after = (rank + 2) % 4
