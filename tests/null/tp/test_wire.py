@@ -85,7 +85,7 @@ def test_pieces_go_round_three_hosts() -> None:
     """Each has a region of its own; what the second and the third say to each other goes through
     the first."""
     regions = [Region.create(3, 3) for _ in range(3)]
-    broken: list[int] = []
+    broken: list[str] = []
     links = []
     for host in (1, 2):
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -96,7 +96,7 @@ def test_pieces_go_round_three_hosts() -> None:
             (regions[0], ours, others, [host]),
             (regions[host], theirs, [host], others),
         ):
-            links.append(StageLink(region, end, own, far, lambda _: broken.append(0)))
+            links.append(StageLink(region, end, own, far, broken.append))
     for rank in range(3):
         after = (rank + 1) % 3
         with beside(lambda rank=rank: said(Outgoing(regions[rank], rank))):
@@ -153,13 +153,13 @@ def test_ranks_of_stages_add_and_hand_on_at_once() -> None:
 
 def test_pieces_of_several_ranks_go_to_another_host_and_back() -> None:
     """Each host has a stage of two ranks, and rank 0's place is told of results."""
-    regions, broken = [Region.create(4, 2) for _ in range(2)], list[int]()
+    regions, broken = [Region.create(4, 2) for _ in range(2)], list[str]()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname())
         theirs, _ = listener.accept()
     links = [
-        StageLink(regions[0], ours, [0, 1], [2, 3], lambda _: broken.append(0)),
-        StageLink(regions[1], theirs, [2, 3], [0, 1], lambda _: broken.append(1)),
+        StageLink(regions[0], ours, [0, 1], [2, 3], broken.append),
+        StageLink(regions[1], theirs, [2, 3], [0, 1], broken.append),
     ]
     for rank in (0, 1, 2):
         after = (rank + 2) % 4
