@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.backend import Backend, LoadedModel
+from vllmx_core.communicator import place_of
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
 from vllmx_core.reference_backend import ReferenceBackend
@@ -17,7 +18,6 @@ from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
 from vllmx_cpu.backend import CpuBackend
 from vllmx_torch import device
 from vllmx_torch.backend import TorchBackend
-from vllmx_torch.ranks import place_of
 from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.pipeline import InnerStage
 from vllmx_tp.region import Region
