@@ -28,7 +28,7 @@ from vllmx_tp.group import Group, cause_of
 from vllmx_tp.link import Link
 from vllmx_tp.messages import RankAnswer, RankReady
 from vllmx_tp.pipeline import PipelinedModel
-from vllmx_tp.region import Region
+from vllmx_tp.region import Region, Word
 from vllmx_tp.stillness import Looks, Stillness
 from vllmx_tp.watched_source import WatchedSource
 from vllmx_tp.wire import Outgoing
@@ -191,6 +191,17 @@ def test_who_waits_for_killed_ranks_is_told(monkeypatch: pytest.MonkeyPatch) -> 
         assert not group.region.aborted[0]
         group.kill()
         assert group.region.aborted[0]
+
+
+def test_a_rank_that_lives_and_lets_others_wait_ends_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vllmx_tp.waits.WAIT_S", 0.3)
+    with group_of(1, monkeypatch) as (group, _):
+        group.region.word(0, Word.ARRIVED)[0] = 1
+        assert group._ended.wait(PATIENCE_S)
+        assert group.failure is not None
+        assert "rank 1 lives, but others have waited" in group.failure.message
 
 
 def test_links_end_with_their_group(monkeypatch: pytest.MonkeyPatch) -> None:

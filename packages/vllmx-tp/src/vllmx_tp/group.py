@@ -26,6 +26,7 @@ from vllmx_tp.hosts import RemoteHost
 from vllmx_tp.messages import INLINE, NOTICE, Call, RankAnswer, RankReady
 from vllmx_tp.region import Region, Word
 from vllmx_tp.stillness import Looks, Stillness
+from vllmx_tp.waits import Waits
 
 logger = logging.getLogger("vllmx.tp")
 
@@ -264,9 +265,10 @@ class Group:
         return next(filter(None, map(self.region.cause, range(self.region.num_ranks))), "")
 
     def _watch(self) -> None:
-        """Looks at processes and heartbeats until the group ends."""
+        """Looks at processes, heartbeats and waits until the group ends."""
         beats = [self.region.word(rank, Word.HEARTBEAT) for rank in self.ranks]
         stillness, looks = [Stillness() for _ in self.ranks], Looks(LOOK_S)
+        waits = Waits(self.region)
         while not self._ended.wait(LOOK_S):
             passed_s, hosts = looks.passed_s(), tuple(self._hosts)
             ends = [host.look(passed_s, HANG_S) for host in hosts]
@@ -275,6 +277,7 @@ class Group:
                 moves = not beat and not self._is_stopped(rank)
                 still_s = stillness[index].look(beat, passed_s, moves=moves)
                 ends.append(self._end_of(rank, still_s))
+            ends.append(waits.look(passed_s))
             error = next((host.error for host in hosts if host.error), None)
             if error is not None:
                 self._end_with(error)
