@@ -8,6 +8,9 @@ import numpy.typing as npt
 from vllmx_core.plan import F32, I32, AnyArray
 from vllmx_core.records import Record
 
+FILLED_UNIT = 32
+"""The columns that `filled_order` makes whole units of."""
+
 
 class CodedRows(Record):
     """Rows of a matrix as integers: weight = (code - zero) * scale, the product rounded once.
@@ -26,6 +29,15 @@ class CodedRows(Record):
     """(cols,) group of each input feature; None: groups of equal size, which divides cols, in
     order"""
 
+    def factors(self, features: I32) -> tuple[F32, AnyArray | None]:
+        """The scales (n, len(features)) of these input features, and their zeros likewise."""
+        if self.group_of is None:
+            group = features // (self.codes.shape[1] // self.scales.shape[1])
+        else:
+            group = self.group_of[features]
+        zeros = None if self.zeros is None else self.zeros[:, group]
+        return self.scales[:, group], zeros
+
     def to_f32(self) -> F32:
         """(n, cols)"""
         values: F32 = self.codes.astype(np.float32)
@@ -40,3 +52,29 @@ class CodedRows(Record):
                 grouped = values.reshape(count, groups, -1)
                 apply(grouped, operand[:, :, None], out=grouped)
         return values
+
+
+def filled_order(group_of: AnyArray) -> I32:
+    """Sorts input features by their groups and fills each group up to whole units of `FILLED_UNIT`
+    columns: what multiplies equal groups in order multiplies uneven ones so.
+
+    Args:
+        group_of: (cols,) the group of each feature; a group may have none.
+
+    Returns:
+        (packed columns,) the feature of each column; ~f of one that fills up the group of feature
+        f: it takes f's code, scale and zero, and meets an activation of 0.
+    """
+    sizes = np.bincount(group_of)
+    widths = -(-sizes // FILLED_UNIT) * FILLED_UNIT
+    group = np.repeat(np.arange(len(sizes)), widths)  # (packed columns,)
+    place = np.arange(len(group)) - (np.cumsum(widths) - widths)[group]  # in the group
+    size, first = sizes[group], (np.cumsum(sizes) - sizes)[group]
+    features = np.argsort(group_of, kind="stable").astype(np.int32)[first + place % size]
+    order: I32 = np.where(place < size, features, ~features)
+    return order
+
+
+def features_of(order: I32) -> I32:
+    """(packed columns,) the features whose codes the columns of a `filled_order` take."""
+    return np.where(order < 0, ~order, order)

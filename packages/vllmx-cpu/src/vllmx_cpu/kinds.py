@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
+from vllmx_core.coded import FILLED_UNIT, filled_order
 from vllmx_core.plan import I32, AnyArray
 from vllmx_core.records import Record
 from vllmx_core.weight_map import parts_of
@@ -14,7 +15,6 @@ from vllmx_core.weights import WeightPart, WeightSource, WeightSpec
 
 from vllmx_cpu.structs import AFFINE_KINDS, BLOCK_KINDS, FLOAT8_COLS, FLOAT8_KIND
 
-_LEAST_UNIT = 32
 _FACTOR_BITS = 48
 """What the scale and the zero of a row take for each unit."""
 
@@ -63,14 +63,11 @@ def column_order(part: WeightPart) -> I32 | None:
     group_of = _group_index(part)
     if group_of is None:
         return None
-    sizes, order = np.bincount(group_of), np.argsort(group_of, kind="stable").astype(np.int32)
-    if _unit_of(sizes) is not None:
-        return None if (np.diff(group_of) >= 0).all() else order
-    widths = _filled(sizes)
-    places = np.arange(len(order)) + np.repeat(np.cumsum(widths - sizes) - (widths - sizes), sizes)
-    filled = np.full(widths.sum(), -1, np.int32)
-    filled[places] = order
-    return filled
+    if _unit_of(np.bincount(group_of)) is None:
+        return np.maximum(filled_order(group_of), -1)
+    if (np.diff(group_of) >= 0).all():
+        return None
+    return np.argsort(group_of, kind="stable").astype(np.int32)
 
 
 def packed_cols(part: WeightPart) -> int:
@@ -91,15 +88,10 @@ def _group_index(part: WeightPart) -> AnyArray | None:
     return np.asarray(part.buffers["g_idx"].view()) if part.is_shuffled else None
 
 
-def _filled(sizes: AnyArray) -> AnyArray:
-    """Columns of groups of these sizes that end where units do."""
-    return -(-sizes // _LEAST_UNIT) * _LEAST_UNIT
-
-
 def _unit_of(sizes: AnyArray) -> int | None:
     """The widest unit of columns that no group of these sizes ends in the middle of."""
     ends = np.cumsum(sizes)[:-1]
-    units = (128, 64, _LEAST_UNIT)
+    units = (128, 64, FILLED_UNIT)
     return next((unit for unit in units if not (ends % unit).any()), None)
 
 
@@ -134,12 +126,11 @@ def _affine_kind(part: WeightPart) -> NativeKind | None:
     in_order = group_of is None
     if group_of is None:
         group_of = np.arange(cols) // (part.layout.group_size or cols)
-    sizes = np.bincount(group_of)
-    unit = _unit_of(sizes)
+    unit = _unit_of(np.bincount(group_of))
     if unit is None:
-        taken = _filled(sizes).sum() * (bits + _FACTOR_BITS / _LEAST_UNIT)
+        taken = len(filled_order(group_of)) * (bits + _FACTOR_BITS / FILLED_UNIT)
         if in_order or taken >= 16 * cols:
             return None
-        unit = _LEAST_UNIT
+        unit = FILLED_UNIT
     order = column_order(part)
     return NativeKind(AFFINE_KINDS[bits, unit], b"" if order is None else order.tobytes())
