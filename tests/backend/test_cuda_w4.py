@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 from vllmx_core.errors import WeightFormatError
+from vllmx_core.model import Model
 from vllmx_core.plan import F32
-from vllmx_core.weights import DENSE, DType, RawTensor, WeightPart
+from vllmx_core.weights import WeightPart
 from vllmx_cuda import matrices
 from vllmx_cuda.backend import CudaBackend
 from vllmx_models.quantization.awq import awq
@@ -18,9 +19,11 @@ from vllmx_models.quantization.compressed_tensors import compressed_tensors
 from vllmx_models.quantization.gptq import gptq
 
 from ..integration import quantizers  # noqa: TID252 - no package to name
+from .act_order_parts import Tensors
 from .cuda_models import (
     EMULATOR,
     MATRICES,
+    MODEL,
     CountingDevice,
     Quantised,
     _can_emulate,
@@ -32,29 +35,11 @@ from .cuda_models import (
 )
 
 __all__ = ["_can_emulate"]  # a fixture
-DTYPES: Mapping[str, DType] = {"int32": "i32", "float16": "f16", "int64": "i64", "int8": "i8"}
-assert set(DTYPES.values()) <= set(get_args(DType))
 
 
-class Tensors:
-    """A `WeightSource` of arrays."""
-
-    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
-        self._arrays = arrays
-
-    def names(self) -> Collection[str]:
-        return self._arrays
-
-    def part(self, name: str) -> WeightPart:
-        array = np.ascontiguousarray(self._arrays[name])
-        data = array.reshape(-1).view(np.uint8)
-        raw = RawTensor(name, DTYPES[array.dtype.name], array.shape, data)
-        return WeightPart(name, array.shape, DENSE, {"weight": raw})
-
-    def close(self) -> None: ...
-
-
-def quantised(make: Any, scheme: Any, config: Mapping[str, Any], **changed: Any) -> Quantised:
+def quantised(
+    make: Any, scheme: Any, config: Mapping[str, Any], *, model: Model = MODEL, **changed: Any
+) -> Quantised:
     """Every projection as `make` writes it; `changed` replaces tensors."""
 
     def encode(name: str, values: F32) -> WeightPart | None:
@@ -66,7 +51,7 @@ def quantised(make: Any, scheme: Any, config: Mapping[str, Any], **changed: Any)
         part: WeightPart = scheme(Tensors(arrays), config).part(name)
         return part
 
-    return Quantised(encode)
+    return Quantised(encode, model)
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": False}

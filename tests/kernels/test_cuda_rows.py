@@ -158,14 +158,16 @@ def test_means(emulator: Emulator, dtype: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
-@pytest.mark.parametrize(("rows", "width"), [(1, 1), (2, 257), (3, 300)])
-def test_gather_columns(emulator: Emulator, dtype: str, rows: int, width: int) -> None:
+@pytest.mark.parametrize(("rows", "width", "pitch"), [(1, 1, 1), (2, 257, 257), (3, 300, 190)])
+def test_gather_columns(emulator: Emulator, dtype: str, rows: int, width: int, pitch: int) -> None:
+    """Each feature once, in any order, and 0 between them."""
     rng = np.random.default_rng(3)
-    x, columns = normal(rng, (rows, width), dtype), on_device(rng.permutation(width), np.int32)
-    y = empty((rows, width), x.dtype)
+    order = np.where(np.arange(width) < pitch, np.arange(width), -1 - np.arange(width) % pitch)
+    columns = on_device(rng.permutation(order), np.int32)
+    x, y = normal(rng, (rows, pitch), dtype), empty((rows, width), dtype=NUMPY_TYPES[dtype])
     variant = KERNELS["gather_columns"].variant(**options(dtype, VX_VEC=1))
-    emulator.launch(variant, {"rows": rows, "width": width}, [x, columns, y, width])
-    np.testing.assert_array_equal(y, x[:, columns])
+    emulator.launch(variant, {"rows": rows, "width": width}, [x, columns, y, width, pitch])
+    np.testing.assert_array_equal(y, np.where(columns < 0, 0, x[:, columns]))
 
 
 def test_a_step_begins_with_its_tokens_and_table(emulator: Emulator) -> None:

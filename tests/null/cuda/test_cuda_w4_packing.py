@@ -52,14 +52,15 @@ def integers(
 
 
 SHUFFLED = np.random.default_rng(1).permutation(np.arange(COLS) // 32).astype(np.int32)
-UNEVEN = np.sort(np.random.default_rng(1).integers(0, 4, COLS)).astype(np.int32)
+UNEVEN = np.random.default_rng(1).integers(0, 4, COLS).astype(np.int32)
+THIN = np.random.default_rng(1).permutation(COLS).astype(np.int32) // 8
 REFUSED = {
     "rows": integers((40, COLS)),
     "columns": integers((ROWS, 80), group=None),
     "small groups": integers(group=16),
     "groups of 96": integers((ROWS, 192), group=96),
     "too many bits": integers(bits=9, zero=0),
-    "uneven groups": integers(group_of=UNEVEN),
+    "shuffled groups of 8": integers(group=8, group_of=THIN),
 }
 
 
@@ -99,6 +100,35 @@ def test_packings() -> None:
     assert ordered is not None
     assert ordered.columns is not None
     assert (SHUFFLED[ordered.columns] == np.arange(COLS) // 32).all()
+
+
+def test_uneven_groups_are_filled_up() -> None:
+    """Filling columns have codes of their group; each 32 columns have its scale and zero."""
+    part = integers(group_of=UNEVEN)
+    packing = packing_of(part)
+    assert packing is not None
+    assert packing.filled
+    assert packing.group_shift == 5
+    columns = packing.columns
+    assert columns is not None
+    features = np.where(columns < 0, ~columns, columns)
+    np.testing.assert_array_equal(np.sort(columns[columns >= 0]), np.arange(COLS))
+    groups = UNEVEN[features].reshape(-1, 32)
+    assert (groups == groups[:, :1]).all()
+    rows = part.coded_rows(0, ROWS)
+    assert rows.zeros is not None
+    factors = (values[:, groups[:, 0]] for values in (rows.scales, rows.zeros))
+    want = packed(rows.codes[:, features], *factors, packing)
+    np.testing.assert_array_equal(packed_rows(part, packing, 0, ROWS), want)
+    assert want.shape == (ROWS // 16, packing.row_tile_bytes(COLS))
+
+
+def test_groups_of_a_size_that_kernels_lack_are_filled_up() -> None:
+    group_of = np.random.default_rng(1).permutation(192).astype(np.int32) // 96
+    found = packing_of(integers((ROWS, 192), group=96, group_of=group_of))
+    assert found is not None
+    assert found.filled
+    assert found.width(192) == 192
 
 
 def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,7 @@ GATHER_COLUMNS = Kernel(
     entry="gather_columns",
     source="gather.cu",
     options={**ROW_OPTIONS, "VX_VEC": (1,)},
-    arguments=arguments("in elem* x, in i32* columns, out elem* y, i32 width"),
+    arguments=arguments("in elem* x, in i32* columns, out elem* y, i32 width, i32 pitch"),
     sizes=("rows", "width"),
     rule=by_rows,
 )

@@ -1,10 +1,11 @@
 // gather_rows:    y[i] = table[ids[i]]: embedding, and the rows that want logits.
-// gather_columns: y[i][j] = x[i][columns[j]]: activations in the order of a weight's columns.
+// gather_columns: y[i][j] = x[i][columns[j]], 0 where that is negative: activations in the order of a weight's columns, of
+//                 which some may only fill up a group.
 // begin_step:     tokens that the host could not know yet, -(i + 1) for row i of the step before,
 //                 become what that row sampled, 0 where it was refused; and the entries of the
 //                 block table that changed since the step before are put in place.
 //
-// Layout: table (rows, width), x and y (N, width) of elem; ids (N); columns (width); patches (M, 2): index into the block
+// Layout: table (rows, width), x (N, pitch), y (N, width) of elem; ids (N); columns (width); patches (M, 2): index into the block
 //         table, -1 where unused, no index twice, and the entry.
 // Grid:   gather_rows (N, ceil(width / (256 * VX_VEC))), gather_columns with VX_VEC 1, begin_step (ceil(max(N, M) / 256)); 256
 //         threads.
@@ -23,9 +24,12 @@ VX_EXPORT(gather_rows)
 
 extern "C" __global__ void __launch_bounds__(256)
 gather_columns(const elem* __restrict__ x, const int* __restrict__ columns, elem* __restrict__ y,
-               int width) {
+               int width, int pitch) {
   int i = blockIdx.y * 256 + threadIdx.x;
-  if (i < width) y[(size_t)blockIdx.x * width + i] = x[(size_t)blockIdx.x * width + columns[i]];
+  if (i >= width) return;
+  int column = columns[i];
+  elem value = column < 0 ? from_float<elem>(0.f) : x[(size_t)blockIdx.x * pitch + column];
+  y[(size_t)blockIdx.x * width + i] = value;
 }
 VX_EXPORT(gather_columns)
 

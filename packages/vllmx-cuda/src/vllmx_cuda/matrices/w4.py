@@ -4,7 +4,8 @@ AWQ, packed integers of compressed-tensors, blocks of GGUF with such codes.
 Up to `OWN_TOKENS` rows meet the integers on tensor cores, which read each of them once for 64 rows.
 More rows, float32, and bf16 on GPUs before sm_80 multiply by cuBLASLt with rows that are
 dequantised a piece at a time. Where input features are not in the order of their groups (GPTQ's
-desc_act), the columns are, and the activations are brought into their order first.
+desc_act), the columns are, and the activations are brought into their order first; where groups
+are uneven besides, columns that meet activations of 0 fill them up to multiples of 32.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ class W4:
     def scratch(self, rows: int, cols: int, tokens: int) -> ScratchBytes:
         """Dequantised rows or sums of blocks that share a product, then activations in the order of
         the columns."""
-        ordered = tokens * cols * ITEM_BYTES[self.dtype] if self.packing.order else 0
-        return ScratchBytes(work=work_bytes(rows, cols, self.dtype) + ordered)
+        width = self.packing.width(cols)
+        ordered = tokens * width * ITEM_BYTES[self.dtype] if self.packing.order else 0
+        return ScratchBytes(work=work_bytes(rows, width, self.dtype) + ordered)
 
     def pieces(self, part: WeightPart, data: Memory, first: int, rows: int) -> Iterator[Piece]:
         (count, cols), size = part.shape, self.packing.row_tile_bytes(part.shape[1])
@@ -107,6 +109,7 @@ class W4:
 
     def product(self, launcher: Launcher, segment: Segment, operands: Operands) -> SegmentProduct:
         order, operands = self._ordered(launcher, segment, operands)
+        segment = replace(segment, cols=self.packing.width(segment.cols))
         by_cublas = by_pieces(launcher, segment, operands, self._dequantise(launcher, segment))
         if not has_tensor_cores(self.dtype, launcher.target.arch):
             own, most = by_cublas, 0
@@ -129,12 +132,12 @@ class W4:
         if not self.packing.order:
             return lambda m: None, operands
         kernel, x, cols = launcher.variant("gather_columns", VX_VEC=1), operands.x, segment.cols
-        columns = self._columns(segment.data, segment.rows, cols)
-        ordered = launcher.products.work.at(work_bytes(segment.rows, cols, self.dtype))
+        columns, width = self._columns(segment.data, segment.rows, cols), self.packing.width(cols)
+        ordered = launcher.products.work.at(work_bytes(segment.rows, width, self.dtype))
 
         def order(m: int) -> None:
-            arguments = (x, columns, ordered, cols)
-            launcher.device.launch(kernel, {"rows": m, "width": cols}, arguments)
+            arguments = (x, columns, ordered, width, cols)
+            launcher.device.launch(kernel, {"rows": m, "width": width}, arguments)
 
         return order, replace(operands, x=ordered)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+from vllmx_core.coded import FILLED_UNIT, features_of, filled_order
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.plan import I32, AnyArray
 from vllmx_core.weights import WeightPart, f32_to_bf16
@@ -41,6 +42,8 @@ class Packing:
     """Column c has the factors of group c >> group_shift."""
     order: bytes = b""
     """Input feature of each column, int32; empty: in order."""
+    filled: bool = False
+    """Whether groups are uneven and filled up, so that `order` is a `filled_order`."""
 
     @property
     def options(self) -> dict[str, int]:
@@ -48,11 +51,16 @@ class Packing:
 
     @property
     def columns(self) -> I32 | None:
-        """`order` as an array (cols,)."""
+        """`order` as an array (width,)."""
         return np.frombuffer(self.order, np.int32) if self.order else None
 
+    def width(self, cols: int) -> int:
+        """The columns of `cols` input features."""
+        return len(self.order) // 4 or cols
+
     def row_tile_bytes(self, cols: int) -> int:
-        """Bytes that 16 rows take."""
+        """Bytes that 16 rows of `cols` input features take."""
+        cols = self.width(cols)
         groups = ((cols - 1) >> self.group_shift) + 1
         codes = ceil_div(cols, TILE_COLS) * tile_bytes(self.bits)
         return codes + groups * record_bytes(self.scale, self.zero)
@@ -60,8 +68,9 @@ class Packing:
 
 def packing_of(part: WeightPart) -> Packing | None:
     """None where the kernels do not have it: more than 8 bits, rows that are not whole tiles,
-    groups that are no power of two of at least 32 columns, columns in groups of uneven size."""
-    if len(part.shape) != 2 or part.shape[0] % TILE_ROWS or part.shape[1] % GROUP_COLS:
+    columns in order whose groups are no power of two of at least 32; shuffled ones in groups that
+    take 16 bits a weight once they are filled up."""
+    if len(part.shape) != 2 or part.shape[0] % TILE_ROWS:
         return None
     blocks = block_type(part)
     if blocks is not None:
@@ -77,17 +86,27 @@ def _coded_packing(part: WeightPart) -> Packing | None:
     cols = part.shape[1]
     group = part.layout.group_size or cols
     shift = ONE_GROUP if group >= cols else group.bit_length() - 1
-    if group < cols and (group != 1 << shift or group < GROUP_COLS):
+    whole = cols % GROUP_COLS == 0 and (group >= cols or group == 1 << shift >= GROUP_COLS)
+    if not whole and not part.is_shuffled:
         return None
-    order = b""
-    if part.layout.options.get("act_order"):
-        group_of = np.asarray(part.buffers["g_idx"].view())
-        sorted_columns = np.argsort(group_of, kind="stable").astype(np.int32)
-        if (group_of[sorted_columns] != np.arange(cols) // group).any():
-            return None
-        order = sorted_columns.tobytes()
     bits = 4 if part.layout.bits <= 4 else 8
-    return Packing(bits, _scale_type(part), _zero_kind(part, bits), shift, order)
+    packing = Packing(bits, _scale_type(part), _zero_kind(part, bits), shift)
+    return _ordered_packing(part, packing, group if whole else 0) if part.is_shuffled else packing
+
+
+def _ordered_packing(part: WeightPart, packing: Packing, group: int) -> Packing | None:
+    """The packing of a part whose columns are sorted first.
+
+    Args:
+        group: the size of its groups, if the kernels have it; else 0.
+    """
+    cols, group_of = part.shape[1], np.asarray(part.buffers["g_idx"].view())
+    order = np.argsort(group_of, kind="stable").astype(np.int32)
+    if group and (group_of[order] == np.arange(cols) // group).all():
+        return replace(packing, order=order.tobytes())
+    order, shift = filled_order(group_of), FILLED_UNIT.bit_length() - 1
+    filled = replace(packing, group_shift=shift, order=order.tobytes(), filled=True)
+    return filled if filled.row_tile_bytes(cols) < 2 * TILE_ROWS * cols else None
 
 
 def _scale_type(part: WeightPart) -> int:
@@ -205,16 +224,21 @@ def packed_rows(part: WeightPart, packing: Packing, begin: int, end: int) -> U8:
         WeightFormatError: zeros that no such integer can have, scales that are not finite.
     """
     rows = part.coded_rows(begin, end)
-    columns = packing.columns
-    codes = rows.codes if columns is None else rows.codes[:, columns]
-    zeros = np.zeros(rows.scales.shape, np.uint8) if rows.zeros is None else rows.zeros
+    codes, scales, zeros = rows.codes, rows.scales, rows.zeros
+    if packing.columns is not None:
+        features = features_of(packing.columns)
+        codes = codes[:, features]
+        if packing.filled:
+            scales, zeros = rows.factors(features[::FILLED_UNIT])
+    if zeros is None:
+        zeros = np.zeros(scales.shape, np.uint8)
     low, high = _zeros_of(packing)
     for zero in (int(zeros.min()), int(zeros.max())):
         if not low <= zero <= high:
             raise zero_refusal(part, packing, zero)
-    if not np.isfinite(rows.scales).all():
-        raise scale_refusal(part, float(rows.scales[~np.isfinite(rows.scales)][0]))
-    return packed(codes, rows.scales, zeros, packing)
+    if not np.isfinite(scales).all():
+        raise scale_refusal(part, float(scales[~np.isfinite(scales)][0]))
+    return packed(codes, scales, zeros, packing)
 
 
 def _zeros_of(packing: Packing) -> tuple[int, int]:

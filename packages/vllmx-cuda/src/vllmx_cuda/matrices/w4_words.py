@@ -132,9 +132,10 @@ class StoredWords:
 
 
 def stored_words(part: WeightPart, packing: Packing, columns: Memory | None) -> StoredWords | None:
-    """The words of a part with this packing; None where the kernel does not know its layout."""
+    """The words of a part with this packing; None where the kernel does not know its layout, or
+    groups are filled up."""
     kind, options, raw = part.layout.kind, part.layout.options, part.buffers
-    if part.cut is not None or part.layout.bits != packing.bits:
+    if part.cut is not None or part.layout.bits != packing.bits or packing.filled:
         return None
     per = 32 // packing.bits
     if kind == "gptq":
