@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
+from vllmx_core.backend import LoadedModel
 from vllmx_core.checkpoint import Checkpoint, open_checkpoint
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
 from vllmx_core.sharding.model import ShardedModel, sharded
+from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
 from vllmx_cpu.kinds import native_kind
 
-from ..backend.cpu_ranks import cpu_ranks, logits  # noqa: TID252 - no package to name
+from ..backend.cpu_ranks import cpu_ranks, logits, options  # noqa: TID252 - no package to name
 from .quantised_models import CASES, REGISTRY, write_pair
 
 TEXT = [5, 900, 17, 3000, 42, 8, 77, 1204, 9, 31]
@@ -64,3 +68,28 @@ def test_matrices_keep_their_bits(checkpoint: Checkpoint, how: dict[str, bool]) 
             if spec.kind == "linear" and spec.role != "vocabulary"
         }
         assert all(kind and kind.startswith("affine4") for kind in kinds.values()), kinds
+
+
+def test_ranks_of_mlx(checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture) -> None:
+    """Ids, logits and bytes; what is dequantised would be in the log."""
+    pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
+    from vllmx_metal.backend import MetalBackend
+
+    model, source = model_of(checkpoint), checkpoint.weights
+    whole = MetalBackend().load(model, source, options("f32"))
+    expected, held = logits(whole, TEXT, CUTS), whole.info.weight_bytes
+    whole.close()
+
+    def load(end: ThreadCommunicator) -> LoadedModel:
+        mine = sharded(model, source, 64, end.rank, 2)
+        return MetalBackend().load(mine, source, options("f32", communicator=end))
+
+    with caplog.at_level(logging.INFO, "vllmx"):
+        ranks = RankThreads(2, load)
+    assert not [one for one in caplog.records if "dequantised" in one.getMessage()]
+    for found in ranks.each(lambda loaded: logits(loaded, TEXT, CUTS)):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+        np.testing.assert_array_equal(found[:, :-1].argmax(1), expected[:, :-1].argmax(1))
+    assert max(ranks.each(lambda loaded: loaded.info.weight_bytes)) < 0.6 * held
+    ranks.each(lambda loaded: loaded.close())
+    ranks.close()

@@ -65,13 +65,14 @@ class QuantisedMatrix:
     mode: str
     dtype: mx.Dtype
     order: mx.array | None = None
-    """(in,) the input features as the codes have them; None: as they are."""
+    """(columns of the codes,) int32 the input feature of each, negative where it meets 0; None: as
+    they are."""
     factor: mx.array | None = None
     """(out,) float32: multiplies what codes and scales come to."""
 
     def multiply(self, x: mx.array) -> mx.array:
         if self.order is not None:
-            x = x[..., self.order]
+            x = _ordered(x, self.order)
         product = mx.quantized_matmul(
             x.astype(self.dtype if self.biases is None else self.scales.dtype),
             self.codes,
@@ -133,6 +134,12 @@ class QuantisedMatrix:
         return tuple(array for array in found if array is not None)
 
 
+def _ordered(x: mx.array, order: mx.array) -> mx.array:
+    """x (..., in) in the order of `QuantisedMatrix.order`."""
+    found = x[..., order]
+    return found if order.size == x.shape[-1] else mx.where(order < 0, 0, found)
+
+
 @dataclass(frozen=True, slots=True)
 class Form:
     """What a part of a checkpoint becomes."""
@@ -140,11 +147,16 @@ class Form:
     mode: str
     bits: int
     group_size: int
+    order: bytes = b""
+    """`QuantisedMatrix.order`; empty: in order."""
 
     def num_bytes(self, rows: int, cols: int) -> int:
-        """The most that it takes: with scales and biases, or a factor, of float32."""
+        """The most that it takes of `cols` input features: with scales and biases, or a factor, of
+        float32."""
         in_group, in_row = (8, 0) if self.mode == "affine" else (1, 4)
-        return rows * (cols * self.bits // 8 + cols // self.group_size * in_group + in_row)
+        cols = len(self.order) // 4 or cols
+        in_row += cols * self.bits // 8 + cols // self.group_size * in_group
+        return rows * in_row + len(self.order)
 
     def matrix(
         self, codes: mx.array, scales: mx.array, dtype: mx.Dtype, factor: mx.array | None = None

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-from vllmx_core.plan import F32
+from vllmx_core.coded import FILLED_UNIT, features_of, filled_order
+from vllmx_core.plan import F32, I32
 from vllmx_core.weights import WeightPart
 
 from vllmx_metal.dtypes import to_mlx
@@ -32,7 +33,7 @@ def native_form(part: WeightPart) -> Form | None:
     layout = part.layout
     if len(part.shape) != 2:
         return None
-    bits, cols = int(layout.bits), part.shape[1]
+    bits = int(layout.bits)
     if layout.kind == "mlx":
         mode, group_size = str(layout.options["mode"]), layout.group_size or 1
         return Form(mode, bits, group_size) if mode != "affine" or group_size in GROUPS else None
@@ -41,28 +42,36 @@ def native_form(part: WeightPart) -> Form | None:
     if layout.kind == "gguf":
         kind = KINDS.get(str(layout.options["type"]))
         return None if kind is None else Form("affine", kind.bits, GROUP)
-    if part.coded is not None:
-        given = min(layout.group_size or cols, cols)
-        even = [size for size in GROUPS if given % size == 0]
-        return (
-            Form("affine", 8 if bits == 7 else bits, even[0]) if even and not cols % given else None
-        )
-    return None
+    return None if part.coded is None else _integer_form(part, 8 if bits == 7 else bits)
 
 
-def quantised_matrix(part: WeightPart, form: Form, dtype: mx.Dtype) -> QuantisedMatrix | None:
-    """The part in its `native_form`; None where its columns are in groups of uneven size."""
+def _integer_form(part: WeightPart, bits: int) -> Form | None:
+    """The form of a part that has integers. Shuffled input features are sorted by their groups,
+    which are filled up where they are uneven and then take less than 16 bits a weight."""
+    rows, cols = part.shape
+    given = min(part.layout.group_size or cols, cols)
+    size = next((size for size in GROUPS if given % size == 0 and cols % given == 0), None)
+    if not part.is_shuffled:
+        return None if size is None else Form("affine", bits, size)
+    group_of = np.asarray(part.buffers["g_idx"].view())
+    sizes = np.bincount(group_of)
+    if size is not None and (sizes[sizes > 0] == given).all():
+        in_order = (np.diff(group_of) >= 0).all()
+        order = np.argsort(group_of, kind="stable").astype(np.int32)
+        return Form("affine", bits, size, b"" if in_order else order.tobytes())
+    form = Form("affine", bits, FILLED_UNIT, filled_order(group_of).tobytes())
+    return form if form.num_bytes(rows, cols) < 2 * rows * cols else None
+
+
+def quantised_matrix(part: WeightPart, form: Form, dtype: mx.Dtype) -> QuantisedMatrix:
+    """The part in its `native_form`."""
     if part.layout.kind == "mlx":
         return _as_it_is(part, form, dtype)
     if form.mode != "affine":
         return float_matrix(part, form, dtype)
     if part.layout.kind == "gguf":
         return _joined(_gguf_rows(part), form, dtype, None)
-    order, group_of = None, part.coded_rows(0, 1).group_of
-    if group_of is not None:
-        if (np.bincount(group_of) != min(part.layout.group_size or 0, part.shape[1])).any():
-            return None
-        order = np.argsort(group_of, kind="stable").astype(np.int32)
+    order = np.frombuffer(form.order, np.int32) if form.order else None
     return _joined(_integer_rows(part, form, order), form, dtype, order)
 
 
@@ -88,26 +97,21 @@ def _gguf_rows(part: WeightPart) -> Iterator[Affine]:
         yield codes.reshape(count, cols), scales.reshape(count, -1), biases.reshape(count, -1)
 
 
-def _integer_rows(
-    part: WeightPart, form: Form, order: npt.NDArray[np.int32] | None
-) -> Iterator[Affine]:
+def _integer_rows(part: WeightPart, form: Form, order: I32 | None) -> Iterator[Affine]:
     """Some rows after the other: (code - zero) * scale is code * scale + bias with
     bias = -zero * scale. A group that is larger than the form's is repeated."""
     rows, cols = part.shape
+    features = np.arange(cols, dtype=np.int32) if order is None else features_of(order)
     step = max(1, MOST_VALUES // cols)
     for begin in range(0, rows, step):
         some = part.coded_rows(begin, min(begin + step, rows))
-        repeat = cols // form.group_size // some.scales.shape[1]
-        zeros = 0 if some.zeros is None else some.zeros.astype(np.float32)
-        yield (
-            some.codes if order is None else some.codes[:, order],
-            some.scales.repeat(repeat, axis=1),
-            (-zeros * some.scales).repeat(repeat, axis=1),
-        )
+        scales, zeros = some.factors(features[:: form.group_size])
+        lowest = np.zeros((), np.float32) if zeros is None else -zeros.astype(np.float32)
+        yield some.codes if order is None else some.codes[:, features], scales, lowest * scales
 
 
 def _joined(
-    pieces: Iterator[Affine], form: Form, dtype: mx.Dtype, order: npt.NDArray[np.int32] | None
+    pieces: Iterator[Affine], form: Form, dtype: mx.Dtype, order: I32 | None
 ) -> QuantisedMatrix:
     columns: list[list[mx.array]] = [[], [], []]
     for integers, *factors in pieces:

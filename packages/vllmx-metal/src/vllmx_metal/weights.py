@@ -118,9 +118,8 @@ class WeightLoader:
     def _matrix(self, part: WeightPart, form: Form | None, offset: float) -> Matrix:
         if form is not None:
             matrix = quantised_matrix(part, form, self.dtype)
-            if matrix is not None:
-                mx.eval(matrix.arrays)
-                return matrix
+            mx.eval(matrix.arrays)
+            return matrix
         return DenseMatrix(self._dense(part, offset, self.dtype))
 
     def _dense(self, part: WeightPart, offset: float, dtype: mx.Dtype) -> mx.array:
