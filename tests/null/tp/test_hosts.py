@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import struct
 import threading
@@ -178,6 +179,21 @@ def test_hosts_are_written_with_their_ports() -> None:
     for wrong in ("a", "a:", ":5", "a:99999", "a:b", "a:-1"):
         with pytest.raises(ConfigError, match="is no host:port"):
             addresses(wrong)
+
+
+@pytest.mark.parametrize("twice", ["a:1,b:1,a:1", "A:1, a:01", "[::1]:1,::1:1"])
+def test_a_host_is_named_once(twice: str) -> None:
+    """It would have been waited for while it serves this very group."""
+    part = twice.rpartition(",")[2].strip()
+    with pytest.raises(ConfigError, match=rf"names '{re.escape(part)}' twice, .*: name each host"):
+        addresses(twice)
+    assert len(addresses("a:1,a:2,b:1")) == 3
+
+
+def test_no_host_is_called_at_port_0() -> None:
+    with pytest.raises(ConfigError, match=r"--rank-hosts 'a:0': nobody listens at port 0: give"):
+        addresses("a:0")
+    assert addresses("a:0", "listen") == [("a", 0)]
 
 
 def test_ranks_are_shared_out_evenly() -> None:

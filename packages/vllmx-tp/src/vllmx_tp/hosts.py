@@ -47,18 +47,35 @@ _decoder = msgspec.msgpack.Decoder(FromHost)
 
 
 def addresses(text: str | None, param: str = "rank_hosts") -> list[tuple[str, int]]:
-    """Parses the addresses of --rank-hosts, or another flag. Raises ConfigError."""
-    found = []
+    """Parses the addresses of --rank-hosts, or of a flag that says where to listen, where port 0 is
+    any port. Raises ConfigError."""
+    found: list[tuple[str, int]] = []
+    flag, is_called = f"--{param.replace('_', '-')}", param == "rank_hosts"
     for part in filter(None, map(str.strip, (text or "").split(","))):
         host, colon, port = part.rpartition(":")
         if not (colon and host and port.isdecimal() and int(port) < 65536):
             raise ConfigError(
-                f"--{param.replace('_', '-')} {part!r} is no host:port: give worker1:7000, and"
-                " commas between several",
+                f"{flag} {part!r} is no host:port: give worker1:7000, and commas between several",
                 param=param,
             )
-        found.append((host.strip("[]"), int(port)))
+        address = host.strip("[]"), int(port)
+        if is_called and not address[1]:
+            raise ConfigError(
+                f"{flag} {part!r}: nobody listens at port 0: give the port that `vllmx rank` says",
+                param=param,
+            )
+        if is_called and any(_is_same(address, one) for one in found):
+            raise ConfigError(
+                f"{flag} {text!r} names {part!r} twice, and a host serves one group at a time: name"
+                " each host once",
+                param=param,
+            )
+        found.append(address)
     return found
+
+
+def _is_same(one: tuple[str, int], other: tuple[str, int]) -> bool:
+    return one[0].lower() == other[0].lower() and one[1] == other[1]
 
 
 def connect(
