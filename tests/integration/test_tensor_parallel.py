@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -232,6 +233,39 @@ def test_a_rank_that_cannot_load_ends_the_loading(
         LLM(str(model), tensor_parallel_size=2, **LIMITS)
     assert not isinstance(caught.value, RankLostError)
     assert not rank_processes()
+
+
+@pytest.mark.parametrize("isq", [None, "q8_0"])
+def test_a_rank_that_is_killed_ends_what_the_cpu_backend_reads(
+    isq: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That backend takes all parts of the weights first, and reads or makes their bytes later."""
+    from vllmx_cpu import packing
+    from vllmx_tp.group import Group
+
+    run, kill, ended, packed = packing._run, Group.kill, threading.Event(), list[int]()
+
+    def killed(self: Group) -> None:
+        kill(self)
+        ended.set()
+
+    def run_late(jobs: Sequence[Callable[[], None]], num_threads: int, progress: bool) -> None:
+        for one in rank_processes():
+            one.kill()
+        assert ended.wait(PATIENCE_S)
+
+        def counted(number: int) -> None:
+            jobs[number]()
+            packed.append(number)
+
+        assert len(jobs) > 20
+        run([partial(counted, number) for number in range(len(jobs))], num_threads, progress)
+
+    monkeypatch.setattr(Group, "kill", killed)
+    monkeypatch.setattr(packing, "_run", run_late)
+    with pytest.raises(RankLostError, match="rank 1 was killed by SIGKILL"):
+        LLM("demo", tensor_parallel_size=2, num_threads=2, isq=isq, **LIMITS | {"backend": "cpu"})
+    assert not packed
 
 
 def test_ranks_divide_what_rank_0_found_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from vllmx_core.backend import LoadedInfo
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import CapacityError, RankLostError
 from vllmx_core.registry import Registry
+from vllmx_core.testing.synthetic import ArraySource
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.wire.ipc import ErrorRecord, Start, encode_frame
 from vllmx_engine.wire.known_specs import KnownSpecs
@@ -99,13 +100,10 @@ def test_who_cannot_load_ends_what_rank_0_reads(monkeypatch: pytest.MonkeyPatch)
     """The error is the rank's own, also for those who are told no more than that there is an end:
     they wait for the other ranks while they load."""
 
-    class Source:
-        def part(self, name: str) -> str:
-            return name
-
+    weights = ArraySource({"weight": np.ones((2, 2), np.float32)})
     with group_of(1, monkeypatch) as (group, ends):
-        source = WatchedSource(Source(), group.check)  # type: ignore[arg-type]
-        assert source.part("weight") == "weight"  # type: ignore[comparison-overlap]
+        source = WatchedSource(weights, group.check)
+        assert source.part("weight").shape == (2, 2)
         answer(ends[0], FULL)
         wait_until(lambda: bool(group.region.aborted[0]))
         assert isinstance(group.verdict(), CapacityError)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -165,6 +166,8 @@ class FileRange(Record):
     """The bytes of each run; 0: all are wanted."""
     stride_bytes: int = 0
     """Bytes from the beginning of a run to that of the next."""
+    before_read: Callable[[], None] | None = None
+    """Called before each read, also of what is cut out of the range; what it raises ends that."""
 
     @property
     def num_bytes(self) -> int:
@@ -179,7 +182,7 @@ class FileRange(Record):
         assert 0 <= begin <= end <= self.num_bytes, (begin, end, self)
         run, stride = self.run_bytes, self.stride_bytes
         if not run or begin == end:
-            return FileRange(self.file, self.begin + begin, self.begin + end)
+            return self._whole(self.begin + begin, self.begin + end)
         assert begin % run == 0 == end % run, (begin, end, self)
         first, last = begin // run, end // run - 1
         return self._of_runs(self.begin + first * stride, self.begin + last * stride + run)
@@ -190,21 +193,30 @@ class FileRange(Record):
         assert 0 <= begin < end <= row_bytes, (begin, end, row_bytes)
         assert self.run_bytes in (0, row_bytes), (row_bytes, self)
         stride, skipped = self.stride_bytes or row_bytes, row_bytes - end
-        return FileRange(
-            self.file, self.begin + begin, self.end - skipped, end - begin, stride
+        return replace(
+            self,
+            begin=self.begin + begin,
+            end=self.end - skipped,
+            run_bytes=end - begin,
+            stride_bytes=stride,
         )._joined()
 
     def _of_runs(self, begin: int, end: int) -> FileRange:
-        return FileRange(self.file, begin, end, self.run_bytes, self.stride_bytes)._joined()
+        return replace(self, begin=begin, end=end)._joined()
+
+    def _whole(self, begin: int, end: int) -> FileRange:
+        return replace(self, begin=begin, end=end, run_bytes=0, stride_bytes=0)
 
     def _joined(self) -> FileRange:
         """The same as one range, where nothing is between the runs."""
         if self.run_bytes in (self.stride_bytes, self.end - self.begin):
-            return FileRange(self.file, self.begin, self.end)
+            return self._whole(self.begin, self.end)
         return self
 
     def read(self, room: Bytes | None = None) -> Bytes:
         """See `WeightFile.read`."""
+        if self.before_read is not None:
+            self.before_read()
         if not self.run_bytes:
             return self.file.read(self.begin, self.end, room)
         found = np.empty(self.num_bytes, np.uint8) if room is None else room[: self.num_bytes]

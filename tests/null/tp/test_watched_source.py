@@ -1,0 +1,58 @@
+"""Weights of rank 0 are read no more when its group has ended, whatever was taken before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vllmx_core.errors import RankLostError
+from vllmx_core.testing.synthetic import ArraySource
+from vllmx_core.weight_files import ReadingRoom, WeightFile
+from vllmx_core.weights import DENSE, RawTensor, Span, WeightPart, made_part
+from vllmx_tp.watched_source import WatchedSource
+
+SHAPE = (8, 64)
+VALUES = np.arange(512, dtype=np.float32).reshape(SHAPE)
+LOOKS: dict[str, Callable[[WeightPart], object]] = {
+    "whole": lambda part: part.dequantize(),
+    "rows": lambda part: part.rows(2, 4).dequantize(),
+    "columns": lambda part: part.cols(32, 64).dequantize(),
+    "rows of columns": lambda part: part.cols(32, 64).rows(2, 4).dequantize(),
+    "one by one": lambda part: part.buffers["weight"].in_memory(),
+    "into a room": lambda part: part.buffers["weight"].in_memory(ReadingRoom()),
+}
+
+
+class Source(ArraySource):
+    """One tensor in a file, and one that is made of it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__({})
+        path.write_bytes(VALUES.tobytes())
+        raw = RawTensor("stored", "f32", SHAPE, WeightFile(path).range(0, VALUES.nbytes))
+        stored = WeightPart("stored", SHAPE, DENSE, {"weight": raw})
+
+        def narrow(_: WeightPart, rows: Span, cols: Span) -> WeightPart:
+            return stored.cols(*cols).rows(*rows)
+
+        made = made_part("made", SHAPE, DENSE, stored.rows, narrow=narrow)
+        self._parts = {"stored": stored, "made": made}
+
+
+@pytest.mark.parametrize("name", ["stored", "made"])
+@pytest.mark.parametrize("look", LOOKS)
+def test_what_is_read_late(name: str, look: str, tmp_path: Path) -> None:
+    has_ended = False
+
+    def check() -> None:
+        if has_ended:
+            raise RankLostError("rank 1 was killed")
+
+    source = WatchedSource(Source(tmp_path / "weights"), check)
+    part = source.part(name)
+    np.testing.assert_array_equal(part.cols(32, 64).dequantize(2, 4), VALUES[2:4, 32:])
+    has_ended = True
+    with pytest.raises(RankLostError):
+        LOOKS[look](part)
