@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -24,7 +25,7 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, RankLostError, VllmxError
 from vllmx_core.registry import Registry
 from vllmx_engine.core.found_model import FoundModel
-from vllmx_tp import handshake, hosts
+from vllmx_tp import __version__, handshake, hosts
 from vllmx_tp.agreement import agreed_ranks, agreed_stages
 from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.fingerprint import Marks, fingerprint
@@ -39,7 +40,7 @@ from vllmx_tp.region import BUFFER_BYTES, Region
 from tests.waiting import PATIENCE_S
 
 KEY, OTHER_KEY, GROUP = b"k" * 32, b"o" * 32, b"g" * 16
-HELLO_BYTES = len(handshake.MAGIC) + 32 + 1 + len(GROUP) + 32
+HELLO_BYTES = len(handshake.MAGIC) + 32 + 4 + 1 + len(GROUP) + 32
 
 
 @pytest.fixture
@@ -147,17 +148,60 @@ def test_who_repeats_a_proof_is_not_let_in(pool: ThreadPoolExecutor) -> None:
         greeted(pool, replay).result()
 
 
-def test_another_version_is_named(
-    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def hello_of(version: bytes) -> Callable[[socket.socket], None]:
-        hello = (handshake.MAGIC + version.ljust(32, b"\0")).ljust(HELLO_BYTES)
-        return lambda ours: ours.sendall(hello)
+def another(version: str, protocol: int, rest: str) -> Any:
+    """The handshake of another version of vllmx, with what follows the part of a hello that all
+    versions have in common."""
+    spec = find_spec("vllmx_tp.handshake")
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.__version__, module.PROTOCOL, module._REST = version, protocol, struct.Struct(rest)
+    return module
 
-    with pytest.raises(HandshakeError, match=r"vllmx-tp '9\.9', this host .*: install the same"):
-        greeted(pool, hello_of(b"9.9")).result()
-    with pytest.raises(HandshakeError, match=r"vllmx-tp '\\n\\x1b\[2J', this host"):
-        greeted(pool, hello_of(b"\n\x1b[2J")).result()  # nothing of it reaches a terminal
+
+@pytest.mark.parametrize("rest", ["<B16s2s", "<B16s32s", "<B16s300s"])
+@pytest.mark.parametrize(("version", "protocol"), [("9.9", 7), (__version__, 2), ("9.9", 1)])
+def test_another_version_is_named_by_both(
+    pool: ThreadPoolExecutor, version: str, protocol: int, rest: str
+) -> None:
+    """At once, however long its hello is: it had been waited for, as one that is busy."""
+    other = another(version, protocol, rest)
+
+    def says(its: tuple[str, int], mine: tuple[str, int]) -> str:
+        one, this = (f"{version!r} with protocol {number}" for version, number in (its, mine))
+        return re.escape(f"it runs vllmx-tp {one}, this host {this}: install the same vllmx on")
+
+    def let_in(module: Any) -> None:
+        with place.accept()[0] as connection:
+            module.answer(connection, KEY)
+
+    mine, its = (__version__, handshake.PROTOCOL), (version, protocol)
+    with listen(("127.0.0.1", 0)) as place:
+        address = place.getsockname()
+        future = pool.submit(let_in, other)
+        with pytest.raises(ConfigError, match=f"^--rank-hosts 127.0.0.1:.*: {says(its, mine)}"):
+            connect(address, KEY, GROUP, Purpose.STEPS, PATIENCE_S, lambda: None)
+        with pytest.raises(other.HandshakeError, match=says(mine, its)):
+            future.result()
+        future = pool.submit(let_in, handshake)
+        with (
+            socket.create_connection(address) as connection,
+            pytest.raises(other.HandshakeError, match=says(mine, its)),
+        ):
+            other.call(connection, KEY, GROUP, other.Purpose.STEPS)
+        with pytest.raises(HandshakeError, match=says(its, mine)):
+            future.result()
+
+
+def test_a_version_that_is_no_text(pool: ThreadPoolExecutor) -> None:
+    """Nothing of it reaches a terminal."""
+    hello = (handshake.MAGIC + b"\n\x1b[2J".ljust(32, b"\0")).ljust(HELLO_BYTES)
+    with pytest.raises(HandshakeError, match=r"vllmx-tp '\\n\\x1b\[2J' with"):
+        greeted(pool, lambda ours: ours.sendall(hello)).result()
+
+
+def test_what_is_no_hello(pool: ThreadPoolExecutor) -> None:
     for shorter in (b"GET / HTTP/1.1\r\n", b"SSH-2.0-OpenSSH_9\r\n"):
         with pytest.raises(HandshakeError, match="no host of ranks: check the port"):
             greeted(pool, lambda ours, shorter=shorter: ours.sendall(shorter)).result()

@@ -1,9 +1,10 @@
 """How two hosts of one model make sure of each other: both have the same key, which never travels.
 
-Each says its version and a random number; rank 0, which calls, also says what the connection is for
-and which group it belongs to. Each shows by an HMAC over all of that that it has the key. Then the
-host that was called lets the connection in, or hangs up, for it serves one group at a time. What
-follows is neither signed nor encrypted: the network between ranks must be one that only they use.
+Each says its version, its protocol and a random number; rank 0, which calls, also says what the
+connection is for and which group it belongs to. Each shows by an HMAC over all of that that it has
+the key. Then the host that was called lets the connection in, or hangs up, for it serves one group
+at a time. What follows is neither signed nor encrypted: the network between ranks must be one that
+only they use.
 """
 
 from __future__ import annotations
@@ -27,8 +28,14 @@ from vllmx_tp.fill import fill
 MAGIC = b"vllmx ranks\n"
 GROUP_BYTES = 16
 _NONCE_BYTES = 32
-_HELLO = struct.Struct(f"<{len(MAGIC)}s32sB{GROUP_BYTES}s{_NONCE_BYTES}s")
-"""Magic, version, purpose, group, and the random number."""
+PROTOCOL = 1
+"""Counts up with whatever hosts say to each other: hellos, messages, frames, what links send. The
+version may stay the same meanwhile."""
+_HEAD = struct.Struct(f"<{len(MAGIC)}s32sI")
+"""Magic, version and protocol. These stay as they are for all time, as hosts of any two versions
+read them before anything else."""
+_REST = struct.Struct(f"<B{GROUP_BYTES}s{_NONCE_BYTES}s")
+"""Purpose, group, and the random number."""
 _MAC_BYTES = 32
 LET_IN = b"\1"
 HANDSHAKE_S = 5.0
@@ -110,13 +117,14 @@ def answer(connection: socket.socket, key: bytes) -> tuple[int, bytes]:
     connection.sendall(_proof(key, b"waits", both))
     _check_proof(receive(connection, _MAC_BYTES, deadline_s), _proof(key, b"calls", both))
     connection.settimeout(None)
-    _, _, purpose, group, _ = _HELLO.unpack(theirs)
+    purpose, group, _ = _REST.unpack_from(theirs, _HEAD.size)
     return purpose, group
 
 
 def _hello(purpose: Purpose, group: bytes) -> bytes:
     nonce = secrets.token_bytes(_NONCE_BYTES)
-    return _HELLO.pack(MAGIC, __version__.encode(), purpose, group, nonce)
+    head = _HEAD.pack(MAGIC, __version__.encode(), PROTOCOL)
+    return head + _REST.pack(purpose, group, nonce)
 
 
 def _exchanged(connection: socket.socket, mine: bytes, deadline_s: float) -> bytes:
@@ -126,14 +134,15 @@ def _exchanged(connection: socket.socket, mine: bytes, deadline_s: float) -> byt
     magic = receive(connection, len(MAGIC), deadline_s)
     if magic != MAGIC:
         raise HandshakeError("it is no host of ranks: check the port, and that `vllmx rank` runs")
-    theirs = magic + receive(connection, _HELLO.size - len(MAGIC), deadline_s)
-    version = _HELLO.unpack(theirs)[1].rstrip(b"\0").decode("utf-8", "backslashreplace")
-    if version != __version__:
+    head = magic + receive(connection, _HEAD.size - len(MAGIC), deadline_s)
+    if head != mine[: _HEAD.size]:
+        _, version, protocol = _HEAD.unpack(head)
+        text = version.rstrip(b"\0").decode("utf-8", "backslashreplace")
         raise HandshakeError(
-            f"it runs vllmx-tp {shown(version)}, this host {shown(__version__)}: install the same"
-            " on both"
+            f"it runs vllmx-tp {shown(text)} with protocol {protocol}, this host"
+            f" {shown(__version__)} with protocol {PROTOCOL}: install the same vllmx on both"
         )
-    return theirs
+    return head + receive(connection, _REST.size, deadline_s)
 
 
 def _proof(key: bytes, side: bytes, both: bytes) -> bytes:
