@@ -104,15 +104,6 @@ def openapi(session: nox.Session) -> None:
 
 
 @nox.session
-def ranks(session: nox.Session) -> None:
-    """All that backends and architectures are asked for, on 2 and 4 ranks; arguments go to
-    pytest."""
-    session.install("-r", "requirements-dev.txt")
-    files = ("tests/backend/test_backend_ranks.py", "tests/backend/test_model_ranks.py")
-    session.run("python", "-m", "pytest", *files, *session.posargs, env={"VLLMX_TEST_RANKS": "all"})
-
-
-@nox.session
 def llama(session: nox.Session) -> None:
     """Runs the files of `vllmx quantize` in llama.cpp, which it builds first (some minutes)."""
     session.install("-r", "requirements-dev.txt")

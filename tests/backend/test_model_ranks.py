@@ -1,5 +1,4 @@
-"""Architectures on ranks of the CPU backend: what `ModelSuite` asks of any backend. The variable of
-`test_backend_ranks` gives all of them to four ranks and to those of torch and metal, too."""
+"""Architectures on ranks: what `ModelSuite` asks of any backend."""
 
 from __future__ import annotations
 
@@ -7,20 +6,21 @@ import pytest
 from vllmx_core.errors import ConfigError
 from vllmx_core.testing.ranked_backend import RankedBackend
 
-from . import test_architectures, test_expert_architectures
+from . import test_architectures, test_expert_architectures, test_recurrent_architectures
 from .served_models import suites
-from .test_backend_ranks import EVERYTHING, shared_by
+from .test_backend_ranks import shared_by
 from .test_backends import backend_spec
 
 SUITES = {
     name.removeprefix("Test"): suite
-    for name, suite in suites(test_architectures, test_expert_architectures).items()
+    for name, suite in suites(
+        test_architectures, test_expert_architectures, test_recurrent_architectures
+    ).items()
 }
-SOME = ("Llama", "Qwen3", "Gemma3", "Qwen3Moe", "GptOss", "DeepSeekV3")
-RANKS = {"cpu": (2, 4), "torch": (2,), "metal": (2,)} if EVERYTHING else {"cpu": (2,)}
+RANKS = {"cpu": (2, 4), "torch": (2,), "metal": (2,)}
 
 
-@pytest.mark.parametrize("name", SUITES if EVERYTHING else SOME)
+@pytest.mark.parametrize("name", SUITES)
 def test_ranks_agree_with_the_reference(name: str) -> None:
     for kind, counts in RANKS.items():
         for count in counts:
