@@ -50,8 +50,18 @@ class Ranks:
     load: Callable[[Ranks], list[RankReady]]
     farewell: Callable[[], None]
 
-    def __init__(self, found: Any, region: Region, ranks: range, cores: Any, share: int) -> None:
+    def __init__(
+        self,
+        found: Any,
+        region: Region,
+        ranks: range,
+        cores: Any,
+        share: int,
+        *,
+        free_bytes: int = 0,
+    ) -> None:
         assert len(ranks) == share == len(cores)
+        self.free_bytes = free_bytes
         self.failure: RankLostError | None = None
         self.is_lost, self.is_killed = threading.Event(), threading.Event()
         self.steps: SimpleQueue[tuple[Call, list[int]]] = SimpleQueue()
@@ -168,6 +178,20 @@ def test_steps_go_to_the_ranks(
         assert group.steps.get(timeout=PATIENCE_S) == (Call.STEP, [5, -6])
         host.send(NOTICE.pack(Call.CLOSE, 0, INLINE), b"")
         assert f"the connection to host {host.name} has ended" in ended(host)
+
+
+def test_ranks_of_a_host_divide_what_was_free_there(
+    address: tuple[str, int],
+    found: FoundModel,
+    region: Region,
+    ranks: type[Ranks],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever loads last finds less, and the least number of blocks counts for all hosts."""
+    monkeypatch.setattr("vllmx_engine.core.load.free_memory", lambda _: 12345)
+    with remote(address, found, region) as host:
+        host.loaded(nothing)
+        assert ranks.made.get(timeout=PATIENCE_S).free_bytes == 12345
 
 
 def test_another_server_waits_for_a_busy_host(

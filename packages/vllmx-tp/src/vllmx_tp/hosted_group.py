@@ -15,6 +15,7 @@ import numpy as np
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, RankLostError, VllmxError
 from vllmx_engine.core.found_model import FoundModel
+from vllmx_engine.core.load import free_for_model
 from vllmx_engine.wire.ipc import ErrorRecord, FrameError, encode_frame
 
 from vllmx_tp.door import Caller
@@ -120,11 +121,12 @@ class HostedGroup:
         """Loads the ranks, and tells rank 0. Raises VllmxError, and why the group has ended."""
         config, ranks = begin.config, self._ranks(begin)
         found = self._found_for(begin)
-        backend = found.registry.choose_backend(config.backend)[0].name
-        cores = divide_cores(len(ranks), config, backend)
+        backend = found.registry.choose_backend(config.backend)[0]
+        cores = divide_cores(len(ranks), config, backend.name)
+        free = free_for_model(config, backend)  # the first of them to load would leave less
         self._region = Region.create(config.num_ranks, config.pipeline_parallel_size)
         self._link = self._linked(self._region, config, ranks)
-        self._group = Group(found, self._region, ranks, cores, len(ranks))
+        self._group = Group(found, self._region, ranks, cores, len(ranks), free_bytes=free)
         self._check()
         ready = self._group.loaded()
         self._is_loaded = True

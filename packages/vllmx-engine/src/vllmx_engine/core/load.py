@@ -147,7 +147,7 @@ def open_model(found: FoundModel, free_bytes: int | None = None) -> OpenedModel:
             model = text_alone(model) or model
         limit = checkpoint.config.get("text_limit")
         options = load_options(found.config, model, text_limit=limit, progress=found.progress)
-        free = free_bytes or _free_bytes(found.config, spec)
+        free = free_bytes or free_for_model(found.config, spec)
         if found.config.num_ranks > 1:
             options = replace(options, free_bytes=free or None)
         if found.config.memory_bytes is not None:
@@ -159,9 +159,9 @@ def open_model(found: FoundModel, free_bytes: int | None = None) -> OpenedModel:
     return OpenedModel(checkpoint, model, spec, options, free, lost_tower)
 
 
-def _free_bytes(config: EngineConfig, spec: BackendSpec) -> int:
-    """Memory that the model could take; 0: each rank has a device of its own. Raises ConfigError
-    for a limit on that."""
+def free_for_model(config: EngineConfig, spec: BackendSpec) -> int:
+    """Memory that the model could take, in one process or in ranks that share it; 0: each rank has
+    a device of its own. Raises ConfigError for a limit on that."""
     if config.num_ranks == 1 or not spec.has_own_devices():
         return free_memory(spec.load()())
     if config.memory_bytes is not None:
