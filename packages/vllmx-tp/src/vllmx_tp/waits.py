@@ -1,4 +1,4 @@
-"""Who keeps the other ranks waiting, as the counts of their calls tell."""
+"""Deadlines of waits between ranks: the counts of their calls tell who keeps the others waiting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Waits:
         self._behind = [Stillness() for _ in self._arrived]
 
     def look(self, passed_s: float) -> str | None:
-        """Who has been waited for too long, `passed_s` after the last look; None: nobody."""
+        """Takes a look, `passed_s` after the last one. The sentence on a rank that has been waited
+        for too long, None where there is none."""
         for ranks in self._stages:
             counts = [int(self._arrived[rank][0]) for rank in ranks]
             for rank, count in zip(ranks, counts, strict=True):
