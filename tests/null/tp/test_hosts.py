@@ -1,4 +1,4 @@
-"""Ranks on several hosts, without a model: keys, hellos, the way of parts from region to region."""
+"""Hosts of ranks, without a model: keys, hellos, addresses, and what they compare."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,10 +14,8 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
 import pytest
 from vllmx_core.backend import LoadedInfo
 from vllmx_core.config import EngineConfig
@@ -27,15 +24,12 @@ from vllmx_core.registry import Registry
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_tp import __version__, handshake, hosts
 from vllmx_tp.agreement import agreed_ranks, agreed_stages
-from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.fingerprint import Marks, fingerprint
 from vllmx_tp.handshake import LET_IN, BusyError, HandshakeError, Purpose, answer, call, read_key
 from vllmx_tp.hosts import addresses, connect
-from vllmx_tp.link import Link
 from vllmx_tp.listener import listen
 from vllmx_tp.loading import share_of_host
 from vllmx_tp.messages import RankReady
-from vllmx_tp.region import BUFFER_BYTES, Region
 
 from tests.waiting import PATIENCE_S
 
@@ -407,80 +401,3 @@ def test_a_tower_that_rank_0_has_is_the_same_on_each_host(tmp_path: Path) -> Non
         none.check(mine, found[0], "a:1")
     with pytest.raises(ConfigError, match=r"another file in .*other.gguf: .* `vllmx rank --mmproj"):
         another.check(mine, found[2], "a:1")
-
-
-# --- parts ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("shares", [[(0,), (1,)], [(0, 1), (2, 3)], [(0,), (1,), (2,)]])
-def test_ranks_add_and_gather_from_region_to_region(shares: list[tuple[int, ...]]) -> None:
-    """Some arrays are more than a buffer holds; with three hosts, the first passes parts on."""
-    count = sum(map(len, shares))
-    regions, links, broken = [Region.create(count) for _ in shares], [], []
-    for host, share in enumerate(shares[1:], 1):
-        listener = listen(("127.0.0.1", 0))
-        ours = socket.create_connection(listener.getsockname())
-        theirs, _ = listener.accept()
-        listener.close()
-        others = [rank for rank in range(count) if rank not in share]
-        links.append(Link(regions[0], ours, others, share, broken.append))
-        links.append(Link(regions[host], theirs, share, others, broken.append))
-    wide = BUFFER_BYTES // 8 + 17
-    given = [np.random.default_rng(rank).standard_normal((2, wide)) for rank in range(count)]
-    found: dict[int, list[Any]] = {}
-
-    def run(region: Region, rank: int) -> None:
-        comm = SharedMemoryCommunicator(region, rank)
-        part = np.full((3, rank + 1), rank, np.float32)
-        found[rank] = [comm.all_reduce(given[rank])]
-        found[rank] += [comm.all_gather(part, [one + 1 for one in range(count)])]
-        found[rank] += [int(comm.all_reduce(np.full(4, rank + turn))[0]) for turn in range(7)]
-
-    threads = [
-        threading.Thread(target=run, args=(region, rank))
-        for region, share in zip(regions, shares, strict=True)
-        for rank in share
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for rank in range(count):
-        total, gathered, *sums = found[rank]
-        np.testing.assert_array_equal(total, found[0][0])
-        np.testing.assert_allclose(total, sum(given), rtol=1e-12, atol=1e-12)
-        assert gathered[0].tolist() == [one for one in range(count) for _ in range(one + 1)]
-        assert sums == [count * (count - 1) // 2 + count * turn for turn in range(7)]
-    assert not broken
-    for region in regions:
-        region.aborted[0] = 1
-    for link in links:
-        link.close()
-    for region in regions:
-        region.close()
-
-
-def linked(ended: Callable[[str], None]) -> tuple[Region, Link, socket.socket]:
-    """A link of rank 0 to rank 1, and the other end of its connection."""
-    region = Region.create(2)
-    with listen(("127.0.0.1", 0)) as listener:
-        ours = socket.create_connection(listener.getsockname())
-        theirs, _ = listener.accept()
-    return region, Link(region, ours, [0], [1], ended), theirs
-
-
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (b"", "the other side has hung up"),
-        (struct.pack("<2I", 1, BUFFER_BYTES + 4), f"{BUFFER_BYTES + 4} bytes, more than"),
-    ],
-)
-def test_a_link_that_breaks_says_why(data: bytes, reason: str) -> None:
-    ended: SimpleQueue[str] = SimpleQueue()
-    region, link, other = linked(ended.put)
-    with other:
-        other.sendall(data)
-        other.shutdown(socket.SHUT_WR)
-        assert reason in ended.get(timeout=PATIENCE_S)
-    region.aborted[0] = 1
-    link.close()
-    region.close()

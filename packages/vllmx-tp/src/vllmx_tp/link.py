@@ -104,14 +104,20 @@ class Link:
             count, *sizes = header.unpack(head)
             turn = count & 1
             for rank, size in zip(self._theirs, sizes, strict=True):
-                if size > BUFFER_BYTES:
-                    raise LinkEndedError(f"a part of {size} bytes, more than {BUFFER_BYTES}")
-                self._fill(region.part(rank, count)[:size].data)
+                self._fill_buffer(region.part(rank, count), size)
                 region.part_bytes(rank, turn)[0] = size  # for those to whom it is passed on
             for rank in self._theirs:
                 word = region.word(rank, Word.ARRIVED)
                 word[0] = count
                 futex.wake(word)
+
+    def _fill_buffer(self, buffer: npt.NDArray[np.uint8], size: int) -> None:
+        """Receives a part of so many bytes. Raises LinkEndedError, OSError, EOFError."""
+        if size > BUFFER_BYTES:
+            raise LinkEndedError(
+                f"it sends a part of {size} bytes, more than the {BUFFER_BYTES} of a buffer"
+            )
+        self._fill(buffer[:size].data)
 
     def _fill(self, view: memoryview) -> None:
         fill(view, self._socket.recv_into)
@@ -127,4 +133,4 @@ def reason_of(error: Exception) -> str:
     """Why a connection has ended, in some words."""
     if isinstance(error, EOFError):
         return "the other side has hung up"
-    return getattr(error, "strerror", None) or str(error) or "it sends what is no part of a call"
+    return getattr(error, "strerror", None) or str(error)

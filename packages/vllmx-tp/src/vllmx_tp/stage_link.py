@@ -19,7 +19,7 @@ from vllmx_core.config import EngineConfig
 
 from vllmx_tp import futex
 from vllmx_tp.link import Link, LinkEndedError
-from vllmx_tp.region import BUFFER_BYTES, Word
+from vllmx_tp.region import Word
 
 _HEAD = struct.Struct("<4I")
 """The head of a word: which one it is, the seat, its count, and the bytes of the piece behind it.
@@ -75,11 +75,14 @@ class StageLink(Link):
         while True:
             self._fill(memoryview(head))
             kind, seat, count, size = _HEAD.unpack(head)
-            is_known = kind in (Word.ARRIVED, Word.PIECES) and seat in self._theirs
-            if not is_known or size > BUFFER_BYTES:
-                raise LinkEndedError
+            if kind not in (Word.ARRIVED, Word.PIECES) or seat not in self._theirs:
+                seats = ", ".join(map(str, self._theirs))
+                raise LinkEndedError(
+                    f"it sends word {kind} of seat {seat}, which is none of its words"
+                    f" {Word.ARRIVED:d} and {Word.PIECES:d} of seats {seats}"
+                )
             if kind == Word.ARRIVED:
-                self._fill(region.buffer(seat, count & 1)[:size].data)
+                self._fill_buffer(region.buffer(seat, count & 1), size)
                 region.part_bytes(seat, count & 1)[0] = size  # for those to whom it is passed on
             word = region.word(seat, Word(kind))
             word[0] = count
