@@ -1,11 +1,12 @@
 """When a rank takes the next step: at once where steps overlap, behind the end of the one before
-where rank 0 reads each before it begins the next."""
+where rank 0 reads each before it begins the next. And when it meets what a step raises late."""
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from vllmx_tp.drawn import DrawnIds
 from vllmx_tp.executor import RankedModel
 from vllmx_tp.frames import Frame
 from vllmx_tp.messages import INLINE, NOTICE, Call
+from vllmx_tp.pipeline import PipelinedModel
 from vllmx_tp.rank_process import Follower, StageFollower
 from vllmx_tp.region import NUM_CHECKSUMS, Region
 
@@ -60,19 +62,39 @@ class Handle:
         return StepResult(np.zeros(1, np.int32), None, None, 0.0)
 
 
+class Faulty(Model):
+    """Its steps fail where they are read, as those of devices do."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def step(self, plan: object, rows: object) -> Handle:
+        return FaultyHandle([], 0)
+
+
+class FaultyHandle(Handle):
+    def result(self) -> StepResult:
+        raise RuntimeError("a fault of the device")
+
+
 class Calls:
-    """A `Reader` of these calls; writes down for how long it was to look for each."""
+    """A `Reader` of these calls, None where none comes for a while; writes down for how long it was
+    to look for each."""
 
     has_more = False
 
-    def __init__(self, calls: list[Call], events: list[str]) -> None:
+    def __init__(self, calls: Sequence[Call | None], events: list[str]) -> None:
         self._calls, self._events = iter([*calls, Call.CLOSE]), events
         self._words: I32 = np.frombuffer(FRAME.to_bytes(), np.int32)
 
-    def read(self, spin_s: float) -> tuple[Call, I32]:
+    def read(self, spin_s: float, most_s: float | None) -> tuple[Call, I32]:
         if spin_s:
             self._events.append(f"looks for {spin_s}")
-        return next(self._calls), self._words
+        call = next(self._calls)
+        if call is None:
+            assert most_s, "nothing wakes it until a call comes"
+            raise TimeoutError
+        return call, self._words
 
     def release(self) -> None: ...
 
@@ -84,7 +106,7 @@ def region() -> Iterator[Region]:
     found.close()
 
 
-def events_of(calls: list[Call], region: Region, spin_s: float = 0.25) -> list[str]:
+def events_of(calls: Sequence[Call | None], region: Region, spin_s: float = 0.25) -> list[str]:
     events: list[str] = []
     Follower(Model(events), region, 1, spin_s).run(Calls(calls, events))  # type: ignore[arg-type]
     return events
@@ -108,6 +130,42 @@ def test_a_rank_that_waits_for_the_next_step_looks_for_it(region: Region) -> Non
 def test_ranks_that_share_cores_sleep(region: Region) -> None:
     found = events_of([Call.NEXT] * 3, region, spin_s=0.0)
     assert found == ["begins 0", "begins 1", "ends 0", "ends 1", "begins 2", "ends 2"]
+
+
+def test_a_step_that_no_other_follows_is_read(region: Region) -> None:
+    """Rank 0 may wait for this rank, and sends nothing more until it knows that the step failed."""
+    found = events_of([Call.NEXT, None, Call.STEP, Call.STEP, None, Call.STEP], region)
+    assert found == [
+        "begins 0", "ends 0",
+        "begins 1", "begins 2", "ends 1", "ends 2",
+        "begins 3",
+    ]  # fmt: skip
+
+
+def test_a_rank_without_a_step_sleeps_until_a_call_comes(region: Region) -> None:
+    with pytest.raises(AssertionError, match="nothing wakes it"):
+        events_of([Call.NEXT, None, None], region)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "stages"),
+    [(Follower, 1, 1), (StageFollower, 1, 3), (StageFollower, 2, 3), (StageFollower, 3, 2)],
+)
+def test_a_rank_meets_what_its_last_step_raises(
+    kind: type[Follower], rank: int, stages: int
+) -> None:
+    """A stage in the middle, the last one, and the second rank of the last one among them."""
+    region = Region.create(4 if stages == 2 else 3, stages)
+    ours, theirs = socket.socketpair()
+    Sender(region, [rank], [ours], lambda: None).send(Call.NEXT, FRAME)
+    patience = threading.Timer(PATIENCE_S, ours.close)
+    patience.start()
+    with pytest.raises(RuntimeError, match="a fault of the device"):
+        kind(Faulty(), region, rank).run(Reader(theirs, region, rank))
+    patience.cancel()
+    ours.close()
+    theirs.close()
+    region.close()
 
 
 class Sent:
@@ -146,6 +204,26 @@ def test_rank_0_says_whether_it_waits_for_each_step(region: Region) -> None:
     half.sample(rows).result()
     model.step(plan, rows).result()
     assert calls == [Call.NEXT, Call.NEXT, Call.STEP, Call.FORWARD, Call.SAMPLE, Call.NEXT]
+
+
+def test_rank_0_meets_what_its_own_stage_raises() -> None:
+    """No answer of the last stage will come, which gets nothing of that step."""
+    region, looks = Region.create(2, 2), 0
+
+    class Looking(Sent):
+        def check(self) -> None:
+            nonlocal looks
+            looks += 1
+            assert looks < 3, "it waits for an answer alone"
+
+    info: Any = SimpleNamespace(num_stages=2)
+    model = PipelinedModel(Faulty(), Looking(region, []), info)  # type: ignore[arg-type]
+    step = model.step(make_plan([Row([5], 0, [1])], 16), sampling_rows(1))
+    with pytest.raises(RuntimeError, match="a fault of the device"):
+        step.result()
+    region.aborted[0] = 1  # and the thread that takes answers ends
+    model._thread.join(PATIENCE_S)
+    region.close()
 
 
 SAME, OTHER = np.zeros(1, np.int32), np.ones(1, np.int32)
@@ -231,6 +309,36 @@ def test_who_looks_for_a_step_gets_it_or_hears_of_the_end(region: Region) -> Non
     ours.close()
     with pytest.raises(EOFError):
         reader.read(3600.0)
+    theirs.close()
+
+
+def test_a_call_that_has_come_is_not_asked_for(region: Region) -> None:
+    """Quick steps pay nothing for the time after which a reader gives up."""
+    ours, theirs = socket.socketpair()
+    reader, asked = Reader(theirs, region, 1), list[float]()
+    reader._poll = SimpleNamespace(poll=asked.append)  # type: ignore[assignment]
+    data = FRAME.to_bytes()
+    ours.sendall(NOTICE.pack(Call.STEP, len(data), INLINE) + data)
+    assert reader.read(most_s=0.25)[0] is Call.STEP
+    assert not asked
+    with pytest.raises(TimeoutError):
+        reader.read(most_s=0.25)
+    assert asked == [250.0]
+    ours.close()
+    theirs.close()
+
+
+def test_who_gives_up_for_a_while_misses_nothing(region: Region) -> None:
+    ours, theirs = socket.socketpair()
+    reader = Reader(theirs, region, 1)
+    with pytest.raises(TimeoutError):
+        reader.read(most_s=0.001)
+    data = FRAME.to_bytes()
+    ours.sendall(NOTICE.pack(Call.STEP, len(data), INLINE) + data)
+    assert reader.read(most_s=PATIENCE_S)[0] is Call.STEP
+    ours.close()
+    with pytest.raises(EOFError):
+        reader.read(most_s=PATIENCE_S)
     theirs.close()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from vllmx_core.plan import I32
 
+from vllmx_tp.fill import fill
 from vllmx_tp.frames import AnyFrame
 from vllmx_tp.messages import INLINE, NOTICE, Call
 from vllmx_tp.region import RING_BYTES, Region, Word
@@ -93,19 +94,23 @@ class Reader:
         """Whether a call has come that was not read."""
         return bool(self._poll.poll(0))
 
-    def read(self, spin_s: float = 0.0) -> tuple[Call, I32]:
-        """The next call and its frame, which stays until `release`. Looks for it for so many
-        seconds before it sleeps. Raises EOFError when rank 0 is gone."""
+    def read(self, spin_s: float = 0.0, most_s: float | None = None) -> tuple[Call, I32]:
+        """The next call and its frame, which stays until `release`. Looks for it for `spin_s`
+        before it sleeps. Raises EOFError when rank 0 is gone, TimeoutError where no call comes
+        within `most_s`."""
         end_s = time.monotonic() + spin_s if spin_s else 0.0
         while spin_s and not self.has_more and time.monotonic() < end_s:
             pass
-        self._fill(self._notice)
+        notice = memoryview(self._notice)
+        if most_s is not None:
+            notice = notice[self._begun(notice, most_s) :]
+        fill(notice, self._connection.recv_into)
         call, size, at = NOTICE.unpack(self._notice)
         self._placed = at != INLINE
         if self._placed:
             return Call(call), self._words[at // 4 : (at + size) // 4]
         data = bytearray(size)
-        self._fill(data)
+        fill(memoryview(data), self._connection.recv_into)
         return Call(call), np.frombuffer(data, np.int32)
 
     def release(self) -> None:
@@ -113,10 +118,15 @@ class Reader:
         if self._placed:
             self._taken[0] += 1
 
-    def _fill(self, data: bytearray) -> None:
-        view = memoryview(data)
-        while view:
-            count = self._connection.recv_into(view)
-            if not count:
-                raise EOFError
-            view = view[count:]
+    def _begun(self, notice: memoryview, most_s: float) -> int:
+        """The number of bytes of a notice that lie there already, 0 where it begins to come within
+        `most_s`. One that lies there takes no more system calls than a read without a limit."""
+        try:
+            count = self._connection.recv_into(notice, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            if not self._poll.poll(1000 * most_s):
+                raise TimeoutError(f"no call within {most_s} s") from None
+            return 0
+        if not count:
+            raise EOFError
+        return count

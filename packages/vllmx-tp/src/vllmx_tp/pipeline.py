@@ -104,7 +104,7 @@ class PipelinedModel:
         launched_s = time.perf_counter()
         self._group.send(Call.STEP, Frame(plan, rows))
         with self._group.guarded():
-            self._read_own(MAX_STEPS - 1)
+            self._read_own(self._num_launched - MAX_STEPS)
             self._own.append((self._num_launched, self._model.step(plan, rows)))
         self._num_launched += 1
         return PipelinedStep(self, launched_s)
@@ -120,23 +120,26 @@ class PipelinedModel:
             raise self._group.verdict()
         came_s, data = found
         with self._group.guarded():
-            while self._own and self._own[0][0] <= self._num_read:  # it has long ended
-                self._own.popleft()[1].result()
+            self._read_own(self._num_read)  # it has long ended
             result = decode_result(data, came_s - launched_s)
         self._num_read += 1
         return result
 
-    def _read_own(self, most: int) -> None:
-        """Waits until no more of the first stage's steps are unread."""
-        while len(self._own) > most:
+    def _read_own(self, last: int) -> None:
+        """Waits for the first stage's steps up to that number, and raises what they raise."""
+        while self._own and self._own[0][0] <= last:
             self._own.popleft()[1].result()
 
     def _next(self) -> tuple[float, bytes] | None:
+        """The last stage's next answer. None will come where the first stage failed, which a
+        backend may say only where its step is read."""
         while True:
             try:
                 return self._results.get(timeout=_LOOK_S)
             except Empty:
                 self._group.check()
+                with self._group.guarded():
+                    self._read_own(self._num_read)
 
     def _take(self) -> None:
         incoming = Incoming(self._group.region, 0)

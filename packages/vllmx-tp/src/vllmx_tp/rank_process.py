@@ -48,6 +48,8 @@ _MAX_IN_FLIGHT = 2
 SPIN_S = 2e-3
 """How long a rank whose cores have nothing to do looks for the next step: longer than rank 0 takes
 to read one and to schedule the next."""
+_LATE_S = 0.2
+"""How long a rank with a step in flight waits for the next call before it reads that step."""
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
@@ -58,6 +60,9 @@ class Follower:
     begin, and the cores that a rank would look for them with are busy. Where it reads each step
     first, all wait for the next one: a rank looks for it for a while before it sleeps, as to be
     woken takes longer than the way from rank 0.
+
+    Some backends raise only where a step is read. So one that no call follows is read as well: rank
+    0 may wait for this rank and send nothing until it hears of the error.
 
     Args:
         spin_s: how long; 0 where ranks share cores.
@@ -77,7 +82,12 @@ class Follower:
     def run(self, reader: Reader) -> None:
         """Follows rank 0's calls until it closes."""
         while True:
-            call, words = reader.read(self._spin_s if self._in_turns else 0.0)
+            spin_s = self._spin_s if self._in_turns else 0.0
+            try:
+                call, words = reader.read(spin_s, _LATE_S if self._in_flight else None)
+            except TimeoutError:
+                self._finish()
+                continue
             if call is Call.CLOSE:
                 return
             self._num_alone = self._num_alone + 1 if call is Call.NEXT else 0
