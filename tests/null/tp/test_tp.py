@@ -17,11 +17,11 @@ from vllmx_core.errors import CapacityError, ConfigError, RankLostError
 from vllmx_core.plan import LogitEdits, PatchRows, SamplingRows, StepPlan, TokenCounts
 from vllmx_core.processors import available_processors
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
-from vllmx_tp import group, rank_process
+from vllmx_tp import group, loading, rank_process
 from vllmx_tp.channel import Reader, Sender
 from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.frames import Frame, read_frame
-from vllmx_tp.loading import divide_cores, rank_options
+from vllmx_tp.loading import divide_cores, on_cores, rank_options
 from vllmx_tp.messages import INLINE, NOTICE, Call
 from vllmx_tp.region import BUFFER_BYTES, RING_BYTES, Region
 from vllmx_tp.ring import Ring
@@ -190,6 +190,26 @@ def test_more_ranks_than_cores() -> None:
     assert divide_cores(count + 1, threads, "cpu") == [()] * (count + 1)
     found = divide_cores(count, EngineConfig(model="demo"), "cpu")
     assert len({core for cores in found for core in cores}) in (0, count)
+
+
+@pytest.mark.parametrize(("quota", "is_pinned"), [(4, False), (8, True)])
+def test_ranks_stay_on_their_cores_unless_a_quota_leaves_some_to_others(
+    quota: int, is_pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two containers with quotas would pin all of their ranks to the same cores of a machine. Each
+    rank has as many threads as its share of the quota either way."""
+    all_cores, pinned = set(range(8)), list[set[int]]()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: all_cores, raising=False)
+    monkeypatch.setattr(
+        os, "sched_setaffinity", lambda pid, cores: pinned.append(set(cores)), raising=False
+    )
+    monkeypatch.setattr(loading, "available_processors", lambda: quota)
+    one, other = divide_cores(2, EngineConfig(model="demo"), "cpu")
+    assert not set(one) & set(other)
+    assert rank_options(LoadOptions(), 0.5, len(one), 2).num_threads == quota // 2
+    with on_cores(one):
+        assert pinned == [set(one)] * is_pinned
+    assert pinned == [set(one), all_cores] * is_pinned
 
 
 def test_memory_that_cannot_be_had() -> None:

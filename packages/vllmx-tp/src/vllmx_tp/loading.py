@@ -25,8 +25,9 @@ BY_BYTES = "bytes"
 
 
 def divide_cores(ranks: int, config: EngineConfig, backend: str) -> list[Cores]:
-    """The cores of each rank, neighbours together; empty where the system does not tell. Raises
-    ConfigError for more ranks than cores, unless `num_threads` asks for so many threads."""
+    """The cores of each rank, neighbours together; empty where the system does not tell. Under a
+    quota they say how many there are, not which (`on_cores`). Raises ConfigError for more ranks
+    than cores, unless `num_threads` asks for so many threads."""
     count = available_processors()
     if ranks > count and config.num_threads is None and backend != "numpy":
         hosts = config.num_ranks // ranks
@@ -70,8 +71,9 @@ def _flag(config: EngineConfig) -> str:
 
 @contextmanager
 def on_cores(cores: Sequence[int]) -> Iterator[None]:
-    """This thread, and those that it starts meanwhile, which stay there."""
-    if not cores:
+    """This thread, and those that it starts meanwhile, which stay there. Under a quota of less than
+    all cores they run on any: each container would choose the same ones of a machine."""
+    if not cores or available_processors() < len(os.sched_getaffinity(0)):
         yield
         return
     before = os.sched_getaffinity(0)
