@@ -12,7 +12,16 @@ from vllmx_core.errors import ConfigError
 
 from tests.waiting import PATIENCE_S
 
-from .test_tensor_parallel import BAD_WORDS, GREEDY, LIMITS, PROMPTS, SEEDED, lost, rank_processes
+from .test_tensor_parallel import (
+    BAD_WORDS,
+    GREEDY,
+    LIMITS,
+    PROMPTS,
+    SEEDED,
+    SEVERAL,
+    lost,
+    rank_processes,
+)
 
 CPU = LIMITS | {"backend": "cpu", "num_threads": 4}
 
@@ -26,11 +35,13 @@ def stages(llm: LLM) -> list[psutil.Process]:
 
 def everything(llm: LLM) -> list[Any]:
     """Ids and log-probabilities: prompts in chunks with a common prefix, twice, so that the second
-    time has hits; grammars of a kind that is filled in late; more text than the cache holds."""
+    time has hits; several answers to one prompt; grammars of a kind that is filled in late; more
+    text than the cache holds."""
     found = []
-    for params in (GREEDY, SEEDED, GREEDY, BAD_WORDS):
-        outputs = llm.generate(PROMPTS, params)
-        found += [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
+    for params in (GREEDY, SEEDED, GREEDY, SEVERAL, BAD_WORDS):
+        for output in llm.generate(PROMPTS, params):
+            assert len(output.outputs) == params.n
+            found += [(one.token_ids, one.logprobs) for one in output.outputs]
     many = [f"{PROMPTS[0] if number % 3 else ''} Number {number}" for number in range(12)]
     drawn = [
         SamplingParams(temperature=1.0, seed=number, max_tokens=6, prompt_logprobs=number % 2)

@@ -110,6 +110,19 @@ def test_a_score_of_an_embedder_is_a_cosine(llm: LLM) -> None:
     assert other.outputs.score == pytest.approx(float(first @ second), abs=1e-6)
 
 
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_ranks_and_stages_embed_as_one_process(folder: Path, llm: LLM, name: str) -> None:
+    """Long texts in chunks, the second time with hits; stages send vectors, ranks have them all."""
+    texts = [*TEXTS, " ".join(TEXTS * 3)]
+    wanted = [each.outputs.data for each in llm.embed(texts)]
+    options: dict[str, Any] = {"backend": "cpu", "dtype": "float32", "num_threads": 2, name: 2}
+    with LLM(str(folder), max_num_seqs=2, max_num_batched_tokens=19, **options) as divided:
+        assert divided.info.details["ranks"] == "2"
+        for _ in range(2):
+            for each, vector in zip(divided.embed(texts), wanted, strict=True):
+                np.testing.assert_allclose(each.outputs.data, vector, atol=2e-5)
+
+
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_chunks_and_prefixes_change_nothing(folder: Path, llm: LLM, backend: str) -> None:
     """Rows leave after their one result, so that many more texts than rows go through."""

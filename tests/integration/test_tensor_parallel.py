@@ -36,6 +36,7 @@ SYSTEM = "You are a teller of short stories for small children, who like animals
 PROMPTS = [SYSTEM + "Once upon a time", SYSTEM + "The capital of", "A cat"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=8, repetition_penalty=1.1)
+SEVERAL = SamplingParams(n=3, temperature=0.9, seed=11, max_tokens=6)
 BAD_WORDS = SamplingParams(temperature=0.0, max_tokens=4, bad_words=["Once upon", "there was"])
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
 
@@ -60,19 +61,20 @@ def rank_processes() -> list[psutil.Process]:
 
 
 def answers(llm: LLM, kinds: Sequence[SamplingParams]) -> list[list[int]]:
-    """Chunked prompts with a common prefix, twice, so that the second time has hits; rows that are
-    sampled late; more text than the cache holds at once."""
+    """Chunked prompts with a common prefix, twice, so that the second time has hits; several
+    answers to one prompt; rows that are sampled late; more text than the cache holds at once."""
     found = []
     for params in kinds:
-        outputs = llm.generate(PROMPTS, params)
-        found += [list(output.outputs[0].token_ids) for output in outputs]
+        for output in llm.generate(PROMPTS, params):
+            assert len(output.outputs) == params.n
+            found += [list(one.token_ids) for one in output.outputs]
     return found
 
 
 @pytest.mark.parametrize("backend", ["numpy", "cpu"])
 def test_ranks_answer_as_one_process(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """numpy is slow: it shows the calls between ranks, the CPU backend the rest."""
-    kinds = (GREEDY, SEEDED, GREEDY, BAD_WORDS) if backend == "cpu" else (BAD_WORDS,)
+    kinds = (GREEDY, SEEDED, GREEDY, SEVERAL, BAD_WORDS) if backend == "cpu" else (BAD_WORDS,)
     more = {"backend": backend, "num_threads": 2}
     with LLM("demo", **LIMITS | more) as llm:
         expected = answers(llm, kinds)
