@@ -388,6 +388,23 @@ def test_models_are_told_apart_by_their_bytes(tmp_path: Path) -> None:
     assert weights[0] == weights[1] != weights[2]
 
 
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_models_are_told_apart_by_any_of_their_layers(num_files: int, tmp_path: Path) -> None:
+    """Hosts with other layers in files of equal sizes would compute a mixture."""
+    num_layers, file_bytes = 120, 12_000_000 // num_files
+    files = [tmp_path / f"model-{number}.safetensors" for number in range(num_files)]
+    for file in files:
+        file.write_bytes(bytes(file_bytes))
+    marks = {fingerprint(tmp_path)}
+    for layer in range(num_layers):
+        number, at = divmod(layer, num_layers // num_files)
+        with files[number].open("r+b") as file:
+            file.seek(100_000 * at)
+            file.write(b"1" * 100_000)
+        marks.add(fingerprint(tmp_path))
+    assert len(marks) == 1 + num_layers
+
+
 def test_a_tower_that_rank_0_has_is_the_same_on_each_host(tmp_path: Path) -> None:
     model, tower, other = (tmp_path / name for name in ("m.gguf", "tower.gguf", "other.gguf"))
     for number, file in enumerate((model, tower, other)):
