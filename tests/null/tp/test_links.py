@@ -1,4 +1,5 @@
-"""Links between hosts of ranks: parts go from region to region, and a link that breaks says why."""
+"""Links between hosts of ranks: parts go from region to region, behind a fence each as in
+`test_fences`, and a link that breaks says why."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllmx_tp import futex
 from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.link import Link
 from vllmx_tp.listener import listen
 from vllmx_tp.region import BUFFER_BYTES, Region, Word
 from vllmx_tp.stage_link import StageLink
 
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 
 @pytest.mark.parametrize("shares", [[(0,), (1,)], [(0, 1), (2, 3)], [(0,), (1,), (2,)]])
@@ -108,3 +110,37 @@ def test_a_link_that_breaks_says_why(kind: type[Link], words: tuple[int, ...], r
         other.sendall(struct.pack(f"<{len(words)}I", *words))
         other.shutdown(socket.SHUT_WR)
         assert ended.get(timeout=PATIENCE_S) == reason
+
+
+@pytest.mark.parametrize(("kind", "head"), [(Link, ()), (StageLink, (SENT, 0))])
+def test_a_part_is_sent_as_it_is_behind_its_counter(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Link], head: tuple[int, ...]
+) -> None:
+    expected = struct.pack(f"<{len(head) + 2}I", *head, 1, 3) + b"abc"
+    with linked(kind, lambda reason: None) as (region, other):
+
+        def fence() -> None:
+            region.buffer(0, 1)[:3] = np.frombuffer(b"abc", np.uint8)
+
+        monkeypatch.setattr(futex, "fence", fence)
+        region.part_bytes(0, 1)[0] = 3
+        region.word(0, Word.ARRIVED)[0] = 1
+        assert other.recv(len(expected), socket.MSG_WAITALL) == expected
+
+
+@pytest.mark.parametrize(("kind", "head"), [(Link, ()), (StageLink, (SENT, 1))])
+def test_a_part_that_comes_is_counted_behind_its_bytes(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Link], head: tuple[int, ...]
+) -> None:
+    seen: list[tuple[int, int, bytes]] = []
+    with linked(kind, lambda reason: None) as (region, other):
+        arrived = region.word(1, Word.ARRIVED)
+
+        def fence() -> None:
+            size, part = region.part_bytes(1, 1), region.buffer(1, 1)
+            seen.append((int(arrived[0]), int(size[0]), part[:3].tobytes()))
+
+        monkeypatch.setattr(futex, "fence", fence)
+        other.sendall(struct.pack(f"<{len(head) + 2}I", *head, 1, 3) + b"abc")
+        wait_until(lambda: arrived[0] == 1)
+        assert seen == [(0, 3, b"abc")]

@@ -131,7 +131,7 @@ class SharedMemoryCommunicator:
         parts = [of_rank[self._count & 3] for of_rank in self._parts]
         parts[self._rank][: piece.nbytes].view(piece.dtype)[:] = piece
         self._region.part_bytes(self._seat, self._count & 1)[0] = piece.nbytes
-        self._arrived[self._rank][0] = self._count
+        futex.publish(self._arrived[self._rank], self._count)
         if self._bridged[0]:
             futex.wake(self._arrived[self._rank])
         self._wait()
@@ -148,3 +148,4 @@ class SharedMemoryCommunicator:
                     raise RankLostError("the other ranks have ended")
                 looks += 1
                 time.sleep(0 if looks < _SPINS else _SLEEP_S)
+        futex.fence()

@@ -1,11 +1,14 @@
-"""Waiting for a word of shared memory to change, and waking who waits for it so."""
+"""Counters in shared memory: setting one behind the data that it counts, waiting for one to change,
+and waking who waits for it so."""
 
 from __future__ import annotations
 
 import ctypes
 import platform
 import sys
+import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +26,45 @@ class _Timespec(ctypes.Structure):
 
 _SLICE = _Timespec(0, int(_SLICE_S * 1e9))
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _nothing() -> None:
+    """x86-64 keeps the order of stores, and that of loads, by itself."""
+
+
+_turn = threading.Lock()
+
+
+def _two_turns() -> None:
+    """A lock keeps in front of its release what stands there, and behind its acquire what stands
+    there. One turn of both would let what stands in front of it and what stands behind it move in,
+    and pass each other there. A release and the next acquire do not pass each other on ARMv8."""
+    with _turn:
+        pass
+    with _turn:
+        pass
+
+
+def fence_of(system: str, machine: str) -> Callable[[], None]:
+    """What keeps the accesses to memory in front of it before those behind it, seen from other
+    processors. NumPy's are plain ones, which ARM's processors let pass each other."""
+    if machine == "x86_64":
+        return _nothing
+    if system == "darwin":
+        barrier: Callable[[], None] = _libc.OSMemoryBarrier
+        return barrier
+    return _two_turns
+
+
+fence = fence_of(sys.platform, platform.machine())
+"""Stands between the look at a counter and the look at what it counts."""
+
+
+def publish(word: npt.NDArray[np.uint32], count: int) -> None:
+    """Sets a counter. Who sees it so, and has a `fence` behind that, sees all that this thread has
+    written before; and what this thread has read before is what it was then."""
+    fence()
+    word[0] = count
 
 
 def is_behind(seen: int, count: int) -> bool:

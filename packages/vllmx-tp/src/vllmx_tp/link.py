@@ -94,6 +94,7 @@ class Link:
             looks += 1
             if looks > _SPINS:
                 futex.wait_while(word, seen)
+        futex.fence()
 
     def _receive(self) -> None:
         region = self._region
@@ -108,7 +109,7 @@ class Link:
                 region.part_bytes(rank, turn)[0] = size  # for those to whom it is passed on
             for rank in self._theirs:
                 word = region.word(rank, Word.ARRIVED)
-                word[0] = count
+                futex.publish(word, count)
                 futex.wake(word)
 
     def _fill_buffer(self, buffer: npt.NDArray[np.uint8], size: int) -> None:

@@ -85,7 +85,7 @@ class StageLink(Link):
                 self._fill_buffer(region.buffer(seat, count & 1), size)
                 region.part_bytes(seat, count & 1)[0] = size  # for those to whom it is passed on
             word = region.word(seat, Word(kind))
-            word[0] = count
+            futex.publish(word, count)
             futex.wake(word)
 
 

@@ -45,6 +45,7 @@ class _End:
                 time.sleep(0)
             else:
                 futex.wait_while(word, seen)
+        futex.fence()
 
 
 class Outgoing(_End):
@@ -70,7 +71,7 @@ class Outgoing(_End):
         turn = self._count & 1
         self._buffers[turn][: len(piece)] = piece
         self._region.part_bytes(self._sender, turn)[0] = len(piece)
-        self._sent[0] = self._count
+        futex.publish(self._sent, self._count)
         futex.wake(self._sent)
 
 
@@ -110,5 +111,5 @@ class Incoming(_End):
         self._free()
 
     def _free(self) -> None:
-        self._taken[0] = self._count
+        futex.publish(self._taken, self._count)
         futex.wake(self._taken)
