@@ -133,6 +133,10 @@ class NcclRanks:
             self._behind = self._open(2, made, _SENDER)
 
     def _open(self, count: int, name: tuple[int, ...], rank: int) -> Any:
+        """Returns when all of the group have called it. NCCL has no deadline for that and cannot be
+        left meanwhile: a rank that dies between the exchange of the id and this call leaves the
+        others here. They are killed with the group, but for rank 0 (docs/scale.md says so). A
+        thread of its own, with the device made current there, would let rank 0 go on."""
         return self._call(lambda: self._nccl.NcclCommunicator(count, name, rank))
 
     @property
