@@ -35,6 +35,11 @@ from tests.waiting import PATIENCE_S
 
 KEY, OTHER_KEY, GROUP = b"k" * 32, b"o" * 32, b"g" * 16
 HELLO_BYTES = len(handshake.MAGIC) + 32 + 4 + 1 + len(GROUP) + 32
+LOADED = LoadedInfo(
+    backend="cpu", device="a processor", dtype="bf16", kv_cache_dtype="bf16", block_size=8,
+    num_kv_blocks=16, max_num_seqs=4, max_num_batched_tokens=64, max_logit_rows=8,
+    weight_bytes=0, kv_cache_bytes=0, details={},
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -365,15 +370,25 @@ def test_another_dtype_on_one_host(
     agreed: Callable[[LoadedInfo, Sequence[RankReady]], LoadedInfo],
 ) -> None:
     """Each host chooses by itself where no flag says which."""
-    mine = LoadedInfo(
-        backend="cpu", device="a processor", dtype="bf16", kv_cache_dtype="bf16", block_size=8,
-        num_kv_blocks=16, max_num_seqs=4, max_num_batched_tokens=64, max_logit_rows=8,
-        weight_bytes=0, kv_cache_bytes=0, details={},
-    )  # fmt: skip
-    other = RankReady.of(replace(mine, dtype="f32"))
+    other = RankReady.of(replace(LOADED, dtype="f32"))
     with pytest.raises(VllmxError, match=r"differ in dtype: \['bf16', 'f32'\]; set it by its flag"):
-        agreed(mine, [other])
-    assert agreed(mine, [RankReady.of(mine)]).num_kv_blocks == mine.num_kv_blocks
+        agreed(LOADED, [other])
+    found = agreed(LOADED, [RankReady.of(LOADED)])
+    assert found.num_kv_blocks == LOADED.num_kv_blocks
+
+
+def test_hosts_that_may_draw_different_ids(caplog: pytest.LogCaptureFixture) -> None:
+    """Each host samples by itself."""
+    wide, narrow = (
+        replace(LOADED, details={"instruction set": name, "threads": number})
+        for number, name in enumerate(("avx512", "avx2"))
+    )
+    agreed_ranks(wide, [RankReady.of(wide), RankReady.of(LOADED)])
+    assert not caplog.text
+    agreed_ranks(wide, [RankReady.of(wide), RankReady.of(narrow)])
+    assert "differ in instruction set (avx512, avx512, avx2)" in caplog.text
+    assert "set VLLMX_CPU_ISA" in caplog.text
+    assert "threads" not in caplog.text
 
 
 def test_models_are_told_apart_by_their_bytes(tmp_path: Path) -> None:

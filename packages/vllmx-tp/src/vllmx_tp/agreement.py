@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,8 @@ from vllmx_core.errors import VllmxError
 
 from vllmx_tp.messages import RankReady
 
+logger = logging.getLogger("vllmx.tp")
+
 _ALIKE_STAGES = ("backend", "dtype", "kv_cache_dtype", "block_size", "cache_windows")
 _ALIKE_RANKS = (*_ALIKE_STAGES, "max_num_batched_tokens", "max_logit_rows", "num_feature_rows")
 
@@ -18,6 +21,7 @@ _ALIKE_RANKS = (*_ALIKE_STAGES, "max_num_batched_tokens", "max_logit_rows", "num
 def agreed_ranks(mine: LoadedInfo, others: Sequence[RankReady]) -> LoadedInfo:
     """What all ranks can do, and take. Raises VllmxError where they do not fit together."""
     ranks = [RankReady.of(mine), *others]
+    _compare_bits(ranks)
     return replace(
         _together(mine, ranks, "ranks", _ALIKE_RANKS, {"ranks": len(ranks)}),
         num_state_slots=min(one.num_state_slots for one in ranks),
@@ -37,6 +41,20 @@ def agreed_stages(mine: LoadedInfo, others: Sequence[RankReady], num_stages: int
         num_state_slots=min(slots, default=0),
         num_stages=num_stages,
     )
+
+
+def _compare_bits(ranks: Sequence[RankReady]) -> None:
+    """Warns where ranks may draw different ids, as each samples by itself."""
+    for name, own in ranks[0].computes_with.items():
+        values = [one.computes_with.get(name, own) for one in ranks]
+        if len(set(values)) > 1:
+            logger.warning(
+                "ranks differ in %s (%s): they may round differently and draw different ids, and"
+                " answers are wrong from there on: use the same on all hosts (instruction sets of"
+                " the CPU backend: set VLLMX_CPU_ISA)",
+                name,
+                ", ".join(values),
+            )
 
 
 def _together(

@@ -37,6 +37,10 @@ NOTICE = struct.Struct("<IIQ")
 INLINE = (1 << 64) - 1
 
 
+_DECIDE_BITS = ("instruction set", "torch", "mlx")
+"""Of what backends say of a loaded model (`LoadedInfo.details`)."""
+
+
 class RankReady(msgspec.Struct, frozen=True):
     """A rank is loaded; all must have come to the same."""
 
@@ -54,10 +58,15 @@ class RankReady(msgspec.Struct, frozen=True):
     state_slot_bytes: int
     weight_bytes: int
     kv_cache_bytes: int
+    computes_with: dict[str, str] = {}
+    """What else decides the bits of its results."""
 
     @classmethod
     def of(cls, info: LoadedInfo) -> RankReady:
-        return cls(**{name: getattr(info, name) for name in cls.__struct_fields__})
+        details = info.details
+        computes_with = {name: str(details[name]) for name in _DECIDE_BITS if name in details}
+        fields = (name for name in cls.__struct_fields__ if name != "computes_with")
+        return cls(**{name: getattr(info, name) for name in fields}, computes_with=computes_with)
 
 
 class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
