@@ -17,6 +17,7 @@ import pytest
 from vllmx import LLM, SamplingParams
 from vllmx_core.errors import ConfigError, RankLostError
 from vllmx_demo.source import MODEL_FOLDER
+from vllmx_tp.drawn import drawn_frame
 
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -102,6 +103,24 @@ def test_two_hosts_answer_as_one_and_a_second_group_after_the_first(key_file: Pa
             (rank,) = psutil.Process(process.pid).children()
         rank.wait(PATIENCE_S)
         assert process.poll() is None
+
+
+def test_what_ranks_of_two_hosts_draw_is_compared(
+    key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 alone is asked to. Then it draws something else, or says so."""
+    with rank_host(key_file) as (place, _):
+        monkeypatch.setenv("VLLMX_TP_COMPARE", "1")
+        more = LIMITS | {"tensor_parallel_size": 2, "rank_hosts": place}
+        more["rank_key_file"] = str(key_file)
+        with LLM("demo", **more) as llm:  # type: ignore[arg-type]
+            answers(llm)
+            monkeypatch.setattr(
+                "vllmx_tp.executor.drawn_frame", lambda number, ids: drawn_frame(number, ids + 1)
+            )
+            told = r"rank 1 drew other ids than rank 0 in step \d+ \(on host 127"
+            with pytest.raises(RankLostError, match=told):
+                until_lost(llm)
 
 
 def test_stages_on_three_hosts_answer_as_one_process(key_file: Path) -> None:

@@ -15,9 +15,9 @@ from vllmx_core.errors import RankLostError
 from vllmx_core.plan import I32, StepPlan, StepResult
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_tp.channel import Reader, Sender
-from vllmx_tp.drawn import DrawnIds
+from vllmx_tp.drawn import DrawnIds, drawn_frame
 from vllmx_tp.executor import RankedModel
-from vllmx_tp.frames import Frame
+from vllmx_tp.frames import Frame, SentFrame
 from vllmx_tp.messages import INLINE, NOTICE, Call
 from vllmx_tp.pipeline import PipelinedModel
 from vllmx_tp.rank_process import Follower, StageFollower
@@ -82,6 +82,7 @@ class Calls:
     to look for each."""
 
     has_more = False
+    drawn: Iterator[SentFrame] = iter([])
 
     def __init__(self, calls: Sequence[Call | None], events: list[str]) -> None:
         self._calls, self._events = iter([*calls, Call.CLOSE]), events
@@ -94,6 +95,8 @@ class Calls:
         if call is None:
             assert most_s, "nothing wakes it until a call comes"
             raise TimeoutError
+        if call is Call.DREW:
+            return call, np.frombuffer(next(self.drawn).to_bytes(), np.int32)
         return call, self._words
 
     def release(self) -> None: ...
@@ -245,6 +248,36 @@ def test_rank_0_sees_that_another_one_draws_other_ids(
     number = NUM_CHECKSUMS + 2
     with pytest.raises(RankLostError, match=f"rank 1 drew other ids than rank 0 in step {number}$"):
         model.step(plan, rows).result()
+
+
+@pytest.mark.parametrize(("env", "told"), [("", 0), ("1", 3)])
+def test_rank_0_tells_other_hosts_what_it_drew(
+    region: Region, monkeypatch: pytest.MonkeyPatch, env: str, told: int
+) -> None:
+    monkeypatch.setenv("VLLMX_TP_COMPARE", env)
+    calls: list[Call] = []
+    group = Sent(region, calls)
+    group.ranks = range(1, 1)  # rank 1 is elsewhere
+    model = RankedModel(Model([]), group, None)  # type: ignore[arg-type]
+    plan, rows = make_plan([Row([5], 0, [1])], 16), sampling_rows(1)
+    for _ in range(3):
+        model.step(plan, rows).result()
+    assert calls.count(Call.DREW) == told
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_rank_sees_that_rank_0_drew_other_ids(region: Region, late: bool) -> None:
+    """Whether it has read that step or not, also while the next one is in flight."""
+    events, calls = list[str](), [Call.NEXT, Call.STEP, Call.DREW, Call.DREW]
+    rank = Follower(Model(events), region, 1)
+    between = [None] if late else []
+    reader = Calls([*calls[:2], *between, *calls[2:]], events)
+    reader.drawn = iter([drawn_frame(1, SAME), drawn_frame(2, OTHER)])
+    with pytest.raises(RankLostError, match=r"rank 1 drew other ids than rank 0 in step 2$"):
+        rank.run(reader)  # type: ignore[arg-type]
+    assert events == ["begins 0", "begins 1", "ends 0", "ends 1"]
+    assert region.cause(1) == "rank 1 drew other ids than rank 0 in step 2"
+    assert region.aborted[0]
 
 
 def test_the_last_stage_sees_that_its_ranks_draw_other_ids(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,8 @@
-"""Whether the ranks of a host drew the same ids, as they do unless there is a bug."""
+"""Whether ranks drew the same ids, as they do unless there is a bug.
+
+Those of a host read each other's checksums, and a step with a difference has no result. Where there
+are other hosts, rank 0 sends what it drew and each rank compares: the group ends a moment later.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,15 @@ import time
 import zlib
 from collections.abc import Callable, Iterable
 
+import numpy as np
 from vllmx_core.plan import I32
 
+from vllmx_tp.frames import SentFrame
 from vllmx_tp.futex import is_behind
 from vllmx_tp.region import NUM_CHECKSUMS, Region, Word
 
 COMPARE_VARIABLE = "VLLMX_TP_COMPARE"
-"""1: every step's ids are compared between the ranks of a host that sample."""
+"""1: every step's ids are compared between the ranks that sample."""
 
 _WAIT_S = 50e-6
 
@@ -49,3 +55,13 @@ class DrawnIds:
             if int(self._region.checksums(rank)[last]) != int(self._checksums[last]):
                 return f"rank {rank} drew other ids than rank {self._rank} in step {number}"
         return None
+
+
+def drawn_frame(number: int, ids: I32) -> SentFrame:
+    """What rank 0 drew in a step, counted from 1."""
+    return SentFrame(np.concatenate([np.array([number], np.int64).view(np.int32), ids]))
+
+
+def read_drawn(words: I32) -> tuple[int, I32]:
+    """See `drawn_frame`."""
+    return int(words[:2].view(np.int64)[0]), words[2:]

@@ -14,7 +14,7 @@ from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.load import OpenedModel
 
 from vllmx_tp.agreement import agreed_ranks, agreed_stages
-from vllmx_tp.drawn import DrawnIds, compares
+from vllmx_tp.drawn import DrawnIds, compares, drawn_frame
 from vllmx_tp.frames import Frame, PartFrame
 from vllmx_tp.group import Group
 from vllmx_tp.handshake import read_key
@@ -83,6 +83,7 @@ class RankedModel:
     def __init__(self, model: LoadedModel, group: Group, info: LoadedInfo) -> None:
         self._model, self._group, self._info = model, group, info
         self._drawn = DrawnIds(group.region, 0) if compares() else None
+        self._has_hosts = len(group.ranks) < group.region.num_ranks - 1
         self._num_begun = self._num_read = 0
         self._is_closed = False
 
@@ -134,6 +135,8 @@ class RankedModel:
         self._num_read += 1
         if self._drawn is not None:
             self._drawn.tell(result.ids)
+            if self._has_hosts:
+                self._group.send(Call.DREW, drawn_frame(self._num_read, result.ids))
             difference = self._drawn.difference(self._group.ranks, self._group.check)
             if difference is not None:
                 raise self._group.lost(difference)

@@ -148,7 +148,7 @@ def read_part(words: I32) -> tuple[float, float]:
 
 
 class SentFrame:
-    """A step as another host sent it, to be put into this one's ring."""
+    """Words that are a frame already, as another host's are, to be put into this one's ring."""
 
     def __init__(self, words: I32) -> None:
         self._words, self.num_words = words, len(words)

@@ -30,6 +30,8 @@ class Call(IntEnum):
     """The plan of a pass of the tower, which is run in the parts that follow."""
     BEGIN = 9
     """The first word to a host: what its ranks are to load (`Begin`)."""
+    DREW = 10
+    """What rank 0 drew in a step (`vllmx_tp.drawn`), told where ranks compare their ids."""
 
 
 NOTICE = struct.Struct("<IIQ")

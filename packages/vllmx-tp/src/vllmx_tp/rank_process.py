@@ -20,6 +20,7 @@ from collections import deque
 from pathlib import Path
 
 import msgspec
+import numpy as np
 from vllmx_core.backend import ForwardStep, LoadedModel, StepHandle
 from vllmx_core.errors import RankLostError, VllmxError
 from vllmx_core.logs import configure_logging
@@ -31,7 +32,7 @@ from vllmx_engine.core.load import open_model
 from vllmx_engine.wire.ipc import ErrorRecord, FrameReader, Start, ToCore, to_core_decoder
 
 from vllmx_tp.channel import Reader
-from vllmx_tp.drawn import DrawnIds, compares
+from vllmx_tp.drawn import DrawnIds, compares, read_drawn
 from vllmx_tp.executor import encode_part
 from vllmx_tp.frames import read_frame, read_part
 from vllmx_tp.group import HANG_S, cause_of
@@ -75,6 +76,9 @@ class Follower:
         self._aborted = region.aborted
         self._drawn = DrawnIds(region, rank) if compares() else None
         self._in_flight: deque[StepHandle] = deque()
+        self._num_read = 0
+        self._last_ids: deque[I32] = deque(maxlen=_MAX_IN_FLIGHT)
+        """The ids of the last steps that were read, as many as rank 0 may not have spoken of."""
         self._unsampled: ForwardStep | None = None
         self._pass: StepPlan | None = None
         """The last pass of the tower; its parts come one by one."""
@@ -100,6 +104,9 @@ class Follower:
         if call is Call.ENCODE:
             assert self._pass is not None, "a pass comes before its parts"
             encode_part(self._model, self._pass, *read_part(words))
+            return
+        if call is Call.DREW:
+            self._compare_with_rank_0(*read_drawn(words))
             return
         if call is Call.PASS:
             words = words.copy()  # it outlasts its place in the ring
@@ -130,9 +137,24 @@ class Follower:
     def _finish(self) -> StepResult:
         result = self._in_flight.popleft().result()
         self._check()
+        self._num_read += 1
+        self._last_ids.append(result.ids)
         if self._drawn is not None:
             self._drawn.tell(result.ids)
         return result
+
+    def _compare_with_rank_0(self, number: int, ids: I32) -> None:
+        """Rank 0 has read that step, so this one has as good as ended it."""
+        while self._num_read < number:
+            self._finish()
+        if not np.array_equal(self._last_ids[number - self._num_read - 1], ids):
+            self._differs(f"rank {self._rank} drew other ids than rank 0 in step {number}")
+
+    def _differs(self, difference: str) -> None:
+        """Ends the group."""
+        self._region.write_cause(self._rank, difference)
+        self._region.aborted[0] = 1
+        raise RankLostError(difference)
 
     def _check(self) -> None:
         if self._aborted[0]:
@@ -163,16 +185,11 @@ class StageFollower(Follower):
         result = super()._finish()
         if self._last is not None:
             if self._drawn is not None:
-                self._compare(self._drawn)
+                difference = self._drawn.difference(self._beside, self._check)
+                if difference is not None:
+                    self._differs(difference)
             self._last.tell(result)
         return result
-
-    def _compare(self, drawn: DrawnIds) -> None:
-        difference = drawn.difference(self._beside, self._check)
-        if difference is not None:
-            self._region.write_cause(self._rank, difference)
-            self._region.aborted[0] = 1
-            raise RankLostError(difference)
 
 
 def _beat(region: Region, rank: int, parent: int) -> None:
