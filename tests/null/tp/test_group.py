@@ -27,7 +27,7 @@ from vllmx_engine.wire.known_specs import KnownSpecs
 from vllmx_tp import rank_process
 from vllmx_tp.group import Group, cause_of
 from vllmx_tp.link import Link
-from vllmx_tp.messages import RankAnswer, RankReady
+from vllmx_tp.messages import Call, RankAnswer, RankReady
 from vllmx_tp.pipeline import PipelinedModel
 from vllmx_tp.region import Region, Word
 from vllmx_tp.stillness import Looks, Stillness
@@ -217,7 +217,7 @@ def test_links_end_with_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def look(self, passed_s: float, hang_s: float) -> None: ...
 
-        def send(self, notice: bytes, frame: bytes) -> None: ...
+        def say(self, call: Call, wait_s: float = 0.0) -> None: ...
 
         def close(self) -> None:
             self._link.close()

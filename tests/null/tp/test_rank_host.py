@@ -494,8 +494,11 @@ def silent_host(
             one.close()
 
 
-def test_a_look_never_waits_for_a_host(found: FoundModel, region: Region) -> None:
-    """A host that reads nothing is found by its silence, so the watch must not wait for it."""
+@pytest.mark.parametrize("word", ["look", "close"])
+def test_nobody_waits_for_a_host_that_reads_nothing(
+    word: str, found: FoundModel, region: Region
+) -> None:
+    """It is found by its silence, so the watch must not wait for it, nor who closes."""
     with silent_host(found, region) as host:
         host._socket.setblocking(False)
         for size in (1 << 20, 1):  # there is room for a byte where there is none for many
@@ -503,7 +506,8 @@ def test_a_look_never_waits_for_a_host(found: FoundModel, region: Region) -> Non
                 while True:
                     host._socket.send(bytes(size))
         host._socket.setblocking(True)
-        watch = threading.Thread(target=lambda: host.look(0.0, 1.0), daemon=True)
+        words = {"look": lambda: host.look(0.0, 1.0), "close": lambda: host.say(Call.CLOSE, 0.1)}
+        watch = threading.Thread(target=words[word], daemon=True)
         watch.start()
         watch.join(PATIENCE_S)
         assert not watch.is_alive()

@@ -323,8 +323,7 @@ class Group:
             with suppress(OSError):  # it has ended
                 one.sendall(notice)
         for host in self._hosts:
-            with suppress(OSError):
-                host.send(notice, b"")
+            host.say(Call.CLOSE, _LAST_WORDS_S)
         deadline_s = time.monotonic() + _FAREWELL_S
         for process in self._processes:
             try:

@@ -232,15 +232,20 @@ class RemoteHost:
         with self._turn:
             self._socket.sendall(notice + frame)
 
-    def look(self, passed_s: float, hang_s: float) -> str | None:
-        """Shows the host that rank 0 lives. What ended the host, if anything did."""
-        if self._turn.acquire(blocking=False):  # else a step is on its way, which shows as much
+    def say(self, call: Call, wait_s: float = 0.0) -> None:
+        """A word without a frame. It is not said where a step is on its way, or the connection is
+        full, for longer than that."""
+        if self._turn.acquire(timeout=wait_s):
             try:
-                if self._room.poll(0):  # else what was sent last is
-                    with suppress(OSError):
-                        self._socket.sendall(NOTICE.pack(Call.BEAT, 0, INLINE))
+                if self._room.poll(1e3 * wait_s):
+                    with suppress(OSError):  # it has hung up
+                        self._socket.sendall(NOTICE.pack(call, 0, INLINE))
             finally:
                 self._turn.release()
+
+    def look(self, passed_s: float, hang_s: float) -> str | None:
+        """Shows the host that rank 0 lives. What ended the host, if anything did."""
+        self.say(Call.BEAT)  # a step on its way shows as much
         silent_s = self._silence.look(self._heard, passed_s)
         if self._cause is None and silent_s >= hang_s:
             return f"host {self.name} does not answer: it hangs, or the network is down"
