@@ -12,6 +12,7 @@ from vllmx_core.plan import I32
 
 from vllmx_tp.fill import fill
 from vllmx_tp.frames import AnyFrame
+from vllmx_tp.futex import publish
 from vllmx_tp.messages import INLINE, NOTICE, Call
 from vllmx_tp.region import RING_BYTES, Region, Word
 from vllmx_tp.ring import Ring
@@ -116,7 +117,7 @@ class Reader:
     def release(self) -> None:
         """The last frame is needed no more."""
         if self._placed:
-            self._taken[0] += 1
+            publish(self._taken, (int(self._taken[0]) + 1) & 0xFFFFFFFF)
 
     def _begun(self, notice: memoryview, most_s: float) -> int:
         """The number of bytes of a notice that lie there already, 0 where it begins to come within

@@ -15,7 +15,7 @@ import numpy as np
 from vllmx_core.plan import I32
 
 from vllmx_tp.frames import SentFrame
-from vllmx_tp.futex import is_behind
+from vllmx_tp.futex import fence, is_behind, publish
 from vllmx_tp.region import NUM_CHECKSUMS, Region, Word
 
 COMPARE_VARIABLE = "VLLMX_TP_COMPARE"
@@ -40,7 +40,7 @@ class DrawnIds:
         """The ids of the next step."""
         told = int(self._told[0])
         self._checksums[told % NUM_CHECKSUMS] = zlib.crc32(ids.tobytes())
-        self._told[0] = (told + 1) & 0xFFFFFFFF
+        publish(self._told, (told + 1) & 0xFFFFFFFF)
 
     def difference(self, others: Iterable[int], check: Callable[[], None]) -> str | None:
         """Says who drew other ids in the last step told, for which it waits; None: nobody did.
@@ -52,6 +52,7 @@ class DrawnIds:
             while is_behind(int(told[0]), number):
                 check()
                 time.sleep(_WAIT_S)
+            fence()
             if int(self._region.checksums(rank)[last]) != int(self._checksums[last]):
                 return f"rank {rank} drew other ids than rank {self._rank} in step {number}"
         return None

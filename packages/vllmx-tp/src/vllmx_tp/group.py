@@ -302,7 +302,7 @@ class Group:
 
     def kill(self) -> None:
         """Ends the others at once. May be called twice."""
-        self.region.aborted[0] = 1  # for whoever waits for them: native threads, links
+        self.region.abort()  # for whoever waits for them: native threads, links
         self._ended.set()
         for process in self._processes:
             process.kill()

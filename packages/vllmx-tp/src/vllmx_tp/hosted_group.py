@@ -95,7 +95,7 @@ class HostedGroup:
 
     def _close(self) -> None:
         if self._region is not None:
-            self._region.aborted[0] = 1
+            self._region.abort()
         if self._group is not None:
             self._group.kill()
         if self._link is not None:

@@ -40,7 +40,7 @@ INLINE = (1 << 64) - 1
 
 
 _DECIDE_BITS = ("instruction set", "torch", "mlx")
-"""Of what backends say of a loaded model (`LoadedInfo.details`)."""
+"""The parts of what backends say of a loaded model (`LoadedInfo.details`) that decide its bits."""
 
 
 class RankReady(msgspec.Struct, frozen=True):

@@ -153,7 +153,7 @@ class Follower:
     def _differs(self, difference: str) -> None:
         """Ends the group."""
         self._region.write_cause(self._rank, difference)
-        self._region.aborted[0] = 1
+        self._region.abort()
         raise RankLostError(difference)
 
     def _check(self) -> None:
@@ -207,7 +207,7 @@ def _beat(region: Region, rank: int, parent: int) -> None:
         cause = f"`vllmx rank` (process {parent}) hangs or was stopped"
         logger.error("%s: rank %d ends", cause, rank)
         region.write_cause(rank, cause)
-        region.aborted[0] = 1
+        region.abort()
     os._exit(1)
 
 
@@ -283,7 +283,7 @@ def main() -> int:
     except BaseException as error:
         logger.exception("rank %d failed", rank)
         region.write_cause(rank, cause_of(rank, error))
-        region.aborted[0] = 1
+        region.abort()
         return 1
 
 

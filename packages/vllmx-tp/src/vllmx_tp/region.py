@@ -28,6 +28,8 @@ from vllmx_core.errors import CapacityError
 from vllmx_core.memory import format_bytes
 from vllmx_core.records import Record
 
+from vllmx_tp.futex import publish
+
 LINE_BYTES = 64
 NUM_CHECKSUMS = 8
 """More than there are steps in flight."""
@@ -168,6 +170,10 @@ class Region:
     def aborted(self) -> npt.NDArray[np.uint32]:
         """(1,) not zero: the group has ended."""
         return self._bytes[:4].view(np.uint32)
+
+    def abort(self) -> None:
+        """Ends the group; a cause is written before."""
+        publish(self.aborted, 1)
 
     def buffer(self, seat: int, turn: int) -> npt.NDArray[np.uint8]:
         """What a rank puts down for the others."""
