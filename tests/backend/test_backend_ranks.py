@@ -53,6 +53,7 @@ class _Ranks(Harness):
         timer.start()
         yield
         timer.cancel()
+        self.regions.clear()  # pytest keeps this object, and each region a descriptor
 
     def _abort(self) -> None:
         for region in self.regions:

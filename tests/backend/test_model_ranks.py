@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from vllmx_core.errors import ConfigError
 from vllmx_core.testing.ranked_backend import RankedBackend
+from vllmx_tp.region import Region
 
 from . import test_architectures, test_expert_architectures, test_recurrent_architectures
 from .served_models import suites
@@ -24,9 +27,14 @@ RANKS = {"cpu": (2, 4), "torch": (2,), "metal": (2,)}
 def test_ranks_agree_with_the_reference(name: str) -> None:
     for kind, counts in RANKS.items():
         for count in counts:
-            backend = RankedBackend(backend_spec(kind).load()(), count, shared_by)
+            regions: list[Region] = []
+            meet = partial(shared_by, regions=regions)
+            backend = RankedBackend(backend_spec(kind).load()(), count, meet)
             try:
                 SUITES[name]().check_backends({f"{count} ranks of {kind}": backend}, (7, 1 << 20))
             except ConfigError as error:
                 if error.param != "tensor_parallel_size" or (kind, count) == ("cpu", 2):
                     raise
+            finally:
+                for region in regions:
+                    region.close()

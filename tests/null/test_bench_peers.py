@@ -253,7 +253,7 @@ def test_llama_cpp_divides_a_model_between_two_servers_of_a_core_each(
     assert beside.speeds(prefill) == {"llama.cpp-layers": 7, "llama.cpp-columns": 7}
     assert beside.speeds(decode) == {"llama.cpp-layers": 9, "llama.cpp-columns": 9}
     modes = [command[command.index("-sm") + 1] for command in commands]
-    assert modes == ["layer", "layer", "tensor", "tensor"] * 2
+    assert modes == ["layer", "layer", "tensor"] * 2, "columns know flash attention alone"
     assert all(command[command.index("-t") + 1] == "1" for command in commands)
 
 

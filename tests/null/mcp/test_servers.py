@@ -176,6 +176,25 @@ def test_closing_ends_servers_that_heed_nothing(
     wait_until(lambda: all(gone(int(pid)) for pid in pids.read_text().split()))
 
 
+def test_a_process_with_many_descriptors_starts_servers(start_servers: StartServers) -> None:
+    """As one that serves a thousand connections does."""
+    resource = pytest.importorskip("resource", reason="limits of descriptors")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip(f"a process may have {hard} descriptors here, and 2048 are needed")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    taken = []
+    try:
+        while not taken or taken[-1] < 1100:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+        started = start_servers(s=scripted("well"))
+        assert started.call("s__echo", '{"text": "a"}').is_error is False
+    finally:
+        for number in taken:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_the_official_server(start_servers: StartServers) -> None:
     started = start_servers(
         real={"command": sys.executable, "args": [str(HERE / "real_server.py"), "stdio"]}

@@ -101,7 +101,8 @@ async def test_events_count_as_what_is_kept(
         kept = [await served.state.storage.responses.events(each, -1) is not None for each in ids]
         assert 0 < sum(kept) < 12
         assert kept == sorted(kept), "the oldest made room"
-        long = await served.client.get(f"/v1/responses/{await made(served, 300)}?stream=true")
+        monkeypatch.setattr(stored, "MAX_EVENTS_BYTES", 1000)  # less than a response by itself
+        long = await served.client.get(f"/v1/responses/{await made(served, 30)}?stream=true")
         assert long.status_code == 400
         assert "were not kept" in long.json()["error"]["message"]
 
