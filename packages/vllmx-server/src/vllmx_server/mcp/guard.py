@@ -54,10 +54,10 @@ def main() -> NoReturn:
     for stream in (0, 1, 2):
         os.dup2(nowhere, stream)
     looked_at = select.poll()  # `select` refuses descriptors above 1023, as a busy server has
-    for number in (life, woken):
-        looked_at.register(number, select.POLLIN)
+    for descriptor in (life, woken):
+        looked_at.register(descriptor, select.POLLIN)
     while True:
-        ready = [number for number, _ in looked_at.poll()]
+        ready = [descriptor for descriptor, _ in looked_at.poll()]
         ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if life in ready or ended is not None:
             _kill(child)
