@@ -22,6 +22,8 @@ from vllmx_tp.stage_link import StageLink
 
 from tests.waiting import PATIENCE_S, wait_until
 
+from .hosted import end_all
+
 
 @pytest.mark.parametrize("shares", [[(0,), (1,)], [(0, 1), (2, 3)], [(0,), (1,), (2,)]])
 def test_ranks_add_and_gather_from_region_to_region(shares: list[tuple[int, ...]]) -> None:
@@ -63,12 +65,7 @@ def test_ranks_add_and_gather_from_region_to_region(shares: list[tuple[int, ...]
         assert gathered[0].tolist() == [one for one in range(count) for _ in range(one + 1)]
         assert sums == [count * (count - 1) // 2 + count * turn for turn in range(7)]
     assert not broken
-    for region in regions:
-        region.aborted[0] = 1
-    for link in links:
-        link.close()
-    for region in regions:
-        region.close()
+    end_all(regions, links)
 
 
 @contextmanager

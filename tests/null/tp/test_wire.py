@@ -19,6 +19,8 @@ from vllmx_tp.wire import Incoming, Outgoing
 
 from tests.waiting import PATIENCE_S
 
+from .hosted import end_all
+
 LONG = np.arange(2 * BUFFER_BYTES // 4 + 77, dtype=np.int32).reshape(1, -1)
 """More than two buffers hold."""
 
@@ -102,12 +104,7 @@ def test_pieces_go_round_three_hosts() -> None:
         with beside(lambda rank=rank: said(Outgoing(regions[rank], rank))):
             check_heard(Incoming(regions[after], after))
     assert not broken
-    for region in regions:
-        region.aborted[0] = 1
-    for link in links:
-        link.close()
-    for region in regions:
-        region.close()
+    end_all(regions, links)
 
 
 def test_a_seat_has_one_use() -> None:
