@@ -104,14 +104,22 @@ def test_equal_to_transformers(name: str) -> None:
     for messages, tools, options in CASES.values():
         options = {"add_generation_prompt": True, **options}
         expected = their_prompt(module, messages, tools, source, dict(options))
+        if expected is not None and re.search(r"CALLS] ?\[{&#34;", expected):  # text alone suits it
+            expected = their_prompt(module, with_text_arguments(messages), tools, source, options)
         ours, refusal = our_prompt(template, messages, tools, options)
         num_rendered += ours is not None
         if ours is None:
             assert REFUSALS.match(refusal)
         assert expected is None or ours == expected
-    # Two templates render none of these: one wants a variable `functions`, one tools without a
-    # schema's "type".
-    assert num_rendered or "firefunction" in name or "c4ai-command-r-plus" in name
+    assert num_rendered
+
+
+def with_text_arguments(messages: Chat) -> Chat:
+    found: Chat = json.loads(json.dumps(messages))
+    for message in found:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    return found
 
 
 def their_prompt(
@@ -158,7 +166,7 @@ def test_tool_calls_as_clients_send_them(name: str) -> None:
         prompt = template.render([ROUND[1], message, RESULT], TOOLS)
         if not name.endswith(ASKING_FOR_NONE):
             assert prompt == expected
-        assert "None" not in prompt
+        assert prompt.count("None") == expected.count("None")
 
 
 def test_qwen3_literally() -> None:
@@ -211,6 +219,8 @@ def test_text_parts() -> None:
     assert looping.render([user("c")]) == "[c]"
     with pytest.raises(InvalidRequestError, match="part of type 'image_url'"):
         plain.render([{"role": "user", "content": [{"type": "image_url"}]}])
+    mixed = [{"role": "user", "content": ["a", {"type": "text", "text": "b", "cache_control": 1}]}]
+    assert (plain.render(mixed), looping.render(mixed)) == ("a\nb", "[a][b]")
 
 
 def test_the_templates_own_message_reaches_the_user() -> None:

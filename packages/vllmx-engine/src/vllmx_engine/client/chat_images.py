@@ -19,13 +19,12 @@ from vllmx_engine.images.placing import place_images, write_images
 from vllmx_engine.images.prepared import PreparedImage
 from vllmx_engine.images.processor import ImageProcessor, find_processor, processor_of
 from vllmx_engine.images.source import ImageSource, check_source, read_source
+from vllmx_engine.text.messages import IMAGE_PARTS
 from vllmx_engine.wire.messages import MAX_FRAME_BYTES, CoreInfo, ImageInput
 
 Stopped = Callable[[], bool]
 _MAX_PATCH_BYTES = MAX_FRAME_BYTES - (32 << 20)
 """The most bytes of a request's patches, which reach the core in one message."""
-_KINDS = ("image_url", "input_image", "image")
-"""Types of parts that are images, in the names of several APIs."""
 
 
 class Pictures:
@@ -215,7 +214,7 @@ def _processor(info: CoreInfo) -> ImageProcessor | None:
 
 
 def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in _KINDS
+    return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
 
 
 def _url(part: Mapping[str, Any], where: str) -> str:

@@ -7,14 +7,18 @@ prompt. Rendering is pure Python on the calling thread, bounded in steps, CPU ti
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import partial
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
 from vllmx_core.errors import InvalidRequestError, TemplateError, excerpt
 
+from vllmx_engine.text.argument_form import takes_text_arguments
 from vllmx_engine.text.messages import (
     Message,
     normalize_messages,
@@ -22,12 +26,14 @@ from vllmx_engine.text.messages import (
     without_rich_values,
 )
 from vllmx_engine.text.template_budget import BoundsError, Stopped, TemplateLimits
+from vllmx_engine.text.template_reads import TemplateReads
 from vllmx_engine.text.template_sandbox import (
     BoundedContext,
     RaisedByTemplate,
     TemplateEnvironment,
 )
 from vllmx_engine.text.tokenizer import Tokenizer
+from vllmx_engine.text.tool_forms import tool_forms
 
 log = logging.getLogger("vllmx.text")
 
@@ -123,13 +129,7 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"chat_template_kwargs must not set {clash[0]!r}", param="chat_template_kwargs"
             )
-        plain = normalize_messages(
-            messages,
-            takes_parts=compiled.takes_parts,
-            takes_text=compiled.takes_text,
-            takes_none=compiled.takes_none,
-            strings=compiled.strings,
-        )
+        plain = compiled.normalized(messages, self.special_tokens)
         variables = {
             **self.special_tokens,
             **extra,
@@ -168,30 +168,105 @@ class _CompiledTemplate:
                 f"the chat template cannot be compiled ({type(error).__name__})"
             ) from error
         self._environment = environment
-        self.takes_parts = _reads_content_parts(tree)
-        self.takes_text = not self.takes_parts or _tests_for_text(tree)
-        self.takes_none = _tests_for_none(tree)
-        self.strings = {n.value for n in tree.find_all(nodes.Const) if isinstance(n.value, str)}
+        self._reads = TemplateReads.of(tree)
+        self._takes_text: bool | None = None
+        """Calls have their arguments as JSON text; None: not found out yet."""
+
+    def normalized(
+        self, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, str]
+    ) -> list[Message]:
+        """Messages as this template reads them. Raises InvalidRequestError."""
+        found = self._shaped(messages, text_arguments=False)
+        if not any(message.get("tool_calls") for message in found):
+            return found
+        if self._takes_text is None:
+            self._takes_text = takes_text_arguments(partial(self._probe, special_tokens))
+        return self._shaped(messages, text_arguments=True) if self._takes_text else found
+
+    def _shaped(
+        self, messages: Sequence[Mapping[str, Any]], *, text_arguments: bool
+    ) -> list[Message]:
+        reads = self._reads
+        return normalize_messages(
+            messages,
+            takes_parts=reads.takes_parts,
+            takes_text=reads.takes_text,
+            takes_none=reads.takes_none,
+            text_arguments=text_arguments,
+            strings=reads.strings,
+        )
+
+    def _probe(
+        self,
+        special_tokens: Mapping[str, str],
+        messages: list[Message],
+        tools: list[dict[str, Any]],
+    ) -> str:
+        as_text = isinstance(messages[1]["tool_calls"][0]["function"]["arguments"], str)
+        variables = {
+            **special_tokens,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": False,
+        }
+        return self._run(self._shaped(messages, text_arguments=as_text), variables)
 
     def render(
         self, messages: list[Message], variables: Mapping[str, Any], stopped: Stopped | None = None
     ) -> str:
-        """The prompt; a template that only adds strings gets a second try with strings."""
+        """The prompt. A template that only adds strings gets a second try with strings, and one
+        that fails on the tools gets them with their optional fields and in simpler forms."""
+        started_s = time.thread_time()
+        first: TemplateError | None = None
+        for tools in tool_forms(variables["tools"]):
+            given = {**variables, **self._usual(tools), "tools": tools}
+            try:
+                return self._render_strings(messages, given, stopped, started_s)
+            except TemplateError as error:
+                if isinstance(error.__cause__, BoundsError):
+                    raise
+                first = first or error
+        assert first is not None
+        raise first
+
+    def _render_strings(
+        self,
+        messages: list[Message],
+        variables: Mapping[str, Any],
+        stopped: Stopped | None,
+        started_s: float,
+    ) -> str:
         try:
-            return self._run(messages, variables, stopped)
+            return self._run(messages, variables, stopped, started_s)
         except TemplateError as error:
             simpler = without_rich_values(messages)
             failed = isinstance(error.__cause__, (TypeError, jinja2.UndefinedError))
             if simpler is None or not failed:
                 raise
-            return self._run(simpler, variables, stopped)
+            return self._run(simpler, variables, stopped, started_s)
+
+    def _usual(self, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+        """What a template of Firefunction expects in place of tools and of a call of the clock."""
+        if "functions" not in self._reads.variables:
+            return {}
+        functions = [tool.get("function", tool) for tool in tools or ()]
+        now = datetime.now().strftime("%B %d %Y %H:%M:%S")
+        return {"functions": json.dumps(functions, indent=4, ensure_ascii=False), "datetime": now}
 
     def _run(
-        self, messages: list[Message], variables: Mapping[str, Any], stopped: Stopped | None
+        self,
+        messages: list[Message],
+        variables: Mapping[str, Any],
+        stopped: Stopped | None = None,
+        started_s: float | None = None,
     ) -> str:
+        """One rendering; `started_s` of `time.thread_time`: when the first of several began, whose
+        CPU time counts together."""
         context = self._template.new_context({**variables, "messages": messages})
         assert isinstance(context, BoundedContext)
         context.budget.stopped = stopped
+        if started_s is not None:
+            context.budget.cpu_start_s = started_s
         limit = self._environment.limits.max_chars
         parts: list[str] = []
         num_chars = 0
@@ -261,47 +336,3 @@ def _cut_at_mark(prompt: str) -> str:
     if prompt.startswith(_CONTINUE_MARK, end):
         return prompt[:end]
     return prompt[:end].rstrip()  # the template strips its messages
-
-
-def _reads_content_parts(tree: nodes.Template) -> bool:
-    """Whether the template loops over a message's content, or over a variable set to it."""
-    names = {
-        assign.target.name
-        for assign in tree.find_all(nodes.Assign)
-        if isinstance(assign.target, nodes.Name) and _is_content(assign.node)
-    }
-    names.update(name for name in _macro_arguments(tree) if name == "content")
-    for loop in tree.find_all(nodes.For):
-        source = loop.iter
-        while isinstance(source, nodes.Filter) and source.node is not None:
-            source = source.node
-        if _is_content(source) or (isinstance(source, nodes.Name) and source.name in names):
-            return True
-    return False
-
-
-def _macro_arguments(tree: nodes.Template) -> Iterator[str]:
-    for macro in tree.find_all(nodes.Macro):
-        for argument in macro.args:
-            yield argument.name
-
-
-def _is_content(node: nodes.Node) -> bool:
-    if isinstance(node, nodes.Getattr):
-        return node.attr == "content"
-    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
-        return bool(node.arg.value == "content")
-    return False
-
-
-def _tests_for_text(tree: nodes.Template) -> bool:
-    """Whether the template tells text from parts anywhere."""
-    return any(
-        test.name in ("string", "iterable", "sequence", "mapping")
-        for test in tree.find_all(nodes.Test)
-    )
-
-
-def _tests_for_none(tree: nodes.Template) -> bool:
-    """Whether the template asks if a message's content is none."""
-    return any(test.name == "none" and _is_content(test.node) for test in tree.find_all(nodes.Test))

@@ -15,6 +15,10 @@ from vllmx_core.errors import InvalidRequestError, shown
 MAX_DEPTH = 64
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """OpenAI's; a template may know others."""
+IMAGE_PARTS = ("image_url", "input_image", "image")
+"""Types of parts that are images, in the names of several APIs."""
+UNSERVED_FIELDS = {"audio": "send its text", "function_call": "use tool_calls"}
+"""Fields of a message that would be left out of the prompt, and what to send instead."""
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 Message = dict[str, Any]
@@ -50,11 +54,15 @@ def normalize_messages(
     takes_parts: bool = False,
     takes_text: bool = True,
     takes_none: bool = False,
+    text_arguments: bool = False,
     strings: Collection[str] = ROLES,
 ) -> list[Message]:
-    """Copy messages into the shape that this template reads.
+    """Copy messages into the shape that this template reads, and check them: whatever asks for an
+    answer to a conversation, over HTTP or not, comes through here.
 
-    * `tool_calls[].function.arguments` as JSON text becomes the object;
+    * `tool_calls[].function.arguments` as JSON text becomes the object, or with `text_arguments`
+      an object becomes JSON text;
+    * no calls (`tool_calls` null or empty) are left out;
     * `content` as a list of text parts becomes one text (parts joined by newlines) where the
       template does not read parts, and a text one part where it reads nothing else;
     * no content (an assistant that only calls tools) is None where the template asks for that,
@@ -67,7 +75,8 @@ def normalize_messages(
 
     Raises:
         InvalidRequestError: no messages, one that is not an object with a role, a role that is
-            neither one of `ROLES` nor named by the template, or a user's turn without content.
+            neither one of `ROLES` nor named by the template, a user's turn without content, content
+            that is neither text nor parts of served types, or calls that name no function.
     """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError("messages must be a list of at least one", param="messages")
@@ -79,13 +88,19 @@ def normalize_messages(
             )
         plain: Message = plain_data(message, "messages")
         _check_role(plain, index, strings)
-        _parse_arguments(plain)
+        check_unserved(plain, index)
+        check_content(plain.get("content"), index)
+        _check_calls(plain, index)
+        for call in _tool_calls(plain):
+            _convert_arguments(call["function"], as_text=text_arguments)
         _name_reasoning(plain)
         content = plain.get("content")
         if content is None:
             plain["content"] = None if takes_none else ""
         elif isinstance(content, list) and not takes_parts:
             plain["content"] = _joined_text(content, index)
+        elif isinstance(content, list):
+            plain["content"] = [_as_part(part) for part in content]
         elif isinstance(content, str) and takes_parts and not takes_text:
             plain["content"] = [{"type": "text", "text": content}]
         result.append(plain)
@@ -124,12 +139,11 @@ def without_rich_values(messages: list[Message]) -> list[Message] | None:
             changed = True
         calls = []
         for call in _tool_calls(message):
-            function = call.get("function")
-            if isinstance(function, dict) and isinstance(function.get("arguments"), (dict, list)):
-                text = json.dumps(function["arguments"], ensure_ascii=False)
-                call = {**call, "function": {**function, "arguments": text}}
+            function = dict(call["function"])
+            if not isinstance(function["arguments"], str):
+                _convert_arguments(function, as_text=True)
                 changed = True
-            calls.append(call)
+            calls.append({**call, "function": function})
         if calls:
             copy["tool_calls"] = calls
         result.append(copy)
@@ -137,24 +151,24 @@ def without_rich_values(messages: list[Message]) -> list[Message] | None:
 
 
 def _tool_calls(message: Message) -> list[dict[str, Any]]:
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return []
-    return [call for call in calls if isinstance(call, dict)]
+    return message.get("tool_calls") or []
 
 
-def _parse_arguments(message: Message) -> None:
+def _convert_arguments(function: dict[str, Any], *, as_text: bool) -> None:
     """Text that is no JSON object (a model's broken call, say) is left as it is."""
-    for call in _tool_calls(message):
-        function = call.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-            continue
-        try:
-            arguments = json.loads(function["arguments"] or "{}")
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(arguments, dict):
-            function["arguments"] = plain_data(arguments, "messages")
+    given = function.get("arguments")
+    if as_text:
+        text = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+        function["arguments"] = text or "{}"
+        return
+    if isinstance(given, dict):
+        return
+    try:
+        arguments = json.loads(given or "{}")
+    except (ValueError, RecursionError):
+        return
+    if isinstance(arguments, dict):
+        function["arguments"] = plain_data(arguments, "messages")
 
 
 def _name_reasoning(message: Message) -> None:
@@ -164,18 +178,80 @@ def _name_reasoning(message: Message) -> None:
         message.setdefault("thinking", given[0])
 
 
-def _joined_text(parts: list[Any], index: int) -> str:
-    texts = []
-    for part in parts:
-        if isinstance(part, str):
-            texts.append(part)
-        elif isinstance(part, dict) and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        else:
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+def check_unserved(message: Mapping[str, Any], index: int) -> None:
+    """Raises InvalidRequestError for a part of the turn that no template would show."""
+    for name, remedy in UNSERVED_FIELDS.items():
+        if message.get(name):
+            param = f"messages[{index}].{name}"
             raise InvalidRequestError(
-                f"messages[{index}].content has a part of type {kind!r}; "
-                "this model's chat template reads text alone",
-                param="messages",
+                f"{param} is not served and would be left out: {remedy}", param=param
             )
+
+
+def check_content(content: Any, index: int) -> None:
+    """Raises InvalidRequestError for what is neither text nor parts of types that are served."""
+    param = f"messages[{index}].content"
+    if content is None or isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise InvalidRequestError(
+            f"{param} is {shown(content)}: it is a text, or a list of parts", param=param
+        )
+    for part in content:
+        if isinstance(part, str):
+            continue
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            continue
+        if kind == "text":
+            raise InvalidRequestError(
+                f"messages[{index}] has a content part of type 'text' without its text", param=param
+            )
+        if kind not in IMAGE_PARTS:
+            raise InvalidRequestError(
+                f"messages[{index}] has a content part of type {shown(kind)}; this server takes"
+                " text and image_url: send its text, or leave it out",
+                param=param,
+            )
+
+
+def _check_calls(message: Message, index: int) -> None:
+    """Leaves out an empty list of calls. Raises InvalidRequestError for what is no call."""
+    param = f"messages[{index}].tool_calls"
+    calls = message.get("tool_calls")
+    if not calls:
+        message.pop("tool_calls", None)
+        return
+    if not isinstance(calls, list):
+        raise InvalidRequestError(f"{param} must be a list of calls", param=param)
+    for number, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRequestError(
+                f'{param}[{number}] must be {{"type": "function", "function": {{"name": ...,'
+                ' "arguments": ...}}',
+                param=f"{param}[{number}]",
+            )
+        if not isinstance(function.get("arguments"), (str, dict, type(None))):
+            raise InvalidRequestError(
+                f"{param}[{number}].function.arguments must be JSON text or an object",
+                param=f"{param}[{number}].function.arguments",
+            )
+
+
+def _as_part(part: Any) -> dict[str, Any]:
+    return {"type": "text", "text": part} if isinstance(part, str) else part
+
+
+def _joined_text(parts: list[Any], index: int) -> str:
+    """The text of checked parts. Raises InvalidRequestError where one is an image."""
+    texts = []
+    for part in map(_as_part, parts):
+        if part["type"] != "text":
+            raise InvalidRequestError(
+                f"messages[{index}].content has a part of type {part['type']!r}; "
+                "this model's chat template reads text alone",
+                param=f"messages[{index}].content",
+            )
+        texts.append(part["text"])
     return "\n".join(texts)

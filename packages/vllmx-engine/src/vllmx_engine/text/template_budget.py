@@ -43,15 +43,16 @@ class TemplateLimits(Record):
 class Budget:
     """The running account of one rendering."""
 
-    __slots__ = ("_clock_check", "_cpu_start", "_made", "_sizes", "_steps", "limits", "stopped")
+    __slots__ = ("_clock_check", "_made", "_sizes", "_steps", "cpu_start_s", "limits", "stopped")
 
     def __init__(self, limits: TemplateLimits) -> None:
         self.limits = limits
         self.stopped: Stopped | None = None
+        self.cpu_start_s = time.thread_time()
+        """The thread's CPU time from which on time counts."""
         self._steps = 0
         self._made = 0
         self._sizes: dict[int, tuple[int, int, Any]] = {}
-        self._cpu_start = time.thread_time()
         self._clock_check = time.monotonic()
 
     def step(self) -> None:
@@ -61,7 +62,7 @@ class Budget:
             raise BoundsError(f"takes more than {self.limits.max_steps} steps")
         now = time.monotonic()
         if now > self._clock_check:
-            left = self.limits.max_cpu_s - (time.thread_time() - self._cpu_start)
+            left = self.limits.max_cpu_s - (time.thread_time() - self.cpu_start_s)
             if left <= 0:
                 raise BoundsError(f"takes more than {self.limits.max_cpu_s:g} s of CPU time")
             if self.stopped is not None and self.stopped():

@@ -13,7 +13,7 @@ Jinja's immutable sandbox:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from datetime import datetime
 from types import BuiltinMethodType, MethodType
 from typing import Any, NoReturn
@@ -304,6 +304,8 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     def bounded(context: Context, value: Any, /, *args: Any, **kwargs: Any) -> Any:
         budget = _budget(context)
         budget.step()
+        if name == "tojson" and isinstance(value, Iterator):  # what `map` and `select` make
+            value = list(value)
         if check is not None:
             check(budget, value, args, kwargs)
         elif name == "join":

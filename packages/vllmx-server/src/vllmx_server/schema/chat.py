@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 from vllmx_core.errors import InvalidRequestError
 from vllmx_engine.client.chat_options import RESERVED_VARIABLES, ChatOptions
+from vllmx_engine.text.messages import UNSERVED_FIELDS, check_content, check_unserved
 
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.decode import check_free_form
@@ -70,12 +71,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
 
     def check(self, index: int) -> None:
         """Raises InvalidRequestError for a part of the turn that no template would show."""
-        for name, remedy in (("audio", "send its text"), ("function_call", "use tool_calls")):
-            if getattr(self, name):
-                param = f"messages[{index}].{name}"
-                raise InvalidRequestError(
-                    f"{param} is not served and would be left out: {remedy}", param=param
-                )
+        check_unserved({name: getattr(self, name) for name in UNSERVED_FIELDS}, index)
 
     def for_template(self, index: int) -> dict[str, Any]:
         """The message as the chat template takes it. Raises InvalidRequestError."""
@@ -107,13 +103,8 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
         for part in self.content:
             if isinstance(part, str):
                 parts.append({"type": "text", "text": part})
-            elif part.type == "text" and part.text is not None:
-                parts.append({"type": "text", "text": part.text})
             elif part.type == "text":
-                raise InvalidRequestError(
-                    f"messages[{index}] has a content part of type 'text' without its text",
-                    param=f"messages[{index}].content",
-                )
+                parts.append({"type": "text", "text": part.text})
             elif part.type == "image_url" and part.image_url is not None:
                 image = part.image_url
                 url = image if isinstance(image, str) else image.url
@@ -124,11 +115,8 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
                     param=f"messages[{index}].content",
                 )
             else:
-                raise InvalidRequestError(
-                    f"messages[{index}] has a content part of type {part.type!r}; this server"
-                    " takes text and image_url",
-                    param=f"messages[{index}].content",
-                )
+                parts.append({"type": part.type})
+        check_content(parts, index)
         return parts
 
 

@@ -1,0 +1,203 @@
+"""Tools as OpenAI's schema allows them, and past calls, in every chat template at hand."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from vllmx_core.errors import TemplateError
+from vllmx_engine.text.chat_template import ChatTemplate
+from vllmx_engine.text.template_budget import TemplateLimits
+
+from .test_chat_template import MARKS, SOURCES, assistant, user
+
+STRING = {"type": "string", "description": "x"}
+FULL = {"type": "object", "properties": {"a": STRING}, "required": ["a"]}
+
+
+def one(schema: Any, **fields: Any) -> dict[str, Any]:
+    """Parameters with one property."""
+    return {
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"a": schema}, **fields},
+    }
+
+
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    "nothing but a name": {},
+    "no description": {"parameters": FULL},
+    "no parameters": {"description": "d"},
+    "nulls": {"description": None, "parameters": None, "strict": None},
+    "empty parameters": {"description": "d", "parameters": {}},
+    "no properties": {"description": "d", "parameters": {"type": "object"}},
+    "no type": {"description": "d", "parameters": {"properties": {"a": STRING}}},
+    "types at the top": {"description": "d", "parameters": {**FULL, "type": ["object", "null"]}},
+    "alternatives at the top": {"description": "d", "parameters": {"anyOf": [FULL]}},
+    "required null": one(STRING, required=None),
+    "property without description": one({"type": "string"}),
+    "property with a null description": one({"type": "string", "description": None}),
+    "property without type": one({"description": "x"}),
+    "empty property": one({}),
+    "property that is true": one(True),
+    "types": one({"type": ["string", "null"], "description": "x"}),
+    "many types": one({"type": ["null", "integer", "array"], "items": {"type": ["string"]}}),
+    "enum of integers": one({"type": "integer", "enum": [1, 2], "default": 1, "description": "x"}),
+    "enum with null": one({"type": ["string", "null"], "enum": ["a", None], "default": None}),
+    "enum without type": one({"enum": [1, "a", None, True]}),
+    "enum of booleans": one({"type": "boolean", "enum": [True], "default": True}),
+    "const": one({"const": 3}),
+    "anyOf": one({"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}),
+    "oneOf": one({"oneOf": [{"type": "string"}, {"type": "integer", "enum": [1]}]}),
+    "reference": one({"$ref": "#/$defs/x"}, **{"$defs": {"x": {"type": "string"}}}),
+    "array of anything": one({"type": "array"}),
+    "array of what is empty": one({"type": "array", "items": {}}),
+    "array of what is true": one({"type": "array", "items": True}),
+    "tuple": one({"type": "array", "prefixItems": [{"type": "string"}], "items": False}),
+    "array of objects": one(
+        {"type": "array", "items": {"type": "object", "properties": {"x": {"enum": [1, 2]}}}}
+    ),
+    "object": one({"type": "object"}),
+    "object in an object": one({"type": "object", "properties": {"x": {"type": ["integer"]}}}),
+    "closed object": one({"type": "object", "additionalProperties": False, "properties": {}}),
+    "map": one({"type": "object", "additionalProperties": {"type": "string"}}),
+    "number": one({"type": "number", "default": 1.5, "minimum": 0}),
+    "list by default": one({"type": "array", "items": {"type": "string"}, "default": ["a"]}),
+    "object by default": one({"type": "object", "default": {"a": 1}}),
+}
+TOOLS = {
+    name: {"type": "function", "function": {"name": "f1", **function}}
+    for name, function in FUNCTIONS.items()
+}
+# Its macros read the variable of a loop around them, which no Jinja lets them do.
+WITHOUT_TOOLS = "MiroThinker"
+
+
+DIFFERENT = {path.read_text(): name for name, path in SOURCES.items()}.values()
+
+
+@pytest.mark.parametrize("name", [name for name in DIFFERENT if not name.endswith(WITHOUT_TOOLS)])
+def test_every_template_takes_every_tool(name: str) -> None:
+    template = ChatTemplate(SOURCES[name].read_text(), MARKS)
+    plain = {"type": "function", "function": {"name": "f1", "description": "d", "parameters": FULL}}
+    tells = "f1" in template.render([user("hi")], [plain])
+    for tool in TOOLS.values():
+        assert ("f1" in template.render([user("hi")], [tool])) == tells
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "shown"),
+    [
+        ("{{ tools[0].function.description + '!' }}", "no description", "!"),
+        ("{{ 'is ' + tools[0].function.description }}", "nulls", "is "),
+        ("{{ tools[0].function.parameters.properties | length + 1 }}", "no parameters", "1"),
+        ("{{ 'n' + tools[0].function.parameters.properties.a.type }}", "types", "nstring"),
+        ("{{ 'n' + tools[0].function.parameters.properties.a.type }}", "anyOf", "nstring"),
+        (
+            "{% for e in tools[0].function.parameters.properties.a.enum %}{{ '<' + e }}"
+            "{% endfor %}{{ tools[0].function.parameters.properties.a.type }}",
+            "enum of integers",
+            "<1<2integer",
+        ),
+        (
+            "{{ tools | map(attribute='function') | tojson }}",
+            "nothing but a name",
+            '[{"name": "f1"}]',
+        ),
+    ],
+)
+def test_a_tool_is_made_simpler_only_as_far_as_the_template_needs(
+    source: str, name: str, shown: str
+) -> None:
+    assert ChatTemplate(source).render([user("hi")], [TOOLS[name]]) == shown
+
+
+def test_what_renders_is_left_as_it_is() -> None:
+    template = ChatTemplate("{{ tools | tojson }}")
+    for tool in TOOLS.values():
+        assert json.loads(template.render([user("hi")], [tool])) == [tool]
+
+
+def test_the_first_error_is_told_and_tries_share_their_time() -> None:
+    refusing = ChatTemplate("{{ raise_exception('no ' ~ tools[0].function.description) }}")
+    with pytest.raises(TemplateError, match=r"refuses the conversation: no $"):
+        refusing.render([user("hi")], [TOOLS["nothing but a name"]])
+    slow = "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}"
+    limits = TemplateLimits(max_cpu_s=0.2, max_steps=1 << 40)
+    started = time.thread_time()
+    with pytest.raises(TemplateError, match="CPU time"):
+        ChatTemplate(slow, limits=limits).render([user("hi")], [TOOLS["nulls"]])
+    assert time.thread_time() - started < 5
+
+
+ARGUMENTS = {"city": 'Par"is <&> Köln', "n": [1, 2.5, None, True]}
+CALL_ID = "abcdefgh1"
+
+
+def call_round(arguments: Any) -> list[dict[str, Any]]:
+    function = {"name": "get_weather", "arguments": arguments}
+    calls = [{"id": CALL_ID, "type": "function", "function": function}]
+    result = {"role": "tool", "tool_call_id": CALL_ID, "name": "get_weather", "content": "21"}
+    return [user("Weather?"), assistant("", tool_calls=calls), result]
+
+
+def whole_calls(prompt: str) -> list[Any]:
+    """Every JSON object in a prompt that has the arguments, as an object, under a name."""
+    decoder, found, at = json.JSONDecoder(), [], prompt.find("{")
+    while at >= 0:
+        try:
+            value = decoder.raw_decode(prompt, at)[0]
+        except ValueError:
+            value = None
+        if isinstance(value, dict) and ARGUMENTS in (*value.values(), value):
+            found.append(value)
+        at = prompt.find("{", at + 1)
+    return found
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_past_calls_are_written_as_json(name: str) -> None:
+    """Also where a template spoils objects, or JSON text."""
+    template = ChatTemplate(SOURCES[name].read_text(), MARKS)
+    forms = (ARGUMENTS, json.dumps(ARGUMENTS, ensure_ascii=False))
+    try:
+        prompts = [template.render(call_round(form), [TOOLS["types"]]) for form in forms]
+    except TemplateError:
+        return
+    assert prompts[0] == prompts[1]
+    for escape in ("&#34;", "&lt;", str(ARGUMENTS), r"{\"city\""):
+        assert escape not in prompts[0].rpartition("Weather?")[2]
+    if "mistral" in name and "nemo" not in name.lower():
+        (found,) = [each for each in whole_calls(prompts[0]) if each != ARGUMENTS] or whole_calls(
+            prompts[0]
+        )
+        assert found == ARGUMENTS or found["name"] == "get_weather"
+
+
+@pytest.mark.parametrize(
+    ("source", "given", "shown"),
+    [
+        ("{{ args | tojson }}", '{"a":1}', '{"a": 1}'),
+        ("{{ args | tojson }}", {"a": 1}, '{"a": 1}'),
+        ("{{ '<' + args }}", '{"a":1}', '<{"a":1}'),
+        ("{{ '<' + args }}", {"a": "é"}, '<{"a": "é"}'),
+        ("{{ '<' + args }}", "", "<{}"),
+        ("{{ '<' + args }}", None, "<{}"),
+        ("{{ '<' + args }}", "{broken", "<{broken"),
+        ("{{ args }}", {"a": 1}, '{"a": 1}'),
+        ("{{ args | tojson | safe }}", {"a": 1}, '{"a": 1}'),
+        ("{{ '<' + (args if args is string else args | tojson | safe) }}", {"a": 1}, '<{"a": 1}'),
+        ("{% for k, v in args.items() %}{{ k }}={{ v }}{% endfor %}", '{"a": 1}', "a=1"),
+    ],
+)
+def test_arguments_are_handed_over_in_the_form_that_becomes_json(
+    source: str, given: Any, shown: str
+) -> None:
+    loop = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}"
+        "{% set args = c.function.arguments %}" + source + "{% endfor %}{% endfor %}"
+    )
+    function = {"name": "f"} if given is None else {"name": "f", "arguments": given}
+    turn = assistant(None, tool_calls=[{"type": "function", "function": function}])
+    assert ChatTemplate(loop).render([turn]) == shown
