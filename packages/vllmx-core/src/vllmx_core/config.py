@@ -36,6 +36,9 @@ class EngineConfig:
     """A template file that replaces the model's own."""
     default_chat_template_kwargs: str | None = None
     """Variables of the template as a JSON object, for chats that do not set them themselves."""
+    special_tokens_in_text: Literal["escape", "keep"] = "escape"
+    """Special tokens that users, tools and documents of a chat spell out: escape: they stay text;
+    keep: they become the tokens."""
     backend: str = "auto"
     load_format: str = "auto"
     model_impl: str = "auto"

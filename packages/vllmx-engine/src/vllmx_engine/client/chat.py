@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,7 @@ from vllmx_engine.client.request import Request
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.formats.named import FoundFormat, check_name
 from vllmx_engine.text.model_files import MAX_TEMPLATE_BYTES, read_text
+from vllmx_engine.text.prompt_text import Spellings
 from vllmx_engine.text.tokenizer import TOKENIZER_NAME, Tokenizer
 from vllmx_engine.wire.grammars import FreePart, Thoughts
 
@@ -107,16 +108,19 @@ class ChatRenderer:
 
         if self._registry is None:
             return FoundFormat(OutputFormat("none"), "not read", "not read")
-        own = self._tokenizer.chat_templates
-        templates = own if self._source is None else {"default": self._source}
         return find_format(
             self._registry,
-            templates,
+            self._sources,
             self._config.tool_parser,
             self._config.reasoning_parser,
             self._tokenizer.named_tokens,
             self._tokenizer.config.get("response_template"),
         )
+
+    @property
+    def _sources(self) -> Mapping[str, str]:
+        own = self._tokenizer.chat_templates
+        return own if self._source is None else {"default": self._source}
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -127,6 +131,14 @@ class ChatRenderer:
         if self._source is not None:
             return ChatTemplate(self._source, self._tokenizer.named_tokens)
         return ChatTemplate.from_tokenizer(self._tokenizer)
+
+    @cached_property
+    def _spellings(self) -> Spellings | None:
+        """Special tokens that stay text where users spell them; None: whoever spells one gives
+        it."""
+        if self._config.special_tokens_in_text == "keep":
+            return None
+        return Spellings(self._tokenizer.control_tokens("\n".join(self._sources.values())))
 
     def with_calls(
         self, params: SamplingParams, options: ChatOptions | None = None
@@ -209,16 +221,19 @@ class ChatRenderer:
         options: ChatOptions | None = None,
         stopped: Callable[[], bool] | None = None,
     ) -> str:
-        """The prompt's text, with every special token that belongs to it. May take a while: not for
-        an event loop. Raises TemplateError, InvalidRequestError."""
+        """The prompt's text, with every special token that belongs to it, a `PromptText` where
+        users spelt some. May take a while: not for an event loop. Raises TemplateError,
+        InvalidRequestError."""
         options = self._with_defaults(options)
         generation = options.add_generation_prompt
         tools = options.tools
         if options.allowed_tools is not None:
             tools = told_tools(self.format.format, options)
-        template = self.template
+        template, spellings = self.template, self._spellings
         if options.source is not None:
             template = type(template)(options.source, self._tokenizer.named_tokens)
+            if spellings is not None:
+                spellings = Spellings(self._tokenizer.control_tokens(options.source))
         return template.render(
             [asdict(message) if isinstance(message, Message) else message for message in messages],
             tools,
@@ -229,6 +244,7 @@ class ChatRenderer:
             continue_final_message=options.continue_final_message,
             template=options.template,
             chat_template_kwargs=options.template_kwargs,
+            spellings=spellings,
             stopped=stopped,
         )
 

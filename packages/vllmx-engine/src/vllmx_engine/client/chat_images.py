@@ -105,7 +105,7 @@ class Pictures:
             for start, one in place_images(request.prompt_ids, self._token_id, self._prepared)
         ]
         core = [msgspec.structs.replace(one, images=images) for one in request.core]
-        return replace(request, prompt=prompt, core=core)
+        return replace(request, prompt=str(prompt), core=core)
 
 
 def image_input(start: int, image: PreparedImage) -> ImageInput:

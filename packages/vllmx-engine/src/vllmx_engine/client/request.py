@@ -231,7 +231,8 @@ class RequestBuilder:
             if keep is not None:
                 prompt = self.tokenizer.part_with(prompt, keep, from_end=True)
             try:
-                return prompt, self.tokenizer.encode(prompt, add_special_tokens, limit=limit)
+                ids = self.tokenizer.encode(prompt, add_special_tokens, limit=limit)
+                return str(prompt), ids
             except TooManyTokensError as error:
                 at_least = "" if error.exact else "at least "
                 raise self._too_long(f"{at_least}{error.num_tokens}") from None

@@ -9,6 +9,7 @@ from vllmx_core.errors import InvalidRequestError
 
 from vllmx_engine.images.prepared import PreparedImage
 from vllmx_engine.images.processor import ImageProcessor
+from vllmx_engine.text.prompt_text import PromptText
 
 
 def write_images(prompt: str, processor: ImageProcessor, images: Sequence[PreparedImage]) -> str:
@@ -18,7 +19,8 @@ def write_images(prompt: str, processor: ImageProcessor, images: Sequence[Prepar
         InvalidRequestError: the template wrote more or fewer marks than there are images: it knows
             none, or a text of the conversation holds the mark.
     """
-    texts = prompt.split(processor.mark)
+    marked = prompt.marked if isinstance(prompt, PromptText) else prompt
+    texts = marked.split(processor.mark)
     if len(texts) != len(images) + 1:
         raise InvalidRequestError(
             f"the prompt has {len(texts) - 1} marks {processor.mark!r} for {len(images)} images:"
@@ -28,7 +30,8 @@ def write_images(prompt: str, processor: ImageProcessor, images: Sequence[Prepar
     pieces = [texts[0]]
     for image, text in zip(images, texts[1:], strict=True):
         pieces += (processor.written(image), text)
-    return "".join(pieces)
+    text = "".join(pieces)
+    return PromptText.of_marked(text) if isinstance(prompt, PromptText) else text
 
 
 def place_images(

@@ -18,7 +18,7 @@ _ESCAPES = ("&#34;", "&quot;", "&#39;", "&lt;")
 _ID = "zqcall001"
 """Some templates insist on nine letters and digits."""
 _NAME = "zqname"
-_TOOLS = [
+_TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "function": {
@@ -53,7 +53,7 @@ def takes_text_arguments(render: Render) -> bool:
 def _rendered(render: Render, arguments: Any) -> str | None:
     """The conversation with one call; None where the template fails or leaves the call out."""
     call = {"type": "function", "id": _ID, "function": {"name": _NAME, "arguments": arguments}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "zquser"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": _ID, "name": _NAME, "content": "zqresult"},

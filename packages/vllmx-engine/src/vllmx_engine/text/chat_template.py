@@ -25,6 +25,7 @@ from vllmx_engine.text.messages import (
     plain_data,
     without_rich_values,
 )
+from vllmx_engine.text.prompt_text import MARK, Spellings
 from vllmx_engine.text.template_budget import BoundsError, Stopped, TemplateLimits
 from vllmx_engine.text.template_reads import TemplateReads
 from vllmx_engine.text.template_sandbox import (
@@ -96,6 +97,7 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        spellings: Spellings | None = None,
         stopped: Stopped | None = None,
     ) -> str:
         """The prompt.
@@ -110,6 +112,8 @@ class ChatTemplate:
             template: name of the template; by default `tool_use` where tools are given and there
                 is one, else `default`.
             chat_template_kwargs: variables of the template, such as `enable_thinking`.
+            spellings: special tokens that stay text where users, tools and documents spell them:
+                the prompt is a `PromptText` then. None: whoever spells one gives it.
             stopped: asked now and then; once true, the rendering ends with a TemplateError.
 
         Raises:
@@ -129,17 +133,22 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"chat_template_kwargs must not set {clash[0]!r}", param="chat_template_kwargs"
             )
-        plain = compiled.normalized(messages, self.special_tokens)
+        plain = compiled.normalized(messages, self.special_tokens, spellings)
+        given = {
+            "tools": plain_data(tools, "tools"),
+            "documents": plain_data(documents, "documents"),
+        }
         variables = {
             **self.special_tokens,
             **extra,
-            "tools": plain_data(tools, "tools"),
-            "documents": plain_data(documents, "documents"),
+            **(given if spellings is None else spellings.guarded(given)),
             "add_generation_prompt": add_generation_prompt,
         }
-        if not continue_final_message:
-            return compiled.render(plain, variables, stopped)
-        return _cut_at_mark(compiled.render(_mark_end(plain), variables, stopped))
+        if continue_final_message:
+            prompt = _cut_at_mark(compiled.render(_mark_end(plain), variables, stopped))
+        else:
+            prompt = compiled.render(plain, variables, stopped)
+        return prompt if spellings is None else spellings.settled(prompt)
 
     def _select(self, name: str | None, has_tools: bool) -> _CompiledTemplate:
         if name is None:
@@ -173,18 +182,25 @@ class _CompiledTemplate:
         """Calls have their arguments as JSON text; None: not found out yet."""
 
     def normalized(
-        self, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, str]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        special_tokens: Mapping[str, str],
+        spellings: Spellings | None,
     ) -> list[Message]:
         """Messages as this template reads them. Raises InvalidRequestError."""
-        found = self._shaped(messages, text_arguments=False)
+        found = self._shaped(messages, spellings)
         if not any(message.get("tool_calls") for message in found):
             return found
         if self._takes_text is None:
             self._takes_text = takes_text_arguments(partial(self._probe, special_tokens))
-        return self._shaped(messages, text_arguments=True) if self._takes_text else found
+        return self._shaped(messages, spellings, text_arguments=True) if self._takes_text else found
 
     def _shaped(
-        self, messages: Sequence[Mapping[str, Any]], *, text_arguments: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        spellings: Spellings | None = None,
+        *,
+        text_arguments: bool = False,
     ) -> list[Message]:
         reads = self._reads
         return normalize_messages(
@@ -194,6 +210,7 @@ class _CompiledTemplate:
             takes_none=reads.takes_none,
             text_arguments=text_arguments,
             strings=reads.strings,
+            spellings=spellings,
         )
 
     def _probe(
@@ -278,7 +295,7 @@ class _CompiledTemplate:
                 if num_chars > limit:
                     raise BoundsError(f"makes a prompt of more than {limit} characters")
         except RaisedByTemplate as error:
-            message = excerpt(str(error), _MAX_MESSAGE_CHARS)
+            message = excerpt(str(error).replace(MARK, ""), _MAX_MESSAGE_CHARS)
             raise TemplateError(
                 f"the chat template refuses the conversation: {message}", param="messages"
             ) from error

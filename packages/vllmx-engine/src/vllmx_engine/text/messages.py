@@ -12,9 +12,12 @@ from typing import Any
 
 from vllmx_core.errors import InvalidRequestError, shown
 
+from vllmx_engine.text.prompt_text import Spellings
+
 MAX_DEPTH = 64
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """OpenAI's; a template may know others."""
+_TRUSTED_ROLES = ("system", "developer", "assistant")
 IMAGE_PARTS = ("image_url", "input_image", "image")
 """Types of parts that are images, in the names of several APIs."""
 UNSERVED_FIELDS = {"audio": "send its text", "function_call": "use tool_calls"}
@@ -56,6 +59,7 @@ def normalize_messages(
     takes_none: bool = False,
     text_arguments: bool = False,
     strings: Collection[str] = ROLES,
+    spellings: Spellings | None = None,
 ) -> list[Message]:
     """Copy messages into the shape that this template reads, and check them: whatever asks for an
     answer to a conversation, over HTTP or not, comes through here.
@@ -72,6 +76,8 @@ def normalize_messages(
 
     Args:
         strings: what the template names in quotes, roles among them.
+        spellings: special tokens that are marked as text, but in what operators (`system`,
+            `developer`) and the model (`assistant`) say; None: none are.
 
     Raises:
         InvalidRequestError: no messages, one that is not an object with a role, a role that is
@@ -94,6 +100,8 @@ def normalize_messages(
         for call in _tool_calls(plain):
             _convert_arguments(call["function"], as_text=text_arguments)
         _name_reasoning(plain)
+        if spellings is not None and message["role"] not in _TRUSTED_ROLES:
+            plain = {"role": plain.pop("role"), **spellings.guarded(plain)}
         content = plain.get("content")
         if content is None:
             plain["content"] = None if takes_none else ""

@@ -13,6 +13,7 @@ Jinja's immutable sandbox:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from datetime import datetime
 from types import BuiltinMethodType, MethodType
@@ -27,6 +28,7 @@ from jinja2.runtime import BlockReference, Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace, _PassArg
 
+from vllmx_engine.text.prompt_text import MARK
 from vllmx_engine.text.template_budget import BoundsError, Budget, TemplateLimits
 from vllmx_engine.text.template_checks import (
     FILTER_CHECKS,
@@ -67,6 +69,7 @@ _METHODS: tuple[tuple[type, frozenset[str]], ...] = (
     (LoopContext, frozenset(("changed", "cycle"))),
 )
 _MAX_DATE_FORMAT = 200
+_ESCAPED_MARK = re.compile(r"(?<!\\)((?:\\\\)*)" + re.escape(json.dumps(MARK)[1:-1]))
 
 
 class RaisedByTemplate(JinjaError):
@@ -208,6 +211,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(target, FormatMethod):
             return self._formatted(budget, target, args, kwargs)
         if isinstance(target, (BuiltinMethodType, MethodType)):
+            target = _without_mark(target)
             args = self._checked_method(budget, target, args, kwargs)
         elif not self._is_callable_here(target):
             raise SecurityError(f"a chat template must not call {_describe(target)}")
@@ -287,6 +291,14 @@ def _budget(context: Context) -> Budget:
     return context.budget
 
 
+def _without_mark(method: Any) -> Any:
+    """A method that looks at the beginning of a text sees it without the mark of `prompt_text`."""
+    owner, name = method.__self__, method.__name__
+    if name in ("startswith", "removeprefix") and isinstance(owner, str) and owner[:1] == MARK:
+        return getattr(owner.lstrip(MARK), name)
+    return method
+
+
 def _describe(target: Any) -> str:
     name = getattr(target, "__name__", None)
     owner = getattr(target, "__self__", None)
@@ -360,10 +372,11 @@ def to_json(
     sort_keys: bool = False,
 ) -> str:
     """Plain JSON: Jinja's own filter would escape HTML and sort the keys."""
-    return json.dumps(
+    text = json.dumps(
         value,
         ensure_ascii=ensure_ascii,
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
     )
+    return _ESCAPED_MARK.sub(rf"\1{MARK}", text) if ensure_ascii else text

@@ -7,6 +7,7 @@ for detokenizing (see `pieces`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +26,7 @@ from vllmx_engine.text.declared_tokens import (
     unusable,
 )
 from vllmx_engine.text.library_errors import library_errors
+from vllmx_engine.text.literal_backend import is_markup, literal_backend
 from vllmx_engine.text.long_texts import PIECE_CHARS, fewest_tokens, part_with
 from vllmx_engine.text.model_files import (
     MAX_TOKENIZER_BYTES,
@@ -33,6 +35,7 @@ from vllmx_engine.text.model_files import (
     read_json_object,
 )
 from vllmx_engine.text.pieces import PieceCoding, PieceTable, TextTable, piece_coding
+from vllmx_engine.text.prompt_text import PromptText
 from vllmx_engine.text.token_bound import TokenBound, token_bound
 
 TOKENIZER_NAME = "tokenizer.json"
@@ -43,6 +46,8 @@ _WHOLE_CHARS = 1 << 20
 """Longer texts are measured in pieces before they are tokenised whole, and shorter ones too where
 each of the tokens that are wanted would stand for more than `_USUAL_CHARS`."""
 _USUAL_CHARS = 8
+_CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
+"""Tokens of this form steer a model, whether its files call them special or not."""
 _MANY_IDS = 4096
 """Decoding more of them takes a noticeable time."""
 
@@ -129,7 +134,8 @@ class Tokenizer:
     def encode(
         self, text: str, add_special_tokens: bool = True, *, limit: int | None = None
     ) -> list[int]:
-        """Token ids of `text`; special tokens spelt in the text become their ids.
+        """Token ids of `text`; special tokens spelt in the text become their ids, but for those
+        spellings that a `PromptText` says are text.
 
         Args:
             limit: more tokens are counted, but not made into a list.
@@ -208,7 +214,11 @@ class Tokenizer:
         where it is not long, or has no more. Raises InvalidRequestError."""
         if len(text) <= _WHOLE_CHARS:
             return text
-        return part_with(text, num_tokens, self._num_tokens, from_end=from_end)
+        part = part_with(text, num_tokens, self._num_tokens, from_end=from_end)
+        if not isinstance(text, PromptText):
+            return part
+        begin = len(text) - len(part) if from_end else 0
+        return text.part(begin, begin + len(part))
 
     def _num_tokens(self, text: str) -> int:
         return len(self._encodings((text,), add_special_tokens=False)[0])
@@ -239,11 +249,13 @@ class Tokenizer:
     def _encodings(
         self, texts: Sequence[str | tuple[str, str]], add_special_tokens: bool
     ) -> list[tokenizers.Encoding]:
+        backend, given = self.backend, list(texts)
+        if any(isinstance(text, PromptText) for text in given):
+            backend = self._literal_backend
+            given = [text.marked if isinstance(text, PromptText) else text for text in given]
         try:
             with library_errors(_cannot_encode):
-                return self.backend.encode_batch_fast(
-                    list(texts), add_special_tokens=add_special_tokens
-                )
+                return backend.encode_batch_fast(given, add_special_tokens=add_special_tokens)
         except InvalidRequestError as error:
             if not isinstance(error.__cause__, TypeError):
                 raise
@@ -295,6 +307,22 @@ class Tokenizer:
     def coding(self) -> PieceCoding | None:
         """How bytes per token make a text (`pieces.PieceCoding`), None if they do not."""
         return self._coding
+
+    @cached_property
+    def _literal_backend(self) -> tokenizers.Tokenizer:
+        with library_errors(unusable):
+            return literal_backend(self.backend)
+
+    def control_tokens(self, source: str) -> frozenset[str]:
+        """Spellings of tokens that a text of a user must not become, by the template that writes
+        its prompts: special ones, ends of sequences, `<|...|>`, and tags of the template."""
+        found = set(self.named_tokens.values())
+        for token_id, token in self.backend.get_added_tokens_decoder().items():
+            text = token.content
+            is_special = token.special or token_id in self.eos_token_ids
+            if is_special or _CONTROL.fullmatch(text) or (is_markup(token) and text in source):
+                found.add(text)
+        return frozenset(text for text in found if text.strip())
 
     @cached_property
     def _bound(self) -> TokenBound | None:

@@ -57,6 +57,8 @@ HELP: Mapping[str, str] = {
     "chat_template": "File with another chat template.",
     "default_chat_template_kwargs": "Variables of the template as a JSON object, for chats that do"
     " not set them, such as '{\"enable_thinking\": false}'.",
+    "special_tokens_in_text": "Special tokens that users, tools and documents of a chat spell out:"
+    " escape (they stay text) or keep (they become the tokens).",
     "backend": "Backend by name, or auto: the best that can run here.",
     "task": "What the model is loaded for: generate, embed, score or classify; auto: as its files"
     " say.",
