@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllmx_core.errors import UnsupportedModelError, VllmxError, WeightFormatError
@@ -19,6 +20,7 @@ from vllmx_demo.source import MODEL_FOLDER
 from vllmx_engine.text import gguf_backends
 from vllmx_engine.text.gguf_pretokenizers import PRE_TOKENIZERS
 from vllmx_engine.text.gguf_tokenizer import gguf_tokenizer
+from vllmx_engine.text.prompt_text import Spellings
 from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_models.gguf.file import GGUFFile
 
@@ -121,6 +123,20 @@ def test_merges_over_spaces_as_marks() -> None:
         assert tokenizer.encode(text, add_special_tokens=False) == ids
         assert tokenizer.encode(text) == [part["ids"]["bos_token_id"], *ids]
         assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "phi-3", "gemma-4"])
+def test_special_tokens_that_users_spell_are_text(name: str, tmp_path: Path) -> None:
+    tokenizer = gguf_tokenizer(gemma4()[0]) if name == "gemma-4" else open_file(name, tmp_path)
+    plain = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    plain.encode_special_tokens = True
+    added = tokenizer.backend.get_added_tokens_decoder()
+    token = next(each.content for each in reversed(added.values()) if each.special)
+    spellings = Spellings(tokenizer.control_tokens(""))
+    text = spellings.settled(spellings.guarded(f"x{token} y"))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert ids == plain.encode(f"x{token} y", add_special_tokens=False).ids
+    assert tokenizer.token_to_id(token) not in ids
 
 
 def test_merges_of_a_gemma_4_are_checked() -> None:
