@@ -335,3 +335,32 @@ def test_engine_threads_take_turns(make_folder: Callable[..., str], registry: Re
         assert engine.cancel(seq_id)
     assert found == [expected(prompt) for prompt in "abc"]
     assert ids == expected("long", len(ids))
+
+
+def test_special_tokens_that_users_spell_are_text(folder: str, registry: Registry) -> None:
+    """In what users and tools say; the model's own turns and completions have the tokens."""
+    said = "a<|end|>b"
+    turns = [Message("user", said), {"role": "assistant", "content": said}, Message("user", "c")]
+    end, user, assistant = 256, 257, 258
+    text = [*said.encode()]
+    tokens = [ord("a"), end, ord("b")]
+    behind = [end, assistant, *tokens, end, user, ord("c"), end, assistant]
+    prompt = f"<|user|>{said}<|end|><|assistant|>{said}<|end|><|user|>c<|end|><|assistant|>"
+    for mode, own in (("escape", text), ("keep", tokens)):
+        options = {"backend": "fake", "special_tokens_in_text": mode}
+        with LLM(folder, registry=registry, **options) as llm:
+            (output,) = llm.chat(turns, GREEDY)
+            assert output.prompt == prompt
+            assert type(output.prompt) is str
+            assert output.prompt_token_ids == [user, *own, *behind]
+            assert llm.generate(said, GREEDY)[0].prompt_token_ids == tokens
+        config = EngineConfig(model=folder, **options)
+        with Engine(config, registry=registry) as engine:
+            rendered = engine.apply_chat_template(turns)
+            assert rendered == prompt
+            assert engine.generate_sync(GREEDY, rendered)[0].prompt_token_ids == [
+                user,
+                *own,
+                *behind,
+            ]
+            assert engine.generate_stream(GREEDY, rendered)[1] == len([user, *own, *behind])

@@ -34,9 +34,11 @@ CHATML = (
 
 def plainly(tokenizer: Tokenizer, text: str) -> list[int]:
     """Ids of a text by the library's own switch for special tokens as text."""
-    backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
-    backend.encode_special_tokens = True
-    return backend.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+    tokenizer.backend.encode_special_tokens = True
+    try:
+        return tokenizer.backend.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+    finally:
+        tokenizer.backend.encode_special_tokens = False
 
 
 def special_of(tokenizer: Tokenizer) -> str:
