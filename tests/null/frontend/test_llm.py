@@ -364,3 +364,29 @@ def test_special_tokens_that_users_spell_are_text(folder: str, registry: Registr
                 *behind,
             ]
             assert engine.generate_stream(GREEDY, rendered)[1] == len([user, *own, *behind])
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", None])
+def test_choices_of_tools_as_the_api_writes_them(llm: LLM, choice: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    (output,) = llm.chat([Message("user", "x")], GREEDY, tools=tools, tool_choice=choice)
+    assert output.prompt == "<|user|>x<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"messages": None}, "messages is None"),
+        ({"messages": {"role": "user", "content": "x"}}, "give a list of messages"),
+        ({"messages": [5]}, "messages must be a list"),
+        ({"tools": [{}]}, r"tools\[0\] must be"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice is"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "asks for 'g'"),
+        ({"chat_template_kwargs": 5}, "it is an object"),
+        ({"sampling_params": 5}, "give one SamplingParams"),
+    ],
+)
+def test_chats_that_are_refused(llm: LLM, arguments: dict[str, Any], match: str) -> None:
+    given = {"messages": [Message("user", "x")], "sampling_params": GREEDY, **arguments}
+    with pytest.raises(InvalidRequestError, match=match):
+        llm.chat(**given)

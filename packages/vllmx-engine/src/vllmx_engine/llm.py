@@ -10,12 +10,14 @@ from numbers import Integral
 from typing import Any
 
 from vllmx_core.config import DEMO_MODEL
-from vllmx_core.errors import InvalidRequestError
+from vllmx_core.errors import InvalidRequestError, shown
 from vllmx_core.records import Record
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.client.chat import ChatMessage, ChatOptions, Message
+from vllmx_engine.client.forced_calls import choice_of
+from vllmx_engine.client.id_lists import checked_ids
 from vllmx_engine.client.inline import HasEngine, InlineEngine
 from vllmx_engine.client.pooling import (
     PoolingChoice,
@@ -124,7 +126,7 @@ class LLM(HasEngine):
         sampling_params: ParamsArgument = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: str = "auto",
+        tool_choice: str | Mapping[str, Any] | None = "auto",
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -137,15 +139,16 @@ class LLM(HasEngine):
         Args:
             sampling_params: None: what the model recommends, and as many tokens as the context
                 holds.
-            tools, tool_choice, add_generation_prompt, continue_final_message,
-                chat_template_kwargs: see `ChatOptions`.
+            tool_choice: also as OpenAI's API writes it.
+            tools, add_generation_prompt, continue_final_message, chat_template_kwargs: see
+                `ChatOptions`.
 
         Raises:
             TemplateError: the chat template refuses a conversation.
         """
         options = ChatOptions(
             tools=tools,
-            tool_choice=tool_choice,
+            tool_choice=choice_of(tool_choice),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             template_kwargs=chat_template_kwargs or {},
@@ -253,7 +256,13 @@ class LLM(HasEngine):
         return self._pool("classify", texts, choice, use_tqdm)
 
     def _most(self, truncate: int | None) -> int | None:
-        return self.info.max_model_len if truncate == -1 else truncate
+        limit = self.info.max_model_len
+        if truncate is not None and truncate != -1 and not 1 <= truncate <= limit:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens must be -1, or 1 to {limit}, got {truncate}",
+                param="truncate_prompt_tokens",
+            )
+        return limit if truncate == -1 else truncate
 
     def _pool(
         self, task: PoolingTask, texts: list[PoolingText], choice: PoolingChoice, use_tqdm: bool
@@ -290,8 +299,13 @@ def _pooling_text(prompt: Any) -> PoolingText:
     """A text, ids, or vLLM's dictionary of either."""
     if isinstance(prompt, Mapping):
         ids = prompt.get("prompt_token_ids")
-        return PoolingText(str(prompt.get("prompt", "")), ids)
-    return PoolingText(prompt) if isinstance(prompt, str) else PoolingText(ids=prompt)
+        if ids is None and not isinstance(prompt.get("prompt"), str):
+            raise InvalidRequestError(
+                f"a prompt needs 'prompt', a text, or 'prompt_token_ids', got {sorted(prompt)}",
+                param="prompt",
+            )
+        prompt = prompt["prompt"] if ids is None else ids
+    return PoolingText(prompt) if isinstance(prompt, str) else PoolingText(ids=checked_ids(prompt))
 
 
 class _Reporter:
@@ -323,6 +337,11 @@ def write_progress_line(progress: Progress) -> None:
 
 def _as_prompts(prompts: Any) -> list[Any]:
     """One prompt becomes a list of one."""
+    if not isinstance(prompts, str | Mapping) and not hasattr(prompts, "__len__"):
+        raise InvalidRequestError(
+            f"prompts is {shown(prompts)}: give a text, a list of token ids, or a list of prompts",
+            param="prompt",
+        )
     if isinstance(prompts, str | Mapping) or (
         len(prompts) > 0 and isinstance(prompts[0], Integral)
     ):
@@ -332,6 +351,11 @@ def _as_prompts(prompts: Any) -> list[Any]:
 
 def _as_conversations(messages: Any) -> list[Any]:
     """One conversation becomes a list of one."""
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+        raise InvalidRequestError(
+            f"messages is {shown(messages)}: give a list of messages, or a list of such lists",
+            param="messages",
+        )
     if len(messages) > 0 and isinstance(messages[0], Mapping | Message):
         return [messages]
     return list(messages)
@@ -340,6 +364,13 @@ def _as_conversations(messages: Any) -> list[Any]:
 def _one_each(params: ParamsArgument, count: int) -> list[SamplingParams | None]:
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence) or not all(
+        isinstance(each, SamplingParams) for each in params
+    ):
+        raise InvalidRequestError(
+            f"sampling_params is {shown(params)}: give one SamplingParams, or a list of them",
+            param="sampling_params",
+        )
     if len(params) != count:
         raise InvalidRequestError(
             f"{len(params)} sampling_params were given for {count} prompts: give one for each, or"

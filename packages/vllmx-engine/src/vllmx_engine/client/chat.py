@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllmx_core.checkpoint import open_checkpoint
 from vllmx_core.config import EngineConfig
@@ -226,7 +226,7 @@ class ChatRenderer:
         InvalidRequestError."""
         options = self._with_defaults(options)
         generation = options.add_generation_prompt
-        tools = options.tools
+        tools: Sequence[Mapping[str, Any]] | None = options.shown_tools
         if options.allowed_tools is not None:
             tools = told_tools(self.format.format, options)
         template, spellings = self.template, self._spellings
@@ -234,8 +234,10 @@ class ChatRenderer:
             template = type(template)(options.source, self._tokenizer.named_tokens)
             if spellings is not None:
                 spellings = Spellings(self._tokenizer.control_tokens(options.source))
+        if isinstance(messages, (list, tuple)):  # what is none is refused by name
+            messages = [asdict(each) if isinstance(each, Message) else each for each in messages]
         return template.render(
-            [asdict(message) if isinstance(message, Message) else message for message in messages],
+            messages,
             tools,
             documents=options.documents,
             add_generation_prompt=not options.continue_final_message

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllmx_core.config_values import json_object
-from vllmx_core.errors import ConfigError
+from vllmx_core.errors import ConfigError, InvalidRequestError, shown
 from vllmx_core.records import Record, field
+
+from vllmx_engine.text.tool_checks import check_tools
 
 RESERVED_VARIABLES = (
     "messages",
@@ -31,7 +33,11 @@ class Message(Record):
 
 
 class ChatOptions(Record):
-    """How to render a conversation; see `ChatTemplate.render`."""
+    """How to render a conversation; see `ChatTemplate.render`.
+
+    Raises (constructor): InvalidRequestError for what is no definition of a tool, and for variables
+    of the template that have a field of their own.
+    """
 
     tools: Sequence[Mapping[str, Any]] | None = None
     documents: Sequence[Mapping[str, Any]] | None = None
@@ -41,7 +47,8 @@ class ChatOptions(Record):
     one_call: bool = False
     """Calls of tools after an answer's first are left out."""
     tool_choice: str = "auto"
-    """"auto": as the model likes; "required": the answer is calls; else the tool that it calls."""
+    """"auto": as the model likes; "none": none is called, so that the prompt tells of none;
+    "required": the answer is calls; else the tool that it calls."""
     allowed_tools: Sequence[str] | None = None
     """Names of the tools that may be called; None: all. The prompt tells of the others, too, so
     that its beginning stays, unless nothing but the prompt keeps them from being called."""
@@ -53,6 +60,28 @@ class ChatOptions(Record):
     """Jinja source instead of the model's templates."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the template, such as enable_thinking."""
+
+    def __post_init__(self) -> None:
+        if self.tools is not None:
+            check_tools(self.tools)
+        if not isinstance(self.template_kwargs, Mapping):
+            raise InvalidRequestError(
+                f"chat_template_kwargs is {shown(self.template_kwargs)}: it is an object",
+                param="chat_template_kwargs",
+            )
+        for name in RESERVED_VARIABLES:
+            if name in self.template_kwargs:
+                raise InvalidRequestError(
+                    f"chat_template_kwargs may not hold {name!r}: use the field of that name",
+                    param="chat_template_kwargs",
+                )
+
+    @property
+    def shown_tools(self) -> list[Mapping[str, Any]] | None:
+        """Tools that the prompt may tell of, each with its type."""
+        if self.tool_choice == "none" or not self.tools:
+            return None
+        return [tool if "type" in tool else {"type": "function", **tool} for tool in self.tools]
 
     @property
     def thinks(self) -> bool:

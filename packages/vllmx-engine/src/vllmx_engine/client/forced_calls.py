@@ -19,21 +19,35 @@ CALLS_FIELD = "tool_choice"
 """What has made a form of calls."""
 
 
+def choice_of(given: str | Mapping[str, Any] | None) -> str:
+    """The `ChatOptions.tool_choice` of a choice as OpenAI's API writes it. Raises
+    InvalidRequestError."""
+    if isinstance(given, Mapping):
+        function = given.get("function")
+        given = function.get("name") if isinstance(function, Mapping) else ""
+    if given is None or (isinstance(given, str) and given):
+        return given or "auto"
+    raise InvalidRequestError(
+        'tool_choice is "auto", "none", "required", the name of a tool or {"type": "function",'
+        ' "function": {"name": ...}}',
+        param="tool_choice",
+    )
+
+
 def asks_for_calls(chat: ChatOptions | None) -> bool:
     """Whether the form of calls is not left to the model."""
-    return chat is not None and (
-        chat.tool_choice != "auto" or chat.allowed_tools is not None or _has_strict(chat.tools)
-    )
+    if chat is None or chat.tool_choice == "none":
+        return False
+    return chat.tool_choice != "auto" or chat.allowed_tools is not None or _has_strict(chat.tools)
 
 
 def told_tools(made_of: OutputFormat, chat: ChatOptions) -> Sequence[Mapping[str, Any]] | None:
     """Tools that the prompt tells of, and that an answer can call: all, or only those that may be
     called where no grammar keeps the answer from calling others."""
+    tools = chat.shown_tools
     if chat.allowed_tools is None or chat.tool_choice != "auto" or _holds_calls(made_of, chat):
-        return chat.tools
-    return [
-        tool for tool in chat.tools or () if set(tools_by_name([tool])) & set(chat.allowed_tools)
-    ]
+        return tools
+    return [tool for tool in tools or () if set(tools_by_name([tool])) & set(chat.allowed_tools)]
 
 
 def with_calls(params: SamplingParams, made_of: OutputFormat, chat: ChatOptions) -> SamplingParams:

@@ -34,10 +34,15 @@ def rules_size(params: SamplingParams) -> int:
 
 
 def chat_size(messages: Sequence[ChatMessage | Message]) -> int:
-    """The size of the texts of a conversation, in characters."""
+    """The size of the texts of a conversation, in characters. What is no conversation has none: it
+    is refused where it is rendered."""
+    if not isinstance(messages, Sequence):
+        return 0
     size = _BYTES_PER_MESSAGE * len(messages)
     for message in messages:
-        content = message.content if isinstance(message, Message) else message.get("content")
+        content = message.content if isinstance(message, Message) else None
+        if isinstance(message, Mapping):
+            content = message.get("content")
         if isinstance(content, str):
             size += len(content)
         elif isinstance(content, Sequence):

@@ -22,6 +22,7 @@ IMAGE_PARTS = ("image_url", "input_image", "image")
 """Types of parts that are images, in the names of several APIs."""
 UNSERVED_FIELDS = {"audio": "send its text", "function_call": "use tool_calls"}
 """Fields of a message that would be left out of the prompt, and what to send instead."""
+_TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 Message = dict[str, Any]
@@ -95,6 +96,7 @@ def normalize_messages(
         plain: Message = plain_data(message, "messages")
         _check_role(plain, index, strings)
         check_unserved(plain, index)
+        _check_texts(plain, index)
         check_content(plain.get("content"), index)
         _check_calls(plain, index)
         for call in _tool_calls(plain):
@@ -193,6 +195,15 @@ def check_unserved(message: Mapping[str, Any], index: int) -> None:
             param = f"messages[{index}].{name}"
             raise InvalidRequestError(
                 f"{param} is not served and would be left out: {remedy}", param=param
+            )
+
+
+def _check_texts(message: Message, index: int) -> None:
+    for name in _TEXT_FIELDS:
+        if not isinstance(message.get(name), (str, type(None))):
+            param = f"messages[{index}].{name}"
+            raise InvalidRequestError(
+                f"{param} is {shown(message[name])}: it is a text, or null", param=param
             )
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 from vllmx_core.errors import InvalidRequestError
-from vllmx_engine.client.chat_options import RESERVED_VARIABLES, ChatOptions
+from vllmx_engine.client.chat_options import ChatOptions
 from vllmx_engine.text.messages import UNSERVED_FIELDS, check_content, check_unserved
 
 from vllmx_server.schema import intervals as limits
@@ -134,17 +134,6 @@ def check_messages(messages: list[ChatMessage]) -> None:
         message.check(index)
 
 
-def template_arguments(given: dict[str, Any] | None) -> dict[str, Any]:
-    """The template's own switches. Raises InvalidRequestError for what has a field of its own."""
-    for name in given or {}:
-        if name in RESERVED_VARIABLES:
-            raise InvalidRequestError(
-                f"chat_template_kwargs may not hold {name!r}: use the field of that name",
-                param="chat_template_kwargs",
-            )
-    return dict(given or {})
-
-
 def generation_prompt(add: bool | None, continue_final_message: bool | None) -> bool:
     """Whether the prompt ends with the beginning of an answer. Raises InvalidRequestError."""
     if add and continue_final_message:
@@ -231,7 +220,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
 
     def chat_options(self) -> ChatOptions:
         """How to render the conversation. Raises InvalidRequestError."""
-        arguments = template_arguments(self.chat_template_kwargs)
+        arguments = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             thinks = dict.fromkeys(THINKING_SWITCHES, self.reasoning_effort != "none")
             arguments = {"reasoning_effort": self.reasoning_effort} | thinks | arguments

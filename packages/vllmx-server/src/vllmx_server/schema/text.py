@@ -14,7 +14,6 @@ from vllmx_server.schema.chat import (
     ChatMessage,
     check_messages,
     generation_prompt,
-    template_arguments,
 )
 from vllmx_server.schema.decode import check_free_form
 from vllmx_server.schema.tools import check_tools, tool_list
@@ -55,7 +54,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             ),
             continue_final_message=bool(self.continue_final_message),
             source=self.chat_template,
-            template_kwargs=template_arguments(self.chat_template_kwargs),
+            template_kwargs=self.chat_template_kwargs or {},
         )
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
 import msgspec
 from vllmx_core.errors import InvalidRequestError, listing, shown
+from vllmx_engine.text.tool_checks import check_tools as check_definitions
 
 from vllmx_server.schema.decode import check_free_form, check_shape
 
 MAX_TOOLS = 256
 ALLOWED = "allowed_tools"
 """The type of a choice of some of the tools."""
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -50,9 +49,7 @@ class _Allowed(msgspec.Struct, forbid_unknown_fields=True):
 def tool_list(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     """Tools as the template takes them: with their keys in the client's order, in which templates
     print them, so that the model reads what the client wrote."""
-    return [
-        tool if "type" in tool else {"type": "function", **tool} for tool in tools or ()
-    ] or None
+    return tools or None
 
 
 def check_tools(tools: list[dict[str, Any]] | None) -> None:
@@ -64,34 +61,7 @@ def check_tools(tools: list[dict[str, Any]] | None) -> None:
         raise InvalidRequestError(
             f"tools has {len(tools or ())} entries, at most {MAX_TOOLS} are taken", param="tools"
         )
-    seen: set[str] = set()
-    for index, tool in enumerate(tools or ()):
-        _check_tool(tool, f"tools[{index}]", seen)
-
-
-def _check_tool(tool: dict[str, Any], place: str, seen: set[str]) -> None:
-    if tool.get("type", "function") != "function":
-        raise InvalidRequestError(
-            f'{place}.type is {shown(tool["type"])}: tools are of type "function"',
-            param=f"{place}.type",
-        )
-    function = tool["function"]
-    name, param = function["name"], f"{place}.function.name"
-    if not _NAME.fullmatch(name):
-        raise InvalidRequestError(
-            f"{param} is {shown(name)}: a name has 1 to 128 letters, digits and characters of"
-            " _-.:/",
-            param=param,
-        )
-    if name in seen:
-        raise InvalidRequestError(f"{param} {name!r} is given twice: rename one", param=param)
-    seen.add(name)
-    kind = (function.get("parameters") or {}).get("type", "object")
-    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        param = f"{place}.function.parameters"
-        raise InvalidRequestError(
-            f"{param} is a schema of type {shown(str(kind))}: arguments are an object", param=param
-        )
+    check_definitions(tools or [])
 
 
 def forced_tool(
