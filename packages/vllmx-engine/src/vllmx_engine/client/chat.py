@@ -234,10 +234,11 @@ class ChatRenderer:
             template = type(template)(options.source, self._tokenizer.named_tokens)
             if spellings is not None:
                 spellings = Spellings(self._tokenizer.control_tokens(options.source))
+        plain: Any = messages
         if isinstance(messages, (list, tuple)):  # what is none is refused by name
-            messages = [asdict(each) if isinstance(each, Message) else each for each in messages]
+            plain = [asdict(each) if isinstance(each, Message) else each for each in messages]
         return template.render(
-            messages,
+            plain,
             tools,
             documents=options.documents,
             add_generation_prompt=not options.continue_final_message
