@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from vllmx_core.sampling import SamplingParams
 from vllmx_engine.client.chat import ChatOptions
 from vllmx_engine.text.chat_template import ChatTemplate
 
-from .conftest import Served
+from .conftest import MakeServer, Served
 
+TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "f"}}
 
@@ -151,3 +153,26 @@ async def test_choices_and_variables(served: Served) -> None:
         with pytest.raises(InvalidRequestError) as caught:
             ChatOptions(template_kwargs=variables)
         assert response.json()["error"]["message"] == caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("gpt-oss", {"parameters": {"type": "object", "properties": {}}}),
+        ("seed-oss", {"description": "d", "parameters": {}}),
+        ("functionary-v3.1", {"description": None, "parameters": None}),
+        (
+            "apertus",
+            {"parameters": {"type": "object", "properties": {"n": {"enum": [1, 2], "default": 1}}}},
+        ),
+    ],
+)
+async def test_tools_without_optional_fields(
+    make_server: MakeServer, name: str, function: dict[str, Any]
+) -> None:
+    template = str(TEMPLATES / f"{name}.jinja")
+    tools = [{"type": "function", "function": {"name": "f1", **function}}]
+    async with make_server(engine={"chat_template": template}, max_model_len=16384) as served:
+        body = {"messages": [user("hi")], "tools": tools, "max_tokens": 1}
+        response = await served.post("/v1/chat/completions", **body)
+        assert response.status_code == 200, response.text

@@ -233,7 +233,9 @@ class ChatRenderer:
         if options.source is not None:
             template = type(template)(options.source, self._tokenizer.named_tokens)
             if spellings is not None:
-                spellings = Spellings(self._tokenizer.control_tokens(options.source))
+                tokens = self._tokenizer.control_tokens(options.source)
+                if not tokens <= spellings.tokens:
+                    spellings = Spellings(tokens | spellings.tokens)
         plain: Any = messages
         if isinstance(messages, (list, tuple)):  # what is none is refused by name
             plain = [asdict(each) if isinstance(each, Message) else each for each in messages]

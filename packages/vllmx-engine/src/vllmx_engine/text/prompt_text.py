@@ -59,13 +59,13 @@ class Spellings:
     """
 
     def __init__(self, tokens: Iterable[str]) -> None:
-        self._tokens = frozenset(token for token in tokens if len(token) >= _MIN_CHARS)
-        self._firsts = "".join(sorted({token[0] for token in self._tokens}))
-        self._begin = _beginnings(self._tokens)
+        self.tokens = frozenset(token for token in tokens if len(token) >= _MIN_CHARS)
+        self._firsts = "".join(sorted({token[0] for token in self.tokens}))
+        self._begin = _beginnings(self.tokens)
         self._prefixes = {
-            token[:size] for token in self._tokens for size in range(1, len(token))
+            token[:size] for token in self.tokens for size in range(1, len(token))
         } - {""}
-        self._longest = max(map(len, self._tokens), default=0)
+        self._longest = max(map(len, self.tokens), default=0)
 
     def guarded(self, value: Any) -> Any:
         """Plain JSON data with `MARK` in each text where a special token begins, or could begin if

@@ -322,7 +322,7 @@ class Tokenizer:
             is_special = token.special or token_id in self.eos_token_ids
             if is_special or _CONTROL.fullmatch(text) or (is_markup(token) and text in source):
                 found.add(text)
-        return frozenset(text for text in found if text.strip())
+        return frozenset(text for text in found if len(text.strip()) > 1)
 
     @cached_property
     def _bound(self) -> TokenBound | None:
