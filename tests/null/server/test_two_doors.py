@@ -160,7 +160,7 @@ async def test_choices_and_variables(served: Served) -> None:
     [
         ("gpt-oss", {"parameters": {"type": "object", "properties": {}}}),
         ("seed-oss", {"description": "d", "parameters": {}}),
-        ("functionary-v3.1", {"description": None, "parameters": None}),
+        ("gpt-oss", {"description": None, "parameters": None}),
         (
             "apertus",
             {"parameters": {"type": "object", "properties": {"n": {"enum": [1, 2], "default": 1}}}},
