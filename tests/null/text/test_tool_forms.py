@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import Any
 
@@ -201,3 +202,35 @@ def test_arguments_are_handed_over_in_the_form_that_becomes_json(
     function = {"name": "f"} if given is None else {"name": "f", "arguments": given}
     turn = assistant(None, tool_calls=[{"type": "function", "function": function}])
     assert ChatTemplate(loop).render([turn]) == shown
+
+
+@pytest.mark.parametrize("name", ["mistral-v2", "mistral-v3", "mistral-v7", "mistral-nemo"])
+def test_calls_of_other_providers(name: str) -> None:
+    """Ids of any form, or none, and results without the tool's name."""
+    template = ChatTemplate(SOURCES[name].read_text(), MARKS)
+    for given in ("call_0123456789abcdef", "toolu_1", None):
+        turns = call_round(ARGUMENTS)
+        del turns[2]["name"], turns[1]["tool_calls"][0]["id"], turns[2]["tool_call_id"]
+        if given is not None:
+            turns[1]["tool_calls"][0]["id"] = turns[2]["tool_call_id"] = given
+        prompt = template.render(turns, [TOOLS["types"]])
+        assert given is None or given not in prompt
+        assert prompt.count("get_weather") == 2 - (name != "mistral-v2")
+        ids = re.findall(r'(?:id": ?"|CALL_ID\]|RESULTS\])([a-z0-9]{9})\b', prompt)
+        assert len(set(ids)) == (0 if name == "mistral-v2" else 1)
+
+
+def test_results_find_their_calls() -> None:
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls %}"
+        "{{ raise_exception('id') if c.id | length != 9 }}{{ c.id }},{% endfor %}"
+        "{% if m.role == 'tool' %}{{ m.tool_call_id }}={{ m.name }};{% endif %}{% endfor %}"
+    )
+    calls = [
+        {"id": each, "type": "function", "function": {"name": name}}
+        for each, name in (("a", "f"), ("b", "g"))
+    ]
+    results = [{"role": "tool", "tool_call_id": each, "content": "x"} for each in ("b", "a")]
+    turns = [user("x"), assistant(None, tool_calls=calls), *results]
+    first, second, rest = ChatTemplate(source).render(turns).split(",")
+    assert rest == f"{second}=g;{first}=f;"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ import jinja2
 from vllmx_core.errors import InvalidRequestError, TemplateError, excerpt
 
 from vllmx_engine.text.argument_form import takes_text_arguments
+from vllmx_engine.text.call_ids import with_call_ids
 from vllmx_engine.text.messages import (
     Message,
     normalize_messages,
@@ -232,13 +233,14 @@ class _CompiledTemplate:
         self, messages: list[Message], variables: Mapping[str, Any], stopped: Stopped | None = None
     ) -> str:
         """The prompt. A template that only adds strings gets a second try with strings, and one
-        that fails on the tools gets them with their optional fields and in simpler forms."""
+        that fails on the tools gets them with their optional fields and in simpler forms, then past
+        calls with ids and names as it may want them."""
         started_s = time.thread_time()
         first: TemplateError | None = None
-        for tools in tool_forms(variables["tools"]):
+        for form, tools in _forms(messages, variables["tools"]):
             given = {**variables, **self._usual(tools), "tools": tools}
             try:
-                return self._render_strings(messages, given, stopped, started_s)
+                return self._render_strings(form, given, stopped, started_s)
             except TemplateError as error:
                 if isinstance(error.__cause__, BoundsError):
                     raise
@@ -322,6 +324,18 @@ class _CompiledTemplate:
                 line = self._template.get_corresponding_lineno(traceback.tb_lineno)
             traceback = traceback.tb_next
         return line
+
+
+def _forms(
+    messages: list[Message], tools: list[Any] | None
+) -> Iterator[tuple[list[Message], list[Any] | None]]:
+    """Messages and tools as they are, then more and more as templates may want them."""
+    for form in tool_forms(tools):
+        yield messages, form
+    named = with_call_ids(messages)
+    if named is not None:
+        for form in tool_forms(tools):
+            yield named, form
 
 
 def _mark_end(messages: list[Message]) -> list[Message]:
