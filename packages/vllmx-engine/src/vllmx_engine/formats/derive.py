@@ -97,13 +97,15 @@ def _after_content(renderings: Renderings, calls: Calls) -> str:
 
 
 def _ids(template: ChatTemplate) -> Literal["call", "short"]:
-    """Whether only short ids are taken."""
-    long = WrittenCall(call(0).name, {}, "call_0123456789abcdef01234567")
+    """Whether only short ids are taken: others are written as short ones."""
+    long, short = WrittenCall(call(0).name, {}, "call_0123456789abcdef01234567"), call(0)
+    renderings = Renderings(template)
     try:
-        Renderings(template).calls([long])
+        if long.id in renderings.calls([long]):
+            return "call"
     except NotDerivedError:
         return "short"
-    return "call"
+    return "short" if short.id in renderings.calls([short]) else "call"
 
 
 def _difference(predicted: str, actual: str) -> str:
