@@ -82,7 +82,7 @@ def _of_rank_0(communicator: Communicator, found: bytes) -> bytes:
     ids, hosts = np.split(rows.reshape(communicator.num_ranks, -1), [_ID_BYTES], axis=1)
     if (hosts != hosts[0]).any():
         raise _refuse_hosts()
-    return ids[0].tobytes()
+    return bytes(ids[0])
 
 
 _NOTHING = np.zeros(1, np.int8)
@@ -105,7 +105,7 @@ def _handed(communicator: Communicator) -> bytes:
     found = communicator.recv((_ID_BYTES,), np.int8)
     for _ in range(2):
         communicator.recv(_NOTHING.shape, np.int8)
-    return found.tobytes()
+    return bytes(found)
 
 
 class NcclRanks:
