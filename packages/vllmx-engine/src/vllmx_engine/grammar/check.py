@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from vllmx_core.errors import GrammarError, shown
 
+from vllmx_engine.grammar.gbnf import is_gbnf
 from vllmx_engine.grammar.matcher import CompiledGrammar
 from vllmx_engine.grammar.schema import place_of
 from vllmx_engine.grammar.translate import translate
@@ -19,12 +20,12 @@ from vllmx_engine.wire.grammars import GrammarSpec
 MAX_MASK_S = 0.05
 """The most seconds of processor time for the mask of a token."""
 _OWN_LINES = re.compile(r" \d+ \| ")
-"""Begins a line of the grammar that was made of a tag, which nobody but us has seen."""
+"""Begins a line of the Lark that was made of a tag or of GBNF, which users have not seen."""
 
 
 def check(spec: GrammarSpec, lexicon: Lexicon) -> str:
     """The grammar in the words of the library. Raises GrammarError."""
-    text = translate(spec, lexicon.specials)
+    text = translate(spec, lexicon)
     try:
         compiled = CompiledGrammar(text, lexicon.trie, lexicon.vocab_size)
     except GrammarError as error:
@@ -44,6 +45,8 @@ def _named(error: GrammarError, spec: GrammarSpec, lexicon: Lexicon) -> GrammarE
     """Says which keyword of which schema it is that the library does not have."""
     if spec.kind == "json_schema":
         return _keyword_named(error, json.loads(spec.text))
+    if spec.kind == "lark" and is_gbnf(spec.text):
+        return GrammarError(_OWN_LINES.split(error.message)[0])
     if spec.kind != "structural_tag":
         return error
     for begin, schema in _schemas_of(json.loads(spec.text)):
