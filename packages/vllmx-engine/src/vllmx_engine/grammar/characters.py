@@ -1,7 +1,8 @@
-"""Sets of characters as ranges of code points."""
+"""Sets of characters as ranges of code points, and how they and texts are written."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 
 Ranges = tuple[tuple[int, int], ...]
@@ -61,6 +62,18 @@ def regex_of(ranges: Ranges) -> str:
         for low, high in ranges
     )
     return f"[{''.join(spelled)}]"
+
+
+def regex_of_text(text: str) -> str:
+    """A regular expression of one text."""
+    return "".join(_escaped(ord(char)) for char in text)
+
+
+def lark_text(text: str) -> str:
+    """A text in llguidance's Lark; what cannot be printed is not allowed in its quotes."""
+    if text.isprintable():
+        return json.dumps(text, ensure_ascii=False)
+    return f"/{regex_of_text(text)}/"
 
 
 def _escaped(code: int) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 from vllmx_core.errors import GrammarError
 
-from vllmx_engine.grammar.characters import regex_of
+from vllmx_engine.grammar.characters import lark_text, regex_of
 from vllmx_engine.grammar.gbnf import (
     Chars,
     Choice,
@@ -84,7 +82,7 @@ class _Lark:
     def _spelled(self, part: Expression, *, in_terminal: bool = False, depth: int = 0) -> str:
         match part:
             case Literal(text):
-                return _text(text)
+                return lark_text(text)
             case Chars(ranges):
                 return f"/{regex_of(ranges)}/"
             case Lexeme(inner):
@@ -113,10 +111,3 @@ class _Lark:
             case Choice(options):
                 return f"({' | '.join(map(inside, options))})"
         raise AssertionError("all kinds of parts are written")
-
-
-def _text(text: str) -> str:
-    """A text as Lark has it; what cannot be printed is not allowed in its quotes."""
-    if text.isprintable():
-        return json.dumps(text, ensure_ascii=False)
-    return f"/{''.join(regex_of(((ord(char), ord(char)),)) for char in text)}/"

@@ -11,7 +11,7 @@ from vllmx_core.errors import GrammarError, shown
 from vllmx_engine.grammar.gbnf import is_gbnf
 from vllmx_engine.grammar.gbnf_lark import lark_of_gbnf
 from vllmx_engine.grammar.schema import prepare
-from vllmx_engine.grammar.structural_tag import lark_of_tag
+from vllmx_engine.grammar.structural_tag import lark_of_tag, regex_lark
 from vllmx_engine.grammar.vocabulary import Lexicon
 from vllmx_engine.wire.grammars import GrammarSpec
 
@@ -59,24 +59,14 @@ def _grammar(text: str, kind: str) -> str:
 
 
 def _from_tag(spec: GrammarSpec, lexicon: Lexicon | None) -> str:
-    from llguidance import LLMatcher
-
-    lark = lark_of_tag(
-        json.loads(spec.text), lexicon.specials if lexicon else {}, partial(with_options, spec=spec)
-    )
-    return LLMatcher.grammar_from_lark(lark)
+    tag = json.loads(spec.text)
+    return json.dumps({"grammars": lark_of_tag(tag, lexicon, partial(with_options, spec=spec))})
 
 
 def _from_regex(regex: str) -> str:
-    """The whole answer matches anyway, so anchors around all of it say nothing. Digits and word
-    characters are those of ASCII, as in JSON schemas, whatever else Unicode counts as such."""
-    from llguidance import LLMatcher, regex_to_lark
+    from llguidance import LLMatcher
 
-    if regex.startswith("^") and "|" not in regex:
-        regex = regex[1:]
-    if regex.endswith("$") and not regex.endswith("\\$") and "|" not in regex:
-        regex = regex[:-1]
-    return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(regex, 'dw')}/\n")
+    return LLMatcher.grammar_from_lark(f"start: {regex_lark(regex)}\n")
 
 
 def _from_choices(choices: list[str]) -> str:
