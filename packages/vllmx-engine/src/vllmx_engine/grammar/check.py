@@ -12,7 +12,7 @@ from vllmx_core.errors import GrammarError, shown
 
 from vllmx_engine.grammar.gbnf import is_gbnf
 from vllmx_engine.grammar.matcher import CompiledGrammar
-from vllmx_engine.grammar.schema import place_of
+from vllmx_engine.grammar.schema import place_of, place_of_required
 from vllmx_engine.grammar.translate import translate
 from vllmx_engine.grammar.vocabulary import Lexicon
 from vllmx_engine.wire.grammars import GrammarSpec
@@ -67,6 +67,13 @@ def _keyword_named(error: GrammarError, schema: Any) -> GrammarError:
             return GrammarError(
                 f"{keyword} at {place} is a keyword that cannot be held while an answer is written:"
                 " leave it out, or say the same by others"
+            )
+    if lacking := re.search(r"required property '(.+)' is unsatisfiable", error.message):
+        place = place_of_required(schema, lacking[1])
+        if place is not None:
+            return GrammarError(
+                f"required at {place} names the property {shown(lacking[1])}, whose schema allows"
+                " nothing: nothing is left"
             )
     return error
 
