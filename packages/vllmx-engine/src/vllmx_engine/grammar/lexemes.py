@@ -82,7 +82,7 @@ class _Plan:
         following = self._following(rules, orders)
         found: dict[Lexeme, Ranges] = {}
         seen = set[tuple[Leaf, Leaf]]()
-        waiting = [*product(orders["root"].first, repeat=2)]
+        waiting = [*product(orders["root"].first, orders["root"].first)]
         while waiting:
             pair = waiting.pop()
             if pair in seen:

@@ -132,7 +132,9 @@ def counted(schema: Schema) -> list[Schema] | None:
     listed = [name for name, part in properties.items() if part is not False]
     free = [name for name in listed if name not in required]
     is_open = schema.get("additionalProperties") is not False or schema.get("patternProperties")
-    bounds = {key: schema[key] for key in ("minProperties", "maxProperties") if key in schema}
+    bounds: Schema = {
+        key: schema[key] for key in ("minProperties", "maxProperties") if key in schema
+    }
     least = max(0, schema.get("minProperties", 0) - len(required))
     has_most = "maxProperties" in schema
     most = min(schema["maxProperties"] - len(required) if has_most else len(free), len(free))

@@ -88,10 +88,10 @@ class _Preparation:
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference in self._empty:
             raise self._empty[reference]
-        tested = {key: schema[key] for key in ("not", "if") if key in schema}
-        for key, part in tested.items():
+        tested: Schema = {key: schema[key] for key in ("not", "if") if key in schema}
+        for keyword, part in tested.items():
             resolved = self._disjoint.resolved(part)
-            tested[key] = part if resolved is None else resolved
+            tested[keyword] = part if resolved is None else resolved
         found = rewrite({**schema, **tested}, path)
         for key, part in list(_parts(found)):
             found[key] = self._part(key, part, f"{path}/{key}")

@@ -25,8 +25,16 @@ Options = Callable[[Any], dict[str, Any]]
 """A schema with how its JSON is written (`translate.with_options`)."""
 Mark = str | int
 """A text, which may name special tokens, or the id of a token."""
-_FREE = ("any_text", "any_tokens", "triggered_tags", "dispatch")
-_FREE += ("token_triggered_tags", "token_dispatch")
+_FREE = frozenset(
+    (
+        "any_text",
+        "any_tokens",
+        "triggered_tags",
+        "dispatch",
+        "token_triggered_tags",
+        "token_dispatch",
+    )
+)
 """Types that end where what follows them begins."""
 
 
@@ -217,7 +225,7 @@ class _Rules:
             each = [(self._token(one), self.of(part)) for one, part in form["rules"]]
             flags: Form = {"stop_after_first": not form.get("loop", True)}
         else:
-            each = [(self._mark(tag["begin"]), self._rest(tag)) for tag in _tags(form)]
+            each = [(self._token(_named(tag["begin"])), self._rest(tag)) for tag in _tags(form)]
             flags = form
             triggers = [self._token(one) for one in form["trigger_tokens"]]
             if missing := [begin for begin, _ in each if begin not in triggers]:
@@ -352,6 +360,11 @@ def _choice(options: Iterable[str]) -> str:
     if not listed:
         raise GrammarError("a structural tag has a choice of nothing: give at least one part")
     return "(" + " | ".join(each.strip() or '""' for each in listed) + ")"
+
+
+def _named(token: Any) -> Any:
+    """The id or the text of a token that begins a tag."""
+    return token["token"] if isinstance(token, dict) else token
 
 
 def _times(least: Any, most: Any) -> str:
