@@ -76,6 +76,37 @@ def test_an_answer_follows_its_schema(way: str, server: RunningServer) -> None:
             "[ab]{4}",
         ),
         ({"guided_regex": "[a-z]{9}", "stop": ["a"], "logprobs": True}, "[b-z]{0,9}"),
+        ({"structured_outputs": {"grammar": 'root ::= "a" ([0-9]{1,4})?'}}, "a([0-9]{1,4})?"),
+        ({"structured_outputs": {"grammar": 'root ::= ("a"{1,3}){2}'}}, "a{2,6}"),
+        ({"structured_outputs": {"grammar": 'root ::= (("x"){0,3})+ "y"'}}, "x*y"),
+        ({"structured_outputs": {"grammar": "root ::= ([0-9]{2})?"}}, "([0-9]{2})?"),
+        ({"structured_outputs": {"grammar": r'root ::= "\u00e9"'}}, "é"),
+        (
+            {"structured_outputs": {"grammar": 'root ::= foo Foo\nfoo ::= "a"\nFoo ::= "b"'}},
+            "ab",
+        ),
+        (
+            {"structured_outputs": {"grammar": 'root ::= a-b a_b\na-b ::= "1"\na_b ::= "2"'}},
+            "12",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "structural_tag",
+                    "format": {
+                        "type": "tag",
+                        "begin": "<n>",
+                        "content": {"type": "grammar", "grammar": 'root ::= "1" | "2"'},
+                        "end": ["</n>", "."],
+                    },
+                }
+            },
+            r"<n>[12](</n>|\.)",
+        ),
+        (
+            {"guided_json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}},
+            r"-?[0-9]+\.[0-9]*[1-9][0-9]*",
+        ),
     ],
 )
 def test_other_forms(fields: dict[str, Any], pattern: str, server: RunningServer) -> None:
