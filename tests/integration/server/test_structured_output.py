@@ -78,7 +78,7 @@ def test_an_answer_follows_its_schema(way: str, server: RunningServer) -> None:
         ({"guided_regex": "[a-z]{9}", "stop": ["a"], "logprobs": True}, "[b-z]{0,9}"),
         ({"structured_outputs": {"grammar": 'root ::= "a" ([0-9]{1,4})?'}}, "a([0-9]{1,4})?"),
         ({"structured_outputs": {"grammar": 'root ::= ("a"{1,3}){2}'}}, "a{2,6}"),
-        ({"structured_outputs": {"grammar": 'root ::= (("x"){0,3})+ "y"'}}, "x*y"),
+        ({"structured_outputs": {"grammar": 'root ::= (("x")?){1,3} "y"'}}, "x{0,3}y"),
         ({"structured_outputs": {"grammar": "root ::= ([0-9]{2})?"}}, "([0-9]{2})?"),
         ({"structured_outputs": {"grammar": r'root ::= "\u00e9"'}}, "é"),
         (
@@ -103,10 +103,7 @@ def test_an_answer_follows_its_schema(way: str, server: RunningServer) -> None:
             },
             r"<n>[12](</n>|\.)",
         ),
-        (
-            {"guided_json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}},
-            r"-?[0-9]+\.[0-9]*[1-9][0-9]*",
-        ),
+        ({"guided_json": {"oneOf": [{"enum": [1, 2]}, {"enum": [2, 3]}]}}, "1|3"),
     ],
 )
 def test_other_forms(fields: dict[str, Any], pattern: str, server: RunningServer) -> None:
