@@ -110,6 +110,9 @@ SCHEMAS: dict[str, dict[str, Any]] = {
             {"type": "object", "properties": {"k": {"const": "y"}}},
         ]
     },
+    "told apart by what one may not have": {
+        "oneOf": [closed({"k": False, "v": NULL}), closed({"k": {"const": "x"}})]
+    },
     "if without a type": {
         "properties": KEYED,
         "if": {"properties": {"k": {"const": "x"}}},

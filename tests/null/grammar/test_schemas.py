@@ -221,6 +221,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
         },
         "oneOf at #/items",
     ),
+    "branches with what neither may have": (
+        {
+            "oneOf": [
+                {"type": "object", "properties": {"v": False}},
+                {"type": "object", "properties": {"v": False, "k": {"const": "x"}}},
+            ]
+        },
+        "oneOf at # has branches that may hold together",
+    ),
     "names beside properties": (
         {"type": "object", "properties": {"b": {}}, "propertyNames": {"pattern": "^a"}},
         "propertyNames at #",

@@ -54,7 +54,8 @@ class Disjoint:
             return None
         own, others = _mapping(first, "properties"), _mapping(other, "properties")
         for name in own:
-            if name in others and self.are(own[name], others[name]):
+            may_be_there = own[name] is not False or others.get(name) is not False
+            if name in others and may_be_there and self.are(own[name], others[name]):
                 return name
         return None
 
