@@ -225,7 +225,7 @@ def test_a_mask_over_its_fuel_ends_its_request_alone(
     driver.run()
     assert text_of(driver.ids["costly"]) == "x" * 30
     last = driver.last["costly"]
-    assert (last.finish_reason, last.error_code) == ("error", "invalid_grammar"), last
+    assert (last.finish_reason, last.error_code) == ("error", "grammar_limit"), last
     assert len(driver.text("good")) == 20
     assert driver.last["plain"].finish_reason == "length"
 

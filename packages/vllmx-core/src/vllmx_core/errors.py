@@ -81,6 +81,13 @@ class GrammarError(InvalidRequestError):
     code = "invalid_grammar"
 
 
+class GrammarLimitError(VllmxError):
+    """An answer met a place in its grammar that takes more work than one token may; other answers
+    to the same grammar need not."""
+
+    code = "grammar_limit"
+
+
 class ContextLengthError(InvalidRequestError):
     """Prompt and wanted output do not fit into the model's context."""
 

@@ -100,6 +100,10 @@ class Committer:
             self._scheduler.finish(sequence, forget=True)
         return error_output(sequence.request_id, error, sequence.request.shown)
 
+    def end(self, sequence: Sequence) -> CoreOutput:
+        """Ends a sequence with the tokens that it has."""
+        return self._output(sequence, sequence.untold(0), "stop")
+
     def _cache_full_blocks(self, step: Step) -> None:
         """Full blocks of the step's rows go to the prefix cache, and snapshots of their states
         beside them. They are filed only now: had the step failed, nobody must have found them

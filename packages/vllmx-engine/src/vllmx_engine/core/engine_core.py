@@ -167,6 +167,8 @@ class EngineCore:
             return None
         self._num_steps += 1
         self._fail_broken(step.owners.broken)
+        self._outputs += [self._committer.end(one) for one in step.owners.ended if not one.finished]
+        step.owners.ended.clear()
         for sequence in step.late:
             self._grammars.prepare(sequence)
         return launched

@@ -56,7 +56,7 @@ class Grammars:
             return True
         compiling = self._compile(grammar.text)
         if compiling.done():
-            _set(sequence, grammar, compiling)
+            self._set(sequence, grammar, compiling)
             return True
         self._num_waiting += 1
         compiling.add_done_callback(partial(self._put, sequence))
@@ -85,7 +85,7 @@ class Grammars:
             while self._num_waiting:
                 sequence, made = self._done.get(wait_s > 0 and not found, wait_s or None)
                 self._num_waiting -= 1
-                found.append((sequence, _take(sequence, made)))
+                found.append((sequence, self._take(sequence, made)))
         except Empty:
             pass
         return found
@@ -112,19 +112,18 @@ class Grammars:
             self._compiled.popitem(last=False)
         return compiling
 
+    def _take(self, sequence: Sequence, made: _Made) -> Exception | None:
+        """Gives a sequence what it waited for; returns the reason where there is nothing."""
+        if made is None or isinstance(made, MaskFill):
+            return None if made is None else made.error
+        assert sequence.request.grammar is not None, sequence.request_id
+        try:
+            self._set(sequence, sequence.request.grammar, made)
+        except Exception as error:  # whatever compiling raised
+            return error
+        return None
 
-def _take(sequence: Sequence, made: _Made) -> Exception | None:
-    """Gives a sequence what it waited for; returns the reason where there is nothing."""
-    if made is None or isinstance(made, MaskFill):
-        return None if made is None else made.error
-    assert sequence.request.grammar is not None, sequence.request_id
-    try:
-        _set(sequence, sequence.request.grammar, made)
-    except Exception as error:  # whatever compiling raised
-        return error
-    return None
-
-
-def _set(sequence: Sequence, grammar: Grammar, compiled: Future[CompiledGrammar]) -> None:
-    row = GrammarRow(compiled.result(), grammar.free)
-    sequence.grammar = row if grammar.thoughts is None else ThoughtBudget(grammar.thoughts, row)
+    def _set(self, sequence: Sequence, grammar: Grammar, compiled: Future[CompiledGrammar]) -> None:
+        assert self._threads is not None, "nothing was compiled"
+        row = GrammarRow(compiled.result(), grammar.free, later=self._threads.submit)
+        sequence.grammar = row if grammar.thoughts is None else ThoughtBudget(grammar.thoughts, row)
