@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from vllmx_core.errors import GrammarCheckError
 from vllmx_engine.wire.messages import STEP_TOKENS, CoreStats
 from vllmx_engine.wire.outputs import RequestMetrics
 from vllmx_server.keys.ring import MAX_LABELS
@@ -122,7 +124,9 @@ async def values_of(served: Served, name: str, label: str) -> dict[str, float]:
     }
 
 
-async def test_grammars_and_calls_that_are_not_read(make_server: MakeServer) -> None:
+async def test_grammars_and_calls_that_are_not_read(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The form of the answer makes the model begin a call that is none."""
     path, reasons = "/v1/chat/completions", "parser_fallbacks_total"
     engine = {"chat_template": str(TEMPLATE)}
@@ -146,6 +150,13 @@ async def test_grammars_and_calls_that_are_not_read(make_server: MakeServer) -> 
         }
         refusals = await values_of(served, "grammar_refusals_total", "reason")
         assert refusals == {"invalid": 1, "overloaded": 0, "failed": 0}
+        busy = GrammarCheckError("the server is too busy: try again later")
+        monkeypatch.setattr(served.llm.grammars, "check", AsyncMock(side_effect=busy))
+        late = await served.client.post(path, json={**TALK, "structured_outputs": {"regex": "a"}})
+        assert (late.status_code, late.headers["retry-after"]) == (503, "5")
+        assert late.json()["error"]["code"] == "grammar_check_unavailable"
+        refusals = await values_of(served, "grammar_refusals_total", "reason")
+        assert refusals == {"invalid": 1, "overloaded": 1, "failed": 0}
         checked = await values_of(served, "grammar_compile_time_seconds_count", "model_name")
         assert checked == {"fake": 2}
     async with make_server() as served:

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from vllmx_core.errors import InvalidRequestError
-from vllmx_server.schema import chat, completions, messages, text
+from vllmx_core.errors import GrammarError, InvalidRequestError
+from vllmx_engine.grammar.spec import grammar_spec
+from vllmx_server.schema import chat, completions, messages, structured, text
 from vllmx_server.schema.decode import decode
 
 _ALLOWED = "tool_choice.allowed_tools"
@@ -144,6 +145,39 @@ def test_malformed_json_is_a_clear_error(body: bytes) -> None:
     with pytest.raises(InvalidRequestError) as info:
         decode(body, completions.DECODER)
     assert len(info.value.message) < 400
+
+
+def nested(levels: int) -> dict[str, Any]:
+    """A schema of so many objects in each other."""
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+@pytest.mark.parametrize("levels", [31, 60, 61])
+def test_a_schema_may_be_as_deep_however_it_comes(levels: int) -> None:
+    schema = nested(levels)
+    ways: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+        {"response_format": {"type": "json_object", "schema": schema}},
+        {"structured_outputs": {"json": schema}},
+        {"structured_outputs": {"json": json.dumps(schema)}},
+        {"guided_json": schema},
+        {"guided_json": json.dumps(schema)},
+        {"json_schema": schema},
+    ]
+    found = set()
+    for way in ways:
+        params = structured.structured_outputs(chat_request(**way))
+        assert params is not None
+        if levels <= 60:
+            found.add(grammar_spec(params).digest)
+        else:
+            with pytest.raises(GrammarError, match="more than 122 levels") as caught:
+                grammar_spec(params)
+            assert caught.value.param == next(iter(way))
+    assert len(found) == (levels <= 60)
 
 
 def test_deep_free_form_json_is_refused() -> None:

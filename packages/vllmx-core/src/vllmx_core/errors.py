@@ -174,6 +174,15 @@ class QueueFullError(VllmxError):
         self.retry_after_s = retry_after_s
 
 
+class GrammarCheckError(VllmxError):
+    """A grammar could not be checked for now, which says nothing about the grammar."""
+
+    http_status = 503
+    code = "grammar_check_unavailable"
+    retry_after_s = 5.0
+    """What the server sends as `Retry-After`."""
+
+
 class QueueTimeoutError(VllmxError):
     """The request waited for its turn longer than it may."""
 

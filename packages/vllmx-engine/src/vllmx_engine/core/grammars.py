@@ -34,6 +34,8 @@ class Grammars:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._threads: ThreadPoolExecutor | None = None
+        self._vocabulary: Vocabulary | None = None
+        """Kept until the trie is there."""
         self._trie: Future[Trie] | None = None
         self._compiled: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()
         self._done: SimpleQueue[tuple[Sequence, _Made]] = SimpleQueue()
@@ -43,7 +45,13 @@ class Grammars:
         """What a grammar's request needs before it. Making the trie begins at once."""
         if self._trie is None:
             self._threads = ThreadPoolExecutor(_NUM_THREADS, "vllmx-grammars")
-            self._trie = self._threads.submit(make_trie, vocabulary)
+            self._vocabulary = vocabulary
+            self._trie = self._threads.submit(self._make_trie, vocabulary)
+
+    def _make_trie(self, vocabulary: Vocabulary) -> Trie:
+        trie = make_trie(vocabulary)
+        self._vocabulary = None
+        return trie
 
     def start(self, sequence: Sequence) -> bool:
         """Gives a sequence its grammar; false when that has to be compiled first, and `finished`
@@ -105,6 +113,9 @@ class Grammars:
             return known
         if self._threads is None or self._trie is None:
             raise GrammarError("the core was told no vocabulary, so it cannot follow a grammar")
+        if self._trie.done() and self._trie.exception() is not None:  # such as a lack of memory
+            assert self._vocabulary is not None, "the trie was made"
+            self._trie = self._threads.submit(self._make_trie, self._vocabulary)
         trie, size = self._trie, self._vocab_size
         compiling = self._threads.submit(lambda: CompiledGrammar(text, trie.result(), size))
         self._compiled[text] = compiling

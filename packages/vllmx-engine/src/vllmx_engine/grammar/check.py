@@ -32,9 +32,9 @@ def check(spec: GrammarSpec, lexicon: Lexicon) -> str:
         raise _named(error, spec, lexicon) from None
     if not compiled.first_mask.any():
         raise GrammarError("the grammar allows no first token: no text satisfies it")
-    if compiled.mask_s > MAX_MASK_S:
+    if compiled.repeated_mask_s > MAX_MASK_S:
         raise GrammarError(
-            f"the grammar takes {compiled.mask_s * 1000:.0f} ms a token, at most"
+            f"the grammar takes {compiled.repeated_mask_s * 1000:.0f} ms a token, at most"
             f" {MAX_MASK_S * 1000:.0f} ms are allowed: simplify it (fewer optional properties or"
             " choices)"
         )

@@ -143,10 +143,9 @@ class CompiledGrammar:
             raise GrammarError(_refusal(error.message)) from None
         except GrammarLimitError as error:
             raise GrammarError(error.message) from None
-        self.mask_s = times[-1]
-        """Processor time that a mask takes, as some answers show that are drawn at random."""
         self.repeated_mask_s = times[-2:][0]
-        """Seconds that more than one of their masks takes: a single one may be the machine's."""
+        """Processor time that more than one mask takes of some answers that are drawn at random: a
+        single one may be the machine's."""
         self.pace = MaskPace()
         self.pace.observe(self.repeated_mask_s)
 

@@ -9,10 +9,6 @@ import msgspec
 from vllmx_core.errors import InvalidRequestError, shown
 from vllmx_core.structured import StructuredOutputsParams
 
-from vllmx_server.schema.decode import check_free_form
-
-MAX_SCHEMA_DEPTH = 64
-
 
 class JSONSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
     """OpenAI's wrapper of a schema. Answers follow it whatever `strict` says."""
@@ -116,7 +112,6 @@ def _single(
     body: StructuredFields, field: str, kind: str, value: Any
 ) -> Callable[[], StructuredOutputsParams]:
     def make() -> StructuredOutputsParams:
-        check_free_form(value, field, MAX_SCHEMA_DEPTH)
         is_json = kind == "json"
         pattern = body.guided_whitespace_pattern if is_json else None
         form: dict[str, Any] = {kind: _text(value) if is_json else value}
@@ -126,7 +121,6 @@ def _single(
 
 
 def _structured(given: StructuredOutputs) -> StructuredOutputsParams:
-    check_free_form(given, "structured_outputs", MAX_SCHEMA_DEPTH)
     return StructuredOutputsParams(
         json=_text(given.json),
         regex=given.regex,
@@ -141,7 +135,6 @@ def _structured(given: StructuredOutputs) -> StructuredOutputsParams:
 
 def _response_format(wanted: ResponseFormat) -> StructuredOutputsParams:
     field = "response_format"
-    check_free_form(wanted, field, MAX_SCHEMA_DEPTH)
     if wanted.type == "json_object" and wanted.schema is None:
         return StructuredOutputsParams(json_object=True, field=field)
     if wanted.type in ("json_schema", "json_object"):
