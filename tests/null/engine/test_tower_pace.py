@@ -285,3 +285,23 @@ def test_parts_that_are_nearly_free_do_not_make_a_pass_free() -> None:
     assert cost.tower_seconds(whole) == pytest.approx(80e-3 / (1 / 16 + 2 / 100 + 1 / 256))
     share = cost.tower_share(cost.tower_budget(ROWS, 400), whole)
     assert share * cost.tower_seconds(whole) == pytest.approx(0.9 * 34e-3)
+
+
+@pytest.mark.parametrize("fails_late", [False, True])
+def test_features_of_a_step_that_failed_are_made_again(fails_late: bool) -> None:
+    """Some backends tell of a pass that failed by the result of a step behind it."""
+    model = SeeingModel()
+    core = make_core(model)
+    core.add(request("first", [(8, 1)]))
+    run(core)
+    assert model.num_images == 1
+    model.fails = not fails_late
+    model.fail_steps = frozenset({model.num_steps} if fails_late else ())
+    core.add(request("fails", [(8, 2)]))
+    (last,) = run(core)
+    assert last.finish_reason == "error"
+    model.num_images = 0
+    for name in ("again", "once more"):
+        core.add(request(name, [(8, 2)]))
+        assert run(core)[-1].finish_reason == "length"
+    assert model.num_images == 1

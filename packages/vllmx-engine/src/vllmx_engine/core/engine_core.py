@@ -239,6 +239,7 @@ class EngineCore:
         backend is given up when it says so itself or fails several times running."""
         self._num_failures += 1
         logger.error("a step failed (%d in a row)", self._num_failures, exc_info=error)
+        self._images.forget()
         self._fail_broken([(sequence, error) for sequence in sequences])
         if isinstance(error, EngineDeadError):
             self._dead = error

@@ -90,6 +90,11 @@ class FeatureStore:
         self._free = np.arange(num_rows, dtype=np.int32)
         self._num_free = num_rows
 
+    def clear(self) -> None:
+        """Forgets all images."""
+        while self._rows:
+            self._give_back(self._rows.popitem()[1])
+
     def find(self, digest: bytes) -> I32 | None:
         """(n,) rows of an image that is there."""
         rows = self._rows.get(digest)
@@ -107,12 +112,6 @@ class FeatureStore:
         rows = self._free[self._num_free : self._num_free + count].copy()
         self._rows[digest] = rows
         return rows
-
-    def forget(self, digest: bytes) -> None:
-        """The image's features did not come about."""
-        rows = self._rows.pop(digest, None)
-        if rows is not None:
-            self._give_back(rows)
 
     def _give_back(self, rows: I32) -> None:
         self._free[self._num_free : self._num_free + rows.size] = rows
@@ -279,28 +278,25 @@ class Images:
         return StepImages(self._store, info.num_feature_rows, towers)
 
     def encode(self, step: StepImages | None) -> None:
-        """Runs the passes of towers that a step has, if any."""
+        """Runs the passes of towers that a step has, if any. Call `forget` where that raises."""
         if step is None or not step.towers.load.patches:
             return
         towers = step.towers
         passes = [*towers.whole.values()]
-        try:
-            if towers.begun is not None:
-                self._go_on(towers.begun, towers.begun_end)
-            if passes:
-                self._model_that_sees.encode(self._plan(passes))
-            if towers.started is not None:
-                passes.append(towers.started)
-                towers.started.plan = self._plan([towers.started])
-                self._begun = towers.started
-                self._go_on(towers.started, towers.started_end)
-        except BaseException:
-            if self._begun is not None:
-                passes.append(self._begun)
-                self._begun = None
-            for one in passes:
-                self._store.forget(one.image.digest)
-            raise
+        if towers.begun is not None:
+            self._go_on(towers.begun, towers.begun_end)
+        if passes:
+            self._model_that_sees.encode(self._plan(passes))
+        if towers.started is not None:
+            towers.started.plan = self._plan([towers.started])
+            self._begun = towers.started
+            self._go_on(towers.started, towers.started_end)
+
+    def forget(self) -> None:
+        """Makes all features again where they are asked for: a step failed, and some backends tell
+        only so that a pass before it did."""
+        self._store.clear()
+        self._begun = None
 
     @property
     def _model_that_sees(self) -> SeeingModel:

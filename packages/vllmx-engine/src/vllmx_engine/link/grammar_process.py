@@ -112,7 +112,8 @@ class GrammarProcess:
         if self.lost:
             raise ConnectionError
         call_id = next(self._call_ids)
-        call = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        call: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = call
         num_answers = self._num_answers
         try:
             self._writer.write(encode_frame(CheckGrammar(call_id, spec)))

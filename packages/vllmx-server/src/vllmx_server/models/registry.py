@@ -201,7 +201,6 @@ class Models:
             entry.metrics.follow(lambda: llm.stats, cache_labels(llm))
             entry.metrics.is_open = True
         llm.grammars.observer = entry.metrics
-        llm.prepare_grammars_later()
         state = copy.copy(default)
         state.llm, state.metrics, state.pooler = llm, entry.metrics, pooler_of(llm)
         state.fingerprint = fingerprint(llm.info)
