@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from vllmx_core.errors import GrammarError, GrammarLimitError
+from vllmx_core.errors import GrammarError, GrammarLimitError, VllmxError
 from vllmx_core.plan import U32
 from vllmx_core.records import MutableRecord
 
@@ -43,14 +43,13 @@ a quarter of a millisecond where the machine is slow."""
 _DOUBTED_MASKS = 1000
 _DEAD_END = "NoExtensionBias"
 """What the library says where a grammar neither ends nor goes on."""
-_OWN_ERROR = "parser error"
-"""Begins the library's errors that leave the lexer intact."""
-_IS_REFUSED = "satisfy the grammar"
-"""In the one of them that says that a token may not come; all others are limits."""
+_REFUSED = "doesn't satisfy the grammar"
+"""What the library says where a token may not come; whatever else it says is a limit."""
 
 
 class LexerLostError(GrammarError):
-    """An error spoiled the lexer that this answer shares with others: see `Matcher.mend_mask`."""
+    """An error may have spoiled the lexer that this answer shares with others: see
+    `Matcher.mend_mask`."""
 
 
 class Matcher(Protocol):
@@ -70,25 +69,27 @@ class Matcher(Protocol):
         """(W,) bit (id & 31) of word id >> 5 set: the token may come next; where the answer may
         end, so may each end of sequence.
 
-        Raises:
-            LexerLostError: only `mend_mask` can make the mask.
-            GrammarLimitError: the mask takes too much work.
+        Raises LexerLostError where only `mend_mask` can make the mask.
         """
         ...
 
     def mend_mask(self, mask: U32) -> None:
         """`fill_mask` after LexerLostError. Compiles the grammar again and replays the answer's
-        tokens, which takes as long as that does. Raises GrammarLimitError when this answer fails
-        on a new lexer too."""
+        tokens, which takes as long as that does.
+
+        Raises:
+            GrammarLimitError: the mask takes too much work, on a new lexer too.
+            GrammarError: a token of the answer may not come.
+        """
         ...
 
     def consume(self, token: int) -> None:
-        """Goes on by one token. Where the lexer is lost, `is_stopped` stays false until
-        `mend_mask` returns. Raises GrammarError for a token that may not come next."""
+        """Goes on by one token. Where the lexer is lost, or the token may not come next,
+        `is_stopped` stays false, and the next mask tells."""
         ...
 
     def rollback(self, num_tokens: int) -> None:
-        """Takes the last tokens back."""
+        """Takes the last tokens back. Raises GrammarError."""
         ...
 
     def forced_tokens(self) -> list[int]:
@@ -141,8 +142,6 @@ class CompiledGrammar:
             times = sorted(time_s for seed in range(_TRIALS) for time_s in self._try(seed))
         except LexerLostError as error:
             raise GrammarError(_refusal(error.message)) from None
-        except GrammarLimitError as error:
-            raise GrammarError(error.message) from None
         self.repeated_mask_s = times[-2:][0]
         """Processor time that more than one mask takes of some answers that are drawn at random: a
         single one may be the machine's."""
@@ -203,6 +202,8 @@ class GrammarMatcher:
         """The matcher follows a lost lexer, and may lack the last tokens."""
         self._is_suspect = False
         """Its own error lost the lexer."""
+        self._reason = ""
+        """What the library said."""
         self._target: U32 | None = None
         """The array of the last mask, which usually has the next one too: to ask numpy for its
         address takes a fifth of a mask's time."""
@@ -222,7 +223,7 @@ class GrammarMatcher:
         """See `Matcher`."""
         num_words = self._grammar.num_words
         if self._is_lost:
-            raise LexerLostError("an error of another answer spoiled the lexer")
+            raise LexerLostError(self._reason)
         if mask is self._target:
             self._matcher.unsafe_compute_mask_ptr(self._address, mask.nbytes)
         elif mask.size == num_words and mask.flags.c_contiguous:
@@ -254,14 +255,14 @@ class GrammarMatcher:
             self._follow(lexer)
             self.fill_mask(mask)
         except LexerLostError as error:
-            raise _limit(error.message) from None
+            raise _own_error(error.message) from None
         self._is_suspect = False
         shared = self._grammar.shared_lexer(lexer)
         if shared is not lexer:  # a lexer for each such answer would take too much memory
             self._follow(shared)
 
     def _follow(self, lexer: _Lexer) -> None:
-        """Replays the answer's tokens with another lexer. Raises LexerLostError."""
+        """Replays the answer's tokens on another lexer. Raises LexerLostError."""
         self._lexer, self._matcher, self._is_lost = lexer, lexer.base.deep_copy(), False
         for token in self._tokens:
             if not self._matcher.consume_token(token):
@@ -270,10 +271,9 @@ class GrammarMatcher:
     def consume(self, token: int) -> None:
         """See `Matcher`."""
         self._tokens.append(token)
-        if self._is_lost or self._matcher.consume_token(token):
-            return
-        with suppress(LexerLostError):
-            self._fail()
+        if not self._is_lost and not self._matcher.consume_token(token):
+            with suppress(LexerLostError):
+                self._fail()
 
     def rollback(self, num_tokens: int) -> None:
         """See `Matcher`."""
@@ -285,18 +285,17 @@ class GrammarMatcher:
     def forced_tokens(self) -> list[int]:
         """See `Matcher`."""
         ids: list[int] = [] if self._is_lost else self._matcher.compute_ff_tokens()
+        if ids and not all(map(self._matcher.deep_copy().consume_token, ids)):
+            return []  # of a lost lexer the library tells wrong ones, but takes none
         return ids
 
     def _fail(self) -> NoReturn:
-        """Raises LexerLostError where the matcher's error is the lexer's, else this answer's."""
-        text = self._matcher.get_error()
-        if text.lower().startswith(_OWN_ERROR):
-            if _IS_REFUSED in text:
-                raise GrammarError(_refusal(text))
-            raise _limit(first_lines(text))
+        """Raises LexerLostError. Whose error it is cannot be told: on a lexer that another answer
+        spoiled even a token that may come is refused."""
+        self._reason = first_lines(self._matcher.get_error())
         self._is_lost, self._is_suspect = True, not self._lexer.is_lost
         self._lexer.is_lost = True
-        raise LexerLostError(first_lines(text))
+        raise LexerLostError(self._reason)
 
 
 def _refusal(text: str) -> str:
@@ -304,7 +303,9 @@ def _refusal(text: str) -> str:
     return f"the grammar cannot be followed: {reason}"
 
 
-def _limit(reason: str) -> GrammarLimitError:
+def _own_error(reason: str) -> VllmxError:
+    if _REFUSED in reason:
+        return GrammarError(_refusal(reason))
     return GrammarLimitError(
         f"the grammar takes more work for a token of this answer than is allowed ({reason}): try"
         " again, or simplify it (fewer patterns, choices or repetitions)"
