@@ -15,6 +15,9 @@ from .conftest import Grammarian
 FORGETFUL = "[0-9]{80}[a-zé ]*[ab].{12}[a-zé ]*[cd].{9}[a-zé ]*-"
 """Takes new states for nearly every token behind its digits, which are tried first."""
 
+COSTLY = "|".join(f"[a-z]*{letter}[a-z]*" for letter in "abcdefghijklmnopq")
+"""Takes thousands of states at once."""
+
 
 def test_answers_share_a_lexer_that_runs_out_of_states(
     grammarian: Grammarian, monkeypatch: pytest.MonkeyPatch
@@ -47,17 +50,16 @@ def test_answers_share_a_lexer_that_runs_out_of_states(
             if forced := tight.forced_tokens():
                 assert forced == wide.forced_tokens()
     assert num_mended > 3, num_mended
+    shared.consume(digit)
     with pytest.raises(LexerLostError):  # of the first lexer, which none of the others has any more
-        shared.consume(int(allowed_ids(narrow.first_mask)[0]))
         shared.fill_mask(mask)
 
 
 def test_a_mask_that_no_lexer_has_room_for_is_its_own_answers_end(
     grammarian: Grammarian, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    costly = "|".join(f"[a-z]*{letter}[a-z]*" for letter in "abcdefghijklmnopq")
     monkeypatch.setattr(matcher, "MAX_STEP_LEXER_FUEL", 600)
-    grammar = grammarian.compiled(regex=f"x{{30}}({costly})-|[0-9]{{40}}")
+    grammar = grammarian.compiled(regex=f"x{{30}}({COSTLY})-|[0-9]{{40}}")
     first, second = grammar.start(), grammar.start()
     (x,) = grammarian.tokenizer.encode("x", add_special_tokens=False)
     for _ in range(30):
@@ -75,6 +77,27 @@ def test_a_mask_that_no_lexer_has_room_for_is_its_own_answers_end(
             matching.fill_mask(mask)
         matching.mend_mask(mask)
         assert digit in allowed_ids(mask)
+
+
+def test_a_lost_lexer_forces_no_tokens(
+    grammarian: Grammarian, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library names one more than what is forced, whose end it does not see any more."""
+    pattern = f"x{{30}}({COSTLY})-"
+    (x,) = grammarian.tokenizer.encode("x", add_special_tokens=False)
+    sound = grammarian.compiled(regex=pattern)
+    monkeypatch.setattr(matcher, "MAX_STEP_LEXER_FUEL", 600)
+    lossy = grammarian.compiled(regex=pattern)
+    spoiler, one, twin = lossy.start(), lossy.start(), sound.start()
+    for _ in range(5):
+        one.consume(x)
+        twin.consume(x)
+    for _ in range(30):
+        spoiler.consume(x)
+    with pytest.raises(LexerLostError):
+        spoiler.fill_mask(sound.first_mask.copy())
+    assert one._matcher.deep_copy().compute_ff_tokens() != twin.forced_tokens()
+    assert one.forced_tokens() == []
 
 
 def test_a_token_that_may_not_come_is_told_by_the_next_mask(grammarian: Grammarian) -> None:
