@@ -167,6 +167,26 @@ def _deep(levels: int) -> dict[str, Any]:
     return schema
 
 
+@pytest.mark.parametrize("levels", [31, 60])
+def test_a_schema_may_be_as_deep_on_every_route(levels: int, server: RunningServer) -> None:
+    schema, form = _deep(levels), {"type": "json_schema", "name": "s", "schema": _deep(levels)}
+    bodies: dict[str, list[dict[str, Any]]] = {
+        "/v1/chat/completions": [
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+            {"structured_outputs": {"json": json.dumps(schema)}},
+        ],
+        "/v1/responses": [{"text": {"format": form}}],
+        "/v1/messages": [{"output_config": {"format": {"type": "json_schema", "schema": schema}}}],
+    }
+    for path, ways in bodies.items():
+        is_responses = path == "/v1/responses"
+        ask = {"input": "Hi"} if is_responses else {"messages": QUESTION}
+        limit = {"max_output_tokens": 16} if is_responses else {"max_tokens": 4}
+        for way in ways:
+            answer = server.post(path, {**ask, **limit, **way})
+            assert answer.status_code == 200, f"{path}: {answer.text[:300]}"
+
+
 HOSTILE: dict[str, dict[str, Any]] = {
     "contradictory bounds": {"json": {"type": "integer", "minimum": 9, "maximum": 3}},
     "5,000 optional properties": {
