@@ -216,6 +216,7 @@ def test_a_mask_over_its_fuel_ends_its_request_alone(
     """In the middle of the answer, behind what was tried when it was compiled; made in the step or
     between steps."""
     monkeypatch.setattr(matcher, "MAX_STEP_LEXER_FUEL", 600)
+    monkeypatch.setattr(matcher, "MOST_LEXER_FUEL", 700)
     monkeypatch.setattr(grammar_row, "SLOW_S", -1.0 if is_slow else math.inf)
     driver = Driver()
     costly = "|".join(f"[a-z]*{letter}[a-z]*" for letter in "abcdefghijklmnopq")

@@ -35,9 +35,9 @@ def mended(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         found["mended"] += 1
         mend(one, mask)
 
-    def compiled(one: matcher.CompiledGrammar) -> Any:
+    def compiled(one: matcher.CompiledGrammar, fuel: int) -> Any:
         found["compiled"] += 1
-        return compile_again(one)
+        return compile_again(one, fuel)
 
     monkeypatch.setattr(GrammarMatcher, "mend_mask", noted)
     monkeypatch.setattr(matcher.CompiledGrammar, "new_lexer", compiled)
@@ -59,6 +59,7 @@ def test_an_answer_that_runs_out_of_work_ends_alone(
     is_slow: bool, overlap: bool, mended: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matcher, "MAX_STEP_LEXER_FUEL", 600)
+    monkeypatch.setattr(matcher, "MOST_LEXER_FUEL", 700)
     monkeypatch.setattr(grammar_row, "SLOW_S", -1.0 if is_slow else float("inf"))
     alone = Driver(async_scheduling=overlap)
     names = add_sharers(alone)
@@ -123,7 +124,7 @@ def answers(losses: int, **options: Any) -> Driver:
     consume, fill = GrammarMatcher.consume, GrammarMatcher.fill_mask
 
     def lose(one: GrammarMatcher) -> bool:
-        is_shared = one._lexer is one._grammar._lexer
+        is_shared = one._lexer is one._grammar._shared.get(one._lexer.fuel)
         if not losses or one._is_lost or not is_shared or rng.randrange(losses):
             return False
         one._is_lost, one._is_suspect = True, rng.random() < 0.3

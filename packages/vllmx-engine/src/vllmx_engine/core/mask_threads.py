@@ -93,6 +93,7 @@ class MaskFill:
         try:
             self._matcher.fill_mask(self.mask)
         except LexerLostError:
+            self.pace.observe(time.thread_time() - started_s)
             self._mend_later()
             return
         except Exception as error:  # whatever a matcher raises is its row's

@@ -5,7 +5,8 @@ falls into a state of error, which this module turns into `GrammarError`.
 
 The answers of a grammar share its lexer: the states of its regular expressions that any of them has
 met. The first error inside the lexer spoils it for all of them. `GrammarMatcher` then compiles the
-grammar again and replays its tokens, so only an answer that fails on an unused lexer ends.
+grammar again and replays its tokens. The answer that met the error goes on with those that need
+more fuel for a mask, on a lexer of theirs; it ends only if it fails on an unused one of these.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ MAX_ROW_ITEMS = 10_000
 """Ways that a grammar may go on at one place; the library's 2,000 hold 400 optional properties."""
 MAX_STEP_LEXER_FUEL = 100_000
 """Fuel of one mask: derivatives of regular expressions, some 14,000 a ms; half the library's."""
+MOST_LEXER_FUEL = 500_000
+"""The same for answers that have run out of that: some 36 ms, which only they wait for."""
 MAX_LEXER_STATES = 250_000
 """States of a lexer, some 400 bytes each, whichever answers met them; as the library has it."""
 _TRIAL_TOKENS = 24
@@ -121,6 +124,8 @@ class _Lexer(MutableRecord):
 
     base: LLMatcher
     """A matcher without tokens, to be copied."""
+    fuel: int
+    """Of one mask."""
     is_lost: bool = False
     """An answer met an error inside it, so all that share it will."""
 
@@ -135,7 +140,9 @@ class CompiledGrammar:
         self._text, self._trie = text, trie
         self.num_words = (trie.vocab_size + 31) // 32
         self._renewing = threading.Lock()
-        self._lexer = self.new_lexer()
+        self._fuel = MAX_STEP_LEXER_FUEL
+        self._shared = {self._fuel: self.new_lexer(self._fuel)}
+        """The lexers of new answers and of those that need more, by their fuel."""
         self.first_mask: U32 = np.zeros((vocab_size + 31) // 32, np.uint32)
         try:
             self.start().fill_mask(self.first_mask)
@@ -164,30 +171,31 @@ class CompiledGrammar:
 
     def start(self) -> GrammarMatcher:
         """The state of a new answer."""
-        return GrammarMatcher(self, self._lexer)
+        return GrammarMatcher(self, self._shared[self._fuel])
 
-    def new_lexer(self) -> _Lexer:
+    def new_lexer(self, fuel: int) -> _Lexer:
         """Compiles the grammar. Raises GrammarError."""
         import llguidance
 
         limits = llguidance.LLParserLimits(
             step_max_items=MAX_STEP_ITEMS,
             max_items_in_row=MAX_ROW_ITEMS,
-            step_lexer_fuel=MAX_STEP_LEXER_FUEL,
+            step_lexer_fuel=fuel,
             max_lexer_states=MAX_LEXER_STATES,
             verbose_errors=False,
         )
-        lexer = _Lexer(llguidance.LLMatcher(self._trie, self._text, log_level=0, limits=limits))
-        if lexer.base.is_error():
-            raise GrammarError(_refusal(lexer.base.get_error()))
-        return lexer
+        base = llguidance.LLMatcher(self._trie, self._text, log_level=0, limits=limits)
+        if base.is_error():
+            raise GrammarError(_refusal(base.get_error()))
+        return _Lexer(base, fuel)
 
-    def shared_lexer(self, tried: _Lexer | None = None) -> _Lexer:
-        """The lexer of new answers. Where it is lost, `tried` replaces it, else a new one does."""
+    def shared_lexer(self, fuel: int, tried: _Lexer | None = None) -> _Lexer:
+        """The lexer that answers share. Where it is lost, `tried` replaces it, else a new one."""
         with self._renewing:
-            if self._lexer.is_lost:
-                self._lexer = tried or self.new_lexer()
-            return self._lexer
+            shared = self._shared.get(fuel)
+            if shared is None or shared.is_lost:
+                shared = self._shared[fuel] = tried or self.new_lexer(fuel)
+            return shared
 
 
 class GrammarMatcher:
@@ -243,21 +251,21 @@ class GrammarMatcher:
                 if self._is_suspect:
                     self._fill_alone(mask)
                 else:
-                    self._follow(self._grammar.shared_lexer())
+                    self._follow(self._grammar.shared_lexer(self._lexer.fuel))
                     self.fill_mask(mask)
             except LexerLostError:
                 continue  # others share the new lexer already, and one of them lost it
 
     def _fill_alone(self, mask: U32) -> None:
         """Makes the mask with an unused lexer, so an error is this answer's own."""
-        lexer = self._grammar.new_lexer()
+        lexer = self._grammar.new_lexer(MOST_LEXER_FUEL)
         try:
             self._follow(lexer)
             self.fill_mask(mask)
         except LexerLostError as error:
             raise _own_error(error.message) from None
         self._is_suspect = False
-        shared = self._grammar.shared_lexer(lexer)
+        shared = self._grammar.shared_lexer(MOST_LEXER_FUEL, lexer)
         if shared is not lexer:  # a lexer for each such answer would take too much memory
             self._follow(shared)
 
