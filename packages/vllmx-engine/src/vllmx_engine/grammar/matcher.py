@@ -125,7 +125,7 @@ class _Lexer(MutableRecord):
     base: LLMatcher
     """A matcher without tokens, to be copied."""
     fuel: int
-    """Of one mask."""
+    """The work that one mask may take."""
     is_lost: bool = False
     """An answer met an error inside it, so all that share it will."""
 
@@ -209,7 +209,7 @@ class GrammarMatcher:
         self._is_lost = False
         """The matcher follows a lost lexer, and may lack the last tokens."""
         self._is_suspect = False
-        """Its own error lost the lexer."""
+        """The lexer is lost by an error of this answer."""
         self._reason = ""
         """What the library said."""
         self._target: U32 | None = None
