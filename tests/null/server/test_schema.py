@@ -194,7 +194,7 @@ def test_deep_free_form_json_is_refused() -> None:
         ({"temperature": 1e9}, "temperature"),
         ({"n": 0}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"logprobs": -2}, "logprobs"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop": [""]}, "stop[0]"),
@@ -221,7 +221,7 @@ def test_values_outside_their_interval_are_refused(fields: dict[str, Any], param
     ("fields", "message"),
     [
         ({"temperature": -1.5}, "temperature must be between 0 and 100, got -1.5"),
-        ({"top_p": 0}, "top_p must be above 0 and at most 1, got 0"),
+        ({"top_p": 2}, "top_p must be between 0 and 1, got 2"),
         ({"n": 10**30}, "n must be between 1 and 128, got 1" + "0" * 30),
         ({"stop": ["x"] * 17}, "stop has 17 entries, at most 16 are allowed"),
         ({"cache_salt": ""}, "cache_salt has 0 characters, at least 1 are allowed"),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vllmx_core.bounds import MAX_TOKENS_LIMIT
 from vllmx_core.errors import InvalidRequestError
-from vllmx_core.sampling import MAX_TOKENS_LIMIT, SamplingParams
+from vllmx_core.sampling import SamplingParams
 
 MAX_CALL_LOGPROBS = 1 << 21
 """The most log-probabilities over all prompts, choices and tokens: one choice of 99,864 tokens with

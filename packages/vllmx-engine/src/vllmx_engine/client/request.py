@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from vllmx_core.bounds import BOUNDS
 from vllmx_core.errors import ContextLengthError, InvalidRequestError
 from vllmx_core.records import Record, field
 from vllmx_core.sampling import SamplingParams
@@ -88,11 +89,7 @@ class RequestOptions:
     """Nobody looks at the answer before it ends: its tokens may come many at a time."""
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.priority, int) and not isinstance(self.priority, bool)
-        if not whole or not -(1 << 31) <= self.priority < 1 << 31:
-            raise InvalidRequestError(
-                f"priority must be an integer of 32 bits, got {self.priority!r}", param="priority"
-            )
+        BOUNDS["priority"].checked("priority", self.priority)
 
 
 class RequestBuilder:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from vllmx_core.bounds import MAX_LIFETIME_S
+
 from vllmx_server.answers import chat, completions, kept, messages, pooling, responses, status
 from vllmx_server.answers.responses_events import ResponsesEvent
 from vllmx_server.metrics import CONTENT_TYPE
@@ -66,7 +68,7 @@ _FILE = Form(
         "expires_after[seconds]": {
             "type": "integer",
             "minimum": 1,
-            "maximum": batch_bodies.MAX_LIFETIME_S,
+            "maximum": MAX_LIFETIME_S,
         },
     },
     ("file", "purpose"),

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 from vllmx_core.errors import InvalidRequestError, shown
-from vllmx_core.sampling import MAX_TOKENS_LIMIT
 
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.chat import MAX_MESSAGES
@@ -69,7 +68,7 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Meta(ge=1024, le=MAX_TOKENS_LIMIT)] | None = None
+    budget_tokens: limits.BudgetTokens | None = None
     """The type "enabled" must have it, no other may."""
     display: Literal["summarized", "omitted"] | None = None
     """"summarized" shows all of it."""
@@ -144,7 +143,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
     top_k: limits.TopK | None = None
 
     min_p: limits.MinP | None = None
-    seed: int | None = None
+    seed: limits.Seed | None = None
     ignore_eos: bool | None = None
     priority: limits.Priority | None = None
     cache_salt: limits.Name | None = None

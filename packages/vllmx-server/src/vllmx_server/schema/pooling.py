@@ -10,6 +10,8 @@ from vllmx_core.errors import InvalidRequestError
 from vllmx_engine.client.id_lists import id_outside
 from vllmx_engine.client.pooling import PoolingText
 
+from vllmx_server.schema import intervals as limits
+
 MAX_INPUTS = 2048
 Input = Annotated[list[str | int | list[int]], Meta(min_length=1)]
 Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
@@ -19,11 +21,11 @@ class PoolingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What all of these routes take."""
 
     model: str | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=1 << 30)] | None = None
+    truncate_prompt_tokens: limits.Truncation | None = None
     """-1: as many as the model takes."""
-    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
-    request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
-    cache_salt: str | None = None
+    priority: limits.Priority | None = None
+    request_id: limits.Name | None = None
+    cache_salt: limits.Name | None = None
     # Accepted and ignored.
     user: str | None = None
 
@@ -78,7 +80,7 @@ class EmbeddingsRequest(InputFields, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's embeddings with vLLM's extensions."""
 
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    dimensions: limits.Dimensions | None = None
     normalize: bool | None = None
 
 
@@ -135,7 +137,7 @@ class RerankRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
 
     query: str
     documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_INPUTS)]
-    top_n: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
+    top_n: limits.TopN | None = None
     """0: all documents come back."""
     return_documents: bool | None = None
     """None: yes, as in vLLM."""

@@ -119,7 +119,7 @@ class ResponsesRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):
 
     top_k: limits.TopK | None = None
     min_p: limits.MinP | None = None
-    seed: int | None = None
+    seed: limits.Seed | None = None
     stop: str | limits.Stops | None = None
     presence_penalty: limits.Penalty | None = None
     frequency_penalty: limits.Penalty | None = None
@@ -132,9 +132,9 @@ class ResponsesRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):
 
     include: list[str] | None = None
     """ "message.output_text.logprobs" is served; what else there is to include is left out."""
-    top_logprobs: Annotated[int, Meta(ge=0, le=1 << 30)] | None = None
+    top_logprobs: limits.Likeliest | None = None
     """The number of likely tokens for each token of the text, where `include` asks for them."""
-    max_tool_calls: Annotated[int, Meta(ge=0, le=1 << 30)] | None = None
+    max_tool_calls: limits.ToolCalls | None = None
     """Calls of MCP servers' tools that are run; others are answered with an error."""
 
     # Accepted and ignored.

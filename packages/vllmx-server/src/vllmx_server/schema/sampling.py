@@ -50,7 +50,7 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
     logit_bias: limits.Biases | None = None
     n: limits.Choices | None = None
     presence_penalty: limits.Penalty | None = None
-    seed: int | None = None
+    seed: limits.Seed | None = None
     stop: str | limits.Stops | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
