@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from vllmx_core.errors import InvalidRequestError
 from vllmx_core.bounds import MAX_CHOICES
+from vllmx_core.errors import InvalidRequestError
 from vllmx_core.sampling import MAX_ALLOWED_IDS, SamplingParams
 from vllmx_core.testing.fake import FakeRules
 from vllmx_engine.client.request import Request, RequestBuilder

@@ -55,6 +55,16 @@ async def test_completions_and_prompts(make_server: MakeServer) -> None:
             assert sorted(entry["rank"] for entry in row.values()) == list(range(1, VOCAB + 1))
 
 
+async def test_the_whole_vocabulary_where_it_fits_under_the_limit(make_server: MakeServer) -> None:
+    async with make_server(engine={"max_logprobs": 5000}) as served:
+        chosen = (await chat(served, top_logprobs=-1))["choices"][0]["logprobs"]["content"]
+        assert [len(position["top_logprobs"]) for position in chosen] == [VOCAB] * 3
+        named = {"max_tokens": 1, "return_tokens_as_token_ids": True}
+        for wanted in (-1, 300, 5000):
+            answer = await served.complete("a", logprobs=wanted, prompt_logprobs=wanted, **named)
+            assert len(answer["choices"][0]["logprobs"]["top_logprobs"][0]) == VOCAB
+
+
 async def test_beside_requests_that_want_few(make_server: MakeServer) -> None:
     """Rows of one step, of which some come back whole."""
     async with make_server(engine=ALL) as served:
@@ -70,7 +80,11 @@ async def test_beside_requests_that_want_few(make_server: MakeServer) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("completions", {"prompt": "a", "logprobs": -1}, "0 and 20, got -1: .*--max-logprobs -1"),
+        (
+            "completions",
+            {"prompt": "a", "logprobs": -1},
+            "0 and 20, got -1, for all 259 .*--max-logprobs",
+        ),
         ("completions", {"prompt": "a", "logprobs": 21}, "got 21: .*raise --max-logprobs"),
         ("completions", {"prompt": "a", "prompt_logprobs": 21}, "^prompt_logprobs must be"),
         ("chat/completions", CHAT | {"top_logprobs": -1}, "^top_logprobs must be"),

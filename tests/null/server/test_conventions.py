@@ -229,15 +229,11 @@ async def test_stream_options(served: Served, options: dict[str, Any], asked: st
 
 
 @pytest.mark.parametrize(
-    ("options", "asked"),
-    [
-        (None, "last"),
-        ({"include_usage": False}, "last"),
-        ({"continuous_usage_stats": True}, "each"),
-    ],
+    "options",
+    [None, {"include_usage": False}, {"include_usage": True}, {"continuous_usage_stats": True}],
 )
-async def test_usage_in_every_stream_where_the_operator_says_so(
-    make_server: MakeServer, options: dict[str, Any] | None, asked: str
+async def test_usage_in_every_chunk_where_the_operator_says_so(
+    make_server: MakeServer, options: dict[str, Any] | None
 ) -> None:
     async with make_server({"enable_force_include_usage": True}) as served:
         for path, prompt in ((TEXT, {"prompt": "a"}), (CHAT, {"messages": MESSAGES})):
@@ -247,7 +243,34 @@ async def test_usage_in_every_stream_where_the_operator_says_so(
             assert done == "[DONE]"
             assert events[-1]["choices"] == []
             assert events[-1]["usage"]["completion_tokens"] == 3
-            assert all(bool(event["usage"]) == (asked == "each") for event in events[:-1])
+            assert all(event["usage"]["prompt_tokens"] for event in events)
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 3}, {"logprobs": None}])
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        (TEXT, {"prompt": ["ab", "c"]}),
+        (TEXT, {"prompt": ["ab", "c"], "echo": True}),
+        (CHAT, {"messages": MESSAGES}),
+    ],
+)
+async def test_usage_does_not_run_ahead_of_the_text(
+    served: Served, path: str, prompt: dict[str, Any], more: dict[str, Any]
+) -> None:
+    """Each chunk counts the tokens that the client has with it, and no others."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    fields = {"max_tokens": 4, "return_token_ids": True, "stream_options": options}
+    *events, last, _ = await served.events(path, **prompt, **fields, **more)
+    seen = 0
+    for event in events:
+        seen += sum(len(choice.get("token_ids") or ()) for choice in event["choices"])
+        assert event["usage"]["completion_tokens"] == seen
+        assert event["usage"]["total_tokens"] == event["usage"]["prompt_tokens"] + seen
+    assert last["usage"]["completion_tokens"] == seen > 0
+    if path == CHAT:
+        roles = [event for event in events if "role" in event["choices"][0]["delta"]]
+        assert [event["usage"]["completion_tokens"] for event in roles] == [0] * len(roles)
 
 
 async def test_tokens_named_by_their_ids(served: Served) -> None:

@@ -21,6 +21,7 @@ from vllmx_engine.client.pooling import (
     PoolingChoice,
     PoolingText,
     cosine_output,
+    first_tokens,
     naming,
     pairs_of,
     pooled_output,
@@ -253,7 +254,7 @@ class LLM(HasEngine):
         return self._pool("classify", texts, choice, use_tqdm)
 
     def _most(self, truncate: int | None) -> int | None:
-        return self.info.max_model_len if truncate == -1 else truncate
+        return first_tokens(truncate, self.info.max_model_len)
 
     def _pool(
         self, task: PoolingTask, texts: list[PoolingText], choice: PoolingChoice, use_tqdm: bool

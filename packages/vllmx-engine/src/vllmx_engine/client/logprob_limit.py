@@ -23,15 +23,16 @@ def resolve_logprobs(name: str, wanted: int | None, limit: int, vocab_size: int)
     Raises:
         InvalidRequestError: more than `limit` allows.
     """
-    if wanted is None or 0 <= wanted <= limit:
-        return wanted
-    if limit < 0 and wanted >= -1:
-        return vocab_size if wanted < 0 else min(wanted, vocab_size)
-    remedy = "-1, for all of the vocabulary, is served with --max-logprobs -1"
-    if wanted > limit:
-        remedy = "lower it, or raise --max-logprobs (-1: no limit)"
+    if wanted is None:
+        return None
+    number = vocab_size if wanted == -1 else wanted
+    if number >= 0 and (limit < 0 or number <= limit):
+        return min(number, vocab_size)
+    got = f"-1, for all {vocab_size} of the vocabulary" if wanted == -1 else str(wanted)
     raise InvalidRequestError(
-        f"{name} must be between 0 and {limit}, got {wanted}: {remedy}", param=name
+        f"{name} must be between 0 and {limit}, got {got}: lower it, or raise --max-logprobs (-1:"
+        " no limit)",
+        param=name,
     )
 
 

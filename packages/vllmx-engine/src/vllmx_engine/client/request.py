@@ -92,6 +92,23 @@ class RequestOptions:
         BOUNDS["priority"].checked("priority", self.priority)
 
 
+def check_truncation(keep: int, limit: int) -> None:
+    """Raises InvalidRequestError for a `truncate_prompt_tokens` that a context of `limit` tokens
+    does not have."""
+    BOUNDS["truncate_prompt_tokens"].checked("truncate_prompt_tokens", keep)
+    if keep == 0:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens must be -1, or 1 or greater, got 0",
+            param="truncate_prompt_tokens",
+        )
+    if keep > limit:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens is {keep}, more than the context of {limit} tokens: lower"
+            " it, or set -1 for as many as fit",
+            param="truncate_prompt_tokens",
+        )
+
+
 class RequestBuilder:
     """Checks requests and makes `CoreRequest`s of them. Thread-safe.
 
@@ -199,12 +216,7 @@ class RequestBuilder:
     ) -> tuple[str | None, list[int]]:
         """What `_tokens` gives, but without what `truncate_prompt_tokens` leaves out."""
         limit, keep = self.info.max_model_len, params.truncate_prompt_tokens or -1
-        if keep > limit:
-            raise InvalidRequestError(
-                f"truncate_prompt_tokens is {keep}, more than the context of {limit} tokens: lower"
-                " it, or set -1 for as many as fit",
-                param="truncate_prompt_tokens",
-            )
+        check_truncation(keep, limit)
         if keep < 0:
             keep = max(1, limit - (params.max_tokens or 1))
         text, ids = self._tokens(prompt, add_special_tokens, None, keep)

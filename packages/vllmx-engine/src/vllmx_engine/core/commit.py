@@ -38,6 +38,11 @@ class Committer:
         self.paused: list[Sequence] = []
         """Sequences that sit out until their next mask is made; the owner takes them out."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompts that were read to their end, and of answers."""
+        return self.prompt_tokens + self.generation_tokens
+
     def commit(self, step: Step, result: StepResult) -> list[CoreOutput]:
         """Results of sequences that ended since the launch are dropped; those of preempted ones
         count, because the step that computed them was sound. Pieces of prompts' log-probabilities

@@ -109,7 +109,6 @@ class EngineCore:
         self._outputs: list[CoreOutput] = []
         self._num_added = self._num_steps = self._num_failures = 0
         self._step_s = 0.0
-        self._step_tokens = 0
         self._step_sizes = [0] * (len(STEP_TOKENS) + 1)
         self._dead: EngineDeadError | None = None
 
@@ -200,10 +199,11 @@ class EngineCore:
         self._num_failures = 0
         self._step_s += result.elapsed_s
         self._cost.observe(step.batch.load, result.elapsed_s)
-        tokens = step.batch.load.num_decodes + step.batch.load.chunk_tokens
-        self._step_tokens += tokens
-        self._step_sizes[bisect_left(STEP_TOKENS, tokens)] += 1
+        before = self._committer.num_tokens
         self._outputs[:0] = self._committer.commit(step, result)
+        tokens = self._committer.num_tokens - before
+        if tokens:
+            self._step_sizes[bisect_left(STEP_TOKENS, tokens)] += 1
         for sequence in self._committer.paused:
             self._grammars.prepare(sequence)
         self._committer.paused.clear()
@@ -338,7 +338,6 @@ class EngineCore:
             prefix_cache_queries=scheduler.num_queried_tokens,
             prefix_cache_hits=scheduler.num_hit_tokens,
             step_seconds=self._step_s,
-            step_tokens=self._step_tokens,
             step_sizes=tuple(self._step_sizes),
         )
 

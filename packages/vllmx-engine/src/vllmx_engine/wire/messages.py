@@ -242,10 +242,9 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_hits: int = 0
     """Prompt tokens found."""
     step_seconds: float = 0.0
-    step_tokens: int = 0
-    """Tokens that steps computed, of prompts and answers."""
     step_sizes: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)
-    """Steps by their tokens, see `STEP_TOKENS`."""
+    """Steps by the tokens that they finished, see `STEP_TOKENS`: a whole prompt with the step that
+    reads its end, and new tokens. Steps that finished none are left out."""
 
 
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):

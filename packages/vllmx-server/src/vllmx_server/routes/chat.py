@@ -122,13 +122,15 @@ class ChatAnswer:
                 if not begun:
                     begun = True
                     yield self._roles(chunks)
+                num_unsent = sum(len(choice.token_ids) for choice in output.outputs)
                 for choice in output.outputs:
+                    num_unsent -= len(choice.token_ids)
                     if readings:
                         reading = readings[choice.index]
-                        if chunk := self._read_chunks(choice, reading, is_plain):
+                        if chunk := self._read_chunks(choice, reading, is_plain, num_unsent):
                             yield chunk
                     elif choice.finish_reason is not None or not is_plain:
-                        yield chunks.chunk(self._delta(choice), usage)
+                        yield chunks.chunk(self._delta(choice), usage, num_unsent)
                     elif choice.text:
                         yield self._plain[choice.index].content(choice.text)
         yield (chunks.usage(usage) if chunks.has_last_usage else b"") + DONE
@@ -159,7 +161,9 @@ class ChatAnswer:
         hides = not self._has_reasoning
         return [ReadStream(self._readers, hides_reasoning=hides) for _ in range(self._body.n or 1)]
 
-    def _read_chunks(self, choice: CompletionOutput, reading: ReadStream, is_plain: bool) -> bytes:
+    def _read_chunks(
+        self, choice: CompletionOutput, reading: ReadStream, is_plain: bool, num_unsent: int
+    ) -> bytes:
         """What an output adds: a chunk for each part of the message, or none."""
         events, usage, chunks = reading.events(choice), self._generation.usage, self._chunks
         if usage.reasoning_tokens is not None:
@@ -176,7 +180,7 @@ class ChatAnswer:
                 "finish_reason": self._finish_reason(choice, reading),
                 "stop_reason": choice.stop_reason,
             }
-        return b"".join(chunks.chunk(each, usage) for each in found)
+        return b"".join(chunks.chunk(each, usage, num_unsent) for each in found)
 
     def _finish_reason(
         self, choice: CompletionOutput, read: ReadStream | WholeAnswer | None
@@ -194,7 +198,7 @@ class ChatAnswer:
         return found
 
     def _roles(self, chunks: Chunks) -> bytes:
-        """The first chunk of every choice."""
+        """The first chunk of every choice, which has no text yet."""
         delta = {"role": "assistant", "content": self._echoed()}
         fixed = {"delta": delta, "logprobs": None, "finish_reason": None}
         extra: dict[str, Any] = {}
@@ -202,7 +206,7 @@ class ChatAnswer:
             extra["prompt_token_ids"] = self._generation.prompt_token_ids[0]
         usage = self._generation.usage
         return b"".join(
-            chunks.chunk({"index": index, **fixed}, usage, **extra)
+            chunks.chunk({"index": index, **fixed}, usage, usage.completion_tokens, **extra)
             for index in range(self._body.n or 1)
         )
 

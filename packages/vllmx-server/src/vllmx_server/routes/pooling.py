@@ -13,7 +13,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from vllmx_core.errors import InvalidRequestError
-from vllmx_engine.client.pooling import PoolingText
+from vllmx_engine.client.pooling import PoolingText, first_tokens
 
 from vllmx_server.answers.pooling import (
     Classified,
@@ -241,9 +241,7 @@ async def _pool(
     started_s = time.monotonic()
     pooler = pooler_for(task, state.pooler, state.llm.config.name)
     caller = caller_of(request, body)
-    limit = body.truncate_prompt_tokens
-    if limit == -1:
-        limit = state.llm.info.max_model_len
+    limit = first_tokens(body.truncate_prompt_tokens, state.llm.info.max_model_len)
     options = PoolingOptions(special, limit, normalize, caller)
     release = await state.admit(request, body_bytes(request) // BYTES_OF_TOKEN)
     try:

@@ -10,6 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from vllmx_core.errors import InvalidRequestError, VllmxError
+from vllmx_engine.client.logprob_limit import resolve_logprobs
 from vllmx_engine.client.request_stream import RequestStream
 
 from vllmx_server.answers.kept import Deleted
@@ -74,6 +75,8 @@ async def create(request: Request) -> Response | HeldResponse:
 
     def parse(data: bytes) -> tuple[ResponsesRequest, _Asked]:
         body = checked(data, state, RESPONSES)
+        info = state.llm.info
+        resolve_logprobs("top_logprobs", body.top_logprobs, info.max_logprobs, info.vocab_size)
         if body.background and not state.leads:
             raise _ElsewhereError(data)
         servers = state.tool_servers

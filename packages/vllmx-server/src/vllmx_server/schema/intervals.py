@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
-from vllmx_core.bounds import BOUNDS, MAX_TOKEN_ID, Bounds
+from vllmx_core.bounds import BOUNDS, Bounds
 from vllmx_core.errors import InvalidRequestError, shown
 from vllmx_core.sampling import (
     MAX_ALLOWED_IDS,
@@ -98,8 +98,10 @@ def outside(text: str, body: bytes, kind: Any) -> InvalidRequestError | None:
     if not found or meta is None:
         return None
     name, value = found[1], bytes(_RAW.decode(body)[found[1]]).decode("utf-8", "replace")
-    assert meta.ge is not None and meta.le is not None, "bounds are closed"
-    return Bounds(meta.ge, meta.le).refusal(name, shown(value)[1:-1])
+    low, high = meta.ge, meta.le
+    assert low is not None
+    assert high is not None, "bounds are closed"
+    return Bounds(low, high).refusal(name, shown(value)[1:-1])
 
 
 def _wrong_size(found: re.Match[str], body: bytes) -> InvalidRequestError:

@@ -30,12 +30,7 @@ class PoolingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user: str | None = None
 
     def check(self) -> None:
-        """Cross-field rules. Raises InvalidRequestError."""
-        if self.truncate_prompt_tokens == 0:
-            raise InvalidRequestError(
-                "truncate_prompt_tokens must be -1, or 1 or greater, got 0",
-                param="truncate_prompt_tokens",
-            )
+        """Nothing depends on another field."""
 
 
 class InputFields(PoolingFields, kw_only=True, forbid_unknown_fields=True):

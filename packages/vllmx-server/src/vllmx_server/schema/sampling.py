@@ -34,12 +34,11 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def stream_options(asked: StreamOptions | None, has_usage: bool) -> StreamOptions | None:
-    """What a stream brings: what its request asks for, and the usage whatever it asks where
-    `has_usage` (`--enable-force-include-usage`, as in vLLM)."""
+    """What a stream brings: what its request asks for, or the usage in every chunk where
+    `has_usage` (`--enable-force-include-usage`)."""
     if not has_usage:
         return asked
-    is_continuous = asked is not None and asked.continuous_usage_stats
-    return StreamOptions(include_usage=True, continuous_usage_stats=is_continuous)
+    return StreamOptions(include_usage=True, continuous_usage_stats=True)
 
 
 class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):

@@ -73,8 +73,8 @@ HELP = {
     "max_stored_bytes": "Bytes of all files of one API key, and as many again of its responses.",
     "max_stored_days": "How long files, batches and responses are kept.",
     "trust_request_chat_template": "Take chat templates from requests (sandboxed).",
-    "enable_force_include_usage": "End every stream of chats and completions with the usage, asked"
-    " or not.",
+    "enable_force_include_usage": "Send the usage with every chunk of streams of chats and"
+    " completions, asked or not.",
     "mcp_config": "JSON file of MCP servers whose tools requests may ask for.",
     "mcp_max_rounds": "Answers of the model in one response, all but the last of which called such"
     " tools.",
