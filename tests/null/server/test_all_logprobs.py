@@ -83,7 +83,7 @@ async def test_beside_requests_that_want_few(make_server: MakeServer) -> None:
         (
             "completions",
             {"prompt": "a", "logprobs": -1},
-            "0 and 20, got -1, for all 259 .*--max-logprobs",
+            "0 and 20, got -1, for all 259 .*--max-logp",
         ),
         ("completions", {"prompt": "a", "logprobs": 21}, "got 21: .*raise --max-logprobs"),
         ("completions", {"prompt": "a", "prompt_logprobs": 21}, "^prompt_logprobs must be"),

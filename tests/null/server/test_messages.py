@@ -163,7 +163,7 @@ def test_images_that_tools_return_are_the_users() -> None:
         ({"messages": []}, "messages", "0 entries, at least 1"),
         ({"max_tokens": 0}, "max_tokens", "between 1 and"),
         ({"temperature": -1}, "temperature", "between 0 and 100, got -1"),
-        ({"top_p": 1.5}, "top_p", "at most 1, got 1.5"),
+        ({"top_p": 1.5}, "top_p", "between 0 and 1, got 1.5"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences", "at most 16"),
         ({"nonsense": 1}, "nonsense", "unknown field"),
         (

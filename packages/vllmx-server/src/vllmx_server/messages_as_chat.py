@@ -33,8 +33,7 @@ def chat_of(body: CountTokensRequest) -> ChatCompletionRequest:
         chat_template_kwargs=_template_arguments(body),
         continue_final_message=True if body.messages[-1].role == "assistant" else None,
     )
-    if body.output_config is not None:
-        _configure(chat, body)
+    _configure(chat, body)
     if isinstance(body, MessagesRequest):
         chat.max_tokens = body.max_tokens
         chat.stop = body.stop_sequences
@@ -59,12 +58,11 @@ def chat_of(body: CountTokensRequest) -> ChatCompletionRequest:
 
 
 def _configure(chat: ChatCompletionRequest, body: CountTokensRequest) -> None:
-    assert body.output_config is not None
-    effort = body.output_config.effort
+    effort = None if body.output_config is None else body.output_config.effort
     if effort is not None:
         chat.reasoning_effort = "high" if effort in ("xhigh", "max") else effort
-    if body.output_config.format is not None:
-        schema = JSONSchemaFormat(schema=body.output_config.format.schema)
+    if body.format is not None:
+        schema = JSONSchemaFormat(schema=body.format.schema)
         chat.response_format = ResponseFormat("json_schema", schema)
 
 

@@ -22,37 +22,48 @@ THINKING_SWITCHES = ("enable_thinking", "thinking")
 """What templates call whether the model thinks."""
 
 
-class ImageURL(msgspec.Struct, forbid_unknown_fields=True):
+_TEXTS = ("text", "output_text")
+"""Types of parts with a text; the second is what an answer's parts are called in Responses."""
+_THOUGHTS = ("thinking", "reasoning", "redacted_thinking")
+"""Types of parts of an assistant's turn that hold its thoughts, as several providers write them."""
+
+
+class ImageURL(msgspec.Struct):
     url: str
-    detail: str | None = None
-    """Accepted and ignored: the model's own processor decides how much of an image it sees."""
+    """`detail` is ignored: the model's own processor decides how much of an image it sees."""
 
 
-class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    """One piece of a message; the types "text" and "image_url" are served."""
+class ContentPart(msgspec.Struct):
+    """One piece of a message; the types "text" and "image_url" are served, and of an assistant what
+    providers answer. Other keys are ignored."""
 
     type: str
     text: str | None = None
     image_url: ImageURL | str | None = None
-    input_audio: Any = None
-    file: Any = None
     refusal: str | None = None
+    thinking: Any = None
 
 
-class ToolFunction(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class ToolFunction(msgspec.Struct, omit_defaults=True):
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: str | dict[str, Any] | None = ""
+
+    def written(self) -> str | dict[str, Any]:
+        """The arguments as the client wrote them."""
+        return "" if self.arguments is None else self.arguments
 
 
-class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
+class ToolCall(msgspec.Struct):
+    """A call; other keys are ignored."""
+
     function: ToolFunction
     id: str | None = None
-    type: str = "function"
-    index: int | None = None
+    type: str | None = "function"
 
 
-class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """One turn. Templates see exactly the fields that were given."""
+class ChatMessage(msgspec.Struct, omit_defaults=True):
+    """One turn. Templates see the fields that were given; other keys are ignored, which clients
+    send back as a provider gave them."""
 
     role: str
     content: str | list[str | ContentPart] | None = None
@@ -60,76 +71,132 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None
-    # Accepted and ignored: clients send our answers back with these.
-    refusal: str | None = None
-    annotations: Any = None
-    # Ours have none.
+    reasoning: Any = None
+    """Another name of `reasoning_content`, where it is a text."""
+    thinking_blocks: Any = None
+    """The thoughts of an answer of Anthropic's models behind a proxy."""
+    refusal: Any = None
+    """What an assistant said in place of its content."""
     audio: Any = None
+    """An assistant's speech, of which the transcript is read."""
     function_call: Any = None
+    """The older form of one call."""
 
     def check(self, index: int) -> None:
         """Raises InvalidRequestError for a part of the turn that no template would show."""
-        for name, remedy in (("audio", "send its text"), ("function_call", "use tool_calls")):
-            if getattr(self, name):
-                param = f"messages[{index}].{name}"
-                raise InvalidRequestError(
-                    f"{param} is not served and would be left out: {remedy}", param=param
-                )
+        if self.audio and _transcript(self.audio) is None:
+            raise _unserved(f"messages[{index}].audio", "send its transcript")
+        if self.function_call and not self.tool_calls and self._older_call() is None:
+            raise _unserved(f"messages[{index}].function_call", "use tool_calls")
 
     def for_template(self, index: int) -> dict[str, Any]:
         """The message as the chat template takes it. Raises InvalidRequestError."""
         message: dict[str, Any] = {"role": self.role, "content": self._content(index)}
-        if self.tool_calls:
+        older = self._older_call()
+        if calls := self.tool_calls or ([] if older is None else [older]):
             message["tool_calls"] = [
                 {
-                    "type": call.type,
+                    "type": call.type or "function",
                     **({"id": call.id} if call.id is not None else {}),
                     "function": {
                         "name": call.function.name,
-                        "arguments": call.function.arguments,
+                        "arguments": call.function.written(),
                     },
                 }
-                for call in self.tool_calls
+                for call in calls
             ]
         for name in ("name", "tool_call_id"):
             if (value := getattr(self, name)) is not None:
                 message[name] = value
-        reasoning = self.reasoning_content or self.reasoning
+        reasoning = self._reasoning()
         if reasoning is not None:
             message["reasoning_content"] = reasoning
         return message
 
+    def _older_call(self) -> ToolCall | None:
+        """The call of `function_call`."""
+        try:
+            return ToolCall(msgspec.convert(self.function_call, ToolFunction))
+        except msgspec.ValidationError:
+            return None
+
+    def _reasoning(self) -> str | None:
+        """The thoughts of the turn, wherever a provider wrote them."""
+        parts = self.content if isinstance(self.content, list) else ()
+        of_parts = (_thought(part) for part in parts if isinstance(part, ContentPart))
+        blocks = self.thinking_blocks if isinstance(self.thinking_blocks, list) else ()
+        of_blocks = (_plain_text(each.get("thinking")) for each in blocks if isinstance(each, dict))
+        for text in (
+            self.reasoning_content,
+            self.reasoning,
+            "".join(of_parts),
+            "".join(of_blocks),
+        ):
+            if text and isinstance(text, str):
+                return text
+        return self.reasoning_content
+
     def _content(self, index: int) -> str | list[dict[str, Any]] | None:
+        is_assistant = self.role == "assistant"
+        if self.content is None and is_assistant:
+            said = self.refusal if isinstance(self.refusal, str) else _transcript(self.audio)
+            return said or None
         if not isinstance(self.content, list):
             return self.content
         parts: list[dict[str, Any]] = []
         for part in self.content:
             if isinstance(part, str):
                 parts.append({"type": "text", "text": part})
-            elif part.type == "text" and part.text is not None:
-                parts.append({"type": "text", "text": part.text})
-            elif part.type == "text":
-                raise InvalidRequestError(
-                    f"messages[{index}] has a content part of type 'text' without its text",
-                    param=f"messages[{index}].content",
-                )
-            elif part.type == "image_url" and part.image_url is not None:
-                image = part.image_url
+            elif not (is_assistant and part.type in _THOUGHTS):
+                parts.append(self._part(part, index))
+        return parts if parts or not is_assistant else None
+
+    def _part(self, part: ContentPart, index: int) -> dict[str, Any]:
+        kind, text = part.type, part.text
+        if kind == "refusal" and self.role == "assistant":
+            text = part.refusal or part.text
+        elif kind == "image_url":
+            image = part.image_url
+            if image is not None:
                 url = image if isinstance(image, str) else image.url
-                parts.append({"type": "image_url", "image_url": {"url": url}})
-            elif part.type == "image_url":
-                raise InvalidRequestError(
-                    f"messages[{index}] has a content part of type 'image_url' without it",
-                    param=f"messages[{index}].content",
-                )
-            else:
-                raise InvalidRequestError(
-                    f"messages[{index}] has a content part of type {part.type!r}; this server"
-                    " takes text and image_url",
-                    param=f"messages[{index}].content",
-                )
-        return parts
+                return {"type": "image_url", "image_url": {"url": url}}
+        elif kind not in _TEXTS:
+            raise InvalidRequestError(
+                f"messages[{index}] has a content part of type {kind!r}; this server takes text and"
+                " image_url",
+                param=f"messages[{index}].content",
+            )
+        if text is None or kind == "image_url":
+            raise InvalidRequestError(
+                f"messages[{index}] has a content part of type {kind!r} without it",
+                param=f"messages[{index}].content",
+            )
+        return {"type": "text", "text": text}
+
+
+def _unserved(param: str, remedy: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{param} is not served and would be left out: {remedy}", param=param
+    )
+
+
+def _transcript(audio: Any) -> str | None:
+    text = audio.get("transcript") if isinstance(audio, dict) else None
+    return text if isinstance(text, str) else None
+
+
+def _thought(part: ContentPart) -> str:
+    """The thoughts of a part, empty where it holds none."""
+    if part.type not in _THOUGHTS:
+        return ""
+    return part.text or _plain_text(part.thinking)
+
+
+def _plain_text(value: Any) -> str:
+    """The text of a value that is a text, or a list of parts with texts."""
+    if isinstance(value, list):
+        return "".join(_plain_text(each.get("text")) for each in value if isinstance(each, dict))
+    return value if isinstance(value, str) else ""
 
 
 def check_messages(messages: list[ChatMessage]) -> None:

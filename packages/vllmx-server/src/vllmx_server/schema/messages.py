@@ -16,8 +16,9 @@ from vllmx_server.schema.structured import GuidedFields
 MAX_TOOLS = 1024
 
 
-class Block(msgspec.Struct, forbid_unknown_fields=True):
-    """One piece of a turn; which fields belong to it says its type."""
+class Block(msgspec.Struct):
+    """One piece of a turn; which fields belong to it says its type. Other keys are ignored, such as
+    `cache_control` and what our answers do not have."""
 
     type: str
     text: str | None = None
@@ -29,38 +30,26 @@ class Block(msgspec.Struct, forbid_unknown_fields=True):
     content: str | list[Block] | None = None
     is_error: bool | None = None
     source: Any = None
-    # Accepted and ignored: they change no token here, or clients send our answers back with them.
-    cache_control: Any = None
-    citations: Any = None
-    signature: str | None = None
-    data: str | None = None
-    caller: Any = None
-    toolset_name: str | None = None
-    # Of blocks that are not served.
-    title: Any = None
-    context: Any = None
 
 
-class Turn(msgspec.Struct, forbid_unknown_fields=True):
+class Turn(msgspec.Struct):
+    """A message; other keys are ignored."""
+
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
-class MessagesTool(msgspec.Struct, forbid_unknown_fields=True):
+class MessagesTool(msgspec.Struct):
+    """A tool that the client runs; other keys are ignored."""
+
     name: str
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     type: str | None = None
     strict: bool | None = None
-    # Accepted and ignored.
-    cache_control: Any = None
-    allowed_callers: list[str] | None = None
-    defer_loading: bool | None = None
-    eager_input_streaming: bool | None = None
-    input_examples: list[dict[str, Any]] | None = None
 
 
-class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+class ToolChoice(msgspec.Struct):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -97,6 +86,8 @@ class CountTokensRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """What `output_config.format` was called in the beta."""
     chat_template_kwargs: dict[str, Any] | None = None
     """vllmx's own: the template's switches."""
     # Accepted and ignored.
@@ -128,8 +119,20 @@ class CountTokensRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True)
                     param=f"tools[{index}]",
                 )
             check_free_form(tool.input_schema, f"tools[{index}].input_schema")
+        if self.format is not None and self.output_format not in (None, self.format):
+            raise InvalidRequestError(
+                "output_config.format and output_format each say what the answer looks like: give"
+                " one of them",
+                param="output_format",
+            )
         check_free_form(self.chat_template_kwargs, "chat_template_kwargs")
         check_free_form(self.messages, "messages")
+
+    @property
+    def format(self) -> OutputFormat | None:
+        """What the answer must look like."""
+        own = None if self.output_config is None else self.output_config.format
+        return self.output_format if own is None else own
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=True):
@@ -176,5 +179,16 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
             )
 
 
+class BetaCountTokensRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=False):
+    """A request with an `anthropic-beta` header, whose SDK sends parameters that come and go:
+    unknown ones are ignored."""
+
+
+class BetaMessagesRequest(MessagesRequest, kw_only=True, forbid_unknown_fields=False):
+    """The same of one for an answer."""
+
+
 MESSAGES = msgspec.json.Decoder(MessagesRequest)
 COUNT_TOKENS = msgspec.json.Decoder(CountTokensRequest)
+BETA_MESSAGES = msgspec.json.Decoder(BetaMessagesRequest)
+BETA_COUNT_TOKENS = msgspec.json.Decoder(BetaCountTokensRequest)

@@ -123,7 +123,9 @@ class ScoreRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
         return [PoolingText(a, pair=b) for a, b in zip(ones, others, strict=True)]
 
 
-class Document(msgspec.Struct, forbid_unknown_fields=True):
+class Document(msgspec.Struct):
+    """A text; other keys are ignored."""
+
     text: str
 
 

@@ -17,28 +17,22 @@ from vllmx_server.schema.structured import GuidedFields
 MAX_TOOLS = 1024
 
 
-class InputPart(msgspec.Struct, forbid_unknown_fields=True):
-    """One piece of a message, of a thought or of what a tool returned."""
+class InputPart(msgspec.Struct):
+    """One piece of a message, of a thought or of what a tool returned. Other keys are ignored."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
-    # Accepted and ignored: clients send our answers back with these.
-    annotations: Any = None
-    logprobs: Any = None
-    prompt_cache_breakpoint: Any = None
     image_url: str | None = None
-    # Of parts that are not served.
     file_id: Any = None
-    file_data: Any = None
-    file_url: Any = None
-    filename: Any = None
-    detail: Any = None
-    input_audio: Any = None
+    """An image that was uploaded, which is not served."""
+    annotations: Any = None
+    """Kept with the item, and ignored."""
 
 
-class InputItem(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """One item of a conversation; which fields belong to it says its type."""
+class InputItem(msgspec.Struct, omit_defaults=True):
+    """One item of a conversation; which fields belong to it says its type. Other keys are
+    ignored."""
 
     type: str | None = None
     """None: a message."""
