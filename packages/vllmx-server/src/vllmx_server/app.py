@@ -151,10 +151,16 @@ _PATTERNS = [
 
 class App(Starlette):
     """`scope["state"]["send"]` is the server's own: what follows the start of an answer skips all
-    layers, which only look at the start, and each of which costs as much as a stream's JSON."""
+    layers, which only look at the start, and each of which costs as much as a stream's JSON. A
+    path with a slash at its end, as clients join addresses, is the path without it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope.setdefault("state", {})["send"] = send
+        if scope["type"] == "http" and scope["path"].endswith("/"):
+            path = route_path(scope)
+            surplus = len(path) - len(path.rstrip("/"))
+            if surplus < len(path):  # else it is the root's
+                scope["path"] = scope["path"][:-surplus]
         await super().__call__(scope, receive, send)
 
     def build_middleware_stack(self) -> ASGIApp:

@@ -152,24 +152,24 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
         return parts if parts or not is_assistant else None
 
     def _part(self, part: ContentPart, index: int) -> dict[str, Any]:
-        kind, text = part.type, part.text
-        if kind == "refusal" and self.role == "assistant":
-            text = part.refusal or part.text
-        elif kind == "image_url":
+        kind, param = part.type, f"messages[{index}].content"
+        if kind == "image_url" and part.image_url is not None:
             image = part.image_url
-            if image is not None:
-                url = image if isinstance(image, str) else image.url
-                return {"type": "image_url", "image_url": {"url": url}}
-        elif kind not in _TEXTS:
+            url = image if isinstance(image, str) else image.url
+            return {"type": "image_url", "image_url": {"url": url}}
+        is_refusal = kind == "refusal" and self.role == "assistant"
+        if kind not in (*_TEXTS, "image_url") and not is_refusal:
             raise InvalidRequestError(
                 f"messages[{index}] has a content part of type {kind!r}; this server takes text and"
                 " image_url",
-                param=f"messages[{index}].content",
+                param=param,
             )
+        text = part.refusal if is_refusal else part.text
         if text is None or kind == "image_url":
+            lacks = "its text" if kind in _TEXTS else "it"
             raise InvalidRequestError(
-                f"messages[{index}] has a content part of type {kind!r} without it",
-                param=f"messages[{index}].content",
+                f"messages[{index}] has a content part of type {kind!r} without {lacks}",
+                param=param,
             )
         return {"type": "text", "text": text}
 
