@@ -16,8 +16,9 @@ from vllmx_server.schema.chat import (
     ToolCall,
     ToolFunction,
 )
+from vllmx_server.schema.generating import GENERATING
 from vllmx_server.schema.messages import Block, CountTokensRequest, MessagesRequest, Turn
-from vllmx_server.schema.structured import GUIDED, JSONSchemaFormat, ResponseFormat
+from vllmx_server.schema.structured import JSONSchemaFormat, ResponseFormat
 
 
 def chat_of(body: CountTokensRequest) -> ChatCompletionRequest:
@@ -39,20 +40,7 @@ def chat_of(body: CountTokensRequest) -> ChatCompletionRequest:
         chat.stop = body.stop_sequences
         if body.thinking is not None:
             chat.thinking_token_budget = body.thinking.budget_tokens
-        for name in (
-            "stream",
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "seed",
-            "ignore_eos",
-            "priority",
-            "cache_salt",
-            "session_id",
-            "request_id",
-            *GUIDED,
-        ):
+        for name in ("stream", *GENERATING):
             setattr(chat, name, getattr(body, name))
     return chat
 

@@ -21,27 +21,17 @@ from vllmx_server.schema.chat import (
     ToolCall,
     ToolFunction,
 )
+from vllmx_server.schema.generating import GENERATING
 from vllmx_server.schema.responses import InputItem, InputPart, ResponsesRequest, TextOptions
-from vllmx_server.schema.structured import GUIDED, JSONSchemaFormat, ResponseFormat
+from vllmx_server.schema.structured import JSONSchemaFormat, ResponseFormat
 
 _SAME = (
     "stream",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
     "stop",
-    "presence_penalty",
-    "frequency_penalty",
-    "ignore_eos",
-    "priority",
-    "cache_salt",
-    "session_id",
-    "request_id",
+    "thinking_token_budget",
     "parallel_tool_calls",
     "chat_template_kwargs",
-    *GUIDED,
+    *GENERATING,
 )
 """Fields that mean the same in chats."""
 _EFFORTS: dict[Effort, Effort] = {"xhigh": "high", "max": "high", "minimal": "low"}

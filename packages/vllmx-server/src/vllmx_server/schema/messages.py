@@ -136,7 +136,7 @@ class CountTokensRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True)
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=True):
-    """Anthropic's Messages with a few of vLLM's sampling fields."""
+    """Anthropic's Messages with vLLM's sampling fields, as in `GeneratingFields`."""
 
     max_tokens: limits.MaxTokens
     stream: bool | None = None
@@ -144,14 +144,25 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
     temperature: limits.Temperature | None = None
     top_p: limits.TopP | None = None
     top_k: limits.TopK | None = None
-
     min_p: limits.MinP | None = None
+    frequency_penalty: limits.Penalty | None = None
+    presence_penalty: limits.Penalty | None = None
+    repetition_penalty: limits.Factor | None = None
+    logit_bias: limits.Biases | None = None
+    allowed_token_ids: limits.AllowedIds | None = None
+    bad_words: limits.BadWords | None = None
     seed: limits.Seed | None = None
+    min_tokens: limits.MinTokens | None = None
+    stop_token_ids: limits.StopIds | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: limits.Truncation | None = None
     priority: limits.Priority | None = None
+    request_id: limits.Name | None = None
     cache_salt: limits.Name | None = None
     session_id: limits.Name | None = None
-    request_id: limits.Name | None = None
     # Accepted and ignored.
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None

@@ -11,8 +11,8 @@ from vllmx_core.errors import InvalidRequestError, shown
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.chat import MAX_MESSAGES, Effort
 from vllmx_server.schema.decode import check_free_form
+from vllmx_server.schema.generating import GeneratingFields
 from vllmx_server.schema.metadata import Metadata
-from vllmx_server.schema.structured import GuidedFields
 
 MAX_TOOLS = 1024
 
@@ -88,8 +88,8 @@ class ResponsesStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Accepted and ignored: nothing is padded."""
 
 
-class ResponsesRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's Responses with a few of vLLM's sampling fields."""
+class ResponsesRequest(GeneratingFields, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's Responses with vLLM's sampling fields."""
 
     model: str | None = None
     input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
@@ -103,25 +103,14 @@ class ResponsesRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: limits.MaxTokens | None = None
-    temperature: limits.Temperature | None = None
-    top_p: limits.TopP | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     metadata: Metadata | None = None
     truncation: Literal["auto", "disabled"] | None = None
     """What does not fit is refused in either."""
 
-    top_k: limits.TopK | None = None
-    min_p: limits.MinP | None = None
-    seed: limits.Seed | None = None
     stop: str | limits.Stops | None = None
-    presence_penalty: limits.Penalty | None = None
-    frequency_penalty: limits.Penalty | None = None
-    ignore_eos: bool | None = None
-    priority: limits.Priority | None = None
-    cache_salt: limits.Name | None = None
-    session_id: limits.Name | None = None
-    request_id: limits.Name | None = None
+    thinking_token_budget: limits.ThinkingBudget | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     include: list[str] | None = None

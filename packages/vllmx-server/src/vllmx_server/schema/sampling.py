@@ -45,35 +45,13 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's fields first, then vLLM's extensions; None always means: not given."""
 
     model: str | None = None
-    frequency_penalty: limits.Penalty | None = None
-    logit_bias: limits.Biases | None = None
     n: limits.Choices | None = None
-    presence_penalty: limits.Penalty | None = None
-    seed: limits.Seed | None = None
     stop: str | limits.Stops | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: limits.Temperature | None = None
-    top_p: limits.TopP | None = None
 
     best_of: limits.Choices | None = None
-    top_k: limits.TopK | None = None
-    min_p: limits.MinP | None = None
-    repetition_penalty: limits.Factor | None = None
-    min_tokens: limits.MinTokens | None = None
-    stop_token_ids: limits.StopIds | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     prompt_logprobs: limits.Likeliest | None = None
-    truncate_prompt_tokens: limits.Truncation | None = None
-    allowed_token_ids: limits.AllowedIds | None = None
-    bad_words: limits.BadWords | None = None
-    priority: limits.Priority | None = None
-    request_id: limits.Name | None = None
-    cache_salt: limits.Name | None = None
-    session_id: limits.Name | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 

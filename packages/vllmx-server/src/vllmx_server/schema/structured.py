@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllmx_core.errors import InvalidRequestError, shown
 from vllmx_core.structured import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from vllmx_server.schema.generating import StructuredFields
 
 
 class JSONSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -58,19 +61,6 @@ class GuidedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = None
     """Accepted and ignored: there is one."""
-
-
-GUIDED = GuidedFields.__struct_fields__
-
-
-class StructuredFields(GuidedFields, kw_only=True, forbid_unknown_fields=True):
-    """Fields of both completions. At most one of them may say something."""
-
-    response_format: ResponseFormat | None = None
-    grammar: str | None = None
-    """llama.cpp's, in GBNF; Lark is taken too."""
-    json_schema: dict[str, Any] | None = None
-    """llama.cpp's."""
 
 
 def structured_outputs(body: StructuredFields) -> StructuredOutputsParams | None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from vllmx_core.errors import InvalidRequestError, shown
 
-from vllmx_server.schema.structured import StructuredFields
+from vllmx_server.schema.generating import StructuredFields
 
 
 class UnservedFields(StructuredFields, kw_only=True, forbid_unknown_fields=True):

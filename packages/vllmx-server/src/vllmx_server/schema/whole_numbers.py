@@ -11,8 +11,11 @@ from vllmx_server.schema.json_strings import parts_of
 _MISSED = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
 _MARKS = np.zeros(256, np.bool_)
 _MARKS[list(b".eE")] = True
-_BEFORE = re.compile(rb"-?[0-9]*$")
-_FLOAT = re.compile(rb"-?[0-9]{1,20}(?:\.[0-9]{1,20})?(?:[eE][+-]?[0-9]{1,3})?(?![0-9.eE])")
+_BEFORE = re.compile(rb"(?<![0-9.eE+-])-?[0-9]+$")
+_FLOAT = re.compile(
+    rb"-?(?:0|[1-9][0-9]{0,19})(?:\.[0-9]{1,20})?(?:[eE][+-]?[0-9]{1,3})?(?![0-9.eE])"
+)
+"""As JSON has it: what is malformed must stay so."""
 _LONGEST = 48
 """The bytes of a number that may be whole; a longer one stays as it is."""
 _LARGEST = float(1 << 64)
