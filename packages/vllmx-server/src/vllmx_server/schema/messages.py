@@ -201,5 +201,7 @@ class BetaMessagesRequest(MessagesRequest, kw_only=True, forbid_unknown_fields=F
 
 MESSAGES = msgspec.json.Decoder(MessagesRequest)
 COUNT_TOKENS = msgspec.json.Decoder(CountTokensRequest)
-BETA_MESSAGES = msgspec.json.Decoder(BetaMessagesRequest)
-BETA_COUNT_TOKENS = msgspec.json.Decoder(BetaCountTokensRequest)
+BETA_MESSAGES: msgspec.json.Decoder[MessagesRequest] = msgspec.json.Decoder(BetaMessagesRequest)
+BETA_COUNT_TOKENS: msgspec.json.Decoder[CountTokensRequest] = msgspec.json.Decoder(
+    BetaCountTokensRequest
+)
