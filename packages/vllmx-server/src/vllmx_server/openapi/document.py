@@ -17,12 +17,15 @@ from vllmx_server.answers.errors import ErrorAnswer, MessagesError
 from vllmx_server.openapi.operation import ANY, Events, Form, Media, Operation
 from vllmx_server.openapi.operations import COUNTED, OPERATIONS
 from vllmx_server.openapi.schemas import REF, Schema, schemas_of
+from vllmx_server.openapi.served import Served, security
+from vllmx_server.rights import RIGHTS, Right
 
 ABOUT = """\
 An inference server with OpenAI's and Anthropic's APIs. Unknown fields are refused by their names.
-Where the server has keys, each request brings one, as a bearer token or as `X-API-Key`. Errors that
-come before there is a route (no valid HTTP, or no such route: 400, 404, 405, 408, 431)
-have the shape of the others."""
+Routes whose `security` says so want a key, as a bearer token or as `X-API-Key`. A route with
+`x-served: false` needs a model that does something else than the one here, and answers 400. Errors
+that come before there is a route (no valid HTTP, or no such route: 400, 404, 405, 408, 431) have
+the shape of the others."""
 _REASONS = {
     200: "The answer.",
     304: "What the client has is what there is.",
@@ -74,17 +77,25 @@ class UndocumentedRouteError(VllmxError):
     """A route that the document would leave out."""
 
 
-def document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
-    """OpenAPI of these routes. Raises UndocumentedRouteError."""
+def document(routes: Iterable[BaseRoute], served: Served | None = None) -> dict[str, Any]:
+    """OpenAPI of these routes, of one server where that is given. Raises
+    UndocumentedRouteError."""
     found = list(_operations(routes))
     types = dict.fromkeys(kind for _, _, _, operation in found for kind in _types(operation))
     types |= dict.fromkeys((ErrorAnswer, MessagesError))
     schemas, components = schemas_of(types)
+    if served is not None:
+        served.narrow(components)
     refs = dict(zip(types, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for method, path, text, operation in found:
         shown = re.sub(r"{(\w+)(:\w+)?}", r"{\1}", path)
-        paths.setdefault(shown, {})[method.lower()] = _shown(method, shown, text, operation, refs)
+        about = _shown(method, shown, text, operation, refs)
+        right = RIGHTS.get((method, path), Right.HOLDERS)
+        about["security"] = security(right, served)
+        if served is not None and operation.task is not None:
+            about["x-served"] = served.does(operation.task)
+        paths.setdefault(shown, {})[method.lower()] = about
     return {
         "openapi": "3.1.0",
         "info": {"title": "vllmx", "version": __version__, "description": ABOUT},
@@ -95,7 +106,6 @@ def document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
             "headers": _HEADERS | _LIMITS,
             "securitySchemes": _SECURITY,
         },
-        "security": [{"bearer": []}, {"key": []}, {}],
     }
 
 
@@ -229,9 +239,9 @@ def _event_stream(events: Events, refs: dict[Any, Schema]) -> dict[str, Any]:
     return {"schema": {"type": "string"}, "x-events": shown}
 
 
-def encoded(routes: Iterable[BaseRoute]) -> bytes:
-    """The JSON of the document."""
-    return msgspec.json.encode(document(routes))
+def encoded(routes: Iterable[BaseRoute], served: Served) -> bytes:
+    """The JSON of the document of a server."""
+    return msgspec.json.encode(document(routes, served))
 
 
 __all__ = ["REF", "UndocumentedRouteError", "document", "encoded"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from starlette.requests import Request
 
@@ -17,6 +17,8 @@ GENERATES = (*BODY, 404, 504)
 ANY = (400, 401, 403, 500, 503)
 """Errors that every route may answer: no HTTP, no key, another host, a bug of ours, no place."""
 SCHEMA = {"type": "string"}
+Task = Literal["generate", "embed", "classify", "score", "pool"]
+"""What a model must do for a route: "pool" is any but "generate"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class Operation:
         answers: structs of statuses that are no errors of the usual shape; None: without a body.
         example: a body that is answered, where what it names is there.
         is_anthropic: errors have the shape of Anthropic's API.
+        task: what the model must do; None: any model answers.
     """
 
     tag: str
@@ -84,3 +87,4 @@ class Operation:
     answers: Mapping[int, Any] = field(default_factory=dict)
     example: Mapping[str, Any] | None = None
     is_anthropic: bool = False
+    task: Task | None = None

@@ -83,6 +83,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             events=Events(chat.ChatChunk, is_named=False, ends_with="[DONE]"),
             statuses=GENERATES,
             example={"messages": _HELLO, "max_tokens": 16},
+            task="generate",
         ),
         completion_routes.completions: Operation(
             GENERATING,
@@ -91,6 +92,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             events=Events(completions.TextChunk, is_named=False, ends_with="[DONE]"),
             statuses=GENERATES,
             example={"prompt": "Once upon a time", "max_tokens": 16},
+            task="generate",
         ),
         message_routes.messages: Operation(
             GENERATING,
@@ -100,6 +102,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             statuses=GENERATES,
             example={"messages": _HELLO, "max_tokens": 16},
             is_anthropic=True,
+            task="generate",
         ),
         message_routes.count_tokens: Operation(
             TEXT,
@@ -108,6 +111,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             statuses=(*BODY, 404),
             example={"messages": _HELLO},
             is_anthropic=True,
+            task="generate",
         ),
         response_routes.create: Operation(
             GENERATING,
@@ -116,6 +120,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             events=Events(ResponsesEvent, is_named=True),
             statuses=GENERATES,
             example={"input": "Hello!", "max_output_tokens": 16},
+            task="generate",
         ),
         response_routes.retrieve: Operation(
             STORED,
@@ -158,6 +163,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             _POOLING_TEXT,
             statuses=GENERATES,
             example={"input": ["a text", "another one"]},
+            task="embed",
         ),
         pooling_routes.pooling: Operation(
             VECTORS,
@@ -166,6 +172,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             _POOLING_TEXT,
             statuses=GENERATES,
             example={"input": ["a text", "another one"]},
+            task="pool",
         ),
         pooling_routes.classify: Operation(
             VECTORS,
@@ -174,6 +181,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             _POOLING_TEXT,
             statuses=GENERATES,
             example={"input": ["a text", "another one"]},
+            task="classify",
         ),
         pooling_routes.score: Operation(
             VECTORS,
@@ -182,6 +190,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             _POOLING_TEXT,
             statuses=GENERATES,
             example={"text_1": "a question", "text_2": ["an answer", "another one"]},
+            task="score",
         ),
         pooling_routes.rerank: Operation(
             VECTORS,
@@ -190,6 +199,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             _POOLING_TEXT,
             statuses=GENERATES,
             example={"query": "a question", "documents": ["an answer", "another one"]},
+            task="score",
         ),
         file_routes.upload: Operation(
             KEPT,

@@ -17,7 +17,7 @@ MAX_PROMPTS = 256
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's text completion with vLLM's extensions."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: str | list[str | limits.TokenId | list[limits.TokenId]]
     """A text, a list of token ids, or a list of either."""
     max_tokens: limits.MinTokens | msgspec.UnsetType | None = msgspec.UNSET
     """None: as many as the context holds. Not given: 16, or what the context has room for."""

@@ -29,12 +29,11 @@ def _meta(name: str) -> Meta:
     return Meta(ge=bounds.low, le=bounds.high)
 
 
-def _schema(name: str) -> dict[str, Any]:
-    """The bounds for the document alone, where `SamplingParams` checks them: decoding knows no
-    limits of 64 bits, and long lists are decoded apart, without limits of their numbers."""
+def _told(name: str) -> Meta:
+    """The bounds for the document alone, where others check them: decoding knows no limits of 64
+    bits, and long lists are decoded apart, without limits of their numbers."""
     bounds = BOUNDS[name]
-    kind = "integer" if bounds.whole else "number"
-    return {"type": kind, "minimum": bounds.low, "maximum": bounds.high}
+    return Meta(extra_json_schema={"minimum": bounds.low, "maximum": bounds.high})
 
 
 Choices = Annotated[int, _meta("n")]
@@ -55,30 +54,22 @@ ToolCalls = Annotated[int, _meta("max_tool_calls")]
 Dimensions = Annotated[int, _meta("dimensions")]
 TopN = Annotated[int, _meta("top_n")]
 Lifetime = Annotated[int, _meta("lifetime_s")]
-Seed = Annotated[int, Meta(extra_json_schema=_schema("seed"))]
+Seed = Annotated[int, _told("seed")]
+TokenId = Annotated[int, _told("token_id")]
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Word = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Word], Meta(max_length=MAX_STOPS)]
-StopIds = Annotated[
-    list[int], Meta(max_length=MAX_STOP_IDS, extra_json_schema={"items": _schema("token_id")})
-]
+StopIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)]
 BadWords = Annotated[list[Word], Meta(max_length=MAX_BAD_WORDS)]
 AllowedIds = Annotated[
-    list[int],
-    Meta(
-        max_length=MAX_ALLOWED_IDS,
-        extra_json_schema={"items": _schema("token_id"), "minItems": 1},
-    ),
+    list[TokenId], Meta(max_length=MAX_ALLOWED_IDS, extra_json_schema={"minItems": 1})
 ]
 Biases = Annotated[
-    dict[str, float],
-    Meta(
-        max_length=MAX_BIAS_ENTRIES,
-        extra_json_schema={
-            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-            "additionalProperties": _schema("logit_bias"),
-        },
-    ),
+    dict[
+        Annotated[str, Meta(extra_json_schema={"pattern": "^[0-9]{1,10}$"})],
+        Annotated[float, _told("logit_bias")],
+    ],
+    Meta(max_length=MAX_BIAS_ENTRIES),
 ]
 
 _OUTSIDE = re.compile(r"Expected `(?:int|float)` [<>]=? .* - at `\$\.(\w+)`$")

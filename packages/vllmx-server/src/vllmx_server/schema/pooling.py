@@ -13,7 +13,7 @@ from vllmx_engine.client.pooling import PoolingText
 from vllmx_server.schema import intervals as limits
 
 MAX_INPUTS = 2048
-Input = Annotated[list[str | int | list[int]], Meta(min_length=1)]
+Input = Annotated[list[str | limits.TokenId | list[limits.TokenId]], Meta(min_length=1)]
 Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
 
 
