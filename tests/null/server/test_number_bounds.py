@@ -268,3 +268,22 @@ async def test_extremes_together_are_finite(make_server: MakeServer) -> None:
             await served.complete(
                 "abab", max_tokens=6, logit_bias=bias, bad_words=["a"], seed=1, logprobs=1, **fields
             )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structured_outputs": {"choice": ["abc"]}, "bad_words": ["b"]},
+        {"structured_outputs": {"choice": ["abc"]}, "bad_words": ["abc"]},
+        {"structured_outputs": {"regex": "[ab]{4}"}, "bad_words": ["a", "b"]},
+        {"allowed_token_ids": [97, 98], "bad_words": ["aa", "ab", "ba", "bb"]},
+        {"allowed_token_ids": [97], "bad_words": ["aaa"]},
+        {"allowed_token_ids": [97], "stop_token_ids": [97], "min_tokens": 2},
+    ],
+)
+async def test_what_forbids_all_tokens_is_the_clients(
+    served: Served, fields: dict[str, Any]
+) -> None:
+    response = await served.post("/v1/completions", prompt="x", max_tokens=8, **fields)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["code"] in ("invalid_request", "invalid_grammar")

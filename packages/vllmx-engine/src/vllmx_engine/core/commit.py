@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
-from vllmx_core.errors import NonFiniteLogitsError, VllmxError
+from vllmx_core.errors import InvalidRequestError, NonFiniteLogitsError, VllmxError
 from vllmx_core.plan import F32, I32, StepResult
 from vllmx_core.private_traceback import private_traceback
 
 from vllmx_engine.core.batch import Step
+from vllmx_engine.core.grammar_masks import forbids_all
 from vllmx_engine.core.likeliest import likeliest
 from vllmx_engine.core.sampling_rows import Scored
 from vllmx_engine.core.scheduler import Scheduler
@@ -68,6 +69,8 @@ class Committer:
                 if not sequence.is_plain or token < 0:
                     if sequence.skipped_step == step.number or sequence in step.late:
                         continue  # its token is one of those that were forced, or had no mask
+                    if token < 0:
+                        raise _no_token(step, sequence)
                     outputs += self._special(sequence, token, logit, details, step.number)
                     continue
                 reason = sequence.accept(token)
@@ -129,13 +132,7 @@ class Committer:
     def _special(
         self, sequence: Sequence, token: int, logit: int, details: _Details, number: int
     ) -> list[CoreOutput]:
-        """A first token, one with log-probabilities or a grammar, or a row without a result."""
-        if token < 0:
-            raise NonFiniteLogitsError(
-                f"the model's logits for token {len(sequence.tokens)} of this request are not"
-                " finite, or nothing was allowed: check the weights, logit_bias and"
-                " allowed_token_ids"
-            )
+        """A first token, or one with log-probabilities or a grammar."""
         is_first = len(sequence.tokens) == sequence.num_prompt
         reason = sequence.accept(token)
         wanted = sequence.request.params.logprobs
@@ -238,6 +235,21 @@ def _pieces(scored: Scored, details: _Details) -> Iterator[CoreOutput]:
             for index in range(start, min(start + size, scored.count))
         ]
         yield CoreOutput(request_id=sequence.request_id, ids=[], prompt_logprobs=entries)
+
+
+def _no_token(step: Step, sequence: Sequence) -> VllmxError:
+    """Why the sampler found no token for a row: what its request forbids, or the model."""
+    if forbids_all(sequence, step.owners.constrained):
+        return InvalidRequestError(
+            f"nothing may come as token {len(sequence.tokens) - sequence.num_prompt} of the answer:"
+            " bad_words and min_tokens forbid all that the grammar or allowed_token_ids leave;"
+            " forbid less, or allow other tokens",
+            param="bad_words",
+        )
+    return NonFiniteLogitsError(
+        f"the model's logits for token {len(sequence.tokens)} of this request are not finite: check"
+        " the weights"
+    )
 
 
 def _not_finite(sequence: Sequence) -> NonFiniteLogitsError:

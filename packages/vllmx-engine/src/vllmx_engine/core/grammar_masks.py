@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from vllmx_core.errors import GrammarError
@@ -161,6 +162,24 @@ def _apply_rules(row: Constrained, mask: U32) -> None:
             " go on: allow the tokens that the grammar needs",
             param="allowed_token_ids",
         )
+
+
+def forbids_all(sequence: Sequence, constrained: Iterable[Constrained]) -> bool:
+    """Whether a sequence's own rules leave none of the tokens that its grammar and its
+    `allowed_token_ids` allow next; `constrained`: the rows of the step with their masks."""
+    rules = sequence.rules
+    if rules is None:
+        return False
+    mask, generated = rules.mask, len(sequence.tokens) - sequence.num_prompt
+    for row in constrained:
+        if row.sequence is sequence:
+            mask = row.mask
+            generated = max(generated, rules.min_tokens) if row.must_end else generated
+    if mask is None:
+        return False
+    ids, values = rules.edits(sequence.tokens, generated)
+    banned = [token for token, value in zip(ids, values, strict=True) if value == -math.inf]
+    return not _without(mask, banned).any()
 
 
 def _without(mask: U32, ids: list[int]) -> U32:
