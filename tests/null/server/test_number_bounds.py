@@ -243,6 +243,9 @@ async def test_whole_floats_are_integers_wherever_they_are(served: Served) -> No
     served.state.pooler = LetterPooler()
     body = {"input": [[97.0, 98.0]], "dimensions": 2.0}
     assert (await served.client.post("/v1/embeddings", json=body)).status_code == 200
+    schema = {"type": "array", "items": {"const": 7}, "minItems": 2.0, "maxItems": 2.0}
+    found = await served.complete("a", max_tokens=9, structured_outputs={"json": schema})
+    assert json.loads(found["choices"][0]["text"]) == [7, 7]
     for wrong in (3.5, 1e-39, "3", True, [3]):
         response = await served.post("/v1/completions", prompt="a", max_tokens=wrong)
         assert response.json()["error"]["param"] == "max_tokens"

@@ -9,6 +9,8 @@ import msgspec
 from vllmx_core.errors import InvalidRequestError, shown
 from vllmx_core.structured import StructuredOutputsParams
 
+from vllmx_server.schema.whole_numbers import with_whole_numbers
+
 if TYPE_CHECKING:
     from vllmx_server.schema.generating import StructuredFields
 
@@ -149,5 +151,8 @@ def _response_format(wanted: ResponseFormat) -> StructuredOutputsParams:
 
 
 def _text(value: Any) -> str | None:
-    """JSON text, whose length tells whoever takes it how much work it is."""
-    return value if value is None or isinstance(value, str) else msgspec.json.encode(value).decode()
+    """JSON text, whose length tells whoever takes it how much work it is. Bounds such as `minItems`
+    may be whole floats."""
+    if value is None or isinstance(value, str):
+        return value
+    return with_whole_numbers(msgspec.json.encode(value)).decode()
