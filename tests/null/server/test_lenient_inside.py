@@ -110,6 +110,8 @@ async def test_the_form_of_an_answer_by_its_name_in_the_beta(served: Served) -> 
     response = await served.client.post(MESSAGES, json={**body, "output_format": schema})
     assert response.status_code == 200, response.text
     assert response.json()["content"] == [{"type": "text", "text": "7"}]
+    no_type = {"output_format": {"schema": {}}}
+    assert (await served.client.post(MESSAGES, json={**body, **no_type})).status_code == 400
     both = {"output_format": schema, "output_config": {"format": {**schema, "schema": {}}}}
     assert (await served.client.post(MESSAGES, json={**body, **both})).status_code == 400
 

@@ -67,7 +67,8 @@ class Thinking(msgspec.Struct, forbid_unknown_fields=True):
         return self.type == "enabled"
 
 
-class OutputFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+class OutputFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
