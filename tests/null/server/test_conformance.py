@@ -104,6 +104,20 @@ def check_operation(operation: Any, url: str, kept: dict[str, str]) -> list[str]
     return wrong
 
 
+def check_bounds(operation: Any, url: str) -> list[str]:
+    """What is wrong with answers to fields at their bounds and beyond, one after the other."""
+    wrong: list[str] = []
+    config = operation.schema.config.generation_for(operation=operation)
+    for case in operation.schema.iter_coverage_cases(
+        operation, generation_modes=list(GenerationMode), generation_config=config
+    ):
+        try:
+            case.call_and_validate(base_url=url, timeout=PATIENCE_S, checks=CHECKS)
+        except (FailureGroup, Failure) as error:
+            wrong.append(f"{operation.label}: {error}")
+    return wrong
+
+
 def check_cases(cases: Any, url: str) -> None:
     @settings(
         max_examples=NUM_EXAMPLES or 5,
@@ -131,9 +145,12 @@ async def test_answers_are_as_the_document_says(make_server: MakeServer) -> None
             operations = [each.ok() for each in schema.get_all_operations()]
             operations.sort(key=lambda each: each.method == "delete")
             assert len(operations) == len(ALL_ROUTES), "a part of the document was not understood"
-            return [
+            wrong = [
                 wrong for each in operations for wrong in check_operation(each, served.url, kept)
             ]
+            if NUM_EXAMPLES:  # thousands of requests
+                wrong += [wrong for each in operations for wrong in check_bounds(each, served.url)]
+            return wrong
 
         wrong = await asyncio.to_thread(check)
         assert not wrong, f"{REMEDY}:\n" + "\n".join(wrong)
