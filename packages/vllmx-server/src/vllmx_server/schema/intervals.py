@@ -29,7 +29,7 @@ def _meta(name: str) -> Meta:
     return Meta(ge=bounds.low, le=bounds.high)
 
 
-def _told(name: str) -> Meta:
+def _documented(name: str) -> Meta:
     """The bounds for the document alone, where others check them: decoding knows no limits of 64
     bits, and long lists are decoded apart, without limits of their numbers."""
     bounds = BOUNDS[name]
@@ -54,8 +54,8 @@ ToolCalls = Annotated[int, _meta("max_tool_calls")]
 Dimensions = Annotated[int, _meta("dimensions")]
 TopN = Annotated[int, _meta("top_n")]
 Lifetime = Annotated[int, _meta("lifetime_s")]
-Seed = Annotated[int, _told("seed")]
-TokenId = Annotated[int, _told("token_id")]
+Seed = Annotated[int, _documented("seed")]
+TokenId = Annotated[int, _documented("token_id")]
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Word = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Word], Meta(max_length=MAX_STOPS)]
@@ -67,7 +67,7 @@ AllowedIds = Annotated[
 Biases = Annotated[
     dict[
         Annotated[str, Meta(extra_json_schema={"pattern": "^[0-9]{1,10}$"})],
-        Annotated[float, _told("logit_bias")],
+        Annotated[float, _documented("logit_bias")],
     ],
     Meta(max_length=MAX_BIAS_ENTRIES),
 ]
