@@ -200,7 +200,7 @@ class AsyncLLM(AsyncCore):
         self._builder.check_generates()
         found = params or self.sampling_params(max_tokens=None)
         self.check_open(found.num_choices, options.client)
-        conversation, pictures = await self.take_images(messages)
+        conversation, pictures = await self.take_images(messages, options.client)
         if asks_for_calls(chat):
             with_calls = partial(self._renderer.with_calls, found, chat)
             is_short = self._renderer.has_format and 0 < num_bytes <= INLINE_BYTES
@@ -210,7 +210,6 @@ class AsyncLLM(AsyncCore):
         text_begun_s = time.monotonic()
 
         def build(stopped: Stopped) -> Request:
-            pictures.prepare(stopped)
             prompt = self.render_chat(conversation, chat, stopped)
             request = self._builder.build(
                 pictures.written(prompt),
@@ -223,7 +222,7 @@ class AsyncLLM(AsyncCore):
                 thoughts=self._renderer.thoughts(found, prompt, chat),
                 free=self._renderer.free_part(found, prompt, self._builder.eos_ids, chat),
             )
-            request = pictures.placed(request, prompt)
+            request = pictures.placed(request, prompt, stopped)
             return self._renderer.with_readers(request, chat)
 
         size = chat_cost(num_bytes or chat_size(conversation), pictures) + rules_size(found)

@@ -175,9 +175,9 @@ class LLM(HasEngine):
         builder.check_generates()
         found = renderer.with_calls(params or builder.sampling_params(), options)
         plain, pictures = self._engine.images.take(conversation)
+        pictures.measure()
         for index in pictures.far:
-            pictures.fetch(index, lambda: False)
-        pictures.prepare()
+            pictures.fetch(index)
         prompt = renderer.render(plain, options)
         thoughts = renderer.thoughts(found, prompt, options)
         free = renderer.free_part(found, prompt, builder.eos_ids, options)

@@ -25,6 +25,7 @@ from vllmx_engine.core.prefix_cache import CacheIdentity
 from vllmx_engine.core.queue_deadlines import Clock, QueueDeadlines, timed_out
 from vllmx_engine.core.scheduler import Scheduler
 from vllmx_engine.core.sequence import Sequence, check_request
+from vllmx_engine.images.room import ImageRoom
 from vllmx_engine.wire.grammars import Vocabulary
 from vllmx_engine.wire.messages import STEP_TOKENS, CoreOutput, CoreRequest, CoreStats
 
@@ -311,6 +312,11 @@ class EngineCore:
         """Why the model cannot go on, known before a step fails, such as a rank that died."""
         found: EngineDeadError | None = getattr(self._model, "failure", None)
         return found
+
+    @property
+    def image_room(self) -> ImageRoom:
+        """What a request may bring of images."""
+        return self._images.room
 
     @property
     def device(self) -> str:

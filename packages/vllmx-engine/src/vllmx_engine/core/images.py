@@ -15,7 +15,7 @@ from typing import cast
 
 import numpy as np
 from vllmx_core.backend import LoadedModel, SeeingModel
-from vllmx_core.errors import CapacityError, InvalidRequestError
+from vllmx_core.errors import InvalidRequestError
 from vllmx_core.image_plan import Turns, tower_plan, turns_of
 from vllmx_core.model import Encoder, FeatureSpec, ImagePlaces
 from vllmx_core.plan import F32, I32, StepPlan
@@ -27,6 +27,7 @@ from vllmx_engine.core.sequence import Limits, Sequence
 from vllmx_engine.core.step_budget import StepBudget
 from vllmx_engine.core.towers import Pass, StepTowers
 from vllmx_engine.images.prepared import normalised
+from vllmx_engine.images.room import ImageRoom
 from vllmx_engine.wire.messages import CoreRequest, ImageInput
 
 _LEVELS_BYTES = 4 * 3 * 256
@@ -197,6 +198,13 @@ class Images:
         self._spans = features is not None and features.spans
         self.feeds = None if features is None else features.feeds
         """What `FeatureSpec` says of the same name."""
+        self.room = ImageRoom(
+            limits.max_model_len - 1,
+            model.info.num_feature_rows,
+            limits.token_budget - limits.max_rows + 1 if self._spans else None,
+            limits.max_rows,
+        )
+        """What a request may bring, whatever else runs."""
         self._encoder = encoder
         self._store = FeatureStore(model.info.num_feature_rows)
         self._begun: Pass | None = None
@@ -220,30 +228,15 @@ class Images:
                 raise InvalidRequestError("an image does not fit its prompt", param="messages")
         if self._spans:
             self._check_spans(request)
-        wanted = sum(image.num_tokens for image in request.images)
-        if wanted > self._model.info.num_feature_rows:
-            raise CapacityError(
-                f"the request has images of {wanted} tokens, the features of"
-                f" {self._model.info.num_feature_rows} can be held: send fewer or smaller ones, or"
-                " raise --encoder-cache-memory",
-                param="messages",
-            )
+        self.room.check_features([image.num_tokens for image in request.images])
         places = tuple(encoder.places(image.grid) for image in request.images)
         starts = [image.start for image in request.images]
         turns = turns_of(list(zip(starts, places, strict=True)))
         return SequenceImages(tuple(request.images), places, turns, self._spans)
 
     def _check_spans(self, request: CoreRequest) -> None:
-        """A step must have room for each image, however many rows decode beside it."""
+        """Whether a step gives what is asked of each image, however many rows decode beside it."""
         limits, longest = self._limits, max(image.num_tokens for image in request.images)
-        if longest > limits.token_budget - limits.max_rows + 1:
-            least = longest + limits.max_rows - 1
-            raise CapacityError(
-                f"an image of {longest} tokens, which this model sees in one step, does not fit"
-                f" beside {limits.max_rows - 1} sequences: raise --max-num-batched-tokens to"
-                f" {least} or lower --max-num-seqs",
-                param="messages",
-            )
         if request.params.prompt_logprobs is not None and (
             longest > limits.max_logit_rows - limits.max_rows + 1
         ):

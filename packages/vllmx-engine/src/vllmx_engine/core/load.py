@@ -79,7 +79,9 @@ def load_core(found: FoundModel) -> tuple[EngineCore, CoreInfo]:
         )
         if encoder_of(model) is not None:
             processor = dict(checkpoint.image_processor)
-            info = msgspec.structs.replace(info, takes_images=True, image_processor=processor)
+            info = msgspec.structs.replace(
+                info, takes_images=True, image_room=core.image_room, image_processor=processor
+            )
         log_info(info)
     except BaseException:
         loaded.close()

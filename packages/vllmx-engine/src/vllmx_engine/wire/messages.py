@@ -17,6 +17,7 @@ import numpy as np
 from vllmx_core.plan import I32
 from vllmx_core.sampling import MAX_LOGPROBS, SamplingParams
 
+from vllmx_engine.images.room import ImageRoom
 from vllmx_engine.wire.grammars import Grammar
 from vllmx_engine.wire.pooling import PoolingInfo
 
@@ -276,6 +277,8 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that models could take where this one runs, before it was loaded; 0: unknown."""
     takes_images: bool = False
     """It has a tower for them."""
+    image_room: ImageRoom | None = None
+    """How many of them one request may bring."""
     image_processor: dict[str, Any] = {}
     """How they are prepared, in the terms of preprocessor_config.json; empty: files in `path`."""
     generation_config: dict[str, Any] = {}
