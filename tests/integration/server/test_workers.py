@@ -6,11 +6,14 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -42,18 +45,24 @@ def worker_pids(server: RunningServer) -> list[int]:
 def worker_of(client: httpx.Client, server: RunningServer) -> int:
     """The worker that a client's only connection is with."""
     stream = client._transport._pool.connections[0]._connection._network_stream  # type: ignore[attr-defined]
-    port = stream.get_extra_info("client_addr")[1]
+    return holders([stream.get_extra_info("client_addr")[1]], server)[0]
+
+
+def holders(ports: list[int], server: RunningServer) -> list[int]:
+    """The workers that the connections from these ports are with."""
     inodes = set()
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()
-        if int(fields[2].split(":")[1], 16) == port:
+        if int(fields[2].split(":")[1], 16) in ports:
             inodes.add(f"socket:[{fields[9]}]")
+    found = []
     for pid in worker_pids(server):
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
                 if os.readlink(link) in inodes:
-                    return pid
-    raise AssertionError("nobody has the connection")
+                    found.append(pid)
+    assert len(found) == len(ports), "nobody has some of the connections"
+    return found
 
 
 class Stream:
@@ -112,6 +121,27 @@ def test_a_killed_worker_ends_its_own_streams_alone(workers: RunningServer) -> N
     workers.becomes_idle()
     assert workers.core_pid() in workers.child_pids("link.process")
     wait_until(lambda: workers.post("/v1/completions", SHORT).status_code == 200)
+
+
+def test_streams_land_evenly(workers: RunningServer) -> None:
+    """Those that come at once, over connections of their own."""
+    address = urlsplit(workers.url)
+    body = json.dumps(LONG | {"max_tokens": 1000}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\n".encode()
+    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    streams = [socket.create_connection((address.hostname, address.port)) for _ in range(60)]
+    try:
+        for stream in streams:
+            stream.sendall(head + body)
+        for stream in streams:
+            assert stream.recv(12) == b"HTTP/1.1 200"
+        held = Counter(holders([stream.getsockname()[1] for stream in streams], workers))
+    finally:
+        for stream in streams:
+            stream.close()
+    assert len(held) == 2
+    assert 24 <= min(held.values()) <= max(held.values()) <= 36
+    workers.becomes_idle()
 
 
 def test_counters_are_those_of_the_whole_server(workers: RunningServer) -> None:

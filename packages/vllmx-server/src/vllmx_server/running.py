@@ -96,7 +96,8 @@ async def serve_until_stopped(
                     await storage.check()
                 await app.state.server.background.start()
             tls = app.state.server.tls = config.create_ssl_context()
-            listen(listener, server)
+            if peers is None or not peers.has_mailbox:
+                listen(listener, server)
             if operators is not None:
                 listen(operators, server)
             stop = signals.begin_serving(app.state.server)

@@ -115,8 +115,8 @@ HELP: Mapping[str, str] = {
     "max_image_pixels": "Pixels of one image, checked before it is decoded.",
     "encoder_cache_memory": "Bytes on the device for features of images that may be asked about"
     " again.",
-    "allowed_media_domains": "HOST or HOST:PORT that images may be fetched from; may be repeated. Without it"
-    " requests bring images in data URLs.",
+    "allowed_media_domains": "HOST or HOST:PORT that images may be fetched from; may be repeated."
+    " Without it requests bring images in data URLs.",
     "allowed_local_media_path": "Folder whose files requests may name as images.",
     "seed": "Seed for requests that bring none.",
     "served_model_name": "Name that clients use.",
