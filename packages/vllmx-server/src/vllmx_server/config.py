@@ -79,6 +79,8 @@ class ServerConfig:
     """The largest file that may be uploaded, in bytes."""
     max_stored_bytes: int = 4 << 30
     """Bytes of all files of one API key, and as many again of its responses."""
+    max_stored_files: int = 10_000
+    """Files of one API key, and as many batches that have ended."""
     max_stored_days: float = 30.0
     """How long files, batches and responses are kept."""
     trust_request_chat_template: bool = False
@@ -114,6 +116,7 @@ class ServerConfig:
         self._check_interval("max_body_bytes", 1, 1 << 40)
         self._check_interval("max_file_bytes", 1, 1 << 40)
         self._check_interval("max_stored_bytes", 1, 1 << 50)
+        self._check_interval("max_stored_files", 1, 1 << 30)
         self._check_interval("max_stored_days", 0.0001, 36500)
         self._check_interval("max_concurrent_requests", 1, 1 << 20)
         self._check_interval("body_timeout_s", 0.001, 86400)

@@ -45,7 +45,11 @@ def run_batch(
     if not source.is_file():
         raise ConfigError(f"cannot read {source}: there is no such file")
     config = ServerConfig(
-        data_dir=str(kept), max_file_bytes=1 << 40, max_stored_bytes=1 << 50, max_stored_days=36500
+        data_dir=str(kept),
+        max_file_bytes=1 << 40,
+        max_stored_bytes=1 << 50,
+        max_stored_files=1 << 30,
+        max_stored_days=36500,
     )
     storage = Storage(config)
     try:

@@ -96,19 +96,33 @@ class Line(msgspec.Struct, frozen=True, gc=False):
     """How often the engine died while it was answered."""
 
 
+_MAKE_ROOM = (
+    "DELETE FROM batches WHERE owner = ? AND NOT is_open AND rowid <= (SELECT rowid FROM batches"
+    " WHERE owner = ? AND NOT is_open ORDER BY rowid DESC LIMIT 1 OFFSET ?)"
+)
 _decode = msgspec.json.Decoder(Batch).decode
 _encode = msgspec.json.Encoder().encode
 
 
 class Batches:
-    """What the database has of batches."""
+    """What the database has of batches.
 
-    def __init__(self, database: Database) -> None:
+    Args:
+        max_ended: batches of one key that are kept once they have ended; the oldest make room.
+    """
+
+    def __init__(self, database: Database, max_ended: int) -> None:
         self._database = database
+        self._max_ended = max_ended
 
     async def save(self, batch: Batch) -> None:
         """Keeps the batch as it is now."""
-        await self._database.run(lambda connection: save(connection, batch))
+
+        def write(connection: sqlite3.Connection) -> None:
+            save(connection, batch)
+            connection.execute(_MAKE_ROOM, (batch.owner, batch.owner, self._max_ended))
+
+        await self._database.run(write)
 
     async def get(self, owner: str, batch_id: str) -> Batch:
         """Raises BatchNotKnownError."""

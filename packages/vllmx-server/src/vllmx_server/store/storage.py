@@ -7,7 +7,7 @@ from vllmx_core.errors import ConfigError
 from vllmx_server.config import ServerConfig
 from vllmx_server.store.batches import Batches
 from vllmx_server.store.database import Database, StorageError
-from vllmx_server.store.files import Files
+from vllmx_server.store.files import Files, Quota
 from vllmx_server.store.folder import Folder
 from vllmx_server.store.ids import now
 from vllmx_server.store.responses import Responses
@@ -25,8 +25,9 @@ class Storage:
         self.lifetime_s = round(config.max_stored_days * _DAY_S)
         self.folder = folder or Folder(config.data_dir)
         self.database = Database(self.folder.database)
-        self.files = Files(self.database, self.folder, config.max_stored_bytes, self.lifetime_s)
-        self.batches = Batches(self.database)
+        quota = Quota(config.max_stored_bytes, config.max_stored_files)
+        self.files = Files(self.database, self.folder, quota, self.lifetime_s)
+        self.batches = Batches(self.database, config.max_stored_files)
         self.responses = Responses(self.database, config.max_stored_bytes, self.lifetime_s)
 
     async def check(self) -> None:

@@ -71,6 +71,7 @@ HELP = {
     " server.",
     "max_file_bytes": "Largest file that may be uploaded.",
     "max_stored_bytes": "Bytes of all files of one API key, and as many again of its responses.",
+    "max_stored_files": "Files of one API key, and batches that have ended.",
     "max_stored_days": "How long files, batches and responses are kept.",
     "trust_request_chat_template": "Take chat templates from requests (sandboxed).",
     "enable_force_include_usage": "Send the usage with every chunk of streams of chats and"
