@@ -24,10 +24,12 @@ from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_core.testing.fake import FakeRules, expected_tokens
 from vllmx_engine.client.chat import Message
+from vllmx_engine.client.inline import InlineEngine
+from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.engine import Engine
 from vllmx_engine.llm import LLM, Progress
 
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 
@@ -335,3 +337,62 @@ def test_engine_threads_take_turns(make_folder: Callable[..., str], registry: Re
         assert engine.cancel(seq_id)
     assert found == [expected(prompt) for prompt in "abc"]
     assert ids == expected("long", len(ids))
+
+
+# --- without close --------------------------------------------------------------------------------
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The threads on which cores were closed."""
+    found: list[str] = []
+    close = EngineCore.close
+
+    def noted(core: EngineCore) -> None:
+        found.append(threading.current_thread().name)
+        close(core)
+
+    monkeypatch.setattr(EngineCore, "close", noted)
+    return found
+
+
+def test_a_dropped_llm_is_closed(folder: str, registry: Registry, closed: list[str]) -> None:
+    before = set(threading.enumerate())
+    llm = LLM(folder, registry=registry, backend="fake")
+    llm.generate("hi", GREEDY)
+    del llm
+    assert len(closed) == 1  # at once, without a pass of the collector
+    wait_until(lambda: set(threading.enumerate()) <= before)
+    with LLM(folder, registry=registry, backend="fake"):
+        pass
+    assert len(closed) == 2  # and not again
+
+
+def test_a_stream_keeps_its_engine(folder: str, registry: Registry, closed: list[str]) -> None:
+    engine = Engine(EngineConfig(model=folder, backend="fake"), registry=registry)
+    _, _, stream = engine.generate_stream(GREEDY, "hi")
+    del engine
+    next(stream)
+    assert not closed
+    del stream
+    assert len(closed) == 1
+
+
+def test_an_engine_dropped_in_the_middle_of_its_step(
+    folder: str, registry: Registry, closed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the collector happens to run on the thread of the steps, which has the turn."""
+    engine, step = (
+        InlineEngine(EngineConfig(model=folder, backend="fake"), registry),
+        EngineCore.step,
+    )
+
+    def dropping(core: EngineCore) -> Any:
+        engine.drop()
+        return step(core)
+
+    monkeypatch.setattr(EngineCore, "step", dropping)
+    state = engine.submit(engine.builder.build("hi", GREEDY))
+    try:
+        engine.run([state])
+    except EngineDeadError:
+        assert state.finished
+    wait_until(lambda: len(closed) == 1)

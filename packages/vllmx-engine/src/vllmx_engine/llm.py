@@ -16,7 +16,7 @@ from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.client.chat import ChatMessage, ChatOptions, Message
-from vllmx_engine.client.inline import HasEngine, InlineEngine
+from vllmx_engine.client.inline import HasEngine
 from vllmx_engine.client.pooling import (
     PoolingChoice,
     PoolingText,
@@ -64,7 +64,7 @@ class LLM(HasEngine):
     def __init__(
         self, model: str = DEMO_MODEL, *, registry: Registry | None = None, **config: Any
     ) -> None:
-        self._engine = InlineEngine(engine_config(model, config), registry)
+        super().__init__(engine_config(model, config), registry)
 
     @property
     def info(self) -> CoreInfo:
