@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import ssl
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +232,22 @@ def test_unix_sockets(tmp_path: Path) -> None:
             bind(server)
     second, _ = bind(server)  # what a killed server left behind is no hindrance
     second.close()
+
+
+def test_a_unix_socket_whose_queue_is_full_is_in_use(tmp_path: Path) -> None:
+    """Whoever asks neither waits for its server nor takes its place."""
+    path = str(tmp_path / "server.sock")
+    with ExitStack() as stack:
+        busy = stack.enter_context(socket.socket(socket.AF_UNIX))
+        busy.bind(path)
+        busy.listen(0)
+        with pytest.raises(BlockingIOError):
+            while True:
+                client = stack.enter_context(socket.socket(socket.AF_UNIX))
+                client.setblocking(False)
+                client.connect(path)
+        with pytest.raises(ConfigError, match="in use"):
+            bind(ServerConfig(uds=path))
 
 
 async def test_a_websocket_is_denied(served: Served) -> None:

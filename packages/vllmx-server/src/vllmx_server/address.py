@@ -174,7 +174,8 @@ def _cannot_use(path: str, param: str, error: OSError) -> ConfigError:
 def _bind_unix(listener: socket.socket, path: str) -> None:
     if Path(path).is_socket():
         with socket.socket(socket.AF_UNIX) as probe:
-            if probe.connect_ex(path) != 0:  # left behind by a server that was killed
+            probe.setblocking(False)  # one whose queue is full would have this process wait
+            if probe.connect_ex(path) == errno.ECONNREFUSED:  # left behind by a killed server
                 Path(path).unlink()
     previous = os.umask(0o177)
     try:
