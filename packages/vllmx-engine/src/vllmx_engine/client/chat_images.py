@@ -19,8 +19,8 @@ from vllmx_engine.images.limits import ImageLimits
 from vllmx_engine.images.placing import place_images, write_images
 from vllmx_engine.images.prepared import PreparedImage
 from vllmx_engine.images.processor import Fit, ImageProcessor, find_processor, processor_of
-from vllmx_engine.images.room import ImageRoom
 from vllmx_engine.images.source import ImageSource, check_source, read_source
+from vllmx_engine.wire.image_room import ImageRoom
 from vllmx_engine.wire.messages import CoreInfo, ImageInput
 
 Stopped = Callable[[], bool]

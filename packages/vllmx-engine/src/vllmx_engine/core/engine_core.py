@@ -25,8 +25,8 @@ from vllmx_engine.core.prefix_cache import CacheIdentity
 from vllmx_engine.core.queue_deadlines import Clock, QueueDeadlines, timed_out
 from vllmx_engine.core.scheduler import Scheduler
 from vllmx_engine.core.sequence import Sequence, check_request
-from vllmx_engine.images.room import ImageRoom
 from vllmx_engine.wire.grammars import Vocabulary
+from vllmx_engine.wire.image_room import ImageRoom
 from vllmx_engine.wire.messages import STEP_TOKENS, CoreOutput, CoreRequest, CoreStats
 
 logger = logging.getLogger("vllmx.core")

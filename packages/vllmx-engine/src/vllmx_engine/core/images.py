@@ -27,7 +27,7 @@ from vllmx_engine.core.sequence import Limits, Sequence
 from vllmx_engine.core.step_budget import StepBudget
 from vllmx_engine.core.towers import Pass, StepTowers
 from vllmx_engine.images.prepared import normalised
-from vllmx_engine.images.room import ImageRoom
+from vllmx_engine.wire.image_room import ImageRoom
 from vllmx_engine.wire.messages import CoreRequest, ImageInput
 
 _LEVELS_BYTES = 4 * 3 * 256

@@ -17,8 +17,8 @@ import numpy as np
 from vllmx_core.plan import I32
 from vllmx_core.sampling import MAX_LOGPROBS, SamplingParams
 
-from vllmx_engine.images.room import ImageRoom
 from vllmx_engine.wire.grammars import Grammar
+from vllmx_engine.wire.image_room import ImageRoom
 from vllmx_engine.wire.pooling import PoolingInfo
 
 MAX_FRAME_BYTES = 256 << 20
