@@ -53,7 +53,7 @@ class HostedGroup:
     def __init__(self, caller: Caller, found: FoundModel, place: str) -> None:
         self._caller, self._socket = caller, caller.steps
         self._deadline: Deadline | None = None
-        """By which rank 0 must have said what to load; None once it has."""
+        """The time until which rank 0 may say what to load; None once it has."""
         self._found, self._place = found, place
         self._region: Region | None = None
         self._link: Link | None = None

@@ -70,7 +70,7 @@ class Pictures:
         return [index for index, each in enumerate(self._sources) if not each.is_inline]
 
     def source(self, index: int) -> ImageSource:
-        """Where an image is."""
+        """The source of an image."""
         return self._sources[index]
 
     def measure(self) -> None:

@@ -12,7 +12,7 @@ from vllmx_engine.core.cost import StepCost, StepLoad
 from vllmx_engine.core.rows import RowTable
 
 _HOLDS_ON_S = 1.0
-"""The seconds of steps for which lower priorities give way to one that has left."""
+"""Seconds of steps in which lower priorities still give way to a better one that has left."""
 
 
 class Beside:
@@ -65,8 +65,8 @@ class Beside:
         return rows
 
     def _in_turn(self, lower: AnyArray, *, has_prompts: bool, with_best: bool) -> AnyArray:
-        """Those of lower priority that the step holds, one at the least; a step of theirs alone
-        takes as much longer than that one as a step of others would."""
+        """The lower rows that the step has room for, at least one. A step without better rows takes
+        as much longer than that one row as a step with them would."""
         affordable_s = self.seconds / 2 if has_prompts else self.seconds
         each_s = self._cost.decode_seconds(*self._load(lower)) / lower.size
         if not with_best:

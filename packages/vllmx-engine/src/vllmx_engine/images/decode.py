@@ -22,7 +22,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _UPRIGHT = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 """Pillow's number of the transposition that turns an image of EXIF's orientation upright."""
 _SIDEWAYS = frozenset({2, 4, 5, 6})
-"""Those that swap height and width."""
+"""The transpositions that swap height and width."""
 _WITH_ALPHA = frozenset({"RGBA", "LA", "PA", "RGBa", "La"})
 _DEPTH = "bits of a value in the file"
 """Our own key among those of Pillow's `info`."""

@@ -11,7 +11,7 @@ from vllmx_core.errors import ConfigError, InvalidRequestError, shown
 from vllmx_core.records import Record
 
 _PORTS = frozenset({80, 443})
-"""Those of a host that is named without one."""
+"""The ports of a host that is named without one."""
 
 
 class ImageLimits(Record):

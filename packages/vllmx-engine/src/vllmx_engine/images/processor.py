@@ -31,7 +31,7 @@ class Fit(Record):
     width: int
     """Pixels that it is resized to."""
     grid: tuple[int, int, int]
-    """As in `PreparedImage`."""
+    """The grid of patches, see `PreparedImage`."""
     num_tokens: int
     num_bytes: int
     """Bytes of its patches."""
