@@ -160,10 +160,11 @@ class ChatRenderer:
     ) -> Thoughts | None:
         """How long the answer to a prompt of `render` may think. May take a while. Raises
         InvalidRequestError where nothing tells thoughts and the options need a budget."""
-        budget, thinking = params.thinking_token_budget, self.format.format.thinking
+        made_of = self.format.format
+        budget, thinking = params.thinking_token_budget, made_of.thinking
         if budget is None or budget < 0:
             return None
-        if (channels := self.format.format.channels) is not None:
+        if (channels := made_of.channels) is not None:
             header = channels.channel + channels.thinking + channels.message
             begin, end = map(self._tokenizer.marker, (header, channels.ends[0]))
             return Thoughts(budget, begin, end)
@@ -175,7 +176,8 @@ class ChatRenderer:
                 " it out, or start the server with --reasoning-parser",
                 param="thinking_token_budget",
             )
-        begin, end = map(self._tokenizer.marker, (thinking.begin.strip(), thinking.end.strip()))
+        markers = made_of.thinking_begin.strip(), thinking.end.strip()
+        begin, end = map(self._tokenizer.marker, markers)
         is_open = prompt.rstrip().endswith(thinking.begin.strip())
         return Thoughts(budget, () if is_open else begin, end)
 

@@ -43,4 +43,4 @@ def free_part(
         return FreePart((marker(end),), held_ids=held)
     if options.continue_final_message or not thinks or prompt.rstrip().endswith(end):
         return None
-    return FreePart((marker(end),), marker(begin), held)
+    return FreePart((marker(end),), marker(made_of.thinking_begin.strip()), held)

@@ -59,7 +59,8 @@ def normalize_messages(
       template does not read parts, and a text one part where it reads nothing else;
     * no content (an assistant that only calls tools) is None where the template asks for that,
       else an empty text: some templates would print "None";
-    * reasoning is given under both names that templates use, `reasoning_content` and `thinking`;
+    * reasoning is given under all names that templates use: `reasoning_content`, `thinking` and
+      `reasoning`;
     * the role `developer` is `system` where the template does not name it.
 
     Args:
@@ -162,6 +163,7 @@ def _name_reasoning(message: Message) -> None:
     if given:
         message["reasoning_content"] = given[0]
         message.setdefault("thinking", given[0])
+        message.setdefault("reasoning", given[0])
 
 
 def _joined_text(parts: list[Any], index: int) -> str:
