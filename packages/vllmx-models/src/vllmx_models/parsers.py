@@ -49,7 +49,11 @@ PARSERS = (
     _parser("gemma4", tools=("<|tool_call>call:",), reasoning=("<|channel>thought",)),
     _parser("glm", "glm45", tools=_GLM),
     _parser("glm47", "glm47_moe", tools=_GLM),
-    _parser("granite", tools=("<|tool_call|>",), reasoning=("<think>", "<response>")),
+    _parser(
+        "granite",
+        tools=("<|tool_call|>",),
+        reasoning=("<think>", "<response>", "<|start_of_role|>"),
+    ),
     _parser("hunyuan", tools=("<tool_calls>", "<answer>"), reasoning=("<think>", "<answer>")),
     _parser("hunyuan-a13b", "hunyuan_a13b", tools=_A13B, reasoning=("<think>", "<|extra_0|>")),
     _parser("kimi", "kimi_k2", tools=("<|tool_calls_section_begin|>",)),
@@ -60,7 +64,12 @@ PARSERS = (
     _parser("muse-glimmer", "muse_glimmer", tools=("<atem:invoke",), reasoning=("to=self",)),
     _parser("nemotron", "nemotron_json", tools=("<TOOLCALL>[",)),
     _parser("seed", "seed_oss", tools=("<seed:tool_call>",), reasoning=("<seed:think>",)),
-    _parser("solar-open", "solar_open", tools=("<|tool_call:begin|>",), reasoning=("<|think|>",)),
+    _parser(
+        "solar-open",
+        "solar_open",
+        tools=("<|tool_call:begin|>",),
+        reasoning=("<|begin|>assistant<|think|>",),
+    ),
     _parser(
         "harmony",
         "openai gpt-oss openai_gptoss",

@@ -157,8 +157,8 @@ class Triggers:
         self._prefixes = {word[:size] for word in self.words for size in range(1, len(word))}
 
     def find(self, cursor: Cursor) -> tuple[int, str] | None:
-        """Finds the first word: the position where it begins with its white space, and the word. One
-        that may turn out to be a longer word is not found yet."""
+        """Finds the first word: the position where it begins with its white space, and the word.
+        One that may turn out to be a longer word is not found yet."""
         match = self._pattern.search(cursor.text, cursor.at)
         if match is None:
             return None
