@@ -60,7 +60,7 @@ LLAMA3_JSON = OutputFormat(
         separator="; ",
         is_bare=True,
     ),
-    skipped=("<|python_tag|>",),
+    skipped=("<|python_tag|>", "<|python_start|>", "<|python_end|>"),
 )
 """Llama 3.1, 3.2 and 3.3, and Llama 4 where it is asked for JSON."""
 PYTHONIC = OutputFormat(

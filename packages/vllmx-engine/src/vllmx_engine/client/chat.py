@@ -116,6 +116,7 @@ class ChatRenderer:
             self._config.reasoning_parser,
             self._tokenizer.named_tokens,
             self._tokenizer.config.get("response_template"),
+            lambda: self.template,
         )
 
     @cached_property

@@ -121,6 +121,9 @@ class CallReader:
         groups = match.groupdict()
         call_id = groups.get("id") or (match.group() if "index" in groups else None)
         name = groups["name"]
+        has_name_alone = not call.header_end.strip() and found[1] in self._calls.end
+        if has_name_alone and name not in self._tools:
+            return False  # prose between the markers of a call
         if not self._begin(name, call_id):
             return False
         match call.arguments:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 from vllmx_core.errors import TemplateError
 from vllmx_core.output_format import OutputFormat
@@ -15,8 +15,8 @@ from vllmx_engine.formats.derive import derive_calls, derive_thinking, predicts
 from vllmx_engine.formats.named import FoundFormat, Origin, named_format
 from vllmx_engine.formats.proof import (
     NotProvenError,
-    prove_calls,
     prove_answers,
+    prove_calls,
     reads_itself,
     writes_calls,
 )
@@ -34,6 +34,7 @@ def find_format(
     reasoning_parser: str = "auto",
     special_tokens: Mapping[str, str] | None = None,
     response_template: object = None,
+    compiled: Callable[[], ChatTemplate] | None = None,
 ) -> FoundFormat:
     """The format of a model: what the flags name; else what the checkpoint states itself; else a
     record whose signature stands in the templates and that writes calls as they do; else what is
@@ -44,11 +45,13 @@ def find_format(
         tool_parser, reasoning_parser: see `EngineConfig`.
         special_tokens: what the templates may print.
         response_template: of the checkpoint's tokenizer_config.json.
+        compiled: gives the same templates compiled, which takes a while. Raises TemplateError.
 
     Raises:
         ConfigError: a name that nobody provides, or a format without the part that is asked for.
     """
-    finder = _Finder(registry, templates, special_tokens, _stated(response_template))
+    compiled = compiled or partial(ChatTemplate, templates, special_tokens)
+    finder = _Finder(registry, templates, compiled, _stated(response_template))
     thinking, reasoning_from = finder.part(reasoning_parser, is_tools=False)
     finder.thinking = (
         thinking if reasoning_parser == "auto" else finder.part("auto", is_tools=False)[0]
@@ -91,28 +94,23 @@ class _Finder:
         self,
         registry: Registry,
         templates: Mapping[str, str],
-        special_tokens: Mapping[str, str] | None,
+        compiled: Callable[[], ChatTemplate],
         stated: OutputFormat | None,
     ) -> None:
         self._registry = registry
         self._stated = stated
-        self._templates = templates
-        self._special_tokens = special_tokens
+        self._compiled = compiled
         self._source = "\n".join(templates.values())
         self.origin: Origin = "known"
         """How well the part is known that was looked for last."""
+        self._disproofs: list[tuple[str, OutputFormat, str | None]] = []
         self.thinking = OutputFormat("none")
         """What is known of thoughts, with which calls must be read."""
 
     @cached_property
-    def _template(self) -> ChatTemplate:
-        """Raises TemplateError."""
-        return ChatTemplate(self._templates, self._special_tokens)
-
-    @cached_property
     def _renderings(self) -> Renderings:
         """Raises TemplateError, NotDerivedError."""
-        return Renderings(self._template)
+        return Renderings(self._compiled())
 
     def part(self, wanted: str, *, is_tools: bool) -> tuple[OutputFormat, str]:
         """A format that has the part, and where it comes from."""
@@ -151,23 +149,17 @@ class _Finder:
 
     def _tools(self, renderings: Renderings) -> tuple[OutputFormat, str]:
         known = self._records(is_tools=True)
-        reads = [each for each in known if self._reads_calls(renderings, each)]
-        for record in reads:
-            if self._writes_alike(renderings, record):
-                return record, f"{record.name} (it writes calls as the chat template does)"
-        if reads:
-            return reads[0], f"{reads[0].name} (it reads the calls of the chat template)"
-        others = [each for each in self._all_calls() if each not in known]
-        for record in others:
-            is_alike = self._writes_alike(renderings, record)
-            if is_alike and self._reads_calls(renderings, record):
+        alike = [each for each in known if self._writes_alike(renderings, each)]
+        for record in alike:
+            if self._reads_calls(renderings, record):
                 return record, f"{record.name} (it writes calls as the chat template does)"
         derived, why = self._derived(renderings)
         if derived is not None:
             self.origin = "derived"
             return derived, "derived from the chat template, which it predicts"
-        for record in others:
-            if self._reads_calls(renderings, record):
+        others = [each for each in self._all_calls() if each not in known]
+        for record in [*known, *others]:
+            if record not in alike and self._reads_calls(renderings, record):
                 return record, f"{record.name} (it reads the calls of the chat template)"
         marked = self._by_markers(renderings, known)
         if marked is not None:
@@ -231,12 +223,17 @@ class _Finder:
         made_of: OutputFormat,
     ) -> str | None:
         """Why a format is not the template's."""
+        for name, known, reason in self._disproofs:
+            if name == prove.__name__ and known == made_of:
+                return reason
+        reason = None
         try:
             prove(renderings, made_of)
         except (NotDerivedError, NotProvenError) as error:
             logger.debug("format %s: %s", made_of.name, error)
-            return str(error)
-        return None
+            reason = str(error)
+        self._disproofs.append((prove.__name__, made_of, reason))
+        return reason
 
     def _derived(self, renderings: Renderings) -> tuple[OutputFormat | None, str]:
         """The format of calls that the template shows, or None and why not."""

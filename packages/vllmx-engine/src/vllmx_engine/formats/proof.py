@@ -4,6 +4,7 @@ its own generation prompt, whole and a character at a time."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ _TOOLS = tools_by_name(TOOLS)
 _NESTED = {KEYS[0]: {"a": [1, -2.5, True, {"b": None}], "c": {"d": [], "e": "f g"}}}
 
 
+_TOKEN = re.compile(r"<[^/<>\s][^<>\s]{0,60}>$")
 _THOUGHT = {"reasoning_content": REASONING}
 
 
@@ -54,7 +56,8 @@ def prove_answers(renderings: Renderings, made_of: OutputFormat) -> None:
             turn = {"content": content}
             for thought in ({}, _THOUGHT if made_of.thinking or made_of.channels else {}):
                 answer = renderings.answer(turn | thought, mode)
-                if content in answer.text:
+                before, found, _ = answer.text.partition(content)
+                if found and not _opens_thoughts(made_of, before):
                     _prove_answer(made_of, answer, content)
 
 
@@ -81,6 +84,12 @@ def prove_calls(renderings: Renderings, made_of: OutputFormat) -> None:
         raise NotProvenError("it writes no calls")
 
 
+def _opens_thoughts(made_of: OutputFormat, text: str) -> bool:
+    """Whether a template took a content for thoughts, for a marker in it."""
+    begin = "" if made_of.thinking is None else made_of.thinking.begin.strip()
+    return bool(begin) and text.rstrip().endswith(begin)
+
+
 def writes_calls(renderings: Renderings) -> bool:
     """Whether the template writes calls at all. Raises NotDerivedError where it fails on one."""
     one = call(0, {KEYS[0]: VALUES[0]})
@@ -102,22 +111,23 @@ def reads_itself(made_of: OutputFormat) -> bool:
 def _marked_contents(made_of: OutputFormat) -> Iterator[str]:
     """Contents that speak of markers as prose does."""
     words = [made_of.content_begin, made_of.content_end]
-    if made_of.thinking is not None and not made_of.opened:  # which may begin behind any content
-        words += [made_of.thinking.begin, made_of.thinking.end]
     if made_of.calls is not None:
         words += [made_of.calls.trigger, made_of.calls.end, made_of.calls.section_end]
-    for word in dict.fromkeys(word.strip() for word in words):
-        if len(word) > 1:
-            yield f"Zqone {word} zqtwo"
+    if made_of.thinking is not None and not made_of.opened:  # which may begin behind any content
+        yield f"Zqone {made_of.thinking.begin.strip()} zqtwo"
+        yield f"Zqone {made_of.thinking.end.strip()} zqtwo"
+    marked = [word.strip() for word in dict.fromkeys(words) if len(word.strip()) > 1]
+    if marked:
+        yield f"Zqone {' or '.join(marked)} zqtwo"
 
 
 def _conversations(made_of: OutputFormat) -> Iterator[tuple[Sequence[WrittenCall], str]]:
     """Calls, and what is said before them."""
     is_bare = made_of.calls is not None and made_of.calls.is_bare
-    one = call(0, {KEYS[0]: VALUES[0], KEYS[1]: "zq 1"})
+    one = call(0, {KEYS[0]: VALUES[0]})
     yield [one], ""
     yield [one], "" if is_bare else CONTENT
-    yield [one, call(1, {KEYS[0]: VALUES[0]})], ""
+    yield [one, call(1, {KEYS[0]: VALUES[0], KEYS[1]: "zq 1"})], ""
     yield [call(0)], ""
     yield [call(1, _NESTED)], ""
     yield [call(0, {KEYS[0]: "Zürich 北京 🦊 a<b & c>d", KEYS[1]: "{[(1, 2)]}: 'x'"})], ""
@@ -140,7 +150,7 @@ def _ends(made_of: OutputFormat) -> Iterator[str]:
 def _prove_answer(
     made_of: OutputFormat, answer: Answer, content: str, calls: Sequence[WrittenCall] = ()
 ) -> None:
-    prompt, text = answer.prompt, answer.text
+    prompt, text = answer.prompt, _without_token(made_of, answer.text)
     reasoning = REASONING if REASONING in text else ""
     in_thinking = read_options(made_of, _TOOLS, prompt).in_thinking
     if reasoning and answer.unopened.strip() and not in_thinking:
@@ -156,6 +166,12 @@ def _prove_answer(
         _compare("calls", [each.name for each in calls], [name for name, _ in found.calls])
         for each, (_, arguments) in zip(calls, found.calls, strict=True):
             _prove_arguments(made_of, each.arguments, arguments)
+
+
+def _without_token(made_of: OutputFormat, text: str) -> str:
+    """A text without a special token at its end that no marker has: readers never see it."""
+    tag = _TOKEN.search(text.rstrip())
+    return text if tag is None or tag.group() in "".join(made_of.markers) else text[: tag.start()]
 
 
 def _read(made_of: OutputFormat, prompt: str, text: str, size: int) -> _Read:
@@ -226,13 +242,20 @@ def _values(made_of: OutputFormat) -> ValueArguments | None:
 
 
 def _is_faithful(made_of: OutputFormat, text: str, calls: Sequence[WrittenCall]) -> bool:
-    """Whether the strings of calls are spelt so that they could be read: some templates write
-    Python without quotes, or without escapes."""
+    """Whether arguments are spelt so that they could be read: some templates write Python without
+    quotes, escapes or commas."""
     syntax = _values(made_of)
     if syntax is None:
         return True
-    values = [each for one in calls for each in one.arguments.values() if isinstance(each, str)]
-    return all(_is_plain(each) or _is_quoted(syntax, each, text) for each in values)
+    for each in calls:
+        values = [value for value in each.arguments.values() if isinstance(value, str)]
+        if not all(_is_plain(value) or _is_quoted(syntax, value, text) for value in values):
+            return False
+        for key in list(each.arguments)[1:]:
+            before = text[text.find(each.name) :].partition(key)[0]
+            if not before.rstrip().endswith(syntax.separator.strip()):
+                return False
+    return True
 
 
 def _is_plain(value: str) -> bool:

@@ -3,6 +3,7 @@ else, rendered, and the turn cut out of them."""
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import time
@@ -75,12 +76,16 @@ class Renderings:
         self._spent_s = 0.0
         self._ends: dict[int, str] = {}
         self._tools: list[dict[str, Any]] | None = TOOLS
+        self._header = ""
         try:
             self._plain = self.answer({"content": CONTENT}).text
         except NotDerivedError:  # it may fail on tools alone
             self._tools = None
             self._rendered.clear()
             self._plain = self.answer({"content": CONTENT}).text
+        if self._always_prompts({}):  # or never: the header of a turn is part of no answer then
+            self._header = self._plain.partition(CONTENT)[0]
+            self._plain = self._plain.removeprefix(self._header)
 
     def calls(self, calls: Sequence[WrittenCall], content: str = "") -> str:
         """What an answer with calls is, without the end of the turn. Raises NotDerivedError for a
@@ -106,7 +111,7 @@ class Renderings:
                 whole = self._render({"content": CONTENT}, mode, is_prompt=False)
             except NotDerivedError:
                 continue
-            found.setdefault(prompt + whole, mode)
+            found.setdefault(_from_user(prompt) + _from_user(whole), mode)
         return list(found.values())
 
     def answer(self, turn: Mapping[str, Any], mode: Mapping[str, bool] | None = None) -> Answer:
@@ -117,14 +122,15 @@ class Renderings:
         shared = common_prefix(prompt, whole)
         if not prompt[len(shared) :].isspace():
             shared = shared[: len(shared) - len(open_tag(shared))]
-        text = self._without_end(whole[len(shared) :], mode)
+        text = self._without_end(whole[len(shared) :], mode).removeprefix(self._header)
         return Answer(prompt, text, prompt[len(shared) :])
 
     def _without_end(self, text: str, mode: Mapping[str, bool]) -> str:
-        if self._eos and self._eos in text:
-            return text.partition(self._eos)[0]
-        found, end = text.rstrip(), self.end(mode)
-        if not end or found.endswith(end):
+        end, ends_early = self.end(mode), bool(self._eos) and self._eos in text
+        if ends_early:
+            text, end = text.partition(self._eos)[0], end.partition(self._eos)[0].rstrip()
+        found = text.rstrip()
+        if not end or ends_early or found.endswith(end):
             return found.removesuffix(end)
         # calls end a turn in another way than contents do
         tag = _LAST_TAG.search(found)
@@ -139,13 +145,27 @@ class Renderings:
             if CONTENT not in plain:
                 raise NotDerivedError("it leaves out an answer's content")
             end = plain[plain.rfind(CONTENT) + len(CONTENT) :].strip()
-            if self._always_prompts(mode):
-                shared = common_prefix(end[::-1], prompt[::-1])[::-1]
-                end = shared if shared == end else without_rest(shared)
-            elif (tag := _LAST_TAG.search(end)) is not None:
-                end = tag.group()
-            self._ends[key] = end
+            self._ends[key] = self._turn_end(end, prompt, mode)
         return self._ends[key]
+
+    def _turn_end(self, end: str, prompt: str, mode: Mapping[str, bool]) -> str:
+        """The part of what stands behind a content that ends the turn."""
+        turn = {"content": "", "tool_calls": openai_calls([call(0, {KEYS[0]: VALUES[0]})])}
+        try:
+            calls = self._render(turn, mode, is_prompt=False)
+        except NotDerivedError:
+            calls = ""
+        if NAMES[0] in calls.rpartition(USER)[2] and calls.rstrip().endswith(end):
+            return end  # calls end in the same way
+        behind = ""
+        if self._always_prompts(mode):
+            behind = common_prefix(end[::-1], prompt[::-1])[::-1]
+            behind = behind if behind == end else without_rest(behind)
+            if behind and prompt == USER + behind:
+                return behind  # the user's turn ends in the same way
+        rest = end.removesuffix(behind)
+        tag = _LAST_TAG.search(rest.rstrip())
+        return end if tag is None else rest[tag.start() :] + behind
 
     def _always_prompts(self, mode: Mapping[str, bool]) -> bool:
         """Whether the template writes the generation prompt without being asked for it."""
@@ -174,9 +194,11 @@ class Renderings:
             return NotDerivedError("it takes too long")
         start = time.thread_time()
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages, self._tools, add_generation_prompt=is_prompt, chat_template_kwargs=mode
             )
+            # calls of which a template makes HTML by chance; models write them as they are
+            return html.unescape(text) if "&#34;" in text else text
         except VllmxError as error:
             return NotDerivedError(f"it fails: {excerpt(error.message)}")
         finally:
