@@ -109,9 +109,12 @@ class Calls(Record):
 
     @property
     def trigger(self) -> str:
-        """What tells that calls begin: the first marker up to its first white space."""
+        """What tells that calls begin: the first marker up to its first white space, or to a
+        bracket of JSON, before which models write white space or none."""
         words = (self.section_begin or self.begin).split()
-        return words[0] if words else "{"
+        if not words:
+            return "{"
+        return words[0][:-1] if words[0].endswith((">[", "][")) else words[0]
 
 
 class Channels(Record):

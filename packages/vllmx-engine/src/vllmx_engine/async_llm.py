@@ -72,7 +72,11 @@ class AsyncLLM(AsyncCore):
         tokenizer = await asyncio.to_thread(load_tokenizer, found)
         await asyncio.to_thread(ChatRenderer.import_templates)
         renderer = ChatRenderer.of(found.config, tokenizer, found.registry)
-        frontend = await core.ready()
+        found_format = asyncio.create_task(asyncio.to_thread(renderer.look_for_format))
+        try:
+            frontend = await core.ready()
+        finally:
+            await found_format
         try:
             builder = RequestBuilder(tokenizer, frontend.info, found.config.seed)
             return cls(found.config, frontend, renderer, builder)

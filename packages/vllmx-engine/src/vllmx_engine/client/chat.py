@@ -97,6 +97,10 @@ class ChatRenderer:
                 self._found = found
         return self._found
 
+    def look_for_format(self) -> None:
+        """Finds `format` before the first chat needs it, and logs it. May take a while."""
+        self.format  # noqa: B018
+
     @property
     def has_format(self) -> bool:
         """`format` takes no time any more."""

@@ -38,7 +38,9 @@ def find_format(
 ) -> FoundFormat:
     """The format of a model: what the flags name; else what the checkpoint states itself; else a
     record whose signature stands in the templates and that writes calls as they do; else what is
-    derived from them; else a record by its signature alone.
+    derived from them; else any record that reads the calls that they write; else, where they write
+    none, a record by its signature alone. All but what is named or stated must read back what the
+    templates write (`proof`).
 
     Args:
         templates: Jinja sources by name.
@@ -58,7 +60,9 @@ def find_format(
     )
     tools, tools_from = finder.part(tool_parser, is_tools=True)
     found = merged(thinking, tools)
-    logger.info("calls of tools: %s; thoughts: %s", tools_from, reasoning_from)
+    takes_tools = any("tools" in source for source in templates.values())
+    level = logging.WARNING if finder.origin == "not_found" and takes_tools else logging.INFO
+    logger.log(level, "calls of tools: %s; thoughts: %s", tools_from, reasoning_from)
     return FoundFormat(found, tools_from, reasoning_from, finder.origin)
 
 

@@ -1,5 +1,5 @@
-"""The proof that a format is a model's: it reads back what the chat template writes of answers behind
-its own generation prompt, whole and a character at a time."""
+"""The proof that a format is a model's: it reads back what the chat template writes of answers
+behind its own generation prompt, whole and a character at a time."""
 
 from __future__ import annotations
 
