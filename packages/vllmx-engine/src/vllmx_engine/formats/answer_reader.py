@@ -228,9 +228,9 @@ class AnswerReader(AnswerSink):
             self.in_thinking = True
             yield from self._reasoning()
             return True
-        is_call = calls is not None and word.startswith(calls.trigger)
-        if is_call and (yield from self._section(calls, start)):
-            return True
+        if calls is not None and word.startswith(calls.trigger):  # noqa: SIM102
+            if (yield from self._section(calls, start)):
+                return True
         if opened:  # a message without a header, as a form of the answer may force one
             cursor.at = start + len(opened)
             return True

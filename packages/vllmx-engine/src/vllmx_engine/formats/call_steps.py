@@ -121,9 +121,8 @@ class CallReader:
         groups = match.groupdict()
         call_id = groups.get("id") or (match.group() if "index" in groups else None)
         name = groups["name"]
-        has_name_alone = not call.header_end.strip() and found[1] in self._calls.end
-        if has_name_alone and name not in self._tools:
-            return False  # prose between the markers of a call
+        if name not in self._tools and not (yield from self._goes_on(call, found[1])):
+            return False
         if not self._begin(name, call_id):
             return False
         match call.arguments:
@@ -134,6 +133,21 @@ class CallReader:
             case ValueArguments():
                 yield from self._values(call.arguments)
         return True
+
+    def _goes_on(self, call: NamedCall, word: str) -> Steps[bool]:
+        """Whether the name of an unknown tool is followed by arguments between tags, or the end of
+        a call: prose about the markers of calls is no call."""
+        if not isinstance(call.arguments, TaggedArguments):
+            return True
+        if not call.header_end.strip() and word in self._calls.end:
+            return False  # nothing but a name stands between the markers
+        cursor, start = self._cursor, self._cursor.at
+        for marker in (call.arguments.key_begin, self._calls.end):
+            found = yield from cursor.take(marker)
+            cursor.at = start
+            if found:
+                return True
+        return False
 
     def _tagged(self, tags: TaggedArguments, name: str) -> Steps[None]:
         cursor, emit = self._cursor, self._emit

@@ -156,7 +156,8 @@ def _prove_answer(
     if reasoning and answer.unopened.strip() and not in_thinking:
         return  # the prompt has closed thoughts, so that no answer to it would have any
     end = "" if made_of.thinking is None else made_of.thinking.end
-    if in_thinking and not reasoning and not text.lstrip().startswith(end.strip()):
+    is_left_out = not reasoning and not text.lstrip().startswith(end.strip())
+    if in_thinking and is_left_out and (answer.thinks or answer.unopened.strip()):
         # the template leaves thoughts out of the past: a model goes on like this
         reasoning, text = REASONING, REASONING + end + text
     for size in (len(text), 1):

@@ -61,6 +61,8 @@ class Answer(Record):
     """What follows the prompt, up to the end of the turn."""
     unopened: str = ""
     """The end of the prompt that the template leaves out in front of an answer of the past."""
+    thinks: bool = True
+    """Thoughts are not turned off."""
 
 
 class Renderings:
@@ -123,7 +125,7 @@ class Renderings:
         if not prompt[len(shared) :].isspace():
             shared = shared[: len(shared) - len(open_tag(shared))]
         text = self._without_end(whole[len(shared) :], mode).removeprefix(self._header)
-        return Answer(prompt, text, prompt[len(shared) :])
+        return Answer(prompt, text, prompt[len(shared) :], mode.get("thinking", True))
 
     def _without_end(self, text: str, mode: Mapping[str, bool]) -> str:
         end, ends_early = self.end(mode), bool(self._eos) and self._eos in text
