@@ -156,7 +156,8 @@ class ChatRenderer:
         thinks = options.thinks or bool((params.thinking_token_budget or 0) > 0)
         made_of = self.format.format
         found = free_part(made_of, prompt, options, self._tokenizer, eos_ids, thinks=thinks)
-        if found is None or (found.begin_ids and form.field == CALLS_FIELD):
+        has_headers = bool(found and found.begin_ids) or bool(made_of.opened)
+        if found is None or (has_headers and form.field == CALLS_FIELD):
             return None  # the grammar of calls has thoughts of its own
         return found
 

@@ -36,6 +36,9 @@ def free_part(
         )
         # a call of a tool is an answer, too
         return FreePart(ends, marker(channels.channel), () if options.tools else held)
+    if made_of.opened and prompt.rstrip().endswith(made_of.opened.strip()):
+        header = made_of.content_begin.removeprefix(made_of.opened)
+        return FreePart((marker(header),), (), () if options.tools else held)
     if thinking is None or not thinking.begin.strip():
         return None
     begin, end = thinking.begin.strip(), thinking.end.strip()
