@@ -322,6 +322,18 @@ ANSWERS: list[tuple[str, Mapping[str, Any], str, tuple[str, str, list[Any]]]] = 
         ("so", "Between <tool_call> and </tool_call> stands the name.", []),
     ),
     (
+        "devstral",
+        {},
+        "Behind [TOOL_CALLS] stands a name, and [ARGS] follows.",
+        ("", "Behind [TOOL_CALLS] stands a name, and [ARGS] follows.", []),
+    ),
+    (
+        "devstral",
+        {},
+        "First [TOOL_CALLS]name[ARGS], then arguments.",
+        ("", "First [TOOL_CALLS]name[ARGS], then arguments.", []),
+    ),
+    (
         "mistral-v3",
         {},
         '[TOOL_CALLS] [{"name": "now", "arguments": {}, "id": "abcdef001"}]',
@@ -389,7 +401,7 @@ def test_an_answer_is_never_all_thoughts_where_the_template_writes_none() -> Non
     assert read(found, prompt, "Hello") == ("", "Hello", [])
 
 
-@pytest.mark.parametrize("name", ["kimi-k3", "qwen3", "COMMAND_R7B"])
+@pytest.mark.parametrize("name", ["qwen3", "COMMAND_R7B"])
 def test_flags_change_a_part_and_not_the_proof_of_the_other(name: str) -> None:
     templates, registry = {"default": source_of(name)}, load_registry()
     found = find_format(registry, templates, reasoning_parser="none", special_tokens=SPECIAL)

@@ -135,8 +135,10 @@ class CallReader:
         return True
 
     def _goes_on(self, call: NamedCall, word: str) -> Steps[bool]:
-        """Whether the name of an unknown tool is followed by arguments between tags, or the end of
-        a call: prose about the markers of calls is no call."""
+        """Whether the name of an unknown tool is followed by arguments, or by the end of a call
+        without any: prose about the markers of calls is no call."""
+        if isinstance(call.arguments, JsonArguments):
+            return (yield from self._cursor.peek()) in '{"'
         if not isinstance(call.arguments, TaggedArguments):
             return True
         if not call.header_end.strip() and word in self._calls.end:

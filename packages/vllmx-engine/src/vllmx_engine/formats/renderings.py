@@ -35,8 +35,9 @@ TOOLS = [
     for name in NAMES
 ]
 USER = "Zquser"
-MODES: tuple[Mapping[str, bool], ...] = (
+MODES: tuple[Mapping[str, Any], ...] = (
     {},
+    {"reasoning_effort": "high"},
     {"enable_thinking": True, "thinking": True},
     {"enable_thinking": False, "thinking": False},
 )
@@ -104,9 +105,9 @@ class Renderings:
         return self._render(turn, {}, is_prompt=False).rstrip().removesuffix(end)
 
     @cached_property
-    def modes(self) -> list[Mapping[str, bool]]:
+    def modes(self) -> list[Mapping[str, Any]]:
         """Those of `MODES` in which the template writes differently."""
-        found: dict[str, Mapping[str, bool]] = {}
+        found: dict[str, Mapping[str, Any]] = {}
         for mode in MODES:
             try:
                 prompt = self._render(None, mode, is_prompt=True)
@@ -116,7 +117,7 @@ class Renderings:
             found.setdefault(_from_user(prompt) + _from_user(whole), mode)
         return list(found.values())
 
-    def answer(self, turn: Mapping[str, Any], mode: Mapping[str, bool] | None = None) -> Answer:
+    def answer(self, turn: Mapping[str, Any], mode: Mapping[str, Any] | None = None) -> Answer:
         """An answer behind its generation prompt. Raises NotDerivedError."""
         mode = mode or {}
         prompt = _from_user(self._render(None, mode, is_prompt=True))
@@ -125,9 +126,9 @@ class Renderings:
         if not prompt[len(shared) :].isspace():
             shared = shared[: len(shared) - len(open_tag(shared))]
         text = self._without_end(whole[len(shared) :], mode).removeprefix(self._header)
-        return Answer(prompt, text, prompt[len(shared) :], mode.get("thinking", True))
+        return Answer(prompt, text, prompt[len(shared) :], bool(mode.get("thinking", True)))
 
-    def _without_end(self, text: str, mode: Mapping[str, bool]) -> str:
+    def _without_end(self, text: str, mode: Mapping[str, Any]) -> str:
         end, ends_early = self.end(mode), bool(self._eos) and self._eos in text
         if ends_early:
             text, end = text.partition(self._eos)[0], end.partition(self._eos)[0].rstrip()
@@ -138,7 +139,7 @@ class Renderings:
         tag = _LAST_TAG.search(found)
         return text if tag is None else found[: tag.start()]
 
-    def end(self, mode: Mapping[str, bool]) -> str:
+    def end(self, mode: Mapping[str, Any]) -> str:
         """The end of a turn, without white space around it."""
         key = MODES.index(mode)
         if key not in self._ends:
@@ -150,7 +151,7 @@ class Renderings:
             self._ends[key] = self._turn_end(end, prompt, mode)
         return self._ends[key]
 
-    def _turn_end(self, end: str, prompt: str, mode: Mapping[str, bool]) -> str:
+    def _turn_end(self, end: str, prompt: str, mode: Mapping[str, Any]) -> str:
         """The part of what stands behind a content that ends the turn."""
         turn = {"content": "", "tool_calls": openai_calls([call(0, {KEYS[0]: VALUES[0]})])}
         try:
@@ -169,13 +170,13 @@ class Renderings:
         tag = _LAST_TAG.search(rest.rstrip())
         return end if tag is None else rest[tag.start() :] + behind
 
-    def _always_prompts(self, mode: Mapping[str, bool]) -> bool:
+    def _always_prompts(self, mode: Mapping[str, Any]) -> bool:
         """Whether the template writes the generation prompt without being asked for it."""
         prompts = [self._render(None, mode, is_prompt=each) for each in (True, False)]
         return prompts[0] == prompts[1]
 
     def _render(
-        self, turn: Mapping[str, Any] | None, mode: Mapping[str, bool], *, is_prompt: bool
+        self, turn: Mapping[str, Any] | None, mode: Mapping[str, Any], *, is_prompt: bool
     ) -> str:
         """A conversation that ends with the generation prompt, or with a turn of the assistant."""
         key = json.dumps([turn, is_prompt]), MODES.index(mode)
@@ -187,7 +188,7 @@ class Renderings:
         return found
 
     def _rendering(
-        self, turn: Mapping[str, Any] | None, mode: Mapping[str, bool], *, is_prompt: bool
+        self, turn: Mapping[str, Any] | None, mode: Mapping[str, Any], *, is_prompt: bool
     ) -> str | NotDerivedError:
         messages: list[Mapping[str, Any]] = [{"role": "user", "content": USER}]
         if turn is not None:
