@@ -146,6 +146,8 @@ class OutputFormat(Record):
     content_begin: str = ""
     """Stands before the content, where the model marks it, and is no part of it."""
     content_end: str = ""
+    always_content: bool = False
+    """Every answer has a content, be it empty, and the prompt may have the marker before it."""
     opened: str = ""
     """How each message of an answer begins, where the prompt ends with it: the first message's
     markers lack it. Thoughts may come between other messages then."""

@@ -275,6 +275,7 @@ KIMI3 = OutputFormat(
     ),
     content_begin="<|open|>response<|sep|>",
     content_end="<|close|>response<|sep|>",
+    always_content=True,
     skipped=("<|close|>message<|sep|>",),
 )
 """Kimi K3."""

@@ -110,14 +110,14 @@ def _content(made_of: OutputFormat) -> Iterator[Form]:
     have the first one."""
     if made_of.content_begin.strip():
         begin, end = made_of.content_begin.strip(), made_of.content_end.strip()
-        begins = (begin, "") if made_of.skipped and end else (begin,)
+        begins = (begin, "") if made_of.always_content else (begin,)
         tags = [{"type": "tag", "begin": each, "content": _ANY, "end": end} for each in begins]
         yield _optional(tags[0] if len(tags) == 1 else {"type": "or", "elements": tags})
 
 
 def _empty_content(made_of: OutputFormat) -> Iterator[Form]:
     """The marks of a content that says nothing, where answers always have one."""
-    if made_of.skipped and made_of.content_begin.strip():
+    if made_of.always_content:
         yield _optional(_text(made_of.content_begin.strip()))
         yield _optional(_text(made_of.content_end.strip()))
 

@@ -76,6 +76,7 @@ def merged(thinking: OutputFormat, tools: OutputFormat) -> OutputFormat:
         next((each.channels for each in (tools, thinking) if each.channels), None),
         content.content_begin,
         content.content_end,
+        content.always_content,
         tools.opened or thinking.opened,
         content.skipped,
     )
