@@ -100,7 +100,7 @@ class Calls(Record):
     """Stands between a content and the calls."""
     is_bare: bool = False
     known_only: bool = False
-    """What names no tool of the request is content. True of bare calls in any case."""
+    """A call of a tool that is not in the request is content, as it always is for bare calls."""
     is_compact: bool = False
     """JSON is written without blanks."""
     ids: Literal["call", "short"] = "call"

@@ -42,7 +42,7 @@ class ReadOptions(Record):
 
 
 def read_options(made_of: OutputFormat, tools: Tools, prompt: str) -> ReadOptions:
-    """How an answer to a prompt is read, of which the end suffices."""
+    """How the answer to a prompt is read. The end of the prompt suffices."""
     begin = made_of.thinking.begin.strip() if made_of.thinking is not None else ""
     tail, opened = prompt.rstrip(), made_of.opened.strip()
     return ReadOptions(
@@ -76,7 +76,7 @@ class AnswerReader(AnswerSink):
         self._content_end = made_of.content_end.strip()
         begins = (made_of.content_begin, *made_of.skipped)
         self._edges = {mark.strip() for mark in begins if mark.strip()}
-        """What is passed before and behind contents and calls."""
+        """Texts that are skipped before and behind contents and calls."""
         short = self._calls is not None and self._calls.ids == "short"
         self._make_id = make_id or (short_id if short else call_id)
         self._cursor = Cursor()
@@ -208,7 +208,7 @@ class AnswerReader(AnswerSink):
                 yield from self._cursor.space()
 
     def _triggers(self, calls: Calls | None) -> Triggers:
-        """All that may not be content."""
+        """The words that may begin something other than content."""
         words = {*self._edges, self._content_end, calls.trigger if calls else ""}
         if self._format.opened and self._thinking is not None:
             words.add(self._thinking.begin.strip())

@@ -39,8 +39,8 @@ def find_format(
     """The format of a model: what the flags name; else what the checkpoint states itself; else a
     record whose signature stands in the templates and that writes calls as they do; else what is
     derived from them; else any record that reads the calls that they write; else, where they write
-    none, a record by its signature alone. All but what is named or stated must read back what the
-    templates write (`proof`).
+    none, a record by its signature alone. Formats that are neither named nor stated must read back
+    what the templates write (`proof`).
 
     Args:
         templates: Jinja sources by name.
@@ -110,7 +110,7 @@ class _Finder:
         """How well the part is known that was looked for last."""
         self._disproofs: list[tuple[str, OutputFormat, str | None]] = []
         self.thinking = OutputFormat("none")
-        """What is known of thoughts, with which calls must be read."""
+        """How thoughts are read while calls are proven."""
 
     @cached_property
     def _renderings(self) -> Renderings:

@@ -1,5 +1,5 @@
-"""The proof that a format is a model's: it reads back what the chat template writes of answers
-behind its own generation prompt, whole and a character at a time."""
+"""The proof that a format fits a model: it reads back the answers that the chat template writes
+behind its generation prompt, whole and one character at a time."""
 
 from __future__ import annotations
 
@@ -136,8 +136,7 @@ def _conversations(made_of: OutputFormat) -> Iterator[tuple[Sequence[WrittenCall
 
 
 def _ends(made_of: OutputFormat) -> Iterator[str]:
-    """Markers that end calls, but for those that end a value, of which nothing could tell that they
-    are part of one."""
+    """Markers that end calls. Markers that end a value are left out: a string cannot hold them."""
     if made_of.calls is None:
         return
     call, calls = made_of.calls.call, made_of.calls
@@ -170,7 +169,8 @@ def _prove_answer(
 
 
 def _without_token(made_of: OutputFormat, text: str) -> str:
-    """A text without a special token at its end that no marker has: readers never see it."""
+    """The text without a special token at its end that is no marker: readers never see such a
+    token."""
     tag = _TOKEN.search(text.rstrip())
     return text if tag is None or tag.group() in "".join(made_of.markers) else text[: tag.start()]
 
@@ -219,8 +219,8 @@ def _prove_arguments(made_of: OutputFormat, written: Mapping[str, Any], text: st
 
 
 def _is_spelling(made_of: OutputFormat, value: Any, found: Any) -> bool:
-    """Whether a text is what a template makes of a value for which it has no notation: some write
-    all as Python prints it, with quotes or without."""
+    """Whether a template may have written a value as this text. Some have no notation for values
+    and write what Python prints, with or without quotes."""
     if not isinstance(found, str) or _is_json(made_of):
         return isinstance(value, str) and isinstance(found, str) and value.strip() == found.strip()
     spellings = (value.strip(),) if isinstance(value, str) else (str(value), json.dumps(value))
@@ -243,8 +243,8 @@ def _values(made_of: OutputFormat) -> ValueArguments | None:
 
 
 def _is_faithful(made_of: OutputFormat, text: str, calls: Sequence[WrittenCall]) -> bool:
-    """Whether arguments are spelt so that they could be read: some templates write Python without
-    quotes, escapes or commas."""
+    """Whether the template spells arguments readably: some write Python without quotes, escapes or
+    commas, which models do not."""
     syntax = _values(made_of)
     if syntax is None:
         return True

@@ -41,10 +41,9 @@ MODES: tuple[Mapping[str, Any], ...] = (
     {"enable_thinking": True, "thinking": True},
     {"enable_thinking": False, "thinking": False},
 )
-"""What templates are asked to do about thoughts."""
+"""Template variables that turn thoughts on and off."""
 _ENOUGH_CPU_S = 5.0
-"""Of a template that takes longer for all renderings nothing is said: none that is meant well takes
-a tenth of it."""
+"""CPU time for all renderings of a template. A template that is not hostile needs a tenth of it."""
 _MOST_RENDERINGS = 200
 _LAST_TAG = re.compile(r"(?:<[^<>\s]{1,60}>|\[[^\[\]\s]{1,60}\])$")
 
@@ -82,11 +81,11 @@ class Renderings:
         self._header = ""
         try:
             self._plain = self.answer({"content": CONTENT}).text
-        except NotDerivedError:  # it may fail on tools alone
+        except NotDerivedError:  # the template may fail only with tools
             self._tools = None
             self._rendered.clear()
             self._plain = self.answer({"content": CONTENT}).text
-        if self._always_prompts({}):  # or never: the header of a turn is part of no answer then
+        if self._always_prompts({}):  # or never: then the header of a turn is no part of an answer
             self._header = self._plain.partition(CONTENT)[0]
             self._plain = self._plain.removeprefix(self._header)
 
@@ -106,7 +105,7 @@ class Renderings:
 
     @cached_property
     def modes(self) -> list[Mapping[str, Any]]:
-        """Those of `MODES` in which the template writes differently."""
+        """The members of `MODES` that change what the template writes."""
         found: dict[str, Mapping[str, Any]] = {}
         for mode in MODES:
             try:
@@ -200,7 +199,7 @@ class Renderings:
             text = self._template.render(
                 messages, self._tools, add_generation_prompt=is_prompt, chat_template_kwargs=mode
             )
-            # calls of which a template makes HTML by chance; models write them as they are
+            # some templates escape calls for HTML by accident; models write them unescaped
             return html.unescape(text) if "&#34;" in text else text
         except VllmxError as error:
             return NotDerivedError(f"it fails: {excerpt(error.message)}")
