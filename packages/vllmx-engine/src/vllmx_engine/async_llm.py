@@ -75,8 +75,8 @@ class AsyncLLM(AsyncCore):
         found_format = asyncio.create_task(asyncio.to_thread(renderer.look_for_format))
         try:
             frontend = await core.ready()
-        finally:
-            await found_format
+        finally:  # the first chat meets an error of it again
+            await asyncio.gather(found_format, return_exceptions=True)
         try:
             builder = RequestBuilder(tokenizer, frontend.info, found.config.seed)
             return cls(found.config, frontend, renderer, builder)
