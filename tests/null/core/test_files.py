@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from vllmx_core.errors import ConfigError, ModelNotFoundError, VllmxError
-from vllmx_core.files import open_regular
-from vllmx_engine.text.model_files import read_bytes
+from vllmx_core.errors import ConfigError, ModelNotFoundError, VllmxError, WeightFormatError
+from vllmx_core.files import open_model_file, open_regular
+from vllmx_engine.text.model_files import read_bytes, read_chat_templates
 from vllmx_models.gguf.file import GGUFFile
 from vllmx_models.json_files import read_json_object
 from vllmx_models.safetensors import open_checkpoint
@@ -77,3 +77,38 @@ def test_files_are_read_through_links_and_folders_are_refused(tmp_path: Path) ->
         open_regular(tmp_path)
     with pytest.raises(FileNotFoundError):
         open_regular(tmp_path / "none")
+
+
+POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 4096000\n"
+)
+PAGE = b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>\n"
+FILES_OF_MODELS: dict[str, Callable[[Path], object]] = {
+    **{name: read for name, (read, _) in READERS.items()},
+    "chat_template.jinja": lambda path: read_chat_templates(path.parent, {}),
+    "generation_config.json": lambda path: open_checkpoint(path.parent),
+    "model.safetensors.index.json": lambda path: open_checkpoint(path.parent),
+    "mmproj-F16.gguf": GGUFFile,
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(POINTER, "is a Git LFS pointer, not the file: run `git lfs pull`"), (PAGE, "is a web page")],
+    ids=["pointer", "page"],
+)
+@pytest.mark.parametrize("name", FILES_OF_MODELS)
+def test_what_lies_in_the_place_of_a_file_is_named(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(WeightFormatError, match=f"{name} {message}"):
+        FILES_OF_MODELS[name](tmp_path / name)
+
+
+@pytest.mark.parametrize("content", [b"", b"v", POINTER[:20], b"<", b"{}"])
+def test_short_files_are_what_they_are(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with open_model_file(tmp_path / "file") as file:
+        assert file.read() == content

@@ -31,6 +31,7 @@ from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.load_options import fitting_length, load_options
 from vllmx_engine.core.pooling import check_task, pooling_info, with_score_tokens
+from vllmx_engine.core.unread import log_unread
 from vllmx_engine.wire.messages import CoreInfo
 
 logger = logging.getLogger("vllmx.load")
@@ -125,6 +126,8 @@ def open_model(found: FoundModel, free_bytes: int | None = None) -> OpenedModel:
             found.config.task,
         )
         model = chosen.model
+        if chosen.impl == OWN:
+            log_unread(model, checkpoint)
         if found.config.isq is not None:
             if chosen.impl != OWN:
                 raise ConfigError(

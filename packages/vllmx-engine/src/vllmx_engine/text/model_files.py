@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllmx_core.errors import ConfigError
-from vllmx_core.files import open_regular
+from vllmx_core.files import open_model_file
 
 MIB = 1 << 20
 MAX_TOKENIZER_BYTES = 256 * MIB
@@ -28,7 +28,7 @@ def read_bytes(path: Path, limit_bytes: int) -> bytes | None:
         ConfigError: the file cannot be read or is larger than `limit_bytes`.
     """
     try:
-        with open_regular(path) as file:
+        with open_model_file(path) as file:
             size = os.fstat(file.fileno()).st_size  # read() allocates all that it is asked for
             data = file.read(min(size, limit_bytes) + 1)
     except FileNotFoundError:
