@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that the model does not read: named in the log, so that none is dropped in
+"""Tensors of a checkpoint that the model does not read: named in the log, so that none is lost in
 silence."""
 
 from __future__ import annotations
