@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllmx_core.errors import ConfigError, VllmxError
+from vllmx_core.files import warn_of_readers
 
 from vllmx_server.config import ServerConfig
 
@@ -82,6 +83,7 @@ def check_certificate(server: ServerConfig) -> None:
             " together",
             param="ssl_certfile",
         ) from None
+    warn_of_readers(str(server.ssl_keyfile), "--ssl-keyfile")
     _check_dates(context, server.ssl_certfile)
 
 

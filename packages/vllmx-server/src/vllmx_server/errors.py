@@ -30,6 +30,7 @@ _TYPES = {
     408: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
+    424: "external_connector_error",
     431: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
@@ -110,6 +111,13 @@ class AuthenticationError(VllmxError):
 
     http_status = 401
     code = "invalid_api_key"
+
+
+class ToolServerError(VllmxError):
+    """What a request asks for needs an MCP server that cannot be reached."""
+
+    http_status = 424
+    code = "external_connector_error"
 
 
 class ForbiddenError(VllmxError):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllmx_core.config import EngineConfig
+from vllmx_core.files import warn_of_readers
 from vllmx_core.processors import available_processors
 from vllmx_engine.link.core_start import CoreStart
 
@@ -73,11 +74,12 @@ async def _serve(
     if server.mcp_config is not None:
         from vllmx_server.mcp.settings import read_servers
 
-        read_servers(server.mcp_config, "--mcp-config")
+        read_servers(server.mcp_config, "--mcp-config", warns=True)
     if server.api_keys_file is not None:
         from vllmx_server.keys.records import read_keys
 
         read_keys(server.api_keys_file)
+        warn_of_readers(server.api_keys_file, "--api-keys-file")
     if server.data_dir is not None:
         from vllmx_server.store.folder import Folder
 

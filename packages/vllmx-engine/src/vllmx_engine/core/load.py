@@ -168,7 +168,7 @@ def free_for_model(config: EngineConfig, spec: BackendSpec) -> int:
     """Memory that the model could take, in one process or in ranks that share it; 0: each rank has
     a device of its own. Raises ConfigError for a limit on that."""
     if config.num_ranks == 1 or not spec.has_own_devices():
-        return free_memory(spec.load()())
+        return int(free_memory(spec.load()()))
     if config.memory_bytes is not None:
         raise ConfigError(
             f"--memory-bytes is of one device, and on {spec.name} each rank has its own: say"
