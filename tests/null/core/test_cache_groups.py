@@ -147,7 +147,7 @@ def test_smaller_steps_need_fewer_pages_of_windows() -> None:
     [
         ({"num_kv_blocks": 28, "max_num_batched_tokens": 256}, "-tokens to 64 or raise --num-kv-b"),
         ({"kv_cache_memory_bytes": 28 << 11, "max_num_batched_tokens": 256}, "-tokens to 64 or"),
-        ({"max_num_batched_tokens": 8}, r"-tokens \(8, for which activations have room\) or raise"),
+        ({"max_num_batched_tokens": 8}, r"-tokens \(8, for which activations have room\) or use"),
     ],
 )
 def test_refusals_name_the_size_of_steps(options: dict[str, Any], remedy: str) -> None:
