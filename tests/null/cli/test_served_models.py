@@ -115,3 +115,23 @@ def test_models_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parts(sized, *more) == [None, 0.45, 0.45, None]
     on_demand = ("--model=b=/y", "--model=c=/z,load=on-demand,memory_fraction=0.8")
     assert parts("--model=a=/x", *on_demand) == [0.45, 0.45, 0.8]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "content"),
+    [
+        (("--served-model-name", "a", "b", "007"), ""),
+        (("--served-model-name", "a", "--served-model-name", "b", "-a", "007"), ""),
+        ((), "served-model-name: [a, b, 007]"),
+        ((), "alias: [a, b, 007]"),
+        (("--served-model-name", "a", "b", "007"), "served-model-name: [c, d]"),
+    ],
+)
+def test_one_model_of_several_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: tuple[str, ...], content: str
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    engine, (model,) = asked(monkeypatch, "/x", *arguments, "--config", str(file))
+    assert (engine.name, model.name, model.engine.model) == ("a", "a", "/x")
+    assert model.aliases == ("b", "007")

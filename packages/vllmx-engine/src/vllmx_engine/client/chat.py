@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from vllmx_core.checkpoint import open_checkpoint
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import ConfigError, InvalidRequestError, ModelNotFoundError
+from vllmx_core.errors import InvalidRequestError, ModelNotFoundError
 from vllmx_core.output_format import OutputFormat
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
@@ -28,7 +28,7 @@ from vllmx_engine.client.free_part import free_part
 from vllmx_engine.client.request import Request
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.formats.named import FoundFormat, check_name
-from vllmx_engine.text.model_files import MAX_TEMPLATE_BYTES, read_text
+from vllmx_engine.text.model_files import template_of
 from vllmx_engine.text.tokenizer import TOKENIZER_NAME, Tokenizer
 from vllmx_engine.wire.grammars import FreePart, Thoughts
 
@@ -69,14 +69,7 @@ class ChatRenderer:
         cannot be read, and for a parser that nobody provides."""
         for flag in ("tool_parser", "reasoning_parser"):
             check_name(registry, flag, getattr(config, flag))
-        if config.chat_template is None:
-            return cls(tokenizer, config=config, registry=registry)
-        source = read_text(Path(config.chat_template), MAX_TEMPLATE_BYTES)
-        if source is None:
-            raise ConfigError(
-                f"--chat-template {config.chat_template} does not exist: check the path",
-                param="chat_template",
-            )
+        source = template_of(config.chat_template)
         return cls(tokenizer, source, config=config, registry=registry)
 
     @staticmethod

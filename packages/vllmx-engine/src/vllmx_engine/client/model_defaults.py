@@ -14,6 +14,9 @@ from vllmx_engine.core.generation_config import SAMPLING
 logger = logging.getLogger("vllmx.requests")
 
 
+_WHOLE = ("top_k", "max_tokens")
+
+
 def default_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling parameters that the model's generation_config.json recommends (what vLLM calls
     `--generation-config auto`); whatever a user names explicitly wins over them. A value that no
@@ -24,10 +27,17 @@ def default_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in found.items():
         if value is None:
             continue
+        if name in _WHOLE and isinstance(value, float) and value.is_integer():
+            value = int(value)  # 50.0, as some programs write it
         try:
             SamplingParams(**{name: value})
         except InvalidRequestError as error:
-            logger.warning("generation_config.json of the model is passed over: %s", error)
+            logger.warning(
+                "generation_config.json: %s = %s is left out, the other values are taken: %s",
+                name.replace("max_tokens", "max_new_tokens"),
+                shown(value),
+                error,
+            )
         else:
             params[name] = value
     return params

@@ -14,10 +14,11 @@ from typing import Any, Literal, TypeVar
 
 import click
 from vllmx_core.config import EngineConfig, resolve_config
+from vllmx_core.config_values import convert
 from vllmx_core.errors import ConfigError
 from vllmx_core.logs import LOG_LEVELS
 
-from vllmx.cli.command import FOREIGN, ModelCommand
+from vllmx.cli.command import FOREIGN, SERVED_NAME, ModelCommand
 from vllmx.cli.config_file import known_keys, read_yaml
 from vllmx.cli.foreign_flags import apply
 
@@ -154,7 +155,7 @@ def _option(
         shown = ", ".join(default) if isinstance(default, tuple) else default
         text += f"  [default: {shown}]"
     names = [flag, *ALIASES.get(field.name, ())]
-    multiple = typing.get_origin(hint) is tuple
+    multiple = typing.get_origin(hint) is tuple or field.name == SERVED_NAME
     return click.option(
         *names, field.name, type=_click_type(hint), default=None, multiple=multiple, help=text
     )
@@ -223,6 +224,8 @@ def resolve(
     """The config records from flags, environment and `--config` file. Raises ConfigError for a key
     of the file that no record has, and that is none of `beside`; None: whatever it is."""
     flags = {name: value for name, value in flags.items() if value not in (None, ())}
+    if names := served_names(flags.get(SERVED_NAME)):
+        flags[SERVED_NAME] = names[0]
     command = click.get_current_context().command
     path = flags.pop("config_file", None) or os.environ.get("VLLMX_CONFIG")
     _one_model(flags)
@@ -237,12 +240,25 @@ def resolve(
         content = {key: content[key] for key in content if key not in beside}
     others = command.foreign.values() if content and isinstance(command, ModelCommand) else ()
     file = known_keys(content, names, others, ALIASES)
+    if SERVED_NAME in file:
+        file[SERVED_NAME] = next(iter(served_names(file[SERVED_NAME])), None)
     _file_of_model(flags)
     if "backend" in flags:
         flags["backend"] = device(flags["backend"])
     return tuple(
         resolve_config(cls, flags=flags, environment=os.environ, file=_of(cls, file))
         for cls in classes
+    )
+
+
+def served_names(given: Any) -> tuple[str, ...]:
+    """All names of a model, out of a flag that may be repeated or a list of the config file. Raises
+    ConfigError for what is no name."""
+    if given is None:
+        return ()
+    names = [*given] if isinstance(given, list | tuple) else [given]
+    return tuple(
+        dict.fromkeys(convert(name, str, SERVED_NAME, "--served-model-name") for name in names)
     )
 
 

@@ -14,9 +14,9 @@ from vllmx_core.logs import FORMAT_VARIABLE, configure_logging
 from vllmx_core.standard_error import StandardError, hold_standard_streams
 from vllmx_server.config import ServerConfig
 
-from vllmx.cli.command import ModelCommand
+from vllmx.cli.command import SERVED_NAME, ModelCommand
 from vllmx.cli.config_file import read_yaml
-from vllmx.cli.options import engine_options, options_of, resolve, take_several
+from vllmx.cli.options import engine_options, options_of, resolve, served_names, take_several
 from vllmx.cli.served_models import is_one_path, served_models
 
 if TYPE_CHECKING:
@@ -129,7 +129,13 @@ def _models(flags: dict[str, Any]) -> list[ModelConfig]:
     entries = read_yaml(path).get("models")
     if entries is None and (not texts or is_one_path(texts)):
         flags["model"] = texts[0] if texts else None
-        return []
+        names = _names(flags, read_yaml(path))
+        if len(names) < 2:
+            return []
+        from vllmx_server.models.config import ModelConfig
+
+        (engine,) = resolve((EngineConfig,), flags, None)
+        return [ModelConfig(engine=engine, aliases=names[1:])]
     if flags["model_argument"] is not None:
         raise ConfigError(
             f"the model {flags['model_argument']!r} has no name beside others: give it as --model"
@@ -144,6 +150,16 @@ def _models(flags: dict[str, Any]) -> list[ModelConfig]:
     models = served_models(texts, entries, flags, configured)
     flags |= {"model": models[0].engine.model, "served_model_name": models[0].name}
     return models
+
+
+def _names(flags: dict[str, Any], file: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the one model; the first is its own, by the others clients may ask for it too."""
+    if flags[SERVED_NAME]:
+        return served_names(flags[SERVED_NAME])
+    if os.environ.get("VLLMX_SERVED_MODEL_NAME"):
+        return ()
+    keys = ("served_model_name", "served-model-name", "alias")
+    return served_names(next((file[key] for key in keys if key in file), None))
 
 
 _EXAMPLES = {
