@@ -9,7 +9,7 @@ import dataclasses
 import os
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 import click
@@ -20,7 +20,7 @@ from vllmx_core.logs import LOG_LEVELS
 
 from vllmx.cli.command import FOREIGN, SERVED_NAME, ModelCommand
 from vllmx.cli.config_file import known_keys, read_yaml
-from vllmx.cli.foreign_flags import apply
+from vllmx.cli.foreign_flags import ForeignFlag, apply
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -234,11 +234,12 @@ def resolve(
         apply(command.foreign[name], flags.pop(name), flags)
     names = {field.name for cls in classes for field in dataclasses.fields(cls)}
     content = read_yaml(path)
+    others = command.foreign.values() if content and isinstance(command, ModelCommand) else ()
     if beside is None:
-        content = {key: content[key] for key in content if key.replace("-", "_") in names}
+        ours = _keys_of(names, others)
+        content = {key: content[key] for key in content if key.replace("_", "-") in ours}
     else:
         content = {key: content[key] for key in content if key not in beside}
-    others = command.foreign.values() if content and isinstance(command, ModelCommand) else ()
     file = known_keys(content, names, others, ALIASES)
     if SERVED_NAME in file:
         file[SERVED_NAME] = next(iter(served_names(file[SERVED_NAME])), None)
@@ -249,6 +250,18 @@ def resolve(
         resolve_config(cls, flags=flags, environment=os.environ, file=_of(cls, file))
         for cls in classes
     )
+
+
+def _keys_of(fields: Collection[str], others: Iterable[ForeignFlag]) -> set[str]:
+    """All names that fields have in a config file, with dashes."""
+    found = {field.replace("_", "-") for field in fields}
+    for field, texts in ALIASES.items():
+        if field in fields:
+            found |= {name.lstrip("-") for text in texts for name in text.split("/")[:1]}
+    for flag in others:
+        if flag.field in fields:
+            found |= {name.lstrip("-") for name in flag.names}
+    return found
 
 
 def served_names(given: Any) -> tuple[str, ...]:
