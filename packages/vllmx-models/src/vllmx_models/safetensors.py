@@ -147,25 +147,39 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(folder, config, source, generation_config)
 
 
+def weight_files(folder: Path) -> list[str]:
+    """Names of the files with a folder's weights, whether they are there or not. Raises as
+    `open_checkpoint`."""
+    return _named_files(folder)[0]
+
+
+def _named_files(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """(names of files, the weight map of an index that names them)."""
+    names = _plain_names(folder)
+    index = None
+    if names != [SINGLE_NAME]:
+        index = read_json_object(folder / INDEX_NAME, MAX_INDEX_BYTES)
+    if index is None:
+        return names, {}
+    weight_map = _weight_map(folder / INDEX_NAME, index)
+    return sorted(set(weight_map.values())), weight_map
+
+
 def open_weights(path: Path) -> SafetensorsSource:
     """The tensors of a folder or file; raises as `open_checkpoint`."""
-    index = None
+    weight_map: dict[str, str] = {}
     if path.is_file():
         folder, names = path.parent, [path.name]
     else:
-        folder, names = path, _plain_names(path)
-        if names != [SINGLE_NAME]:
-            index = read_json_object(path / INDEX_NAME, MAX_INDEX_BYTES)
-    weight_map = {} if index is None else _weight_map(folder / INDEX_NAME, index)
-    if index is not None:
-        names = sorted(set(weight_map.values()))
+        folder = path
+        names, weight_map = _named_files(path)
     if not names:
         raise ModelNotFoundError(f"{folder} holds no *.safetensors files", param="model")
     files: dict[str, SafetensorsFile] = {}
     kept = KeptReads()
     try:
         for name in names:
-            if index is not None and not (folder / name).is_file():
+            if weight_map and not (folder / name).is_file():
                 raise WeightFormatError(
                     f"{folder / name} is missing, but {INDEX_NAME} names it: download the model"
                     " again"
