@@ -1,4 +1,4 @@
-"""The command class of everything that loads a model: flags of other servers, none given twice."""
+"""The command class of everything that loads a model: other servers' flags, options given twice."""
 
 from __future__ import annotations
 
