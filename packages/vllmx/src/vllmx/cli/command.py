@@ -144,7 +144,7 @@ def _option(parameter: str, flag: ForeignFlag) -> click.Option:
 
 
 def _may_be_model(word: str) -> bool:
-    return "/" in word or word == EngineConfig.model or os.path.exists(word)
+    return "/" in word or word == EngineConfig().model or os.path.exists(word)
 
 
 def _dashed(argument: str) -> str:

@@ -224,8 +224,8 @@ def resolve(
     """The config records from flags, environment and `--config` file. Raises ConfigError for a key
     of the file that no record has, and that is none of `beside`; None: whatever it is."""
     flags = {name: value for name, value in flags.items() if value not in (None, ())}
-    if names := served_names(flags.get(SERVED_NAME)):
-        flags[SERVED_NAME] = names[0]
+    if served := served_names(flags.get(SERVED_NAME)):
+        flags[SERVED_NAME] = served[0]
     command = click.get_current_context().command
     path = flags.pop("config_file", None) or os.environ.get("VLLMX_CONFIG")
     _one_model(flags)

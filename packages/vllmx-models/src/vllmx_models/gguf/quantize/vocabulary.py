@@ -115,7 +115,7 @@ def _ends(
     found: dict[str, int] = {}
     if eos is None and ids:
         found["eos_token_id"] = eos = ids[0]
-    everywhere = END_TOKENS & marked
+    everywhere = END_TOKENS.intersection(marked)
     rest = [index for index in dict.fromkeys(ids) if index != eos]
     rest = [index for index in rest if tokens[index] not in everywhere]
     known = end_tokens((), marked)  # some of them to vllmx alone
