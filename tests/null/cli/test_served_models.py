@@ -135,3 +135,23 @@ def test_one_model_of_several_names(
     engine, (model,) = asked(monkeypatch, "/x", *arguments, "--config", str(file))
     assert (engine.name, model.name, model.engine.model) == ("a", "a", "/x")
     assert model.aliases == ("b", "007")
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "warns"),
+    [("api-key: a", 0o644, 1), ("admin_key: a", 0o640, 1), ("api-key: a", 0o600, 0),
+     ("port: 1", 0o644, 0)],
+)  # fmt: skip
+def test_keys_in_a_readable_config_file_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    content: str,
+    mode: int,
+    warns: int,
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    file.chmod(mode)
+    asked(monkeypatch, "/x", "--config", str(file))
+    assert sum("may be read by others" in r.getMessage() for r in caplog.records) == warns

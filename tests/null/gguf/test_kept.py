@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.numpy
 from click.testing import CliRunner
 from vllmx.cli.quantize import quantize as command
 from vllmx_core.checkpoint import open_checkpoint
@@ -18,8 +20,10 @@ from vllmx_engine.client.model_defaults import eos_ids
 from vllmx_engine.text.gguf_pretokenizers import PRE_TOKENIZERS
 from vllmx_engine.text.gguf_tokenizer import gguf_tokenizer
 from vllmx_engine.text.tokenizer import Tokenizer
+from vllmx_models.gguf.file import GGUFFile
 from vllmx_models.gguf.quantize.convert import Summary, quantize
 from vllmx_models.gguf.quantize.losses import COMPOSED, WHOLE_TOKENS
+from vllmx_models.safetensors import open_weights
 
 REGISTRY = load_registry()
 GLM = ("<|user|>", "<|observation|>")
@@ -266,6 +270,29 @@ def test_pooling_is_kept(folder: Path) -> None:
     again = quantize(REGISTRY, summary.path, folder / "again.gguf", "q4_0", threads=2)
     assert read(again.path)[2]["modules"] == kinds
     assert again.lost == ()
+
+
+@pytest.mark.parametrize("case", ["another head", "the head alone"])
+def test_a_tied_model_keeps_what_is_stored(folder: Path, case: str) -> None:
+    path, table = folder / "model.safetensors", "model.embed_tokens.weight"
+    source = open_weights(path)
+    weights = {name: source.part(name).dequantize() for name in source.names()}
+    source.close()
+    head = weights[table].copy()
+    if case == "another head":
+        head[7, 7] = 3
+    else:
+        del weights[table]
+    safetensors.numpy.save_file(weights | {"lm_head.weight": head}, path)
+    written = quantize(REGISTRY, folder, folder.parent / "out.gguf", "f32", threads=2)
+    file = GGUFFile(written.path)
+    name = "output.weight" if case == "another head" else "token_embd.weight"
+    found = file.data(name).view(np.float32)
+    assert "token_embd.weight" in file.tensors
+    assert ("output.weight" in file.tensors) == (case == "another head")
+    file.close()
+    np.testing.assert_array_equal(found, head.reshape(-1))
+    assert written.lost == ()
 
 
 def test_the_command_prints_it(folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
+from vllmx_core.files import warn_of_readers
 from vllmx_core.logs import FORMAT_VARIABLE, configure_logging
 from vllmx_core.standard_error import StandardError, hold_standard_streams
 from vllmx_server.config import ServerConfig
@@ -110,6 +111,7 @@ def serve(**flags: Any) -> None:
     engine = models[0].engine if models else engine
     os.environ[FORMAT_VARIABLE] = server.log_format  # of all processes that are started
     configure_logging(server.log_level, log_format=server.log_format)
+    _warn_of_config(flags)
     if server.enable_log_requests:
         logger.warning("--enable-log-requests: what clients ask stands in this log")
     from vllmx_server.run import run_server
@@ -120,6 +122,13 @@ def serve(**flags: Any) -> None:
         )
     finally:
         stream.finish()  # an error is shown after what the log has to say
+
+
+def _warn_of_config(flags: dict[str, Any]) -> None:
+    """One warning where the config file has keys of clients and others may read it."""
+    path = flags.get("config_file") or os.environ.get("VLLMX_CONFIG")
+    if path and {"api_key", "admin_key"} & {key.replace("-", "_") for key in read_yaml(path)}:
+        warn_of_readers(path, "--config")
 
 
 def _models(flags: dict[str, Any]) -> list[ModelConfig]:
