@@ -21,7 +21,7 @@ def default_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling parameters that the model's generation_config.json recommends (what vLLM calls
     `--generation-config auto`); whatever a user names explicitly wins over them. A value that no
     request could have is left out with a warning: it is not the users' mistake."""
-    found = {name: generation_config.get(name) for name in SAMPLING}
+    found: dict[str, Any] = {name: generation_config.get(name) for name in SAMPLING}
     found["max_tokens"] = generation_config.get("max_new_tokens")
     params: dict[str, Any] = {}
     for name, value in found.items():
