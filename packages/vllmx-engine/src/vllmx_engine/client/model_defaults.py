@@ -27,8 +27,7 @@ def default_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in found.items():
         if value is None:
             continue
-        if name in _WHOLE and isinstance(value, float) and value.is_integer():
-            value = int(value)  # 50.0, as some programs write it
+        value = _whole(value) if name in _WHOLE else value
         try:
             SamplingParams(**{name: value})
         except InvalidRequestError as error:
@@ -41,6 +40,11 @@ def default_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:
         else:
             params[name] = value
     return params
+
+
+def _whole(value: Any) -> Any:
+    """50 of 50.0, as some programs write it."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def eos_ids(generation_config: Mapping[str, Any]) -> list[int]:
