@@ -15,8 +15,8 @@ from vllmx.cli.serve import HELP as SERVER_HELP
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, ModelNotFoundError
 from vllmx_core.registry import load_registry
-from vllmx_engine.core.checked_flags import check_flags
-from vllmx_engine.core.found_model import find_model
+from vllmx_engine.checked_flags import check_flags
+from vllmx_engine.engine import Engine
 from vllmx_engine.text.model_files import template_of
 from vllmx_server.config import ServerConfig
 
@@ -202,7 +202,6 @@ def test_a_template_in_one_line_or_in_a_file(
         (("--override-generation-config", '{"top_k": "x"}'), "has a bad value"),
         (("--generation-config", "/none"), "/none.* does not exist"),
         (("--chat-template-kwargs", "{"), "must be a JSON object"),
-        (("--isq", "q9"), "--isq 'q9' is not known"),
         (("--tokenizer", "/none"), "--tokenizer /none does not exist"),
     ],
 )
@@ -212,6 +211,9 @@ def test_flags_are_checked_before_a_model_is_looked_for(
     def looked_for(*_: object, **__: object) -> None:
         raise AssertionError("the model was looked for")
 
-    monkeypatch.setattr("vllmx_engine.core.found_model.resolve_path", looked_for)
+    monkeypatch.setattr("vllmx_engine.client.inline.find_model", looked_for)
+    config = configs(*arguments)[0]
     with pytest.raises((ConfigError, ModelNotFoundError), match=text):
-        find_model(configs(*arguments)[0])
+        check_flags(config)
+    with pytest.raises((ConfigError, ModelNotFoundError), match=text):
+        Engine(config)

@@ -26,6 +26,7 @@ from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.async_core import AsyncCore
+from vllmx_engine.checked_flags import check_flags
 from vllmx_engine.client.async_text import INLINE_BYTES
 from vllmx_engine.client.chat import ChatMessage, ChatOptions, ChatRenderer, Message, load_tokenizer
 from vllmx_engine.client.forced_calls import asks_for_calls
@@ -61,6 +62,7 @@ class AsyncLLM(AsyncCore):
         Raises:
             VllmxError: the typed reason why it cannot be loaded, whichever process met it.
         """
+        check_flags(config, registry)
         async with await CoreStart.begin(config, registry, in_process=in_process) as core:
             return await cls.over(core)
 

@@ -22,6 +22,7 @@ from vllmx_core.errors import InvalidRequestError
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
+from vllmx_engine.checked_flags import check_flags
 from vllmx_engine.client.chat import ChatMessage, ChatOptions, Message
 from vllmx_engine.client.inline import HasEngine, InlineEngine
 from vllmx_engine.client.request import Request
@@ -76,6 +77,7 @@ class Engine(HasEngine):
     """
 
     def __init__(self, config: EngineConfig, *, registry: Registry | None = None) -> None:
+        check_flags(config, registry)
         super().__init__(config, registry)
         self._seq_ids = itertools.count()
         self._streams: dict[int, RequestState] = {}

@@ -15,6 +15,7 @@ from vllmx_core.records import Record
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
+from vllmx_engine.checked_flags import check_flags
 from vllmx_engine.client.chat import ChatMessage, ChatOptions, Message
 from vllmx_engine.client.inline import HasEngine
 from vllmx_engine.client.pooling import (
@@ -64,7 +65,9 @@ class LLM(HasEngine):
     def __init__(
         self, model: str = DEMO_MODEL, *, registry: Registry | None = None, **config: Any
     ) -> None:
-        super().__init__(engine_config(model, config), registry)
+        found = engine_config(model, config)
+        check_flags(found, registry)
+        super().__init__(found, registry)
 
     @property
     def info(self) -> CoreInfo:

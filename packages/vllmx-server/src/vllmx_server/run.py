@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vllmx_core.config import EngineConfig
 from vllmx_core.files import warn_of_readers
 from vllmx_core.processors import available_processors
-from vllmx_core.registry import load_registry
-from vllmx_engine.core.checked_flags import check_flags
+from vllmx_engine.checked_flags import check_flags
 from vllmx_engine.link.core_start import CoreStart
 
 from vllmx_server.address import bind, bind_operators, check_certificate
@@ -71,10 +70,8 @@ async def _serve(
         from vllmx_server.models.config import ModelConfig
 
         models = (ModelConfig(engine=engine),)
-    if len(models) > 1:  # one alone is looked for soon
-        registry = load_registry()
-        for model in models:
-            check_flags(model.engine, registry)
+    for checked in [model.engine for model in models] or [engine]:
+        check_flags(checked)
     check_certificate(server)
     check_tracing(server.otlp_traces_endpoint)
     if server.mcp_config is not None:

@@ -14,7 +14,7 @@ import socket
 
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, VllmxError
-from vllmx_engine.core.found_model import find_model_of_rank
+from vllmx_engine.core.found_model import find_model
 from vllmx_engine.wire.ipc import FrameError
 
 from vllmx_tp.door import Door
@@ -49,7 +49,7 @@ def serve_ranks(listener: socket.socket, config: EngineConfig, key: bytes) -> No
         config: names the model, and the tower of --mmproj, as they are found on this host; all
             else is rank 0's to say.
     """
-    found = find_model_of_rank(config)
+    found = find_model(config)
     host, port = listener.getsockname()[:2]
     door = Door(listener, key)
     logger.info("ranks of %s wait at %s:%d", config.model, host, port)

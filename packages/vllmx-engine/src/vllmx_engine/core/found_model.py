@@ -8,13 +8,11 @@ import logging
 import sys
 from pathlib import Path
 
-from vllmx_core.checkpoint import resolve_path
+from vllmx_core.checkpoint import quantizer, resolve_path
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ModelNotFoundError
 from vllmx_core.records import Record
 from vllmx_core.registry import Registry, load_registry
-
-from vllmx_engine.core.checked_flags import check_flags
 
 logger = logging.getLogger("vllmx.load")
 
@@ -32,20 +30,15 @@ class FoundModel(Record):
 
 
 def find_model(config: EngineConfig, registry: Registry | None = None) -> FoundModel:
-    """Finds the model, downloading it if need be. Raises ModelNotFoundError, and before that
-    ConfigError as `check_flags` does and for an unknown --prefer."""
-    registry = registry or load_registry()
-    check_flags(config, registry)
-    return find_model_of_rank(config, registry)
-
-
-def find_model_of_rank(config: EngineConfig, registry: Registry | None = None) -> FoundModel:
-    """The same on a host that only computes, where the files of flags may be missing."""
+    """Finds the model, downloading it if need be. Raises ModelNotFoundError, and ConfigError for an
+    unknown --isq or --prefer."""
     registry = registry or load_registry()
     if config.prefer:
         registry.prefer(config.prefer)
     for line in itertools.chain(*registry.conflicts()):
         logger.warning("%s", line)
+    if config.isq is not None:
+        quantizer(registry, config.isq)  # a misspelt one is refused before anything is downloaded
     progress = sys.stderr.isatty()
     path = resolve_path(registry, config.model, revision=config.revision, progress=progress)
     return FoundModel(config, path, registry, progress, _tower_file(config, registry, progress))

@@ -18,7 +18,8 @@ def warn_of_unknown_variables() -> None:
     if not given:
         return
     from vllmx_core.config import EngineConfig
-    from vllmx_core.registry import GROUP, plugin_key
+    from vllmx_core.hooks import GROUP
+    from vllmx_core.registry import plugin_key
     from vllmx_server.config import ServerConfig
 
     fields = {

@@ -5,20 +5,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllmx_core.checkpoint import quantizer
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, ModelNotFoundError, TemplateError
-from vllmx_core.registry import Registry
+from vllmx_core.registry import Registry, load_registry
 
 
-def check_flags(config: EngineConfig, registry: Registry) -> None:
+def check_flags(config: EngineConfig, registry: Registry | None = None) -> None:
     """Raises ConfigError for a flag with a value that cannot be used, whatever the model is, and
     ModelNotFoundError for a tokenizer that is not there."""
-    if config.isq is not None:
-        quantizer(registry, config.isq)
     if (config.tool_parser, config.reasoning_parser) != ("auto", "auto"):
         from vllmx_engine.formats.named import check_name
 
+        registry = registry or load_registry()
         for flag in ("tool_parser", "reasoning_parser"):
             check_name(registry, flag, getattr(config, flag))
     if config.generation_config not in ("auto", "vllm") or config.override_generation_config:
