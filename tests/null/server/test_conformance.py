@@ -42,7 +42,7 @@ REMEDY = "vllmx_server/openapi or vllmx_server/answers does not say what the ser
 
 
 async def kept_ids(served: Served) -> dict[str, str]:
-    """A file, a batch and a response, by the beginnings of their paths."""
+    """A file, a batch, a response and a conversation, by the beginnings of their paths."""
     line = b'{"custom_id":"a","url":"/v1/completions","body":{"prompt":"a","max_tokens":2}}\n'
     files = {"file": ("in.jsonl", line)}
     file = await served.client.post("/v1/files", files=files, data={"purpose": "batch"})
@@ -51,7 +51,13 @@ async def kept_ids(served: Served) -> dict[str, str]:
     response = await served.client.post(
         "/v1/responses", json={"input": "a", "max_output_tokens": 4}
     )
-    found = {"/v1/files": file, "/v1/batches": batch, "/v1/responses": response}
+    conversation = await served.client.post("/v1/conversations", json={})
+    found = {
+        "/v1/files": file,
+        "/v1/batches": batch,
+        "/v1/responses": response,
+        "/v1/conversations": conversation,
+    }
     return {path: answer.json()["id"] for path, answer in found.items()}
 
 

@@ -163,6 +163,10 @@ def test_every_body_has_an_example(found: dict[str, Any]) -> None:
                 jsonschema.Draft202012Validator(schema).validate(content["example"])
 
 
+UNKNOWN = ("/v1/batches", "/v1/models/load", "/v1/models/unload")
+"""The routes whose examples name what is not there."""
+
+
 async def test_examples_are_answered(served: Served, found: dict[str, Any]) -> None:
     kinds: dict[str, Any] = {
         "/v1/chat/completions": ChatCompletion,
@@ -179,7 +183,7 @@ async def test_examples_are_answered(served: Served, found: dict[str, Any]) -> N
     for path, item in found["paths"].items():
         body = item.get("post", {}).get("requestBody", {}).get("content", {})
         example = body.get("application/json", {}).get("example")
-        if example is None or path in ("/v1/batches", "/v1/models/load", "/v1/models/unload"):
+        if example is None or "{" in path or path in UNKNOWN:
             continue  # what these name is not there
         answer = await served.client.post(path, json=example)
         assert answer.status_code == 200, f"{path}: {answer.text}"

@@ -46,10 +46,20 @@ _LISTED = {
         POST /classify
         POST /pooling
         POST /v1/responses
+        POST /v1/responses/input_tokens
+        POST /v1/responses/compact
         GET /v1/responses/{id}
         DELETE /v1/responses/{id}
         POST /v1/responses/{id}/cancel
         GET /v1/responses/{id}/input_items
+        POST /v1/conversations
+        GET /v1/conversations/{id}
+        POST /v1/conversations/{id}
+        DELETE /v1/conversations/{id}
+        POST /v1/conversations/{id}/items
+        GET /v1/conversations/{id}/items
+        GET /v1/conversations/{id}/items/{item}
+        DELETE /v1/conversations/{id}/items/{item}
         POST /v1/files
         GET /v1/files
         GET /v1/files/{id}

@@ -41,7 +41,11 @@ _REASONS = {
     503: "The server starts, drains or is full: see Retry-After.",
     504: "The request took longer than the server lets it.",
 }
-_PARAMETERS = {"id": "The id that its answer had.", "name": "The name of a model or a file."}
+_PARAMETERS = {
+    "id": "The id that its answer had.",
+    "item": "The id of the item.",
+    "name": "The name of a model or a file.",
+}
 _SECURITY = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},

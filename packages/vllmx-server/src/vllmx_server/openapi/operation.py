@@ -88,3 +88,12 @@ class Operation:
     example: Mapping[str, Any] | None = None
     is_anthropic: bool = False
     task: Task | None = None
+
+
+LIMIT = {"type": "integer", "minimum": 1}
+AFTER = Query("after", "The id behind which the page begins.")
+ORDER = Query("order", "The newest first, or the oldest.", {"enum": ["asc", "desc"]})
+INCLUDE = (
+    Query("include", "Accepted and ignored."),
+    Query("include[]", "Accepted and ignored."),
+)

@@ -10,9 +10,14 @@ from vllmx_core.bounds import MAX_LIFETIME_S
 from vllmx_server.answers import chat, completions, kept, messages, pooling, responses, status
 from vllmx_server.answers.responses_events import ResponsesEvent
 from vllmx_server.metrics import CONTENT_TYPE
+from vllmx_server.openapi.conversations import CONVERSATIONS
 from vllmx_server.openapi.operation import (
+    AFTER,
     BODY,
     GENERATES,
+    INCLUDE,
+    LIMIT,
+    ORDER,
     Endpoint,
     Events,
     Form,
@@ -29,6 +34,7 @@ from vllmx_server.routes import files as file_routes
 from vllmx_server.routes import key_usage as usage_routes
 from vllmx_server.routes import messages as message_routes
 from vllmx_server.routes import pooling as pooling_routes
+from vllmx_server.routes import response_input as input_routes
 from vllmx_server.routes import responses as response_routes
 from vllmx_server.routes import status as status_routes
 from vllmx_server.routes import text as text_routes
@@ -38,6 +44,7 @@ from vllmx_server.schema import chat as chat_bodies
 from vllmx_server.schema import completions as completion_bodies
 from vllmx_server.schema import messages as message_bodies
 from vllmx_server.schema import pooling as pooling_bodies
+from vllmx_server.schema import response_input as input_bodies
 from vllmx_server.schema import responses as response_bodies
 from vllmx_server.schema import text as text_bodies
 
@@ -47,13 +54,6 @@ COUNTED = (GENERATING, VECTORS, TEXT)
 """Groups whose requests count against the limits of a key."""
 _KNOWN = {304: None}
 _HELLO = [{"role": "user", "content": "Hello!"}]
-_LIMIT = {"type": "integer", "minimum": 1}
-_AFTER = Query("after", "The id behind which the page begins.")
-_ORDER = Query("order", "The newest first, or the oldest.", {"enum": ["asc", "desc"]})
-_INCLUDE = (
-    Query("include", "Accepted and ignored."),
-    Query("include[]", "Accepted and ignored."),
-)
 _ADMIN = "For holders of a key of `--admin-key`, or of one with `admin` in the file of keys."
 _POOLING_TEXT = "Of models that make vectors or scores; one that generates text answers 400."
 _LINE = (
@@ -122,6 +122,20 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             example={"input": "Hello!", "max_output_tokens": 16},
             task="generate",
         ),
+        input_routes.input_tokens: Operation(
+            TEXT,
+            responses.CountedInput,
+            input_bodies.InputTokensRequest,
+            statuses=(*BODY, 404),
+            example={"input": "Hello!"},
+        ),
+        input_routes.compact: Operation(
+            GENERATING,
+            responses.Compaction,
+            input_bodies.CompactRequest,
+            statuses=GENERATES,
+            example={"input": "Hello!"},
+        ),
         response_routes.retrieve: Operation(
             STORED,
             responses.Response,
@@ -137,7 +151,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
                     "The number of the last event that is known.",
                     {"type": "integer", "minimum": 0, "maximum": 1 << 29},
                 ),
-                *_INCLUDE,
+                *INCLUDE,
                 Query("include_obfuscation", "Accepted and ignored."),
             ),
             events=Events(ResponsesEvent, is_named=True),
@@ -149,10 +163,10 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             STORED,
             responses.ItemList,
             query=(
-                Query("limit", "Items of a page.", {**_LIMIT, "maximum": 100}),
-                _ORDER,
-                _AFTER,
-                *_INCLUDE,
+                Query("limit", "Items of a page.", {**LIMIT, "maximum": 100}),
+                ORDER,
+                AFTER,
+                *INCLUDE,
             ),
             statuses=(404,),
         ),
@@ -201,6 +215,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             example={"query": "a question", "documents": ["an answer", "another one"]},
             task="score",
         ),
+        **CONVERSATIONS,
         file_routes.upload: Operation(
             KEPT,
             kept.FileObject,
@@ -213,9 +228,9 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             kept.FileList,
             query=(
                 Query("purpose", "Those of one purpose."),
-                Query("limit", "Files of a page.", {**_LIMIT, "maximum": 10_000}),
-                _ORDER,
-                _AFTER,
+                Query("limit", "Files of a page.", {**LIMIT, "maximum": 10_000}),
+                ORDER,
+                AFTER,
             ),
         ),
         file_routes.retrieve: Operation(KEPT, kept.FileObject, statuses=(404,)),
@@ -231,7 +246,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
         batch_routes.list_batches: Operation(
             KEPT,
             kept.BatchList,
-            query=(_AFTER, Query("limit", "Batches of a page.", {**_LIMIT, "maximum": 100})),
+            query=(AFTER, Query("limit", "Batches of a page.", {**LIMIT, "maximum": 100})),
         ),
         batch_routes.retrieve: Operation(KEPT, kept.BatchObject, statuses=(404,)),
         batch_routes.cancel: Operation(KEPT, kept.BatchObject, statuses=(404,)),

@@ -57,8 +57,8 @@ class Asking:
         self._num_bytes = 0
         self._tools: RequestTools
 
-    async def submit(self) -> list[RequestStream]:
-        """Starts the first answer, once the servers were tried. Raises what the engine refuses."""
+    async def first_call(self) -> ChatCall:
+        """The first call of the model, once the servers were tried. Raises InvalidRequestError."""
         labels = [each.label for each in self._wanted]
         for label in labels:
             await asyncio.wrap_future(self._servers.settled(label))
@@ -69,7 +69,7 @@ class Asking:
         self._before = await self._read(self._request, self._state, self._body)
         self._num_bytes = body_bytes(self._request)
         self._num_bytes += len(msgspec.json.encode(self._tools.functions))
-        return await self._round((), 0, False)
+        return await self._built((), 0, False)
 
     def _check_choice(self) -> None:
         """Raises ToolServerError where a call is asked for that only a server could take that
@@ -110,13 +110,16 @@ class Asking:
     async def _round(
         self, after: Sequence[ChatMessage], used: int, is_last: bool
     ) -> list[RequestStream]:
-        size = self._num_bytes + sum(len(each.content or ()) for each in after)
-        self._request.scope["state"]["body_bytes"] = size
-        call = await self._state.llm.text.run(
-            client_of(self._request), size, lambda _: self._call(after, used, is_last)
-        )
+        call = await self._built(after, used, is_last)
         with RESPONSES_FIELDS.told():
             return await submit_chat(self._request, self._state, call, by_events=True)
+
+    async def _built(self, after: Sequence[ChatMessage], used: int, is_last: bool) -> ChatCall:
+        size = self._num_bytes + sum(len(each.content or ()) for each in after)
+        self._request.scope["state"]["body_bytes"] = size
+        return await self._state.llm.text.run(
+            client_of(self._request), size, lambda _: self._call(after, used, is_last)
+        )
 
     def _call(self, after: Sequence[ChatMessage], used: int, is_last: bool) -> ChatCall:
         def extend(chat: ChatCompletionRequest) -> None:

@@ -88,6 +88,10 @@ class ResponsesStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Accepted and ignored: nothing is padded."""
 
 
+class ConversationName(msgspec.Struct):
+    id: Annotated[str, Meta(min_length=1, max_length=64)]
+
+
 class ResponsesRequest(GeneratingFields, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's Responses with vLLM's sampling fields."""
 
@@ -95,6 +99,8 @@ class ResponsesRequest(GeneratingFields, kw_only=True, forbid_unknown_fields=Tru
     input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: Annotated[str, Meta(max_length=64)] | None = None
+    conversation: Annotated[str, Meta(min_length=1, max_length=64)] | ConversationName | None = None
+    """The conversation that the request goes on with, and to which its items are added."""
     store: bool | None = None
     background: bool | None = None
     stream: bool | None = None
@@ -130,9 +136,19 @@ class ResponsesRequest(GeneratingFields, kw_only=True, forbid_unknown_fields=Tru
     client_metadata: Any = None
     # Not served.
     prompt: Any = None
-    conversation: Any = None
     context_management: Any = None
     moderation: Any = None
+
+    @property
+    def conversation_id(self) -> str | None:
+        """The id of the conversation that the request goes on with."""
+        found = self.conversation
+        return found.id if isinstance(found, ConversationName) else found
+
+    @property
+    def has_past(self) -> bool:
+        """Whether the request goes on with something that is stored."""
+        return self.previous_response_id is not None or self.conversation is not None
 
     @property
     def is_stored(self) -> bool:
@@ -146,7 +162,6 @@ class ResponsesRequest(GeneratingFields, kw_only=True, forbid_unknown_fields=Tru
         """Cross-field rules. Raises InvalidRequestError."""
         for name, remedy in (
             ("prompt", "send the prompt's text"),
-            ("conversation", "use previous_response_id"),
             ("context_management", "send what should be left of the conversation"),
             ("moderation", "nothing is moderated here"),
         ):
@@ -161,7 +176,12 @@ class ResponsesRequest(GeneratingFields, kw_only=True, forbid_unknown_fields=Tru
             raise InvalidRequestError(
                 "stream_options is only for stream = true", param="stream_options"
             )
-        if not self.input and self.previous_response_id is None:
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise InvalidRequestError(
+                "conversation and previous_response_id both say what came before: give one of them",
+                param="conversation",
+            )
+        if not self.input and not self.has_past:
             raise InvalidRequestError("input is empty: give a text", param="input")
         check_free_form(self.tools, "tools")
         wanted = self.text.format if self.text is not None else None
