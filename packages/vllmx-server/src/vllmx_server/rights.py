@@ -41,6 +41,7 @@ _LISTED = {
         POST /v1/rerank
         POST /v2/rerank
         POST /rerank
+        POST /embed
         POST /v1/score
         POST /score
         POST /classify

@@ -133,10 +133,20 @@ def _operations(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str, str, Op
 def _types(operation: Operation) -> Iterator[Any]:
     """The structs that it refers to."""
     for kind in (operation.answer, operation.body, *operation.answers.values()):
-        if isinstance(kind, type):
-            yield kind
+        yield from _alternatives(kind)
     if operation.events is not None:
         yield from _kinds(operation.events)
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    """The types that are meant; none of what is of no type."""
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    return tuple(each for each in kinds if each is not None and not isinstance(each, Form | Media))
+
+
+def _schema(kind: Any, refs: dict[Any, Schema]) -> Schema:
+    found = [refs[each] for each in _alternatives(kind)]
+    return found[0] if len(found) == 1 else {"anyOf": found}
 
 
 def _kinds(events: Events) -> tuple[Any, ...]:
@@ -195,7 +205,7 @@ def _body(operation: Operation, refs: dict[Any, Schema]) -> dict[str, Any]:
         }
         media_type = "multipart/form-data"
     else:
-        schema, media_type = refs[operation.body], "application/json"
+        schema, media_type = _schema(operation.body, refs), "application/json"
     content: dict[str, Any] = {"schema": schema}
     if operation.example is not None:
         content["example"] = dict(operation.example)
@@ -207,7 +217,7 @@ def _answers(operation: Operation, refs: dict[Any, Schema]) -> dict[str, Any]:
     if isinstance(operation.answer, Media):
         content = {media_type: {} for media_type in operation.answer.media_types}
     else:
-        content = {"application/json": {"schema": refs[operation.answer]}}
+        content = {"application/json": {"schema": _schema(operation.answer, refs)}}
     if operation.events is not None:
         content["text/event-stream"] = _event_stream(operation.events, refs)
     limits = tuple(_LIMITS) if operation.tag in COUNTED else ()

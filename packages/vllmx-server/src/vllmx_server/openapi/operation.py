@@ -66,8 +66,8 @@ class Operation:
 
     Attributes:
         tag: the group that it is shown in.
-        answer: the struct of a 200, or what that is else.
-        body: the struct of its body.
+        answer: the type of a 200, or one of several, or what that is else.
+        body: the struct of its body, or one of several.
         text: what the docstring of the endpoint does not say, in Markdown.
         events: what it streams, where the body asks for that.
         statuses: the errors that it may answer beside those of all routes.
@@ -79,7 +79,7 @@ class Operation:
 
     tag: str
     answer: Any
-    body: type | Form | None = None
+    body: type | tuple[type, ...] | Form | None = None
     text: str = ""
     query: tuple[Query, ...] = ()
     events: Events | None = None

@@ -37,6 +37,7 @@ from vllmx_server.routes import pooling as pooling_routes
 from vllmx_server.routes import response_input as input_routes
 from vllmx_server.routes import responses as response_routes
 from vllmx_server.routes import status as status_routes
+from vllmx_server.routes import tei as tei_routes
 from vllmx_server.routes import text as text_routes
 from vllmx_server.routes import web as web_routes
 from vllmx_server.schema import batches as batch_bodies
@@ -46,6 +47,7 @@ from vllmx_server.schema import messages as message_bodies
 from vllmx_server.schema import pooling as pooling_bodies
 from vllmx_server.schema import response_input as input_bodies
 from vllmx_server.schema import responses as response_bodies
+from vllmx_server.schema import tei as tei_bodies
 from vllmx_server.schema import text as text_bodies
 
 GENERATING, VECTORS, KEPT = "Generating", "Vectors and scores", "Files and batches"
@@ -55,6 +57,7 @@ COUNTED = (GENERATING, VECTORS, TEXT)
 _KNOWN = {304: None}
 _HELLO = [{"role": "user", "content": "Hello!"}]
 _ADMIN = "For holders of a key of `--admin-key`, or of one with `admin` in the file of keys."
+_RANKING = {"query": "a question", "documents": ["an answer", "another one"]}
 _POOLING_TEXT = "Of models that make vectors or scores; one that generates text answers 400."
 _LINE = (
     '{"custom_id": "one", "method": "POST", "url": "/v1/chat/completions",'
@@ -212,8 +215,26 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             pooling_bodies.RerankRequest,
             _POOLING_TEXT,
             statuses=GENERATES,
-            example={"query": "a question", "documents": ["an answer", "another one"]},
+            example=_RANKING,
             task="score",
+        ),
+        tei_routes.rerank: Operation(
+            VECTORS,
+            (pooling.Ranking, list[pooling.RankedByTEI]),
+            (pooling_bodies.RerankRequest, tei_bodies.RankTextsRequest),
+            _POOLING_TEXT,
+            statuses=GENERATES,
+            example=_RANKING,
+            task="score",
+        ),
+        tei_routes.embed: Operation(
+            VECTORS,
+            list[list[float]],
+            tei_bodies.EmbedRequest,
+            _POOLING_TEXT,
+            statuses=GENERATES,
+            example={"inputs": ["a text", "another one"]},
+            task="embed",
         ),
         **CONVERSATIONS,
         file_routes.upload: Operation(

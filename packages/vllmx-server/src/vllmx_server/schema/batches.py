@@ -21,6 +21,7 @@ ENDPOINTS = (
     "/v1/messages",
     "/v1/rerank",
     "/rerank",
+    "/embed",
     "/v1/score",
     "/score",
     "/classify",
