@@ -42,7 +42,7 @@ REMEDY = "vllmx_server/openapi or vllmx_server/answers does not say what the ser
 
 
 async def kept_ids(served: Served) -> dict[str, str]:
-    """A file, a batch, a response and a conversation, by the beginnings of their paths."""
+    """One of each kind of what is kept, by the beginnings of their paths."""
     line = b'{"custom_id":"a","url":"/v1/completions","body":{"prompt":"a","max_tokens":2}}\n'
     files = {"file": ("in.jsonl", line)}
     file = await served.client.post("/v1/files", files=files, data={"purpose": "batch"})
@@ -52,7 +52,12 @@ async def kept_ids(served: Served) -> dict[str, str]:
         "/v1/responses", json={"input": "a", "max_output_tokens": 4}
     )
     conversation = await served.client.post("/v1/conversations", json={})
+    params = {"max_tokens": 2, "messages": [{"role": "user", "content": "a"}]}
+    message_batch = await served.client.post(
+        "/v1/messages/batches", json={"requests": [{"custom_id": "a", "params": params}]}
+    )
     found = {
+        "/v1/messages/batches": message_batch,
         "/v1/files": file,
         "/v1/batches": batch,
         "/v1/responses": response,

@@ -39,6 +39,7 @@ from vllmx_server.routes import (
     document,
     files,
     key_usage,
+    message_batches,
     messages,
     pooling,
     response_input,
@@ -72,6 +73,12 @@ _ROUTES = (
     ("POST", "/v1/completions", completions.completions),
     ("POST", "/v1/messages", messages.messages),
     ("POST", "/v1/messages/count_tokens", messages.count_tokens),
+    ("POST", "/v1/messages/batches", message_batches.create),
+    ("GET", "/v1/messages/batches", message_batches.list_batches),
+    ("GET", "/v1/messages/batches/{id}", message_batches.retrieve),
+    ("DELETE", "/v1/messages/batches/{id}", message_batches.delete),
+    ("POST", "/v1/messages/batches/{id}/cancel", message_batches.cancel),
+    ("GET", "/v1/messages/batches/{id}/results", message_batches.show_results),
     ("POST", "/v1/embeddings", pooling.embeddings),
     ("POST", "/v1/rerank", pooling.rerank),
     ("POST", "/v2/rerank", pooling.rerank),
@@ -153,6 +160,11 @@ _LED = {
     batches.list_batches,
     batches.retrieve,
     batches.cancel,
+    message_batches.create,
+    message_batches.list_batches,
+    message_batches.retrieve,
+    message_batches.delete,
+    message_batches.cancel,
 }
 """What one of several processes answers, whichever took the request."""
 _METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS")
@@ -298,7 +310,7 @@ def _wrapped(endpoint: Endpoint, peers: Peers | None, several: bool) -> Endpoint
     if peers is not None and endpoint in _LED:
         from vllmx_server.workers.relay import led
 
-        return led(endpoint, has_body=endpoint is batches.create)
+        return led(endpoint, has_body=endpoint in (batches.create, message_batches.create))
     return endpoint
 
 

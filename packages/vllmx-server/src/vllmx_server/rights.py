@@ -37,6 +37,12 @@ _LISTED = {
         POST /v1/completions
         POST /v1/messages
         POST /v1/messages/count_tokens
+        POST /v1/messages/batches
+        GET /v1/messages/batches
+        GET /v1/messages/batches/{id}
+        DELETE /v1/messages/batches/{id}
+        POST /v1/messages/batches/{id}/cancel
+        GET /v1/messages/batches/{id}/results
         POST /v1/embeddings
         POST /v1/rerank
         POST /v2/rerank

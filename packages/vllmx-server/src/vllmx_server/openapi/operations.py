@@ -11,6 +11,7 @@ from vllmx_server.answers import chat, completions, kept, messages, pooling, res
 from vllmx_server.answers.responses_events import ResponsesEvent
 from vllmx_server.metrics import CONTENT_TYPE
 from vllmx_server.openapi.conversations import CONVERSATIONS
+from vllmx_server.openapi.message_batches import MESSAGE_BATCHES
 from vllmx_server.openapi.operation import (
     AFTER,
     BODY,
@@ -237,6 +238,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             task="embed",
         ),
         **CONVERSATIONS,
+        **MESSAGE_BATCHES,
         file_routes.upload: Operation(
             KEPT,
             kept.FileObject,

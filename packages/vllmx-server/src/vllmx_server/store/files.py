@@ -20,7 +20,10 @@ from vllmx_server.store.folder import Folder
 from vllmx_server.store.ids import new_id, now
 
 T = TypeVar("T")
-_LIST = "SELECT * FROM files WHERE owner = ? AND (expires IS NULL OR expires > ?)"
+_LIST = (
+    "SELECT * FROM files WHERE owner = ? AND (expires IS NULL OR expires > ?)"
+    " AND purpose NOT GLOB 'message_batch*'"  # which no client has uploaded or may download
+)
 _AFTER = {
     True: " AND rowid < (SELECT rowid FROM files WHERE id = ? AND owner = ?)",
     False: " AND rowid > (SELECT rowid FROM files WHERE id = ? AND owner = ?)",
