@@ -28,7 +28,7 @@ from tests.waiting import PATIENCE_S
 from .conftest import MakeServer, Served
 
 KEYS = {"api_key": ("first", "zweitër")}
-PUBLIC = ("/health", "/health/live", "/health/ready", "/docs")
+PUBLIC = ("/ping", "/health", "/health/live", "/health/ready", "/docs")
 
 
 async def test_a_key_is_wanted_on_every_route_but_public_ones(make_server: MakeServer) -> None:
@@ -60,7 +60,8 @@ async def test_rights_are_what_is_listed(make_server: MakeServer) -> None:
     """401 and 403 are of rights here: no body of these requests is one that a route takes."""
     headers = [{}, {"authorization": "Bearer first"}, {"authorization": "Bearer top"}]
     first_that_may = {Right.EVERYBODY: 0, Right.HOLDERS: 1, Right.OPERATORS: 2}
-    async with make_server({**KEYS, "admin_key": ("top",)}) as served:
+    flags = {"admin_key": ("top",), "enable_tokenizer_info_endpoint": True}
+    async with make_server({**KEYS, **flags}) as served:
         for (method, path), right in RIGHTS.items():
             if path == "/shutdown":
                 continue  # the operator's key would end this process

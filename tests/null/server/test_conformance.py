@@ -146,7 +146,8 @@ def check_cases(cases: Any, url: str) -> None:
 
 
 async def test_answers_are_as_the_document_says(make_server: MakeServer) -> None:
-    async with make_server(max_model_len=64) as served:
+    flags = {"enable_tokenizer_info_endpoint": True}
+    async with make_server(flags, max_model_len=64) as served:
         document = (await served.client.get("/openapi.json")).json()
         served.state.pooler = LetterPooler()
         kept = await kept_ids(served)

@@ -38,6 +38,7 @@ from vllmx_server.routes import (
     conversations,
     document,
     files,
+    invocations,
     key_usage,
     message_batches,
     messages,
@@ -47,6 +48,7 @@ from vllmx_server.routes import (
     status,
     tei,
     text,
+    tokenizer_info,
     web,
 )
 from vllmx_server.sharing import Sharing
@@ -116,6 +118,9 @@ _ROUTES = (
     ("GET", "/v1/models/{name:path}", status.model),
     ("POST", "/tokenize", text.tokenize),
     ("POST", "/detokenize", text.detokenize),
+    ("POST", "/invocations", invocations.invocations),
+    ("GET", "/ping", status.ready),
+    ("POST", "/ping", status.ready),
     ("GET", "/health", status.ready),
     ("GET", "/health/live", status.live),
     ("GET", "/health/ready", status.ready),
@@ -128,7 +133,9 @@ _ROUTES = (
 )
 WEB_ROUTES = (("GET", "/", web.page), ("GET", web.PREFIX + "{name:path}", web.file))
 """The routes of the web page, which `ServerConfig.web` leaves out; open to those without a key."""
-ROUTES = (*OPERATORS_ROUTES, *_ROUTES)
+TOKENIZER_ROUTES = (("GET", "/tokenizer_info", tokenizer_info.tokenizer_info),)
+"""The routes of `ServerConfig.enable_tokenizer_info_endpoint`."""
+ROUTES = (*OPERATORS_ROUTES, *_ROUTES, *TOKENIZER_ROUTES)
 ALL_ROUTES = (*ROUTES, *WEB_ROUTES)
 """Each has an `Operation` in `vllmx_server.openapi.operations`, which a test demands, and a right
 in `vllmx_server.rights`, without which it answers nobody."""
@@ -149,6 +156,7 @@ _OF_MODEL = {
     response_input.compact,
     text.tokenize,
     text.detokenize,
+    invocations.invocations,
 }
 """What answers for the model that a body names."""
 _LED = {
@@ -225,6 +233,7 @@ def build_app(
     routes = (
         *_ROUTES,  # they are looked through in this order
         *(() if config.admin_uds else OPERATORS_ROUTES),
+        *(TOKENIZER_ROUTES if config.enable_tokenizer_info_endpoint else ()),
         *(WEB_ROUTES if config.web else ()),
     )
     app = App(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
+from vllmx_server.answers.usage import RequestTimings
 from vllmx_server.generation import Usage
 from vllmx_server.json_pieces import json_pieces
 from vllmx_server.schema.sampling import StreamOptions
@@ -53,9 +55,10 @@ class Chunks:
         encoded = b"".join(json_pieces(choice))
         return self.head + encoded + self._end(usage, num_unsent, more)
 
-    def usage(self, usage: Usage) -> bytes:
-        """The last chunk of `include_usage`."""
-        return self.head + b'],"usage":%b}\n\n' % encode(usage.shown())
+    def usage(self, usage: Usage, timings: RequestTimings | UnsetType) -> bytes:
+        """The last chunk of `include_usage`, with the times of the request where they are told."""
+        more = b"" if timings is UNSET else b',"metrics":' + encode(timings)
+        return self.head + b'],"usage":%b%b}\n\n' % (encode(usage.shown()), more)
 
     def _end(self, usage: Usage, num_unsent: int, more: bytes) -> bytes:
         if self.has_usage:

@@ -28,6 +28,8 @@ _LISTED = {
         GET /web/{name:path}
         GET /docs
         GET /docs/{name}
+        GET /ping
+        POST /ping
         GET /health
         GET /health/live
         GET /health/ready
@@ -80,6 +82,8 @@ _LISTED = {
         GET /v1/models/{name:path}
         POST /tokenize
         POST /detokenize
+        POST /invocations
+        GET /tokenizer_info
         GET /metrics
         GET /version
         GET /openapi.json

@@ -45,6 +45,11 @@ class AsyncText:
         """How well the form of calls in answers is known; found out by the first chat."""
         return self._renderer.format.tools_origin
 
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source that renders conversations; None: the model has none."""
+        return self._renderer.source
+
     def render_chat(
         self,
         messages: Sequence[ChatMessage | Message],

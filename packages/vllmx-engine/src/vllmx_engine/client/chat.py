@@ -95,6 +95,12 @@ class ChatRenderer:
         self.format  # noqa: B018
 
     @property
+    def source(self) -> str | None:
+        """The Jinja source of the usual template; None: there is none."""
+        own = self._tokenizer.chat_templates.get("default")
+        return own if self._source is None else self._source
+
+    @property
     def has_format(self) -> bool:
         """`format` takes no time any more."""
         return self._found is not None

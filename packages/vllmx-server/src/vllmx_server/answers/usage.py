@@ -33,3 +33,17 @@ class PoolingUsage(Record, kw_only=True):
 
     prompt_tokens: int
     total_tokens: int
+
+
+class RequestTimings(Record, kw_only=True):
+    """When things happened to a request; null: that did not happen."""
+
+    time_to_first_token_ms: float | None = None
+    """From the end of the queue to the first token."""
+    generation_time_ms: float | None = None
+    """From the first token to the last."""
+    queue_time_ms: float | None = None
+    mean_itl_ms: float | None = None
+    """The mean time between two tokens, of an answer with at least two."""
+    tokens_per_second: float | None = None
+    """Over the time from the end of the queue to the last token."""

@@ -32,6 +32,7 @@ from vllmx_server.routes import chat as chat_routes
 from vllmx_server.routes import completions as completion_routes
 from vllmx_server.routes import document as document_routes
 from vllmx_server.routes import files as file_routes
+from vllmx_server.routes import invocations as invocation_routes
 from vllmx_server.routes import key_usage as usage_routes
 from vllmx_server.routes import messages as message_routes
 from vllmx_server.routes import pooling as pooling_routes
@@ -40,6 +41,7 @@ from vllmx_server.routes import responses as response_routes
 from vllmx_server.routes import status as status_routes
 from vllmx_server.routes import tei as tei_routes
 from vllmx_server.routes import text as text_routes
+from vllmx_server.routes import tokenizer_info as tokenizer_routes
 from vllmx_server.routes import web as web_routes
 from vllmx_server.schema import batches as batch_bodies
 from vllmx_server.schema import chat as chat_bodies
@@ -59,6 +61,29 @@ _KNOWN = {304: None}
 _HELLO = [{"role": "user", "content": "Hello!"}]
 _ADMIN = "For holders of a key of `--admin-key`, or of one with `admin` in the file of keys."
 _RANKING = {"query": "a question", "documents": ["an answer", "another one"]}
+_INVOKED = (
+    chat_bodies.ChatCompletionRequest,
+    completion_bodies.CompletionRequest,
+    pooling_bodies.EmbeddingsRequest,
+    pooling_bodies.ClassifyRequest,
+    pooling_bodies.PoolingRequest,
+    pooling_bodies.ScoreRequest,
+    pooling_bodies.RerankRequest,
+    tei_bodies.RankTextsRequest,
+    tei_bodies.EmbedRequest,
+)
+"""The bodies of all routes that /invocations stands for."""
+_INVOKED_ANSWERS = (
+    chat.ChatCompletion,
+    completions.TextCompletion,
+    pooling.EmbeddingList,
+    pooling.ClassifiedList,
+    pooling.PooledList,
+    pooling.ScoreList,
+    pooling.Ranking,
+    list[pooling.RankedByTEI],
+    list[list[float]],
+)
 _POOLING_TEXT = "Of models that make vectors or scores; one that generates text answers 400."
 _LINE = (
     '{"custom_id": "one", "method": "POST", "url": "/v1/chat/completions",'
@@ -286,6 +311,23 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             text_bodies.DetokenizeRequest,
             statuses=(*BODY, 404),
             example={"tokens": [72, 105]},
+        ),
+        tokenizer_routes.tokenizer_info: Operation(
+            TEXT,
+            Media(("application/json",)),
+            text="There under `--enable-tokenizer-info-endpoint` alone.",
+        ),
+        invocation_routes.invocations: Operation(
+            GENERATING,
+            _INVOKED_ANSWERS,
+            _INVOKED,
+            "A model that generates takes chats and texts, one that makes vectors or scores the"
+            " others. The answer is that of the route.",
+            events=Events(
+                chat.ChatChunk | completions.TextChunk, is_named=False, ends_with="[DONE]"
+            ),
+            statuses=GENERATES,
+            example={"messages": _HELLO},
         ),
         admin_routes.load: Operation(
             STATUS,

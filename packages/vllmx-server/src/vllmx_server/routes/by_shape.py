@@ -24,12 +24,11 @@ class _Fields(msgspec.Struct):
     prompt: Raw | UnsetType = UNSET
     input: Raw | UnsetType = UNSET
     inputs: Raw | UnsetType = UNSET
-    query: Raw | UnsetType = UNSET
     queries: Raw | UnsetType = UNSET
     documents: Raw | UnsetType = UNSET
     texts: Raw | UnsetType = UNSET
     text_1: Raw | UnsetType = UNSET
-    text_2: Raw | UnsetType = UNSET
+    task: Raw | UnsetType = UNSET
 
 
 _decode = msgspec.json.Decoder(_Fields).decode
@@ -55,6 +54,7 @@ def _names(data: bytes) -> frozenset[str]:
         found = _decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return frozenset()
+    fields = ((name, getattr(found, name)) for name in found.__struct_fields__)
     return frozenset(
-        name for name in found.__struct_fields__ if getattr(found, name) not in (UNSET, b"null")
+        name for name, value in fields if value is not UNSET and bytes(value) != b"null"
     )

@@ -27,6 +27,7 @@ from vllmx_server.event_stream import DONE, HeldResponse
 from vllmx_server.generation import Generation
 from vllmx_server.json_pieces import json_pieces
 from vllmx_server.logprobs import chat_logprobs, prompt_logprobs
+from vllmx_server.request_timings import request_timings
 from vllmx_server.routes.generate import generate
 from vllmx_server.schema.chat import DECODER, ChatCompletionRequest
 from vllmx_server.schema.sampling import stream_options
@@ -93,6 +94,7 @@ class ChatAnswer:
                 usage=self._generation.usage.shown(),
                 prompt_logprobs=prompt_logprobs(final.prompt_logprobs),
                 prompt_token_ids=final.prompt_token_ids if self._body.return_token_ids else None,
+                metrics=request_timings(self._state.config, self._generation),
             )
         )
 
@@ -133,7 +135,8 @@ class ChatAnswer:
                         yield chunks.chunk(self._delta(choice), usage, num_unsent)
                     elif choice.text:
                         yield self._plain[choice.index].content(choice.text)
-        yield (chunks.usage(usage) if chunks.has_last_usage else b"") + DONE
+        timings = request_timings(self._state.config, self._generation)
+        yield (chunks.usage(usage, timings) if chunks.has_last_usage else b"") + DONE
 
     @property
     def has_middle(self) -> bool:

@@ -28,6 +28,7 @@ from vllmx_server.event_stream import DONE, HeldResponse
 from vllmx_server.generation import Generation
 from vllmx_server.json_pieces import json_pieces
 from vllmx_server.logprobs import CompletionLogprobs, prompt_logprobs
+from vllmx_server.request_timings import request_timings
 from vllmx_server.routes.generate import generate
 from vllmx_server.schema.completions import DECODER, CompletionRequest
 from vllmx_server.schema.sampling import stream_options
@@ -154,6 +155,7 @@ class CompletionAnswer:
                 ),
                 system_fingerprint=self._state.fingerprint,
                 usage=usage.shown(),
+                metrics=request_timings(self._state.config, self._generation),
             )
         )
 
@@ -232,7 +234,8 @@ class CompletionAnswer:
                         yield chunks.chunk(delta, usage, num_unsent)
                     elif choice.text:
                         yield self._plain(number, choice.text)
-        yield (chunks.usage(usage) if chunks.has_last_usage else b"") + DONE
+        timings = request_timings(self._state.config, self._generation)
+        yield (chunks.usage(usage, timings) if chunks.has_last_usage else b"") + DONE
 
     @property
     def has_middle(self) -> bool:

@@ -68,15 +68,19 @@ HELP = {
     "idle_unload_s": "Seconds without a request after which a model is unloaded, until the next"
     " one; 0: never.",
     "drain_timeout_s": "How long SIGTERM waits for requests in flight.",
-    "data_dir": "Folder where files, batches and responses are kept; without it they end with the"
-    " server.",
+    "data_dir": "Folder where files, batches, responses and conversations are kept; without it they"
+    " end with the server.",
     "max_file_bytes": "Largest file that may be uploaded.",
-    "max_stored_bytes": "Bytes of all files of one API key, and as many again of its responses.",
+    "max_stored_bytes": "Bytes of all files of one API key, as many again of its responses, and"
+    " of its conversations.",
     "max_stored_files": "Files of one API key, and batches that have ended.",
-    "max_stored_days": "How long files, batches and responses are kept.",
+    "max_stored_days": "How long files, batches, responses and conversations are kept.",
     "trust_request_chat_template": "Take chat templates from requests (sandboxed).",
     "enable_force_include_usage": "Send the usage with every chunk of streams of chats and"
     " completions, asked or not.",
+    "enable_per_request_metrics": "Say in answers of chats and completions how long they took.",
+    "enable_tokenizer_info_endpoint": "Show the tokenizer's configuration and the chat template at"
+    " GET /tokenizer_info.",
     "mcp_config": "JSON file of MCP servers whose tools requests may ask for.",
     "mcp_max_rounds": "Answers of the model in one response, all but the last of which called such"
     " tools.",
