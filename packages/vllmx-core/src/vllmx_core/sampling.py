@@ -22,6 +22,7 @@ MAX_BIAS_ENTRIES = 1024
 MAX_STOP_IDS = 1024
 MAX_ALLOWED_IDS = 1 << 19
 """More than any vocabulary has."""
+MAX_LOGPROB_IDS = 1000
 MAX_BAD_WORDS = 256
 _GREEDY_TEMPERATURE = 1e-5
 """A smaller temperature is greedy, as in vLLM: float32 could not divide by it."""
@@ -32,6 +33,7 @@ _MAX_ENTRIES = {
     "stop_token_ids": MAX_STOP_IDS,
     "bad_words": MAX_BAD_WORDS,
     "allowed_token_ids": MAX_ALLOWED_IDS,
+    "logprob_token_ids": MAX_LOGPROB_IDS,
 }
 _TokenIds = tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)], ...]
 _NUMBERS = {
@@ -82,6 +84,9 @@ class SamplingParams:
     logprobs: int | None = None
     """None: none. k: of the sampled token and the k likeliest; -1: and all of the vocabulary. What
     is served is bounded by `EngineConfig.max_logprobs`."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """The ids whose log-probabilities are wanted for each generated token, in place of the
+    likeliest."""
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     """The number of last tokens to read of a longer prompt; -1: as many as leave room for
@@ -98,7 +103,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+        for name in _MAX_ENTRIES:
             value = getattr(self, name)
             if value is not None and not isinstance(value, tuple):
                 if isinstance(value, Sized):
@@ -106,6 +111,8 @@ class SamplingParams:
                 object.__setattr__(self, name, tuple(value))
         if self.stop_token_ids is None:
             object.__setattr__(self, "stop_token_ids", ())
+        if self.logprob_token_ids is None:
+            object.__setattr__(self, "logprob_token_ids", ())
         if self.logit_bias is None:
             object.__setattr__(self, "logit_bias", {})
         self._check_numbers()
@@ -141,7 +148,7 @@ class SamplingParams:
     def _check_lists(self) -> None:
         _strings("stop", self.stop)
         _strings("bad_words", self.bad_words)
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             ids = getattr(self, name)
             if ids:
                 object.__setattr__(self, name, _token_ids(name, ids))
@@ -161,6 +168,7 @@ class SamplingParams:
         for name, ids in (
             ("stop_token_ids", self.stop_token_ids),
             ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("logprob_token_ids", self.logprob_token_ids),
             ("logit_bias", tuple(self.logit_bias)),
         ):
             if ids and max(ids) >= vocab_size:

@@ -201,15 +201,22 @@ class RequestBuilder:
         )
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:
-        """Replaces -1 for all log-probabilities by their number."""
-        if params.logprobs is None and params.prompt_logprobs is None:
+        """Replaces -1 for all log-probabilities by their number, and any by that of the ids that
+        are named."""
+        named = tuple(dict.fromkeys(params.logprob_token_ids))
+        if params.logprobs is None and params.prompt_logprobs is None and not named:
             return params
         limit, size = self.info.max_logprobs, self.info.vocab_size
-        logprobs = resolve_logprobs("logprobs", params.logprobs, limit, size)
+        logprobs: int | None = len(named)
+        if not named:
+            logprobs = resolve_logprobs("logprobs", params.logprobs, limit, size)
         of_prompt = resolve_logprobs("prompt_logprobs", params.prompt_logprobs, limit, size)
-        if (logprobs, of_prompt) == (params.logprobs, params.prompt_logprobs):
+        known = (params.logprobs, params.prompt_logprobs, params.logprob_token_ids)
+        if (logprobs, of_prompt, named) == known:
             return params
-        return dataclasses.replace(params, logprobs=logprobs, prompt_logprobs=of_prompt)
+        return dataclasses.replace(
+            params, logprobs=logprobs, prompt_logprobs=of_prompt, logprob_token_ids=named
+        )
 
     def _truncated(
         self, prompt: Prompt, add_special_tokens: bool, params: SamplingParams

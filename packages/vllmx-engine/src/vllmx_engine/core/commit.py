@@ -13,7 +13,7 @@ from vllmx_core.private_traceback import private_traceback
 
 from vllmx_engine.core.batch import Step
 from vllmx_engine.core.grammar_masks import forbids_all
-from vllmx_engine.core.likeliest import likeliest
+from vllmx_engine.core.likeliest import likeliest, logprobs_of
 from vllmx_engine.core.sampling_rows import Scored
 from vllmx_engine.core.scheduler import Scheduler
 from vllmx_engine.core.sequence import Sequence
@@ -135,8 +135,8 @@ class Committer:
         """A first token, or one with log-probabilities or a grammar."""
         is_first = len(sequence.tokens) == sequence.num_prompt
         reason = sequence.accept(token)
-        wanted = sequence.request.params.logprobs
-        logprobs = None if wanted is None else [details.of(logit, token, wanted)]
+        wanted, named = sequence.request.params.logprobs, sequence.request.params.logprob_token_ids
+        logprobs = None if wanted is None else [details.of(logit, token, wanted, named)]
         if is_first:
             sequence.mark_started()
             self.prompt_tokens += sequence.num_prompt
@@ -285,8 +285,9 @@ class _Details:
             self._places = {logit: place for place, logit in enumerate(whole.tolist())}
         self._lists: tuple[list[float], list[int], list[list[int]], list[list[float]]] | None = None
 
-    def of(self, logit: int, token: int, count: int) -> TokenLogprobs:
-        """Log-probabilities of the chosen token of a logit row, with the `count` likeliest."""
+    def of(self, logit: int, token: int, count: int, named: tuple[int, ...] = ()) -> TokenLogprobs:
+        """Log-probabilities of the chosen token of a logit row, with the `count` likeliest, or
+        with those of the ids that are `named`."""
         if self._lists is None:
             rows = self._result.logprobs
             assert rows is not None, "the backend left out log-probabilities that were asked for"
@@ -300,7 +301,12 @@ class _Details:
         place = self._places.get(logit)
         if place is not None:
             assert self._result.logits is not None, "the backend left out logits"
-            packed = likeliest(self._result.logits[place], token, chosen[logit], count)
+            logits = self._result.logits[place]
+            if named:
+                values = logprobs_of(logits, token, chosen[logit], named)
+                ids = list(named)
+                return TokenLogprobs(token, chosen[logit], rank[logit], ids, values, b"", False)
+            packed = likeliest(logits, token, chosen[logit], count)
             return TokenLogprobs(token, chosen[logit], rank[logit], [], [], packed)
         ids, values = top_ids[logit], top[logit]
         if len(ids) > count:

@@ -163,9 +163,11 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
     packed: bytes = b""
     """The bytes in place of the two lists where they are long: the ids, then their
     log-probabilities, as numbers of 32 bits."""
+    is_ranked: bool = True
+    """Whether the ids are the likeliest, in their order; False: the request named them."""
 
     def likeliest(self) -> Iterator[tuple[int, float]]:
-        """Ids with their log-probabilities, the likeliest first."""
+        """Ids with their log-probabilities, the likeliest first; or those that were named."""
         if not self.packed:
             return zip(self.top_ids, self.top_logprobs, strict=True)
         half = len(self.packed) // 2

@@ -231,6 +231,8 @@ class ChatAnswer:
         top = self._body.num_logprobs
         if choice.logprobs is None or top is None:
             return None
+        if self._body.logprob_token_ids:
+            top = -1  # all that are there
         tokenizer = self._state.llm.tokenizer
         as_ids = self._body.return_tokens_as_token_ids
         return chat_logprobs(choice.logprobs, choice.token_ids, top, tokenizer, as_ids)

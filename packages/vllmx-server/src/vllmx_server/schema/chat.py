@@ -286,6 +286,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
         """Cross-field rules. Raises InvalidRequestError."""
         SamplingFields.check(self)
         self.check_streamed("top_logprobs", self.num_logprobs)
+        self.check_named(bool(self.logprobs))
         check_messages(self.messages)
         if self.top_logprobs and not self.logprobs:  # vLLM's clients send the default, 0
             raise InvalidRequestError("top_logprobs needs logprobs = true", param="top_logprobs")

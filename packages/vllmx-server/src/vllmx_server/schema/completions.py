@@ -77,6 +77,13 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
                 param="thinking_token_budget",
             )
         self.check_streamed("logprobs", self.logprobs)
+        self.check_named(self.logprobs is not None)
+        if self.logprob_token_ids and self.scores_only:
+            raise InvalidRequestError(
+                "logprob_token_ids is about generated tokens, and max_tokens = 0 generates none:"
+                " use prompt_logprobs",
+                param="logprob_token_ids",
+            )
         if self.suffix and self.echo:
             raise InvalidRequestError(
                 "echo repeats what stands before the answer, and with suffix that is not all of"

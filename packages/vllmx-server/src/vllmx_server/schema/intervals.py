@@ -15,6 +15,7 @@ from vllmx_core.sampling import (
     MAX_ALLOWED_IDS,
     MAX_BAD_WORDS,
     MAX_BIAS_ENTRIES,
+    MAX_LOGPROB_IDS,
     MAX_STOP_IDS,
     MAX_STOP_LENGTH,
     MAX_STOPS,
@@ -60,6 +61,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Word = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Word], Meta(max_length=MAX_STOPS)]
 StopIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)]
+LogprobIds = Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_IDS)]
 BadWords = Annotated[list[Word], Meta(max_length=MAX_BAD_WORDS)]
 AllowedIds = Annotated[
     list[TokenId], Meta(max_length=MAX_ALLOWED_IDS, extra_json_schema={"minItems": 1})

@@ -51,6 +51,8 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
 
     best_of: limits.Choices | None = None
+    logprob_token_ids: limits.LogprobIds | None = None
+    """Token ids whose log-probabilities come for each generated token in place of the likeliest."""
     prompt_logprobs: limits.Likeliest | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -94,6 +96,15 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
             param=name,
         )
 
+    def check_named(self, has_logprobs: bool) -> None:
+        """Raises InvalidRequestError for `logprob_token_ids` where none are told."""
+        if self.logprob_token_ids and not has_logprobs:
+            raise InvalidRequestError(
+                "logprob_token_ids says which log-probabilities are told in place of the likeliest:"
+                " set logprobs, too",
+                param="logprob_token_ids",
+            )
+
     def sampling_params(
         self, defaults: Mapping[str, Any], *, max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
@@ -112,6 +123,7 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
             "skip_special_tokens",
             "spaces_between_special_tokens",
             "prompt_logprobs",
+            "logprob_token_ids",
             "allowed_token_ids",
             "bad_words",
             "truncate_prompt_tokens",
