@@ -191,6 +191,28 @@ def test_files_and_batches_work_from_each_worker(workers: RunningServer) -> None
         assert found["response"]["status_code"] == 200
 
 
+def test_batches_of_messages_work_from_each_worker(workers: RunningServer) -> None:
+    params = {"max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
+    body = {"requests": [{"custom_id": "a", "params": params}]}
+    for _ in range(4):
+        path = f"/v1/messages/batches/{workers.post('/v1/messages/batches', body).json()['id']}"
+        wait_until(lambda where=path: workers.get(where).json()["processing_status"] == "ended")
+        found = workers.get(path + "/results").json()
+        assert found["result"]["message"]["type"] == "message"
+    listed = workers.get("/v1/messages/batches").json()["data"]
+    assert len(listed) == 4
+
+
+def test_conversations_work_from_each_worker(workers: RunningServer) -> None:
+    name = workers.post("/v1/conversations", {}).json()["id"]
+    body = {"model": "fake", "input": "hi", "conversation": name, "max_output_tokens": 4}
+    for background in (False, True) * 2:
+        made = workers.post("/v1/responses", {**body, "background": background}).json()
+        wait_until(partial(has_status, workers, f"/v1/responses/{made['id']}", "incomplete"))
+    items = workers.get(f"/v1/conversations/{name}/items").json()["data"]
+    assert [item["role"] for item in items] == ["assistant", "user"] * 4
+
+
 def test_responses_of_the_background_are_found_from_each_worker(workers: RunningServer) -> None:
     body = {"model": "fake", "input": "hi", "background": True, "max_output_tokens": 4}
     for _ in range(4):

@@ -112,6 +112,17 @@ def test_best_of(llm: LLM) -> None:
     assert [choice.token_ids for choice in best] == [likeliest.token_ids]
 
 
+def test_named_ids_have_log_probabilities_and_no_rank(llm: LLM) -> None:
+    """They need no `logprobs`, and ids that are named twice come once."""
+    params = SamplingParams(temperature=0.0, max_tokens=2, logprob_token_ids=(9, 7, 9))
+    (choice,) = llm.generate("hi", params)[0].outputs
+    assert choice.logprobs is not None
+    for token, found in zip(choice.token_ids, choice.logprobs, strict=True):
+        assert list(found) == list(dict.fromkeys((token, 9, 7)))
+        assert found[token].rank == 1
+        assert all(found[other].rank is None for other in (9, 7) if other != token)
+
+
 def test_stop_string(llm: LLM) -> None:
     text = llm.generate("hi", GREEDY)[0].outputs[0].text
     stop = text[4:7]

@@ -131,6 +131,7 @@ async def test_items_in_pages(served: Served) -> None:
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
         ({"metadata": {"a": "x" * 513}}, "metadata[...]"),
         ({"metadata": {"a": 1}}, "metadata[...]"),
+        ({"items": [{**HELLO, "id": "x" * 129}]}, "items[0].id"),
         ({"nonsense": 1}, "nonsense"),
     ],
 )

@@ -13,6 +13,7 @@ import anthropic
 import pytest
 from anthropic.types.messages import MessageBatch
 from vllmx_server.batches import messages as batch_messages
+from vllmx_server.errors import BodyTooLargeError
 from vllmx_server.routes import batches as batch_routes
 from vllmx_server.schema.message_batches import CREATE
 
@@ -225,9 +226,13 @@ async def test_other_keys_see_nothing(make_server: MakeServer) -> None:
 def test_lines_are_one_line_each() -> None:
     """Whatever blanks the client writes between values."""
     body = b'{"requests": [{"custom_id": "a", "params": {\r\n "x": "y\\n",\n "z": 1}}]}'
-    lines = batch_messages.input_lines(CREATE.decode(body).requests)
+    requests = CREATE.decode(body).requests
+    lines = batch_messages.input_lines(requests, 100)
     assert lines.count(b"\n") == 1
     assert json.loads(lines)["body"] == {"x": "y\n", "z": 1}
+    assert batch_messages.input_lines(requests, len(lines)) == lines
+    with pytest.raises(BodyTooLargeError, match="request a has over"):
+        batch_messages.input_lines(requests, len(lines) - 1)
 
 
 async def test_a_server_that_ends_goes_on_with_it(make_server: MakeServer, tmp_path: Any) -> None:

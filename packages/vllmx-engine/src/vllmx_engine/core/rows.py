@@ -8,7 +8,7 @@ from operator import attrgetter
 from struct import Struct
 
 import numpy as np
-from vllmx_core.plan import MAX_LISTED_LOGPROBS, I32, AnyArray
+from vllmx_core.plan import I32, MAX_LISTED_LOGPROBS, AnyArray
 
 from vllmx_engine.core.sequence import Limits, Sequence
 

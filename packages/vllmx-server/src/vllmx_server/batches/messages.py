@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import partial
@@ -12,6 +12,7 @@ import msgspec
 
 from vllmx_server.answers.errors import AnthropicType, MessagesError, MessagesErrorFields
 from vllmx_server.answers.message_batches import MessageBatch, MessageBatchCounts
+from vllmx_server.errors import BodyTooLargeError
 from vllmx_server.schema.message_batches import BatchedMessage
 from vllmx_server.store.batches import Batch
 from vllmx_server.store.files import Files
@@ -25,15 +26,20 @@ _ENDS = {"batch_expired": "expired", "batch_cancelled": "canceled"}
 _encode = msgspec.json.Encoder().encode
 
 
-def input_lines(requests: Iterable[BatchedMessage]) -> bytes:
-    """The input file of a batch."""
-    return b"".join(
-        _encode({"custom_id": each.custom_id, "method": "POST", "url": URL, "body": each.params})
-        .replace(b"\r", b" ")
-        .replace(b"\n", b" ")  # JSON has them between values alone
-        + b"\n"
-        for each in requests
-    )
+def input_lines(requests: Iterable[BatchedMessage], max_line_bytes: int) -> bytes:
+    """The input file of a batch. Raises BodyTooLargeError for a request that is too long for a
+    line."""
+    lines = []
+    for each in requests:
+        line = _encode({"custom_id": each.custom_id, "url": URL, "body": each.params})
+        line = line.replace(b"\r", b" ").replace(b"\n", b" ")  # which are between values alone
+        if len(line) >= max_line_bytes:
+            raise BodyTooLargeError(
+                f"request {each.custom_id} has over {max_line_bytes} bytes with its id: shorten it,"
+                " or raise --max-body-bytes"
+            )
+        lines.append(line + b"\n")
+    return b"".join(lines)
 
 
 def shown(batch: Batch) -> MessageBatch:
@@ -41,7 +47,7 @@ def shown(batch: Batch) -> MessageBatch:
     has_ended, unanswered = not batch.is_open, batch.unanswered
     total = batch.num_requests
     cancels = batch.status == "cancelling"
-    when = batch.times.get
+    cancelled_at = batch.times.get("cancelling")
     return MessageBatch(
         id=batch.id,
         processing_status="ended" if has_ended else "canceling" if cancels else "in_progress",
@@ -54,14 +60,14 @@ def shown(batch: Batch) -> MessageBatch:
         ),
         created_at=_time(batch.created_at),
         expires_at=_time(batch.expires_at),
-        ended_at=_time(when(batch.status, batch.created_at)) if has_ended else None,
-        cancel_initiated_at=_time(when("cancelling")),
+        ended_at=_time(batch.times.get(batch.status, batch.created_at)) if has_ended else None,
+        cancel_initiated_at=None if cancelled_at is None else _time(cancelled_at),
         results_url=f"{URL}/batches/{batch.id}/results" if has_ended else None,
     )
 
 
-def _time(seconds: int | None) -> str | None:
-    return None if seconds is None else f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"
+def _time(seconds: int) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 class _Response(msgspec.Struct):
@@ -93,8 +99,8 @@ async def results(batch: Batch, files: Files) -> AsyncIterator[bytes]:
                 yield b"".join(map(_result, lines))
 
 
-async def _lines(files: Files, file_id: str) -> AsyncIterator[list[bytes]]:
-    file: BinaryIO = await files.on_thread(partial(files.path(file_id).open, "rb"))
+async def _lines(files: Files, file_id: str) -> AsyncGenerator[list[bytes], None]:
+    file: BinaryIO = await files.on_thread(lambda: files.path(file_id).open("rb"))
     try:
         while lines := await files.on_thread(partial(file.readlines, _PIECE)):
             yield lines

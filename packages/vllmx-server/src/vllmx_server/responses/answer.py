@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -143,11 +142,9 @@ class ResponseAnswer:
         meanwhile."""
         name = self._body.conversation_id
         if name is not None:
-            items = copy.deepcopy(self.stored.items())  # which get other ids where these are taken
+            conversations = self._state.storage.conversations
             with contextlib.suppress(ConversationNotKnownError):
-                await self._state.storage.conversations.add(
-                    self._owner, name, items, spare=MAX_ITEMS
-                )
+                await conversations.add(self._owner, name, self.stored.items(), spare=MAX_ITEMS)
 
     def _finish(self) -> None:
         end = self._output.end

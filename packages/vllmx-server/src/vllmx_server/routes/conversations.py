@@ -83,9 +83,8 @@ async def add_items(request: Request) -> Response:
 
     state.check_admission()
     body = await read_json(request, state, parse)
-    items = named(body.items)
     conversations, owner, name = _place(request)
-    await conversations.add(owner, name, items)
+    items = await conversations.add(owner, name, named(body.items))
     return page(ItemList, [shown(item) for item in items], False)
 
 

@@ -31,7 +31,7 @@ async def create(request: Request) -> Response:
 
     def parse(data: bytes) -> tuple[int, bytes]:
         body = checked(data, state, CREATE)
-        return len(body.requests), input_lines(body.requests)
+        return len(body.requests), input_lines(body.requests, state.config.max_body_bytes)
 
     num_requests, lines = await read_json(request, state, parse)
     check_room(state, owner)

@@ -99,8 +99,9 @@ class CompactRequest(ResponseInput, kw_only=True, forbid_unknown_fields=True):
 
     def request(self) -> ResponsesRequest:
         """The request for the summary, without thoughts."""
-        given = [InputItem("message", role="user", content=self.input)] if self.input else []
-        items = self.input if isinstance(self.input, list) else given
+        items = self.input or []
+        if isinstance(items, str):
+            items = [InputItem("message", role="user", content=items)]
         return ResponsesRequest(
             input=[*items, InputItem("message", role="user", content=REQUEST)],
             instructions=self.instructions,

@@ -65,7 +65,7 @@ class Conversations:
                 " VALUES (?, ?, ?, ?, ?, ?)",
                 (found.id, owner, found.created_at, now(), _OVERHEAD + len(metadata), metadata),
             )
-            self._add(connection, owner, found.id, items)
+            self._add(connection, owner, found.id, items, 0)
 
         await self._database.run(insert)
 
@@ -105,15 +105,16 @@ class Conversations:
         conversation_id: str,
         items: Sequence[InputItem],
         spare: int = 0,
-    ) -> None:
-        """Appends items, all or none; `spare`: so many more than MAX_ITEMS may be there then.
-        Raises ConversationNotKnownError, and InvalidRequestError for too many."""
+    ) -> list[InputItem]:
+        """Appends items, all or none, and returns them with their ids; `spare`: so many more than
+        MAX_ITEMS may be there then. Raises ConversationNotKnownError, and InvalidRequestError for
+        too many."""
 
-        def insert(connection: sqlite3.Connection) -> None:
+        def insert(connection: sqlite3.Connection) -> list[InputItem]:
             self._get(connection, owner, conversation_id)
-            self._add(connection, owner, conversation_id, items, spare)
+            return self._add(connection, owner, conversation_id, items, spare)
 
-        await self._database.run(insert)
+        return await self._database.run(insert)
 
     async def item(self, owner: str, conversation_id: str, item_id: str) -> InputItem:
         """Raises ConversationNotKnownError, ItemNotKnownError."""
@@ -221,8 +222,8 @@ class Conversations:
         owner: str,
         conversation_id: str,
         items: Sequence[InputItem],
-        spare: int = 0,
-    ) -> None:
+        spare: int,
+    ) -> list[InputItem]:
         """An item whose id another one has gets a new one."""
         query = "SELECT id FROM items WHERE conversation = ?"
         taken = {row[0] for row in connection.execute(query, (conversation_id,))}
@@ -232,12 +233,13 @@ class Conversations:
                 f" of {MAX_ITEMS}: begin a new one with what matters of it",
                 param="items",
             )
-        rows = []
+        kept = []
         for item in items:
             if item.id in taken:
-                item.id = new_item_id(item)
+                item = msgspec.structs.replace(item, id=new_item_id(item))
             taken.add(item.id)
-            rows.append((conversation_id, item.id, _encode(item)))
+            kept.append(item)
+        rows = [(conversation_id, item.id, _encode(item)) for item in kept]
         connection.executemany(
             "INSERT INTO items (conversation, id, record) VALUES (?, ?, ?)", rows
         )
@@ -246,6 +248,7 @@ class Conversations:
             (now(), sum(_ITEM_OVERHEAD + len(record) for _, _, record in rows), conversation_id),
         )
         self._make_room(connection, owner, conversation_id)
+        return kept
 
     def _make_room(self, connection: sqlite3.Connection, owner: str, keep: str) -> None:
         """Deletes the key's conversations that were not changed for the longest time, all but
