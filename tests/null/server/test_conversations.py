@@ -164,6 +164,11 @@ async def test_one_past_at_a_time(served: Served) -> None:
     response = await served.client.post("/v1/responses", json=both)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "conversation"
+    turn = await create(served, conversation=name)
+    alone = {**ASK, "previous_response_id": turn["id"]}
+    response = await served.client.post("/v1/responses", json=alone)
+    assert response.status_code == 400, "what came before that turn would be lost"
+    assert "go on with the conversation" in response.json()["error"]["message"]
     response = await served.client.post("/v1/responses", json={**ASK, "conversation": "conv_no"})
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "conversation_not_found"

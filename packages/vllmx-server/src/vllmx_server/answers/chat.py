@@ -109,5 +109,5 @@ class ChatChunk(Record, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: TokenUsage | UnsetType | None = UNSET
     metrics: RequestTimings | UnsetType = UNSET
-    """As in a whole answer, in the last chunk alone, with the usage."""
+    """The times of the request, in the last chunk alone, with the usage."""
     prompt_token_ids: list[int] | UnsetType = UNSET

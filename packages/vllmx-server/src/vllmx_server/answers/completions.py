@@ -63,4 +63,4 @@ class TextChunk(Record, kw_only=True):
     choices: list[TextChunkChoice]
     usage: TokenUsage | UnsetType | None = UNSET
     metrics: RequestTimings | UnsetType = UNSET
-    """As in a whole answer, in the last chunk alone, with the usage."""
+    """The times of the request, in the last chunk alone, with the usage."""

@@ -36,14 +36,14 @@ class PoolingUsage(Record, kw_only=True):
 
 
 class RequestTimings(Record, kw_only=True):
-    """When things happened to a request; null: that did not happen."""
+    """The times of a request; null: that did not happen."""
 
     time_to_first_token_ms: float | None = None
-    """From the end of the queue to the first token."""
+    """The time from the end of the queue to the first token."""
     generation_time_ms: float | None = None
-    """From the first token to the last."""
+    """The time from the first token to the last."""
     queue_time_ms: float | None = None
     mean_itl_ms: float | None = None
     """The mean time between two tokens, of an answer with at least two."""
     tokens_per_second: float | None = None
-    """Over the time from the end of the queue to the last token."""
+    """The tokens over the time from the end of the queue to the last one."""

@@ -30,7 +30,7 @@ class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     """One key. None: no limit."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}$")]
-    """The name of its holder: what the key may see of files, batches and responses goes by it."""
+    """The name of its holder: what the key may see of what is stored goes by it."""
     sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
     admin: bool = False
     """May use the routes that change the server."""

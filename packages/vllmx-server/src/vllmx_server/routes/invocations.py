@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,12 @@ from vllmx_server.routes import chat, completions, pooling, tei
 from vllmx_server.routes.by_shape import Endpoint, by_shape
 from vllmx_server.state import state_of
 
-_GENERATING = {"messages": chat.chat_completions, "prompt": completions.completions}
+_GENERATING: Mapping[str, Endpoint] = {
+    "messages": chat.chat_completions,
+    "prompt": completions.completions,
+}
 """The endpoints of a model that generates, by the field that says which is meant."""
-_SCORING = {
+_SCORING: Mapping[str, Endpoint] = {
     "text_1": pooling.score,
     "queries": pooling.score,
     "documents": pooling.rerank,
@@ -34,12 +37,10 @@ async def invocations(request: Request) -> Any:
 
 def _meant(pooler: Pooler | None, names: Collection[str]) -> Endpoint:
     """Raises InvalidRequestError for a shape of no route that the model can serve."""
-    known: dict[str, Endpoint]
-    if pooler is None:
-        known = dict(_GENERATING)
-    else:
+    known = _GENERATING
+    if pooler is not None:
         vectors = pooling.embeddings if "embed" in pooler.tasks else pooling.classify
-        known = _SCORING | dict.fromkeys(_INPUTS, vectors)
+        known = {**_SCORING, **dict.fromkeys(_INPUTS, vectors)}
     for name, endpoint in known.items():
         if name in names:
             return endpoint
