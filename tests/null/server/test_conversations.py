@@ -232,6 +232,12 @@ async def test_conversations_are_bounded(
         response = await served.client.post("/v1/responses", json={**ASK, "conversation": name})
         assert response.status_code == 400
         assert "2000 bytes" in response.json()["error"]["message"]
+        await served.client.post(path, json={"items": [HELLO]})
+        found = (await served.client.get(path + "?order=asc")).json()
+        assert len(found["data"]) == 2, "a page ends with the item that brings it to the limit"
+        assert found["has_more"]
+        rest = (await served.client.get(f"{path}?order=asc&after={found['last_id']}")).json()
+        assert (len(rest["data"]), rest["has_more"]) == (1, False)
 
 
 async def test_they_outlive_the_server_and_expire(

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from vllmx_server.answers.conversations import ConversationObject, DeletedConversation
 from vllmx_server.answers.responses import ItemList
-from vllmx_server.body import checked, read_json
+from vllmx_server.body import body_bytes, checked, read_json
 from vllmx_server.responses.as_chat import check_items
 from vllmx_server.responses.items import named, shown
 from vllmx_server.routes.pages import answer, check_query, newest_first, number, page
@@ -20,7 +20,8 @@ from vllmx_server.schema.conversations import (
     AddItems,
     CreateConversation,
 )
-from vllmx_server.state import owner_of, state_of
+from vllmx_server.schema.responses import InputItem
+from vllmx_server.state import client_of, owner_of, state_of
 from vllmx_server.store.conversations import Conversations
 from vllmx_server.store.ids import new_id, now
 
@@ -85,7 +86,7 @@ async def add_items(request: Request) -> Response:
     body = await read_json(request, state, parse)
     conversations, owner, name = _place(request)
     items = await conversations.add(owner, name, named(body.items))
-    return page(ItemList, [shown(item) for item in items], False)
+    return await _listed(request, items, False, body_bytes(request))
 
 
 async def list_items(request: Request) -> Response:
@@ -94,8 +95,21 @@ async def list_items(request: Request) -> Response:
     conversations, owner, name = _place(request)
     limit = number(request, "limit", 1, 100, 20)
     after = request.query_params.get("after")
-    found, has_more = await conversations.page(owner, name, after, limit, newest_first(request))
-    return page(ItemList, [shown(item) for item in found], has_more)
+    found, has_more, num_bytes = await conversations.page(
+        owner, name, after, limit, newest_first(request), state_of(request).config.max_body_bytes
+    )
+    return await _listed(request, found, has_more, num_bytes)
+
+
+async def _listed(
+    request: Request, items: list[InputItem], has_more: bool, num_bytes: int
+) -> Response:
+    """A list of so many bytes, which may be long: it is made on a thread."""
+    return await state_of(request).llm.text.run(
+        client_of(request),
+        num_bytes,
+        lambda _: page(ItemList, [shown(item) for item in items], has_more),
+    )
 
 
 async def item(request: Request) -> Response:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from itertools import chain
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from vllmx_engine.client.request_stream import RequestStream
@@ -18,6 +18,7 @@ from vllmx_server.disconnect import while_there
 from vllmx_server.event_stream import HeldResponse
 from vllmx_server.field_names import RESPONSES_FIELDS
 from vllmx_server.generation import Generation
+from vllmx_server.json_pieces import Items, json_pieces
 from vllmx_server.responses.answer import usage_of
 from vllmx_server.responses.as_chat import chat_of, items_of
 from vllmx_server.responses.compaction import item_of
@@ -31,7 +32,6 @@ from vllmx_server.schema.responses import InputItem, ResponsesRequest
 from vllmx_server.state import ServerState, client_of, state_of
 from vllmx_server.store.ids import new_id, now
 
-_encode = msgspec.json.Encoder().encode
 _KEPT = ("user", "system", "developer")
 """The roles of messages that a compacted conversation keeps as they are."""
 
@@ -108,10 +108,10 @@ class _Compaction:
             "id": new_id("resp_"),
             "object": "response.compaction",
             "created_at": now(),
-            "output": [*map(shown, self._kept), item_of("".join(texts))],
+            "output": Items(chain(map(shown, self._kept), (item_of("".join(texts)),))),
             "usage": usage_of(self._generation.usage),
         }
-        return iter((_encode(found),))
+        return json_pieces(found)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Nothing is streamed here."""

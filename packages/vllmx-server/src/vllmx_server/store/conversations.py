@@ -146,9 +146,16 @@ class Conversations:
         return await self._database.run(forget)
 
     async def page(
-        self, owner: str, conversation_id: str, after: str | None, limit: int, newest_first: bool
-    ) -> tuple[list[InputItem], bool]:
-        """A page of items, and whether more follow. Raises ConversationNotKnownError."""
+        self,
+        owner: str,
+        conversation_id: str,
+        after: str | None,
+        limit: int,
+        newest_first: bool,
+        max_bytes: int,
+    ) -> tuple[list[InputItem], bool, int]:
+        """A page of items, whether more follow, and the bytes of the page, which ends at the item
+        that brings it to `max_bytes`. Raises ConversationNotKnownError."""
         sign, order = ("<", "DESC") if newest_first else (">", "ASC")
         query = "SELECT record FROM items WHERE conversation = ?"
         values = [conversation_id]
@@ -158,12 +165,18 @@ class Conversations:
             values += [conversation_id, after]
         query += f" ORDER BY number {order} LIMIT {limit + 1:d}"
 
-        def read(connection: sqlite3.Connection) -> list[InputItem]:
+        def read(connection: sqlite3.Connection) -> tuple[list[InputItem], bool, int]:
             self._get(connection, owner, conversation_id)
-            return [_decode_item(row[0]) for row in connection.execute(query, values)]
+            found: list[InputItem] = []
+            num_bytes = 0
+            for (record,) in connection.execute(query, values):
+                if len(found) == limit or num_bytes >= max_bytes:
+                    return found, True, num_bytes
+                found.append(_decode_item(record))
+                num_bytes += len(record)
+            return found, False, num_bytes
 
-        found = await self._database.run(read)
-        return found[:limit], len(found) > limit
+        return await self._database.run(read)
 
     async def items(
         self, owner: str, conversation_id: str, max_bytes: int
