@@ -338,7 +338,7 @@ async def test_errors_have_anthropics_shape(make_server: MakeServer) -> None:
         await error(400, "invalid_request_error", json={"messages": 3}, headers=key)
         await error(415, "invalid_request_error", content=b"{}", headers=key)
         await error(405, "invalid_request_error", method="GET", headers=key)
-        await error(404, "not_found_error", "/batches", json={}, headers=key)
+        await error(404, "not_found_error", "/nothing", json={}, headers=key)
         long = {**HELLO, "messages": [{"role": "user", "content": "x" * 9000}]}
         assert "512" in await error(400, "invalid_request_error", json=long, headers=key)
         served.state.draining = True
