@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -87,6 +88,22 @@ def fuzz(session: nox.Session) -> None:
         options = session.posargs[1:] or ["-max_total_time=300"]
         for kind in ([], ["--changed"]):
             session.run("python", "tests/fuzz/run.py", *kind, name, *options)
+
+
+@nox.session
+def chance(session: nox.Session) -> None:
+    """Tests over the fake model beside two busy processes, with the core's updates merged as far as
+    can be, not at all, and at random; arguments are the seeds, by default 1 to 3."""
+    session.install("-r", "requirements-dev.txt")
+    seeds = session.posargs or ["1", "2", "3"]
+    updates = [f"--updates={how}" for how in ("all", "none", *seeds)]
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        folders = (f"tests/null/{name}" for name in ("frontend", "mcp", "server"))
+        session.run("python", "-m", "pytest", "-n", "2", *folders, *updates)
+    finally:
+        for process in busy:
+            process.kill()
 
 
 @nox.session

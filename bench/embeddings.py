@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from cpu_peers.host_load import available_processors
+from output_file import output_file
 
 LENGTHS = (128, 512)
 NUM_TEXTS = 64
@@ -59,7 +60,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=NUM_TEXTS, help="of each length")
     parser.add_argument("--shapes", default=",".join(VOCABULARY))
     parser.add_argument("--threads", type=int, default=available_processors())
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

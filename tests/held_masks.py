@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 from vllmx_core.plan import U32
 from vllmx_engine.core import batch, grammar_row
-from vllmx_engine.core.mask_threads import MaskFill
+from vllmx_engine.core.mask_threads import Later, MaskFill
 from vllmx_engine.core.rows import RowTable
 from vllmx_engine.grammar.matcher import MaskPace, Matcher
 
@@ -31,16 +31,19 @@ class HeldMatcher:
         self._hold()
         self._inner.fill_mask(mask)
 
+    def mend_mask(self, mask: U32) -> None:
+        self._inner.mend_mask(mask)
+
 
 @contextmanager
 def held(hold: Hold) -> Iterator[None]:
     """Masks of rows that get their grammar meanwhile are held up."""
     with pytest.MonkeyPatch.context() as patch:
 
-        def fill(matcher: Matcher, num_words: int, pace: MaskPace) -> MaskFill:
+        def fill(matcher: Matcher, num_words: int, pace: MaskPace, later: Later) -> MaskFill:
             slow = MaskPace()
             slow.observe(math.inf)
-            return MaskFill(HeldMatcher(matcher, hold), num_words, slow)
+            return MaskFill(HeldMatcher(matcher, hold), num_words, slow, later)
 
         patch.setattr(grammar_row, "MaskFill", fill)
         yield

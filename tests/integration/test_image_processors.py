@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from vllmx_core.errors import ConfigError, ContextLengthError, InvalidRequestError
-from vllmx_engine.images.prepared import normalised
+from vllmx_core.errors import ConfigError, InvalidRequestError
+from vllmx_engine.images.prepared import PreparedImage, normalised
 from vllmx_engine.images.processor import ImageProcessor, find_processor
 
 QWEN3 = {
@@ -43,6 +43,14 @@ def processor(folder: Path, config: dict[str, Any]) -> ImageProcessor:
     return found
 
 
+def prepared(processor: ImageProcessor, image: Image.Image) -> PreparedImage:
+    fit = processor.fit(image.height, image.width, "here")
+    found = processor.prepare(np.asarray(image), fit)
+    assert (found.grid, found.num_tokens) == (fit.grid, fit.num_tokens)
+    assert found.patches.nbytes == fit.num_bytes
+    return found
+
+
 SIZES = [(100, 80), (28, 28), (333, 1000), (1, 150), (640, 17)]
 
 
@@ -57,7 +65,7 @@ def test_qwen(tmp_path: Path, config: dict[str, Any]) -> None:
     for size in SIZES:
         image = picture(*size)
         wanted = theirs(image, return_tensors="np")
-        found = ours.prepare(np.asarray(image), 1 << 20, "here")
+        found = prepared(ours, image)
         assert found.grid == tuple(wanted["image_grid_thw"][0])
         assert found.num_tokens * 4 == found.patches.shape[0] == np.prod(found.grid)
         assert found.patches.dtype == np.uint8  # a quarter of what they become
@@ -74,7 +82,7 @@ def test_gemma(tmp_path: Path) -> None:
     for size in SIZES[:2]:
         image = picture(*size)
         wanted = theirs(image, return_tensors="np")["pixel_values"][0]  # (3, 896, 896)
-        found = ours.prepare(np.asarray(image), 256, "here")
+        found = prepared(ours, image)
         assert (found.grid, found.num_tokens) == ((1, 64, 64), 256)
         cut = wanted.reshape(3, 16, 4, 14, 16, 4, 14).transpose(1, 4, 2, 5, 0, 3, 6)
         cut = cut.reshape(4096, -1)  # 4 x 4 patches become a token
@@ -89,7 +97,7 @@ def test_gemma4(tmp_path: Path) -> None:
     for size in [*SIZES[:3], (1000, 9), (9, 1000)]:
         image = picture(*size)
         wanted = theirs(image, return_tensors="np")
-        found = ours.prepare(np.asarray(image), 256, "here")
+        found = prepared(ours, image)
         _, tall, wide = found.grid
         assert found.num_tokens == wanted["num_soft_tokens_per_image"][0]
         values = normalised(found.patches, found.levels)
@@ -101,18 +109,16 @@ def test_gemma4(tmp_path: Path) -> None:
 
 def test_digests_tell_pixels_and_sizes_apart(tmp_path: Path) -> None:
     ours = processor(tmp_path, QWEN2)
-    digests = {ours.prepare(np.asarray(picture(*size)), 999, "").digest for size in SIZES}
+    digests = {prepared(ours, picture(*size)).digest for size in SIZES}
     assert len(digests) == len(SIZES)
-    again = ours.prepare(np.asarray(picture(*SIZES[0])), 999, "").digest
+    again = prepared(ours, picture(*SIZES[0])).digest
     assert again in digests
 
 
 def test_what_cannot_be_seen(tmp_path: Path) -> None:
     ours = processor(tmp_path, QWEN2)
     with pytest.raises(InvalidRequestError, match="at most 200 times"):
-        ours.prepare(np.asarray(picture(1, 201)), 999, "here")
-    with pytest.raises(ContextLengthError, match="room for 3"):
-        ours.prepare(np.asarray(picture(100, 80)), 3, "here")
+        ours.fit(201, 1, "here")
 
 
 def test_configs(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from vllmx_core.errors import BackendUnavailableError, EngineDeadError, InvalidR
 from vllmx_core.registry import load_registry
 from vllmx_engine.link.process_frontend import ProcessFrontend
 
+from tests.waiting import wait_until
+
 REFERENCE = Path(__file__).parents[1] / "data" / "demo" / "reference_greedy.json"
 CONFIG: dict[str, Any] = {"max_num_seqs": 64, "kv_cache_memory_bytes": 1 << 27}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
@@ -72,6 +74,24 @@ def test_reference_answers_in_float32() -> None:
     assert [output.outputs[0].token_ids for output in outputs] == [
         case["greedy_ids"] for case in cases
     ]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
+def test_a_dropped_model_leaves_no_thread() -> None:
+    """Those of the backend among them, which Python does not know."""
+
+    def count() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    counts = []
+    for _ in range(2):
+        dropped = LLM("demo", **CONFIG)
+        dropped.generate("Once", GREEDY, use_tqdm=False)
+        most = count()
+        del dropped
+        wait_until(lambda most=most: count() < most)  # type: ignore[misc]
+        counts.append(count())
+    wait_until(lambda: count() <= counts[0])
 
 
 def test_chat_knows_a_capital(llm: LLM) -> None:

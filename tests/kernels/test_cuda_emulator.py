@@ -59,6 +59,20 @@ def test_what_is_right_passes(emulator: Emulator) -> None:
     np.testing.assert_array_equal(y, x[::-1])
 
 
+def test_a_grid_of_nothing_is_one_block(emulator: Emulator) -> None:
+    """As CuPy launches it, so that a caller that launches nothing is seen."""
+    own = Emulator(check=True, order=emulator.order, folder=Path(__file__).parent)
+    x, y = on_device(np.arange(64), np.float32), empty(64, np.float32)
+    own.launch(described("good").variant(), {"blocks": 0}, [x, y, 64])
+    np.testing.assert_array_equal(y, x[::-1])
+
+
+def test_static_shared_memory_counts() -> None:
+    variant = KERNELS["layer_norm"].variant(VX_DTYPE=0, VX_VEC=1)
+    sizes = {"rows": 1, "width": 64}
+    assert Emulator().shared_bytes(variant, sizes) >= variant.launch(sizes).shared_bytes + 32 * 4
+
+
 def test_a_fault_names_its_line(emulator: Emulator) -> None:
     with pytest.raises(KernelFault, match=r"at cuda_faults\.cu:\d+"):
         launch(emulator, "beyond_the_end")

@@ -175,7 +175,16 @@ STREETS = {
         {"grammar", "images"},
         {"core", "formats"},
         {"link", "client"},
-        {"async_core", "async_llm", "llm", "llm_arguments", "engine", "grammars", "streams"},
+        {
+            "async_core",
+            "async_llm",
+            "llm",
+            "llm_arguments",
+            "engine",
+            "grammars",
+            "streams",
+            "checked_flags",
+        },
     ),
     "vllmx_cuda": (
         {"compiler", "kernel_specs"},

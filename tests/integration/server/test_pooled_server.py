@@ -104,6 +104,32 @@ async def test_embeddings(serve: Serve) -> None:
         assert "generates no text" in text
         assert "load" in await refused(client, "/classify", input="x")
         await check_times(client, num_texts=6)
+        await check_other_shapes(client, vectors)
+
+
+async def check_other_shapes(client: Client, vectors: list[Any]) -> None:
+    """TEI's, and a conversation, which is embedded as its tokens are."""
+    rows = await ask_list(client, "/embed", inputs=["The cat", "a dog"])
+    np.testing.assert_allclose(rows, vectors[:2], atol=1e-6)
+    cut = await ask_list(client, "/embed", inputs="a b c " * 100, truncate=True)
+    assert len(cut[0]) == CONFIG["hidden_size"]
+    assert "no prompt" in await refused(client, "/embed", inputs="a", prompt_name="query")
+    best, other = await ask_list(client, "/rerank", query="The cat", texts=["a dog", "The cat"])
+    assert (best["index"], other["index"]) == (1, 0)
+    talk = {"messages": [{"role": "user", "content": "a dog"}]}
+    tokens = (await ask(client, "/tokenize", **talk, add_generation_prompt=False))["tokens"]
+    by_talk, by_ids = [
+        (await ask(client, "/v1/embeddings", **body))["data"] for body in (talk, {"input": tokens})
+    ]
+    assert by_talk == by_ids
+    invoked = await ask(client, "/invocations", **talk)
+    assert invoked["data"] == by_talk
+
+
+async def ask_list(client: Client, path: str, **body: Any) -> list[Any]:
+    found: Any = await ask(client, path, **body)
+    assert isinstance(found, list)
+    return found
 
 
 async def check_times(client: Client, num_texts: int) -> None:

@@ -76,6 +76,34 @@ def test_an_answer_follows_its_schema(way: str, server: RunningServer) -> None:
             "[ab]{4}",
         ),
         ({"guided_regex": "[a-z]{9}", "stop": ["a"], "logprobs": True}, "[b-z]{0,9}"),
+        ({"structured_outputs": {"grammar": 'root ::= "a" ([0-9]{1,4})?'}}, "a([0-9]{1,4})?"),
+        ({"structured_outputs": {"grammar": 'root ::= ("a"{1,3}){2}'}}, "a{2,6}"),
+        ({"structured_outputs": {"grammar": 'root ::= (("x")?){1,3} "y"'}}, "x{0,3}y"),
+        ({"structured_outputs": {"grammar": "root ::= ([0-9]{2})?"}}, "([0-9]{2})?"),
+        ({"structured_outputs": {"grammar": r'root ::= "\u00e9"'}}, "é"),
+        (
+            {"structured_outputs": {"grammar": 'root ::= foo Foo\nfoo ::= "a"\nFoo ::= "b"'}},
+            "ab",
+        ),
+        (
+            {"structured_outputs": {"grammar": 'root ::= a-b a_b\na-b ::= "1"\na_b ::= "2"'}},
+            "12",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "structural_tag",
+                    "format": {
+                        "type": "tag",
+                        "begin": "<n>",
+                        "content": {"type": "grammar", "grammar": 'root ::= "1" | "2"'},
+                        "end": ["</n>", "."],
+                    },
+                }
+            },
+            r"<n>[12](</n>|\.)",
+        ),
+        ({"guided_json": {"oneOf": [{"enum": [1, 2]}, {"enum": [2, 3]}]}}, "1|3"),
     ],
 )
 def test_other_forms(fields: dict[str, Any], pattern: str, server: RunningServer) -> None:
@@ -137,6 +165,26 @@ def _deep(levels: int) -> dict[str, Any]:
     for _ in range(levels):
         schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
     return schema
+
+
+@pytest.mark.parametrize("levels", [31, 60])
+def test_a_schema_may_be_as_deep_on_every_route(levels: int, server: RunningServer) -> None:
+    schema, form = _deep(levels), {"type": "json_schema", "name": "s", "schema": _deep(levels)}
+    bodies: dict[str, list[dict[str, Any]]] = {
+        "/v1/chat/completions": [
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+            {"structured_outputs": {"json": json.dumps(schema)}},
+        ],
+        "/v1/responses": [{"text": {"format": form}}],
+        "/v1/messages": [{"output_config": {"format": {"type": "json_schema", "schema": schema}}}],
+    }
+    for path, ways in bodies.items():
+        is_responses = path == "/v1/responses"
+        ask = {"input": "Hi"} if is_responses else {"messages": QUESTION}
+        limit = {"max_output_tokens": 16} if is_responses else {"max_tokens": 4}
+        for way in ways:
+            answer = server.post(path, {**ask, **limit, **way})
+            assert answer.status_code == 200, f"{path}: {answer.text[:300]}"
 
 
 HOSTILE: dict[str, dict[str, Any]] = {

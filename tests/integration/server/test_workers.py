@@ -6,11 +6,14 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -42,18 +45,24 @@ def worker_pids(server: RunningServer) -> list[int]:
 def worker_of(client: httpx.Client, server: RunningServer) -> int:
     """The worker that a client's only connection is with."""
     stream = client._transport._pool.connections[0]._connection._network_stream  # type: ignore[attr-defined]
-    port = stream.get_extra_info("client_addr")[1]
+    return holders([stream.get_extra_info("client_addr")[1]], server)[0]
+
+
+def holders(ports: list[int], server: RunningServer) -> list[int]:
+    """The workers that the connections from these ports are with."""
     inodes = set()
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()
-        if int(fields[2].split(":")[1], 16) == port:
+        if int(fields[2].split(":")[1], 16) in ports:
             inodes.add(f"socket:[{fields[9]}]")
+    found = []
     for pid in worker_pids(server):
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
                 if os.readlink(link) in inodes:
-                    return pid
-    raise AssertionError("nobody has the connection")
+                    found.append(pid)
+    assert len(found) == len(ports), "nobody has some of the connections"
+    return found
 
 
 class Stream:
@@ -114,6 +123,27 @@ def test_a_killed_worker_ends_its_own_streams_alone(workers: RunningServer) -> N
     wait_until(lambda: workers.post("/v1/completions", SHORT).status_code == 200)
 
 
+def test_streams_land_evenly(workers: RunningServer) -> None:
+    """Those that come at once, over connections of their own."""
+    address = urlsplit(workers.url)
+    body = json.dumps(LONG | {"max_tokens": 1000}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\n".encode()
+    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    streams = [socket.create_connection((address.hostname, address.port)) for _ in range(60)]
+    try:
+        for stream in streams:
+            stream.sendall(head + body)
+        for stream in streams:
+            assert stream.recv(12) == b"HTTP/1.1 200"
+        held = Counter(holders([stream.getsockname()[1] for stream in streams], workers))
+    finally:
+        for stream in streams:
+            stream.close()
+    assert len(held) == 2
+    assert 24 <= min(held.values()) <= max(held.values()) <= 36
+    workers.becomes_idle()
+
+
 def test_counters_are_those_of_the_whole_server(workers: RunningServer) -> None:
     """Whichever process answers: each scrape has a connection of its own."""
     before = workers.metric("request_success_total")
@@ -159,6 +189,28 @@ def test_files_and_batches_work_from_each_worker(workers: RunningServer) -> None
     for _ in range(4):
         found = json.loads(workers.get(f"/v1/files/{output}/content").content)
         assert found["response"]["status_code"] == 200
+
+
+def test_batches_of_messages_work_from_each_worker(workers: RunningServer) -> None:
+    params = {"max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
+    body = {"requests": [{"custom_id": "a", "params": params}]}
+    for _ in range(4):
+        path = f"/v1/messages/batches/{workers.post('/v1/messages/batches', body).json()['id']}"
+        wait_until(lambda where=path: workers.get(where).json()["processing_status"] == "ended")
+        found = workers.get(path + "/results").json()
+        assert found["result"]["message"]["type"] == "message"
+    listed = workers.get("/v1/messages/batches").json()["data"]
+    assert len(listed) == 4
+
+
+def test_conversations_work_from_each_worker(workers: RunningServer) -> None:
+    name = workers.post("/v1/conversations", {}).json()["id"]
+    body = {"model": "fake", "input": "hi", "conversation": name, "max_output_tokens": 4}
+    for background in (False, True) * 2:
+        made = workers.post("/v1/responses", {**body, "background": background}).json()
+        wait_until(partial(has_status, workers, f"/v1/responses/{made['id']}", "incomplete"))
+    items = workers.get(f"/v1/conversations/{name}/items").json()["data"]
+    assert [item["role"] for item in items] == ["assistant", "user"] * 4
 
 
 def test_responses_of_the_background_are_found_from_each_worker(workers: RunningServer) -> None:

@@ -75,9 +75,6 @@ def test_flash_attention_goes_with_and_without_a_value(value: list[str]) -> None
         ("--temp nan", "'nan' is refused: a number is wanted"),
         ("-n 1e999", "'1e999' is refused: a number is wanted"),
         ("--top-k " + "9" * 5000, "a number is wanted"),
-        ("--max-model-len 5 --max-model-len 6", "--max-model-len is given twice"),
-        ("--gpu-memory-utilization .5 --memory-fraction .5", "--memory-fraction is given twice"),
-        ("--m a --w b", "--model is given twice"),
         ("a --m b", "named twice"),
         ("a -hf b", "given as 'a' too"),
         ("--m a.gguf:b --f c", "is a file itself"),
@@ -88,6 +85,52 @@ def test_flash_attention_goes_with_and_without_a_value(value: list[str]) -> None
 def test_other_values_are_refused_with_the_remedy(line: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         configs(*line.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "value"),
+    [
+        ("--max-model-len 5 --max-model-len 6", "max_model_len", 6),
+        ("--max-model-len=6 --max-model-len=5", "max_model_len", 5),
+        ("--gpu-memory-utilization .5 --memory-fraction .7", "memory_fraction", 0.7),
+        ("--memory-fraction .7 --gpu-memory-utilization .5", "memory_fraction", 0.5),
+        ("--dtype f32 --dtype bf16 --dtype f16", "dtype", "float16"),
+        ("--enable-prefix-caching --no-enable-prefix-caching", "enable_prefix_caching", False),
+        ("--no-enable-prefix-caching --enable-prefix-caching", "enable_prefix_caching", True),
+        ("--ctx-size 5 --ctx-size 6", "max_model_len", 6),
+        ("--tool-parser none --tool-call-parser auto", "tool_parser", "auto"),
+    ],
+)
+def test_of_an_option_that_is_given_twice_the_last_wins(
+    caplog: pytest.LogCaptureFixture, line: str, field: str, value: object
+) -> None:
+    assert getattr(engine(*line.split()), field) == value
+    told = [r.getMessage() for r in caplog.records if "given twice" in r.getMessage()]
+    assert len(told) == 1
+    assert "the last one is taken" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--O.top_k 5 --O.top_k 6", {"top_k": 6}),
+        ("--O.a.b 5 --O.a 6", {"a": 6}),
+        ("--O.a 6 --O.a.b 5", {"a": {"b": 5}}),
+        ("--O.top_k 5 --O {}", {}),
+        ("--O {} --O.top_k 5", {"top_k": 5}),
+    ],
+)
+def test_of_a_key_that_is_given_twice_the_last_wins(
+    caplog: pytest.LogCaptureFixture, line: str, expected: object
+) -> None:
+    config = engine(*line.replace("--O", "--default-chat-template-kwargs").split())
+    assert json.loads(config.default_chat_template_kwargs or "") == expected
+    assert "given twice" in caplog.text
+
+
+def test_options_that_may_be_repeated_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert configs("--api-key", "a", "--api-key", "b")[1].api_key == ("a", "b")
+    assert "twice" not in caplog.text
 
 
 def test_a_mistyped_flag_names_the_nearest() -> None:
@@ -204,8 +247,8 @@ def test_switches_of_vllm_are_turned_off_too() -> None:
     server = configs("--enable-force-include-usage")[1]
     assert server.enable_force_include_usage is True
     assert configs("--disable-force-include-usage")[1].enable_force_include_usage is False
-    with pytest.raises(ConfigError, match="--expert-parallel True, which is given as False too"):
-        engine("--no-enable-expert-parallel", "--enable-expert-parallel")
+    assert engine("--no-enable-expert-parallel", "--enable-expert-parallel").expert_parallel
+    assert not engine("--enable-expert-parallel", "--no-enable-expert-parallel").expert_parallel
 
 
 def test_keys_of_an_object_are_flags_too() -> None:
@@ -220,10 +263,6 @@ def test_keys_of_an_object_are_flags_too() -> None:
     engine("--limit-mm-per-prompt.image", "2", "-cc.mode", "3", "--attention-config.backend", "F")
     for line, text in (
         ("--speculative-config.method ngram", "vllmx does not speculate"),
-        ("--override-generation-config.top_k 5 --override-generation-config.top_k 6", "twice"),
-        ("--override-generation-config.a.b 5 --override-generation-config.a 6", "twice"),
-        ("--override-generation-config.a 6 --override-generation-config.a.b 5", "twice"),
-        ("--override-generation-config.top_k 5 --override-generation-config {}", "twice"),
         ("--override-generation-config.top_k", "wants a value"),
     ):
         with pytest.raises(ConfigError, match=text):

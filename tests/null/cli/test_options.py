@@ -13,7 +13,11 @@ from vllmx.cli.command import ModelCommand
 from vllmx.cli.options import HELP, engine_options, options_of, resolve
 from vllmx.cli.serve import HELP as SERVER_HELP
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import ConfigError
+from vllmx_core.errors import ConfigError, ModelNotFoundError
+from vllmx_core.registry import load_registry
+from vllmx_engine.checked_flags import check_flags
+from vllmx_engine.engine import Engine
+from vllmx_engine.text.model_files import template_of
 from vllmx_server.config import ServerConfig
 
 
@@ -130,3 +134,86 @@ def test_a_bad_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("VLLMX_SEED", "x")
     with pytest.raises(ConfigError, match="VLLMX_SEED"):
         configs()
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [("007", "007"), ("1.10", "1.10"), ("0x1F", "0x1F"), ("1_000", "1_000"), ("12:30", "12:30"),
+     ("7", "7"), (".5", ".5"), ("'007'", "007")],
+)  # fmt: skip
+def test_numbers_of_the_file_are_texts_as_they_are_written(
+    tmp_path: Path, written: str, text: str
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"served-model-name: {written}\napi-key: [{written}, b]\nmax-num-seqs: 0x10\n")
+    engine, server = configs("--config", str(file))
+    assert (engine.name, server.api_key, engine.max_num_seqs) == (text, (text, "b"), 16)
+
+
+@pytest.mark.parametrize("written", ["yes", "2024-01-01", "[yes]"])
+def test_what_is_no_text_is_refused(tmp_path: Path, written: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"served-model-name: {written}\n")
+    with pytest.raises(ConfigError, match="must be a text"):
+        configs("--config", str(file))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--served-model-name", "a", "b"],
+        ["m", "--served-model-name", "a", "b", "--port", "1"],
+        ["--served-model-name", "a", "--port", "1", "--alias", "b"],
+        ["--served_model_name=a", "-a", "b"],
+    ],
+)
+def test_other_commands_take_the_first_of_several_names(arguments: list[str]) -> None:
+    assert configs(*arguments)[0].name == "a"
+
+
+@pytest.mark.parametrize("model", ["org/model", "demo", "."])
+def test_a_model_behind_names_is_the_model(model: str) -> None:
+    engine = configs("--served-model-name", "a", "b", model)[0]
+    assert (engine.name, engine.model) == ("a", model)
+    assert configs("--served-model-name", "a", model)[0].model == model
+
+
+def test_a_template_in_one_line_or_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = load_registry()
+    line = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "t.jinja").write_text(line)
+    for flag in (line, str(tmp_path / "t.jinja")):
+        config = configs("--chat-template", flag)[0]
+        check_flags(config, registry)
+        assert template_of(config.chat_template) == line
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "{x}").write_text("of the file")
+    assert template_of("{x}") == "of the file"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--chat-template", "none.jinja"), "--chat-template none.jinja does not exist"),
+        (("--chat-template", "{% for %}"), "--chat-template cannot be used: "),
+        (("--tool-parser", "hermess"), "is not a known format; did you mean 'hermes'"),
+        (("--override-generation-config", '{"top_k": "x"}'), "has a bad value"),
+        (("--generation-config", "/none"), "/none.* does not exist"),
+        (("--chat-template-kwargs", "{"), "must be a JSON object"),
+        (("--tokenizer", "/none"), "--tokenizer /none does not exist"),
+    ],
+)
+def test_flags_are_checked_before_a_model_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], text: str
+) -> None:
+    def looked_for(*_: object, **__: object) -> None:
+        raise AssertionError("the model was looked for")
+
+    monkeypatch.setattr("vllmx_engine.client.inline.find_model", looked_for)
+    config = configs(*arguments)[0]
+    with pytest.raises((ConfigError, ModelNotFoundError), match=text):
+        check_flags(config)
+    with pytest.raises((ConfigError, ModelNotFoundError), match=text):
+        Engine(config)

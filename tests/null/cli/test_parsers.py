@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from click.testing import CliRunner
 from vllmx.cli.parsers import parsers
@@ -22,6 +23,18 @@ def test_of_a_model() -> None:
     assert "calls of tools: hermes (it writes calls as the chat template does)" in shown
     assert '    {"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}' in shown
     assert "'<think>\\n' ... '\\n</think>\\n\\n'" in shown
+
+
+def test_of_a_template_that_no_format_reads(tmp_path: Path) -> None:
+    template = tmp_path / "odd.jinja"
+    template.write_text(
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name ~ c.function.arguments }}{% endfor %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    shown = CliRunner().invoke(parsers, ["demo", "--chat-template", str(template)]).output
+    assert "calls of tools: not read: no record fits the chat template, and nothing is" in shown
+    assert "thoughts: not read" in shown
 
 
 def test_by_name() -> None:

@@ -20,6 +20,7 @@ from vllmx.cli.plan import plan
 from vllmx.sizing import fixed_costs, measured
 from vllmx.sizing.facts import facts_of
 from vllmx.sizing.forecast import Wish, forecast
+from vllmx_core.errors import UnsupportedModelError
 from vllmx_core.registry import load_registry
 from vllmx_models.header_only import opened_header
 
@@ -82,6 +83,22 @@ def written(folder: Path, config: dict[str, Any]) -> str:
 def form(found: dict[str, Any], name: str) -> dict[str, Any]:
     (one,) = (each for each in found["forms"] if each["form"] == name)
     return one
+
+
+def test_a_config_of_any_name(tmp_path: Path) -> None:
+    """Nothing beside it counts: other files there may be of other models."""
+    expected = planned(written(tmp_path, DENSE), "--on", "h100")
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    path = folder / "meta--Llama.json"
+    path.write_text(json.dumps(DENSE))
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    found = planned(str(path), "--on", "h100")
+    assert found | {"model": ""} == expected | {"model": ""}
+    path.write_text("{}")
+    done = run(str(path), "--on", "h100")
+    assert isinstance(done.exception, UnsupportedModelError)
+    assert "is no config of a model" in str(done.exception)
 
 
 def test_a_dense_model_by_hand(tmp_path: Path) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import EntryPoint, entry_points
 from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
 from vllmx.cli import plugins as command
+from vllmx.cli.group import cli
 from vllmx_core.hooks import hookimpl
-from vllmx_core.registry import Registry
+from vllmx_core.registry import GROUP, Registry
 from vllmx_core.specs import CommandSpec, ModelSpec
 
 
@@ -51,3 +53,16 @@ def test_ours_is_no_conflict(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run(monkeypatch, ["acme:p", "vllmx-models:models"])
     assert result.exit_code == 0
     assert "note: architecture 'Phi' comes from vllmx-models:models" in result.output
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["nonsense"], ["env"]])
+def test_a_plugin_that_fails_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, arguments: list[str]
+) -> None:
+    broken = EntryPoint("broken", "vllmx_no_such_module:plugin", GROUP)
+    found = [*entry_points(group=GROUP), broken]
+    monkeypatch.setattr("vllmx_core.registry.entry_points", lambda group: found)
+    monkeypatch.setenv("VLLMX_SERVER_PORT", "1")  # an unknown variable is looked up among plugins
+    CliRunner().invoke(cli, arguments)
+    told = [record for record in caplog.records if "cannot be loaded" in record.getMessage()]
+    assert len(told) == 1

@@ -115,3 +115,43 @@ def test_models_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parts(sized, *more) == [None, 0.45, 0.45, None]
     on_demand = ("--model=b=/y", "--model=c=/z,load=on-demand,memory_fraction=0.8")
     assert parts("--model=a=/x", *on_demand) == [0.45, 0.45, 0.8]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "content"),
+    [
+        (("--served-model-name", "a", "b", "007"), ""),
+        (("--served-model-name", "a", "--served-model-name", "b", "-a", "007"), ""),
+        ((), "served-model-name: [a, b, 007]"),
+        ((), "alias: [a, b, 007]"),
+        (("--served-model-name", "a", "b", "007"), "served-model-name: [c, d]"),
+    ],
+)
+def test_one_model_of_several_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: tuple[str, ...], content: str
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    engine, (model,) = asked(monkeypatch, "/x", *arguments, "--config", str(file))
+    assert (engine.name, model.name, model.engine.model) == ("a", "a", "/x")
+    assert model.aliases == ("b", "007")
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "warns"),
+    [("api-key: a", 0o644, 1), ("admin_key: a", 0o640, 1), ("api-key: a", 0o600, 0),
+     ("port: 1", 0o644, 0)],
+)  # fmt: skip
+def test_keys_in_a_readable_config_file_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    content: str,
+    mode: int,
+    warns: int,
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    file.chmod(mode)
+    asked(monkeypatch, "/x", "--config", str(file))
+    assert sum("may be read by others" in r.getMessage() for r in caplog.records) == warns

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from vllmx_core.backend import LoadOptions
-from vllmx_core.cache_groups import blocks_of, cache_layout, longest_sequence
+from vllmx_core.cache_groups import blocks_of, cache_layout, fitting_step, longest_sequence
 from vllmx_core.errors import CapacityError, ConfigError, UnsupportedModelError
 from vllmx_core.kv_capacity import (
     MAX_BARE_BLOCKS,
@@ -17,6 +17,7 @@ from vllmx_core.kv_capacity import (
     plain_page_bytes,
     plan_cache,
 )
+from vllmx_core.memory import FreeBytes
 from vllmx_core.model import CacheSpec, KVSpec, LatentKV, ModelShape, SharedKV
 
 FULL, LOCAL = KVSpec(2, 8), KVSpec(2, 8, window=5)
@@ -131,6 +132,41 @@ def test_the_longest_sequence_is_the_last_that_fits() -> None:
         assert found == 100 or blocks_of(windows, found + 1, 4, 8) > blocks
     assert longest_sequence((None,), 7, 16, 8, 4096) == 7 * 16
     assert longest_sequence((5,), 1 << 10, 4, 8, 4096) == 4096
+
+
+def test_smaller_steps_need_fewer_pages_of_windows() -> None:
+    for blocks in range(2, 60):
+        step = fitting_step((5, None), blocks, 4, 64, 100)
+        assert step == 0 or blocks_of((5, None), 100, 4, step) <= blocks
+        assert step in (0, 32) or blocks_of((5, None), 100, 4, 2 * step) > blocks
+    assert fitting_step((None,), 5, 4, 64, 100) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"num_kv_blocks": 28, "max_num_batched_tokens": 256}, "-tokens to 64 or raise --num-kv-b"),
+        ({"kv_cache_memory_bytes": 28 << 11, "max_num_batched_tokens": 256}, "-tokens to 64 or"),
+        ({"max_num_batched_tokens": 8}, r"-tokens \(8, for which activations have room\) or use"),
+    ],
+)
+def test_refusals_name_the_size_of_steps(options: dict[str, Any], remedy: str) -> None:
+    caches, sizes = (KVSpec(2, 8, window=65), FULL), {"max_model_len": 304, "group_caches": True}
+    free = 12 << 11 if len(options) == 1 else 1 << 30
+    with pytest.raises(CapacityError, match=f"lower --max-model-len .*--max-num-batched{remedy}"):
+        plan(*caches, free=free, **sizes, **options)
+
+
+@pytest.mark.parametrize(
+    ("free", "remedy"),
+    [
+        (1 << 10, "use a machine with more memory"),
+        (FreeBytes(1 << 10, "raise `ulimit -v` (now 1.00 GiB)"), r"or raise `ulimit -v` \(now"),
+    ],
+)
+def test_refusals_name_the_limit_that_bounds_memory(free: int, remedy: str) -> None:
+    with pytest.raises(CapacityError, match=remedy):
+        plan(FULL, free=free)
 
 
 def plan(*caches: CacheSpec, free: int = 1 << 30, **options: Any) -> CachePlan:

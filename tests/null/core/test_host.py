@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,6 +77,44 @@ def test_memory_limit_of_version_1(root: Path) -> None:
     write(root / "memory" / "docker" / "memory.limit_in_bytes", str(64 * MIB))
     write(root / "memory" / "docker" / "memory.usage_in_bytes", str(24 * MIB))
     assert free_bytes(root, process(root, "9:memory:/docker")) == 40 * MIB
+
+
+@pytest.mark.parametrize("name", ["memory.max", "memory.high"])
+def test_a_limit_names_its_remedy(root: Path, name: str) -> None:
+    write(root / "pod" / name, str(300 * MIB))
+    write(root / "pod" / "memory.current", str(100 * MIB))
+    free = free_bytes(root, process(root, "0::/pod"))
+    assert free == 200 * MIB
+    assert free.remedy == f"raise the container's memory limit ({name}, now 300.0 MiB)"
+
+
+@pytest.mark.parametrize(
+    ("limit", "left"),
+    [(100 * MIB, 0), (1124 * MIB, 768 * MIB), (8292 * MIB, (8192 - 512) * MIB)],
+)
+def test_limits_of_the_process(
+    root: Path, monkeypatch: pytest.MonkeyPatch, limit: int, left: int
+) -> None:
+    """A part of the address space is for stacks and the heap: a quarter, 512 MiB at the most."""
+    monkeypatch.setattr("vllmx_core.memory._system_free", lambda: 1 << 40)
+    write(root / "status", f"Name:\tpython\nVmSize:\t  {100 * 1024} kB\nVmData:\t 7 kB\n")
+
+    def only_address_space(which: int) -> tuple[int, int]:
+        return (limit if which == resource.RLIMIT_AS else resource.RLIM_INFINITY,) * 2
+
+    monkeypatch.setattr(resource, "getrlimit", only_address_space)
+    free = free_bytes(root, root / "missing", root / "status")
+    assert free == left
+    assert free.remedy.startswith("raise `ulimit -v` (now ")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not count address space")
+def test_the_shells_limit_bounds_what_is_free() -> None:
+    program = "from vllmx_core.memory import free_bytes as f; print(f() < 1 << 31, f().remedy)"
+    command = ["sh", "-c", 'ulimit -v 2000000 && exec "$@"', "sh", sys.executable, "-c", program]
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "True raise `ulimit -v` (now 1.91 GiB)\n"
 
 
 def test_without_a_limit_the_system_counts(root: Path) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllmx_core.bounds import MAX_TOKENS_LIMIT
 from vllmx_core.errors import InvalidRequestError
 from vllmx_core.sampling import (
-    MAX_TOKENS_LIMIT,
     SamplingParams,
     gumbel_noise,
     philox4x32,
@@ -17,15 +17,15 @@ from vllmx_core.sampling import (
 )
 
 INTERVALS: dict[str, tuple[list[Any], list[Any]]] = {
-    "n": ([1, 128], [0, 129, 1.0]),
+    "n": ([1, 128], [0, 129, 1.5]),
     "best_of": ([1, 128, None], [0, 129]),
     "temperature": ([0, 0.0, 100.0], [-0.1, 100.1, 10**400]),
-    "top_p": ([1e-6, 1, 1.0], [0.0, 1.1, -1]),
-    "top_k": ([0, -1, 1 << 30], [-2, (1 << 30) + 1, 2.0]),
+    "top_p": ([0, 1e-6, 1, 1.0], [1.1, -1]),
+    "top_k": ([0, -1, 1 << 30], [-2, (1 << 30) + 1, 2.5]),
     "min_p": ([0.0, 1.0], [-0.1, 1.1]),
     "presence_penalty": ([-2.0, 2], [-2.1, 2.1]),
     "frequency_penalty": ([-2.0, 2], [-2.1, 2.1]),
-    "repetition_penalty": ([0.01, 100.0], [0.0, -1.0, 100.1]),
+    "repetition_penalty": ([1e-6, 0.01, 100.0], [0.0, 1e-39, -1.0, 100.1]),
     "max_tokens": ([1, None, 1 << 24], [0, -1, (1 << 24) + 1]),
     "min_tokens": ([0, 16], [-1, 17]),
     "seed": ([-(1 << 63), (1 << 64) - 1, None], [1 << 64, -(1 << 63) - 1]),
@@ -57,10 +57,11 @@ def test_intervals(name: str) -> None:
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stop_token_ids": [True]}, "stop_token_ids"),
         ({"stop_token_ids": ["5"]}, "stop_token_ids"),
-        ({"allowed_token_ids": [1.0]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [1.5]}, "allowed_token_ids"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"stop_token_ids": [1], "allowed_token_ids": [-1]}, "allowed_token_ids"),
         ({"logit_bias": {"5": 1.0}}, "logit_bias"),
+        ({"allowed_token_ids": [1 << 31]}, "allowed_token_ids"),
         ({"logit_bias": {5: 100.1}}, "logit_bias"),
         ({"logit_bias": {5: math.nan}}, "logit_bias"),
         ({"logit_bias": {-1: 1.0}}, "logit_bias"),
@@ -82,6 +83,21 @@ def test_spellings_are_unified() -> None:
     assert not params.needs_counts
     for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
         assert SamplingParams(**{name: 1.5}).needs_counts  # type: ignore[arg-type]
+
+
+def test_whole_floats_are_integers() -> None:
+    given: dict[str, Any] = {"n": 1.0, "top_k": 20.0, "max_tokens": 8.0, "seed": -0.0}
+    params = SamplingParams(**given, stop_token_ids=[5.0], allowed_token_ids=(5.0, 6))  # type: ignore[arg-type]
+    for name, value in {**given, "stop_token_ids": (5,), "allowed_token_ids": (5, 6)}.items():
+        found = getattr(params, name)
+        assert found == value
+        assert {type(each) for each in (found if isinstance(found, tuple) else (found,))} == {int}
+
+
+def test_what_float32_cannot_tell_from_greedy_is_greedy() -> None:
+    for fields in ({"temperature": 1e-300}, {"temperature": -0.0}, {"top_p": 0}, {"top_p": 5e-324}):
+        assert SamplingParams(**fields).temperature == 0, fields
+    assert SamplingParams(temperature=1e-4, top_p=1e-5).temperature == 1e-4
 
 
 def test_ids_are_held_against_the_vocabulary() -> None:

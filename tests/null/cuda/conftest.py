@@ -21,6 +21,6 @@ def log() -> list[Any]:
 @pytest.fixture
 def device(log: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CupyDevice:
     monkeypatch.setenv("VLLMX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(module, "include_folders", lambda: [str(tmp_path)])
+    monkeypatch.setattr(module, "include_folders", lambda newest: [str(tmp_path)])
     facts = DeviceFacts(1, "Fake H200", (9, 0), 1 << 37)
     return CupyDevice(fake_cupy(log), facts, FakeNvrtc(), FakeLt)  # type: ignore[arg-type]

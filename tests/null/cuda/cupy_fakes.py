@@ -1,4 +1,5 @@
-"""A stand-in for CuPy: numpy memory, copies that copy, launches that tell."""
+"""A stand-in for CuPy: numpy memory, copies that copy, launches that tell. Where CuPy itself is
+installed, each use of it must be one that CuPy would take (see cupy_signatures.py)."""
 
 from __future__ import annotations
 
@@ -10,10 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from .cupy_signatures import held
+
 LIMIT = 1 << 26
+STATIC_SHARED_BYTES = 128
+"""Of every kernel: the dynamic part's default limit is what this leaves of 48 KiB."""
 
 
-class OutOfMemoryError(Exception):
+class OutOfMemoryError(MemoryError):
     pass
 
 
@@ -93,14 +98,18 @@ def fake_cupy(log: list[Any]) -> Any:
         for row in range(rows):
             ctypes.memmove(target + row * pitch, source + row * source_pitch, width)
 
+    shared_limits: dict[int, int] = {}
+
     class Function:
         ptr = 5
 
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def __call__(self, *call: Any) -> None:
-            log.append((self.name, *call))
+        def __call__(self, grid: Any, block: Any, passed: Any, shared: int, stream: Any) -> None:
+            if shared > shared_limits.get(self.ptr, (48 << 10) - STATIC_SHARED_BYTES):
+                raise CUDADriverError("CUDA_ERROR_INVALID_VALUE: invalid argument")
+            log.append((self.name, tuple(max(1, n) for n in grid), block, passed, shared, stream))
 
     class Module:
         def load(self, cubin: bytes) -> None:
@@ -118,6 +127,7 @@ def fake_cupy(log: list[Any]) -> Any:
         memcpyDeviceToHost=2,
         memcpyDeviceToDevice=3,
         CUDARuntimeError=CUDARuntimeError,
+        eventQuery=lambda event: 0,
         deviceSynchronize=lambda: log.append("device synchronize"),
         memsetAsync=lambda p, value, size, stream: ctypes.memset(p, value, size),
     )
@@ -143,7 +153,12 @@ def fake_cupy(log: list[Any]) -> Any:
     runtime.malloc, runtime.memset = malloc, clear
     runtime.ipcGetMemHandle, runtime.ipcOpenMemHandle = handle_of, open_handle
     runtime.deviceCanAccessPeer = lambda device, peer: peer != 7
-    ticks = iter(range(10_000))
+    ticks, events = iter(range(10_000)), iter(range(1000, 11_000))
+
+    def set_attribute(function: int, attribute: int, value: int) -> None:
+        log.append(("attribute", function, attribute, value))
+        shared_limits[function] = value
+
     cuda = SimpleNamespace(
         runtime=runtime,
         Device=lambda ordinal: SimpleNamespace(use=lambda: log.append(("use", ordinal))),
@@ -153,19 +168,24 @@ def fake_cupy(log: list[Any]) -> Any:
             at=next(ticks),
             record=lambda stream: None,
             synchronize=lambda: log.append("wait"),
-            done=True,
+            ptr=next(events),
         ),
         get_elapsed_time=lambda begin, end: float(end.at - begin.at),
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         alloc_pinned_memory=bytearray,
         function=SimpleNamespace(Module=Module),
         driver=SimpleNamespace(
-            funcSetAttribute=lambda *call: log.append(("attribute", *call)),
+            funcSetAttribute=set_attribute,
             CUDADriverError=CUDADriverError,
         ),
     )
     pinned_pool = SimpleNamespace(free_all_blocks=lambda: log.append("free pinned"))
-    return SimpleNamespace(cuda=cuda, get_default_pinned_memory_pool=lambda: pinned_pool)
+    fake = SimpleNamespace(cuda=cuda, get_default_pinned_memory_pool=lambda: pinned_pool)
+    try:
+        import cupy
+    except ImportError:
+        return fake
+    return held(fake, cupy)
 
 
 @dataclass

@@ -334,3 +334,19 @@ def test_a_damaged_file_of_choices_is_ignored(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(damaged[0] + "}")))
     path.parent.chmod(0o777)
     assert module.AlgorithmFile(path).get(product) is None, "others may write there"
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_what_is_asked_about_has_addresses(
+    device: CupyDevice, monkeypatch: pytest.MonkeyPatch, biased: bool, blocks: bool
+) -> None:
+    """The library may refuse a product whose bias or scales lie at no address."""
+    pointed: list[Addresses] = []
+    monkeypatch.setattr(device._algorithms, "_make", FakeMatmul)
+    monkeypatch.setattr(FakeMatmul, "point", lambda self, addresses: pointed.append(addresses))
+    product = Product(16, 32, 512, "f8e4m3", "bf16", biased=biased, blocks=blocks)
+    assert device.can_multiply(product)
+    [addresses] = pointed
+    assert bool(addresses.bias) == biased
+    assert bool(addresses.w_scale) == bool(addresses.x_scale) == blocks

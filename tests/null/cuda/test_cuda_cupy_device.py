@@ -74,19 +74,21 @@ def test_a_launch_passes_scalars_of_the_parameters_sizes(
     assert arguments[:4] == (x.address, weight.address, 0, y.address)
 
 
-def test_large_shared_memory_is_asked_for_once(
-    device: CupyDevice, log: list[Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_bytes", [48 << 10, 100_000])
+def test_shared_memory_is_asked_for_once(
+    device: CupyDevice, log: list[Any], monkeypatch: pytest.MonkeyPatch, num_bytes: int
 ) -> None:
+    """From 48 KiB on, and below, as far as static shared memory takes from those."""
     kernel = KERNELS["scale"].variant(VX_DTYPE=0, VX_VEC=1)
     monkeypatch.setattr(
         type(kernel),
         "launch",
-        lambda self, sizes: SimpleNamespace(grid=(1, 1, 1), block=32, shared_bytes=100_000),
+        lambda self, sizes: SimpleNamespace(grid=(1, 1, 1), block=32, shared_bytes=num_bytes),
     )
     for _ in range(2):
         memory = device.empty(4)
         device.launch(kernel, {"count": 1}, [memory, memory, 1, 2.0])
-    assert [entry for entry in log if entry[0] == "attribute"] == [("attribute", 5, 8, 100_000)]
+    assert [entry for entry in log if entry[0] == "attribute"] == [("attribute", 5, 8, num_bytes)]
 
 
 def test_a_capture_that_fails_is_ended(device: CupyDevice, log: list[Any]) -> None:
@@ -124,9 +126,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, log: list[Any]) -> Any:
     """A machine on which `CupyDevice.open` succeeds; a test takes something away."""
     cupy = fake_cupy(log)
     monkeypatch.setattr(module.driver, "query", lambda: FACTS)
-    monkeypatch.setattr(module.Nvrtc, "open", FakeNvrtc)
-    monkeypatch.setattr(module.CublasLt, "open", FakeLt)
-    monkeypatch.setattr(module, "include_folders", lambda: ["/nowhere"])
+    monkeypatch.setattr(module.Nvrtc, "open", lambda newest: FakeNvrtc())
+    monkeypatch.setattr(module.CublasLt, "open", lambda newest: FakeLt())
+    monkeypatch.setattr(module, "include_folders", lambda newest: ["/nowhere"])
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     return cupy
 
@@ -175,7 +177,7 @@ def test_a_library_that_is_missing(
 
     def open_library(*arguments: Any) -> Any:
         stem = {"Nvrtc": "nvrtc", "CublasLt": "cublasLt"}[library]
-        monkeypatch.setattr(libraries, "_candidates", lambda stem: ["/nowhere/lib.so"])
+        monkeypatch.setattr(libraries, "_candidates", lambda stem, newest: ["/nowhere/lib.so"])
         return libraries.open_library(stem)
 
     monkeypatch.setattr(getattr(module, library), "open", open_library)
@@ -223,6 +225,7 @@ ILLEGAL = CUDARuntimeError("cudaErrorIllegalAddress: an illegal memory access wa
             "Fake H200 has no memory left.*--memory-fraction",
         ),
         (CUDARuntimeError("cudaErrorMemoryAllocation: ..."), False, CapacityError, "lower"),
+        (CublasLtError("cuBLASLt refuses: status 3", 3), False, CapacityError, "lower"),
         (ValueError("a bug"), True, ValueError, "a bug"),
     ],
 )
@@ -243,19 +246,35 @@ def test_a_gpu_that_is_lost_can_be_closed(device: CupyDevice) -> None:
     device.close()
 
 
-def test_the_real_cupy_has_what_is_used() -> None:
-    cuda = pytest.importorskip("cupy", reason="CuPy is not installed").cuda
-    for name in (
-        "runtime.memGetInfo", "runtime.CUDARuntimeError", "runtime.getDeviceProperties",
-        "runtime.memcpyAsync",
-        "runtime.memcpy2DAsync", "runtime.memsetAsync", "runtime.memcpyHostToDevice",
-        "runtime.memcpyDeviceToHost", "runtime.memcpyDeviceToDevice", "Device", "MemoryPool.malloc",
-        "MemoryPool.free_bytes", "MemoryPool.free_all_blocks", "Stream.begin_capture",
-        "Stream.end_capture", "Event.record", "Event.synchronize", "get_elapsed_time",
-        "memory.OutOfMemoryError", "runtime.deviceSynchronize", "driver.CUDADriverError",
-        "alloc_pinned_memory", "function.Module.load",
-        "function.Module.get_function", "driver.funcSetAttribute", "Graph.launch", "Graph.upload",
-    ):  # fmt: skip
-        found = cuda
-        for part in name.split("."):
-            found = getattr(found, part)
+def test_a_launch_of_nothing_is_none(
+    device: CupyDevice, log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CuPy makes one block of a grid of 0."""
+    kernel, memory = KERNELS["scale"].variant(VX_DTYPE=0, VX_VEC=1), device.empty(4)
+    arguments = [memory, memory, 1, 2.0]
+    shape = SimpleNamespace(grid=(1, 1, 1), block=32, shared_bytes=0)
+    monkeypatch.setattr(type(kernel), "launch", lambda self, sizes: shape)
+    device.launch(kernel, {"count": 1}, arguments)
+    shape.grid = (3, 0, 1)
+    log.clear()
+    device.launch(kernel, {"count": 1}, arguments)
+    assert not log
+
+
+@pytest.mark.parametrize("status", [2, 35, 46, 700])
+def test_texts_of_the_real_runtime(status: int) -> None:
+    """The words that `refusal` and `faults` look for."""
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    words = {2: "MemoryAllocation", 35: "InsufficientDriver", 46: "DevicesUnavailable"}
+    text = str(cupy.cuda.runtime.CUDARuntimeError(status))
+    assert words.get(status, "IllegalAddress") in text
+
+
+def test_a_query_of_the_real_runtime_answers_its_status() -> None:
+    """Without a driver it is an error, which `eventQuery` alone does not raise."""
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    if cupy.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert cupy.cuda.runtime.eventQuery(0) not in (0, 600)
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
+        cupy.cuda.runtime.memGetInfo()

@@ -129,7 +129,9 @@ def test_the_environment_explains(monkeypatch: pytest.MonkeyPatch) -> None:
     old = FakeCuda((("NVIDIA T4", 7, 5),), version=11080)
     monkeypatch.setattr(driver.query, "__defaults__", (lambda: old,))
     monkeypatch.setattr(
-        environment.Nvrtc, "open", lambda: SimpleNamespace(version=(13, 0), path="libnvrtc.so")
+        environment.Nvrtc,
+        "open",
+        lambda newest: SimpleNamespace(version=(13, 0), path="libnvrtc.so"),
     )
     assert "up to CUDA 11.8: update NVIDIA's driver" in environment.facts()["nvrtc"]
     monkeypatch.setattr(driver.query, "__defaults__", (lambda: FakeCuda(status=100),))

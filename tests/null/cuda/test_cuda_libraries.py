@@ -6,9 +6,11 @@ import ctypes
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from vllmx_cuda.compiler.libraries import open_companion
+from vllmx_cuda.compiler import libraries
+from vllmx_cuda.compiler.libraries import include_folders, open_companion
 
 OUTER = """
 #include <dlfcn.h>
@@ -33,3 +35,23 @@ def test_a_library_that_looks_nowhere_finds_its_companion(tmp_path: Path) -> Non
     assert not library.finds_inner()
     open_companion(str(tmp_path / outer), "vxtest-inner")
     assert library.finds_inner()
+
+
+@pytest.mark.parametrize(("newest", "first"), [(12, "cuda_nvrtc"), (13, "cu13"), (14, "cu13")])
+def test_libraries_that_the_driver_runs_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newest: int, first: str
+) -> None:
+    """Wheels of both majors are installed, as torch leaves them; the newer one is not refused."""
+    for folder, version in (("cu13", "13.5.37"), ("cuda_nvrtc", "12.9.86")):
+        for kind in ("lib", "include"):
+            (tmp_path / folder / kind).mkdir(parents=True)
+        (tmp_path / folder / "lib" / f"libnvrtc.so.{version[:2]}").touch()
+        (tmp_path / folder / "include" / "cuda_bf16.h").touch()
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(libraries, "find_spec", lambda name: spec)
+    monkeypatch.setattr(libraries, "_toolkits", list)
+    candidates = [*libraries._candidates("nvrtc", newest)]
+    assert Path(candidates[0]).parent == tmp_path / first / "lib"
+    assert len([path for path in candidates if "/" in path]) == 2
+    assert candidates[-2:] == [f"libnvrtc.so.{n}" for n in ((12, 13) if newest == 12 else (13, 12))]
+    assert include_folders(newest=newest) == [str(tmp_path / first / "include")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device.device import Memory
 from vllmx_cuda.loading.weights import load_weights
 from vllmx_cuda.matrices import pieces
+from vllmx_cuda.matrices.codes8 import Codes8
 from vllmx_cuda.matrices.form import Target
 from vllmx_cuda.matrices.matrix import Matrix
 from vllmx_cuda.matrices.plan import WeightPlan, plan_weights
@@ -198,3 +200,15 @@ def test_refusals_name_value_limit_and_remedy() -> None:
 
 def test_a_backend_tells_what_its_device_has_free(device: EmulatedDevice) -> None:
     assert free_memory(CudaBackend(lambda: device)) == device.info.memory_bytes
+
+
+@pytest.mark.parametrize("block_rows", [1, 128])
+@pytest.mark.parametrize("cols", [4096, 7168])
+def test_codes_and_scales_share_a_piece(cols: int, block_rows: int) -> None:
+    """A pinned buffer of a byte over 32 MiB takes 64, for CuPy rounds it up."""
+    rows = 40_960
+    form = Codes8("f8e4m3", block_rows, 128, coded_products=True)
+    part: Any = SimpleNamespace(shape=(rows, cols))
+    data = Memory(0, form.num_bytes(rows, cols), None)
+    sizes = [piece.num_bytes for piece in form.pieces(part, data, 0, rows)]
+    assert 0.9 * pieces.PIECE_BYTES < max(sizes) <= pieces.PIECE_BYTES

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,8 @@ from vllmx_cuda.kernel_specs import DTYPES, KERNELS
 from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.region import Region
 
+from .cupy_fakes import CUDARuntimeError
+
 STREAM = 77  # of the stand-in for CuPy
 
 
@@ -31,11 +34,15 @@ class NcclError(RuntimeError):
     pass
 
 
-def fake_nccl(log: list[Any], unique: tuple[int, ...] = tuple(range(-64, 64))) -> Any:
-    """`cupy.cuda.nccl`, which notes its calls."""
+UNIQUE = bytes(range(64, 192))
+
+
+def fake_nccl(log: list[Any], unique: bytes = UNIQUE) -> Any:
+    """`cupy.cuda.nccl`, which notes its calls; test_cuda_nccl_binding.py has the real one."""
 
     class NcclCommunicator:
-        def __init__(self, ranks: int, unique: tuple[int, ...], rank: int) -> None:
+        def __init__(self, ranks: int, unique: bytes, rank: int) -> None:
+            assert isinstance(unique, bytes)
             log.append(("init", ranks, unique, rank))
 
         def __getattr__(self, name: str) -> Any:
@@ -89,7 +96,7 @@ def joined(
 def test_all_ranks_have_the_id_of_the_first() -> None:
     logs: list[list[Any]] = [[], [], []]
     ranks = RankThreads(3, lambda end: NcclRanks(fake_nccl(logs[end.rank]), end, STREAM, Ties()))
-    assert logs == [[("init", 3, tuple(range(-64, 64)), rank)] for rank in range(3)]
+    assert logs == [[("init", 3, UNIQUE, rank)] for rank in range(3)]
     assert [one.rank for one in ranks.ranks] == [0, 1, 2]
     assert ranks.each(lambda one: one.agree(wanted=True)) == [True] * 3
     assert ranks.each(lambda one: one.agree(wanted=one.rank > 0)) == [False] * 3
@@ -197,7 +204,7 @@ def stage_ties(rank: int, count: int) -> Ties:
 
 def test_neighbouring_stages_are_pairs() -> None:
     logs: list[list[Any]] = [[], [], []]
-    ids = [tuple([rank] * 128) for rank in range(3)]
+    ids = [bytes([rank] * 128) for rank in range(3)]
 
     def make(end: ThreadCommunicator) -> NcclRanks:
         fake = fake_nccl(logs[end.rank], ids[end.rank])
@@ -250,7 +257,7 @@ def test_who_waits_for_a_rank_that_has_gone_is_told(
     device, _ = joined
     event = device.event()
     looks = iter([False, False, True])
-    event.event.done = False
+    device._runtime.eventQuery = lambda event: 600
 
     def look(seconds: float) -> None:
         if next(looks):
@@ -261,10 +268,56 @@ def test_who_waits_for_a_rank_that_has_gone_is_told(
     with pytest.raises(RankLostError, match="the other ranks have ended"):
         event.wait()
     assert log == [("abort",)]
+    device._runtime.eventQuery = lambda event: 0
     log.clear()
     device.close()
     assert ("abort",) in log
     assert ("destroy",) not in log
+
+
+def test_a_gpu_that_fails_ends_the_wait(joined: tuple[CupyDevice, NcclRanks]) -> None:
+    """An event of a lost GPU is neither over nor pending: the query answers its error."""
+    device, _ = joined
+    event = device.event()
+    device._runtime.eventQuery = lambda event: 700
+
+    def refuse() -> None:
+        raise CUDARuntimeError("cudaErrorIllegalAddress")
+
+    event.event.synchronize = refuse
+    with pytest.raises(CUDARuntimeError):
+        event.wait()
+
+
+@pytest.mark.parametrize("how", ["abort", "destroy"])
+def test_an_end_that_hangs_in_nccl_is_left(
+    joined: tuple[CupyDevice, NcclRanks], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NCCL does while a captured graph has its calls."""
+    monkeypatch.setattr(nccl, "_END_S", 0.01)
+    device, ranks = joined
+    hangs = threading.Event()
+    setattr(ranks._group, how, hangs.wait)
+    if how == "abort":
+        Alone.abort_word.value = 1
+        device._runtime.eventQuery = lambda event: 600
+        with pytest.raises(RankLostError, match="the other ranks have ended"):
+            device.event().wait()
+    else:
+        ranks.close()
+    hangs.set()
+
+
+def test_graphs_are_dropped_before_the_group_ends(
+    joined: tuple[CupyDevice, NcclRanks], log: list[Any]
+) -> None:
+    """Also one that a traceback holds: NCCL waits for its end."""
+    device, _ = joined
+    held = device.capture(lambda: None)
+    weakref.finalize(held.graph, log.append, "graph dropped")
+    log.clear()
+    device.close()
+    assert log.index("graph dropped") < log.index(("destroy",))
 
 
 def test_a_device_leaves_the_group_once(
@@ -290,7 +343,7 @@ def test_what_nccl_refuses(joined: tuple[CupyDevice, NcclRanks]) -> None:
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "_wheel_folders", lambda kind: [])
+    monkeypatch.setattr(libraries, "_wheel_folders", lambda kind, newest: [])
     monkeypatch.setattr(libraries, "_toolkits", list)
     asked: list[str] = []
 

@@ -317,8 +317,8 @@ class Harness:
         elif len(expected) == room:
             assert (last.finish_reason, last.stop_id) == ("length", None)
         else:
-            nothing_is_allowed = not expected and request.params.allowed_token_ids is not None
-            codes = {"non_finite_logits"} | ({"invalid_request"} if nothing_is_allowed else set())
+            is_limited = request.params.allowed_token_ids is not None
+            codes = {"non_finite_logits"} | ({"invalid_request"} if is_limited else set())
             assert last.finish_reason == "error"
             assert last.error_code in codes
         self._check_logprobs(request.params.logprobs, prompt, expected, self.logprobs[name])

@@ -334,6 +334,14 @@ def test_steps_are_counted_by_their_tokens() -> None:
     harness.add([1] * 20, 4)
     harness.run()
     stats = harness.core.stats()
-    assert stats.step_tokens == 20 + 3
     counts = dict(zip((*STEP_TOKENS, None), stats.step_sizes, strict=True))
     assert counts == {bound: {1: 3, 32: 1}.get(bound or 0, 0) for bound in counts}
+    assert stats.prompt_tokens + stats.generation_tokens == (20 + 1) + 3
+
+
+def test_a_prompt_in_chunks_counts_in_the_step_that_reads_its_end() -> None:
+    harness = Harness(rules=QUIET, config={"max_num_batched_tokens": 16})
+    harness.add([1] * 40, 2)
+    harness.run()
+    counts = dict(zip((*STEP_TOKENS, None), harness.core.stats().step_sizes, strict=True))
+    assert counts == {bound: {1: 1, 64: 1}.get(bound or 0, 0) for bound in counts}

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from vllmx_core.config import EngineConfig
 from vllmx_core.testing.fake import FakeRules
-from vllmx_engine.core import commit, grammar_row
+from vllmx_engine.core import commit, grammar_row, grammars
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.mask_threads import MaskFill
 from vllmx_engine.grammar import matcher
-from vllmx_engine.wire.grammars import FreePart, Grammar
+from vllmx_engine.wire.grammars import FreePart, Grammar, Vocabulary
 from vllmx_engine.wire.messages import Follower, choices_of
 
 from tests.waiting import PATIENCE_S
@@ -216,6 +216,7 @@ def test_a_mask_over_its_fuel_ends_its_request_alone(
     """In the middle of the answer, behind what was tried when it was compiled; made in the step or
     between steps."""
     monkeypatch.setattr(matcher, "MAX_STEP_LEXER_FUEL", 600)
+    monkeypatch.setattr(matcher, "MOST_LEXER_FUEL", 700)
     monkeypatch.setattr(grammar_row, "SLOW_S", -1.0 if is_slow else math.inf)
     driver = Driver()
     costly = "|".join(f"[a-z]*{letter}[a-z]*" for letter in "abcdefghijklmnopq")
@@ -225,7 +226,7 @@ def test_a_mask_over_its_fuel_ends_its_request_alone(
     driver.run()
     assert text_of(driver.ids["costly"]) == "x" * 30
     last = driver.last["costly"]
-    assert (last.finish_reason, last.error_code) == ("error", "invalid_grammar"), last
+    assert (last.finish_reason, last.error_code) == ("error", "grammar_limit"), last
     assert len(driver.text("good")) == 20
     assert driver.last["plain"].finish_reason == "length"
 
@@ -248,6 +249,30 @@ def test_a_core_without_a_vocabulary_says_so() -> None:
     core.add(driver.request("g", regex("abc")))
     (output,) = core.step()
     assert output.error_code == "invalid_grammar"
+
+
+def test_a_table_of_tokens_that_failed_by_chance_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make, num_calls = grammars.make_trie, 0
+
+    def fail_once(words: Vocabulary) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            raise MemoryError
+        return make(words)
+
+    monkeypatch.setattr(grammars, "make_trie", fail_once)
+    driver = Driver()
+    making = driver.core._grammars._trie
+    assert making is not None
+    assert isinstance(making.exception(), MemoryError)
+    for name in ("first", "second"):
+        driver.add(name, regex("abc"))
+        driver.run()
+        assert driver.text(name) == "abc"
+    assert num_calls == 2
 
 
 @pytest.fixture(autouse=True)

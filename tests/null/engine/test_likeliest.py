@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from vllmx_core.plan import F32
-from vllmx_engine.core.likeliest import likeliest
+from vllmx_engine.core.likeliest import likeliest, logprobs_of
 from vllmx_engine.wire.messages import TokenLogprobs
 
 
@@ -33,3 +33,13 @@ def test_as_a_stable_sort_has_them(kind: str, count: int) -> None:
     order = np.argsort(-logits, kind="stable")[:count]
     assert list(ids) == order.tolist()
     np.testing.assert_allclose(values, expected[order], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["plain", "ties", "bans"])
+def test_ids_that_are_named_have_the_same_values(kind: str) -> None:
+    logits = logits_of(kind)
+    wide = logits.astype(np.float64)
+    expected = wide - np.logaddexp.reduce(wide)
+    token, ids = int(np.argmax(logits)), [4999, 0, 17]
+    found = logprobs_of(logits, token, float(expected[token]), ids)
+    np.testing.assert_allclose(found, expected[ids], rtol=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,13 +35,17 @@ class Matching:
         mask[:] = self._number
 
 
+def run_now(run: Callable[[], None]) -> None:
+    run()
+
+
 def fill_of(
     number: int, gate: threading.Event | None = None, *, is_quick: bool = False
 ) -> MaskFill:
     pace = MaskPace()
     pace.observe(0.0 if is_quick else 1.0)
     matcher: Matcher = Matching(number, gate)  # type: ignore[assignment]
-    return MaskFill(matcher, 3, pace)
+    return MaskFill(matcher, 3, pace, run_now)
 
 
 @pytest.fixture
@@ -100,7 +105,7 @@ def test_nobody_asks_for_patience_where_masks_are_quick(
 class Row:
     """What `GrammarMasks` asks of a sequence and its grammar."""
 
-    finished, skipped_step, rules, is_free = False, -1, None, False
+    finished, skipped_step, rules, is_free, has_ended = False, -1, None, False, False
 
     def __init__(self, fill: MaskFill) -> None:
         self.request_id, self.grammar, self._fill = "r", self, fill
@@ -160,7 +165,8 @@ def test_a_grammar_is_doubted_for_its_own_masks_alone(monkeypatch: pytest.Monkey
     paces = [MaskPace() for _ in seconds]
     matchers: list[Any] = [Working(each) for each in seconds]
     rows: list[Any] = [
-        Row(MaskFill(matcher, 3, pace)) for matcher, pace in zip(matchers, paces, strict=True)
+        Row(MaskFill(matcher, 3, pace, run_now))
+        for matcher, pace in zip(matchers, paces, strict=True)
     ]
     filler = GrammarMasks()
     constrained = [Constrained(0, row, np.zeros(3, np.uint32)) for row in rows]

@@ -13,7 +13,7 @@ from vllmx_engine.client.answers import ReadAnswer
 from vllmx_engine.formats.answer_reader import AnswerReader, ReadOptions
 from vllmx_engine.formats.choice import find_format
 from vllmx_engine.formats.derive import derive_calls, derive_thinking
-from vllmx_engine.formats.renderings import NotDerivedError
+from vllmx_engine.formats.renderings import NotDerivedError, Renderings
 from vllmx_engine.formats.writer import WrittenCall, write_calls
 from vllmx_engine.text.chat_template import ChatTemplate
 from vllmx_models import output_formats
@@ -41,11 +41,6 @@ RECORDED = {
     "qwen3-coder": output_formats.QWEN3_CODER,
     "qwen3.5": output_formats.QWEN3_CODER,
     "qwq": output_formats.HERMES,
-}
-BY_SIGNATURE = {  # what their records say cannot, or not wholly, be derived
-    "gemma-4": output_formats.GEMMA4,
-    "gpt-oss": output_formats.HARMONY,
-    "seed-oss": output_formats.SEED,
 }
 NOT_RECORDED = ("apriel-1.5", "apriel-1.6", "gigachat3", "step-3.5-flash")
 MANY = Path(__file__).parents[4] / "shared" / "templates" / "llama.cpp"
@@ -79,7 +74,7 @@ def read(calls: Calls, text: str) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize("name", RECORDED)
 def test_derived_and_recorded_are_one(name: str) -> None:
     """They write the same, white space around it aside, and read what the other one writes."""
-    derived, recorded = derive_calls(template(name)), RECORDED[name].calls
+    derived, recorded = derive_calls(Renderings(template(name))), RECORDED[name].calls
     assert recorded is not None
     texts = [write_calls(calls, CALLS) for calls in (derived, recorded)]
     expected = [(call.name, dict(call.arguments)) for call in CALLS]
@@ -101,23 +96,13 @@ def test_calls_without_a_record_are_derived(name: str) -> None:
     assert read(calls, write_calls(calls, CALLS)) == expected
 
 
-@pytest.mark.parametrize("name", [*RECORDED, *BY_SIGNATURE])
-def test_the_record_of_the_family_is_found(name: str) -> None:
-    source = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
-    found = find_format(load_registry(), {"default": source}, special_tokens=SPECIAL)
-    expected = (RECORDED | BY_SIGNATURE)[name]
-    assert (found.format.calls, found.format.channels) == (expected.calls, expected.channels)
-    assert found.tools_from.startswith(expected.name)
-    assert found.tools_origin == "known"
-
-
 @pytest.mark.skipif(not MANY.is_dir(), reason="llama.cpp's collection of templates is not here")
 def test_most_templates_that_write_calls_are_derived() -> None:
     """35 of the 48 that name tool calls; each has predicted conversations to the byte."""
     derived = 0
     for path in MANY.glob("*.jinja"):
         try:
-            calls = derive_calls(ChatTemplate(path.read_text(encoding="utf-8"), SPECIAL))
+            calls = derive_calls(Renderings(ChatTemplate(path.read_text("utf-8"), SPECIAL)))
         except NotDerivedError:
             continue
         derived += 1
@@ -129,9 +114,9 @@ def test_most_templates_that_write_calls_are_derived() -> None:
 
 def test_thoughts_are_derived() -> None:
     for name in ("qwen3", "qwen3.5"):
-        assert derive_thinking(template(name)) == output_formats.THINK.thinking
+        assert derive_thinking(Renderings(template(name))) == output_formats.THINK.thinking
     for name in ("glm-4.6", "seed-oss"):
-        thinking = derive_thinking(template(name))
+        thinking = derive_thinking(Renderings(template(name)))
         made_of = RECORDED.get(name, output_formats.SEED).thinking
         assert made_of is not None
         assert (thinking.begin.strip(), thinking.end.strip()) == (
@@ -160,7 +145,7 @@ ODD = """{%- for m in messages -%}
 )
 def test_what_cannot_be_predicted_is_not_used(source: str, reason: str) -> None:
     with pytest.raises(NotDerivedError, match=reason):
-        derive_calls(ChatTemplate(source))
+        derive_calls(Renderings(ChatTemplate(source)))
 
 
 def test_a_format_that_nobody_recorded_is_found_and_used() -> None:

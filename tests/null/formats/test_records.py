@@ -216,9 +216,10 @@ def test_readers_never_raise_and_cuts_change_nothing(data: st.DataObject) -> Non
         "analysis",
     ]
     text = "".join(data.draw(st.lists(st.sampled_from([*words, *ODD]), max_size=12)))
-    is_cut = data.draw(st.booleans())
+    is_cut, opened = data.draw(st.booleans()), data.draw(st.booleans())
     found = [
-        events(made_of, text, size, is_cut=is_cut) for size in (0, data.draw(st.integers(1, 6)))
+        events(made_of, text, size, is_cut=is_cut, opened=opened)
+        for size in (0, data.draw(st.integers(1, 6)))
     ]
     assert found[0] == found[1]
 
@@ -236,9 +237,12 @@ def test_cuts_change_nothing_of_damaged_answers(data: st.DataObject) -> None:
     assert events(made_of, text, size, is_cut=is_cut) == events(made_of, text, 0, is_cut=is_cut)
 
 
-def events(made_of: OutputFormat, text: str, size: int, *, is_cut: bool) -> Any:
+def events(
+    made_of: OutputFormat, text: str, size: int, *, is_cut: bool, opened: bool = False
+) -> Any:
     """What was read, with the arguments as they are."""
-    reader, found = AnswerReader(made_of, ReadOptions(TOOLS), lambda: "id"), ReadAnswer()
+    options = ReadOptions(TOOLS, opened=opened)
+    reader, found = AnswerReader(made_of, options, lambda: "id"), ReadAnswer()
     for start in range(0, len(text), size or max(1, len(text))):
         found.add(reader.push(text[start : start + (size or len(text))]))
     found.add(reader.finish(is_cut=is_cut))

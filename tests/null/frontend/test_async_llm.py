@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import logging
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -77,6 +78,16 @@ async def test_concurrent_streams_equal_llm_one_at_a_time(
         )
         await idle(llm, generated=sum(own.max_tokens or 0 for own in params))
     assert answers == [(choice.text, choice.token_ids) for choice in wanted]
+
+
+async def test_the_format_is_looked_for_at_start(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "vllmx.formats"):
+        async with make_engine(in_process=True):
+            said = [record.message for record in caplog.records if record.name == "vllmx.formats"]
+    assert len(said) == 1
+    assert said[0].startswith("calls of tools: ")
 
 
 @both

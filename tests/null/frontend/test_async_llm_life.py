@@ -18,6 +18,8 @@ from vllmx_core.errors import (
     VllmxError,
 )
 from vllmx_core.sampling import SamplingParams
+from vllmx_core.structured import StructuredOutputsParams
+from vllmx_engine import async_core
 from vllmx_engine.link.process_frontend import ProcessFrontend
 from vllmx_engine.link.thread_frontend import ThreadFrontend
 
@@ -123,3 +125,22 @@ async def test_a_dead_thread_is_reported(
         assert not llm.is_ready
         with pytest.raises(EngineDeadError, match="start the engine again"):
             await llm.submit("hi")
+
+
+async def test_grammars_are_prepared_before_the_first_of_them(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_core, "PREPARE_S", 0.0)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[ab]{3}"))
+    async with make_engine() as llm:
+        assert llm.grammars.pid is None
+        llm.prepare_grammars_later()
+        await until(lambda: llm.grammars.pid is not None and llm._streams._core_knows_vocabulary)
+        pid = llm.grammars.pid
+        text, _ = await collect(llm, "hi", params)
+        assert llm.grammars.pid == pid
+        assert text
+        assert set(text) <= {"a", "b"}
+    async with make_engine() as llm:
+        monkeypatch.setattr(async_core, "PREPARE_S", PATIENCE_S)
+        llm.prepare_grammars_later()  # and it ends with the engine

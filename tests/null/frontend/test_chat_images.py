@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import ContextLengthError, InvalidRequestError
+from vllmx_core.errors import CapacityError, ContextLengthError, InvalidRequestError
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.async_llm import AsyncLLM
@@ -18,9 +18,10 @@ from vllmx_engine.client.chat_images import ChatImages, chat_images
 from vllmx_engine.client.request import RequestBuilder
 from vllmx_engine.images.limits import ImageLimits
 from vllmx_engine.images.prepared import Pixels, PreparedImage
-from vllmx_engine.images.processor import GemmaImages
+from vllmx_engine.images.processor import Fit, GemmaImages
 from vllmx_engine.llm import LLM
 from vllmx_engine.text.tokenizer import Tokenizer
+from vllmx_engine.wire.image_room import ImageRoom
 from vllmx_engine.wire.messages import CoreInfo
 
 from ..images.pictures import data_url, picture, stored  # noqa: TID252 - no package to name
@@ -38,19 +39,19 @@ class Squares:
     mark = "@"
     token = "#"
 
-    def written(self, image: PreparedImage) -> str:
-        return "[" + self.token * image.num_tokens + "]"
+    def written(self, num_tokens: int) -> str:
+        return "[" + self.token * num_tokens + "]"
 
-    def prepare(self, image: Pixels, room: int, where: str) -> PreparedImage:
-        height, width, _ = image.shape
-        if width > room:
-            raise ContextLengthError(f"{where}: {width} > {room}")
-        patches, levels = image.reshape(height, -1), np.zeros((3, 256), np.float32)
-        return PreparedImage.of(patches, levels, (1, height, 1), width)
+    def fit(self, height: int, width: int, where: str) -> Fit:
+        return Fit(height, width, (1, height, 1), width, height * width * 3)
+
+    def prepare(self, image: Pixels, fit: Fit) -> PreparedImage:
+        patches, levels = image.reshape(fit.height, -1), np.zeros((3, 256), np.float32)
+        return PreparedImage.of(patches, levels, fit.grid, fit.num_tokens)
 
 
 def images(limits: ImageLimits = ImageLimits(), room: int = 500) -> ChatImages:  # noqa: B008
-    return ChatImages(limits, "fake", Squares(), ord("#"), room)
+    return ChatImages(limits, "fake", Squares(), ord("#"), ImageRoom(room))
 
 
 def part(size: int, seed: int = 0) -> dict[str, Any]:
@@ -110,13 +111,40 @@ async def test_what_cannot_be_taken(make_engine: MakeEngine, template: str) -> N
         assert "2 images, at most 1" in await refused(llm, part(1), part(1))
         assert "10000 bytes" in await refused(llm, part(80))
         assert "100 pixels" in await refused(llm, part(11))
-        assert "6 > 5" in await refused(llm, part(6))
+        assert "6 tokens" in await refused(llm, part(6))
         assert "1 marks '@' for 0 images" in await refused(llm, {"type": "text", "text": "a@b"})
         assert "stands for images" in await refused(llm, part(2), {"type": "text", "text": "#"})
         for wrong in ({}, {"image_url": 5}, {"image_url": {"url": None}}):
             assert "without a URL" in await refused(llm, {"type": "image_url", **wrong})
         far = {"type": "image_url", "image_url": {"url": "http://example.org/a.png"}}
         assert "--allowed-media-domains" in await refused(llm, far)
+
+
+async def test_images_that_do_not_fit_are_refused_before_any_is_decoded(
+    make_engine: MakeEngine, template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decoded(*_: object) -> Pixels:
+        raise AssertionError("an image was decoded")
+
+    monkeypatch.setattr("vllmx_engine.client.chat_images.decode", decoded)
+    (tmp_path / "a.png").write_bytes(stored(picture(4, 4)))
+    file = {"type": "image_url", "image_url": f"file://{tmp_path}/a.png"}
+    limits = ImageLimits(folder=tmp_path.resolve())
+    async with make_engine(chat_template=template) as llm:
+        for content in ((part(4), part(4)), (file, part(4)), (file, file)):
+            llm._images = images(limits, room=7)
+            with pytest.raises(ContextLengthError, match=r"take 8, .* room for 7"):
+                await llm.submit_chat(asked(*content), GREEDY)
+        llm._images = ChatImages(limits, "fake", Squares(), ord("#"), ImageRoom(99, 7, 5, 4))
+        with pytest.raises(CapacityError, match=r"images of 8 tokens.*encoder-cache-memory"):
+            await llm.submit_chat(asked(part(4), file), GREEDY)
+        with pytest.raises(CapacityError, match="--max-num-batched-tokens to 9"):
+            await llm.submit_chat(asked(part(6)), GREEDY)
+        llm._images = images(limits, room=5000)
+        long = {"type": "text", "text": "x" * llm.info.max_model_len}
+        with pytest.raises(ContextLengthError):  # the text beside it, not the image alone
+            await llm.submit_chat(asked(part(4), long), GREEDY)
+        assert bytes(await llm.encode_chat(asked(part(3)))) == b"[###]"  # counted by the header
 
 
 async def test_files_are_read_off_the_loop(
@@ -128,9 +156,9 @@ async def test_files_are_read_off_the_loop(
         threads: set[str] = set()
         decode = Squares.prepare
 
-        def prepare(self: Squares, image: Pixels, room: int, where: str) -> PreparedImage:
+        def prepare(self: Squares, image: Pixels, fit: Fit) -> PreparedImage:
             threads.add(threading.current_thread().name)
-            return decode(self, image, room, where)
+            return decode(self, image, fit)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Squares, "prepare", prepare)

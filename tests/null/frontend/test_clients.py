@@ -9,6 +9,8 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 from vllmx_core.config import EngineConfig
@@ -16,8 +18,10 @@ from vllmx_core.errors import EngineDeadError, RankLostError, VllmxError
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.async_llm import AsyncLLM
+from vllmx_engine.core.core_loop import Inbox
 from vllmx_engine.core.found_model import FoundModel, find_model
 from vllmx_engine.link.attached_frontend import AttachedFrontend
+from vllmx_engine.link.core_door import CoreDoor
 from vllmx_engine.link.core_socket import CoreSocket
 from vllmx_engine.link.core_start import CoreStart
 from vllmx_engine.link.door import Door
@@ -33,7 +37,7 @@ from vllmx_engine.wire.ipc import (
     Stats,
     from_core_decoder,
 )
-from vllmx_engine.wire.messages import CoreOutput, CoreStats, TokenLogprobs
+from vllmx_engine.wire.messages import CoreInfo, CoreOutput, CoreStats, TokenLogprobs
 from vllmx_engine.wire.updates import Updates
 
 from tests.waiting import PATIENCE_S, until
@@ -245,3 +249,21 @@ def test_only_ids_of_their_own_can_be_aborted() -> None:
     ids = AbortRequests(["0.0", "2:0.0", "22:0.0", "pool-1"]).request_ids
     assert [one for one in ids if owner.owns(one)] == ["0.0", "pool-1"]
     assert [one for one in ids if other.owns(one)] == ["2:0.0"]
+
+
+def test_a_core_that_ends_lets_nobody_in(tmp_path: Path, info: CoreInfo) -> None:
+    """A client that has lost it comes again at once, and must find the next core."""
+    path = tmp_path / "door"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        inbox: Inbox = SimpleQueue()
+        door = CoreDoor(listener, inbox)
+        door.open(info)
+        with socket.socket(socket.AF_UNIX) as early, socket.socket(socket.AF_UNIX) as late:
+            early.connect(str(path))
+            assert early.recv(1)
+            assert len(door.close()) == 1
+            late.connect(str(path))
+            late.settimeout(PATIENCE_S)
+            assert late.recv(1) == b""

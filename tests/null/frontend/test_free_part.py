@@ -13,7 +13,7 @@ from vllmx_engine.client.chat_options import ChatOptions
 from vllmx_engine.client.free_part import free_part
 from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_engine.wire.grammars import FreePart
-from vllmx_models.output_formats import HARMONY, HERMES, THINK
+from vllmx_models.output_formats import HARMONY, HERMES, MUSE_GLIMMER, THINK
 
 EOS = (7, 8)
 THINKING, ANSWER = ChatOptions(template_kwargs={"enable_thinking": True}), "assistant\n"
@@ -54,6 +54,15 @@ def test_messages_with_headers(tokenizer: Tokenizer) -> None:
     assert beside is not None
     assert beside.held_ids == ()
     assert free_part(HARMONY, "x", GOES_ON, tokenizer, EOS, thinks=False) is None
+
+
+def test_messages_whose_first_header_the_prompt_begins(tokenizer: Tokenizer) -> None:
+    """Thoughts may come before the message that has the form."""
+    prompt, header = "Hi<|eot|><|start|>assistant", " to=user<|message|>"
+    found = free_part(MUSE_GLIMMER, prompt, ChatOptions(), tokenizer, EOS, thinks=False)
+    assert found == FreePart((tokenizer.marker(header),), (), EOS)
+    goes_on = free_part(MUSE_GLIMMER, prompt + header, GOES_ON, tokenizer, EOS, thinks=False)
+    assert goes_on is None
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,12 @@ from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_core.testing.fake import FakeRules, expected_tokens
 from vllmx_engine.client.chat import Message
+from vllmx_engine.client.inline import InlineEngine
+from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.engine import Engine
 from vllmx_engine.llm import LLM, Progress
 
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 
@@ -108,6 +110,17 @@ def test_best_of(llm: LLM) -> None:
     best = llm.generate("hi", SamplingParams(best_of=4, seed=11, max_tokens=12))[0].outputs
     likeliest = max(everything, key=lambda choice: choice.cumulative_logprob or 0.0)
     assert [choice.token_ids for choice in best] == [likeliest.token_ids]
+
+
+def test_named_ids_have_log_probabilities_and_no_rank(llm: LLM) -> None:
+    """They need no `logprobs`, and ids that are named twice come once."""
+    params = SamplingParams(temperature=0.0, max_tokens=2, logprob_token_ids=(9, 7, 9))
+    (choice,) = llm.generate("hi", params)[0].outputs
+    assert choice.logprobs is not None
+    for token, found in zip(choice.token_ids, choice.logprobs, strict=True):
+        assert list(found) == list(dict.fromkeys((token, 9, 7)))
+        assert found[token].rank == 1
+        assert all(found[other].rank is None for other in (9, 7) if other != token)
 
 
 def test_stop_string(llm: LLM) -> None:
@@ -390,3 +403,62 @@ def test_chats_that_are_refused(llm: LLM, arguments: dict[str, Any], match: str)
     given = {"messages": [Message("user", "x")], "sampling_params": GREEDY, **arguments}
     with pytest.raises(InvalidRequestError, match=match):
         llm.chat(**given)
+
+
+# --- without close --------------------------------------------------------------------------------
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The threads on which cores were closed."""
+    found: list[str] = []
+    close = EngineCore.close
+
+    def noted(core: EngineCore) -> None:
+        found.append(threading.current_thread().name)
+        close(core)
+
+    monkeypatch.setattr(EngineCore, "close", noted)
+    return found
+
+
+def test_a_dropped_llm_is_closed(folder: str, registry: Registry, closed: list[str]) -> None:
+    before = set(threading.enumerate())
+    llm = LLM(folder, registry=registry, backend="fake")
+    llm.generate("hi", GREEDY)
+    del llm
+    assert len(closed) == 1  # at once, without a pass of the collector
+    wait_until(lambda: set(threading.enumerate()) <= before)
+    with LLM(folder, registry=registry, backend="fake"):
+        pass
+    assert len(closed) == 2  # and not again
+
+
+def test_a_stream_keeps_its_engine(folder: str, registry: Registry, closed: list[str]) -> None:
+    engine = Engine(EngineConfig(model=folder, backend="fake"), registry=registry)
+    _, _, stream = engine.generate_stream(GREEDY, "hi")
+    del engine
+    next(stream)
+    assert not closed
+    del stream
+    assert len(closed) == 1
+
+
+def test_an_engine_dropped_in_the_middle_of_its_step(
+    folder: str, registry: Registry, closed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the collector happens to run on the thread of the steps, which has the turn."""
+    engine, step = (
+        InlineEngine(EngineConfig(model=folder, backend="fake"), registry),
+        EngineCore.step,
+    )
+
+    def dropping(core: EngineCore) -> Any:
+        engine.drop()
+        return step(core)
+
+    monkeypatch.setattr(EngineCore, "step", dropping)
+    state = engine.submit(engine.builder.build("hi", GREEDY))
+    try:
+        engine.run([state])
+    except EngineDeadError:
+        assert state.finished
+    wait_until(lambda: len(closed) == 1)

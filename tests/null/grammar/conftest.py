@@ -52,6 +52,8 @@ class Grammarian:
             if ends and rng.random() < 0.5:
                 break
             allowed = [token for token in allowed if token not in ends]
+            if not allowed:
+                break
             closing = [t for t in allowed if set(self.tokenizer.token_bytes(t)) <= set(b'"}],')]
             pool = closing if closing and rng.random() < 0.4 else allowed
             token = rng.choice(pool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from vllmx_engine.formats.call_grammar import may_call, must_call
 from vllmx_engine.formats.writer import WrittenCall, write_answer
 from vllmx_engine.grammar.vocabulary import Lexicon, vocabulary_of
 from vllmx_engine.text.tokenizer import Tokenizer
+from vllmx_models.output_formats import KIMI3
 from vllmx_models.parsers import PARSERS
 
 from .conftest import Grammarian
@@ -48,6 +50,13 @@ BAD = [
     WrittenCall("weather", {"city": "x", "days": "two"}, "abcdef001"),
     WrittenCall("weather", {"city": "x", "days": 1, "unit": "k"}, "abcdef001"),
 ]
+
+
+def written(made_of: OutputFormat, calls: Sequence[WrittenCall]) -> str:
+    """Calls behind a prompt that ends with the beginning of the first message."""
+    return write_answer(made_of, calls=calls).removeprefix(made_of.opened)
+
+
 FORMATS = [spec for spec in PARSERS if spec.load().calls is not None]
 
 
@@ -58,12 +67,12 @@ def test_forced_calls(spec: ParserSpec, grammarian: Grammarian) -> None:
     several = [] if made_of.name == "gigachat" else [GOOD]
     for calls in (GOOD[:1], GOOD[1:2], GOOD[2:], *several):
         text = write_answer(made_of, calls=calls)
-        assert grammarian.accepts(grammar, text), text
+        assert grammarian.accepts(grammar, written(made_of, calls)), text
         if made_of.thinking is not None:
-            thought = made_of.thinking.begin.strip() + "so <b>" + made_of.thinking.end.strip()
+            thought = made_of.thinking_begin.strip() + "so <b>" + made_of.thinking.end.strip()
             assert grammarian.accepts(grammar, thought + text), text
     for call in BAD:
-        assert not grammarian.accepts(grammar, write_answer(made_of, calls=[call])), call
+        assert not grammarian.accepts(grammar, written(made_of, [call])), call
     assert not grammarian.accepts(grammar, "I would rather talk")
     assert not grammarian.accepts(grammar, "")
 
@@ -72,7 +81,7 @@ def test_forced_calls(spec: ParserSpec, grammarian: Grammarian) -> None:
 def test_free_answers_whose_calls_are_right(spec: ParserSpec, grammarian: Grammarian) -> None:
     made_of: OutputFormat = spec.load()
     tag = may_call(made_of, TOOLS)
-    if made_of.calls is not None and made_of.calls.is_bare:
+    if made_of.calls is not None and (made_of.calls.is_bare or made_of.opened):
         assert tag is None
         return
     grammar = grammarian.compiled(structural_tag=tag)
@@ -138,9 +147,9 @@ def test_markers_that_are_special_tokens(spec: ParserSpec, tmp_path: Path) -> No
     grammarian = grammarian_of(tmp_path, specials, ["<|eos|>"])
     must = grammarian.compiled(structural_tag=must_call(made_of, TOOLS))
     for call in GOOD:
-        assert grammarian.accepts(must, write_answer(made_of, calls=[call]))
+        assert grammarian.accepts(must, written(made_of, [call]))
     for call in BAD:
-        assert not grammarian.accepts(must, write_answer(made_of, calls=[call]))
+        assert not grammarian.accepts(must, written(made_of, [call]))
     tag = may_call(made_of, TOOLS)
     if tag is None:
         return
@@ -149,6 +158,20 @@ def test_markers_that_are_special_tokens(spec: ParserSpec, tmp_path: Path) -> No
     assert grammarian.accepts(may, write_answer(made_of, content="Look", calls=GOOD[:1]))
     for call in BAD:
         assert not grammarian.accepts(may, write_answer(made_of, calls=[call]))
+
+
+def test_answers_whose_prompt_has_the_mark_of_content(tmp_path: Path) -> None:
+    """So Kimi K3's do without thoughts: they end that content before a call."""
+    specials = sorted({each for marker in KIMI3.markers for each in MARKED.findall(marker)})
+    grammarian = grammarian_of(tmp_path, specials, ["<|eos|>"])
+    must = grammarian.compiled(structural_tag=must_call(KIMI3, TOOLS))
+    may = grammarian.compiled(structural_tag=may_call(KIMI3, TOOLS))
+    for grammar, content in ((must, ""), (may, ""), (may, "Look")):
+        text = write_answer(KIMI3, content="Look", calls=GOOD[:1])
+        answer = text.removeprefix(KIMI3.content_begin + "Look")
+        assert grammarian.accepts(grammar, content + answer)
+    assert grammarian.accepts(may, "Look" + KIMI3.content_end)
+    assert not grammarian.accepts(must, "Look" + KIMI3.content_end)
 
 
 @pytest.mark.parametrize("vocabulary", ["grammarian", "with_specials"])

@@ -88,8 +88,8 @@ def test_text_of_a_schema_is_as_good_as_the_schema() -> None:
         ({"json": {"$ref": "#"}}, "no text satisfies it"),
         ({"regex": r"[^\s\S]"}, "no text satisfies it"),
         ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
-        ({"json": {"not": {"type": "integer"}}}, "not"),
-        ({"json": {"if": {"type": "integer"}, "then": {"minimum": 3}}}, "if"),
+        ({"json": {"not": {"pattern": "a"}}}, "not at #"),
+        ({"json": {"if": {"pattern": "a"}, "then": {"minLength": 3}}}, "if at #/if"),
         ({"json": False}, "object"),
         ({"json": "{"}, "not valid JSON"),
         ({"json": "[1]"}, "object"),
@@ -137,3 +137,13 @@ def test_large_or_deep_schemas_are_no_json_of_ours() -> None:
     for schema in (deep, {"enum": ["x" * 1000] * 600}):
         with pytest.raises(GrammarError):
             grammar_spec(StructuredOutputsParams(json=schema))
+
+
+def test_a_schema_may_be_as_deep_as_its_check_takes(grammarian: Grammarian) -> None:
+    schema: Any = {"type": "integer"}
+    for _ in range(60):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    grammar = grammarian.compiled(json=json.dumps(schema))
+    assert grammarian.accepts(grammar, '{"a":' * 60 + "5" + "}" * 60)
+    with pytest.raises(GrammarError, match="levels of objects and lists"):
+        grammarian.compiled(json={"items": {"items": schema}})

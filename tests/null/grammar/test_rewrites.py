@@ -118,11 +118,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "not at #/properties/a can be held where it excludes types",
     ),
     "not a text": ({"type": "string", "not": {"const": "x"}}, "not at # excludes single values"),
-    "not whole": ({"type": "number", "not": {"type": "integer"}}, "excludes whole numbers"),
+    "not whole beside a fraction": (
+        {"type": "number", "maximum": 0.5, "not": {"type": "integer"}},
+        "whole numbers at # cannot be excluded beside the bound 0.5",
+    ),
     "nothing": ({"type": "string", "not": {"type": "string"}}, "nothing is left"),
     "not anything": ({"not": {}}, "nothing is left"),
     "no values": ({"enum": ["a"], "not": {"const": "a"}}, "nothing is left"),
-    "if a type": ({"if": {"type": "integer"}, "then": {"minimum": 3}}, "if at #/if can be held"),
+    "if a pattern": ({"if": {"pattern": "^a"}, "then": {"minLength": 3}}, "if at #/if can be held"),
     "if a text": (
         {
             "type": "object",
@@ -137,7 +140,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "nothing is left",
     ),
     "if among all": (
-        {"type": "object", "allOf": [{"if": {"minProperties": 2}, "then": False}]},
+        {"type": "object", "allOf": [{"if": {"propertyNames": {"const": "a"}}, "then": False}]},
         "if at #/allOf/0/if",
     ),
     "unique texts": (

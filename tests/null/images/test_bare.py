@@ -57,7 +57,10 @@ def tiff(orientation: int, *, order: str = "<", entries: bytes = b"", kind: int 
 
 def as_pillow(data: bytes) -> np.ndarray:
     with Image.open(io.BytesIO(data)) as image:
-        return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+        seen = ImageOps.exif_transpose(image).convert("RGBA")
+        ground = Image.new("RGB", seen.size, "white")
+        ground.paste(seen, mask=seen)
+        return np.asarray(ground)
 
 
 def pixels(data: bytes) -> np.ndarray:

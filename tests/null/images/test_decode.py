@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from vllmx_core.errors import InvalidRequestError
-from vllmx_engine.images.decode import decode
+from vllmx_engine.images.decode import decode, size_of
 from vllmx_engine.images.limits import ImageLimits
 
 from .pictures import picture, stored
@@ -41,7 +41,7 @@ def test_the_first_image_of_an_animation_is_taken(form: str, options: dict[str, 
     assert (pixels(data) == (0, 0, 255)).all()
 
 
-@pytest.mark.parametrize("mode", ["L", "RGBA", "CMYK"])
+@pytest.mark.parametrize("mode", ["L", "CMYK"])
 def test_modes_are_converted(mode: str) -> None:
     image = picture(5, 4, mode)
     form = "TIFF" if mode == "CMYK" else "PNG"
@@ -60,9 +60,86 @@ def test_sixteen_bits_of_grey_and_palettes() -> None:
     few.putpalette([9, 8, 7, 200, 100, 50])
     few.putdata([0, 1, 1, 0])
     found = pixels(stored(few, "PNG", transparency=1))
-    assert found.tolist() == [[[9, 8, 7], [200, 100, 50], [200, 100, 50], [9, 8, 7]]]
-    both = Image.new("LA", (3, 2), (77, 0))
-    assert (pixels(stored(both)) == 77).all()
+    assert found.tolist() == [[[9, 8, 7], [255, 255, 255], [255, 255, 255], [9, 8, 7]]]
+
+
+# --- transparency ---------------------------------------------------------------------------------
+def inked(mode: str) -> Image.Image:
+    """Black ink on a transparent ground that is black below: one flat colour without alpha."""
+    image = Image.new("RGBA", (6, 2), (0, 0, 0, 0))
+    image.paste((0, 0, 0, 255), (0, 0, 3, 2))
+    return image.convert(mode)
+
+
+WHITE_BESIDE_INK = [[[0] * 3] * 3 + [[255] * 3] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "form", "options"),
+    [
+        ("RGBA", "PNG", {}),
+        ("LA", "PNG", {}),
+        ("RGBA", "WEBP", {"lossless": True, "exact": True}),
+        ("RGBA", "GIF", {}),
+        ("PA", "PNG", {}),
+    ],
+)
+def test_transparent_images_lie_on_white(mode: str, form: str, options: dict[str, object]) -> None:
+    image = inked("RGBA").quantize() if mode == "PA" else inked(mode)
+    assert pixels(stored(image, form, **options)).tolist() == WHITE_BESIDE_INK
+
+
+def test_half_transparent_pixels_are_mixed_with_white() -> None:
+    found = pixels(stored(Image.new("RGBA", (1, 1), (255, 0, 0, 51))))
+    assert found.tolist() == [[[255, 204, 204]]]
+
+
+@pytest.mark.parametrize(
+    ("bits", "colour", "row", "key", "wanted"),
+    [
+        (1, 0, b"\x40", b"\0\0", [255, 255, 255, 255]),
+        (1, 0, b"\x40", b"\0\1", [0, 255, 0, 0]),
+        (2, 0, b"\x1b", b"\0\1", [0, 255, 170, 255]),
+        (4, 0, b"\x12\x3f", b"\0\2", [17, 255, 51, 255]),
+        (8, 0, b"\1\2\3\4", b"\0\3", [1, 2, 255, 4]),
+        (16, 0, b"\1\2\1\3\2\0\3\0", b"\1\3", [1, 255, 2, 3]),
+        (8, 2, bytes([1] * 3 + [2] * 3 + [3] * 3 + [4] * 3), b"\0\2" * 3, [1, 255, 3, 4]),
+        (16, 2, b"\1\0" * 3 + b"\2\0" * 3 + b"\3\0" * 3 + b"\4\0" * 3, b"\2\0" * 3,
+         [1, 255, 3, 4]),
+    ],
+)  # fmt: skip
+def test_a_transparent_value(
+    bits: int, colour: int, row: bytes, key: bytes, wanted: list[int]
+) -> None:
+    """Of all depths, of which Pillow widens the pixels to 8 bits and this value not."""
+    found = pixels(png(4, 1, bits, colour, b"\0" + row, (b"tRNS", key)))
+    assert found[0, :, 0].tolist() == wanted
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF"])
+@pytest.mark.parametrize("turn", [1, 6])
+def test_sizes_are_read_from_headers(form: str, turn: int) -> None:
+    """Also of files that end behind them."""
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    options = {} if form == "GIF" else {"exif": exif}
+    data = stored(picture(64, 48), form, **options)
+    found = size_of(data, LIMITS, "here")
+    assert found == pixels(data).shape[:2]
+    assert found == ((48, 64) if turn == 1 or form == "GIF" else (64, 48))
+    if form in ("PNG", "JPEG"):
+        assert size_of(data[: len(data) * 3 // 4], LIMITS, "here") == found
+
+
+def test_an_orientation_behind_the_pixels() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = stored(picture(8, 3), exif=exif)
+    at = data.index(b"eXIf") - 4
+    end = at + 12 + int.from_bytes(data[at : at + 4], "big")
+    moved = data[:at] + data[end:-12] + data[at:end] + data[-12:]
+    assert moved != data
+    assert size_of(moved, LIMITS, "here") == pixels(moved).shape[:2] == (8, 3)
 
 
 def test_images_are_turned_upright() -> None:
@@ -98,10 +175,17 @@ def test_other_files(data: bytes) -> None:
     assert "an image of no bytes" in error(b"")
 
 
-def png(width: int, height: int) -> bytes:
-    """One that claims a size, with next to no data."""
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(b"\0" * 1000)), (b"IEND", b""))
+def png(
+    width: int,
+    height: int,
+    bits: int = 8,
+    colour: int = 2,
+    rows: bytes = b"\0" * 1000,
+    *more: tuple[bytes, bytes],
+) -> bytes:
+    """One that claims a size, with next to no data unless that is given."""
+    head = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
+    chunks = ((b"IHDR", head), *more, (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
     body = b"".join(
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         for kind, data in chunks

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import base64
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 from vllmx_core.config import EngineConfig
+from vllmx_core.deadline import Deadline
 from vllmx_core.errors import ConfigError, InvalidRequestError
-from vllmx_engine.images.limits import ImageLimits
+from vllmx_engine.images.limits import ImageLimits, allowed_hosts
 from vllmx_engine.images.source import ImageSource, check_source, read_source
 
 from tests.http_servers import serving
@@ -19,6 +27,10 @@ from .pictures import data_url
 
 NOTHING = ImageLimits()
 DATA = b"\x89PNG and more"
+
+
+def allowing(*names: str) -> ImageLimits:
+    return ImageLimits(hosts=allowed_hosts(names))
 
 
 def read(url: str, limits: ImageLimits = NOTHING) -> bytes:
@@ -118,7 +130,7 @@ def server() -> Iterator[int]:
 def test_servers_only_where_they_are_named(server: int) -> None:
     base = f"http://127.0.0.1:{server}"
     assert "--allowed-media-domains" in refused(f"{base}/a")
-    limits = ImageLimits(domains=("127.0.0.1",))
+    limits = allowing(f"127.0.0.1:{server}")
     assert read(f"{base}/a", limits) == DATA
     assert read(f"{base}/to?/a", limits) == DATA
     assert "404" in refused(f"{base}/none", limits)
@@ -126,12 +138,128 @@ def test_servers_only_where_they_are_named(server: int) -> None:
     assert "elsewhere" in refused(f"{base}/to?file:///etc/passwd", limits)
     assert "redirects" in refused(f"{base}/to?/to?/to?/to?/to?/a", limits)
     assert "cannot be fetched" in refused(f"{base}/broken", limits)
-    small = ImageLimits(domains=("127.0.0.1",), max_bytes=5)
+    small = replace(limits, max_bytes=5)
     assert "5 bytes" in refused(f"{base}/a", small)
     with pytest.raises(InvalidRequestError, match="within"):
-        read_source(ImageSource(f"{base}/a", "there"), limits, lambda: True)
+        read_source(ImageSource(f"{base}/a", "there"), limits, Deadline(9, lambda: True))
 
 
 @pytest.mark.parametrize("url", ["ftp://a/b", "", "a.png", "http://[", "http://a:x/b"])
 def test_other_urls(url: str) -> None:
     assert refused(url)
+
+
+def test_ports_of_hosts() -> None:
+    """80 and 443, or those that are named: an image's URL is no way to other services."""
+    limits = allowing("a.org", "b.org:8443", "B.org.:9000", "[::1]:81", "::2")
+    for url in ("http://a.org/x", "https://A.org/x", "http://a.org:443", "https://b.org:8443/x",
+                "http://b.org:9000", "http://[::1]:81", "http://[::2]"):  # fmt: skip
+        check_source(ImageSource(url, "there"), limits)
+    assert "port 22 of" in refused("http://a.org:22/x", limits)
+    assert "--allowed-media-domains b.org:443" in refused("https://b.org/x", limits)
+    assert "port 6379" in refused("http://[::2]:6379", limits)
+    for wrong in ("http://a.org", "a.org/x", "a.org:x", "a.org:99999", "", "a@b.org", ":80"):
+        with pytest.raises(ConfigError, match="HOST:PORT"):
+            allowed_hosts([wrong])
+
+
+def test_redirects_to_other_ports_are_refused(server: int) -> None:
+    with serving(Handler) as other:
+        url = f"http://127.0.0.1:{server}/to?http://127.0.0.1:{other}/a"
+        assert f"port {other}" in refused(url, allowing(f"127.0.0.1:{server}"))
+
+
+# --- slow servers ---------------------------------------------------------------------------------
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nabcd"
+ENDLESS = b"x" * 2000
+
+
+@contextmanager
+def dripping(first: bytes, slow: bytes) -> Iterator[str]:
+    """The address of a server that says `first` at once and `slow` a byte at a time, each sooner
+    than any timeout of a read."""
+    gone = threading.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            try:
+                connection.sendall(first)
+                for byte in slow:
+                    connection.sendall(bytes([byte]))
+                    if gone.wait(0.02):
+                        return
+            except OSError:
+                return
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        gone.set()
+        thread.join()
+        listener.close()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "first", "slow"),
+    [
+        ("http", b"", ANSWER + ENDLESS),
+        ("http", b"HTTP/1.1 200 OK\r\n", b"A: " + ENDLESS),
+        ("http", b"HTTP/1.1 200 OK\r\n", b"A: b\r\n" * 400),
+        ("http", b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 100 Continue\r\n\r\n" * 40),
+        ("http", b"HTTP/1.1 200 OK\r\nContent-Length: 2000\r\n\r\n", ENDLESS),
+        ("http", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n" * 200),
+        ("http", b"HTTP/1.1 302 Found\r\n", b"Location: " + ENDLESS),
+        ("https", b"\x16\x03\x03\x10\x00", ENDLESS),
+    ],
+    ids=["status", "a header", "headers", "continue", "body", "chunks", "redirect", "TLS"],
+)
+def test_a_server_that_drips_is_left_at_the_deadline(
+    scheme: str, first: bytes, slow: bytes
+) -> None:
+    with dripping(first, slow) as address:
+        source = ImageSource(f"{scheme}://{address}/a", "there")
+        with pytest.raises(InvalidRequestError, match=r"within 0\.2 s"):
+            read_source(source, allowing(address), Deadline(0.2))
+
+
+def test_the_whole_answer_within_the_deadline() -> None:
+    with dripping(ANSWER[:-2], ANSWER[-2:]) as address:
+        assert read(f"http://{address}/a", allowing(address)) == b"abcd"
+
+
+def test_a_resolver_that_hangs_is_left_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, look_up = threading.Event(), socket.getaddrinfo
+
+    def hangs(host: str, *args: int, flags: int = 0, **more: int) -> object:
+        if not flags:
+            ended.wait(10)
+        return look_up(host, *args, flags=flags, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hangs)
+    try:
+        with pytest.raises(InvalidRequestError, match=r"within 0\.2 s"):
+            read_source(ImageSource("http://a/b", "there"), allowing("a"), Deadline(0.2))
+    finally:
+        ended.set()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+def test_servers_with_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+         "-nodes", "-keyout", str(key), "-out", str(cert), "-days", "30", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=DNS:localhost"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    with serving(Handler, context) as port:
+        url, limits = f"https://localhost:{port}/a", allowing(f"localhost:{port}")
+        assert "does not answer" in refused(url, limits)  # nobody vouches for it
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        assert read(url, limits) == DATA

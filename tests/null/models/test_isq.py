@@ -17,6 +17,7 @@ from vllmx_core.registry import Registry, load_registry
 from vllmx_core.weights import DENSE, WeightSource
 from vllmx_models.gguf.quantize.convert import quantize
 from vllmx_models.gguf.quantize.mixes import MIXES
+from vllmx_models.gguf.quantize.vocabulary import StatedTokenizer
 from vllmx_models.isq import ALIASES, ROWS_ALONE
 from vllmx_models.plugin import IN_SITU
 from vllmx_models.quantization.eight_bits import (
@@ -98,8 +99,8 @@ def test_blocks_are_those_of_a_quantised_file(
     expected.close()
 
 
-def no_tokenizer(*arguments: object) -> dict[str, Any]:
-    return {}
+def no_tokenizer(*arguments: object) -> StatedTokenizer:
+    return StatedTokenizer({})
 
 
 @pytest.mark.parametrize("name", ["q4_k_m", "int8", "fp8"])

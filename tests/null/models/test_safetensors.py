@@ -265,10 +265,57 @@ def test_index_names_a_missing_file(tmp_path: Path) -> None:
         open_weights(tmp_path)
 
 
-def test_index_names_a_missing_tensor(tmp_path: Path) -> None:
+def test_index_names_a_tensor_that_no_file_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who needs it is told where it should be; nobody else is bothered."""
     save_shards(tmp_path)
     edit_index(tmp_path, t9="model-00001-of-00002.safetensors")
-    with pytest.raises(WeightFormatError, match="lacks tensor 't9'"):
+    source = open_weights(tmp_path)
+    assert set(source.names()) == {"t0", "t1", "t2", "t3"}
+    assert "in the index and in no file, they are left out: 't9'" in caplog.text
+    with pytest.raises(
+        WeightFormatError, match=r"no tensor 't9' .*places it in model-00001.*lacks"
+    ):
+        source.part("t9")
+    source.close()
+
+
+def test_a_tensor_in_another_file_than_the_index_says(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = save_shards(tmp_path)
+    edit_index(tmp_path, t0="model-00002-of-00002.safetensors")
+    source = open_weights(tmp_path)
+    np.testing.assert_array_equal(source.part("t0").dequantize(), tensors["t0"])
+    assert "in another file than the index says, they are taken where they are: 't0'" in caplog.text
+    source.close()
+
+
+@pytest.mark.parametrize("listed", [1, 2])
+def test_a_tensor_in_two_files_is_that_of_the_index(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, listed: int
+) -> None:
+    tensors = save_shards(tmp_path)
+    first = {"t0": tensors["t0"], "t1": tensors["t1"], "t2": np.full((3, 3), 7, np.float32)}
+    safetensors.numpy.save_file(first, tmp_path / "model-00001-of-00002.safetensors")
+    edit_index(tmp_path, t2=f"model-0000{listed}-of-00002.safetensors")
+    source = open_weights(tmp_path)
+    expected = first["t2"] if listed == 1 else tensors["t2"]
+    np.testing.assert_array_equal(source.part("t2").dequantize(), expected)
+    assert "in two files, the one of the index is taken: 't2'" in caplog.text
+    source.close()
+
+
+def test_a_tensor_in_two_files_that_the_index_does_not_name(tmp_path: Path) -> None:
+    tensors = save_shards(tmp_path)
+    first = {name: tensors[name] for name in ("t0", "t1", "t2")}
+    safetensors.numpy.save_file(first, tmp_path / "model-00001-of-00002.safetensors")
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    del index["weight_map"]["t2"]
+    path.write_text(json.dumps(index))
+    with pytest.raises(WeightFormatError, match="tensor 't2' is in both"):
         open_weights(tmp_path)
 
 

@@ -208,6 +208,23 @@ def test_offline_with_half_a_model(tmp_path: Path, endpoint: str, closed_endpoin
     assert "cannot be reached" in answer.get("error", "cannot be reached")
 
 
+@pytest.mark.parametrize("model", ["org/model", "org/model:model.gguf"])
+def test_a_branch_that_names_no_snapshot_of_the_cache(
+    tmp_path: Path, endpoint: str, model: str
+) -> None:
+    """A download of a newer commit that never began: the message names the one that is whole."""
+    before, _ = snapshot(tmp_path, endpoint, model)
+    (ref,) = tmp_path.rglob("refs/main")
+    ref.write_text("f" * 40)
+    half = ref.parents[1] / "snapshots" / ("e" * 40)
+    half.mkdir()
+    (half / "config.json").write_text("{}")
+    answer, _ = snapshot(tmp_path, endpoint, model, HF_HUB_OFFLINE="1")
+    assert f"the cache has {COMMIT} of it whole: --revision {COMMIT} loads that" in answer["error"]
+    again, _ = snapshot(tmp_path, endpoint, model, COMMIT, HF_HUB_OFFLINE="1")
+    assert again["path"] == before["path"]
+
+
 @pytest.mark.parametrize(
     ("model", "revision", "parts"),
     [

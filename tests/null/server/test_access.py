@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import ssl
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from tests.waiting import PATIENCE_S
 from .conftest import MakeServer, Served
 
 KEYS = {"api_key": ("first", "zweitër")}
-PUBLIC = ("/health", "/health/live", "/health/ready", "/docs")
+PUBLIC = ("/ping", "/health", "/health/live", "/health/ready", "/docs")
 
 
 async def test_a_key_is_wanted_on_every_route_but_public_ones(make_server: MakeServer) -> None:
@@ -58,7 +60,8 @@ async def test_rights_are_what_is_listed(make_server: MakeServer) -> None:
     """401 and 403 are of rights here: no body of these requests is one that a route takes."""
     headers = [{}, {"authorization": "Bearer first"}, {"authorization": "Bearer top"}]
     first_that_may = {Right.EVERYBODY: 0, Right.HOLDERS: 1, Right.OPERATORS: 2}
-    async with make_server({**KEYS, "admin_key": ("top",)}) as served:
+    flags = {"admin_key": ("top",), "enable_tokenizer_info_endpoint": True}
+    async with make_server({**KEYS, **flags}) as served:
         for (method, path), right in RIGHTS.items():
             if path == "/shutdown":
                 continue  # the operator's key would end this process
@@ -230,6 +233,21 @@ def test_unix_sockets(tmp_path: Path) -> None:
             bind(server)
     second, _ = bind(server)  # what a killed server left behind is no hindrance
     second.close()
+
+
+def test_a_unix_socket_whose_queue_is_full_is_in_use(tmp_path: Path) -> None:
+    """Whoever asks neither waits for its server nor takes its place."""
+    path = str(tmp_path / "server.sock")
+    with ExitStack() as stack:
+        busy = stack.enter_context(socket.socket(socket.AF_UNIX))
+        busy.bind(path)
+        busy.listen(0)
+        client = busy
+        while client is busy or not client.connect_ex(path):
+            client = stack.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+        with pytest.raises(ConfigError, match="in use"):
+            bind(ServerConfig(uds=path))
 
 
 async def test_a_websocket_is_denied(served: Served) -> None:

@@ -55,6 +55,16 @@ async def test_completions_and_prompts(make_server: MakeServer) -> None:
             assert sorted(entry["rank"] for entry in row.values()) == list(range(1, VOCAB + 1))
 
 
+async def test_the_whole_vocabulary_where_it_fits_under_the_limit(make_server: MakeServer) -> None:
+    async with make_server(engine={"max_logprobs": 5000}) as served:
+        chosen = (await chat(served, top_logprobs=-1))["choices"][0]["logprobs"]["content"]
+        assert [len(position["top_logprobs"]) for position in chosen] == [VOCAB] * 3
+        named = {"max_tokens": 1, "return_tokens_as_token_ids": True}
+        for wanted in (-1, 300, 5000):
+            answer = await served.complete("a", logprobs=wanted, prompt_logprobs=wanted, **named)
+            assert len(answer["choices"][0]["logprobs"]["top_logprobs"][0]) == VOCAB
+
+
 async def test_beside_requests_that_want_few(make_server: MakeServer) -> None:
     """Rows of one step, of which some come back whole."""
     async with make_server(engine=ALL) as served:
@@ -70,7 +80,11 @@ async def test_beside_requests_that_want_few(make_server: MakeServer) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("completions", {"prompt": "a", "logprobs": -1}, "0 and 20, got -1: .*--max-logprobs -1"),
+        (
+            "completions",
+            {"prompt": "a", "logprobs": -1},
+            "0 and 20, got -1, for all 259 .*--max-logp",
+        ),
         ("completions", {"prompt": "a", "logprobs": 21}, "got 21: .*raise --max-logprobs"),
         ("completions", {"prompt": "a", "prompt_logprobs": 21}, "^prompt_logprobs must be"),
         ("chat/completions", CHAT | {"top_logprobs": -1}, "^top_logprobs must be"),
@@ -84,6 +98,66 @@ async def test_no_more_than_the_flag_allows(
     assert response.status_code == 400
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(response.json()["error"]["message"])
+
+
+IDS = [200, 3, 97, 200]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 3, "return_tokens_as_token_ids": True}
+
+
+async def test_named_ids_are_told_in_place_of_the_likeliest(make_server: MakeServer) -> None:
+    """Their values are those that all of the vocabulary has; --max-logprobs is no limit of them."""
+    async with make_server(engine=ALL) as served:
+        whole = (await served.complete("ab", logprobs=-1, **GREEDY))["choices"][0]["logprobs"]
+    async with make_server() as served:
+        for count in (0, 5, 1000):
+            asked = {"logprobs": count, "logprob_token_ids": IDS, **GREEDY}
+            (choice,) = (await served.complete("ab", **asked))["choices"]
+            found = choice["logprobs"]
+            assert found["tokens"] == whole["tokens"]
+            assert found["token_logprobs"] == whole["token_logprobs"]
+            for token, top, all_of in zip(
+                found["tokens"], found["top_logprobs"], whole["top_logprobs"], strict=True
+            ):
+                names = {token, "token_id:200", "token_id:3", "token_id:97"}
+                assert top == pytest.approx({name: all_of[name] for name in names})
+        streamed = await served.events("/v1/completions", prompt="ab", **asked)
+        tops = [top for e in streamed[:-1] for top in e["choices"][0]["logprobs"]["top_logprobs"]]
+        assert tops == found["top_logprobs"]
+        asked = {"logprob_token_ids": IDS, "top_logprobs": 1, **GREEDY}
+        chats = (await served.post("/v1/chat/completions", **CHAT, **asked)).json()["choices"]
+        for position in chats[0]["logprobs"]["content"]:
+            names = [entry["token"] for entry in position["top_logprobs"]]
+            assert names == ["token_id:200", "token_id:3", "token_id:97"]
+        plain = {"logprobs": 2, "logprob_token_ids": [], **GREEDY}
+        (choice,) = (await served.complete("ab", **plain))["choices"]
+        assert choice["logprobs"]["top_logprobs"][0].keys() <= whole["top_logprobs"][0].keys()
+        assert len(choice["logprobs"]["top_logprobs"][0]) in (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("completions", {"prompt": "a", "logprob_token_ids": [1]}, "set logprobs, too"),
+        (
+            "completions",
+            {"prompt": "a", "logprob_token_ids": [1], "logprobs": 1, "echo": True, "max_tokens": 0},
+            "generates none",
+        ),
+        ("completions", {"prompt": "a", "logprobs": 1, "logprob_token_ids": [259]}, "0 to 258"),
+        ("completions", {"prompt": "a", "logprobs": 1, "logprob_token_ids": [-1]}, "at least 0"),
+        ("completions", {"prompt": "a", "logprobs": 1, "logprob_token_ids": [1 << 70]}, "0 to 258"),
+        ("completions", {"prompt": "a", "logprobs": 1, "logprob_token_ids": [1] * 1001}, "1000"),
+        ("chat/completions", {**CHAT, "logprobs": False, "logprob_token_ids": [1]}, "set logprobs"),
+    ],
+)
+async def test_named_ids_that_are_refused(
+    served: Served, path: str, body: dict[str, Any], words: str
+) -> None:
+    response = await served.post(f"/v1/{path}", **body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert words in error["message"]
+    assert error["param"].startswith("logprob_token_ids")
 
 
 async def test_what_a_call_and_a_stream_may_bring(make_server: MakeServer) -> None:

@@ -164,6 +164,8 @@ async def test_tokenize_and_back(served: Served) -> None:
     answer = (await served.post("/tokenize", prompt="h\u00e9", return_token_strs=True)).json()
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) == 3
     assert answer["max_model_len"] == 512
+    entries = [served.llm.tokenizer.id_to_token(token) for token in answer["tokens"]]
+    assert answer["token_strs"] == entries == ["h", "\u00c3", "\u00a9"], "parts of one character"
     back = (await served.post("/detokenize", tokens=answer["tokens"])).json()
     assert back == {"prompt": "h\u00e9"}
     chat = (await served.post("/tokenize", messages=MESSAGES)).json()

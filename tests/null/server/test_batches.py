@@ -298,6 +298,18 @@ async def test_places_are_what_others_leave() -> None:
     assert places.num_taken == 1, "a batch ends some day"
 
 
+async def test_batches_that_ended_are_bounded(make_server: MakeServer) -> None:
+    async with make_server({"max_stored_files": 3}) as served:
+        file_id = await upload(served, b"no request")
+        body = {"endpoint": URL, "input_file_id": file_id}
+        made = []
+        for _ in range(5):
+            begun = (await served.client.post("/v1/batches", json=body)).json()
+            made.append((await ended(served, begun))["id"])
+        listed = (await served.client.get("/v1/batches")).json()["data"]
+        assert [each["id"] for each in listed] == made[:1:-1]
+
+
 async def test_what_is_left_when_the_server_ends_goes_on(
     make_server: MakeServer, tmp_path: Any
 ) -> None:

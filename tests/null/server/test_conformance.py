@@ -42,7 +42,7 @@ REMEDY = "vllmx_server/openapi or vllmx_server/answers does not say what the ser
 
 
 async def kept_ids(served: Served) -> dict[str, str]:
-    """A file, a batch and a response, by the beginnings of their paths."""
+    """One of each kind of what is kept, by the beginnings of their paths."""
     line = b'{"custom_id":"a","url":"/v1/completions","body":{"prompt":"a","max_tokens":2}}\n'
     files = {"file": ("in.jsonl", line)}
     file = await served.client.post("/v1/files", files=files, data={"purpose": "batch"})
@@ -51,7 +51,18 @@ async def kept_ids(served: Served) -> dict[str, str]:
     response = await served.client.post(
         "/v1/responses", json={"input": "a", "max_output_tokens": 4}
     )
-    found = {"/v1/files": file, "/v1/batches": batch, "/v1/responses": response}
+    conversation = await served.client.post("/v1/conversations", json={})
+    params = {"max_tokens": 2, "messages": [{"role": "user", "content": "a"}]}
+    message_batch = await served.client.post(
+        "/v1/messages/batches", json={"requests": [{"custom_id": "a", "params": params}]}
+    )
+    found = {
+        "/v1/messages/batches": message_batch,
+        "/v1/files": file,
+        "/v1/batches": batch,
+        "/v1/responses": response,
+        "/v1/conversations": conversation,
+    }
     return {path: answer.json()["id"] for path, answer in found.items()}
 
 
@@ -104,6 +115,20 @@ def check_operation(operation: Any, url: str, kept: dict[str, str]) -> list[str]
     return wrong
 
 
+def check_bounds(operation: Any, url: str) -> list[str]:
+    """What is wrong with answers to fields at their bounds and beyond, one after the other."""
+    wrong: list[str] = []
+    config = operation.schema.config.generation_for(operation=operation)
+    for case in operation.schema.iter_coverage_cases(
+        operation, generation_modes=list(GenerationMode), generation_config=config
+    ):
+        try:
+            case.call_and_validate(base_url=url, timeout=PATIENCE_S, checks=CHECKS)
+        except (FailureGroup, Failure) as error:
+            wrong.append(f"{operation.label}: {error}")
+    return wrong
+
+
 def check_cases(cases: Any, url: str) -> None:
     @settings(
         max_examples=NUM_EXAMPLES or 5,
@@ -121,7 +146,8 @@ def check_cases(cases: Any, url: str) -> None:
 
 
 async def test_answers_are_as_the_document_says(make_server: MakeServer) -> None:
-    async with make_server(max_model_len=64) as served:
+    flags = {"enable_tokenizer_info_endpoint": True}
+    async with make_server(flags, max_model_len=64) as served:
         document = (await served.client.get("/openapi.json")).json()
         served.state.pooler = LetterPooler()
         kept = await kept_ids(served)
@@ -131,9 +157,12 @@ async def test_answers_are_as_the_document_says(make_server: MakeServer) -> None
             operations = [each.ok() for each in schema.get_all_operations()]
             operations.sort(key=lambda each: each.method == "delete")
             assert len(operations) == len(ALL_ROUTES), "a part of the document was not understood"
-            return [
+            wrong = [
                 wrong for each in operations for wrong in check_operation(each, served.url, kept)
             ]
+            if NUM_EXAMPLES:  # thousands of requests
+                wrong += [wrong for each in operations for wrong in check_bounds(each, served.url)]
+            return wrong
 
         wrong = await asyncio.to_thread(check)
         assert not wrong, f"{REMEDY}:\n" + "\n".join(wrong)

@@ -41,12 +41,15 @@ async def test_tools_keep_the_order_of_their_keys(make_server: MakeServer, tmp_p
         answer = (await served.post("/tokenize", messages=MESSAGES, tools=[tool])).json()
         back = (await served.post("/detokenize", tokens=answer["tokens"])).json()
         assert back["prompt"] == json.dumps([tool])
+        known = {**tool, "cache_control": {}, "function": {**tool["function"], "colour": 1}}
+        answer = (await served.post("/tokenize", messages=MESSAGES, tools=[known])).json()
+        back = (await served.post("/detokenize", tokens=answer["tokens"])).json()
+        assert back["prompt"] == json.dumps([tool]), "keys that are ignored are not shown"
         del tool["type"]
         answer = (await served.post("/tokenize", messages=MESSAGES, tools=[tool])).json()
         back = (await served.post("/detokenize", tokens=answer["tokens"])).json()
         assert json.loads(back["prompt"])[0]["type"] == "function"
         for wrong, param in (
-            ({"function": {"name": "f", "colour": 1}}, "tools[0].function.colour"),
             ({"function": {}}, "tools[0].function"),
             ({}, "tools[0]"),
         ):
@@ -170,7 +173,7 @@ async def test_an_answer_can_be_sent_back(served: Served) -> None:
     for message in (ours, {**ours, **theirs}, {**ours, "tool_calls": [], "function_call": {}}):
         response = await served.post(CHAT, messages=[*MESSAGES, message, *MESSAGES], max_tokens=1)
         assert response.status_code == 200, response.text
-    for name, value in (("audio", {"id": "a"}), ("function_call", {"name": "f"})):
+    for name, value in (("audio", {"id": "a"}), ("function_call", {"f": 1})):
         error = await refused(served, CHAT, messages=[{**ours, name: value}, *MESSAGES])
         assert error["param"] == f"messages[0].{name}"
 
@@ -229,15 +232,11 @@ async def test_stream_options(served: Served, options: dict[str, Any], asked: st
 
 
 @pytest.mark.parametrize(
-    ("options", "asked"),
-    [
-        (None, "last"),
-        ({"include_usage": False}, "last"),
-        ({"continuous_usage_stats": True}, "each"),
-    ],
+    "options",
+    [None, {"include_usage": False}, {"include_usage": True}, {"continuous_usage_stats": True}],
 )
-async def test_usage_in_every_stream_where_the_operator_says_so(
-    make_server: MakeServer, options: dict[str, Any] | None, asked: str
+async def test_usage_in_every_chunk_where_the_operator_says_so(
+    make_server: MakeServer, options: dict[str, Any] | None
 ) -> None:
     async with make_server({"enable_force_include_usage": True}) as served:
         for path, prompt in ((TEXT, {"prompt": "a"}), (CHAT, {"messages": MESSAGES})):
@@ -247,7 +246,34 @@ async def test_usage_in_every_stream_where_the_operator_says_so(
             assert done == "[DONE]"
             assert events[-1]["choices"] == []
             assert events[-1]["usage"]["completion_tokens"] == 3
-            assert all(bool(event["usage"]) == (asked == "each") for event in events[:-1])
+            assert all(event["usage"]["prompt_tokens"] for event in events)
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 3}, {"logprobs": None}])
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        (TEXT, {"prompt": ["ab", "c"]}),
+        (TEXT, {"prompt": ["ab", "c"], "echo": True}),
+        (CHAT, {"messages": MESSAGES}),
+    ],
+)
+async def test_usage_does_not_run_ahead_of_the_text(
+    served: Served, path: str, prompt: dict[str, Any], more: dict[str, Any]
+) -> None:
+    """Each chunk counts the tokens that the client has with it, and no others."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    fields = {"max_tokens": 4, "return_token_ids": True, "stream_options": options}
+    *events, last, _ = await served.events(path, **prompt, **fields, **more)
+    seen = 0
+    for event in events:
+        seen += sum(len(choice.get("token_ids") or ()) for choice in event["choices"])
+        assert event["usage"]["completion_tokens"] == seen
+        assert event["usage"]["total_tokens"] == event["usage"]["prompt_tokens"] + seen
+    assert last["usage"]["completion_tokens"] == seen > 0
+    if path == CHAT:
+        roles = [event for event in events if "role" in event["choices"][0]["delta"]]
+        assert [event["usage"]["completion_tokens"] for event in roles] == [0] * len(roles)
 
 
 async def test_tokens_named_by_their_ids(served: Served) -> None:

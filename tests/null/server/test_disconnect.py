@@ -6,9 +6,13 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from vllmx_server.connections.connection import Connection
+from vllmx_server.connections.timeouts import Timeouts
 from vllmx_server.disconnect import unless_gone
 
 from tests.waiting import PATIENCE_S, until
@@ -152,6 +156,45 @@ async def test_a_client_that_takes_nothing_counts_as_gone(make_server: MakeServe
         await served.in_flight_become(1)
         await served.becomes_idle()
         writer.transport.abort()
+
+
+class Dripping:
+    """A transport whose client takes `step` bytes at a time of what waits."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.left = 2000
+        self.aborted = False
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: bytes) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        self.left = max(0, self.left - self.step)
+        return self.left
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@pytest.mark.parametrize(("step", "is_cut"), [(1, True), (100, False)])
+async def test_a_client_that_takes_a_byte_now_and_then_is_cut(step: int, is_cut: bool) -> None:
+    """A byte in each 0.05 s is not enough; 12 would be."""
+    transport = Dripping(step)
+
+    async def drain() -> None:
+        await asyncio.Event().wait()
+
+    shared = Mock(timeouts=Timeouts(1.0, 0.05))
+    connection = Connection(shared, lambda idle: None)
+    connection.writer = Mock(transport=transport, drain=drain)
+    with pytest.raises(ConnectionAbortedError) if is_cut else nullcontext():
+        await connection._write(b"abc")
+    assert transport.aborted == is_cut
+    assert bool(transport.left) == is_cut
 
 
 async def test_a_slow_answer_is_no_slow_client(make_server: MakeServer) -> None:

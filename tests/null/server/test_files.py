@@ -176,7 +176,7 @@ async def test_what_is_no_upload_is_refused(served: Served) -> None:
 
 
 async def test_sizes_are_limited(make_server: MakeServer) -> None:
-    limits = {"max_file_bytes": 100_000, "max_stored_bytes": 300_000}
+    limits = {"max_file_bytes": 100_000, "max_stored_bytes": 310_000}
     async with make_server(limits) as served:
         response = await upload(served, b"x" * 100_001)
         assert response.status_code == 413
@@ -190,6 +190,27 @@ async def test_sizes_are_limited(make_server: MakeServer) -> None:
         await served.client.delete(f"/v1/files/{first}")
         assert (await upload(served, b"x" * 90_000)).status_code == 200
         assert len(list(served.state.storage.folder.files().iterdir())) == 2
+
+
+async def test_empty_files_count_too(make_server: MakeServer) -> None:
+    async with make_server({"max_stored_bytes": 10_000}) as served:
+        sent = [await upload(served, b"") for _ in range(2)]
+        assert [each.status_code for each in sent] == [200, 200]
+        full = await upload(served, b"")
+        assert (full.status_code, full.json()["error"]["code"]) == (413, "storage_full")
+        assert "--max-stored-bytes" in full.json()["error"]["message"]
+
+
+async def test_the_number_of_files_is_limited(make_server: MakeServer) -> None:
+    async with make_server({"max_stored_files": 3}) as served:
+        sent = await asyncio.gather(*(upload(served, b"") for _ in range(8)))
+        assert sorted(each.status_code for each in sent) == [200] * 3 + [413] * 5
+        message = (await upload(served, b"")).json()["error"]["message"]
+        assert "3 files are kept" in message
+        assert "--max-stored-files" in message
+        kept = next(each.json()["id"] for each in sent if each.status_code == 200)
+        await served.client.delete(f"/v1/files/{kept}")
+        assert (await upload(served, b"")).status_code == 200
 
 
 async def test_files_expire(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

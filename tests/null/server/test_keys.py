@@ -429,3 +429,41 @@ def test_records_that_are_not_made(tmp_path: Path, arguments: list[str], message
     assert isinstance(done.exception, ConfigError)
     assert re.match(message, done.exception.message), done.exception.message
     assert not path.exists()
+
+
+def run_keys(*arguments: str) -> Any:
+    return CliRunner().invoke(keys, [*arguments])
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_file_behind_a_link_is_changed(tmp_path: Path, is_there: bool) -> None:
+    real, link = tmp_path / "secrets" / "keys.json", tmp_path / "keys.json"
+    real.parent.mkdir()
+    if is_there:
+        run_keys("add", "ann", "--file", str(real))
+    link.symlink_to(Path("secrets") / "keys.json")
+    assert run_keys("add", "bob", "--file", str(link)).exit_code == 0
+    assert link.is_symlink()
+    assert [record.name for record in read_keys(real)] == ["ann", "bob"][not is_there :]
+    assert stat.S_IMODE(real.stat().st_mode) == 0o600
+    assert run_keys("remove", "bob", "--file", str(link)).exit_code == 0
+    assert link.is_symlink()
+    assert [path.name for path in real.parent.iterdir()] == ["keys.json"]
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["list", "--json"], ["remove", "ann"]])
+def test_a_missing_file_is_an_error(tmp_path: Path, arguments: list[str]) -> None:
+    done = run_keys(*arguments, "--file", str(tmp_path / "none.json"))
+    assert isinstance(done.exception, ConfigError)
+    assert re.match(r"--file '.*none\.json' cannot be read .*`vllmx keys add`", str(done.exception))
+
+
+@pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o640, True), (0o644, True)])
+def test_a_readable_file_of_keys_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warns: bool
+) -> None:
+    path = Path(key_file(tmp_path, ann={}))
+    path.chmod(mode)
+    assert run_keys("list", "--file", str(path)).exit_code == 0
+    expected = f"--file {path} may be read by others (mode {mode:04o}): chmod 600 {path}"
+    assert [record.getMessage() for record in caplog.records] == [expected] * warns

@@ -163,7 +163,7 @@ def test_images_that_tools_return_are_the_users() -> None:
         ({"messages": []}, "messages", "0 entries, at least 1"),
         ({"max_tokens": 0}, "max_tokens", "between 1 and"),
         ({"temperature": -1}, "temperature", "between 0 and 100, got -1"),
-        ({"top_p": 1.5}, "top_p", "at most 1, got 1.5"),
+        ({"top_p": 1.5}, "top_p", "between 0 and 1, got 1.5"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences", "at most 16"),
         ({"nonsense": 1}, "nonsense", "unknown field"),
         (
@@ -338,7 +338,7 @@ async def test_errors_have_anthropics_shape(make_server: MakeServer) -> None:
         await error(400, "invalid_request_error", json={"messages": 3}, headers=key)
         await error(415, "invalid_request_error", content=b"{}", headers=key)
         await error(405, "invalid_request_error", method="GET", headers=key)
-        await error(404, "not_found_error", "/batches", json={}, headers=key)
+        await error(404, "not_found_error", "/nothing", json={}, headers=key)
         long = {**HELLO, "messages": [{"role": "user", "content": "x" * 9000}]}
         assert "512" in await error(400, "invalid_request_error", json=long, headers=key)
         served.state.draining = True

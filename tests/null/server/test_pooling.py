@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from vllmx_core.errors import ContextLengthError
+from vllmx_core.errors import ContextLengthError, InvalidRequestError
 from vllmx_engine.client.pooling import PoolingText
 from vllmx_engine.wire.pooling import PoolingInfo
 from vllmx_server.engine_pooler import MAX_PAIRED_BYTES, EnginePooler
@@ -21,6 +21,7 @@ from .conftest import MakeServer, Served
 from .loop_meter import shortest_hold
 
 DIMENSIONS = 8
+VOCAB = 259
 
 
 class LetterPooler:
@@ -49,6 +50,8 @@ class LetterPooler:
         return [self._one(task, each, options) for each in inputs]
 
     def _one(self, task: Task, each: PoolingText, options: PoolingOptions) -> Pooled:
+        if each.ids is not None and max(each.ids) >= VOCAB:
+            raise InvalidRequestError("there is no such token id", param="input")
         text = each.text if each.ids is None else "".join(chr(token % 128) for token in each.ids)
         if options.max_tokens is not None:
             text = text[: options.max_tokens]

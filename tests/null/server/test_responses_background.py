@@ -107,9 +107,11 @@ async def test_events_count_as_what_is_kept(
         assert "were not kept" in long.json()["error"]["message"]
 
 
+@pytest.mark.usefixtures("paced_steps")
 async def test_events_do_not_push_out_their_response(make_server: MakeServer) -> None:
+    """Paced: few events, each with many tokens, would fit."""
     asked = {**ASK, "background": True, "stream": True, "max_output_tokens": 200}
-    async with make_server({"max_stored_bytes": 3000}) as served:
+    async with make_server({"max_stored_bytes": 3000}, step_s=3600.0) as served:
         text = (await served.client.post("/v1/responses", json=asked)).text
         path = f"/v1/responses/{named_events(text)[0][1]['response']['id']}"
         await served.becomes_idle()

@@ -269,6 +269,43 @@ async def test_a_server_that_is_down_is_told_of(served: Served) -> None:
     assert script.options[0].tools is None
 
 
+DOWN = {**WELL, "server_label": "down", "allowed_tools": None}
+OWN = {"type": "function", "name": "own", "parameters": {"type": "object"}}
+
+
+def allowing(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "allowed_tools", "mode": mode, "tools": list(tools)}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        {"type": "mcp", "server_label": "down"},
+        {"type": "mcp", "server_label": "down", "name": "echo"},
+        allowing("required", {"type": "mcp", "server_label": "down"}),
+        allowing("required", {"type": "mcp", "server_label": "down", "name": "echo"}),
+    ],
+)
+async def test_a_call_that_only_a_server_that_is_down_could_take(
+    served: Served, choice: str | dict[str, Any]
+) -> None:
+    Script(served, "Sorry.")
+    response = await ask(served, tools=[DOWN], tool_choice=choice)
+    assert response.status_code == 424, response.text
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("external_connector_error", "tool_choice")
+    assert "the MCP server 'down' cannot be reached (it ended with code 1)" in error["message"]
+
+
+@pytest.mark.parametrize("other", [WELL, OWN])
+async def test_another_tool_may_take_the_call(served: Served, other: dict[str, Any]) -> None:
+    name = "own" if other is OWN else "well__echo"
+    Script(served, call(name), "Done.")
+    made = await answered(served, tools=[DOWN, other], tool_choice="required")
+    assert {"mcp_call", "function_call"} & set(kinds(made))
+
+
 async def test_who_leaves_ends_the_calls(served: Served, tool_servers: ToolServers) -> None:
     Script(served, call("hangs__hang"))
     begun = asyncio.Event()
@@ -319,7 +356,6 @@ async def test_a_round_that_the_engine_refuses_fails_the_response(served: Served
         ({"command": "sh"}, "tools[0].command", "the operator names"),
         ({"headers": {}}, "tools[0].headers", "the operator names"),
         ({"connector_id": "connector_gmail"}, "tools[0].connector_id", "the operator names"),
-        ({"nonsense": 1}, "tools[0].nonsense", "unknown field"),
         ({"server_label": "other"}, "tools[0].server_label", "'well', 'down'"),
         ({"require_approval": "always"}, "tools[0].require_approval", 'must be "never"'),
         ({"require_approval": None}, "tools[0].require_approval", 'must be "never"'),

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from vllmx_core.errors import InvalidRequestError
-from vllmx_server.schema import chat, completions, messages, text
+from vllmx_core.errors import GrammarError, InvalidRequestError
+from vllmx_engine.grammar.spec import grammar_spec
+from vllmx_server.schema import chat, completions, messages, structured, text
 from vllmx_server.schema.decode import decode
 
 _ALLOWED = "tool_choice.allowed_tools"
@@ -39,7 +40,6 @@ def completion_request(**fields: Any) -> completions.CompletionRequest:
     [
         ({"temprature": 1}, "temprature"),
         ({"max_tokens": "ten"}, "max_tokens"),
-        ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0].colour"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -146,6 +146,39 @@ def test_malformed_json_is_a_clear_error(body: bytes) -> None:
     assert len(info.value.message) < 400
 
 
+def nested(levels: int) -> dict[str, Any]:
+    """A schema of so many objects in each other."""
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+@pytest.mark.parametrize("levels", [31, 60, 61])
+def test_a_schema_may_be_as_deep_however_it_comes(levels: int) -> None:
+    schema = nested(levels)
+    ways: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+        {"response_format": {"type": "json_object", "schema": schema}},
+        {"structured_outputs": {"json": schema}},
+        {"structured_outputs": {"json": json.dumps(schema)}},
+        {"guided_json": schema},
+        {"guided_json": json.dumps(schema)},
+        {"json_schema": schema},
+    ]
+    found = set()
+    for way in ways:
+        params = structured.structured_outputs(chat_request(**way))
+        assert params is not None
+        if levels <= 60:
+            found.add(grammar_spec(params).digest)
+        else:
+            with pytest.raises(GrammarError, match="more than 122 levels") as caught:
+                grammar_spec(params)
+            assert caught.value.param == next(iter(way))
+    assert len(found) == (levels <= 60)
+
+
 def test_deep_free_form_json_is_refused() -> None:
     deep: Any = 1
     for _ in range(40):
@@ -160,7 +193,7 @@ def test_deep_free_form_json_is_refused() -> None:
         ({"temperature": 1e9}, "temperature"),
         ({"n": 0}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"logprobs": -2}, "logprobs"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop": [""]}, "stop[0]"),
@@ -187,7 +220,7 @@ def test_values_outside_their_interval_are_refused(fields: dict[str, Any], param
     ("fields", "message"),
     [
         ({"temperature": -1.5}, "temperature must be between 0 and 100, got -1.5"),
-        ({"top_p": 0}, "top_p must be above 0 and at most 1, got 0"),
+        ({"top_p": 2}, "top_p must be between 0 and 1, got 2"),
         ({"n": 10**30}, "n must be between 1 and 128, got 1" + "0" * 30),
         ({"stop": ["x"] * 17}, "stop has 17 entries, at most 16 are allowed"),
         ({"cache_salt": ""}, "cache_salt has 0 characters, at least 1 are allowed"),

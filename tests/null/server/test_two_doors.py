@@ -39,6 +39,14 @@ TAKEN: tuple[list[Any], ...] = (
     [user("x"), assistant("y", audio=None, function_call=None, refusal=None, reasoning=None)],
     [user("x"), assistant("y", reasoning_content="z", name="n")],
     [{"role": "developer", "content": "x"}, user("y")],
+    [user("x"), assistant(function_call={"name": "f", "arguments": "{}"})],
+    [user("x"), assistant(refusal="no")],
+    [user("x"), assistant(audio={"id": "a", "transcript": "y"})],
+    [user("x"), assistant([{"type": "thinking", "thinking": "z"}, {"type": "text", "text": "y"}])],
+    [user("x"), assistant([{"type": "redacted_thinking", "data": "z"}])],
+    [user("x"), assistant([{"type": "refusal", "refusal": "no"}])],
+    [user([{"type": "output_text", "text": "x"}])],
+    [user("x"), assistant("y", reasoning={"a": 1}, thinking_blocks=[{"thinking": "z"}])],
 )
 REFUSED: tuple[tuple[list[Any], str], ...] = (
     ([], "messages"),
@@ -52,7 +60,7 @@ REFUSED: tuple[tuple[list[Any], str], ...] = (
     ([user([{"type": "image_url", "image_url": {"url": "x"}}])], "messages[0].content[0]"),
     ([{"role": "boss", "content": "x"}], "messages[0].role"),
     ([user("x"), assistant("y", audio={"id": "a"})], "messages[1].audio"),
-    ([user("x"), assistant("y", function_call={"name": "f"})], "messages[1].function_call"),
+    ([user("x"), assistant("y", function_call={"arguments": "{}"})], "messages[1].function_call"),
 )
 WRONG_TYPES: tuple[list[Any], ...] = (
     ["x"],

@@ -90,7 +90,7 @@ async def test_head(served: Served) -> None:
 @pytest.mark.parametrize(
     "path",
     ["", "/", "index.html", "app.JS", "../app.py", "%2e%2e/app.py", "..%2fapp.py", "vendor",
-     "vendor/", "/etc/passwd", "%2fetc%2fpasswd", "vendor/../app.js", "app.js/", "app.js%00"],
+     "vendor/", "/etc/passwd", "%2fetc%2fpasswd", "vendor/../app.js", "app.js%00"],
 )  # fmt: skip
 async def test_nothing_else_is_to_be_had(served: Served, path: str) -> None:
     reader, writer = await served.connect()

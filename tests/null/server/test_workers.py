@@ -6,9 +6,11 @@ import asyncio
 import logging
 import os
 import socket
+import struct
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from itertools import chain
 from unittest.mock import Mock
 
 import msgspec
@@ -25,6 +27,7 @@ from vllmx_server.state import ServerState
 from vllmx_server.workers.channel import Channel, GoneError
 from vllmx_server.workers.counted import Counted, ModelCounts
 from vllmx_server.workers.crew import Crew, Worker, asked_of_all
+from vllmx_server.workers.dispatch import Dispatcher, Mailbox
 from vllmx_server.workers.messages import (
     CORE_LOST,
     COUNT,
@@ -41,6 +44,8 @@ from vllmx_server.workers.messages import (
 )
 from vllmx_server.workers.peers import RemoteUsage
 from vllmx_server.workers.shared_counts import SharedCounts
+
+from tests.waiting import until
 
 
 @asynccontextmanager
@@ -328,3 +333,111 @@ async def test_usage_of_a_worker_is_with_the_supervisor_as_a_request_ends() -> N
 @pytest.fixture
 def metrics() -> Metrics:
     return Metrics("m", CoreStats, {"block_size": 16})
+
+
+# --- connections ----------------------------------------------------------------------------------
+class Handing:
+    """A dispatcher with three workers in this process, which take what they are handed."""
+
+    def __init__(self) -> None:
+        self.memory = SharedCounts.memory(3)
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        counts = [SharedCounts(self.memory, 3, row, 1) for row in range(3)]
+        self.counts = [each.gauge("connections") for each in counts]
+        self.dispatcher = Dispatcher(self.listening, lambda: None, counts[0], 3)
+        self.mailboxes = [
+            Mailbox(os.dup(self.dispatcher.mailbox(row)), counts[row].gauge("received"))
+            for row in range(3)
+        ]
+        for mailbox in self.mailboxes:
+            mailbox.setblocking(False)
+        self.taken: list[list[socket.socket]] = [[], [], []]
+        self.clients: list[socket.socket] = []
+
+    def connect(self, count: int) -> None:
+        for _ in range(count):
+            self.clients.append(socket.create_connection(self.listening.getsockname()))
+
+    def take(self, *rows: int) -> None:
+        for row in rows:
+            with suppress(BlockingIOError):
+                while True:
+                    self.taken[row].append(self.mailboxes[row].accept()[0])
+                    self.counts[row].set(len(self.taken[row]))
+
+    async def all_come(self, count: int, *rows: int) -> list[int]:
+        """How many connections each has, once these workers have taken so many."""
+
+        def taken() -> bool:
+            self.take(*rows)
+            return sum(len(self.taken[row]) for row in rows) >= count
+
+        await until(taken)
+        return [len(each) for each in self.taken]
+
+    def close(self) -> None:
+        self.dispatcher.close()
+        for each in (*chain(*self.taken), *self.clients, *self.mailboxes, self.listening):
+            each.close()
+        os.close(self.memory)
+
+
+@pytest.fixture
+async def handing() -> AsyncIterator[Handing]:
+    found = Handing()
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+async def test_connections_go_to_who_has_the_fewest(handing: Handing) -> None:
+    for row in range(3):
+        handing.dispatcher.opened(row)
+    handing.connect(30)
+    assert await handing.all_come(30, 0, 1, 2) == [10, 10, 10]
+    for each in handing.taken[1][2:]:
+        each.close()
+    del handing.taken[1][2:]
+    handing.counts[1].set(2)
+    handing.connect(8)
+    assert await handing.all_come(30, 0, 1, 2) == [10, 10, 10]
+    peers = {each.getpeername() for each in chain(*handing.taken)}
+    assert peers <= {each.getsockname() for each in handing.clients}
+
+
+async def test_a_worker_that_takes_nothing_is_left_out(handing: Handing) -> None:
+    for row in (0, 1):
+        handing.dispatcher.opened(row)
+    handing.connect(60)
+    assert await handing.all_come(44, 0) == [44, 0, 0]
+    assert await handing.all_come(60, 0, 1) == [44, 16, 0]
+
+
+async def test_others_get_what_a_worker_has_not_taken(handing: Handing) -> None:
+    handing.connect(12)  # before anybody serves
+    for row in (0, 1):
+        handing.dispatcher.opened(row)
+    assert await handing.all_come(6, 0) == [6, 0, 0]
+    handing.dispatcher.left(1)
+    assert await handing.all_come(12, 0) == [12, 0, 0]
+    handing.dispatcher.left(0)
+    handing.connect(2)
+    handing.dispatcher.opened(2)
+    assert await handing.all_come(2, 2) == [12, 0, 2]
+
+
+async def test_a_client_that_left_before_it_was_taken(handing: Handing) -> None:
+    handing.dispatcher.opened(0)
+    handing.connect(1)
+    client = handing.clients[0]
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.close()
+    handing.connect(1)
+
+    def taken() -> bool:
+        with suppress(ConnectionAbortedError):
+            handing.take(0)
+        return len(handing.taken[0]) >= 1
+
+    await until(taken)

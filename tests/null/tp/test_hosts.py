@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import struct
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 from vllmx_core.backend import LoadedInfo
 from vllmx_core.config import EngineConfig
+from vllmx_core.deadline import Deadline
 from vllmx_core.errors import ConfigError, RankLostError, VllmxError
 from vllmx_core.registry import Registry
 from vllmx_engine.core.found_model import FoundModel
@@ -120,9 +120,9 @@ def test_who_repeats_a_proof_is_not_let_in(pool: ThreadPoolExecutor) -> None:
     """No proof that was overheard lets anybody in, nor the waiting side's own."""
 
     def echo(ours: socket.socket) -> None:
-        deadline_s = time.monotonic() + PATIENCE_S
-        ours.sendall(handshake.receive(ours, HELLO_BYTES, deadline_s))
-        ours.sendall(handshake.receive(ours, 32, deadline_s))
+        deadline = Deadline(PATIENCE_S)
+        ours.sendall(handshake.receive(ours, HELLO_BYTES, deadline))
+        ours.sendall(handshake.receive(ours, 32, deadline))
 
     with pytest.raises(HandshakeError, match="another key"):
         greeted(pool, echo).result()

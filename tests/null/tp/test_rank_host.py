@@ -4,6 +4,7 @@ ends."""
 from __future__ import annotations
 
 import logging
+import select
 import socket
 import struct
 import threading
@@ -152,6 +153,21 @@ def test_what_no_rank_0_says(
         wait_until(lambda: "STEP of 5 bytes, which is no step" in caplog.text)
     with remote(address, found, region) as host:
         assert host.loaded(nothing) == [READY]
+
+
+def test_who_says_slowly_what_to_load(
+    address: tuple[str, int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time counts from its first word, however often another byte comes."""
+    monkeypatch.setattr(hosted_group, "LINK_S", 0.2)
+    with connect(address, KEY, bytes(16), Purpose.STEPS, PATIENCE_S, nothing) as connection:
+        with suppress(OSError):
+            for byte in NOTICE.pack(Call.BEGIN, 300, INLINE) + bytes(300):
+                connection.sendall(bytes([byte]))
+                if select.select([connection], [], [], 0.02)[0]:  # it has hung up, or says why
+                    break
+        wait_until(lambda: "a group has ended" in caplog.text)
+    assert "a group has ended: rank 0 has not said within 0.2 s" in caplog.text
 
 
 def test_files_are_compared_when_a_server_comes(

@@ -150,6 +150,18 @@ def blocks_of(windows: Sequence[int | None], tokens: int, block_size: int, step_
     return total
 
 
+def fitting_step(
+    windows: Sequence[int | None], num_blocks: int, block_size: int, step_tokens: int, tokens: int
+) -> int:
+    """A smaller number of tokens of a step, for which a sequence of `tokens` needs no more than
+    `num_blocks`: windows then hold fewer pages. 0: there is none."""
+    while step_tokens > 1:
+        step_tokens //= 2
+        if blocks_of(windows, tokens, block_size, step_tokens) <= num_blocks:
+            return step_tokens
+    return 0
+
+
 def longest_sequence(
     windows: Sequence[int | None], num_blocks: int, block_size: int, step_tokens: int, most: int
 ) -> int:

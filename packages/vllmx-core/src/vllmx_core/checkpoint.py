@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllmx_core.config_values import nearest
 from vllmx_core.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, shown
+from vllmx_core.files import open_model_file
 from vllmx_core.records import Record, field
 from vllmx_core.registry import Registry, architecture_names
 from vllmx_core.specs import (
@@ -77,6 +79,7 @@ def _near_path(model: str) -> str:
 def open_checkpoint(registry: Registry, path: Path, load_format: str = "auto") -> Checkpoint:
     """Opens a folder or file with the format that fits it. Raises ModelNotFoundError,
     UnsupportedModelError or WeightFormatError."""
+    _refuse_adapter(path)
     spec = _format_of(registry, path, load_format)
     opener = spec.load()
     checkpoint: Checkpoint = opener(path, registry) if spec.needs_registry else opener(path)
@@ -88,6 +91,36 @@ def open_checkpoint(registry: Registry, path: Path, load_format: str = "auto") -
     except BaseException:
         checkpoint.weights.close()
         raise
+
+
+ADAPTER_REMEDY = (
+    "vllmx serves no adapters: merge it into its base model first (peft: AutoPeftModelForCausalLM"
+    ".from_pretrained(ADAPTER).merge_and_unload().save_pretrained(MERGED)) and serve the result"
+)
+_ADAPTER_CONFIG = "adapter_config.json"
+_MAX_ADAPTER_CONFIG_BYTES = 4 << 20
+
+
+def _refuse_adapter(path: Path) -> None:
+    """Raises UnsupportedModelError for the folder, or the file, of a LoRA adapter without its base
+    model."""
+    folder = path if path.is_dir() else path.parent
+    config = folder / _ADAPTER_CONFIG
+    if not config.is_file() or (path.is_file() and not path.name.startswith("adapter_")):
+        return
+    weights = (each for ending in ("safetensors", "gguf") for each in folder.glob(f"*.{ending}"))
+    if path.is_dir() and any(not each.name.startswith("adapter_") for each in weights):
+        return
+    try:
+        with open_model_file(config) as file:
+            found = json.loads(file.read(_MAX_ADAPTER_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError):
+        found = None
+    base = found.get("base_model_name_or_path") if isinstance(found, Mapping) else None
+    known = f" of {shown(base)}" if isinstance(base, str) and base else ""
+    raise UnsupportedModelError(
+        f"{path} is a LoRA adapter{known}, not a whole model: {ADAPTER_REMEDY}", param="model"
+    )
 
 
 def with_tower(
@@ -188,8 +221,21 @@ def _format_of(registry: Registry, path: Path, load_format: str) -> WeightFormat
             return spec
     patterns = ", ".join(pattern for spec in formats for pattern in spec.patterns)
     raise ModelNotFoundError(
-        f"{path} holds no weights that an installed format reads (looked for: {patterns})",
+        f"{path} holds no weights that an installed format reads (looked for: {patterns})"
+        f"{_pickled(path)}",
         param="model",
+    )
+
+
+def _pickled(path: Path) -> str:
+    """The remedy where the weights are there as PyTorch's pickles."""
+    files = path.iterdir() if path.is_dir() else [path]
+    found = sorted(each.name for each in files if each.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if not found:
+        return ""
+    return (
+        f"; {found[0]} may run code when it is read: convert the model with transformers,"
+        " AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
     )
 
 
@@ -220,6 +266,9 @@ def build_model(registry: Registry, checkpoint: Checkpoint, task: str = "auto") 
     elif wanted == "vectors":
         config = _trunk(registry, config, architecture)
     model: Model = registry.model_for(config).load()(config)
+    with_head = getattr(model, "with_stored_head", None)
+    if with_head is not None:
+        model = with_head(checkpoint.weights)
     if model.shape.output == (wanted or model.shape.output):
         return model
     answering = getattr(model, "answering", None)

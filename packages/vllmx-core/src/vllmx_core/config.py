@@ -120,7 +120,8 @@ class EngineConfig:
     encoder_cache_memory: int = 256 << 20
     """Bytes on the device for features of images, so that one asked about again costs no tower."""
     allowed_media_domains: tuple[str, ...] = ()
-    """Hosts that images may be fetched from; none: requests bring them in data URLs."""
+    """Hosts that images may be fetched from, HOST or HOST:PORT; without a port 80 and 443. None:
+    requests bring them in data URLs."""
     allowed_local_media_path: str | None = None
     """A folder whose files requests may name as images."""
     seed: int | None = None

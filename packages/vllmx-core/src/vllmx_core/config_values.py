@@ -56,6 +56,33 @@ _BYTE_UNITS = {
 _NUMBER = re.compile(r"([+-]?\d{1,20}(?:\.\d{1,9})?) ?([A-Za-z]{0,3})")
 
 
+class WrittenInt(int):
+    """A number that remembers how it was written: its text is not always what Python writes."""
+
+    text: str
+
+    def __new__(cls, value: int, text: str) -> WrittenInt:
+        made = super().__new__(cls, value)
+        made.text = text
+        return made
+
+
+class WrittenFloat(float):
+    """The same of a fraction."""
+
+    text: str
+
+    def __new__(cls, value: float, text: str) -> WrittenFloat:
+        made = super().__new__(cls, value)
+        made.text = text
+        return made
+
+
+def as_text(value: str | int | float) -> str:
+    """A text, or a number as it was written."""
+    return value.text if isinstance(value, WrittenInt | WrittenFloat) else str(value)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """ "; did you mean 'x'?" where one of the known names is near, else nothing."""
     found = difflib.get_close_matches(name, list(known), 1)
@@ -122,6 +149,8 @@ def _scalar(value: Any, hint: Any, name: str, source: str) -> Any:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise _wrong_type(value, hint, name, source)
     try:
+        if hint is str:
+            return as_text(value)
         if hint is int:
             return _integer(value, name)
         return hint(value)

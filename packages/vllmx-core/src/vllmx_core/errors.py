@@ -81,6 +81,13 @@ class GrammarError(InvalidRequestError):
     code = "invalid_grammar"
 
 
+class GrammarLimitError(VllmxError):
+    """An answer met a place in its grammar that takes more work than one token may; other answers
+    to the same grammar need not."""
+
+    code = "grammar_limit"
+
+
 class ContextLengthError(InvalidRequestError):
     """Prompt and wanted output do not fit into the model's context."""
 
@@ -165,6 +172,15 @@ class QueueFullError(VllmxError):
     ) -> None:
         super().__init__(message, param=param)
         self.retry_after_s = retry_after_s
+
+
+class GrammarCheckError(VllmxError):
+    """A grammar could not be checked for now, which says nothing about the grammar."""
+
+    http_status = 503
+    code = "grammar_check_unavailable"
+    retry_after_s = 5.0
+    """What the server sends as `Retry-After`."""
 
 
 class QueueTimeoutError(VllmxError):

@@ -7,10 +7,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vllmx_core.backend import LoadOptions
-from vllmx_core.cache_groups import CacheLayout, blocks_of, cache_layout, longest_sequence
+from vllmx_core.cache_groups import (
+    CacheLayout,
+    blocks_of,
+    cache_layout,
+    fitting_step,
+    longest_sequence,
+)
 from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.kv_quant import LIMITS
-from vllmx_core.memory import format_bytes
+from vllmx_core.memory import FREE_MEMORY, FreeBytes, format_bytes
 from vllmx_core.model import LatentKV, ModelShape, OwnedKV
 from vllmx_core.records import Record
 from vllmx_core.state_capacity import StateSlots, plan_slots
@@ -240,9 +246,10 @@ def _too_small(
     elif options.kv_cache_memory_bytes is not None:
         remedy = f"raise --kv-cache-memory-bytes to {want}"
     else:
-        remedy = "raise --memory-fraction (or --memory-bytes, where that is given) or free memory"
+        more = free.remedy if isinstance(free, FreeBytes) else FREE_MEMORY
+        remedy = f"raise --memory-fraction (or --memory-bytes, where that is given) or {more}"
         if used + want > free:
-            remedy = "use a machine with more memory"
+            remedy = "use a machine with more memory" if more == FREE_MEMORY else more
     fits = longest_sequence(
         layout.windows,
         blocks,
@@ -250,11 +257,18 @@ def _too_small(
         options.max_num_batched_tokens,
         options.max_model_len,
     )
-    lower = f"lower --max-model-len to {fits} or " if fits else ""
+    lower = [f"--max-model-len to {fits}"] if fits else []
+    step, automatic = options.max_num_batched_tokens, options.kv_cache_memory_bytes is None
+    smaller = fitting_step(layout.windows, blocks, options.block_size, step, options.max_model_len)
+    if smaller:
+        lower.append(f"--max-num-batched-tokens to {smaller}")
+    elif automatic and options.num_kv_blocks is None:
+        lower.append(f"--max-num-batched-tokens ({step}, for which activations have room)")
+    lowered = "".join(f"lower {each} or " for each in lower)
     return CapacityError(
         f"one sequence of max_model_len {options.max_model_len} needs {format_bytes(want)} of KV"
         f" cache ({needed} blocks), there is room for {format_bytes(have)} ({blocks} blocks;"
         f" {format_bytes(free)} of memory are free, weights and activations take"
-        f" {format_bytes(used)}): {lower}{remedy}",
+        f" {format_bytes(used)}): {lowered}{remedy}",
         param="max_model_len",
     )

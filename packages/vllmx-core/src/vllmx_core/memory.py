@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from vllmx_core.backend import Backend, HasMemory
@@ -12,19 +13,67 @@ from vllmx_core.processors import CGROUP_ROOT, cgroup_folders
 GIB = 1 << 30
 
 
-def free_bytes(cgroup_root: Path = CGROUP_ROOT, process: Path = Path("/proc/self/cgroup")) -> int:
-    """Memory that can be taken without swapping: the kernel's estimate, or what the cgroup's limit
-    leaves, whichever is less."""
-    free = _system_free()
-    for folder in cgroup_folders(cgroup_root, process, "memory"):
-        for limit_name, used_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
+_CGROUP_LIMITS = (
+    ("memory.max", "memory.current"),
+    ("memory.high", "memory.current"),  # beyond it processes are slowed down
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+_PROCESS_LIMITS = (("RLIMIT_AS", "VmSize:", "-v"), ("RLIMIT_DATA", "VmData:", "-d"))
+"""Limits of this process, what counts against each in /proc/self/status, and the shell's option."""
+RESERVED_BYTES = 512 << 20
+"""Address space that is left to stacks of threads and to the heap, of a quarter at the most."""
+
+
+FREE_MEMORY = "free memory"
+
+
+class FreeBytes(int):
+    """Free memory of the host, and what to do for more of it."""
+
+    remedy: str
+
+    def __new__(cls, value: int, remedy: str = FREE_MEMORY) -> FreeBytes:
+        made = super().__new__(cls, value)
+        made.remedy = remedy
+        return made
+
+
+def free_bytes(
+    cgroup_root: Path = CGROUP_ROOT,
+    process: Path = Path("/proc/self/cgroup"),
+    status: Path = Path("/proc/self/status"),
+) -> FreeBytes:
+    """Memory that can be taken without swapping: the kernel's estimate, what the cgroup's limit
+    leaves, or what the limits of the process leave, whichever is least."""
+    bounds = [*_left_by_cgroups(cgroup_root, process), *_left_by_process(status)]
+    return min([FreeBytes(_system_free()), *bounds])
+
+
+def _left_by_cgroups(root: Path, process: Path) -> Iterator[FreeBytes]:
+    for folder in cgroup_folders(root, process, "memory"):
+        for limit_name, used_name in _CGROUP_LIMITS:
             limit, used = _number(folder / limit_name), _number(folder / used_name)
             if limit is not None and used is not None and limit < 1 << 60:
-                free = min(free, max(0, limit - used + _file_cache(folder)))
-    return free
+                yield FreeBytes(
+                    max(0, limit - used + _file_cache(folder)),
+                    f"raise the container's memory limit ({limit_name}, now {format_bytes(limit)})",
+                )
+
+
+def _left_by_process(status: Path) -> Iterator[FreeBytes]:
+    try:
+        import resource
+    except ImportError:  # Windows has no such limits
+        return
+    for name, used_name, option in _PROCESS_LIMITS:
+        limit = resource.getrlimit(getattr(resource, name))[0]
+        if limit == resource.RLIM_INFINITY or limit >= 1 << 60:
+            continue
+        left = max(0, limit - _kilobytes(status, used_name) * 1024)
+        yield FreeBytes(
+            left - min(left // 4, RESERVED_BYTES),
+            f"raise `ulimit {option}` (now {format_bytes(limit)})",
+        )
 
 
 def free_memory(backend: Backend) -> int:
@@ -33,12 +82,19 @@ def free_memory(backend: Backend) -> int:
     return backend.free_bytes() if isinstance(backend, HasMemory) else free_bytes()
 
 
+def _kilobytes(path: Path, name: str) -> int:
+    """A line's number of a file under /proc; 0: there is none."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(name)), 0)
+
+
 def _system_free() -> int:
-    info = Path("/proc/meminfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+    available = _kilobytes(Path("/proc/meminfo"), "MemAvailable:")
+    if available:
+        return available * 1024
     # macOS has no figure for what is free: half of the memory is a safe one
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 

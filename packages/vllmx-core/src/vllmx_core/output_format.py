@@ -9,9 +9,12 @@ or less of it, except inside of `TaggedArguments`, where it may belong to a valu
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from vllmx_core.records import Record
+
+_PLACEHOLDER = re.compile(r"\{(?:name|id|index)\}")
 
 
 class Thinking(Record):
@@ -46,10 +49,12 @@ class TaggedArguments(Record):
 
     key_begin: str
     key_end: str
-    """Stands between a key and its value."""
+    """Stands between a key and its value; {type} in it is the value's type in JSON Schema."""
     value_end: str
     string_key_end: str | None = None
     """`key_end` before a string, where the format tells strings; else the tool's schema does."""
+    quotes: tuple[str, str] | None = None
+    """May stand around a string that holds characters of markers, as XML's CDATA does."""
 
 
 class ValueArguments(Record):
@@ -72,7 +77,8 @@ class NamedCall(Record):
 
     arguments: JsonArguments | TaggedArguments | ValueArguments
     header: str = "{name}"
-    """What identifies the call, with {name} and perhaps {id} and {index}."""
+    """What identifies the call, with {name}, which may occur again, and perhaps {id} and
+    {index}."""
     header_end: str = ""
     """The text between header and arguments."""
 
@@ -93,6 +99,8 @@ class Calls(Record):
     after_content: str = ""
     """Stands between a content and the calls."""
     is_bare: bool = False
+    known_only: bool = False
+    """A call of a tool that is not in the request is content, as it always is for bare calls."""
     is_compact: bool = False
     """JSON is written without blanks."""
     ids: Literal["call", "short"] = "call"
@@ -101,9 +109,12 @@ class Calls(Record):
 
     @property
     def trigger(self) -> str:
-        """What tells that calls begin: the first marker up to its first white space."""
+        """What tells that calls begin: the first marker up to its first white space, or to a
+        bracket of JSON, before which models write white space or none."""
         words = (self.section_begin or self.begin).split()
-        return words[0] if words else "{"
+        if not words:
+            return "{"
+        return words[0][:-1] if words[0].endswith((">[", "][")) else words[0]
 
 
 class Channels(Record):
@@ -135,11 +146,23 @@ class OutputFormat(Record):
     content_begin: str = ""
     """Stands before the content, where the model marks it, and is no part of it."""
     content_end: str = ""
+    always_content: bool = False
+    """Every answer has a content, be it empty, and the prompt may have the marker before it."""
+    opened: str = ""
+    """How each message of an answer begins, where the prompt ends with it: the first message's
+    markers lack it. Thoughts may come between other messages then."""
+    skipped: tuple[str, ...] = ()
+    """Texts that stand before or behind contents and calls and belong to neither."""
+
+    @property
+    def thinking_begin(self) -> str:
+        """What the model itself writes to begin its first thoughts."""
+        return "" if self.thinking is None else self.thinking.begin.removeprefix(self.opened)
 
     @property
     def markers(self) -> tuple[str, ...]:
         """All texts that may be special tokens, and so must not be left out of the text."""
-        found: list[str] = [self.content_begin, self.content_end]
+        found: list[str] = [self.content_begin, self.content_end, self.opened, *self.skipped]
         if self.thinking is not None:
             found += [self.thinking.begin, self.thinking.end]
         if self.calls is not None:
@@ -155,10 +178,10 @@ class OutputFormat(Record):
 def _call_markers(call: JsonCall | NamedCall) -> list[str]:
     if isinstance(call, JsonCall):
         return []
-    found = [call.header, call.header_end]
+    found = [*_PLACEHOLDER.split(call.header), call.header_end]
     match call.arguments:
         case TaggedArguments(key_begin, key_end, value_end):
-            found += [key_begin, key_end, value_end]
+            found += [key_begin, *key_end.split("{type}"), value_end]
         case ValueArguments(begin, quote=quote):
             found += [begin, quote]
         case _:

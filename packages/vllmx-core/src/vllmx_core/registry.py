@@ -347,8 +347,8 @@ def load_registry(points: Iterable[EntryPoint] | None = None) -> Registry:
     registry = Registry()
     found = list(entry_points(group=GROUP) if points is None else points)
     seen: set[str] = set()
-    for point in sorted(found, key=_key):
-        key = _key(point)
+    for point in sorted(found, key=plugin_key):
+        key = plugin_key(point)
         if key in seen:
             continue  # an editable install may list its distribution twice
         seen.add(key)
@@ -362,5 +362,6 @@ def load_registry(points: Iterable[EntryPoint] | None = None) -> Registry:
     return registry
 
 
-def _key(point: EntryPoint) -> str:
+def plugin_key(point: EntryPoint) -> str:
+    """DISTRIBUTION:NAME."""
     return f"{point.dist.name if point.dist else 'unknown'}:{point.name}"

@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
+from vllmx_core.bounds import BOUNDS, MAX_TOKEN_ID
 from vllmx_core.errors import InvalidRequestError, listing
 from vllmx_core.plan import F32, U32
 from vllmx_core.structured import StructuredOutputsParams
@@ -21,23 +22,39 @@ MAX_BIAS_ENTRIES = 1024
 MAX_STOP_IDS = 1024
 MAX_ALLOWED_IDS = 1 << 19
 """More than any vocabulary has."""
+MAX_LOGPROB_IDS = 1000
 MAX_BAD_WORDS = 256
-MAX_CHOICES = 128
-MAX_TOKENS_LIMIT = 1 << 24
+_GREEDY_TEMPERATURE = 1e-5
+"""A smaller temperature is greedy, as in vLLM: float32 could not divide by it."""
+_GREEDY_TOP_P = 1e-6
+"""A smaller share is less than one of a million equally likely tokens has."""
 _MAX_ENTRIES = {
     "stop": MAX_STOPS,
     "stop_token_ids": MAX_STOP_IDS,
     "bad_words": MAX_BAD_WORDS,
     "allowed_token_ids": MAX_ALLOWED_IDS,
+    "logprob_token_ids": MAX_LOGPROB_IDS,
 }
-_TokenIds = tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+_TokenIds = tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)], ...]
+_NUMBERS = {
+    name: BOUNDS[name]
+    for name in (
+        "n", "best_of", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
+        "frequency_penalty", "repetition_penalty", "max_tokens", "min_tokens", "seed", "logprobs",
+        "thinking_token_budget", "truncate_prompt_tokens",
+    )
+} | {"prompt_logprobs": BOUNDS["logprobs"]}  # fmt: skip
+_MAY_BE_NONE = frozenset(
+    ("best_of", "max_tokens", "seed", "logprobs", "prompt_logprobs", "thinking_token_budget",
+     "truncate_prompt_tokens")
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to turn logits into tokens, and when to stop. Names and meanings are vLLM's.
 
-    Construction checks every value against its closed interval and raises `InvalidRequestError`
+    Construction checks every value against `BOUNDS` and raises `InvalidRequestError`
     with the field in `param`. Ids are checked against the vocabulary by `check_vocab`, once the
     model is known.
     """
@@ -47,6 +64,7 @@ class SamplingParams:
     """Generate this many and return the `n` of greatest mean log-probability."""
     temperature: float = 1.0
     top_p: float = 1.0
+    """0: greedy."""
     top_k: int = 0
     """0 or -1: no limit."""
     min_p: float = 0.0
@@ -66,6 +84,9 @@ class SamplingParams:
     logprobs: int | None = None
     """None: none. k: of the sampled token and the k likeliest; -1: and all of the vocabulary. What
     is served is bounded by `EngineConfig.max_logprobs`."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """The ids whose log-probabilities are wanted for each generated token, in place of the
+    likeliest."""
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     """The number of last tokens to read of a longer prompt; -1: as many as leave room for
@@ -82,7 +103,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+        for name in _MAX_ENTRIES:
             value = getattr(self, name)
             if value is not None and not isinstance(value, tuple):
                 if isinstance(value, Sized):
@@ -90,43 +111,47 @@ class SamplingParams:
                 object.__setattr__(self, name, tuple(value))
         if self.stop_token_ids is None:
             object.__setattr__(self, "stop_token_ids", ())
+        if self.logprob_token_ids is None:
+            object.__setattr__(self, "logprob_token_ids", ())
         if self.logit_bias is None:
             object.__setattr__(self, "logit_bias", {})
-        if self.top_k == -1:
-            object.__setattr__(self, "top_k", 0)
-        self._check_intervals()
+        self._check_numbers()
         self._check_lists()
 
-    def _check_intervals(self) -> None:
-        _integer("n", self.n, 1, MAX_CHOICES)
-        if self.best_of is not None:
-            _integer("best_of", self.best_of, self.n, MAX_CHOICES)
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _integer("top_k", self.top_k, 0, 1 << 30)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
-        _integer("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_TOKENS_LIMIT)
-        if self.seed is not None:
-            _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, -1, MAX_TOKENS_LIMIT)
-        if self.thinking_token_budget not in (None, -1):
-            _integer("thinking_token_budget", self.thinking_token_budget, 0, MAX_TOKENS_LIMIT)
-        if self.truncate_prompt_tokens not in (None, -1):
-            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_TOKENS_LIMIT)
-        if self.prompt_logprobs is not None:
-            _integer("prompt_logprobs", self.prompt_logprobs, -1, MAX_TOKENS_LIMIT)
+    def _check_numbers(self) -> None:
+        for name, bounds in _NUMBERS.items():
+            value = getattr(self, name)
+            if value is None and name in _MAY_BE_NONE:
+                continue
+            checked = bounds.checked(name, value)
+            if checked is not value:
+                object.__setattr__(self, name, checked)
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        if self.temperature < _GREEDY_TEMPERATURE or self.top_p < _GREEDY_TOP_P:
+            object.__setattr__(self, "temperature", 0.0)
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidRequestError(
+                f"best_of must be at least n, {self.n}, got {self.best_of}", param="best_of"
+            )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens must be at most max_tokens, {self.max_tokens}, got {self.min_tokens}",
+                param="min_tokens",
+            )
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequestError(
+                "truncate_prompt_tokens must be -1, or 1 or greater, got 0",
+                param="truncate_prompt_tokens",
+            )
 
     def _check_lists(self) -> None:
         _strings("stop", self.stop)
         _strings("bad_words", self.bad_words)
-        _token_ids("stop_token_ids", self.stop_token_ids)
-        _token_ids("allowed_token_ids", self.allowed_token_ids or ())
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+            ids = getattr(self, name)
+            if ids:
+                object.__setattr__(self, name, _token_ids(name, ids))
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequestError(
                 "allowed_token_ids is empty, so nothing could be generated: leave it out or name"
@@ -135,14 +160,15 @@ class SamplingParams:
             )
         _size("logit_bias", len(self.logit_bias), MAX_BIAS_ENTRIES)
         for token, bias in self.logit_bias.items():
-            _integer("logit_bias", token, 0, 1 << 31)
-            _number("logit_bias", bias, -100.0, 100.0)
+            BOUNDS["token_id"].checked("logit_bias", token)
+            BOUNDS["logit_bias"].checked("logit_bias", bias)
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raises InvalidRequestError for an id that is not below `vocab_size`."""
         for name, ids in (
             ("stop_token_ids", self.stop_token_ids),
             ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("logprob_token_ids", self.logprob_token_ids),
             ("logit_bias", tuple(self.logit_bias)),
         ):
             if ids and max(ids) >= vocab_size:
@@ -167,23 +193,6 @@ class SamplingParams:
         )
 
 
-def _integer(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequestError(f"{name} must be an integer, got {value!r}", param=name)
-    if not low <= value <= high:
-        raise InvalidRequestError(
-            f"{name} must be between {low} and {high}, got {value}", param=name
-        )
-
-
-def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequestError(f"{name} must be a number, got {value!r}", param=name)
-    if not low <= value <= high or (open_low and value == low):
-        above = f"above {low:g} and at most" if open_low else f"between {low:g} and"
-        raise InvalidRequestError(f"{name} must be {above} {high:g}, got {value}", param=name)
-
-
 def _size(name: str, size: int, limit: int) -> None:
     if size > limit:
         raise InvalidRequestError(
@@ -191,18 +200,15 @@ def _size(name: str, size: int, limit: int) -> None:
         )
 
 
-def _token_ids(name: str, ids: tuple[int, ...]) -> None:
-    """A vocabulary's worth of ids is usual, so they are walked once, and not by Python."""
-    if not ids:
-        return
+def _token_ids(name: str, ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The ids as integers. A vocabulary's worth of ids is usual, so they are walked once, and not
+    by Python."""
     _size(name, len(ids), _MAX_ENTRIES[name])
     try:
-        msgspec.convert(ids, _TokenIds)
+        return msgspec.convert(ids, _TokenIds)
     except msgspec.ValidationError:
-        wrong = next(token for token in ids if type(token) is not int or token < 0)
-        raise InvalidRequestError(
-            f"{name} must hold integers of at least 0, got {wrong!r}", param=name
-        ) from None
+        bounds = BOUNDS["token_id"]
+        return tuple(int(bounds.checked(name, token)) for token in ids)
 
 
 def _strings(name: str, values: tuple[str, ...]) -> None:

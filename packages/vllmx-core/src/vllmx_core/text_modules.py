@@ -18,7 +18,7 @@ from typing import Any
 
 from vllmx_core.checkpoint import Checkpoint, open_checkpoint
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError, shown
-from vllmx_core.files import open_regular
+from vllmx_core.files import open_model_file
 from vllmx_core.records import Record
 from vllmx_core.registry import Registry
 from vllmx_core.weights import WeightPart, WeightSource
@@ -145,7 +145,7 @@ def _dense(folder: Path, path: str, settings: Mapping[str, Any]) -> dict[str, An
 def _read(path: Path) -> Any:
     """None where there is no such file."""
     try:
-        with open_regular(path) as file:
+        with open_model_file(path) as file:
             data = file.read(_MAX_BYTES + 1)
         if len(data) > _MAX_BYTES:
             raise WeightFormatError(f"{path} is larger than {_MAX_BYTES} bytes: download it again")

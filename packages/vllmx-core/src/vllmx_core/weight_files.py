@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllmx_core.errors import WeightFormatError
-from vllmx_core.files import open_regular
+from vllmx_core.files import open_model_file
 from vllmx_core.records import Record
 
 Bytes = npt.NDArray[np.uint8]
@@ -84,7 +84,7 @@ class WeightFile:
     def __init__(self, path: Path, kept: KeptReads | None = None) -> None:
         self.path = path
         self.kept = kept or KeptReads()
-        self._file = open_regular(path)
+        self._file = open_model_file(path)
         self._close = weakref.finalize(self, self._file.close)
         self.num_bytes = self._size()
 

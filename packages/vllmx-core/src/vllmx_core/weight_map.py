@@ -7,7 +7,7 @@ map can pick is picked the same way everywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -168,6 +168,12 @@ def choices(wanted: PartSpec) -> Iterator[PartSpec]:
             yield replace(wanted, name=other, bias=_beside(wanted, other))
         else:
             yield from choices(other)
+
+
+def unread_names(specs: Iterable[WeightSpec], source: WeightSource) -> set[str]:
+    """Tensors of the source that no weight is made of, under none of the names of its parts."""
+    parts = [one for spec in specs for part in spec.parts for one in choices(part)]
+    return set(source.names()) - {part.name for part in parts} - {part.bias for part in parts}
 
 
 def _beside(wanted: PartSpec, name: str) -> str | None:

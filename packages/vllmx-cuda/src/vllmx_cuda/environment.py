@@ -10,7 +10,7 @@ from vllmx_core.errors import VllmxError
 from vllmx_core.memory import format_bytes
 
 from vllmx_cuda.compiler.cubins import kernel_cache, why_unsafe
-from vllmx_cuda.compiler.libraries import include_folders, open_library
+from vllmx_cuda.compiler.libraries import MAJORS, include_folders, open_library
 from vllmx_cuda.compiler.nvrtc import Nvrtc
 from vllmx_cuda.device import driver
 from vllmx_cuda.device.arch import architecture
@@ -29,7 +29,7 @@ def facts() -> dict[str, str]:
         "nvrtc": _nvrtc,
         "cublasLt": _cublas_lt,
         "dtype of bf16 models": _dtype,
-        "headers": lambda: ", ".join(include_folders()),
+        "headers": lambda: ", ".join(include_folders(newest=_newest())),
         "compiled kernels": _cache,
     }
     return {name: _tell(ask) for name, ask in found.items()}
@@ -40,6 +40,14 @@ def _tell(ask: Callable[[], str]) -> str:
         return ask()
     except (VllmxError, driver.DriverError) as error:
         return str(error)
+
+
+def _newest() -> int:
+    """The major version of CUDA that the driver runs, or the newest where there is no driver."""
+    try:
+        return driver.query().cuda_version[0]
+    except driver.DriverError:
+        return MAJORS[0]
 
 
 def _driver() -> str:
@@ -78,13 +86,13 @@ def _check_with_driver(library: str, version: tuple[int, int]) -> None:
 
 
 def _nvrtc() -> str:
-    nvrtc = Nvrtc.open()
+    nvrtc = Nvrtc.open(_newest())
     _check_with_driver("NVRTC", nvrtc.version)
     return f"{nvrtc.version[0]}.{nvrtc.version[1]} ({nvrtc.path})"
 
 
 def _cublas_lt() -> str:
-    library, path = open_library("cublasLt")
+    library, path = open_library("cublasLt", _newest())
     version = int(library.cublasLtGetVersion())
     _check_with_driver("cuBLASLt", (version // 10000, version % 10000 // 100))
     return f"{version // 10000}.{version % 10000 // 100}.{version % 100} ({path})"

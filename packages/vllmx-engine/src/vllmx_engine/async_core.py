@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Self
@@ -23,6 +24,11 @@ from vllmx_engine.link.process_frontend import ProcessFrontend
 from vllmx_engine.streams import Streams
 from vllmx_engine.text.gauge import Gauge
 from vllmx_engine.wire.messages import CoreInfo, CoreStats
+
+logger = logging.getLogger("vllmx.core")
+
+PREPARE_S = 1.0
+"""The seconds from the start to what grammars need: who waited for the start is served first."""
 
 
 class AsyncCore(AsyncText):
@@ -46,6 +52,7 @@ class AsyncCore(AsyncText):
         self.grammars = GrammarChecker(
             partial(vocabulary_of, builder.tokenizer, builder.info.vocab_size, builder.eos_ids)
         )
+        self._preparing: asyncio.Task[None] | None = None
         self._streams = Streams(frontend, builder.tokenizer, self.grammars, config.max_queue)
         frontend.listener = Listener(
             self._streams.take,
@@ -145,12 +152,26 @@ class AsyncCore(AsyncText):
         return self._frontend
 
     async def prepare_grammars(self) -> None:
-        """Makes the core build its trie of tokens while nobody waits for an answer: it takes half a
-        second for 150,000 tokens, in which no step begins. Else the first grammar does so."""
+        """Starts the process that checks grammars, and makes the core build its trie of tokens
+        while nobody waits for an answer: it takes half a second for 150,000 tokens, in which no
+        step begins. Else the first grammar does both."""
         if await self.grammars.prepare():
             await self._streams.idle.wait()
             if self._frontend.status == "ready":
                 self._streams.tell_vocabulary()
+
+    def prepare_grammars_later(self) -> None:
+        """Runs `prepare_grammars` in the background after `PREPARE_S`, once, for a model that
+        generates."""
+        if self._preparing is None and self.info.pooling is None:
+            self._preparing = asyncio.ensure_future(self._prepare_after())
+
+    async def _prepare_after(self) -> None:
+        await asyncio.sleep(PREPARE_S)
+        try:
+            await self.prepare_grammars()
+        except Exception:  # the first grammar meets the same error, and reports it
+            logger.exception("grammars cannot be prepared")
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Accepts nothing new and waits for what is in flight; False when the time was up."""
@@ -165,6 +186,9 @@ class AsyncCore(AsyncText):
         """Aborts what is in flight, ends the core and frees everything. May be called twice."""
         self._streams.draining = True
         self._streams.abort_all()
+        if self._preparing is not None:
+            self._preparing.cancel()
+            await asyncio.wait([self._preparing])
         await self.grammars.close()
         await self._frontend.close()
         self.close_text()

@@ -26,6 +26,7 @@ from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.async_core import AsyncCore
+from vllmx_engine.checked_flags import check_flags
 from vllmx_engine.client.async_text import INLINE_BYTES
 from vllmx_engine.client.chat import ChatMessage, ChatOptions, ChatRenderer, Message, load_tokenizer
 from vllmx_engine.client.forced_calls import asks_for_calls
@@ -61,6 +62,7 @@ class AsyncLLM(AsyncCore):
         Raises:
             VllmxError: the typed reason why it cannot be loaded, whichever process met it.
         """
+        check_flags(config, registry)
         async with await CoreStart.begin(config, registry, in_process=in_process) as core:
             return await cls.over(core)
 
@@ -72,7 +74,11 @@ class AsyncLLM(AsyncCore):
         tokenizer = await asyncio.to_thread(load_tokenizer, found)
         await asyncio.to_thread(ChatRenderer.import_templates)
         renderer = ChatRenderer.of(found.config, tokenizer, found.registry)
-        frontend = await core.ready()
+        found_format = asyncio.create_task(asyncio.to_thread(renderer.look_for_format))
+        try:
+            frontend = await core.ready()
+        finally:  # the first chat meets an error of it again
+            await asyncio.gather(found_format, return_exceptions=True)
         try:
             builder = RequestBuilder(tokenizer, frontend.info, found.config.seed)
             return cls(found.config, frontend, renderer, builder)
@@ -200,7 +206,7 @@ class AsyncLLM(AsyncCore):
         self._builder.check_generates()
         found = params or self.sampling_params(max_tokens=None)
         self.check_open(found.num_choices, options.client)
-        conversation, pictures = await self.take_images(messages)
+        conversation, pictures = await self.take_images(messages, options.client)
         if asks_for_calls(chat):
             with_calls = partial(self._renderer.with_calls, found, chat)
             is_short = self._renderer.has_format and 0 < num_bytes <= INLINE_BYTES
@@ -210,7 +216,6 @@ class AsyncLLM(AsyncCore):
         text_begun_s = time.monotonic()
 
         def build(stopped: Stopped) -> Request:
-            pictures.prepare(stopped)
             prompt = self.render_chat(conversation, chat, stopped)
             request = self._builder.build(
                 pictures.written(prompt),
@@ -223,7 +228,7 @@ class AsyncLLM(AsyncCore):
                 thoughts=self._renderer.thoughts(found, prompt, chat),
                 free=self._renderer.free_part(found, prompt, self._builder.eos_ids, chat),
             )
-            request = pictures.placed(request, prompt)
+            request = pictures.placed(request, prompt, stopped)
             return self._renderer.with_readers(request, chat)
 
         size = chat_cost(num_bytes or chat_size(conversation), pictures) + rules_size(found)

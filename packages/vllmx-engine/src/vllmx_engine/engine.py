@@ -22,6 +22,7 @@ from vllmx_core.errors import InvalidRequestError
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
+from vllmx_engine.checked_flags import check_flags
 from vllmx_engine.client.chat import ChatMessage, ChatOptions, Message
 from vllmx_engine.client.inline import HasEngine, InlineEngine
 from vllmx_engine.client.request import Request
@@ -38,7 +39,9 @@ class TextStream(Iterator[str]):
     """The text of one sequence as it grows. After the end `finish_reason` and `stop_reason` tell
     why; the request's error is raised from the iteration."""
 
-    def __init__(self, engine: InlineEngine, state: RequestState) -> None:
+    def __init__(self, owner: Engine, engine: InlineEngine, state: RequestState) -> None:
+        self._owner = owner
+        """Nobody else may have it: without it the model is freed."""
         self._engine = engine
         self._state = state
         self.token_ids: list[int] = []
@@ -74,7 +77,8 @@ class Engine(HasEngine):
     """
 
     def __init__(self, config: EngineConfig, *, registry: Registry | None = None) -> None:
-        self._engine = InlineEngine(config, registry)
+        check_flags(config, registry)
+        super().__init__(config, registry)
         self._seq_ids = itertools.count()
         self._streams: dict[int, RequestState] = {}
 
@@ -176,7 +180,7 @@ class Engine(HasEngine):
         seq_id = next(self._seq_ids)
         self._streams = {key: kept for key, kept in self._streams.items() if not kept.finished}
         self._streams[seq_id] = state
-        return seq_id, len(request.prompt_ids), TextStream(self._engine, state)
+        return seq_id, len(request.prompt_ids), TextStream(self, self._engine, state)
 
     def cancel(self, seq_id: int) -> bool:
         """Ends a stream's sequence with finish reason "abort", after what is computed already.

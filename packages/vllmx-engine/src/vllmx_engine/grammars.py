@@ -39,7 +39,10 @@ from vllmx_engine.wire.ipc import FrameError, FrameReader, encode_frame
 logger = logging.getLogger("vllmx.grammars")
 
 CHECK_S = 2.0
-"""The seconds for a grammar and its first mask."""
+"""Processor time for a grammar and its first masks, so that the verdict does not depend on what
+else the machine does."""
+CHECK_WALL_S = 30.0
+"""Wall seconds after which a check is given up without a verdict: the machine is too busy."""
 CHECK_BYTES = 1 << 29
 """Address space that a check may take beside what the process has."""
 NUM_CHILDREN = 2
@@ -48,13 +51,20 @@ _NICENESS = 12
 computes, so that two of them cost answers no more; most take a few milliseconds."""
 _RECEIVE_BYTES = 1 << 18
 _TOO_SLOW = (
-    f"the grammar takes more than {CHECK_S:g} s to prepare: simplify it (fewer optional properties,"
-    " choices or nested repetitions)"
+    f"the grammar takes more than {CHECK_S:g} s of processor time to prepare: simplify it (fewer"
+    " optional properties, choices or nested repetitions)"
 )
 _TOO_LARGE = (
     f"the grammar takes more than {CHECK_BYTES >> 20} MiB to prepare, or nests too deeply: simplify"
     " it (fewer properties, choices or repetitions)"
 )
+
+
+_TOO_BUSY = (
+    f"the grammar could not be checked within {CHECK_WALL_S:g} s, because the server is too busy:"
+    " try again later"
+)
+_NO_MEMORY = "the server has no memory to check the grammar for now: try again later"
 
 
 class _Child(MutableRecord):
@@ -116,11 +126,18 @@ class GrammarServer:
 
     def _start(self, request: CheckGrammar) -> None:
         reading, writing = os.pipe()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            logger.warning("no process for the check of a grammar: %s", error)
+            os.close(reading)
+            os.close(writing)
+            self._answer_open(request.call_id, _NO_MEMORY)
+            return
         if not pid:
             _check_and_exit(request, self._lexicon, writing)
         os.close(writing)
-        deadline_s = time.monotonic() + CHECK_S
+        deadline_s = time.monotonic() + CHECK_WALL_S
         self._children[reading] = _Child(pid, reading, request.call_id, deadline_s)
         self._selector.register(reading, selectors.EVENT_READ)
 
@@ -135,16 +152,20 @@ class GrammarServer:
             return
         killed_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         logger.info("the check of a grammar ended with status %d", status)
-        self._answer(child, _TOO_SLOW if killed_by == signal.SIGXCPU else _TOO_LARGE)
+        if killed_by == signal.SIGKILL:  # by the system, which lacks memory
+            self._answer_open(child.call_id, _NO_MEMORY)
+        else:
+            error = _TOO_SLOW if killed_by == signal.SIGPROF else _TOO_LARGE
+            self._socket.sendall(encode_frame(Verdict(child.call_id, error=error)))
 
     def _kill_late(self) -> None:
         now_s = time.monotonic()
         for child in [one for one in self._children.values() if one.deadline_s <= now_s]:
             self._kill(child)
-            self._answer(child, _TOO_SLOW)
+            self._answer_open(child.call_id, _TOO_BUSY)
 
-    def _answer(self, child: _Child, error: str) -> None:
-        self._socket.sendall(encode_frame(Verdict(child.call_id, error=error)))
+    def _answer_open(self, call_id: int, error: str) -> None:
+        self._socket.sendall(encode_frame(Verdict(call_id, error=error, is_open=True)))
 
     def _kill(self, child: _Child) -> None:
         os.kill(child.pid, signal.SIGKILL)  # not reaped yet, so the id is its own
@@ -182,8 +203,8 @@ def _check_and_exit(request: CheckGrammar, lexicon: Lexicon | None, pipe: int) -
 def _limit() -> None:
     """Processor time and memory of this process from here on."""
     os.nice(_NICENESS)
-    seconds = int(CHECK_S) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, CHECK_S)  # it has no handler, so it ends the process
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         with open("/proc/self/statm", "rb") as file:

@@ -15,14 +15,16 @@ from vllmx_core.records import Record
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
+from vllmx_engine.checked_flags import check_flags
 from vllmx_engine.client.chat import ChatMessage, ChatOptions, Message
 from vllmx_engine.client.forced_calls import choice_of
 from vllmx_engine.client.id_lists import checked_ids
-from vllmx_engine.client.inline import HasEngine, InlineEngine
+from vllmx_engine.client.inline import HasEngine
 from vllmx_engine.client.pooling import (
     PoolingChoice,
     PoolingText,
     cosine_output,
+    first_tokens,
     naming,
     pairs_of,
     pooled_output,
@@ -65,7 +67,9 @@ class LLM(HasEngine):
     def __init__(
         self, model: str = DEMO_MODEL, *, registry: Registry | None = None, **config: Any
     ) -> None:
-        self._engine = InlineEngine(engine_config(model, config), registry)
+        found = engine_config(model, config)
+        check_flags(found, registry)
+        super().__init__(found, registry)
 
     @property
     def info(self) -> CoreInfo:
@@ -177,9 +181,9 @@ class LLM(HasEngine):
         builder.check_generates()
         found = renderer.with_calls(params or builder.sampling_params(), options)
         plain, pictures = self._engine.images.take(conversation)
+        pictures.measure()
         for index in pictures.far:
-            pictures.fetch(index, lambda: False)
-        pictures.prepare()
+            pictures.fetch(index)
         prompt = renderer.render(plain, options)
         thoughts = renderer.thoughts(found, prompt, options)
         free = renderer.free_part(found, prompt, builder.eos_ids, options)
@@ -256,13 +260,7 @@ class LLM(HasEngine):
         return self._pool("classify", texts, choice, use_tqdm)
 
     def _most(self, truncate: int | None) -> int | None:
-        limit = self.info.max_model_len
-        if truncate is not None and truncate != -1 and not 1 <= truncate <= limit:
-            raise InvalidRequestError(
-                f"truncate_prompt_tokens must be -1, or 1 to {limit}, got {truncate}",
-                param="truncate_prompt_tokens",
-            )
-        return limit if truncate == -1 else truncate
+        return first_tokens(truncate, self.info.max_model_len)
 
     def _pool(
         self, task: PoolingTask, texts: list[PoolingText], choice: PoolingChoice, use_tqdm: bool

@@ -6,10 +6,12 @@ An architecture reads its config.json into a `DecoderSpec`: layers are data, bui
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from vllmx_core.model import (
     Array,
     Encoder,
@@ -23,11 +25,19 @@ from vllmx_core.model import (
 )
 from vllmx_core.plan import AnyArray
 from vllmx_core.records import Record
-from vllmx_core.weights import PartSpec, WeightSpec
+from vllmx_core.weight_map import resolved
+from vllmx_core.weights import PartSpec, RawTensor, WeightPart, WeightSource, WeightSpec
 
 from vllmx_models.blocks.layer import Block, FeedForward, LayerNames, LayerScope, Mixer, vector
 from vllmx_models.blocks.norms import PRE, LayerNorms, Norm, ResidualStream
 from vllmx_models.rope import Rope
+
+logger = logging.getLogger("vllmx.models")
+HEAD = "lm_head.weight"
+"""The head in checkpoints whose text model is a part of a larger one too, as transformers writes
+them."""
+COMPARED_ROWS = 4096
+"""Rows of two matrices that are compared at once."""
 
 
 class LayerSpec(Record):
@@ -117,6 +127,34 @@ class Decoder:
         """The same without the tower, for backends that have none of its ops."""
         return Decoder(replace(self.spec, features=None))
 
+    def with_stored_head(self, source: WeightSource) -> Decoder:
+        """The same with the head that the checkpoint stores, where the config ties it to the
+        embedding and the two differ."""
+        if not self.spec.tied_embeddings:
+            return self
+        untied = Decoder(replace(self.spec, tied_embeddings=False), self.encoder)
+        head, table = (resolved(source, one.weights()[-1].parts[0]) for one in (untied, self))
+        if not {head.name, table.name} <= set(source.names()):
+            return self
+        stored, embedding = source.part(head.name), source.part(table.name)
+        if _are_equal(stored, embedding):
+            return self
+        if stored.shape != embedding.shape:
+            logger.warning(
+                "tie_word_embeddings is true: %s is left out, its shape %s is not that of the"
+                " embedding, %s",
+                head.name,
+                list(stored.shape),
+                list(embedding.shape),
+            )
+            return self
+        logger.warning(
+            "tie_word_embeddings is true, but %s differs from %s: the stored head is used",
+            head.name,
+            table.name,
+        )
+        return untied
+
     def weights(self) -> tuple[WeightSpec, ...]:
         """The weight map, by the names that the architecture's checkpoints have."""
         spec = self.spec
@@ -128,14 +166,22 @@ class Decoder:
 
     def head_part(self) -> PartSpec:
         """The matrix of the head, as the checkpoint names it."""
-        names = self.spec.names
-        module = names.embedding if self.spec.tied_embeddings else names.head
-        return PartSpec(f"{module}.weight", self.spec.vocab_size)
+        if self.spec.tied_embeddings:
+            return self._table_part()
+        head = f"{self.spec.names.head}.weight"
+        other = () if head == HEAD else (HEAD,)
+        return PartSpec(head, self.spec.vocab_size, alternatives=other)
+
+    def _table_part(self) -> PartSpec:
+        """The embedding; where it is tied to the head, a checkpoint may have it by that name."""
+        spec, names = self.spec, self.spec.names
+        other = (f"{names.head}.weight",) if spec.tied_embeddings else ()
+        return PartSpec(f"{names.embedding}.weight", spec.vocab_size, alternatives=other)
 
     def trunk_weights(self) -> tuple[WeightSpec, ...]:
         """Weights that `hidden` reads."""
         spec, names = self.spec, self.spec.names
-        table = (PartSpec(f"{names.embedding}.weight", spec.vocab_size),)
+        table = (self._table_part(),)
         layers = (self._layer_weights(index, layer) for index, layer in enumerate(spec.layers))
         found = (
             WeightSpec("embed", "embedding", table, spec.hidden_size, "vocab", role="vocabulary"),
@@ -242,6 +288,35 @@ class Decoder:
             *(() if layer.extra is None else layer.extra.weights(names)),
             *(() if scalar is None else (vector(f"{names.ours}.scalar", scalar, 1),)),
         )
+
+
+def _are_equal(one: WeightPart, other: WeightPart) -> bool:
+    """Whether two weights are stored alike, to the last byte."""
+    if one.cut is not None or other.cut is not None:  # made at each look, and not stored
+        return False
+    if (one.layout, one.shape, one.buffers.keys()) != (
+        other.layout,
+        other.shape,
+        other.buffers.keys(),
+    ):
+        return False
+    pairs = [(one.buffers[key], other.buffers[key]) for key in one.buffers]
+    if any((a.dtype, a.shape) != (b.dtype, b.shape) for a, b in pairs):
+        return False
+    return all(
+        np.array_equal(a.data, b.data)
+        for pair in pairs
+        for a, b in zip(*(map(_pieces, pair)), strict=True)
+    )
+
+
+def _pieces(tensor: RawTensor) -> Iterator[RawTensor]:
+    """The rows of a tensor, a few megabytes at a time."""
+    if not tensor.shape:
+        yield tensor
+        return
+    for begin in range(0, tensor.shape[0], COMPARED_ROWS):
+        yield tensor.rows(begin, min(begin + COMPARED_ROWS, tensor.shape[0]))
 
 
 def rope_tables(layers: Sequence[LayerSpec]) -> dict[str, Rope]:

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from vllmx_core.checkpoint import Checkpoint, model_sources, open_checkpoint
-from vllmx_core.errors import ModelNotFoundError, VllmxError, WeightFormatError
+from vllmx_core.errors import (
+    ModelNotFoundError,
+    UnsupportedModelError,
+    VllmxError,
+    WeightFormatError,
+)
 from vllmx_core.model import Model
 from vllmx_core.registry import Registry
 from vllmx_core.weights import WeightPart
@@ -22,6 +27,7 @@ from vllmx_models.quantization.detect import find_quantization
 from vllmx_models.shard_names import shard_names
 from vllmx_models.sources import is_gguf_name, is_repo_id, unreachable_model
 
+CONFIG = "config.json"
 FIRST_BYTES = 4 << 20
 """The bytes of a GGUF file on the hub that are read first; four times as many while its header goes
 on."""
@@ -84,7 +90,8 @@ def opened_header(registry: Registry, model: str, revision: str | None = None) -
 def _header_at(registry: Registry, path: Path) -> Header:
     """The header of a model that is here."""
     if _is_config_alone(path):
-        return Header(_config_alone(path if path.is_dir() else path.parent), has_shapes=False)
+        config = path / CONFIG if path.is_dir() else path
+        return Header(_config_alone(config), has_shapes=False)
     return Header(open_checkpoint(registry, path), has_shapes=True)
 
 
@@ -139,14 +146,22 @@ def _is_config_alone(path: Path) -> bool:
         return path.suffix == ".json"
     endings = ("*.safetensors", "*.gguf")
     weights = any(next(path.glob(pattern), None) for pattern in endings)
-    return (path / "config.json").is_file() and not weights
+    return (path / CONFIG).is_file() and not weights
 
 
-def _config_alone(folder: Path) -> Checkpoint:
-    config = read_json_object(folder / "config.json")
+def _config_alone(path: Path) -> Checkpoint:
+    """What a config of any name says; it stands alone, so nothing beside another name is read."""
+    config = read_json_object(path)
+    folder = path.parent
     if config is None:
-        raise ModelNotFoundError(f"{folder} has no config.json", param="model")
-    quantization = find_quantization(folder, config)
+        raise ModelNotFoundError(f"{path} does not exist", param="model")
+    if not isinstance(config.get("architectures"), list) and "model_type" not in config:
+        raise UnsupportedModelError(
+            f"{path} is no config of a model: it has neither architectures nor model_type; give a"
+            " config.json, under whatever name",
+            param="model",
+        )
+    quantization = find_quantization(folder if path.name == CONFIG else None, config)
     if quantization:
         config["quantization_config"] = quantization
     return Checkpoint(folder, config, NamedWeights())
@@ -167,7 +182,7 @@ def _hub_config(repo: str, revision: str | None) -> Header:
         if each.rfilename.endswith(".safetensors") and "/" not in each.rfilename
     ]
     known = bool(sizes) and all(isinstance(size, int) for size in sizes)
-    return Header(_config_alone(path.parent), False, sum(sizes) if known else None)
+    return Header(_config_alone(path), False, sum(sizes) if known else None)
 
 
 def _hub_gguf(repo: str, name: str, revision: str | None, folder: Path) -> Path:

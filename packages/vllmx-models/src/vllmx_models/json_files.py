@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllmx_core.errors import ModelNotFoundError, WeightFormatError, excerpt, shown
-from vllmx_core.files import open_regular
+from vllmx_core.files import open_model_file
 
 MIB = 1 << 20
 MAX_CONFIG_BYTES = 8 * MIB
@@ -64,7 +64,7 @@ def read_text(path: Path, limit_bytes: int) -> str | None:
 
 def _read(path: Path, limit_bytes: int) -> bytes | None:
     try:
-        with open_regular(path) as file:
+        with open_model_file(path) as file:
             size = os.fstat(file.fileno()).st_size  # read() allocates all that it is asked for
             text = file.read(min(size, limit_bytes) + 1)
     except FileNotFoundError:

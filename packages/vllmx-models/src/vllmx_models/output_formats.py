@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from vllmx_core.output_format import (
     Calls,
     Channels,
@@ -17,13 +19,6 @@ from vllmx_core.output_format import (
 _THINK = Thinking("<think>\n", "\n</think>\n\n")
 THINK = OutputFormat("think", _THINK)
 """DeepSeek R1, Qwen 3, QwQ, GLM, Kimi, MiniMax and most others that think."""
-HUNYUAN = OutputFormat(
-    "hunyuan",
-    Thinking("<think>\n", "\n</think>\n"),
-    content_begin="<answer>\n",
-    content_end="\n</answer>",
-)
-
 HERMES = OutputFormat(
     "hermes",
     calls=Calls(
@@ -65,8 +60,9 @@ LLAMA3_JSON = OutputFormat(
         separator="; ",
         is_bare=True,
     ),
+    skipped=("<|python_tag|>", "<|python_start|>", "<|python_end|>"),
 )
-"""Llama 3.1, 3.2 and 3.3."""
+"""Llama 3.1, 3.2 and 3.3, and Llama 4 where it is asked for JSON."""
 PYTHONIC = OutputFormat(
     "pythonic",
     calls=Calls(
@@ -76,8 +72,9 @@ PYTHONIC = OutputFormat(
         separator=", ",
         is_bare=True,
     ),
+    skipped=("<|python_start|>", "<|python_end|>"),
 )
-"""Llama 3.2 and 4, Olmo 3: a list of calls in Python."""
+"""Llama 3.2 and 4, ToolACE, Gemma 3, Olmo 3: a list of calls in Python."""
 LFM2 = OutputFormat(
     "lfm2",
     calls=Calls(
@@ -87,12 +84,19 @@ LFM2 = OutputFormat(
         separator=", ",
     ),
 )
-"""The same between markers: LFM2 of Liquid AI."""
+"""The same between markers: LFM2 and LFM2.5 of Liquid AI."""
 FUNCTION_TAG = OutputFormat(
     "function-tag",
     calls=Calls(NamedCall(JsonArguments(), header_end=">"), begin="<function=", end="</function>"),
 )
 """Functionary 3.1."""
+FUNCTIONARY_V32 = OutputFormat(
+    "functionary-v32",
+    calls=Calls(NamedCall(JsonArguments(), header_end="\n"), begin=">>>", known_only=True),
+    content_begin=">>>all\n",
+    opened=">>>",
+)
+"""Functionary 3.2: each message begins with its recipient."""
 
 _MISTRAL_JSON = '{"name": "{name}", "arguments": {arguments}, "id": "{id}"}'
 MISTRAL_LIST = OutputFormat(
@@ -206,6 +210,16 @@ GEMMA4 = OutputFormat(
         end="<tool_call|>",
     ),
 )
+FUNCTIONGEMMA = OutputFormat(
+    "functiongemma",
+    calls=Calls(
+        NamedCall(
+            ValueArguments("{", ":", ",", "}", quote="<escape>", escapes=False, python=False)
+        ),
+        begin="<start_function_call>call:",
+        end="<end_function_call>",
+    ),
+)
 GRANITE = OutputFormat(
     "granite",
     Thinking("<think>", "</think>"),
@@ -241,6 +255,30 @@ KIMI = OutputFormat(
     ),
 )
 """Kimi K2."""
+KIMI3 = OutputFormat(
+    "kimi3",
+    Thinking("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    Calls(
+        NamedCall(
+            TaggedArguments(
+                '<|open|>argument key="',
+                '" type="{type}"<|sep|>',
+                "<|close|>argument<|sep|>",
+            ),
+            '{name}" index="{index}',
+            '"<|sep|>',
+        ),
+        begin='<|open|>call tool="',
+        end="<|close|>call<|sep|>",
+        section_begin="<|open|>tools<|sep|>",
+        section_end="<|close|>tools<|sep|>",
+    ),
+    content_begin="<|open|>response<|sep|>",
+    content_end="<|close|>response<|sep|>",
+    always_content=True,
+    skipped=("<|close|>message<|sep|>",),
+)
+"""Kimi K3."""
 MINIMAX = OutputFormat(
     "minimax",
     _THINK,
@@ -263,6 +301,84 @@ MINIMAX_M1 = OutputFormat(
         separator="\n",
     ),
 )
+MINICPM5 = OutputFormat(
+    "minicpm5",
+    _THINK,
+    Calls(
+        NamedCall(
+            TaggedArguments('<param name="', '">', "</param>", quotes=("<![CDATA[", "]]>")),
+            header_end='">',
+        ),
+        begin='<function name="',
+        end="</function>",
+        separator="\n",
+        after_content="\n",
+    ),
+)
+SOLAR_OPEN = OutputFormat(
+    "solar-open",
+    Thinking("<|begin|>assistant<|think|>", "<|end|>"),
+    Calls(
+        NamedCall(JsonArguments(), "{id}<|tool_call:name|>{name}", "<|tool_call:args|>"),
+        begin="<|tool_call:begin|>",
+        end="<|tool_call:end|>",
+        section_begin="<|begin|>assistant<|tool_calls|>",
+        section_end="<|calls|>",
+    ),
+    content_begin="<|begin|>assistant<|content|>",
+    content_end="<|end|>",
+    opened="<|begin|>assistant",
+)
+"""Solar Open of Upstage."""
+MUSE_GLIMMER = OutputFormat(
+    "muse-glimmer",
+    Thinking("<|start|>assistant to=self<|message|>", "<|eom|>"),
+    Calls(
+        NamedCall(
+            TaggedArguments('<atem:parameter name="', '">', "</atem:parameter>\n"),
+            '{name}<|message|><atem:function_calls>\n<atem:invoke name="{name}',
+            '">\n',
+        ),
+        begin="<|start|>assistant to=",
+        end="</atem:invoke>\n</atem:function_calls>",
+        separator="<|eom|>",
+    ),
+    content_begin="<|start|>assistant to=user<|message|>",
+    content_end="<|eom|>",
+    opened="<|start|>assistant",
+)
+NEMOTRON = OutputFormat(
+    "nemotron",
+    _THINK,
+    Calls(
+        JsonCall(),
+        section_begin="<TOOLCALL>[",
+        section_end="]</TOOLCALL>",
+        separator=", ",
+        after_content="\n\n",
+    ),
+)
+"""Nemotron Nano 2 and Super 1.5."""
+
+
+def _hunyuan(name: str) -> OutputFormat:
+    return OutputFormat(
+        name,
+        Thinking("<think>\n", "\n</think>\n"),
+        Calls(
+            JsonCall(),
+            section_begin="<tool_calls>[",
+            section_end="]</tool_calls>",
+            separator=", ",
+        ),
+        content_begin="<answer>\n",
+        content_end="\n</answer>",
+        skipped=("助手：",),
+    )
+
+
+HUNYUAN = _hunyuan("hunyuan")
+HUNYUAN_A13B = _hunyuan("hunyuan-a13b")
 APRIEL = OutputFormat(
     "apriel",
     calls=Calls(
@@ -302,6 +418,10 @@ COMMAND = OutputFormat(
     content_end="<|END_RESPONSE|>",
 )
 """Command R7B and A of Cohere."""
+COMMAND4 = replace(
+    COMMAND, name="command4", content_begin="<|START_TEXT|>", content_end="<|END_TEXT|>"
+)
+"""Later ones of Cohere."""
 GIGACHAT = OutputFormat("gigachat", calls=Calls(JsonCall(), begin="<|function_call|>"))
 HARMONY = OutputFormat("harmony", channels=Channels())
 """gpt-oss."""

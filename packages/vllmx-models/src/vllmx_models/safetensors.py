@@ -4,13 +4,14 @@ or a single such file beside its config.json."""
 from __future__ import annotations
 
 import difflib
+import logging
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from vllmx_core.checkpoint import Checkpoint
-from vllmx_core.errors import ModelNotFoundError, WeightFormatError, shown
+from vllmx_core.errors import ModelNotFoundError, WeightFormatError, listing, shown
 from vllmx_core.weight_files import KeptReads
 from vllmx_core.weights import DENSE, WeightPart
 
@@ -18,26 +19,64 @@ from vllmx_models.json_files import MAX_INDEX_BYTES, read_json_object
 from vllmx_models.quantization.detect import find_quantization
 from vllmx_models.safetensors_file import SafetensorsFile
 
+logger = logging.getLogger("vllmx.models")
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _CONFIG_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class SafetensorsSource:
-    """A `WeightSource` over one or several files; every part is dense."""
+    """A `WeightSource` over one or several files; every part is dense. `weight_map` is the index:
+    tensor name -> file name. A tensor is taken where it is; one that is in two files, where the
+    index has it. Raises WeightFormatError for one in two files of which the index names neither."""
 
-    def __init__(self, files: Collection[SafetensorsFile], folder: Path) -> None:
+    def __init__(
+        self,
+        files: Collection[SafetensorsFile],
+        folder: Path,
+        weight_map: Mapping[str, str] | None = None,
+    ) -> None:
         self._files = tuple(files)
         self._folder = folder
+        self._map = weight_map or {}
         self._owner: dict[str, SafetensorsFile] = {}
+        twice = []
         for file in self._files:
             for name in file.entries:
-                if name in self._owner:
-                    raise WeightFormatError(
-                        f"tensor {name!r} is in both {self._owner[name].path} and {file.path}:"
-                        " remove the file that does not belong to the model"
-                    )
-                self._owner[name] = file
+                before = self._owner.get(name)
+                if before is not None:
+                    twice.append(name)
+                    self._owner[name] = self._listed(name, before, file)
+                else:
+                    self._owner[name] = file
+        self._warn("are in two files, the one of the index is taken", twice)
+        self._warn(
+            "are in another file than the index says, they are taken where they are",
+            [
+                name
+                for name, listed in self._map.items()
+                if name in self._owner and self._owner[name].path.name != listed
+            ],
+        )
+        self._warn(
+            "are in the index and in no file, they are left out",
+            [name for name in self._map if name not in self._owner],
+        )
+
+    def _listed(self, name: str, *files: SafetensorsFile) -> SafetensorsFile:
+        """The one of two files with a tensor that the index names."""
+        listed = self._map.get(name)
+        for file in files:
+            if file.path.name == listed:
+                return file
+        raise WeightFormatError(
+            f"tensor {name!r} is in both {files[0].path} and {files[1].path}:"
+            " remove the file that does not belong to the model"
+        )
+
+    def _warn(self, what: str, names: Collection[str]) -> None:
+        if names:
+            logger.warning("%s: tensors that %s: %s", self._folder, what, listing(names, 3))
 
     def names(self) -> Collection[str]:
         """All tensor names."""
@@ -49,6 +88,8 @@ class SafetensorsSource:
         if file is None:
             near = difflib.get_close_matches(name, self._owner, n=3)
             hint = f"nearest: {', '.join(near)}" if near else f"it has {len(self._owner)} others"
+            if name in self._map:
+                hint = f"{INDEX_NAME} places it in {self._map[name]}, which lacks it"
             raise WeightFormatError(
                 f"{self._folder} has no tensor {name!r} ({hint}): the weights do not belong to"
                 " this config.json or are incomplete, download the model again"
@@ -106,32 +147,45 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(folder, config, source, generation_config)
 
 
+def weight_files(folder: Path) -> list[str]:
+    """Names of the files with a folder's weights, whether they are there or not. Raises as
+    `open_checkpoint`."""
+    return _named_files(folder)[0]
+
+
+def _named_files(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """(names of files, the weight map of an index that names them)."""
+    names = _plain_names(folder)
+    index = None
+    if names != [SINGLE_NAME]:
+        index = read_json_object(folder / INDEX_NAME, MAX_INDEX_BYTES)
+    if index is None:
+        return names, {}
+    weight_map = _weight_map(folder / INDEX_NAME, index)
+    return sorted(set(weight_map.values())), weight_map
+
+
 def open_weights(path: Path) -> SafetensorsSource:
     """The tensors of a folder or file; raises as `open_checkpoint`."""
-    index = None
+    weight_map: dict[str, str] = {}
     if path.is_file():
         folder, names = path.parent, [path.name]
     else:
-        folder, names = path, _plain_names(path)
-        if names != [SINGLE_NAME]:
-            index = read_json_object(path / INDEX_NAME, MAX_INDEX_BYTES)
-    weight_map = {} if index is None else _weight_map(folder / INDEX_NAME, index)
-    if index is not None:
-        names = sorted(set(weight_map.values()))
+        folder = path
+        names, weight_map = _named_files(path)
     if not names:
         raise ModelNotFoundError(f"{folder} holds no *.safetensors files", param="model")
     files: dict[str, SafetensorsFile] = {}
     kept = KeptReads()
     try:
         for name in names:
-            if index is not None and not (folder / name).is_file():
+            if weight_map and not (folder / name).is_file():
                 raise WeightFormatError(
                     f"{folder / name} is missing, but {INDEX_NAME} names it: download the model"
                     " again"
                 )
             files[name] = SafetensorsFile(folder / name, kept)
-        _check_index(weight_map, files)
-        return SafetensorsSource(files.values(), folder)
+        return SafetensorsSource(files.values(), folder, weight_map)
     except BaseException:
         for file in files.values():
             file.close()
@@ -147,7 +201,7 @@ def _plain_names(folder: Path) -> list[str]:
     return [name for name in found if not name.startswith("consolidated")]
 
 
-def _weight_map(path: Path, index: dict[str, Any]) -> dict[str, str]:
+def _weight_map(path: Path, index: Mapping[str, Any]) -> dict[str, str]:
     """Tensor name -> file name; a file name must stay inside the folder."""
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -163,12 +217,3 @@ def _weight_map(path: Path, index: dict[str, Any]) -> dict[str, str]:
 
 def _leaves(name: str) -> bool:
     return any(character in name for character in "/\\\0") or name.startswith("..")
-
-
-def _check_index(weight_map: dict[str, str], files: dict[str, SafetensorsFile]) -> None:
-    for tensor, file in weight_map.items():
-        if tensor not in files[file].entries:
-            raise WeightFormatError(
-                f"{files[file].path} lacks tensor {tensor!r}, which {INDEX_NAME} places there:"
-                " download the model again"
-            )

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllmx_core.errors import ModelNotFoundError
+from vllmx_core.errors import ModelNotFoundError, WeightFormatError
 
 from vllmx_models.gguf.shards import projector_among
+from vllmx_models.safetensors import weight_files
 from vllmx_models.shard_names import first_shard, shard_names
 
 # A snapshot takes what serving needs and nothing else: no second copies of the weights in other
@@ -156,8 +157,43 @@ def _download(
     except HFValidationError:
         return None
     except Exception as error:  # the errors of its HTTP client share no base with its own
-        raise unreachable_model(repo, revision, error) from error
+        reason = unreachable_model(repo, revision, error)
+        whole = _whole_snapshots(repo, allow)
+        if not whole or revision in whole:
+            raise reason from error
+        raise ModelNotFoundError(
+            f"{reason.message}; the cache has {', '.join(whole)} of it whole: --revision {whole[0]}"
+            " loads that",
+            param="model",
+        ) from error
     return Path(folder)
+
+
+def _whole_snapshots(repo: str, wanted: Sequence[str]) -> list[str]:
+    """Commits of which the cache has a model, the newest first: all files of `wanted` that are no
+    patterns, else config.json and the weights."""
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "snapshots"
+    named = [name for name in wanted if "*" not in name and name.endswith(".gguf")]
+
+    def is_whole(snapshot: Path) -> bool:
+        if named:
+            return all((snapshot / name).is_file() for name in named)
+        if not (snapshot / "config.json").is_file():
+            return False
+        try:
+            names = weight_files(snapshot)
+        except (ModelNotFoundError, WeightFormatError):
+            return False
+        return bool(names) and all((snapshot / name).is_file() for name in names)
+
+    try:
+        found = [each for each in folder.iterdir() if is_whole(each)]
+        found.sort(key=lambda each: each.stat().st_mtime, reverse=True)
+    except OSError:
+        return []
+    return [each.name for each in found]
 
 
 def _silent_bar() -> type[Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllmx_core.errors import ConfigError, VllmxError
+from vllmx_core.files import warn_of_readers
 
 from vllmx_server.config import ServerConfig
 
@@ -82,6 +83,7 @@ def check_certificate(server: ServerConfig) -> None:
             " together",
             param="ssl_certfile",
         ) from None
+    warn_of_readers(str(server.ssl_keyfile), "--ssl-keyfile")
     _check_dates(context, server.ssl_certfile)
 
 
@@ -174,7 +176,8 @@ def _cannot_use(path: str, param: str, error: OSError) -> ConfigError:
 def _bind_unix(listener: socket.socket, path: str) -> None:
     if Path(path).is_socket():
         with socket.socket(socket.AF_UNIX) as probe:
-            if probe.connect_ex(path) != 0:  # left behind by a server that was killed
+            probe.setblocking(False)  # one whose queue is full would have this process wait
+            if probe.connect_ex(path) == errno.ECONNREFUSED:  # left behind by a killed server
                 Path(path).unlink()
     previous = os.umask(0o177)
     try:

@@ -35,14 +35,20 @@ from vllmx_server.routes import (
     batches,
     chat,
     completions,
+    conversations,
     document,
     files,
+    invocations,
     key_usage,
+    message_batches,
     messages,
     pooling,
+    response_input,
     responses,
     status,
+    tei,
     text,
+    tokenizer_info,
     web,
 )
 from vllmx_server.sharing import Sharing
@@ -69,19 +75,36 @@ _ROUTES = (
     ("POST", "/v1/completions", completions.completions),
     ("POST", "/v1/messages", messages.messages),
     ("POST", "/v1/messages/count_tokens", messages.count_tokens),
+    ("POST", "/v1/messages/batches", message_batches.create),
+    ("GET", "/v1/messages/batches", message_batches.list_batches),
+    ("GET", "/v1/messages/batches/{id}", message_batches.retrieve),
+    ("DELETE", "/v1/messages/batches/{id}", message_batches.delete),
+    ("POST", "/v1/messages/batches/{id}/cancel", message_batches.cancel),
+    ("GET", "/v1/messages/batches/{id}/results", message_batches.show_results),
     ("POST", "/v1/embeddings", pooling.embeddings),
     ("POST", "/v1/rerank", pooling.rerank),
     ("POST", "/v2/rerank", pooling.rerank),
-    ("POST", "/rerank", pooling.rerank),
+    ("POST", "/rerank", tei.rerank),
+    ("POST", "/embed", tei.embed),
     ("POST", "/v1/score", pooling.score),
     ("POST", "/score", pooling.score),
     ("POST", "/classify", pooling.classify),
     ("POST", "/pooling", pooling.pooling),
     ("POST", "/v1/responses", responses.create),
+    ("POST", "/v1/responses/input_tokens", response_input.input_tokens),
+    ("POST", "/v1/responses/compact", response_input.compact),
     ("GET", "/v1/responses/{id}", responses.retrieve),
     ("DELETE", "/v1/responses/{id}", responses.delete),
     ("POST", "/v1/responses/{id}/cancel", responses.cancel),
     ("GET", "/v1/responses/{id}/input_items", responses.input_items),
+    ("POST", "/v1/conversations", conversations.create),
+    ("GET", "/v1/conversations/{id}", conversations.retrieve),
+    ("POST", "/v1/conversations/{id}", conversations.update),
+    ("DELETE", "/v1/conversations/{id}", conversations.delete),
+    ("POST", "/v1/conversations/{id}/items", conversations.add_items),
+    ("GET", "/v1/conversations/{id}/items", conversations.list_items),
+    ("GET", "/v1/conversations/{id}/items/{item}", conversations.item),
+    ("DELETE", "/v1/conversations/{id}/items/{item}", conversations.delete_item),
     ("POST", "/v1/files", files.upload),
     ("GET", "/v1/files", files.list_files),
     ("GET", "/v1/files/{id}", files.retrieve),
@@ -95,6 +118,9 @@ _ROUTES = (
     ("GET", "/v1/models/{name:path}", status.model),
     ("POST", "/tokenize", text.tokenize),
     ("POST", "/detokenize", text.detokenize),
+    ("POST", "/invocations", invocations.invocations),
+    ("GET", "/ping", status.ready),
+    ("POST", "/ping", status.ready),
     ("GET", "/health", status.ready),
     ("GET", "/health/live", status.live),
     ("GET", "/health/ready", status.ready),
@@ -107,7 +133,9 @@ _ROUTES = (
 )
 WEB_ROUTES = (("GET", "/", web.page), ("GET", web.PREFIX + "{name:path}", web.file))
 """The routes of the web page, which `ServerConfig.web` leaves out; open to those without a key."""
-ROUTES = (*OPERATORS_ROUTES, *_ROUTES)
+TOKENIZER_ROUTES = (("GET", "/tokenizer_info", tokenizer_info.tokenizer_info),)
+"""The routes of `ServerConfig.enable_tokenizer_info_endpoint`."""
+ROUTES = (*OPERATORS_ROUTES, *_ROUTES, *TOKENIZER_ROUTES)
 ALL_ROUTES = (*ROUTES, *WEB_ROUTES)
 """Each has an `Operation` in `vllmx_server.openapi.operations`, which a test demands, and a right
 in `vllmx_server.rights`, without which it answers nobody."""
@@ -121,9 +149,14 @@ _OF_MODEL = {
     pooling.score,
     pooling.classify,
     pooling.pooling,
+    tei.rerank,
+    tei.embed,
     responses.create,
+    response_input.input_tokens,
+    response_input.compact,
     text.tokenize,
     text.detokenize,
+    invocations.invocations,
 }
 """What answers for the model that a body names."""
 _LED = {
@@ -135,6 +168,11 @@ _LED = {
     batches.list_batches,
     batches.retrieve,
     batches.cancel,
+    message_batches.create,
+    message_batches.list_batches,
+    message_batches.retrieve,
+    message_batches.delete,
+    message_batches.cancel,
 }
 """What one of several processes answers, whichever took the request."""
 _METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS")
@@ -151,10 +189,16 @@ _PATTERNS = [
 
 class App(Starlette):
     """`scope["state"]["send"]` is the server's own: what follows the start of an answer skips all
-    layers, which only look at the start, and each of which costs as much as a stream's JSON."""
+    layers, which only look at the start, and each of which costs as much as a stream's JSON. A
+    path with a slash at its end, as clients join addresses, is the path without it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope.setdefault("state", {})["send"] = send
+        if scope["type"] == "http" and scope["path"].endswith("/"):
+            path = route_path(scope)
+            surplus = len(path) - len(path.rstrip("/"))
+            if surplus < len(path):  # else it is the root's
+                scope["path"] = scope["path"][:-surplus]
         await super().__call__(scope, receive, send)
 
     def build_middleware_stack(self) -> ASGIApp:
@@ -189,6 +233,7 @@ def build_app(
     routes = (
         *_ROUTES,  # they are looked through in this order
         *(() if config.admin_uds else OPERATORS_ROUTES),
+        *(TOKENIZER_ROUTES if config.enable_tokenizer_info_endpoint else ()),
         *(WEB_ROUTES if config.web else ()),
     )
     app = App(
@@ -274,7 +319,7 @@ def _wrapped(endpoint: Endpoint, peers: Peers | None, several: bool) -> Endpoint
     if peers is not None and endpoint in _LED:
         from vllmx_server.workers.relay import led
 
-        return led(endpoint, has_body=endpoint is batches.create)
+        return led(endpoint, has_body=endpoint in (batches.create, message_batches.create))
     return endpoint
 
 

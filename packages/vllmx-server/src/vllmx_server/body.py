@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar, cast
 
 from msgspec.json import Decoder
 from starlette.requests import Request
+from starlette.types import Message
 from vllmx_core.errors import VllmxError, shown
 
 from vllmx_server.body_budget import GIVEN_BODY, HeldBody
@@ -96,6 +97,20 @@ async def read_body(request: Request, config: ServerConfig, held: HeldBody) -> b
             f"the body did not arrive within {config.body_timeout_s:g} s: send it faster, or raise"
             " --body-timeout-s"
         ) from None
+
+
+def unread(request: Request, data: bytes) -> Request:
+    """The request as it came, with its body unread again."""
+    given = False
+
+    async def receive() -> Message:
+        nonlocal given
+        if given:
+            return await request.receive()
+        given = True
+        return {"type": "http.request", "body": data, "more_body": False}
+
+    return Request(request.scope, receive)
 
 
 async def _read(request: Request, limit: int, held: HeldBody) -> bytes:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
+from vllmx_server.answers.usage import RequestTimings
 from vllmx_server.generation import Usage
 from vllmx_server.json_pieces import json_pieces
 from vllmx_server.schema.sampling import StreamOptions
@@ -44,17 +46,21 @@ class Chunks:
         self.has_usage = self.has_last_usage and bool(options and options.continuous_usage_stats)
         self.tail = b'],"usage":null}\n\n' if self.has_last_usage else b"]}\n\n"
 
-    def chunk(self, choice: dict[str, Any], usage: Usage, **extra: Any) -> bytes:
-        """One choice, and fields beside it."""
+    def chunk(
+        self, choice: dict[str, Any], usage: Usage, num_unsent: int = 0, **extra: Any
+    ) -> bytes:
+        """One choice, and fields beside it. `num_unsent`: tokens in `usage` that the client gets
+        with later chunks."""
         more = b"".join(b",%b:%b" % (encode(name), encode(extra[name])) for name in extra)
         encoded = b"".join(json_pieces(choice))
-        return self.head + encoded + self._end(usage, more)
+        return self.head + encoded + self._end(usage, num_unsent, more)
 
-    def usage(self, usage: Usage) -> bytes:
-        """The last chunk of `include_usage`."""
-        return self.head + b'],"usage":%b}\n\n' % encode(usage.shown())
+    def usage(self, usage: Usage, timings: RequestTimings | UnsetType) -> bytes:
+        """The last chunk of `include_usage`, with the times of the request where they are told."""
+        more = b"" if timings is UNSET else b',"metrics":' + encode(timings)
+        return self.head + b'],"usage":%b%b}\n\n' % (encode(usage.shown()), more)
 
-    def _end(self, usage: Usage, more: bytes) -> bytes:
+    def _end(self, usage: Usage, num_unsent: int, more: bytes) -> bytes:
         if self.has_usage:
-            return b'],"usage":%b%b}\n\n' % (encode(usage.shown()), more)
+            return b'],"usage":%b%b}\n\n' % (encode(usage.shown(num_unsent)), more)
         return b"]" + more + self.tail[1:]

@@ -74,17 +74,24 @@ class ServerConfig:
     drain_timeout_s: float = 30.0
     """How long SIGTERM waits for requests in flight."""
     data_dir: str | None = None
-    """Folder for files, batches and responses; None: they end with the server."""
+    """Folder for files, batches, responses and conversations; None: they end with the server."""
     max_file_bytes: int = 200 << 20
     """The largest file that may be uploaded, in bytes."""
     max_stored_bytes: int = 4 << 30
-    """Bytes of all files of one API key, and as many again of its responses."""
+    """Bytes of all files of one API key, as many again of its responses, and of its
+    conversations."""
+    max_stored_files: int = 10_000
+    """Files of one API key, and as many batches that have ended."""
     max_stored_days: float = 30.0
-    """How long files, batches and responses are kept."""
+    """How long files, batches, responses and conversations are kept."""
     trust_request_chat_template: bool = False
     """Requests may bring a chat template of their own."""
     enable_force_include_usage: bool = False
     """Every stream of both completions ends with the usage, also where the request does not ask."""
+    enable_per_request_metrics: bool = False
+    """Answers of both completions say how long they took, where they have one choice."""
+    enable_tokenizer_info_endpoint: bool = False
+    """GET /tokenizer_info shows the configuration of the tokenizer and the chat template."""
     mcp_config: str | None = None
     """JSON file of MCP servers whose tools requests may ask for; None: there are none."""
     mcp_max_rounds: int = 8
@@ -114,6 +121,7 @@ class ServerConfig:
         self._check_interval("max_body_bytes", 1, 1 << 40)
         self._check_interval("max_file_bytes", 1, 1 << 40)
         self._check_interval("max_stored_bytes", 1, 1 << 50)
+        self._check_interval("max_stored_files", 1, 1 << 30)
         self._check_interval("max_stored_days", 0.0001, 36500)
         self._check_interval("max_concurrent_requests", 1, 1 << 20)
         self._check_interval("body_timeout_s", 0.001, 86400)

@@ -58,7 +58,10 @@ class EnginePooler:
         self, task: Task, texts: Sequence[PoolingText], options: PoolingOptions
     ) -> list[Pooled]:
         choice = PoolingChoice(
-            options.add_special_tokens, options.max_tokens, None if options.normalize else False
+            options.add_special_tokens,
+            options.max_tokens,
+            None if options.normalize else False,
+            prompt_name=options.prompt_name,
         )
         who = replace(options.who, cache_salt=options.who.client, session_id="")
         outputs = await self._llm.pool(task, texts, choice, who)

@@ -9,6 +9,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import Scope
 from vllmx_core.errors import VllmxError, excerpt
 
@@ -29,6 +30,7 @@ _TYPES = {
     408: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
+    424: "external_connector_error",
     431: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
@@ -109,6 +111,13 @@ class AuthenticationError(VllmxError):
 
     http_status = 401
     code = "invalid_api_key"
+
+
+class ToolServerError(VllmxError):
+    """What a request asks for needs an MCP server that cannot be reached."""
+
+    http_status = 424
+    code = "external_connector_error"
 
 
 class ForbiddenError(VllmxError):
@@ -238,5 +247,13 @@ async def on_http_error(request: Request, error: Exception) -> Response:
         kind(f"{request.method} {path}: {error.detail.lower()}; docs/serving.md lists the routes"),
         request.scope,
     )
-    response.headers.update(error.headers or {})
+    if error.status_code == 405:
+        response.headers["allow"] = ", ".join(_methods(request))
     return response
+
+
+def _methods(request: Request) -> list[str]:
+    """What the path of a request may be asked with, of all of its routes."""
+    routes = [each for each in request.app.routes if isinstance(each, Route)]
+    fitting = (each for each in routes if each.matches(request.scope)[0] is not Match.NONE)
+    return sorted({method for each in fitting for method in each.methods or ()})

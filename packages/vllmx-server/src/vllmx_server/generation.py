@@ -30,13 +30,15 @@ class Usage:
         self.reasoning_tokens: int | None = None
         """The completion's tokens of thoughts; None where they are not separated from content."""
 
-    def shown(self) -> TokenUsage:
-        """The usage in the form of OpenAI's API."""
+    def shown(self, num_unsent: int = 0) -> TokenUsage:
+        """The usage in the form of OpenAI's API, without tokens whose text the client does not
+        have yet."""
         thoughts = self.reasoning_tokens
+        completion_tokens = self.completion_tokens - num_unsent
         return TokenUsage(
             prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.completion_tokens,
-            total_tokens=self.prompt_tokens + self.completion_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=self.prompt_tokens + completion_tokens,
             prompt_tokens_details=PromptTokens(cached_tokens=self.cached_tokens),
             completion_tokens_details=UNSET
             if thoughts is None

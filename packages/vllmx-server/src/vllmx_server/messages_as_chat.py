@@ -16,8 +16,9 @@ from vllmx_server.schema.chat import (
     ToolCall,
     ToolFunction,
 )
+from vllmx_server.schema.generating import GENERATING
 from vllmx_server.schema.messages import Block, CountTokensRequest, MessagesRequest, Turn
-from vllmx_server.schema.structured import GUIDED, JSONSchemaFormat, ResponseFormat
+from vllmx_server.schema.structured import JSONSchemaFormat, ResponseFormat
 
 
 def chat_of(body: CountTokensRequest) -> ChatCompletionRequest:
@@ -33,38 +34,23 @@ def chat_of(body: CountTokensRequest) -> ChatCompletionRequest:
         chat_template_kwargs=_template_arguments(body),
         continue_final_message=True if body.messages[-1].role == "assistant" else None,
     )
-    if body.output_config is not None:
-        _configure(chat, body)
+    _configure(chat, body)
     if isinstance(body, MessagesRequest):
         chat.max_tokens = body.max_tokens
         chat.stop = body.stop_sequences
         if body.thinking is not None:
             chat.thinking_token_budget = body.thinking.budget_tokens
-        for name in (
-            "stream",
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "seed",
-            "ignore_eos",
-            "priority",
-            "cache_salt",
-            "session_id",
-            "request_id",
-            *GUIDED,
-        ):
+        for name in ("stream", *GENERATING):
             setattr(chat, name, getattr(body, name))
     return chat
 
 
 def _configure(chat: ChatCompletionRequest, body: CountTokensRequest) -> None:
-    assert body.output_config is not None
-    effort = body.output_config.effort
+    effort = None if body.output_config is None else body.output_config.effort
     if effort is not None:
         chat.reasoning_effort = "high" if effort in ("xhigh", "max") else effort
-    if body.output_config.format is not None:
-        schema = JSONSchemaFormat(schema=body.output_config.format.schema)
+    if body.format is not None:
+        schema = JSONSchemaFormat(schema=body.format.schema)
         chat.response_format = ResponseFormat("json_schema", schema)
 
 

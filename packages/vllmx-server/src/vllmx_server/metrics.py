@@ -304,7 +304,10 @@ class Metrics(Collector):
             yield from tool_families(self.tools.counted())
         steps = Histogram(STEP_TOKENS)
         now = self._stats()
-        steps.counts, steps.total = list(now.step_sizes), float(now.step_tokens)
+        steps.counts, steps.total = (
+            list(now.step_sizes),
+            float(now.prompt_tokens + now.generation_tokens),
+        )
         for name, text, histogram in (
             ("iteration_tokens_total", "Tokens of an engine step", steps),
             ("request_queue_time_seconds", "Wait of a request for its turn", self._times.queue),

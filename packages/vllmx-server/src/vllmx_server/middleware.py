@@ -27,7 +27,7 @@ from vllmx_server.tracing import Ended, Tracer, begin_trace
 logger = logging.getLogger("vllmx.server")
 access = logging.getLogger("vllmx.access")
 _SAFE_ID = re.compile(rb"[\w.:-]{1,128}")
-PUBLIC_PATHS = ("/health", "/health/live", "/health/ready")
+PUBLIC_PATHS = ("/ping", "/health", "/health/live", "/health/ready")
 CLIENT_GONE = 499
 """What the access log and the metrics show for a client that left before its answer began."""
 
@@ -111,7 +111,7 @@ class RequestContext:
 
 
 class Authorization:
-    """API keys on every route but /health. Who holds the key is the client: fair share and
+    """API keys on every route but those of health. Who holds the key is the client: fair share and
     prefix-cache salt go by it. Answers say what is left of the key's limits.
 
     Args:

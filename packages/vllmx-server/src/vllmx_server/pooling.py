@@ -31,6 +31,8 @@ class PoolingOptions(msgspec.Struct, frozen=True):
     normalize: bool = True
     """Vectors have length 1, scores go through the model's activation."""
     who: RequestOptions = RequestOptions()
+    prompt_name: str | None = None
+    """The model's prompt that is written before each text; None: its default, if it has one."""
 
 
 class TextTimes(msgspec.Struct, frozen=True):

@@ -28,6 +28,8 @@ _LISTED = {
         GET /web/{name:path}
         GET /docs
         GET /docs/{name}
+        GET /ping
+        POST /ping
         GET /health
         GET /health/live
         GET /health/ready
@@ -37,19 +39,36 @@ _LISTED = {
         POST /v1/completions
         POST /v1/messages
         POST /v1/messages/count_tokens
+        POST /v1/messages/batches
+        GET /v1/messages/batches
+        GET /v1/messages/batches/{id}
+        DELETE /v1/messages/batches/{id}
+        POST /v1/messages/batches/{id}/cancel
+        GET /v1/messages/batches/{id}/results
         POST /v1/embeddings
         POST /v1/rerank
         POST /v2/rerank
         POST /rerank
+        POST /embed
         POST /v1/score
         POST /score
         POST /classify
         POST /pooling
         POST /v1/responses
+        POST /v1/responses/input_tokens
+        POST /v1/responses/compact
         GET /v1/responses/{id}
         DELETE /v1/responses/{id}
         POST /v1/responses/{id}/cancel
         GET /v1/responses/{id}/input_items
+        POST /v1/conversations
+        GET /v1/conversations/{id}
+        POST /v1/conversations/{id}
+        DELETE /v1/conversations/{id}
+        POST /v1/conversations/{id}/items
+        GET /v1/conversations/{id}/items
+        GET /v1/conversations/{id}/items/{item}
+        DELETE /v1/conversations/{id}/items/{item}
         POST /v1/files
         GET /v1/files
         GET /v1/files/{id}
@@ -63,6 +82,8 @@ _LISTED = {
         GET /v1/models/{name:path}
         POST /tokenize
         POST /detokenize
+        POST /invocations
+        GET /tokenizer_info
         GET /metrics
         GET /version
         GET /openapi.json

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllmx_core.config import EngineConfig
+from vllmx_core.files import warn_of_readers
 from vllmx_core.processors import available_processors
+from vllmx_engine.checked_flags import check_flags
 from vllmx_engine.link.core_start import CoreStart
 
 from vllmx_server.address import bind, bind_operators, check_certificate
@@ -68,16 +70,19 @@ async def _serve(
         from vllmx_server.models.config import ModelConfig
 
         models = (ModelConfig(engine=engine),)
+    for checked in [model.engine for model in models] or [engine]:
+        check_flags(checked)
     check_certificate(server)
     check_tracing(server.otlp_traces_endpoint)
     if server.mcp_config is not None:
         from vllmx_server.mcp.settings import read_servers
 
-        read_servers(server.mcp_config, "--mcp-config")
+        read_servers(server.mcp_config, "--mcp-config", warns=True)
     if server.api_keys_file is not None:
         from vllmx_server.keys.records import read_keys
 
         read_keys(server.api_keys_file)
+        warn_of_readers(server.api_keys_file, "--api-keys-file")
     if server.data_dir is not None:
         from vllmx_server.store.folder import Folder
 

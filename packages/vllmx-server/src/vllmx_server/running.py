@@ -53,8 +53,6 @@ Serve = Callable[
     Coroutine[Any, Any, None],
 ]
 """`connections.serving.serve` or its like."""
-_PREPARE_S = 2.0
-"""The seconds from the start to making what grammars need."""
 
 
 class Stopping(Protocol):
@@ -98,7 +96,8 @@ async def serve_until_stopped(
                     await storage.check()
                 await app.state.server.background.start()
             tls = app.state.server.tls = config.create_ssl_context()
-            listen(listener, server)
+            if peers is None or not peers.has_mailbox:
+                listen(listener, server)
             if operators is not None:
                 listen(operators, server)
             stop = signals.begin_serving(app.state.server)
@@ -113,10 +112,9 @@ async def serve_until_stopped(
                 _serve_operators(app.state.server, operators, serve, timeouts, stop)
             )
             dying = asyncio.ensure_future(llm.until_dead())
-            preparing = asyncio.ensure_future(_prepare_grammars(llm))
+            llm.prepare_grammars_later()
             await _until_stopped(serving, stop, dying)
             await beside
-            preparing.cancel()
             await app.state.server.background.stop()
             if app.state.server.tracer is not None:
                 await app.state.server.tracer.close()
@@ -210,15 +208,6 @@ class _Models:
             await self._models.close()
         if self._host is not None:
             await self._host.close()
-
-
-async def _prepare_grammars(llm: AsyncLLM) -> None:
-    """A while after the start, when who waited for it has been served."""
-    await asyncio.sleep(_PREPARE_S)
-    try:
-        await llm.prepare_grammars()
-    except Exception:  # the first grammar meets the same error, and reports it
-        logger.exception("grammars cannot be prepared")
 
 
 async def _until_stopped(

@@ -53,7 +53,7 @@ class Worker:
     """Does what the supervisor asks.
 
     Args:
-        listener: the socket of the server, which all workers accept from.
+        listener: descriptor of a mailbox, or of the socket that all workers accept from.
         operators: that of `--admin-uds`, if there is one.
         counts: descriptor of the shared counts.
     """
@@ -61,7 +61,7 @@ class Worker:
     def __init__(
         self,
         channel: Channel,
-        listener: socket.socket,
+        listener: int,
         operators: socket.socket | None,
         counts: int,
     ) -> None:
@@ -126,7 +126,7 @@ class Worker:
             await serve_until_stopped(
                 core,
                 begin.server,
-                self._listener,
+                self._peers.accepting(self._listener),
                 self,
                 self._on_ready,
                 self._peers,
@@ -191,7 +191,7 @@ class Worker:
 async def _run(control: int, counts: int, listener: int, operators: int | None = None) -> int:
     channel = await Channel.over(socket.socket(fileno=control))
     admin = None if operators is None else socket.socket(fileno=operators)
-    worker = Worker(channel, socket.socket(fileno=listener), admin, counts)
+    worker = Worker(channel, listener, admin, counts)
     running = asyncio.ensure_future(worker.run())
     leaving = asyncio.ensure_future(channel.gone.wait())
     await asyncio.wait((running, leaving), return_when=asyncio.FIRST_COMPLETED)

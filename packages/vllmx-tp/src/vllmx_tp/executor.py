@@ -146,8 +146,7 @@ class RankedModel:
         """See `vllmx_core.backend.LoadedModel.close`."""
         if not self._is_closed:
             self._is_closed = True
-            self._group.close()
-            self._model.close()
+            self._group.close(self._model.close)
             self._group.region.close()
 
 

@@ -313,24 +313,36 @@ class Group:
         for host in self._hosts:
             host.close()
 
-    def close(self) -> None:
-        """Lets the others close their models, and waits for them. May be called twice."""
+    def close(self, close_own: Callable[[], None] = lambda: None) -> None:
+        """Closes the models of all ranks together, since libraries may wait for each other then
+        (NCCL does), and waits for the processes. May be called twice.
+
+        Args:
+            close_own: closes rank 0's model.
+        """
         if self._ended.is_set():
+            close_own()
             return
         self._ended.set()
-        notice = NOTICE.pack(Call.CLOSE, 0, INLINE)
-        for one in self._sockets:
-            with suppress(OSError):  # it has ended
-                one.sendall(notice)
-        for host in self._hosts:
-            host.say(Call.CLOSE, _LAST_WORDS_S)
+        try:
+            notice = NOTICE.pack(Call.CLOSE, 0, INLINE)
+            for one in self._sockets:
+                with suppress(OSError):  # it has ended
+                    one.sendall(notice)
+            for host in self._hosts:
+                host.say(Call.CLOSE, _LAST_WORDS_S)
+            close_own()
+            self._wait()
+        finally:
+            self.kill()
+
+    def _wait(self) -> None:
         deadline_s = time.monotonic() + _FAREWELL_S
         for process in self._processes:
             try:
                 process.wait(max(0.0, deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 logger.warning("a rank (process %d) does not end: it is killed", process.pid)
-        self.kill()
 
 
 def cause_of(rank: int, error: BaseException) -> str:

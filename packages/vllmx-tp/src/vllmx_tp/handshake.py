@@ -16,10 +16,10 @@ import secrets
 import socket
 import stat
 import struct
-import time
 from enum import IntEnum
 from pathlib import Path
 
+from vllmx_core.deadline import Deadline
 from vllmx_core.errors import ConfigError, shown
 
 from vllmx_tp import __version__
@@ -96,13 +96,13 @@ def call(connection: socket.socket, key: bytes, group: bytes, purpose: Purpose) 
     Args:
         group: (GROUP_BYTES,) random bytes, the same for both connections of a group.
     """
-    deadline_s = time.monotonic() + HANDSHAKE_S
+    deadline = Deadline(HANDSHAKE_S)
     mine = _hello(purpose, group)
-    theirs = _exchanged(connection, mine, deadline_s)
+    theirs = _exchanged(connection, mine, deadline)
     both = mine + theirs
-    _check_proof(receive(connection, _MAC_BYTES, deadline_s), _proof(key, b"waits", both))
+    _check_proof(receive(connection, _MAC_BYTES, deadline), _proof(key, b"waits", both))
     connection.sendall(_proof(key, b"calls", both))
-    receive(connection, len(LET_IN), deadline_s)
+    receive(connection, len(LET_IN), deadline)
     connection.settimeout(None)
 
 
@@ -110,12 +110,12 @@ def answer(connection: socket.socket, key: bytes) -> tuple[int, bytes]:
     """The other side of `call`: the purpose and the group of who has called and has the key. The
     connection is let in by `LET_IN`. Its proof comes second, so that the caller learns where the
     keys differ. Raises HandshakeError, OSError."""
-    deadline_s = time.monotonic() + HANDSHAKE_S
+    deadline = Deadline(HANDSHAKE_S)
     mine = _hello(Purpose.NONE, bytes(GROUP_BYTES))
-    theirs = _exchanged(connection, mine, deadline_s)
+    theirs = _exchanged(connection, mine, deadline)
     both = theirs + mine
     connection.sendall(_proof(key, b"waits", both))
-    _check_proof(receive(connection, _MAC_BYTES, deadline_s), _proof(key, b"calls", both))
+    _check_proof(receive(connection, _MAC_BYTES, deadline), _proof(key, b"calls", both))
     connection.settimeout(None)
     purpose, group, _ = _REST.unpack_from(theirs, _HEAD.size)
     return purpose, group
@@ -127,14 +127,14 @@ def _hello(purpose: Purpose, group: bytes) -> bytes:
     return head + _REST.pack(purpose, group, nonce)
 
 
-def _exchanged(connection: socket.socket, mine: bytes, deadline_s: float) -> bytes:
+def _exchanged(connection: socket.socket, mine: bytes, deadline: Deadline) -> bytes:
     """The other side's hello for this side's."""
     connection.settimeout(HANDSHAKE_S)
     connection.sendall(mine)
-    magic = receive(connection, len(MAGIC), deadline_s)
+    magic = receive(connection, len(MAGIC), deadline)
     if magic != MAGIC:
         raise HandshakeError("it is no host of ranks: check the port, and that `vllmx rank` runs")
-    head = magic + receive(connection, _HEAD.size - len(MAGIC), deadline_s)
+    head = magic + receive(connection, _HEAD.size - len(MAGIC), deadline)
     if head != mine[: _HEAD.size]:
         _, version, protocol = _HEAD.unpack(head)
         text = version.rstrip(b"\0").decode("utf-8", "backslashreplace")
@@ -142,7 +142,7 @@ def _exchanged(connection: socket.socket, mine: bytes, deadline_s: float) -> byt
             f"it runs vllmx-tp {shown(text)} with protocol {protocol}, this host"
             f" {shown(__version__)} with protocol {PROTOCOL}: install the same vllmx on both"
         )
-    return head + receive(connection, _REST.size, deadline_s)
+    return head + receive(connection, _REST.size, deadline)
 
 
 def _proof(key: bytes, side: bytes, both: bytes) -> bytes:
@@ -154,11 +154,11 @@ def _check_proof(found: bytes, expected: bytes) -> None:
         raise HandshakeError("it has another key: give both the same --rank-key-file")
 
 
-def receive(connection: socket.socket, size: int, deadline_s: float) -> bytes:
+def receive(connection: socket.socket, size: int, deadline: Deadline) -> bytes:
     """Receives `size` bytes. Raises BusyError where the other side hangs up or the time is over."""
 
     def read(view: memoryview) -> int:
-        connection.settimeout(max(0.01, deadline_s - time.monotonic()))
+        connection.settimeout(deadline.left_s(deadline.seconds))
         return connection.recv_into(view)
 
     data = bytearray(size)

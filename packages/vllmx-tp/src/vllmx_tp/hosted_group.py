@@ -13,6 +13,7 @@ from queue import Empty
 import msgspec
 import numpy as np
 from vllmx_core.config import EngineConfig
+from vllmx_core.deadline import Deadline
 from vllmx_core.errors import ConfigError, RankLostError, VllmxError
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.load import free_for_model
@@ -51,6 +52,8 @@ class HostedGroup:
 
     def __init__(self, caller: Caller, found: FoundModel, place: str) -> None:
         self._caller, self._socket = caller, caller.steps
+        self._deadline: Deadline | None = None
+        """The time until which rank 0 may say what to load; None once it has."""
         self._found, self._place = found, place
         self._region: Region | None = None
         self._link: Link | None = None
@@ -107,8 +110,14 @@ class HostedGroup:
     def _begin(self) -> Begin:
         """What rank 0 asks for."""
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.settimeout(LINK_S)
-        call, data = self._hear()
+        self._deadline = Deadline(LINK_S)
+        try:
+            call, data = self._hear()
+        except TimeoutError:
+            raise FrameError(
+                f"rank 0 has not said within {LINK_S:g} s what to load: check the network"
+            ) from None
+        self._deadline = None
         self._socket.settimeout(None)
         if call is not Call.BEGIN:
             raise FrameError(f"rank 0 sends {call.name} before it has said what to load")
@@ -225,6 +234,8 @@ class HostedGroup:
         return data
 
     def _receive(self, view: memoryview) -> int:
+        if self._deadline is not None:
+            self._socket.settimeout(self._deadline.left_s(LINK_S))
         count = self._socket.recv_into(view)
         self._heard += 1  # a long step on its way is a sign of life, too
         return count

@@ -162,8 +162,7 @@ class PipelinedModel:
         with suppress(RankLostError):
             while self._num_read < self._num_launched:  # or a stage would wait to be read
                 self.read(0.0)
-        self._group.close()
-        self._model.close()
+        self._group.close(self._model.close)
         self._thread.join()
         self._group.region.close()
 

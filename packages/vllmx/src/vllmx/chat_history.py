@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from vllmx_core.files import replacing
+
 logger = logging.getLogger("vllmx.chat")
 
 MAX_ENTRIES = 1000
@@ -41,13 +43,11 @@ def load(path: Path) -> list[str]:
 
 def save(path: Path, entries: list[str]) -> None:
     """Replaces the file, mode 0600. A folder that cannot be written costs the history, no more."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     text = "".join(json.dumps(entry) + "\n" for entry in entries[-MAX_ENTRIES:])
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with os.fdopen(os.open(partial, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
-            file.write(text)
-        os.replace(partial, path)
+        with replacing(path, private=True) as file:
+            file.write(text.encode())
     except OSError as error:
         logger.info("the history is not kept: %s", error)
 

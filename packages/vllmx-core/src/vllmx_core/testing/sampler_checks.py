@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vllmx_core.bounds import BOUNDS
 from vllmx_core.plan import F32, LogitEdits, SamplingRows, StepPlan, StepResult, TokenCounts
 from vllmx_core.reference_sampler import sample
 from vllmx_core.testing.harness import Harness
@@ -14,6 +15,7 @@ from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_core.testing.synthetic import table_model
 
 SIZE = 131
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 ROWS = 24
 
 CASES: dict[str, dict[str, Any]] = {
@@ -179,6 +181,26 @@ class SamplerChecks(Harness):
         )
         rows = per_row(temperature=temperature, counts=counts, num_logprobs=3, **penalties)
         self.judge(rows, table)
+
+    @pytest.mark.parametrize("temperature", [0.0, 1e-5, 100.0])
+    @pytest.mark.parametrize("factor", ["low", "high"])
+    def test_the_bounds_of_users_keep_logits_finite(self, temperature: float, factor: str) -> None:
+        """All penalties at the ends of `BOUNDS`, on logits as wide as a model's, some masked."""
+        bound = {name: getattr(BOUNDS[name], factor) for name in PENALTIES}
+        table = logit_table(11) * np.float32(1e4)
+        ids = np.arange(SIZE, dtype=np.int32)
+        start = np.arange(ROWS + 1, dtype=np.int32) * SIZE
+        counts = TokenCounts(
+            start,
+            np.tile(ids, ROWS),
+            np.full(SIZE * ROWS, 1 << 20, np.int32),
+            np.zeros(ROWS, np.bool_),
+        )
+        edits = LogitEdits(
+            start, np.tile(ids, ROWS), np.where(np.tile(ids, ROWS) % 2, np.float32(-np.inf), 100)
+        )
+        rows = per_row(temperature=temperature, counts=counts, edits=edits, **bound)
+        assert (self.judge(rows, table).ids % 2 == 0).all()
 
     def test_targets_are_scored(self) -> None:
         target = np.where(np.arange(ROWS) % 2 == 0, np.arange(ROWS) * 3, -1)

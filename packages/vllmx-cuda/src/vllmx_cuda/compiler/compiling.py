@@ -90,7 +90,8 @@ def _compile_in_workers(
 
 def _feed(next_job: Any, finished: Any, target: Target, cache: CubinCache) -> None:
     """Runs one worker until there is no job left or it dies."""
-    command = [sys.executable, "-P", "-m", "vllmx_cuda.compiler.compiling"]
+    newest = str(target.compiler_version[0])
+    command = [sys.executable, "-P", "-m", "vllmx_cuda.compiler.compiling", newest]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
         with subprocess.Popen(  # noqa: S603
@@ -115,9 +116,10 @@ def _feed(next_job: Any, finished: Any, target: Target, cache: CubinCache) -> No
         logger.warning("a process that compiles kernels died; going on without it")
 
 
-def _serve(lines: Iterator[str]) -> None:
-    """The worker: a job a line in, a line out when it is done, well or not."""
-    compiler = Nvrtc.open()
+def _serve(lines: Iterator[str], newest: int) -> None:
+    """The worker: a job a line in, a line out when it is done, well or not. `newest`: the major
+    version of its parent's compiler."""
+    compiler = Nvrtc.open(newest)
     for line in lines:
         job = json.loads(line)
         unit = Unit(Path(job["source"]), tuple(job["defines"]))
@@ -134,6 +136,6 @@ def _serve(lines: Iterator[str]) -> None:
 
 if __name__ == "__main__":
     try:
-        _serve(iter(sys.stdin.readline, ""))
+        _serve(iter(sys.stdin.readline, ""), int(sys.argv[1]))
     except (KeyboardInterrupt, VllmxError):
         sys.exit(1)

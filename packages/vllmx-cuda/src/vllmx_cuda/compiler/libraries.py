@@ -19,17 +19,25 @@ _WHEELS = {
     "cublas": ("nvidia-cublas-cu12", "nvidia-cublas"),
     "nccl": ("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
 }
-_MAJORS = (13, 12)
+MAJORS = (13, 12)
+"""Major versions of CUDA, the newest first."""
 _NCCL_MAJORS = (2,)
 """The major versions of NCCL, whose numbering is its own."""
 _HEADER = "cuda_bf16.h"
 
 
-def open_library(stem: str) -> tuple[ctypes.CDLL, str]:
-    """lib<stem> and the path or name that it was opened by; the wheels' copy first, which CuPy
-    opens too. Raises BackendUnavailableError that says what to install."""
+def open_library(stem: str, newest: int = MAJORS[0]) -> tuple[ctypes.CDLL, str]:
+    """Opens lib<stem>, from NVIDIA's wheels first, as CuPy does.
+
+    Args:
+        newest: the major version of CUDA that the driver runs. Libraries of newer ones, which the
+            driver refuses, are tried last.
+
+    Returns the library and the path or name that opened it. Raises BackendUnavailableError that
+    says what to install.
+    """
     tried: list[str] = []
-    for candidate in _candidates(stem):
+    for candidate in _candidates(stem, newest):
         try:
             return ctypes.CDLL(candidate), candidate
         except OSError as error:
@@ -50,10 +58,10 @@ def open_companion(path: str, stem: str) -> None:
             ctypes.CDLL(companion)
 
 
-def include_folders(*also: str) -> list[str]:
-    """Folders with the headers that kernels include; `also`: further headers that must be there.
-    Raises BackendUnavailableError."""
-    folders = [*_wheel_folders("include"), *(f"{root}/include" for root in _toolkits())]
+def include_folders(*also: str, newest: int = MAJORS[0]) -> list[str]:
+    """Folders with the headers that kernels include; `also`: further headers that must be there;
+    `newest`: as for `open_library`. Raises BackendUnavailableError."""
+    folders = [*_wheel_folders("include", newest), *(f"{root}/include" for root in _toolkits())]
     wanted = (_HEADER, *also)
     found = [f for f in folders if all(Path(f, header).exists() for header in wanted)]
     if not found:
@@ -65,20 +73,29 @@ def include_folders(*also: str) -> list[str]:
     return found[:1]
 
 
-def _candidates(stem: str) -> Iterator[str]:
-    for folder in [*_wheel_folders("lib"), *(f"{root}/lib64" for root in _toolkits())]:
+def _candidates(stem: str, newest: int) -> Iterator[str]:
+    for folder in [*_wheel_folders("lib", newest), *(f"{root}/lib64" for root in _toolkits())]:
         yield from sorted(glob.glob(f"{folder}/lib{stem}.so.*[0-9]"), reverse=True)
-    for major in _NCCL_MAJORS if stem == "nccl" else _MAJORS:
+    for major in _NCCL_MAJORS if stem == "nccl" else _ordered(newest):
         yield f"lib{stem}.so.{major}"
 
 
-def _wheel_folders(kind: str) -> list[str]:
-    """`kind` folders of NVIDIA's wheels: those of CUDA 13 share one tree, those of 12 do not."""
+def _ordered(newest: int) -> list[int]:
+    """Major versions of CUDA, those that the driver runs first."""
+    return sorted(MAJORS, key=lambda major: (major > newest, -major))
+
+
+def _wheel_folders(kind: str, newest: int) -> list[str]:
+    """`kind` folders of NVIDIA's wheels. Wheels of CUDA 13 share the folder cu13; those of CUDA 12,
+    and NCCL's, have one each."""
     spec = find_spec("nvidia")
     roots: Sequence[str] = list((spec and spec.submodule_search_locations) or ())
-    shared = [f"{root}/cu{major}/{kind}" for root in roots for major in _MAJORS]
+    shared = {major: [f"{root}/cu{major}/{kind}" for root in roots] for major in MAJORS}
     own = [path for root in roots for path in sorted(glob.glob(f"{root}/*/{kind}"))]
-    return [path for path in dict.fromkeys([*shared, *own]) if os.path.isdir(path)]
+    newer = shared[13]
+    shared[12] += [path for path in own if path not in newer]
+    folders = [path for major in _ordered(newest) for path in shared[major]]
+    return [path for path in dict.fromkeys(folders) if os.path.isdir(path)]
 
 
 def _toolkits() -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllmx_core.errors import BackendUnavailableError, VllmxError
 
-from vllmx_cuda.compiler.libraries import open_companion, open_library
+from vllmx_cuda.compiler.libraries import MAJORS, open_companion, open_library
 
 _SIGNATURES: dict[str, list[Any]] = {
     "nvrtcVersion": [POINTER(c_int), POINTER(c_int)],
@@ -54,9 +54,10 @@ class Nvrtc:
     """Architectures that it compiles for, as 75, 80, 90, ..."""
 
     @classmethod
-    def open(cls) -> Nvrtc:
-        """Raises BackendUnavailableError where there is no libnvrtc."""
-        library, path = open_library("nvrtc")
+    def open(cls, newest: int = MAJORS[0]) -> Nvrtc:
+        """Opens libnvrtc; `newest`: see `open_library`. Raises BackendUnavailableError where there
+        is none."""
+        library, path = open_library("nvrtc", newest)
         open_companion(path, "nvrtc-builtins")
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)

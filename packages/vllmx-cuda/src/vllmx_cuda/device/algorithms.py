@@ -33,8 +33,8 @@ from vllmx_cuda.device.device import Product
 
 logger = logging.getLogger("vllmx.cuda")
 
-_ANYWHERE = Addresses(w_scale=1 << 20, x_scale=1 << 20)
-"""Scales of a product that is asked for and not run: the library wants them aligned."""
+_ANYWHERE = 1 << 20
+"""An aligned address for the bias and scales of a product that is asked for and not run."""
 
 CANDIDATES = 8
 FAR_BEHIND = 1.3
@@ -147,8 +147,8 @@ class Algorithms:
     def _described(self, product: Product) -> Iterator[Matmul]:
         matmul = self._make(self._lt, product)
         try:
-            if product.blocks:
-                matmul.point(_ANYWHERE)
+            scales = _ANYWHERE if product.blocks else 0
+            matmul.point(Addresses(_ANYWHERE if product.biased else 0, scales, scales))
             yield matmul
         finally:
             matmul.close()

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllmx_core.errors import BackendUnavailableError, VllmxError
 
-from vllmx_cuda.compiler.libraries import open_library
+from vllmx_cuda.compiler.libraries import MAJORS, open_library
 from vllmx_cuda.device.device import Product
 
 DATA_TYPES = {"f32": 0, "f16": 2, "bf16": 14, "f8e4m3": 28, "i8": 3, "i32": 10}
@@ -29,6 +29,8 @@ _DESC_BIAS_TYPE, _DESC_A_SCALE_MODE, _DESC_B_SCALE_MODE = 26, 31, 32
 _PREFERENCE_MAX_WORKSPACE = 1
 _PREFERENCE_ALIGNMENTS = (5, 6, 7, 8)  # of A, B, C, D
 _NOT_SUPPORTED = 15
+ALLOC_FAILED = 3
+"""cublasStatus_t of a call for which the library found no memory."""
 
 _SCALE_128X128, _SCALE_1X128 = 5, 4  # of w, of x: Hopper alone
 _SCALES_OF_BLOCKS = 120900
@@ -83,9 +85,17 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 
 class CublasLtError(VllmxError):
-    """The library refused a call."""
+    """The library refused a call.
+
+    Args:
+        status: its cublasStatus_t, 0 where the library was not asked.
+    """
 
     code = "cublaslt_error"
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +107,10 @@ class CublasLt:
     handle: c_void_p
 
     @classmethod
-    def open(cls, *, with_handle: bool = True) -> CublasLt:
-        """Raises BackendUnavailableError without the library, or when it finds no device. Without a
-        handle it makes descriptors alone."""
-        library, path = open_library("cublasLt")
+    def open(cls, newest: int = MAJORS[0], *, with_handle: bool = True) -> CublasLt:
+        """Opens the library; `newest`: see `open_library`. Without a handle it makes descriptors
+        alone. Raises BackendUnavailableError without the library, or when it finds no device."""
+        library, path = open_library("cublasLt", newest)
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, c_int
@@ -319,4 +329,6 @@ class Matmul:
     def _check(self, status: int) -> None:
         if status:
             reason = "no algorithm for it" if status == _NOT_SUPPORTED else f"status {status}"
-            raise CublasLtError(f"cuBLASLt ({self._lt.path}) refuses {self.product}: {reason}")
+            raise CublasLtError(
+                f"cuBLASLt ({self._lt.path}) refuses {self.product}: {reason}", status
+            )

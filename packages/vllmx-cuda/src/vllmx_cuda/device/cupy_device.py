@@ -6,7 +6,9 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 from vllmx_core.communicator import Communicator
@@ -26,6 +28,7 @@ from vllmx_cuda.device import driver
 from vllmx_cuda.device.algorithms import AlgorithmFile, Algorithms
 from vllmx_cuda.device.arch import architecture
 from vllmx_cuda.device.cublaslt import (
+    ALLOC_FAILED,
     WORKSPACE_BYTES,
     Addresses,
     Algorithm,
@@ -43,7 +46,7 @@ from vllmx_cuda.kernel_specs import Variant
 
 logger = logging.getLogger("vllmx.cuda")
 
-_DEFAULT_SHARED_BYTES = 48 << 10
+_NOT_READY = 600  # cudaErrorNotReady
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _VALUES = {"i32": np.int32, "u32": np.uint32, "i64": np.int64, "u64": np.uint64, "f32": np.float32}
 
@@ -51,22 +54,26 @@ _VALUES = {"i32": np.int32, "u32": np.uint32, "i64": np.int64, "u64": np.uint64,
 @dataclass(frozen=True, slots=True)
 class CupyEvent:
     event: Any
-    elapsed_ms: Callable[[Any, Any], float]
+    cuda: Any
+    """`cupy.cuda`."""
     ranks: NcclRanks | None = None
     """The ranks of a device among others: what the event waits for may never come."""
 
     def wait(self) -> None:
         if self.ranks is not None:
-            self.ranks.wait(lambda: bool(self.event.done))
+            # Not `Event.done`, which is False for a GPU that has failed, too.
+            query = self.cuda.runtime.eventQuery
+            self.ranks.wait(lambda: query(self.event.ptr) != _NOT_READY)
         self.event.synchronize()
 
     def seconds_since(self, earlier: Any) -> float:
-        return float(self.elapsed_ms(earlier.event, self.event)) / 1000
+        return float(self.cuda.get_elapsed_time(earlier.event, self.event)) / 1000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class CupyGraph:
     graph: Any
+    """None: its device was closed."""
     stream: Any
 
     def launch(self) -> None:
@@ -106,13 +113,14 @@ class CupyDevice:
         try:
             facts = driver.query()
             chosen = driver.choose_device(facts, rank)
-            nvrtc = Nvrtc.open()
+            newest = facts.cuda_version[0]
+            nvrtc = Nvrtc.open(newest)
             driver.check_major(facts.cuda_version, f"NVRTC ({nvrtc.path})", nvrtc.version)
         except driver.DriverError as error:
             raise BackendUnavailableError(str(error)) from error
         cupy = _import_cupy()
         try:
-            return cls(cupy, chosen, nvrtc, CublasLt.open)
+            return cls(cupy, chosen, nvrtc, partial(CublasLt.open, newest))
         except cupy.cuda.runtime.CUDARuntimeError as error:
             raise refusal(error, chosen, facts) from error
 
@@ -128,7 +136,7 @@ class CupyDevice:
         arch = architecture(chosen.capability)
         nvrtc.check_architecture(arch)
         self._nvrtc = nvrtc
-        self._target = Target(arch, nvrtc.version, tuple(include_folders()))
+        self._target = Target(arch, nvrtc.version, tuple(include_folders(newest=nvrtc.version[0])))
         self.activate()
         processors = self._runtime.getDeviceProperties(self._ordinal)["multiProcessorCount"]
         self.info = DeviceInfo(chosen.name, arch, int(processors), chosen.memory_bytes)
@@ -142,6 +150,7 @@ class CupyDevice:
         self._shared_bytes: dict[Variant, int] = {}
         self._rehearsed: list[Product] | None = None
         self._ranks: NcclRanks | None = None
+        self._graphs: WeakSet[CupyGraph] = WeakSet()
 
     def _algorithm_file(self) -> AlgorithmFile:
         name = "".join(c if c.isalnum() else "-" for c in self.info.name)
@@ -237,6 +246,8 @@ class CupyDevice:
         if self._rehearsed is not None:
             return
         shape = variant.launch(sizes)
+        if 0 in shape.grid:  # CuPy would launch one block
+            return
         function = self._function(variant, shape.shared_bytes)
         kinds = variant.kernel.arguments
         assert len(arguments) == len(kinds), f"{variant.kernel.entry}: {len(arguments)} arguments"
@@ -253,7 +264,8 @@ class CupyDevice:
                 self.prepare([variant])
             function = self._modules[variant.module_key].get_function(variant.kernel.entry)
             self._functions[variant] = function
-        if shared_bytes > self._shared_bytes.get(variant, _DEFAULT_SHARED_BYTES):
+        # Always, not from 48 KiB on: the default limit is what the kernel's static part leaves.
+        if shared_bytes > self._shared_bytes.get(variant, 0):
             attribute = self._cupy.cuda.driver.funcSetAttribute
             attribute(function.ptr, _MAX_DYNAMIC_SHARED, shared_bytes)
             self._shared_bytes[variant] = shared_bytes
@@ -318,7 +330,7 @@ class CupyDevice:
     def event(self) -> CupyEvent:
         event = self._cupy.cuda.Event()
         event.record(self._stream)
-        return CupyEvent(event, self._cupy.cuda.get_elapsed_time, self._ranks)
+        return CupyEvent(event, self._cupy.cuda, self._ranks)
 
     def capture(self, enqueue: Callable[[], None]) -> CupyGraph:
         with self._stream:
@@ -331,7 +343,9 @@ class CupyDevice:
                 raise
             graph = self._stream.end_capture()
         graph.upload(self._stream)
-        return CupyGraph(graph, self._stream)
+        captured = CupyGraph(graph, self._stream)
+        self._graphs.add(captured)
+        return captured
 
     def join(self, communicator: Communicator, ties: Ties) -> NcclRanks:
         self._ranks = ranks = NcclRanks(load_nccl(), communicator, self._stream.ptr, ties)
@@ -357,7 +371,7 @@ class CupyDevice:
         try:
             yield
         except refusals as error:
-            if "MemoryAllocation" in str(error) or "OUT_OF_MEMORY" in str(error):
+            if _is_out_of_memory(error):
                 raise CapacityError(
                     f"{self.info.name} has no memory left beside what is planned for ({error}):"
                     " lower --memory-fraction, or end what else runs there (nvidia-smi)"
@@ -374,6 +388,8 @@ class CupyDevice:
     def close(self) -> None:
         with suppress(VllmxError), self.faults():
             self.synchronize()
+        for captured in self._graphs:  # a traceback may hold them, and NCCL waits for their end
+            captured.graph = None
         if self._ranks is not None:
             self._ranks.close()
         self._algorithms.close()
@@ -383,6 +399,13 @@ class CupyDevice:
         self._modules.clear()
         with suppress(VllmxError), self.faults():
             self._pool.free_all_blocks()
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether the runtime, the driver or cuBLASLt could not allocate."""
+    if isinstance(error, CublasLtError):
+        return error.status == ALLOC_FAILED
+    return "MemoryAllocation" in str(error) or "OUT_OF_MEMORY" in str(error)
 
 
 def _passed(ctype: str, is_pointer: bool, value: Memory | int | float | None) -> Any:

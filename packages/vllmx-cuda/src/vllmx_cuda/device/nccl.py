@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import platform
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -23,11 +26,15 @@ from vllmx_cuda.device.dtypes import ITEM_BYTES
 from vllmx_cuda.device.peers import Peers
 from vllmx_cuda.device.ranks import Ties, agreed
 
+logger = logging.getLogger("vllmx.cuda")
+
 # nccl.h: ncclDataType_t and ncclRedOp_t; CuPy passes such numbers on, and names no bf16
 _TYPES = {"f16": 6, "f32": 7, "bf16": 9}
 _SUM = 0
 _ID_BYTES = 128
 _LOOK_S = 20e-6
+_END_S = 2.0
+"""Seconds that the end of a group may take before the rank goes on without it."""
 _SENDER, _RECEIVER = 0, 1
 """The ranks of two neighbouring stages."""
 
@@ -67,29 +74,29 @@ def _refuse_hosts() -> ConfigError:
     )
 
 
-def _of_rank_0(communicator: Communicator, found: Sequence[int]) -> tuple[int, ...]:
+def _of_rank_0(communicator: Communicator, found: bytes) -> bytes:
     """Gathers the id that rank 0 made for the group. Raises ConfigError, on all ranks, where they
     are on several hosts: which of its GPUs a rank has is counted on one."""
-    row = np.concatenate([np.array(found, np.int8)[None], _host_row()], axis=1)
+    row = np.concatenate([np.frombuffer(found, np.int8)[None], _host_row()], axis=1)
     rows = communicator.all_gather(row, [row.shape[1]] * communicator.num_ranks)
     ids, hosts = np.split(rows.reshape(communicator.num_ranks, -1), [_ID_BYTES], axis=1)
     if (hosts != hosts[0]).any():
         raise _refuse_hosts()
-    return tuple(map(int, ids[0]))
+    return bytes(ids[0])
 
 
 _NOTHING = np.zeros(1, np.int8)
 
 
-def _hand_on(communicator: Communicator, made: Sequence[int]) -> None:
+def _hand_on(communicator: Communicator, made: bytes) -> None:
     """Gives the next stage the id of the pair, and returns when it has taken it, for what makes a
     pair of them cannot be left. The piece behind the next is put down when a piece was taken."""
     communicator.send(_host_row())
-    for piece in (np.array(made, np.int8), _NOTHING, _NOTHING):
+    for piece in (np.frombuffer(made, np.int8), _NOTHING, _NOTHING):
         communicator.send(piece)
 
 
-def _handed(communicator: Communicator) -> tuple[int, ...]:
+def _handed(communicator: Communicator) -> bytes:
     """Takes the id that the stage before has made. Raises ConfigError where it is on another host,
     and leaves the rest where it is, which the one before waits for."""
     host = _host_row()
@@ -98,7 +105,7 @@ def _handed(communicator: Communicator) -> tuple[int, ...]:
     found = communicator.recv((_ID_BYTES,), np.int8)
     for _ in range(2):
         communicator.recv(_NOTHING.shape, np.int8)
-    return tuple(map(int, found))
+    return bytes(found)
 
 
 class NcclRanks:
@@ -123,7 +130,7 @@ class NcclRanks:
         self.peers: Peers | None = None
         if ties.meets:
             rank, count = communicator.rank, communicator.num_ranks
-            found = nccl.get_unique_id() if rank == 0 else (0,) * _ID_BYTES
+            found = nccl.get_unique_id() if rank == 0 else bytes(_ID_BYTES)
             self._group = self._open(count, _of_rank_0(communicator, found), rank)
         if ties.receives:
             self._before = self._open(2, _handed(communicator), _RECEIVER)
@@ -132,7 +139,7 @@ class NcclRanks:
             _hand_on(communicator, made)
             self._behind = self._open(2, made, _SENDER)
 
-    def _open(self, count: int, name: tuple[int, ...], rank: int) -> Any:
+    def _open(self, count: int, name: bytes, rank: int) -> Any:
         """Returns when all of the group have called it. NCCL has no deadline for that and cannot be
         left meanwhile: a rank that dies between the exchange of the id and this call leaves the
         others here. They are killed with the group, but for rank 0 (docs/scale.md says so). A
@@ -237,9 +244,25 @@ class NcclRanks:
         self._group = self._before = self._behind = None
 
     def _end(self, how: str) -> None:
-        for comm in (self._group, self._before, self._behind):
-            if comm is not None:
-                getattr(comm, how)()
+        """Calls `how` of each communicator, for at most `_END_S`.
+
+        NCCL returns from `abort` and `destroy` only once the last captured graph with one of its
+        calls is gone, and a graph may outlive this call in the step that failed. `destroy` waits
+        for the other ranks besides. So a daemon thread calls them, and may be left there: the
+        kernels end as soon as `abort` has begun.
+        """
+        comms = [one for one in (self._group, self._before, self._behind) if one is not None]
+
+        def run() -> None:
+            for comm in comms:
+                with suppress(self._nccl.NcclError):  # it ends all the same
+                    getattr(comm, how)()
+
+        thread = threading.Thread(target=run, name=f"vllmx-nccl-{how}", daemon=True)
+        thread.start()
+        thread.join(_END_S)
+        if thread.is_alive():
+            logger.warning("NCCL does not return from %s: going on without it", how)
 
     def _call(self, call: Callable[[], Any]) -> Any:
         try:

@@ -104,7 +104,8 @@ class Codes8:
         cols, count = part.shape[1], part.shape[0]
         groups, at = self._scales_pitch(cols), self._scales_at(rows, cols)
         height = self.block_rows
-        most = max(1, pieces.PIECE_BYTES // (cols * height)) * height
+        # With the scales: CuPy rounds pinned buffers up to a power of two.
+        most = max(1, pieces.PIECE_BYTES // (cols * height + 4 * groups)) * height
         for begin in range(0, count, most):
             end = min(count, begin + most)
             codes = data.at((first + begin) * cols, (end - begin) * cols)

@@ -114,7 +114,7 @@ def _launches(layer: Layer, to: Lowering) -> Enqueue:
         store(sizes, step)
         if sizes.items:
             decode(sizes, step)
-        if prefill is not None and any(sizes.tiles):
+        if prefill is not None:
             prefill(sizes, step)
 
     return enqueue
@@ -223,6 +223,8 @@ def _prefill(layer: Layer, to: Lowering, chosen: PrefillKernel) -> Enqueue:
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
         tiles, rows = step.tiles[kind], layer.rows(step)
+        if not tiles.num_bytes:  # prompts of another kind, or none
+            return
         seen: tuple[Memory | None, ...] = ()
         if chosen.spans:
             seen = (step.arrays[LastSeen()] if spec.spans else None,)

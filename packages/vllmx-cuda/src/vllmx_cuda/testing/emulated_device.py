@@ -188,7 +188,7 @@ class EmulatedDevice:
     ) -> None:
         arch = number(self.info.arch)
         assert variant.runs_on(arch), f"{variant} needs more than sm_{arch}"
-        assert variant.launch(sizes).shared_bytes <= shared_bytes(arch), variant
+        assert self._emulator.shared_bytes(variant, sizes) <= shared_bytes(arch), variant
         passed = [
             array(value, np.uint8) if isinstance(value, Memory) else value for value in arguments
         ]

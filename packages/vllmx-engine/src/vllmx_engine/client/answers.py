@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllmx_core.output_format import OutputFormat
 
-from vllmx_engine.formats.answer_reader import AnswerReader, ReadOptions
+from vllmx_engine.formats.answer_reader import AnswerReader, read_options
 from vllmx_engine.formats.events import (
     ArgumentsPiece,
     CallBegin,
@@ -88,10 +89,10 @@ class AnswerReaders:
         self._tokenizer = tokenizer
         self._made: list[AnswerReader] = []
         self.marker_ids = marker_ids
-        self._options = ReadOptions(
-            tools_by_name(tools),
-            in_thinking=_leaves_thinking_open(made_of, tokenizer, prompt, prompt_ids),
-            one_call=one_call,
+        if prompt is None:
+            prompt = tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+        self._options = replace(
+            read_options(made_of, tools_by_name(tools), prompt), one_call=one_call
         )
 
     @property
@@ -193,14 +194,3 @@ def marker_ids(made_of: OutputFormat, tokenizer: Tokenizer) -> frozenset[int]:
 def is_cut(choice: CompletionOutput) -> bool:
     """Whether an answer ended before the model was done."""
     return choice.finish_reason != "stop" or isinstance(choice.stop_reason, str)
-
-
-def _leaves_thinking_open(
-    made_of: OutputFormat, tokenizer: Tokenizer, prompt: str | None, prompt_ids: Sequence[int]
-) -> bool:
-    """Whether the prompt ends with the marker of thoughts."""
-    if made_of.thinking is None or not made_of.thinking.begin.strip():
-        return False
-    if prompt is None:
-        prompt = tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
-    return prompt.rstrip().endswith(made_of.thinking.begin.strip())

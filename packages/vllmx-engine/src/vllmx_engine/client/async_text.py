@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
@@ -13,15 +11,13 @@ from vllmx_core.errors import InvalidRequestError
 
 from vllmx_engine.client.chat import ChatMessage, ChatOptions, ChatRenderer, Message
 from vllmx_engine.client.chat_images import ChatImages, Pictures
+from vllmx_engine.client.fetches import Fetches
 from vllmx_engine.client.request_size import chat_cost, chat_size, prompt_size
 from vllmx_engine.formats.named import Origin
 from vllmx_engine.text.text_threads import Stopped, TextThreads
 from vllmx_engine.text.tokenizer import Tokenizer, TooManyTokensError
 
 T = TypeVar("T")
-
-_FETCHES = 4
-"""Images that are fetched at a time."""
 
 _INLINE_MESSAGES = 64
 """More of them are looked through for images on a thread."""
@@ -42,12 +38,17 @@ class AsyncText:
         self.text = TextThreads()
         self._renderer = renderer
         self._images = images
-        self._fetching = ThreadPoolExecutor(_FETCHES, "vllmx-images")
+        self._fetches = Fetches()
 
     @property
     def calls_origin(self) -> Origin:
         """How well the form of calls in answers is known; found out by the first chat."""
         return self._renderer.format.tools_origin
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source that renders conversations; None: the model has none."""
+        return self._renderer.source
 
     def render_chat(
         self,
@@ -83,10 +84,9 @@ class AsyncText:
         """Token ids of a conversation, `limit` at the most; `num_bytes` as in `submit_chat`. Raises
         TemplateError and what `encode` raises."""
 
-        conversation, pictures = await self.take_images(messages)
+        conversation, pictures = await self.take_images(messages, client)
 
         def encode(stopped: Stopped) -> list[int]:
-            pictures.prepare(stopped)
             prompt = pictures.written(self.render_chat(conversation, chat, stopped))
             return self._encode(prompt, add_special_tokens, limit)
 
@@ -105,27 +105,23 @@ class AsyncText:
             ) from None
 
     async def take_images(
-        self, messages: Sequence[ChatMessage | Message]
+        self, messages: Sequence[ChatMessage | Message], client: str
     ) -> tuple[Sequence[ChatMessage | Message], Pictures]:
-        """The conversation without its images, and those, fetched. Cancelling ends the fetching.
-        Raises InvalidRequestError."""
+        """The conversation without its images, and those, fetched and measured. Cancelling ends the
+        fetching. Raises InvalidRequestError, CapacityError, QueueFullError."""
         if _is_text_alone(messages):
             return self._images.take(messages)
         # On a thread, for a message may have a hundred thousand parts.
-        conversation, pictures = await asyncio.to_thread(self._images.take, messages)
+        conversation, pictures = await asyncio.to_thread(self._taken, messages)
         if pictures.far:
-            gone = threading.Event()
-            loop = asyncio.get_running_loop()
-            fetches = [
-                loop.run_in_executor(self._fetching, pictures.fetch, index, gone.is_set)
-                for index in pictures.far
-            ]
-            try:
-                await asyncio.gather(*fetches)
-            finally:
-                gone.set()
-                for fetch in fetches:
-                    fetch.cancel()
+            await self._fetches.fetch(pictures, client)
+        return conversation, pictures
+
+    def _taken(
+        self, messages: Sequence[ChatMessage | Message]
+    ) -> tuple[Sequence[ChatMessage | Message], Pictures]:
+        conversation, pictures = self._images.take(messages)
+        pictures.measure()
         return conversation, pictures
 
     async def decode(
@@ -138,7 +134,7 @@ class AsyncText:
     def close_text(self) -> None:
         """Drops what waits for a thread."""
         self.text.close()
-        self._fetching.shutdown(wait=False, cancel_futures=True)
+        self._fetches.close()
 
     async def convert(self, client: str, size: int, function: Callable[[], T]) -> T:
         """What `function` makes of so many bytes of text or ids, on a thread where the event loop

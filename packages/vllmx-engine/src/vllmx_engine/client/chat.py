@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllmx_core.checkpoint import open_checkpoint
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import ConfigError, InvalidRequestError, ModelNotFoundError
+from vllmx_core.errors import InvalidRequestError, ModelNotFoundError
 from vllmx_core.output_format import OutputFormat
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
@@ -28,7 +28,7 @@ from vllmx_engine.client.free_part import free_part
 from vllmx_engine.client.request import Request
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.formats.named import FoundFormat, check_name
-from vllmx_engine.text.model_files import MAX_TEMPLATE_BYTES, read_text
+from vllmx_engine.text.model_files import template_of
 from vllmx_engine.text.prompt_text import Spellings
 from vllmx_engine.text.tokenizer import TOKENIZER_NAME, Tokenizer
 from vllmx_engine.wire.grammars import FreePart, Thoughts
@@ -70,14 +70,7 @@ class ChatRenderer:
         cannot be read, and for a parser that nobody provides."""
         for flag in ("tool_parser", "reasoning_parser"):
             check_name(registry, flag, getattr(config, flag))
-        if config.chat_template is None:
-            return cls(tokenizer, config=config, registry=registry)
-        source = read_text(Path(config.chat_template), MAX_TEMPLATE_BYTES)
-        if source is None:
-            raise ConfigError(
-                f"--chat-template {config.chat_template} does not exist: check the path",
-                param="chat_template",
-            )
+        source = template_of(config.chat_template)
         return cls(tokenizer, source, config=config, registry=registry)
 
     @staticmethod
@@ -98,6 +91,16 @@ class ChatRenderer:
                 self._found = found
         return self._found
 
+    def look_for_format(self) -> None:
+        """Finds `format` before the first chat needs it, and logs it. May take a while."""
+        self.format  # noqa: B018
+
+    @property
+    def source(self) -> str | None:
+        """The Jinja source of the usual template; None: there is none."""
+        own = self._tokenizer.chat_templates.get("default")
+        return own if self._source is None else self._source
+
     @property
     def has_format(self) -> bool:
         """`format` takes no time any more."""
@@ -115,6 +118,7 @@ class ChatRenderer:
             self._config.reasoning_parser,
             self._tokenizer.named_tokens,
             self._tokenizer.config.get("response_template"),
+            lambda: self.template,
         )
 
     @property
@@ -163,7 +167,8 @@ class ChatRenderer:
         thinks = options.thinks or bool((params.thinking_token_budget or 0) > 0)
         made_of = self.format.format
         found = free_part(made_of, prompt, options, self._tokenizer, eos_ids, thinks=thinks)
-        if found is None or (found.begin_ids and form.field == CALLS_FIELD):
+        has_headers = bool(found and found.begin_ids) or bool(made_of.opened)
+        if found is None or (has_headers and form.field == CALLS_FIELD):
             return None  # the grammar of calls has thoughts of its own
         return found
 
@@ -172,10 +177,11 @@ class ChatRenderer:
     ) -> Thoughts | None:
         """How long the answer to a prompt of `render` may think. May take a while. Raises
         InvalidRequestError where nothing tells thoughts and the options need a budget."""
-        budget, thinking = params.thinking_token_budget, self.format.format.thinking
+        made_of = self.format.format
+        budget, thinking = params.thinking_token_budget, made_of.thinking
         if budget is None or budget < 0:
             return None
-        if (channels := self.format.format.channels) is not None:
+        if (channels := made_of.channels) is not None:
             header = channels.channel + channels.thinking + channels.message
             begin, end = map(self._tokenizer.marker, (header, channels.ends[0]))
             return Thoughts(budget, begin, end)
@@ -187,7 +193,8 @@ class ChatRenderer:
                 " it out, or start the server with --reasoning-parser",
                 param="thinking_token_budget",
             )
-        begin, end = map(self._tokenizer.marker, (thinking.begin.strip(), thinking.end.strip()))
+        markers = made_of.thinking_begin.strip(), thinking.end.strip()
+        begin, end = map(self._tokenizer.marker, markers)
         is_open = prompt.rstrip().endswith(thinking.begin.strip())
         return Thoughts(budget, () if is_open else begin, end)
 

@@ -9,31 +9,34 @@ from typing import Any
 
 import msgspec
 from vllmx_core.config import EngineConfig
+from vllmx_core.deadline import Deadline
 from vllmx_core.errors import ConfigError, InvalidRequestError
 
 from vllmx_engine.client.chat_options import ChatMessage, Message
 from vllmx_engine.client.request import Request, RequestBuilder
-from vllmx_engine.images.decode import check_pillow, decode
+from vllmx_engine.images.decode import check_pillow, decode, size_of
 from vllmx_engine.images.limits import ImageLimits
 from vllmx_engine.images.placing import place_images, write_images
 from vllmx_engine.images.prepared import PreparedImage
-from vllmx_engine.images.processor import ImageProcessor, find_processor, processor_of
+from vllmx_engine.images.processor import Fit, ImageProcessor, find_processor, processor_of
 from vllmx_engine.images.source import ImageSource, check_source, read_source
 from vllmx_engine.text.messages import IMAGE_PARTS
-from vllmx_engine.wire.messages import MAX_FRAME_BYTES, CoreInfo, ImageInput
+from vllmx_engine.wire.image_room import ImageRoom
+from vllmx_engine.wire.messages import CoreInfo, ImageInput
 
 Stopped = Callable[[], bool]
-_MAX_PATCH_BYTES = MAX_FRAME_BYTES - (32 << 20)
-"""The most bytes of a request's patches, which reach the core in one message."""
 
 
 class Pictures:
     """The images of one conversation. With none of them everything here does nothing.
 
+    Headers are read first: how many tokens an image takes is known by its size. A request that
+    cannot be served is refused before any image is decoded.
+
     Args:
         processor: of a model that takes images; None: it reads text alone.
         token_id: of `processor.token`.
-        max_tokens: of a prompt.
+        room: what the model can take.
     """
 
     def __init__(
@@ -42,15 +45,15 @@ class Pictures:
         limits: ImageLimits,
         processor: ImageProcessor | None = None,
         token_id: int = -1,
-        max_tokens: int = 0,
+        room: ImageRoom = ImageRoom(),  # noqa: B008 - frozen
     ) -> None:
         self._sources = sources
         self._limits = limits
         self._processor = processor
         self._token_id = token_id
-        self._max_tokens = max_tokens
+        self._room = room
         self._stored: dict[int, bytes] = {}
-        self._prepared: list[PreparedImage] = []
+        self._fits: list[Fit | None] = [None] * len(sources)
 
     def __len__(self) -> int:
         return len(self._sources)
@@ -65,47 +68,65 @@ class Pictures:
         """Numbers of the images that must be fetched."""
         return [index for index, each in enumerate(self._sources) if not each.is_inline]
 
-    def fetch(self, index: int, stopped: Stopped) -> None:
-        """Reads one from where it is. May wait long. Raises InvalidRequestError."""
-        self._stored[index] = read_source(self._sources[index], self._limits, stopped)
+    def source(self, index: int) -> ImageSource:
+        """The source of an image."""
+        return self._sources[index]
 
-    def prepare(self, stopped: Stopped = lambda: False) -> None:
-        """Decodes all of them, for a prompt. May take a while. Raises InvalidRequestError."""
-        room = self._max_tokens
+    def measure(self) -> None:
+        """Reads the headers of the images that need not be fetched. Raises InvalidRequestError."""
         for index, source in enumerate(self._sources):
-            if stopped():
-                raise InvalidRequestError("nobody waits for the images any more")
-            assert self._processor is not None, "others were refused"
-            data = self._stored.pop(index, None)
-            if data is None:
-                data = read_source(source, self._limits)
-            image = decode(data, self._limits, source.where)
-            self._prepared.append(self._processor.prepare(image, room, source.where))
-            room -= self._prepared[-1].num_tokens
-            size = sum(each.patches.nbytes for each in self._prepared)
-            if size > _MAX_PATCH_BYTES:
-                raise InvalidRequestError(
-                    f"the request's images come to more than {_MAX_PATCH_BYTES} bytes of patches:"
-                    " send fewer or smaller ones",
-                    param=source.where,
-                )
+            if source.is_inline:
+                self._measure(index, read_source(source, self._limits))
+
+    def fetch(self, index: int, deadline: Deadline | None = None) -> None:
+        """Reads one from where it is. May wait long. Raises InvalidRequestError."""
+        data = read_source(self._sources[index], self._limits, deadline)
+        self._measure(index, data)
+        self._stored[index] = data
+
+    def _measure(self, index: int, data: bytes) -> None:
+        """Checks one with all whose size is known already."""
+        assert self._processor is not None, "others were refused"
+        where = self._sources[index].where
+        height, width = size_of(data, self._limits, where)
+        self._fits[index] = self._processor.fit(height, width, where)
+        known = [fit for fit in self._fits if fit is not None]
+        self._room.check(
+            [fit.num_tokens for fit in known], sum(fit.num_bytes for fit in known), where
+        )
 
     def written(self, prompt: str) -> str:
         """The prompt with places for the images. Raises InvalidRequestError."""
         if self._processor is None:
             return prompt
-        return write_images(prompt, self._processor, self._prepared)
+        return write_images(prompt, self._processor, self._sizes)
 
-    def placed(self, request: Request, prompt: str) -> Request:
-        """The request that came of `written`, with the images in it. Raises InvalidRequestError."""
+    @property
+    def _sizes(self) -> list[int]:
+        return [fit.num_tokens for fit in self._fits if fit is not None]
+
+    def placed(self, request: Request, prompt: str, stopped: Stopped = lambda: False) -> Request:
+        """The request that came of `written`, with the images in it, which are decoded now. May
+        take a while. Raises InvalidRequestError."""
         if not self._sources:
             return request
+        starts = place_images(request.prompt_ids, self._token_id, self._sizes)
         images = [
-            image_input(start, one)
-            for start, one in place_images(request.prompt_ids, self._token_id, self._prepared)
+            image_input(start, self._prepared(index, stopped)) for index, start in enumerate(starts)
         ]
         core = [msgspec.structs.replace(one, images=images) for one in request.core]
         return replace(request, prompt=str(prompt), core=core)
+
+    def _prepared(self, index: int, stopped: Stopped) -> PreparedImage:
+        if stopped():
+            raise InvalidRequestError("nobody waits for the images any more")
+        source, fit = self._sources[index], self._fits[index]
+        assert self._processor is not None, "others were refused"
+        assert fit is not None, "it was measured"
+        data = self._stored.pop(index, None)
+        if data is None:
+            data = read_source(source, self._limits)
+        return self._processor.prepare(decode(data, self._limits, source.where), fit)
 
 
 def image_input(start: int, image: PreparedImage) -> ImageInput:
@@ -133,13 +154,13 @@ class ChatImages:
         model: str,
         processor: ImageProcessor | None = None,
         token_id: int = -1,
-        max_tokens: int = 0,
+        room: ImageRoom = ImageRoom(),  # noqa: B008 - frozen
     ) -> None:
         self._limits = limits
         self._model = model
         self._processor = processor
         self._token_id = token_id
-        self._max_tokens = max_tokens
+        self._room = room
 
     def take(
         self, messages: Sequence[ChatMessage | Message]
@@ -160,7 +181,7 @@ class ChatImages:
         for source in sources:
             check_source(source, self._limits)
         return messages, Pictures(
-            sources, self._limits, self._processor, self._token_id, self._max_tokens
+            sources, self._limits, self._processor, self._token_id, self._room
         )
 
     def _without_images(
@@ -203,7 +224,13 @@ def chat_images(config: EngineConfig, builder: RequestBuilder) -> ChatImages:
             " images: take the one of the original model by --tokenizer, or leave the images out by"
             " --limit-images 0"
         )
-    return ChatImages(limits, info.model, processor, token_id, info.max_model_len - 1)
+    return ChatImages(
+        limits,
+        info.model,
+        processor,
+        token_id,
+        info.image_room or ImageRoom(info.max_model_len - 1),
+    )
 
 
 def _processor(info: CoreInfo) -> ImageProcessor | None:

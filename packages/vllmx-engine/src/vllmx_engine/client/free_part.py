@@ -36,6 +36,9 @@ def free_part(
         )
         # a call of a tool is an answer, too
         return FreePart(ends, marker(channels.channel), () if options.tools else held)
+    if made_of.opened and prompt.rstrip().endswith(made_of.opened.strip()):
+        header = made_of.content_begin.removeprefix(made_of.opened)
+        return FreePart((marker(header),), (), () if options.tools else held)
     if thinking is None or not thinking.begin.strip():
         return None
     begin, end = thinking.begin.strip(), thinking.end.strip()
@@ -43,4 +46,4 @@ def free_part(
         return FreePart((marker(end),), held_ids=held)
     if options.continue_final_message or not thinks or prompt.rstrip().endswith(end):
         return None
-    return FreePart((marker(end),), marker(begin), held)
+    return FreePart((marker(end),), marker(made_of.thinking_begin.strip()), held)

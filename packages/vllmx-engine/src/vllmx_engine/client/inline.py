@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -156,6 +157,13 @@ class InlineEngine:
         except RankLostError:
             pass  # the ranks were ended when that was seen
 
+    def drop(self) -> None:
+        """Closes what nobody has any more, on whichever thread that turned out."""
+        if self._stepper.is_current:  # in the middle of a step, for which `close` would wait
+            threading.Thread(target=self.close, name="vllmx-close", daemon=True).start()
+        else:
+            self.close()
+
     def _free(self) -> None:
         """Closes the core on a thread of its own: it waits for the device."""
         closing = threading.Thread(target=self._core.close, name="vllmx-close", daemon=True)
@@ -255,9 +263,12 @@ class Turn:
 
 
 class HasEngine:
-    """A context manager that closes its engine."""
+    """A context manager that closes its engine, and has it closed where it is dropped."""
 
-    _engine: InlineEngine
+    def __init__(self, config: EngineConfig, registry: Registry | None = None) -> None:
+        self._engine = InlineEngine(config, registry)
+        dropping = weakref.finalize(self, self._engine.drop)
+        dropping.atexit = False  # the process takes everything with it
 
     def close(self) -> None:
         """Frees the model. May be called twice."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vllmx_core.bounds import MAX_TOKENS_LIMIT
 from vllmx_core.errors import InvalidRequestError
-from vllmx_core.sampling import MAX_TOKENS_LIMIT, SamplingParams
+from vllmx_core.sampling import SamplingParams
 
 MAX_CALL_LOGPROBS = 1 << 21
 """The most log-probabilities over all prompts, choices and tokens: one choice of 99,864 tokens with
@@ -22,15 +23,16 @@ def resolve_logprobs(name: str, wanted: int | None, limit: int, vocab_size: int)
     Raises:
         InvalidRequestError: more than `limit` allows.
     """
-    if wanted is None or 0 <= wanted <= limit:
-        return wanted
-    if limit < 0 and wanted >= -1:
-        return vocab_size if wanted < 0 else min(wanted, vocab_size)
-    remedy = "-1, for all of the vocabulary, is served with --max-logprobs -1"
-    if wanted > limit:
-        remedy = "lower it, or raise --max-logprobs (-1: no limit)"
+    if wanted is None:
+        return None
+    number = vocab_size if wanted == -1 else wanted
+    if number >= 0 and (limit < 0 or number <= limit):
+        return min(number, vocab_size)
+    got = f"-1, for all {vocab_size} of the vocabulary" if wanted == -1 else str(wanted)
     raise InvalidRequestError(
-        f"{name} must be between 0 and {limit}, got {wanted}: {remedy}", param=name
+        f"{name} must be between 0 and {limit}, got {got}: lower it, or raise --max-logprobs (-1:"
+        " no limit)",
+        param=name,
     )
 
 

@@ -53,8 +53,10 @@ class LogprobRows(Sequence[Any]):
 
 
 def decode_logprobs(row: TokenLogprobs, tokenizer: Tokenizer) -> Iterator[tuple[int, Logprob]]:
-    """The token itself first, then the likeliest, each with its text."""
+    """The token itself first, then the likeliest, each with its text. Tokens that the request
+    named have no rank."""
     yield row.token, Logprob(row.logprob, row.rank, tokenizer.token_text(row.token))
     for rank, (token, logprob) in enumerate(row.likeliest(), 1):
         if token != row.token:
-            yield token, Logprob(logprob, rank, tokenizer.token_text(token))
+            text = tokenizer.token_text(token)
+            yield token, Logprob(logprob, rank if row.is_ranked else None, text)

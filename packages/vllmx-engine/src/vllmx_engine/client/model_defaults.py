@@ -14,23 +14,37 @@ from vllmx_engine.core.generation_config import SAMPLING
 logger = logging.getLogger("vllmx.requests")
 
 
+_WHOLE = ("top_k", "max_tokens")
+
+
 def default_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling parameters that the model's generation_config.json recommends (what vLLM calls
     `--generation-config auto`); whatever a user names explicitly wins over them. A value that no
     request could have is left out with a warning: it is not the users' mistake."""
-    found = {name: generation_config.get(name) for name in SAMPLING}
+    found: dict[str, Any] = {name: generation_config.get(name) for name in SAMPLING}
     found["max_tokens"] = generation_config.get("max_new_tokens")
     params: dict[str, Any] = {}
     for name, value in found.items():
         if value is None:
             continue
+        value = _whole(value) if name in _WHOLE else value
         try:
             SamplingParams(**{name: value})
         except InvalidRequestError as error:
-            logger.warning("generation_config.json of the model is passed over: %s", error)
+            logger.warning(
+                "generation_config.json: %s = %s is left out, the other values are taken: %s",
+                name.replace("max_tokens", "max_new_tokens"),
+                shown(value),
+                error,
+            )
         else:
             params[name] = value
     return params
+
+
+def _whole(value: Any) -> Any:
+    """50 of 50.0, as some programs write it."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def eos_ids(generation_config: Mapping[str, Any]) -> list[int]:

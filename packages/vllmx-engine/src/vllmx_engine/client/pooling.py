@@ -13,7 +13,7 @@ from vllmx_core.plan import F32
 from vllmx_core.records import Record
 from vllmx_core.sampling import SamplingParams
 
-from vllmx_engine.client.request import Request, RequestOptions
+from vllmx_engine.client.request import Request, RequestOptions, check_truncation
 from vllmx_engine.text.pairs import encode_fitting
 from vllmx_engine.text.tokenizer import Tokenizer, TooManyTokensError
 from vllmx_engine.wire.messages import CoreInfo, CoreRequest, pack_ids
@@ -69,6 +69,15 @@ class PoolingChoice(Record):
     prompt_name: str | None = None
     """The name of the model's prompt that is written before each text; None: its default, if any.
     """
+
+
+def first_tokens(truncate: int | None, limit: int) -> int | None:
+    """`PoolingChoice.max_tokens` for a `truncate_prompt_tokens`, where -1 asks for as many as the
+    model takes. Raises InvalidRequestError."""
+    if truncate is None:
+        return None
+    check_truncation(truncate, limit)
+    return limit if truncate < 0 else truncate
 
 
 class PoolingBuilder:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from vllmx_core.bounds import BOUNDS
 from vllmx_core.errors import ContextLengthError, InvalidRequestError
 from vllmx_core.records import Record, field
 from vllmx_core.sampling import SamplingParams
@@ -88,11 +89,24 @@ class RequestOptions:
     """Nobody looks at the answer before it ends: its tokens may come many at a time."""
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.priority, int) and not isinstance(self.priority, bool)
-        if not whole or not -(1 << 31) <= self.priority < 1 << 31:
-            raise InvalidRequestError(
-                f"priority must be an integer of 32 bits, got {self.priority!r}", param="priority"
-            )
+        BOUNDS["priority"].checked("priority", self.priority)
+
+
+def check_truncation(keep: int, limit: int) -> None:
+    """Raises InvalidRequestError for a `truncate_prompt_tokens` that a context of `limit` tokens
+    does not have."""
+    BOUNDS["truncate_prompt_tokens"].checked("truncate_prompt_tokens", keep)
+    if keep == 0:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens must be -1, or 1 or greater, got 0",
+            param="truncate_prompt_tokens",
+        )
+    if keep > limit:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens is {keep}, more than the context of {limit} tokens: lower"
+            " it, or set -1 for as many as fit",
+            param="truncate_prompt_tokens",
+        )
 
 
 class RequestBuilder:
@@ -187,27 +201,29 @@ class RequestBuilder:
         )
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:
-        """Replaces -1 for all log-probabilities by their number."""
-        if params.logprobs is None and params.prompt_logprobs is None:
+        """Replaces -1 for all log-probabilities by their number, and any by that of the ids that
+        are named."""
+        named = tuple(dict.fromkeys(params.logprob_token_ids))
+        if params.logprobs is None and params.prompt_logprobs is None and not named:
             return params
         limit, size = self.info.max_logprobs, self.info.vocab_size
-        logprobs = resolve_logprobs("logprobs", params.logprobs, limit, size)
+        logprobs: int | None = len(named)
+        if not named:
+            logprobs = resolve_logprobs("logprobs", params.logprobs, limit, size)
         of_prompt = resolve_logprobs("prompt_logprobs", params.prompt_logprobs, limit, size)
-        if (logprobs, of_prompt) == (params.logprobs, params.prompt_logprobs):
+        known = (params.logprobs, params.prompt_logprobs, params.logprob_token_ids)
+        if (logprobs, of_prompt, named) == known:
             return params
-        return dataclasses.replace(params, logprobs=logprobs, prompt_logprobs=of_prompt)
+        return dataclasses.replace(
+            params, logprobs=logprobs, prompt_logprobs=of_prompt, logprob_token_ids=named
+        )
 
     def _truncated(
         self, prompt: Prompt, add_special_tokens: bool, params: SamplingParams
     ) -> tuple[str | None, list[int]]:
         """What `_tokens` gives, but without what `truncate_prompt_tokens` leaves out."""
         limit, keep = self.info.max_model_len, params.truncate_prompt_tokens or -1
-        if keep > limit:
-            raise InvalidRequestError(
-                f"truncate_prompt_tokens is {keep}, more than the context of {limit} tokens: lower"
-                " it, or set -1 for as many as fit",
-                param="truncate_prompt_tokens",
-            )
+        check_truncation(keep, limit)
         if keep < 0:
             keep = max(1, limit - (params.max_tokens or 1))
         text, ids = self._tokens(prompt, add_special_tokens, None, keep)

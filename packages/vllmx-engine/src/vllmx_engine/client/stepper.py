@@ -42,6 +42,12 @@ class Stepper:
         self._change = threading.Condition()
         self._waiters: list[_Waiter] = []
         self._running = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this is the thread of the steps."""
+        return self._thread is threading.current_thread()
 
     def wait(
         self, done: Callable[[], bool], look: Callable[[], None], interval_s: float | None
@@ -55,7 +61,8 @@ class Stepper:
                 self._change.notify()
             else:
                 self._running = True
-                threading.Thread(target=self._run, name="vllmx-steps", daemon=True).start()
+                self._thread = threading.Thread(target=self._run, name="vllmx-steps", daemon=True)
+                self._thread.start()
         try:
             while not waiter.over.wait(interval_s):
                 look()

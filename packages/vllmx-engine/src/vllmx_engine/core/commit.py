@@ -7,12 +7,13 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
-from vllmx_core.errors import NonFiniteLogitsError, VllmxError
+from vllmx_core.errors import InvalidRequestError, NonFiniteLogitsError, VllmxError
 from vllmx_core.plan import F32, I32, StepResult
 from vllmx_core.private_traceback import private_traceback
 
 from vllmx_engine.core.batch import Step
-from vllmx_engine.core.likeliest import likeliest
+from vllmx_engine.core.grammar_masks import forbids_all
+from vllmx_engine.core.likeliest import likeliest, logprobs_of
 from vllmx_engine.core.sampling_rows import Scored
 from vllmx_engine.core.scheduler import Scheduler
 from vllmx_engine.core.sequence import Sequence
@@ -37,6 +38,11 @@ class Committer:
         self.prompt_tokens = self.generation_tokens = 0
         self.paused: list[Sequence] = []
         """Sequences that sit out until their next mask is made; the owner takes them out."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompts that were read to their end, and of answers."""
+        return self.prompt_tokens + self.generation_tokens
 
     def commit(self, step: Step, result: StepResult) -> list[CoreOutput]:
         """Results of sequences that ended since the launch are dropped; those of preempted ones
@@ -63,6 +69,8 @@ class Committer:
                 if not sequence.is_plain or token < 0:
                     if sequence.skipped_step == step.number or sequence in step.late:
                         continue  # its token is one of those that were forced, or had no mask
+                    if token < 0:
+                        raise _no_token(step, sequence)
                     outputs += self._special(sequence, token, logit, details, step.number)
                     continue
                 reason = sequence.accept(token)
@@ -100,6 +108,10 @@ class Committer:
             self._scheduler.finish(sequence, forget=True)
         return error_output(sequence.request_id, error, sequence.request.shown)
 
+    def end(self, sequence: Sequence) -> CoreOutput:
+        """Ends a sequence with the tokens that it has."""
+        return self._output(sequence, sequence.untold(0), "stop")
+
     def _cache_full_blocks(self, step: Step) -> None:
         """Full blocks of the step's rows go to the prefix cache, and snapshots of their states
         beside them. They are filed only now: had the step failed, nobody must have found them
@@ -120,17 +132,11 @@ class Committer:
     def _special(
         self, sequence: Sequence, token: int, logit: int, details: _Details, number: int
     ) -> list[CoreOutput]:
-        """A first token, one with log-probabilities or a grammar, or a row without a result."""
-        if token < 0:
-            raise NonFiniteLogitsError(
-                f"the model's logits for token {len(sequence.tokens)} of this request are not"
-                " finite, or nothing was allowed: check the weights, logit_bias and"
-                " allowed_token_ids"
-            )
+        """A first token, or one with log-probabilities or a grammar."""
         is_first = len(sequence.tokens) == sequence.num_prompt
         reason = sequence.accept(token)
-        wanted = sequence.request.params.logprobs
-        logprobs = None if wanted is None else [details.of(logit, token, wanted)]
+        wanted, named = sequence.request.params.logprobs, sequence.request.params.logprob_token_ids
+        logprobs = None if wanted is None else [details.of(logit, token, wanted, named)]
         if is_first:
             sequence.mark_started()
             self.prompt_tokens += sequence.num_prompt
@@ -231,6 +237,21 @@ def _pieces(scored: Scored, details: _Details) -> Iterator[CoreOutput]:
         yield CoreOutput(request_id=sequence.request_id, ids=[], prompt_logprobs=entries)
 
 
+def _no_token(step: Step, sequence: Sequence) -> VllmxError:
+    """Why the sampler found no token for a row: what its request forbids, or the model."""
+    if forbids_all(sequence, step.owners.constrained):
+        return InvalidRequestError(
+            f"nothing may come as token {len(sequence.tokens) - sequence.num_prompt} of the answer:"
+            " bad_words and min_tokens forbid all that the grammar or allowed_token_ids leave;"
+            " forbid less, or allow other tokens",
+            param="bad_words",
+        )
+    return NonFiniteLogitsError(
+        f"the model's logits for token {len(sequence.tokens)} of this request are not finite: check"
+        " the weights"
+    )
+
+
 def _not_finite(sequence: Sequence) -> NonFiniteLogitsError:
     return NonFiniteLogitsError(
         f"what the model made of the {sequence.num_prompt} tokens of this text is not finite: check"
@@ -264,8 +285,9 @@ class _Details:
             self._places = {logit: place for place, logit in enumerate(whole.tolist())}
         self._lists: tuple[list[float], list[int], list[list[int]], list[list[float]]] | None = None
 
-    def of(self, logit: int, token: int, count: int) -> TokenLogprobs:
-        """Log-probabilities of the chosen token of a logit row, with the `count` likeliest."""
+    def of(self, logit: int, token: int, count: int, named: tuple[int, ...] = ()) -> TokenLogprobs:
+        """Log-probabilities of the chosen token of a logit row, with the `count` likeliest, or
+        with those of the ids that are `named`."""
         if self._lists is None:
             rows = self._result.logprobs
             assert rows is not None, "the backend left out log-probabilities that were asked for"
@@ -279,7 +301,12 @@ class _Details:
         place = self._places.get(logit)
         if place is not None:
             assert self._result.logits is not None, "the backend left out logits"
-            packed = likeliest(self._result.logits[place], token, chosen[logit], count)
+            logits = self._result.logits[place]
+            if named:
+                values = logprobs_of(logits, token, chosen[logit], named)
+                ids = list(named)
+                return TokenLogprobs(token, chosen[logit], rank[logit], ids, values, b"", False)
+            packed = likeliest(logits, token, chosen[logit], count)
             return TokenLogprobs(token, chosen[logit], rank[logit], [], [], packed)
         ids, values = top_ids[logit], top[logit]
         if len(ids) > count:

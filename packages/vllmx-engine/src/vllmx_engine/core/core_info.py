@@ -69,9 +69,7 @@ def _sendable(config: Mapping[str, Any]) -> dict[str, Any]:
         try:
             msgspec.msgpack.encode((key, value))
         except (TypeError, ValueError, OverflowError, RecursionError):
-            logger.warning(
-                "generation_config.json: %s = %s is passed over", shown(key), shown(value)
-            )
+            logger.warning("generation_config.json: %s = %s is left out", shown(key), shown(value))
         else:
             found[key] = value
     return found

@@ -26,6 +26,7 @@ from vllmx_engine.core.queue_deadlines import Clock, QueueDeadlines, timed_out
 from vllmx_engine.core.scheduler import Scheduler
 from vllmx_engine.core.sequence import Sequence, check_request
 from vllmx_engine.wire.grammars import Vocabulary
+from vllmx_engine.wire.image_room import ImageRoom
 from vllmx_engine.wire.messages import STEP_TOKENS, CoreOutput, CoreRequest, CoreStats
 
 logger = logging.getLogger("vllmx.core")
@@ -109,7 +110,6 @@ class EngineCore:
         self._outputs: list[CoreOutput] = []
         self._num_added = self._num_steps = self._num_failures = 0
         self._step_s = 0.0
-        self._step_tokens = 0
         self._step_sizes = [0] * (len(STEP_TOKENS) + 1)
         self._dead: EngineDeadError | None = None
 
@@ -167,6 +167,8 @@ class EngineCore:
             return None
         self._num_steps += 1
         self._fail_broken(step.owners.broken)
+        self._outputs += [self._committer.end(one) for one in step.owners.ended if not one.finished]
+        step.owners.ended.clear()
         for sequence in step.late:
             self._grammars.prepare(sequence)
         return launched
@@ -198,10 +200,11 @@ class EngineCore:
         self._num_failures = 0
         self._step_s += result.elapsed_s
         self._cost.observe(step.batch.load, result.elapsed_s)
-        tokens = step.batch.load.num_decodes + step.batch.load.chunk_tokens
-        self._step_tokens += tokens
-        self._step_sizes[bisect_left(STEP_TOKENS, tokens)] += 1
+        before = self._committer.num_tokens
         self._outputs[:0] = self._committer.commit(step, result)
+        tokens = self._committer.num_tokens - before
+        if tokens:
+            self._step_sizes[bisect_left(STEP_TOKENS, tokens)] += 1
         for sequence in self._committer.paused:
             self._grammars.prepare(sequence)
         self._committer.paused.clear()
@@ -237,6 +240,7 @@ class EngineCore:
         backend is given up when it says so itself or fails several times running."""
         self._num_failures += 1
         logger.error("a step failed (%d in a row)", self._num_failures, exc_info=error)
+        self._images.forget()
         self._fail_broken([(sequence, error) for sequence in sequences])
         if isinstance(error, EngineDeadError):
             self._dead = error
@@ -310,6 +314,11 @@ class EngineCore:
         return found
 
     @property
+    def image_room(self) -> ImageRoom:
+        """What a request may bring of images."""
+        return self._images.room
+
+    @property
     def device(self) -> str:
         """Backend and device, for messages."""
         return f"{self._model.info.backend} ({self._model.info.device})"
@@ -335,7 +344,6 @@ class EngineCore:
             prefix_cache_queries=scheduler.num_queried_tokens,
             prefix_cache_hits=scheduler.num_hit_tokens,
             step_seconds=self._step_s,
-            step_tokens=self._step_tokens,
             step_sizes=tuple(self._step_sizes),
         )
 

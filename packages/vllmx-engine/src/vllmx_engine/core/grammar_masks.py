@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from vllmx_core.errors import GrammarError
@@ -12,6 +13,7 @@ from vllmx_core.records import MutableRecord, field
 
 from vllmx_engine.core.mask_threads import MaskFill, MaskThreads
 from vllmx_engine.core.sequence import Sequence
+from vllmx_engine.grammar.matcher import LexerLostError
 
 _ALL = np.uint32(0xFFFFFFFF)
 PATIENCE_S = 0.002
@@ -39,6 +41,8 @@ class FilledMasks(MutableRecord):
 
     failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
     """Sequences whose grammars failed, with the reasons."""
+    ended: list[Sequence] = field(default_factory=list)
+    """Sequences that turn out to have ended with their last tokens."""
     late: list[Sequence] = field(default_factory=list)
     """Sequences whose masks are still being made."""
 
@@ -101,7 +105,8 @@ def _fill_quick(rows: list[Constrained], filled: FilledMasks) -> list[Constraine
         if fill is None or not fill.is_quick:
             others.append(row)
             continue
-        _try_fill(row, filled, fill)
+        if not _try_fill(row, filled, fill):
+            others.append(row)
         before_s, last_s = last_s, time.thread_time()
         fill.pace.observe(last_s - before_s)
     return others
@@ -117,8 +122,8 @@ def _allow_all(row: Constrained) -> None:
     row.mask[:] = _ALL
 
 
-def _try_fill(row: Constrained, filled: FilledMasks, quick: MaskFill | None = None) -> None:
-    """Writes a mask that is there, or is made by `quick`."""
+def _try_fill(row: Constrained, filled: FilledMasks, quick: MaskFill | None = None) -> bool:
+    """Writes a mask that is there, or is made by `quick`. False where it has to be made later."""
     assert row.mask is not None
     assert row.sequence.grammar is not None, row.sequence.request_id
     try:
@@ -126,10 +131,17 @@ def _try_fill(row: Constrained, filled: FilledMasks, quick: MaskFill | None = No
             row.sequence.grammar.fill_mask(row.mask)
         else:
             quick.fill_now(row.mask)
-        _apply_rules(row, row.mask)
+        if quick is None and row.sequence.grammar.has_ended:
+            _allow_all(row)
+            filled.ended.append(row.sequence)
+        else:
+            _apply_rules(row, row.mask)
+    except LexerLostError:
+        return False
     except Exception as error:  # one request's fault must not stop the others
         row.mask[:] = _ALL
         filled.failed.append((row.sequence, error))
+    return True
 
 
 def _apply_rules(row: Constrained, mask: U32) -> None:
@@ -150,6 +162,24 @@ def _apply_rules(row: Constrained, mask: U32) -> None:
             " go on: allow the tokens that the grammar needs",
             param="allowed_token_ids",
         )
+
+
+def forbids_all(sequence: Sequence, constrained: Iterable[Constrained]) -> bool:
+    """Whether a sequence's own rules leave none of the tokens that its grammar and its
+    `allowed_token_ids` allow next; `constrained`: the rows of the step with their masks."""
+    rules = sequence.rules
+    if rules is None:
+        return False
+    mask, generated = rules.mask, len(sequence.tokens) - sequence.num_prompt
+    for row in constrained:
+        if row.sequence is sequence:
+            mask = row.mask
+            generated = max(generated, rules.min_tokens) if row.must_end else generated
+    if mask is None:
+        return False
+    ids, values = rules.edits(sequence.tokens, generated)
+    banned = [token for token, value in zip(ids, values, strict=True) if value == -math.inf]
+    return not _without(mask, banned).any()
 
 
 def _without(mask: U32, ids: list[int]) -> U32:

@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 from vllmx_core.plan import U32
 
-from vllmx_engine.core.mask_threads import MaskFill
+from vllmx_engine.core.mask_threads import Later, MaskFill
 from vllmx_engine.grammar.matcher import CompiledGrammar, Matcher
 from vllmx_engine.wire.grammars import FreePart
 
@@ -20,6 +20,9 @@ class GrammarRow:
     """A matcher that begins with the answer, or behind its `free` part.
 
     The core's thread owns it, and leaves the matcher alone while `next_fill` is under way.
+
+    Args:
+        later: see `MaskFill`.
     """
 
     __slots__ = (
@@ -37,11 +40,13 @@ class GrammarRow:
         "paused_step",
     )
 
-    def __init__(self, compiled: CompiledGrammar, free: FreePart | None = None) -> None:
+    def __init__(
+        self, compiled: CompiledGrammar, free: FreePart | None = None, *, later: Later
+    ) -> None:
         self._matcher: Matcher = compiled.start()
         self._first_mask: U32 | None = compiled.first_mask
         """The mask of the first token, while nothing was consumed."""
-        self._fill = MaskFill(self._matcher, compiled.first_mask.size, compiled.pace)
+        self._fill = MaskFill(self._matcher, compiled.first_mask.size, compiled.pace, later)
         self._ends: tuple[tuple[int, ...], ...] = () if free is None else free.ends
         self._begin: tuple[int, ...] = () if free is None else free.begin_ids
         """The ids that begin a free part, while they have not come and still may."""
@@ -65,8 +70,8 @@ class GrammarRow:
         return self._is_free
 
     def accept(self, token: int) -> bool:
-        """Takes a token of the answer in; true when the answer can only end now. Raises
-        GrammarError."""
+        """Takes a token of the answer in; true when the answer can only end now. Where the
+        grammar's lexer is lost, `has_ended` says so later. Raises GrammarError."""
         if self._is_free:
             self._recent.append(token)
             recent = tuple(self._recent)
@@ -82,6 +87,11 @@ class GrammarRow:
         self._fill.renew()
         self._matcher.consume(token)
         return self._matcher.is_stopped
+
+    @property
+    def has_ended(self) -> bool:
+        """The answer can only end here, as the mask that was just made shows."""
+        return self._fill.was_mended and self._matcher.is_stopped
 
     def forced_tokens(self) -> list[int]:
         """Tokens that must come next, in this order. None where looking for them takes long."""

@@ -34,6 +34,8 @@ class Grammars:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._threads: ThreadPoolExecutor | None = None
+        self._vocabulary: Vocabulary | None = None
+        """Kept until the trie is there."""
         self._trie: Future[Trie] | None = None
         self._compiled: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()
         self._done: SimpleQueue[tuple[Sequence, _Made]] = SimpleQueue()
@@ -43,7 +45,13 @@ class Grammars:
         """What a grammar's request needs before it. Making the trie begins at once."""
         if self._trie is None:
             self._threads = ThreadPoolExecutor(_NUM_THREADS, "vllmx-grammars")
-            self._trie = self._threads.submit(make_trie, vocabulary)
+            self._vocabulary = vocabulary
+            self._trie = self._threads.submit(self._make_trie, vocabulary)
+
+    def _make_trie(self, vocabulary: Vocabulary) -> Trie:
+        trie = make_trie(vocabulary)
+        self._vocabulary = None
+        return trie
 
     def start(self, sequence: Sequence) -> bool:
         """Gives a sequence its grammar; false when that has to be compiled first, and `finished`
@@ -56,7 +64,7 @@ class Grammars:
             return True
         compiling = self._compile(grammar.text)
         if compiling.done():
-            _set(sequence, grammar, compiling)
+            self._set(sequence, grammar, compiling)
             return True
         self._num_waiting += 1
         compiling.add_done_callback(partial(self._put, sequence))
@@ -85,7 +93,7 @@ class Grammars:
             while self._num_waiting:
                 sequence, made = self._done.get(wait_s > 0 and not found, wait_s or None)
                 self._num_waiting -= 1
-                found.append((sequence, _take(sequence, made)))
+                found.append((sequence, self._take(sequence, made)))
         except Empty:
             pass
         return found
@@ -105,6 +113,9 @@ class Grammars:
             return known
         if self._threads is None or self._trie is None:
             raise GrammarError("the core was told no vocabulary, so it cannot follow a grammar")
+        if self._trie.done() and self._trie.exception() is not None:  # such as a lack of memory
+            assert self._vocabulary is not None, "the trie was made"
+            self._trie = self._threads.submit(self._make_trie, self._vocabulary)
         trie, size = self._trie, self._vocab_size
         compiling = self._threads.submit(lambda: CompiledGrammar(text, trie.result(), size))
         self._compiled[text] = compiling
@@ -112,19 +123,18 @@ class Grammars:
             self._compiled.popitem(last=False)
         return compiling
 
+    def _take(self, sequence: Sequence, made: _Made) -> Exception | None:
+        """Gives a sequence what it waited for; returns the reason where there is nothing."""
+        if made is None or isinstance(made, MaskFill):
+            return None if made is None else made.error
+        assert sequence.request.grammar is not None, sequence.request_id
+        try:
+            self._set(sequence, sequence.request.grammar, made)
+        except Exception as error:  # whatever compiling raised
+            return error
+        return None
 
-def _take(sequence: Sequence, made: _Made) -> Exception | None:
-    """Gives a sequence what it waited for; returns the reason where there is nothing."""
-    if made is None or isinstance(made, MaskFill):
-        return None if made is None else made.error
-    assert sequence.request.grammar is not None, sequence.request_id
-    try:
-        _set(sequence, sequence.request.grammar, made)
-    except Exception as error:  # whatever compiling raised
-        return error
-    return None
-
-
-def _set(sequence: Sequence, grammar: Grammar, compiled: Future[CompiledGrammar]) -> None:
-    row = GrammarRow(compiled.result(), grammar.free)
-    sequence.grammar = row if grammar.thoughts is None else ThoughtBudget(grammar.thoughts, row)
+    def _set(self, sequence: Sequence, grammar: Grammar, compiled: Future[CompiledGrammar]) -> None:
+        assert self._threads is not None, "nothing was compiled"
+        row = GrammarRow(compiled.result(), grammar.free, later=self._threads.submit)
+        sequence.grammar = row if grammar.thoughts is None else ThoughtBudget(grammar.thoughts, row)

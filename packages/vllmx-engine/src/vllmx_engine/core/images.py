@@ -15,7 +15,7 @@ from typing import cast
 
 import numpy as np
 from vllmx_core.backend import LoadedModel, SeeingModel
-from vllmx_core.errors import CapacityError, InvalidRequestError
+from vllmx_core.errors import InvalidRequestError
 from vllmx_core.image_plan import Turns, tower_plan, turns_of
 from vllmx_core.model import Encoder, FeatureSpec, ImagePlaces
 from vllmx_core.plan import F32, I32, StepPlan
@@ -27,6 +27,7 @@ from vllmx_engine.core.sequence import Limits, Sequence
 from vllmx_engine.core.step_budget import StepBudget
 from vllmx_engine.core.towers import Pass, StepTowers
 from vllmx_engine.images.prepared import normalised
+from vllmx_engine.wire.image_room import ImageRoom
 from vllmx_engine.wire.messages import CoreRequest, ImageInput
 
 _LEVELS_BYTES = 4 * 3 * 256
@@ -90,6 +91,11 @@ class FeatureStore:
         self._free = np.arange(num_rows, dtype=np.int32)
         self._num_free = num_rows
 
+    def clear(self) -> None:
+        """Forgets all images."""
+        while self._rows:
+            self._give_back(self._rows.popitem()[1])
+
     def find(self, digest: bytes) -> I32 | None:
         """(n,) rows of an image that is there."""
         rows = self._rows.get(digest)
@@ -107,12 +113,6 @@ class FeatureStore:
         rows = self._free[self._num_free : self._num_free + count].copy()
         self._rows[digest] = rows
         return rows
-
-    def forget(self, digest: bytes) -> None:
-        """The image's features did not come about."""
-        rows = self._rows.pop(digest, None)
-        if rows is not None:
-            self._give_back(rows)
 
     def _give_back(self, rows: I32) -> None:
         self._free[self._num_free : self._num_free + rows.size] = rows
@@ -198,6 +198,13 @@ class Images:
         self._spans = features is not None and features.spans
         self.feeds = None if features is None else features.feeds
         """What `FeatureSpec` says of the same name."""
+        self.room = ImageRoom(
+            limits.max_model_len - 1,
+            model.info.num_feature_rows,
+            limits.token_budget - limits.max_rows + 1 if self._spans else None,
+            limits.max_rows,
+        )
+        """What a request may bring, whatever else runs."""
         self._encoder = encoder
         self._store = FeatureStore(model.info.num_feature_rows)
         self._begun: Pass | None = None
@@ -221,30 +228,15 @@ class Images:
                 raise InvalidRequestError("an image does not fit its prompt", param="messages")
         if self._spans:
             self._check_spans(request)
-        wanted = sum(image.num_tokens for image in request.images)
-        if wanted > self._model.info.num_feature_rows:
-            raise CapacityError(
-                f"the request has images of {wanted} tokens, the features of"
-                f" {self._model.info.num_feature_rows} can be held: send fewer or smaller ones, or"
-                " raise --encoder-cache-memory",
-                param="messages",
-            )
+        self.room.check_features([image.num_tokens for image in request.images])
         places = tuple(encoder.places(image.grid) for image in request.images)
         starts = [image.start for image in request.images]
         turns = turns_of(list(zip(starts, places, strict=True)))
         return SequenceImages(tuple(request.images), places, turns, self._spans)
 
     def _check_spans(self, request: CoreRequest) -> None:
-        """A step must have room for each image, however many rows decode beside it."""
+        """Whether a step gives what is asked of each image, however many rows decode beside it."""
         limits, longest = self._limits, max(image.num_tokens for image in request.images)
-        if longest > limits.token_budget - limits.max_rows + 1:
-            least = longest + limits.max_rows - 1
-            raise CapacityError(
-                f"an image of {longest} tokens, which this model sees in one step, does not fit"
-                f" beside {limits.max_rows - 1} sequences: raise --max-num-batched-tokens to"
-                f" {least} or lower --max-num-seqs",
-                param="messages",
-            )
         if request.params.prompt_logprobs is not None and (
             longest > limits.max_logit_rows - limits.max_rows + 1
         ):
@@ -279,28 +271,25 @@ class Images:
         return StepImages(self._store, info.num_feature_rows, towers)
 
     def encode(self, step: StepImages | None) -> None:
-        """Runs the passes of towers that a step has, if any."""
+        """Runs the passes of towers that a step has, if any. Call `forget` where that raises."""
         if step is None or not step.towers.load.patches:
             return
         towers = step.towers
         passes = [*towers.whole.values()]
-        try:
-            if towers.begun is not None:
-                self._go_on(towers.begun, towers.begun_end)
-            if passes:
-                self._model_that_sees.encode(self._plan(passes))
-            if towers.started is not None:
-                passes.append(towers.started)
-                towers.started.plan = self._plan([towers.started])
-                self._begun = towers.started
-                self._go_on(towers.started, towers.started_end)
-        except BaseException:
-            if self._begun is not None:
-                passes.append(self._begun)
-                self._begun = None
-            for one in passes:
-                self._store.forget(one.image.digest)
-            raise
+        if towers.begun is not None:
+            self._go_on(towers.begun, towers.begun_end)
+        if passes:
+            self._model_that_sees.encode(self._plan(passes))
+        if towers.started is not None:
+            towers.started.plan = self._plan([towers.started])
+            self._begun = towers.started
+            self._go_on(towers.started, towers.started_end)
+
+    def forget(self) -> None:
+        """Makes all features again where they are asked for: a step failed, and some backends tell
+        only so that a pass before it did."""
+        self._store.clear()
+        self._begun = None
 
     @property
     def _model_that_sees(self) -> SeeingModel:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from vllmx_core.plan import F32, U32
 
@@ -27,6 +29,14 @@ def likeliest(logits: F32, token: int, logprob: float, count: int) -> bytes:
     shift = float(logits[token]) - logprob
     values = (logits[ids].astype(np.float64) - shift).astype("<f4")
     return b"".join((ids.tobytes(), values.tobytes()))
+
+
+def logprobs_of(logits: F32, token: int, logprob: float, ids: Sequence[int]) -> list[float]:
+    """The log-probabilities of these ids; arguments as for `likeliest`."""
+    shift = float(logits[token]) - logprob
+    values = logits[np.array(ids, np.int64)].astype(np.float64) - shift
+    found: list[float] = values.astype(np.float32).tolist()
+    return found
 
 
 def _descending(logits: F32) -> U32:

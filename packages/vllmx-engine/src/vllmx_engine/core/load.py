@@ -31,6 +31,7 @@ from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.load_options import fitting_length, load_options
 from vllmx_engine.core.pooling import check_task, pooling_info, with_score_tokens
+from vllmx_engine.core.unread import log_unread
 from vllmx_engine.wire.messages import CoreInfo
 
 logger = logging.getLogger("vllmx.load")
@@ -79,7 +80,9 @@ def load_core(found: FoundModel) -> tuple[EngineCore, CoreInfo]:
         )
         if encoder_of(model) is not None:
             processor = dict(checkpoint.image_processor)
-            info = msgspec.structs.replace(info, takes_images=True, image_processor=processor)
+            info = msgspec.structs.replace(
+                info, takes_images=True, image_room=core.image_room, image_processor=processor
+            )
         log_info(info)
     except BaseException:
         loaded.close()
@@ -123,6 +126,8 @@ def open_model(found: FoundModel, free_bytes: int | None = None) -> OpenedModel:
             found.config.task,
         )
         model = chosen.model
+        if chosen.impl == OWN:
+            log_unread(model, checkpoint)
         if found.config.isq is not None:
             if chosen.impl != OWN:
                 raise ConfigError(
@@ -163,7 +168,7 @@ def free_for_model(config: EngineConfig, spec: BackendSpec) -> int:
     """Memory that the model could take, in one process or in ranks that share it; 0: each rank has
     a device of its own. Raises ConfigError for a limit on that."""
     if config.num_ranks == 1 or not spec.has_own_devices():
-        return free_memory(spec.load()())
+        return int(free_memory(spec.load()()))
     if config.memory_bytes is not None:
         raise ConfigError(
             f"--memory-bytes is of one device, and on {spec.name} each rank has its own: say"

@@ -6,7 +6,7 @@ import logging
 
 from vllmx_core.backend import LoadedInfo, LoadOptions
 from vllmx_core.backend_kit.dtypes import short_dtype
-from vllmx_core.cache_groups import cache_layout, longest_sequence
+from vllmx_core.cache_groups import blocks_of, cache_layout, fitting_step, longest_sequence
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.memory import format_bytes, free_bytes
@@ -49,20 +49,18 @@ def load_options(
     if model.shape.whole_prompts:
         step_tokens = max(step_tokens, max_model_len)
     if config.num_kv_blocks is not None:
-        held = longest_sequence(
-            cache_layout(model.shape, grouped=not model.shape.whole_prompts).windows,
-            config.num_kv_blocks,
-            config.block_size,
-            step_tokens,
-            max_model_len,
-        )
+        windows = cache_layout(model.shape, grouped=not model.shape.whole_prompts).windows
+        sizes = (config.num_kv_blocks, config.block_size, step_tokens, max_model_len)
+        held = longest_sequence(windows, *sizes)
         if config.max_model_len is None:
             max_model_len = min(max_model_len, held)
         elif held < max_model_len:
+            smaller = fitting_step(windows, *sizes)
+            needed = blocks_of(windows, max_model_len, config.block_size, step_tokens)
             raise ConfigError(
                 f"--num-kv-blocks {config.num_kv_blocks} of {config.block_size} tokens hold {held}"
                 f" tokens, fewer than --max-model-len {max_model_len}: lower --max-model-len to"
-                f" {held} or raise --num-kv-blocks",
+                f" {held} or raise --num-kv-blocks to {needed}{_or_smaller_steps(smaller)}",
                 param="num_kv_blocks",
             )
     return LoadOptions(
@@ -84,6 +82,11 @@ def load_options(
         enforce_eager=config.enforce_eager,
         progress=progress,
     )
+
+
+def _or_smaller_steps(step_tokens: int) -> str:
+    """The remedy where windows hold fewer pages with smaller steps; 0: they would not help."""
+    return f" or lower --max-num-batched-tokens to {step_tokens}" if step_tokens else ""
 
 
 def _with_tables_that_fit(config: EngineConfig, model: Model, max_model_len: int) -> int:
@@ -124,14 +127,16 @@ def fitting_length(config: EngineConfig, options: LoadOptions, info: LoadedInfo)
         options.max_model_len,
     )
     if held < options.max_model_len:
+        sizes = (info.num_kv_blocks, info.block_size, step_tokens, options.max_model_len)
         logger.warning(
             "max_model_len reduced from %d to %d: the KV cache has %d blocks of %d tokens in %s;"
-            " raise --memory-fraction (now %.2f) or --num-kv-blocks for longer contexts",
+            " raise --memory-fraction (now %.2f) or --num-kv-blocks%s for longer contexts",
             options.max_model_len,
             held,
             info.num_kv_blocks,
             info.block_size,
             gibibytes(info.kv_cache_bytes),
             config.memory_fraction,
+            _or_smaller_steps(fitting_step(info.cache_windows, *sizes)),
         )
     return held

@@ -12,7 +12,7 @@ import numpy as np
 from vllmx_core.plan import U32
 from vllmx_core.processors import available_processors
 
-from vllmx_engine.grammar.matcher import MaskPace, Matcher
+from vllmx_engine.grammar.matcher import LexerLostError, MaskPace, Matcher
 
 HELP_S = 0.001
 """The seconds after which more threads take up what the first ones have not come to: one of them
@@ -24,13 +24,33 @@ _LEAST_PARALLEL = 16
 """Fewer masks are made before another thread is awake."""
 
 
+Later = Callable[[Callable[[], None]], object]
+"""Runs a function on a thread that nobody waits for; a step that needs what it makes goes on."""
+
+
 class MaskFill:
-    """The making of a row's next mask, again for each of its tokens."""
+    """The making of a row's next mask, again for each of its tokens.
 
-    __slots__ = ("_done", "_matcher", "_told", "error", "is_begun", "mask", "pace", "seconds")
+    Args:
+        later: takes what needs as long as compiling the grammar.
+    """
 
-    def __init__(self, matcher: Matcher, num_words: int, pace: MaskPace) -> None:
+    __slots__ = (
+        "_done",
+        "_later",
+        "_matcher",
+        "_told",
+        "error",
+        "is_begun",
+        "mask",
+        "pace",
+        "seconds",
+        "was_mended",
+    )
+
+    def __init__(self, matcher: Matcher, num_words: int, pace: MaskPace, later: Later) -> None:
         self._matcher = matcher
+        self._later = later
         self.pace = pace
         """The pace of its grammar."""
         self.mask: U32 = np.zeros(num_words, np.uint32)
@@ -41,6 +61,8 @@ class MaskFill:
         """Processor time of the last mask, however many others wanted the processor."""
         self.is_begun = False
         """Somebody makes the mask, or has made it."""
+        self.was_mended = False
+        """The matcher replayed the answer before the mask was made."""
         self._done = False
         self._told: list[Callable[[], None]] = []
 
@@ -55,24 +77,47 @@ class MaskFill:
         return self.pace.is_quick and not self.is_begun
 
     def fill_now(self, mask: U32) -> None:
-        """Makes the mask where it is wanted. Raises what the matcher does."""
+        """Makes the mask where it is wanted. Raises what the matcher does; after LexerLostError
+        `run` makes the mask."""
         self._matcher.fill_mask(mask)
 
     def renew(self) -> None:
         """The matcher has gone on: what was made is not the next mask any more."""
         assert self._done or not self.is_begun, "a mask is under way"
-        self.is_begun = self._done = False
+        self.is_begun = self._done = self.was_mended = False
         self.error = None
 
     def run(self) -> None:
-        """Makes the mask."""
+        """Makes the mask, or has it made later where that takes long."""
         started_s = time.thread_time()
         try:
             self._matcher.fill_mask(self.mask)
+        except LexerLostError:
+            self.pace.observe(time.thread_time() - started_s)
+            self._mend_later()
+            return
         except Exception as error:  # whatever a matcher raises is its row's
             self.error = error
         self.seconds = time.thread_time() - started_s
         self.pace.observe(self.seconds)
+        self._finish()
+
+    def _mend_later(self) -> None:
+        try:
+            self._later(self._mend)
+        except RuntimeError as error:  # the threads were ended meanwhile
+            self.error = error
+            self._finish()
+
+    def _mend(self) -> None:
+        self.was_mended = True
+        try:
+            self._matcher.mend_mask(self.mask)
+        except Exception as error:  # as in `run`
+            self.error = error
+        self._finish()
+
+    def _finish(self) -> None:
         self._done = True
         self._tell()
 

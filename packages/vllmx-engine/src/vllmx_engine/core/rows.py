@@ -8,7 +8,7 @@ from operator import attrgetter
 from struct import Struct
 
 import numpy as np
-from vllmx_core.plan import I32, AnyArray
+from vllmx_core.plan import I32, MAX_LISTED_LOGPROBS, AnyArray
 
 from vllmx_engine.core.sequence import Limits, Sequence
 
@@ -159,6 +159,8 @@ class RowTable:
             self.num_turned += 1
         request, params = sequence.request, sequence.request.params
         num_logprobs = -1 if params.logprobs is None else params.logprobs
+        if params.logprob_token_ids:
+            num_logprobs = MAX_LISTED_LOGPROBS + 1  # so that its logits come back whole
         at, values = row * _SAMPLING.itemsize, _floats(params)
         _write_sampling(self._sampling, at, *values, params.top_k, num_logprobs, request.seed)
 

@@ -67,6 +67,8 @@ class LogitOwners(MutableRecord):
     """`SamplingRows.whole`."""
     broken: list[tuple[Sequence, Exception]] = field(default_factory=list)
     """Sequences whose rules raised."""
+    ended: list[Sequence] = field(default_factory=list)
+    """Sequences that turn out to have ended with the step before."""
 
 
 class RowsBuilder:
@@ -105,6 +107,7 @@ class RowsBuilder:
         if owners.constrained:
             filled = self._grammars.fill(owners.constrained, number, patience, may_be_late)
             owners.broken += filled.failed
+            owners.ended += filled.ended
             late = filled.late
         if owners.edited:
             sampling.edits = _edits(owners, sampling)

@@ -225,15 +225,15 @@ class Scheduler:
     def _ready(self) -> AnyArray:
         """Rows that may decode a token now."""
         has_prompts = bool(self.prefills or (self.queue and self.table.num_free))
-        several = len(self._waiting.ranks) > 1
-        return self._beside.choose(self.table.ready(), several=several, has_prompts=has_prompts)
+        return self._beside.choose(self.table.ready(), self._waiting.ranks, has_prompts=has_prompts)
 
     def _decodes(self) -> tuple[AnyArray, Sequence | None]:
         """Ready rows, each with blocks for its next token, and the last one of those that had to
         be preempted for them, for an unfinished prefill or for a waiting one."""
         victim: Sequence | None = None
         if not self.running:
-            return self._beside.choose(_NO_ROWS, several=False, has_prompts=False), victim
+            rows = self._beside.choose(_NO_ROWS, self._waiting.ranks, has_prompts=True)
+            return rows, victim
         while True:
             rows = self._ready()
             full = self.blocks.full_rows(rows)

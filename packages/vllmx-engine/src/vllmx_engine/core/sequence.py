@@ -230,7 +230,7 @@ class Sequence:
     def untold(self, count: int) -> list[int]:
         """The tokens to be told when the last ones are new: with them those that were held."""
         told, self.num_held = self.num_held + count, 0
-        return self.tokens[-told:].tolist()
+        return self.tokens[len(self.tokens) - told :].tolist()
 
     def accept(self, token: int) -> FinishReason | None:
         """Appends a sampled id and says whether the sequence ends with it. Raises GrammarError for

@@ -49,6 +49,11 @@ class ThoughtBudget:
             self._think(token)
         return self._inner is not None and self._inner.accept(token)
 
+    @property
+    def has_ended(self) -> bool:
+        """See `GrammarRow`."""
+        return self._inner is not None and self._inner.has_ended
+
     def forced_tokens(self) -> list[int]:
         """See `GrammarRow`."""
         if self._forced or self._inner is None:

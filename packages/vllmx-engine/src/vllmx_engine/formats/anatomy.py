@@ -24,6 +24,7 @@ from vllmx_engine.formats.renderings import (
     call,
     common_prefix,
     open_tag,
+    without_rest,
 )
 
 _ONE = {KEYS[0]: VALUES[0]}
@@ -101,12 +102,7 @@ def _end(text: str, word: str) -> int:
 def _common_end(left: str, right: str) -> str:
     """The end that two texts share, without the rest of a tag that began before."""
     shared = common_prefix(left[::-1], right[::-1])[::-1]
-    return shared if shared == left else _without_rest(shared)
-
-
-def _without_rest(text: str) -> str:
-    closing, opening = text.find(">"), text.find("<")
-    return text[closing + 1 :] if closing >= 0 and (opening < 0 or closing < opening) else text
+    return shared if shared == left else without_rest(shared)
 
 
 def _with_index(before: str, between: str) -> tuple[str, str]:
@@ -217,7 +213,7 @@ def _with_tags(renderings: Renderings, one: str, two: str) -> Calls:
     )
     if key_end != second_key_end:
         raise NotDerivedError("the second argument is written in another way than the first")
-    key_begin = _without_rest(_common_end(header, between))
+    key_begin = without_rest(_common_end(header, between))
     value_end = between.removesuffix(key_begin)
     number_end = _key_end_of_number(renderings)
     tags = TaggedArguments(

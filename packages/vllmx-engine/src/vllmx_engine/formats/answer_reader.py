@@ -37,6 +37,19 @@ class ReadOptions(Record):
     """Whether thoughts are separated from content."""
     one_call: bool = False
     """Calls after the first are left out."""
+    opened: bool = False
+    """The prompt ends with the beginning of the first message (`OutputFormat.opened`)."""
+
+
+def read_options(made_of: OutputFormat, tools: Tools, prompt: str) -> ReadOptions:
+    """How the answer to a prompt is read. The end of the prompt suffices."""
+    begin = made_of.thinking.begin.strip() if made_of.thinking is not None else ""
+    tail, opened = prompt.rstrip(), made_of.opened.strip()
+    return ReadOptions(
+        tools,
+        in_thinking=bool(begin) and tail.endswith(begin),
+        opened=bool(opened) and tail.endswith(opened),
+    )
 
 
 class AnswerReader(AnswerSink):
@@ -58,10 +71,12 @@ class AnswerReader(AnswerSink):
         self._format = made_of
         self._thinking = made_of.thinking if options.has_thinking else None
         self._calls = made_of.calls if options.tools else None
-        self._content_marks = tuple(
-            mark.strip() for mark in (made_of.content_begin, made_of.content_end) if mark.strip()
-        )
         self._options = options
+        self._opened = made_of.opened if options.opened else ""
+        self._content_end = made_of.content_end.strip()
+        begins = (made_of.content_begin, *made_of.skipped)
+        self._edges = {mark.strip() for mark in begins if mark.strip()}
+        """Texts that are skipped before and behind contents and calls."""
         short = self._calls is not None and self._calls.ids == "short"
         self._make_id = make_id or (short_id if short else call_id)
         self._cursor = Cursor()
@@ -82,6 +97,8 @@ class AnswerReader(AnswerSink):
         self._num_seen = 0
         self._attempt = 0
         """The place where what may be a call begins."""
+        self._has_content = False
+        """Content has begun that nothing has ended yet."""
         self._steps = self._answer()
         next(self._steps, None)
 
@@ -117,6 +134,7 @@ class AnswerReader(AnswerSink):
     # --- the answer -----------------------------------------------------------------------------
     def _answer(self) -> Steps[None]:
         channels = self._format.channels
+        self._cursor.add(self._opened)
         try:
             if channels is not None:
                 yield from ChannelReader(channels, self._options.tools, self._cursor, self).read()
@@ -130,19 +148,23 @@ class AnswerReader(AnswerSink):
             return
 
     def _begins_thinking(self) -> Steps[bool]:
-        """Whether thoughts are the first that an answer has; their marker is passed."""
+        """Whether thoughts are the first that an answer has; their marker is passed, and so is the
+        end of thoughts where there were none to begin with."""
         if self._thinking is None or not self._thinking.begin.strip():
             return False
-        start = self._cursor.at
+        cursor, start = self._cursor, self._cursor.at
         try:
-            found = yield from self._cursor.take(self._thinking.begin)
+            if (yield from cursor.take(self._thinking.begin)):
+                return True
+            if (yield from cursor.take(self._thinking.end)):
+                yield from cursor.space()
+                return False
         except TextEndError:
-            self._cursor.at = start
+            cursor.at = cursor.at if _is_whole(cursor.text[start:], self._thinking.end) else start
             self._rest()
             raise
-        if not found:
-            self._cursor.at = start
-        return found
+        cursor.at = start
+        return False
 
     def _reasoning(self) -> Steps[None]:
         assert self._thinking is not None
@@ -170,39 +192,95 @@ class AnswerReader(AnswerSink):
         self._events.append(ReasoningPiece(text))
 
     def _content(self) -> Steps[None]:
-        calls, marks = self._calls, self._content_marks
+        calls = self._calls
         if calls is not None and calls.is_bare:
             yield from self._bare(calls)
             return
-        if calls is None and not marks:
+        triggers = self._triggers(calls)
+        if not triggers.words:
             self._rest()
             self._passes = True
             return
-        triggers = Triggers((*marks, calls.trigger) if calls else marks)
         while True:
             word = yield from passed_on(self._cursor, triggers, self.content)
-            start = self._cursor.at
-            if word in marks:
-                yield from self._cursor.take(word)
-            elif calls is None or not (yield from self._section(calls, start)):
-                self._cursor.at = self._cursor.text.index(word, start) + len(word)
-                self.content(self._cursor.text[start : self._cursor.at])
-                continue
-            yield from self._cursor.space()
+            if (yield from self._structure(word, triggers)):
+                self._has_content = False
+                yield from self._cursor.space()
+
+    def _triggers(self, calls: Calls | None) -> Triggers:
+        """The words that may begin something other than content."""
+        words = {*self._edges, self._content_end, calls.trigger if calls else ""}
+        if self._format.opened and self._thinking is not None:
+            words.add(self._thinking.begin.strip())
+        return Triggers((*words, self._opened.strip()))
+
+    def _structure(self, word: str, triggers: Triggers) -> Steps[bool]:
+        """Passes what a word begins, or the word itself as content; whether it was structure."""
+        cursor, calls, start = self._cursor, self._calls, self._cursor.at
+        opened, self._opened = self._opened, ""
+        if word == self._content_end and (yield from self._ends_content(word, triggers)):
+            return True
+        if word in self._edges and not self._has_content:
+            yield from cursor.take(word)
+            return True
+        if self._thinking is not None and word == self._thinking.begin.strip():
+            yield from cursor.take(word)
+            self.in_thinking = True
+            yield from self._reasoning()
+            return True
+        if calls is not None and word.startswith(calls.trigger):  # noqa: SIM102
+            if (yield from self._section(calls, start)):
+                return True
+        if opened:  # a message without a header, as a form of the answer may force one
+            cursor.at = start + len(opened)
+            return True
+        cursor.at = cursor.text.index(word, start) + len(word)
+        self.content(cursor.text[start : cursor.at])
+        return False
+
+    def _ends_content(self, word: str, triggers: Triggers) -> Steps[bool]:
+        """Passes the marker behind a content where nothing but structure follows it; it may be a
+        word of the content itself."""
+        cursor, start = self._cursor, self._cursor.at
+        yield from cursor.take(word)
+        end = cursor.at
+        try:
+            yield from cursor.space()
+            for other in triggers.words:
+                if (yield from cursor.take(other)):
+                    cursor.at = end
+                    return True
+        except TextEndError:
+            if not cursor.text[end:].strip():
+                cursor.at = len(cursor.text)
+                raise
+        cursor.at = start
+        return False
 
     def _bare(self, calls: Calls) -> Steps[None]:
         """An answer that is a call from its first character on, or content."""
         start = self._cursor.at
         try:
+            yield from self._pass_edges()
             is_call = (yield from self._cursor.peek()) == calls.trigger
         except TextEndError:
             self._cursor.at = start
             self._rest()
             raise
-        if is_call and (yield from self._section(calls, start)):
+        if is_call and (yield from self._section(calls, self._cursor.at)):
+            yield from self._pass_edges()
             yield from self._cursor.space()
         self._rest()
         self._passes = True
+
+    def _pass_edges(self) -> Steps[None]:
+        """Passes what stands before or behind bare calls."""
+        found = bool(self._edges)
+        while found:
+            found = False
+            for word in self._edges:
+                if (yield from self._cursor.take(word)):
+                    found = True
 
     def _section(self, calls: Calls, start: int) -> Steps[bool]:
         """Reads the calls that begin here; without any the place goes to `start`, and it is
@@ -220,7 +298,8 @@ class AnswerReader(AnswerSink):
         cursor.held = False
         if self._num_seen == count:
             cursor.at = start
-            self.unread_call()
+            if not calls.known_only:
+                self.unread_call()
         return self._num_seen > count
 
     def _several(self, calls: Calls, reader: CallReader) -> Steps[None]:
@@ -252,6 +331,7 @@ class AnswerReader(AnswerSink):
 
     def content(self, text: str) -> None:
         """See `AnswerSink`."""
+        self._has_content = True
         self._events.append(ContentPiece(text))
 
     def _rest(self) -> None:
@@ -304,6 +384,11 @@ def _is_part(text: str, *markers: str) -> bool:
     """Whether a text is the beginning of a marker, white space aside."""
     found = "".join(text.split())
     return any("".join(marker.split()).startswith(found) for marker in markers)
+
+
+def _is_whole(text: str, marker: str) -> bool:
+    """Whether a text is a marker, white space aside."""
+    return "".join(text.split()) == "".join(marker.split())
 
 
 _CHARACTERS = string.ascii_letters + string.digits

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllmx_core.output_format import (
@@ -19,11 +20,12 @@ from vllmx_core.output_format import (
     ValueArguments,
 )
 
-from vllmx_engine.formats.tool_schemas import Tools
+from vllmx_engine.formats.tool_schemas import Tools, schema_types
 
 Form = dict[str, Any]
 """A part of a structural tag."""
 _PLACEHOLDER = re.compile(r"(\{name\}|\{arguments\}|\{id\}|\{index\})")
+_TYPES = ("array", "boolean", "null", "number", "object", "string")
 _ANY: Form = {"type": "any_text"}
 
 
@@ -31,14 +33,18 @@ def must_call(made_of: OutputFormat, tools: Tools, *, one_call: bool = False) ->
     """An answer that calls some of the tools and says nothing else but thoughts; None where the
     format has no calls."""
     calls = _call_list(made_of, tools, one_call)
-    return None if calls is None else _form([*_thoughts(made_of), calls])
+    if calls is None:
+        return None
+    if made_of.opened:
+        return _form([_opened(made_of, tools, calls, one_call)])
+    return _form([*_thoughts(made_of), *_empty_content(made_of), calls])
 
 
 def tells_calls(made_of: OutputFormat) -> bool:
     """Whether something tells that a call begins, so that `may_call` has a grammar."""
     if made_of.channels is not None:
         return True
-    return made_of.calls is not None and not made_of.calls.is_bare
+    return made_of.calls is not None and not (made_of.calls.is_bare or made_of.opened)
 
 
 def may_call(made_of: OutputFormat, tools: Tools, *, one_call: bool = False) -> Form | None:
@@ -47,7 +53,7 @@ def may_call(made_of: OutputFormat, tools: Tools, *, one_call: bool = False) -> 
     if made_of.channels is not None:
         return _form([_messages(made_of.channels), _last_message(made_of.channels, tools)])
     calls = made_of.calls
-    if calls is None or calls.is_bare:
+    if calls is None or not tells_calls(made_of):
         return None
     if calls.section_begin:
         section = _call_list(made_of, tools, one_call)
@@ -66,6 +72,10 @@ def may_call(made_of: OutputFormat, tools: Tools, *, one_call: bool = False) -> 
 
 def _form(elements: Sequence[Form]) -> Form:
     return {"format": {"type": "sequence", "elements": list(elements)}}
+
+
+def _sequence(*elements: Form) -> Form:
+    return {"type": "sequence", "elements": list(elements)}
 
 
 def _text(text: str) -> Form:
@@ -96,10 +106,43 @@ def _thoughts(made_of: OutputFormat) -> Iterator[Form]:
 
 
 def _content(made_of: OutputFormat) -> Iterator[Form]:
-    """Content with its marks, which may be special tokens, as no free text has any."""
+    """Content with its marks, which may be special tokens, as no free text has any. The prompt may
+    have the first one."""
     if made_of.content_begin.strip():
         begin, end = made_of.content_begin.strip(), made_of.content_end.strip()
-        yield _optional({"type": "tag", "begin": begin, "content": _ANY, "end": end})
+        begins = (begin, "") if made_of.always_content else (begin,)
+        tags = [{"type": "tag", "begin": each, "content": _ANY, "end": end} for each in begins]
+        yield _optional(tags[0] if len(tags) == 1 else {"type": "or", "elements": tags})
+
+
+def _empty_content(made_of: OutputFormat) -> Iterator[Form]:
+    """The marks of a content that says nothing, where answers always have one."""
+    if made_of.always_content:
+        yield _optional(_text(made_of.content_begin.strip()))
+        yield _optional(_text(made_of.content_end.strip()))
+
+
+def _opened(made_of: OutputFormat, tools: Tools, calls: Form, one_call: bool) -> Form:
+    """Calls whose first message the prompt has begun, or that of thoughts before them."""
+    thinking, written = made_of.thinking, made_of.calls
+    assert written is not None
+    first = replace(
+        written,
+        section_begin=written.section_begin.removeprefix(made_of.opened),
+        begin=written.begin
+        if written.section_begin
+        else written.begin.removeprefix(made_of.opened),
+    )
+    at_once: list[Form] = [{"type": "or", "elements": _tags(first, tools)}]
+    if written.section_begin:
+        at_once = [_call_list(replace(made_of, calls=first), tools, one_call) or _text("")]
+    elif not one_call:
+        at_once.append(_optional(_sequence(_text(written.separator), calls)))
+    if thinking is None:
+        return _sequence(*at_once)
+    begin, end = made_of.thinking_begin.strip(), thinking.end.strip()
+    thoughts = {"type": "tag", "begin": begin, "content": _ANY, "end": end}
+    return {"type": "or", "elements": [_sequence(*at_once), _sequence(thoughts, calls)]}
 
 
 def _messages(channels: Channels) -> Form:
@@ -239,6 +282,8 @@ def _tagged(tags: TaggedArguments, schema: Mapping[str, Any]) -> Iterator[Form]:
 
 
 def _tagged_one(tags: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Form:
+    if "{type}" in tags.key_end:
+        return _typed_one(tags, key, schema)
     is_text = _is_text(schema)
     key_end = tags.string_key_end if is_text and tags.string_key_end else tags.key_end
     begin = tags.key_begin + key + key_end
@@ -248,6 +293,18 @@ def _tagged_one(tags: TaggedArguments, key: str, schema: Mapping[str, Any]) -> F
     if is_text:
         value = {"type": "or", "elements": [_text(each) for each in _values_of(schema)]}
     return {"type": "sequence", "elements": [_text(begin), value, _text(tags.value_end)]}
+
+
+def _typed_one(tags: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Form:
+    """An argument whose type is written before its value: one form for each that it may have."""
+    types = schema_types(schema) or set(_TYPES)
+    forms = []
+    for kind in sorted({"number" if each == "integer" else each for each in types}):
+        typed = replace(tags, key_end=tags.key_end.replace("{type}", kind))
+        allowed = "integer" if kind == "number" and "number" not in types else kind
+        one = schema if kind == "string" and _values_of(schema) else {**schema, "type": allowed}
+        forms.append(_tagged_one(typed, key, one))
+    return forms[0] if len(forms) == 1 else {"type": "or", "elements": forms}
 
 
 def _is_text(schema: Mapping[str, Any]) -> bool:

@@ -67,7 +67,7 @@ class CallReader:
         return True
 
     def _begin(self, name: str, call_id: str | None) -> bool:
-        if self._calls.is_bare and name not in self._tools:
+        if (self._calls.is_bare or self._calls.known_only) and name not in self._tools:
             return False
         self.begun = True
         self._cursor.held = False
@@ -121,6 +121,8 @@ class CallReader:
         groups = match.groupdict()
         call_id = groups.get("id") or (match.group() if "index" in groups else None)
         name = groups["name"]
+        if name not in self._tools and not (yield from self._goes_on(call, found[1])):
+            return False
         if not self._begin(name, call_id):
             return False
         match call.arguments:
@@ -131,6 +133,23 @@ class CallReader:
             case ValueArguments():
                 yield from self._values(call.arguments)
         return True
+
+    def _goes_on(self, call: NamedCall, word: str) -> Steps[bool]:
+        """Whether the name of an unknown tool is followed by arguments, or by the end of a call
+        without any: prose about the markers of calls is no call."""
+        if isinstance(call.arguments, JsonArguments):
+            return (yield from self._cursor.peek()) in '{"'
+        if not isinstance(call.arguments, TaggedArguments):
+            return True
+        if not call.header_end.strip() and word in self._calls.end:
+            return False  # nothing but a name stands between the markers
+        cursor, start = self._cursor, self._cursor.at
+        for marker in (call.arguments.key_begin, self._calls.end):
+            found = yield from cursor.take(marker)
+            cursor.at = start
+            if found:
+                return True
+        return False
 
     def _tagged(self, tags: TaggedArguments, name: str) -> Steps[None]:
         cursor, emit = self._cursor, self._emit
@@ -161,7 +180,12 @@ class CallReader:
             told = yield from cursor.take(tags.string_key_end)
             marker = tags.string_key_end if told else marker
         if not told:
-            yield from cursor.take(marker)
+            before, typed, behind = marker.partition("{type}")
+            yield from cursor.take(before)
+            if typed:
+                kind = yield from cursor.until((behind.split()[0],), _MAX_KEY)
+                told = kind is not None and kind[0].strip() == "string"
+                yield from cursor.take(behind)
         own = marker[len(marker.rstrip()) :]
         for char in own:
             while cursor.at == len(cursor.text):
@@ -175,8 +199,11 @@ class CallReader:
         self, tags: TaggedArguments, name: str, key: str, told: bool | None
     ) -> Steps[None]:
         cursor, emit = self._cursor, self._emit
-        ends = _value_ends(tags)
-        if told or (told is None and is_string(self._tools, name, key)):
+        ends, is_quoted = _value_ends(tags.value_end), False
+        if tags.quotes is not None:
+            is_quoted = yield from self._passing(cursor.take(tags.quotes[0]))
+            ends = _value_ends(tags.quotes[1]) if is_quoted else ends
+        if told or is_quoted or (told is None and is_string(self._tools, name, key)):
             emit('"')
             yield from passed_on(cursor, ends, lambda text: emit(escaped(text)))
             emit('"')
@@ -188,6 +215,8 @@ class CallReader:
                 emit("".join(parts))
                 raise
             emit(json_of(self._tools, name, key, "".join(parts)))
+        if is_quoted and tags.quotes is not None:
+            yield from cursor.take(tags.quotes[1])
         yield from cursor.take(tags.value_end)
 
     def _passing(self, steps: Steps[T]) -> Steps[T]:
@@ -306,7 +335,9 @@ def header_pattern(header: str) -> re.Pattern[str]:
     """What matches a header and finds its parts."""
     pattern = ""
     for part in re.split(r"(\{\w+\}|\s+)", header):
-        if part == "{index}":
+        if part == "{name}" and "(?P<name>" in pattern:
+            pattern += "(?P=name)"
+        elif part == "{index}":
             pattern += r"(?P<index>\d+)"
         elif part in ("{name}", "{id}"):
             pattern += rf"(?P<{part[1:-1]}>\S{{1,256}}?)"
@@ -316,10 +347,10 @@ def header_pattern(header: str) -> re.Pattern[str]:
 
 
 @lru_cache(256)
-def _value_ends(tags: TaggedArguments) -> Triggers:
+def _value_ends(marker: str) -> Triggers:
     """The first word of what ends a value, with and without the white space before it."""
-    word = tags.value_end.split()[0]
-    lead = tags.value_end[: len(tags.value_end) - len(tags.value_end.lstrip())]
+    word = marker.split()[0]
+    lead = marker[: len(marker) - len(marker.lstrip())]
     return Triggers((lead + word, word), with_space=False)
 
 

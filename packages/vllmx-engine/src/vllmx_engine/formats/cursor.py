@@ -157,9 +157,12 @@ class Triggers:
         self._prefixes = {word[:size] for word in self.words for size in range(1, len(word))}
 
     def find(self, cursor: Cursor) -> tuple[int, str] | None:
-        """Finds the first word: the position where it begins with its white space, and the word."""
+        """Finds the first word: the position where it begins with its white space, and the word.
+        One that may turn out to be a longer word is not found yet."""
         match = self._pattern.search(cursor.text, cursor.at)
         if match is None:
+            return None
+        if cursor.text[match.start() :] in self._prefixes and not cursor.ended:
             return None
         return self._space_before(cursor, match.start()), match.group()
 

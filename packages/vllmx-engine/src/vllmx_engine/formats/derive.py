@@ -25,7 +25,6 @@ from vllmx_engine.formats.renderings import (
     common_prefix,
 )
 from vllmx_engine.formats.writer import WrittenCall, write_calls
-from vllmx_engine.text.chat_template import ChatTemplate
 
 _NESTED = {
     KEYS[0]: {"a": [1, -2.5, True, False, {"b": []}], "c d": "q\"uo'te\\ \n</b>"},
@@ -40,9 +39,8 @@ _CHECKS: tuple[Sequence[WrittenCall], ...] = (
 _MARKER = re.compile(r"(?:<[^<>\s]{1,60}>|\[[A-Za-z_]{1,40}\])[a-z]{0,20}\s*$")
 
 
-def derive_calls(template: ChatTemplate) -> Calls:
+def derive_calls(renderings: Renderings) -> Calls:
     """How calls of tools are written. Raises NotDerivedError."""
-    renderings = Renderings(template)
     calls, takes_several = calls_of(renderings)
     for check in _CHECKS:
         if len(check) > 1 and not takes_several:
@@ -51,13 +49,12 @@ def derive_calls(template: ChatTemplate) -> Calls:
         predicted = write_calls(calls, check)
         if predicted != actual:
             raise NotDerivedError(_difference(predicted, actual))
-    return replace(calls, ids=_ids(template), after_content=_after_content(renderings, calls))
+    return replace(calls, ids=_ids(renderings), after_content=_after_content(renderings, calls))
 
 
-def predicts(template: ChatTemplate, calls: Calls) -> bool:
+def predicts(renderings: Renderings, calls: Calls) -> bool:
     """Whether a recorded format writes a call of strings as the template does, and two if it takes
     two; white space around them aside. Raises NotDerivedError."""
-    renderings = Renderings(template)
     one = [call(0, {KEYS[0]: "x", KEYS[1]: "y z"})]
     if renderings.calls(one).strip() != write_calls(calls, one).strip():
         return False
@@ -69,9 +66,8 @@ def predicts(template: ChatTemplate, calls: Calls) -> bool:
     return call(1).name not in actual or actual.strip() == write_calls(calls, two).strip()
 
 
-def derive_thinking(template: ChatTemplate) -> Thinking:
+def derive_thinking(renderings: Renderings) -> Thinking:
     """How thoughts are written. Raises NotDerivedError."""
-    renderings = Renderings(template)
     text = renderings.thoughts(REASONING, CONTENT)
     at = text.rfind(REASONING)
     if at < 0:
@@ -96,10 +92,9 @@ def _after_content(renderings: Renderings, calls: Calls) -> str:
     return behind.removesuffix(written) if behind.endswith(written) else ""
 
 
-def _ids(template: ChatTemplate) -> Literal["call", "short"]:
+def _ids(renderings: Renderings) -> Literal["call", "short"]:
     """Whether only short ids are taken: others are written as short ones."""
     long, short = WrittenCall(call(0).name, {}, "call_0123456789abcdef01234567"), call(0)
-    renderings = Renderings(template)
     try:
         if long.id in renderings.calls([long]):
             return "call"

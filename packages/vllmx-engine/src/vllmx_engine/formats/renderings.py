@@ -3,10 +3,16 @@ else, rendered, and the turn cut out of them."""
 
 from __future__ import annotations
 
+import html
+import json
+import re
+import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from vllmx_core.errors import VllmxError, excerpt
+from vllmx_core.records import Record
 
 from vllmx_engine.formats.writer import WrittenCall
 from vllmx_engine.text.chat_template import ChatTemplate
@@ -28,15 +34,39 @@ TOOLS = [
     }
     for name in NAMES
 ]
-_USER = {"role": "user", "content": "Zquser"}
+USER = "Zquser"
+MODES: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"reasoning_effort": "high"},
+    {"enable_thinking": True, "thinking": True},
+    {"enable_thinking": False, "thinking": False},
+)
+"""Template variables that turn thoughts on and off."""
+_ENOUGH_CPU_S = 5.0
+"""CPU time for all renderings of a template. A template that is not hostile needs a tenth of it."""
+_MOST_RENDERINGS = 200
+_LAST_TAG = re.compile(r"(?:<[^<>\s]{1,60}>|\[[^\[\]\s]{1,60}\])$")
 
 
 class NotDerivedError(Exception):
     """Why a template does not tell how answers are written, in words."""
 
 
+class Answer(Record):
+    """What a template writes of one answer."""
+
+    prompt: str
+    """The conversation before it, with the generation prompt, from the user's last words on."""
+    text: str
+    """What follows the prompt, up to the end of the turn."""
+    unopened: str = ""
+    """The end of the prompt that the template leaves out in front of an answer of the past."""
+    thinks: bool = True
+    """Thoughts are not turned off."""
+
+
 class Renderings:
-    """Turns of an assistant as one template writes them.
+    """Turns of an assistant as one template writes them behind its own generation prompt.
 
     Raises (constructor): NotDerivedError where it does not write plain answers.
     """
@@ -44,42 +74,164 @@ class Renderings:
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self._eos = template.special_tokens.get("eos_token", "")
-        self._plain = self._render({"role": "assistant", "content": CONTENT})
-        at = self._plain.rfind(CONTENT)
-        if at < 0:
-            raise NotDerivedError("it leaves out an answer's content")
-        self._end = self._plain[at + len(CONTENT) :]
+        self._rendered: dict[tuple[str, int], str | NotDerivedError] = {}
+        self._spent_s = 0.0
+        self._ends: dict[int, str] = {}
+        self._tools: list[dict[str, Any]] | None = TOOLS
+        self._header = ""
+        try:
+            self._plain = self.answer({"content": CONTENT}).text
+        except NotDerivedError:  # the template may fail only with tools
+            self._tools = None
+            self._rendered.clear()
+            self._plain = self.answer({"content": CONTENT}).text
+        if self._always_prompts({}):  # or never: then the header of a turn is no part of an answer
+            self._header = self._plain.partition(CONTENT)[0]
+            self._plain = self._plain.removeprefix(self._header)
 
     def calls(self, calls: Sequence[WrittenCall], content: str = "") -> str:
-        """What stands where the content of a plain answer would, without the end of the turn.
-        Raises NotDerivedError for a conversation that the template refuses."""
-        turn = {
-            "role": "assistant",
-            "content": content,
-            "tool_calls": [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": dict(call.arguments)},
-                }
-                for call in calls
-            ],
-        }
-        text = self._render(turn)
-        shared = common_prefix(text, self._plain)
-        found = text[len(shared) - len(open_tag(shared)) :].removesuffix(self._end)
-        return found.partition(self._eos)[0] if self._eos else found
+        """What an answer with calls is, without the end of the turn. Raises NotDerivedError for a
+        conversation that the template refuses."""
+        found = self.answer({"content": content, "tool_calls": openai_calls(calls)})
+        shared = common_prefix(found.text, self._plain)
+        shared = shared[: len(shared) - len(open_tag(shared))]
+        return found.text if content else found.text.removeprefix(shared)
 
     def thoughts(self, reasoning: str, content: str) -> str:
         """A whole conversation that ends with thoughts and content, without the end of the turn."""
-        turn = {"role": "assistant", "content": content, "reasoning_content": reasoning}
-        return self._render(turn).removesuffix(self._end)
+        turn = {"content": content, "reasoning_content": reasoning}
+        end = self.end({})
+        return self._render(turn, {}, is_prompt=False).rstrip().removesuffix(end)
 
-    def _render(self, turn: Mapping[str, Any]) -> str:
+    @cached_property
+    def modes(self) -> list[Mapping[str, Any]]:
+        """The members of `MODES` that change what the template writes."""
+        found: dict[str, Mapping[str, Any]] = {}
+        for mode in MODES:
+            try:
+                prompt = self._render(None, mode, is_prompt=True)
+                whole = self._render({"content": CONTENT}, mode, is_prompt=False)
+            except NotDerivedError:
+                continue
+            found.setdefault(_from_user(prompt) + _from_user(whole), mode)
+        return list(found.values())
+
+    def answer(self, turn: Mapping[str, Any], mode: Mapping[str, Any] | None = None) -> Answer:
+        """An answer behind its generation prompt. Raises NotDerivedError."""
+        mode = mode or {}
+        prompt = _from_user(self._render(None, mode, is_prompt=True))
+        whole = _from_user(self._render(turn, mode, is_prompt=False))
+        shared = common_prefix(prompt, whole)
+        if not prompt[len(shared) :].isspace():
+            shared = shared[: len(shared) - len(open_tag(shared))]
+        text = self._without_end(whole[len(shared) :], mode).removeprefix(self._header)
+        return Answer(prompt, text, prompt[len(shared) :], bool(mode.get("thinking", True)))
+
+    def _without_end(self, text: str, mode: Mapping[str, Any]) -> str:
+        end, ends_early = self.end(mode), bool(self._eos) and self._eos in text
+        if ends_early:
+            text, end = text.partition(self._eos)[0], end.partition(self._eos)[0].rstrip()
+        found = text.rstrip()
+        if not end or ends_early or found.endswith(end):
+            return found.removesuffix(end)
+        # calls end a turn in another way than contents do
+        tag = _LAST_TAG.search(found)
+        return text if tag is None else found[: tag.start()]
+
+    def end(self, mode: Mapping[str, Any]) -> str:
+        """The end of a turn, without white space around it."""
+        key = MODES.index(mode)
+        if key not in self._ends:
+            plain = _from_user(self._render({"content": CONTENT}, mode, is_prompt=False))
+            prompt = _from_user(self._render(None, mode, is_prompt=True)).rstrip()
+            if CONTENT not in plain:
+                raise NotDerivedError("it leaves out an answer's content")
+            end = plain[plain.rfind(CONTENT) + len(CONTENT) :].strip()
+            self._ends[key] = self._turn_end(end, prompt, mode)
+        return self._ends[key]
+
+    def _turn_end(self, end: str, prompt: str, mode: Mapping[str, Any]) -> str:
+        """The part of what stands behind a content that ends the turn."""
+        turn = {"content": "", "tool_calls": openai_calls([call(0, {KEYS[0]: VALUES[0]})])}
         try:
-            return self._template.render([_USER, turn], TOOLS, add_generation_prompt=False)
+            calls = self._render(turn, mode, is_prompt=False)
+        except NotDerivedError:
+            calls = ""
+        if NAMES[0] in calls.rpartition(USER)[2] and calls.rstrip().endswith(end):
+            return end  # calls end in the same way
+        behind = ""
+        if self._always_prompts(mode):
+            behind = common_prefix(end[::-1], prompt[::-1])[::-1]
+            behind = behind if behind == end else without_rest(behind)
+            if behind and prompt == USER + behind:
+                return behind  # the user's turn ends in the same way
+        rest = end.removesuffix(behind)
+        tag = _LAST_TAG.search(rest.rstrip())
+        return end if tag is None else rest[tag.start() :] + behind
+
+    def _always_prompts(self, mode: Mapping[str, Any]) -> bool:
+        """Whether the template writes the generation prompt without being asked for it."""
+        prompts = [self._render(None, mode, is_prompt=each) for each in (True, False)]
+        return prompts[0] == prompts[1]
+
+    def _render(
+        self, turn: Mapping[str, Any] | None, mode: Mapping[str, Any], *, is_prompt: bool
+    ) -> str:
+        """A conversation that ends with the generation prompt, or with a turn of the assistant."""
+        key = json.dumps([turn, is_prompt]), MODES.index(mode)
+        if key not in self._rendered:
+            self._rendered[key] = self._rendering(turn, mode, is_prompt=is_prompt)
+        found = self._rendered[key]
+        if isinstance(found, NotDerivedError):
+            raise found
+        return found
+
+    def _rendering(
+        self, turn: Mapping[str, Any] | None, mode: Mapping[str, Any], *, is_prompt: bool
+    ) -> str | NotDerivedError:
+        messages: list[Mapping[str, Any]] = [{"role": "user", "content": USER}]
+        if turn is not None:
+            messages.append({"role": "assistant", **turn})
+        if len(self._rendered) >= _MOST_RENDERINGS or self._spent_s > _ENOUGH_CPU_S:
+            return NotDerivedError("it takes too long")
+        start = time.thread_time()
+        try:
+            text = self._template.render(
+                messages, self._tools, add_generation_prompt=is_prompt, chat_template_kwargs=mode
+            )
+            # some templates escape calls for HTML by accident; models write them unescaped
+            return html.unescape(text) if "&#34;" in text else text
         except VllmxError as error:
-            raise NotDerivedError(f"it fails: {excerpt(error.message)}") from error
+            return NotDerivedError(f"it fails: {excerpt(error.message)}")
+        finally:
+            self._spent_s += time.thread_time() - start
+
+
+def _from_user(text: str) -> str:
+    """A conversation from the user's last words on: what stands before does not matter, and may
+    hold the time."""
+    at = text.rfind(USER)
+    if at < 0:
+        raise NotDerivedError("it leaves out what the user says")
+    return text[at:]
+
+
+def openai_calls(calls: Sequence[WrittenCall]) -> list[dict[str, Any]]:
+    """Calls as a message holds them."""
+    return [
+        {
+            "id": each.id,
+            "type": "function",
+            "function": {"name": each.name, "arguments": dict(each.arguments)},
+        }
+        for each in calls
+    ]
+
+
+def without_rest(text: str) -> str:
+    """A text without the rest of a tag that began before it."""
+    closing, opening = text.find(">"), text.find("<")
+    return text[closing + 1 :] if closing >= 0 and (opening < 0 or closing < opening) else text
 
 
 def common_prefix(left: str, right: str) -> str:

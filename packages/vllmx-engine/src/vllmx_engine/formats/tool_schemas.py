@@ -28,13 +28,13 @@ def tools_by_name(tools: Iterable[Mapping[str, Any]] | None) -> dict[str, Mappin
 
 def is_string(tools: Tools, name: str, key: str) -> bool:
     """Whether an argument can only be a string, so that it may be passed on as it comes."""
-    return _types(_property(tools, name, key)) == {"string"}
+    return schema_types(_property(tools, name, key)) == {"string"}
 
 
 def json_of(tools: Tools, name: str, key: str, text: str) -> str:
     """A complete value as JSON: as it is where it is JSON of a type that the schema allows, else as
     a string."""
-    types = _types(_property(tools, name, key))
+    types = schema_types(_property(tools, name, key))
     try:
         value = json.loads(text.strip(), parse_constant=_no_constant)
     except (ValueError, RecursionError):
@@ -60,7 +60,7 @@ def _property(tools: Tools, name: str, key: str) -> Any:
     return properties.get(key) if isinstance(properties, Mapping) else None
 
 
-def _types(schema: Any, depth: int = 0) -> set[str]:
+def schema_types(schema: Any, depth: int = 0) -> set[str]:
     """Names of the types that a schema allows at its top; none where it does not say."""
     if not isinstance(schema, Mapping) or depth > 8:
         return set()
@@ -75,7 +75,7 @@ def _types(schema: Any, depth: int = 0) -> set[str]:
     for name in ("anyOf", "oneOf"):
         parts = schema.get(name)
         if isinstance(parts, list) and parts:
-            each = [_types(part, depth + 1) for part in parts]
+            each = [schema_types(part, depth + 1) for part in parts]
             return set().union(*each) if all(each) else set()
     return set()
 

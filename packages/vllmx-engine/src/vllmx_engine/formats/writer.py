@@ -17,7 +17,7 @@ from vllmx_core.output_format import (
 )
 from vllmx_core.records import Record
 
-from vllmx_engine.formats.json_text import json_text
+from vllmx_engine.formats.json_text import json_text, json_type
 
 
 class WrittenCall(Record):
@@ -84,6 +84,9 @@ def _tagged(tags: TaggedArguments, key: str, value: Any) -> str:
     is_text = isinstance(value, str)
     key_end = tags.string_key_end if is_text and tags.string_key_end else tags.key_end
     text = value if is_text else json_text(value, is_compact=False)
+    if is_text and tags.quotes is not None and ("<" in text or "\n" in text):
+        text = text.join(tags.quotes)
+    key_end = key_end.replace("{type}", json_type(value))
     return tags.key_begin + key + key_end + text + tags.value_end
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 from vllmx_core.errors import GrammarError, shown
 
+from vllmx_engine.grammar.gbnf import is_gbnf
 from vllmx_engine.grammar.matcher import CompiledGrammar
-from vllmx_engine.grammar.schema import place_of
+from vllmx_engine.grammar.schema import place_of, place_of_required
 from vllmx_engine.grammar.translate import translate
 from vllmx_engine.grammar.vocabulary import Lexicon
 from vllmx_engine.wire.grammars import GrammarSpec
@@ -19,21 +20,21 @@ from vllmx_engine.wire.grammars import GrammarSpec
 MAX_MASK_S = 0.05
 """The most seconds of processor time for the mask of a token."""
 _OWN_LINES = re.compile(r" \d+ \| ")
-"""Begins a line of the grammar that was made of a tag, which nobody but us has seen."""
+"""Begins a line of the Lark that was made of a tag or of GBNF, which users have not seen."""
 
 
 def check(spec: GrammarSpec, lexicon: Lexicon) -> str:
     """The grammar in the words of the library. Raises GrammarError."""
-    text = translate(spec, lexicon.specials)
+    text = translate(spec, lexicon)
     try:
         compiled = CompiledGrammar(text, lexicon.trie, lexicon.vocab_size)
     except GrammarError as error:
         raise _named(error, spec, lexicon) from None
     if not compiled.first_mask.any():
         raise GrammarError("the grammar allows no first token: no text satisfies it")
-    if compiled.mask_s > MAX_MASK_S:
+    if compiled.repeated_mask_s > MAX_MASK_S:
         raise GrammarError(
-            f"the grammar takes {compiled.mask_s * 1000:.0f} ms a token, at most"
+            f"the grammar takes {compiled.repeated_mask_s * 1000:.0f} ms a token, at most"
             f" {MAX_MASK_S * 1000:.0f} ms are allowed: simplify it (fewer optional properties or"
             " choices)"
         )
@@ -44,6 +45,8 @@ def _named(error: GrammarError, spec: GrammarSpec, lexicon: Lexicon) -> GrammarE
     """Says which keyword of which schema it is that the library does not have."""
     if spec.kind == "json_schema":
         return _keyword_named(error, json.loads(spec.text))
+    if spec.kind == "lark" and is_gbnf(spec.text):
+        return GrammarError(_OWN_LINES.split(error.message)[0])
     if spec.kind != "structural_tag":
         return error
     for begin, schema in _schemas_of(json.loads(spec.text)):
@@ -64,6 +67,13 @@ def _keyword_named(error: GrammarError, schema: Any) -> GrammarError:
             return GrammarError(
                 f"{keyword} at {place} is a keyword that cannot be held while an answer is written:"
                 " leave it out, or say the same by others"
+            )
+    if lacking := re.search(r"required property '(.+)' is unsatisfiable", error.message):
+        place = place_of_required(schema, lacking[1])
+        if place is not None:
+            return GrammarError(
+                f"required at {place} names the property {shown(lacking[1])}, whose schema allows"
+                " nothing: nothing is left"
             )
     return error
 

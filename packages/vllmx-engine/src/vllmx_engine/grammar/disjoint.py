@@ -33,7 +33,7 @@ class Disjoint:
         self._pairs_left -= 1
         if depth > _MAX_DEPTH or self._pairs_left < 0:
             return False
-        first, other = self._resolved(first), self._resolved(other)
+        first, other = self.resolved(first), self.resolved(other)
         if first is False or other is False:
             return True
         if not isinstance(first, dict) or not isinstance(other, dict):
@@ -46,6 +46,18 @@ class Disjoint:
             or self._branches(first, other, depth)
             or self._branches(other, first, depth)
         )
+
+    def telling_property(self, first: Any, other: Any) -> str | None:
+        """A property whose values tell two schemas of objects apart wherever it is present."""
+        first, other = self.resolved(first), self.resolved(other)
+        if not isinstance(first, dict) or not isinstance(other, dict):
+            return None
+        own, others = _mapping(first, "properties"), _mapping(other, "properties")
+        for name in own:
+            may_be_there = own[name] is not False or others.get(name) is not False
+            if name in others and may_be_there and self.are(own[name], others[name]):
+                return name
+        return None
 
     def _differ_as(self, kind: str, first: Schema, other: Schema, depth: int) -> bool:
         """Whether no value of one type satisfies both."""
@@ -78,7 +90,8 @@ class Disjoint:
                 return True
         return False
 
-    def _resolved(self, schema: Any) -> Any:
+    def resolved(self, schema: Any) -> Any:
+        """What a schema refers to, where it is a reference; None where that leads nowhere."""
         for _ in range(_MAX_DEPTH):
             if not (isinstance(schema, dict) and set(schema) == {"$ref"}):
                 return schema

@@ -2,18 +2,27 @@
 
 The protocol is what the core needs; llguidance stands behind it. An `LLMatcher` never raises: it
 falls into a state of error, which this module turns into `GrammarError`.
+
+The answers of a grammar share its lexer: the states of its regular expressions that any of them has
+met. The first error inside the lexer spoils it for all of them. `GrammarMatcher` then compiles the
+grammar again and replays its tokens. The answer that met the error goes on with those that need
+more fuel for a mask, on a lexer of theirs; it ends only if it fails on an unused one of these.
 """
 
 from __future__ import annotations
 
 import random
+import threading
 import time
-from typing import Any, Protocol
+from array import array
+from contextlib import suppress
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from vllmx_core.errors import GrammarError
+from vllmx_core.errors import GrammarError, GrammarLimitError, VllmxError
 from vllmx_core.plan import U32
+from vllmx_core.records import MutableRecord
 
 from vllmx_engine.grammar.vocabulary import Trie
 
@@ -25,6 +34,10 @@ MAX_ROW_ITEMS = 10_000
 """Ways that a grammar may go on at one place; the library's 2,000 hold 400 optional properties."""
 MAX_STEP_LEXER_FUEL = 100_000
 """Fuel of one mask: derivatives of regular expressions, some 14,000 a ms; half the library's."""
+MOST_LEXER_FUEL = 500_000
+"""The same for answers that have run out of that: some 36 ms, which only they wait for."""
+MAX_LEXER_STATES = 250_000
+"""States of a lexer, some 400 bytes each, whichever answers met them; as the library has it."""
 _TRIAL_TOKENS = 24
 _TRIALS = 2
 QUICK_S = 0.0005
@@ -33,6 +46,13 @@ a quarter of a millisecond where the machine is slow."""
 _DOUBTED_MASKS = 1000
 _DEAD_END = "NoExtensionBias"
 """What the library says where a grammar neither ends nor goes on."""
+_REFUSED = "doesn't satisfy the grammar"
+"""What the library says where a token may not come; whatever else it says is a limit."""
+
+
+class LexerLostError(GrammarError):
+    """An error may have spoiled the lexer that this answer shares with others: see
+    `Matcher.mend_mask`."""
 
 
 class Matcher(Protocol):
@@ -50,15 +70,29 @@ class Matcher(Protocol):
 
     def fill_mask(self, mask: U32) -> None:
         """(W,) bit (id & 31) of word id >> 5 set: the token may come next; where the answer may
-        end, so may each end of sequence. Raises GrammarError when that takes too much work."""
+        end, so may each end of sequence.
+
+        Raises LexerLostError where only `mend_mask` can make the mask.
+        """
+        ...
+
+    def mend_mask(self, mask: U32) -> None:
+        """`fill_mask` after LexerLostError. Compiles the grammar again and replays the answer's
+        tokens, which takes as long as that does.
+
+        Raises:
+            GrammarLimitError: the mask takes too much work, on a new lexer too.
+            GrammarError: a token of the answer may not come.
+        """
         ...
 
     def consume(self, token: int) -> None:
-        """Goes on by one token. Raises GrammarError for one that may not come next."""
+        """Goes on by one token. Where the lexer is lost, or the token may not come next,
+        `is_stopped` stays false, and the next mask tells."""
         ...
 
     def rollback(self, num_tokens: int) -> None:
-        """Takes the last tokens back."""
+        """Takes the last tokens back. Raises GrammarError."""
         ...
 
     def forced_tokens(self) -> list[int]:
@@ -85,6 +119,17 @@ class MaskPace:
             self._num_doubted -= 1
 
 
+class _Lexer(MutableRecord):
+    """A lexer with the answers that share it."""
+
+    base: LLMatcher
+    """A matcher without tokens, to be copied."""
+    fuel: int
+    """The work that one mask may take."""
+    is_lost: bool = False
+    """An answer met an error inside it, so all that share it will."""
+
+
 class CompiledGrammar:
     """A grammar and the mask of its first token.
 
@@ -92,24 +137,21 @@ class CompiledGrammar:
     """
 
     def __init__(self, text: str, trie: Trie, vocab_size: int) -> None:
-        import llguidance
-
-        limits = llguidance.LLParserLimits(
-            step_max_items=MAX_STEP_ITEMS,
-            max_items_in_row=MAX_ROW_ITEMS,
-            step_lexer_fuel=MAX_STEP_LEXER_FUEL,
-            verbose_errors=False,
-        )
-        self._matcher = llguidance.LLMatcher(trie, text, log_level=0, limits=limits)
-        _check(self._matcher)
-        self._num_words = (trie.vocab_size + 31) // 32
+        self._text, self._trie = text, trie
+        self.num_words = (trie.vocab_size + 31) // 32
+        self._renewing = threading.Lock()
+        self._fuel = MAX_STEP_LEXER_FUEL
+        self._shared = {self._fuel: self.new_lexer(self._fuel)}
+        """The lexers of new answers and of those that need more, by their fuel."""
         self.first_mask: U32 = np.zeros((vocab_size + 31) // 32, np.uint32)
-        self.start().fill_mask(self.first_mask)
-        times = sorted(time_s for seed in range(_TRIALS) for time_s in self._try(seed))
-        self.mask_s = times[-1]
-        """Processor time that a mask takes, as some answers show that are drawn at random."""
+        try:
+            self.start().fill_mask(self.first_mask)
+            times = sorted(time_s for seed in range(_TRIALS) for time_s in self._try(seed))
+        except LexerLostError as error:
+            raise GrammarError(_refusal(error.message)) from None
         self.repeated_mask_s = times[-2:][0]
-        """Seconds that more than one of their masks takes: a single one may be the machine's."""
+        """Processor time that more than one mask takes of some answers that are drawn at random: a
+        single one may be the machine's."""
         self.pace = MaskPace()
         self.pace.observe(self.repeated_mask_s)
 
@@ -129,15 +171,47 @@ class CompiledGrammar:
 
     def start(self) -> GrammarMatcher:
         """The state of a new answer."""
-        return GrammarMatcher(self._matcher.deep_copy(), self._num_words)
+        return GrammarMatcher(self, self._shared[self._fuel])
+
+    def new_lexer(self, fuel: int) -> _Lexer:
+        """Compiles the grammar. Raises GrammarError."""
+        import llguidance
+
+        limits = llguidance.LLParserLimits(
+            step_max_items=MAX_STEP_ITEMS,
+            max_items_in_row=MAX_ROW_ITEMS,
+            step_lexer_fuel=fuel,
+            max_lexer_states=MAX_LEXER_STATES,
+            verbose_errors=False,
+        )
+        base = llguidance.LLMatcher(self._trie, self._text, log_level=0, limits=limits)
+        if base.is_error():
+            raise GrammarError(_refusal(base.get_error()))
+        return _Lexer(base, fuel)
+
+    def shared_lexer(self, fuel: int, tried: _Lexer | None = None) -> _Lexer:
+        """The lexer that answers share. Where it is lost, `tried` replaces it, else a new one."""
+        with self._renewing:
+            shared = self._shared.get(fuel)
+            if shared is None or shared.is_lost:
+                shared = self._shared[fuel] = tried or self.new_lexer(fuel)
+            return shared
 
 
 class GrammarMatcher:
     """A `Matcher` by llguidance."""
 
-    def __init__(self, matcher: LLMatcher, num_words: int) -> None:
-        self._matcher = matcher
-        self._num_words = num_words
+    def __init__(self, grammar: CompiledGrammar, lexer: _Lexer) -> None:
+        self._grammar = grammar
+        self._lexer = lexer
+        self._matcher = lexer.base.deep_copy()
+        self._tokens = array("i")
+        self._is_lost = False
+        """The matcher follows a lost lexer, and may lack the last tokens."""
+        self._is_suspect = False
+        """The lexer is lost by an error of this answer."""
+        self._reason = ""
+        """What the library said."""
         self._target: U32 | None = None
         """The array of the last mask, which usually has the next one too: to ask numpy for its
         address takes a fifth of a mask's time."""
@@ -146,47 +220,104 @@ class GrammarMatcher:
     @property
     def is_accepting(self) -> bool:
         """See `Matcher`."""
-        return bool(self._matcher.is_accepting())
+        return not self._is_lost and bool(self._matcher.is_accepting())
 
     @property
     def is_stopped(self) -> bool:
         """See `Matcher`."""
-        return bool(self._matcher.is_stopped())
+        return not self._is_lost and bool(self._matcher.is_stopped())
 
     def fill_mask(self, mask: U32) -> None:
         """See `Matcher`."""
+        num_words = self._grammar.num_words
+        if self._is_lost:
+            raise LexerLostError(self._reason)
         if mask is self._target:
             self._matcher.unsafe_compute_mask_ptr(self._address, mask.nbytes)
-        elif mask.size == self._num_words and mask.flags.c_contiguous:
+        elif mask.size == num_words and mask.flags.c_contiguous:
             self._target, self._address = mask, mask.ctypes.data
             self._matcher.unsafe_compute_mask_ptr(self._address, mask.nbytes)
         else:  # an end of sequence of the library's own needs one word more
-            wide = np.zeros(self._num_words, np.uint32)
+            wide = np.zeros(num_words, np.uint32)
             self._matcher.unsafe_compute_mask_ptr(wide.ctypes.data, wide.nbytes)
             mask[:] = wide[: mask.size]
-        _check(self._matcher)
+        if self._matcher.is_error():
+            self._fail()
+
+    def mend_mask(self, mask: U32) -> None:
+        """See `Matcher`."""
+        while self._is_lost:
+            try:
+                if self._is_suspect:
+                    self._fill_alone(mask)
+                else:
+                    self._follow(self._grammar.shared_lexer(self._lexer.fuel))
+                    self.fill_mask(mask)
+            except LexerLostError:
+                continue  # others share the new lexer already, and one of them lost it
+
+    def _fill_alone(self, mask: U32) -> None:
+        """Makes the mask with an unused lexer, so an error is this answer's own."""
+        lexer = self._grammar.new_lexer(MOST_LEXER_FUEL)
+        try:
+            self._follow(lexer)
+            self.fill_mask(mask)
+        except LexerLostError as error:
+            raise _own_error(error.message) from None
+        self._is_suspect = False
+        shared = self._grammar.shared_lexer(MOST_LEXER_FUEL, lexer)
+        if shared is not lexer:  # a lexer for each such answer would take too much memory
+            self._follow(shared)
+
+    def _follow(self, lexer: _Lexer) -> None:
+        """Replays the answer's tokens on another lexer. Raises LexerLostError."""
+        self._lexer, self._matcher, self._is_lost = lexer, lexer.base.deep_copy(), False
+        for token in self._tokens:
+            if not self._matcher.consume_token(token):
+                self._fail()
 
     def consume(self, token: int) -> None:
         """See `Matcher`."""
-        if not self._matcher.consume_token(token):
-            _check(self._matcher)
+        self._tokens.append(token)
+        if not self._is_lost and not self._matcher.consume_token(token):
+            with suppress(LexerLostError):
+                self._fail()
 
     def rollback(self, num_tokens: int) -> None:
         """See `Matcher`."""
-        if not self._matcher.rollback(num_tokens):
-            _check(self._matcher)
+        if num_tokens:
+            del self._tokens[-num_tokens:]
+        if not self._is_lost and not self._matcher.rollback(num_tokens):
+            self._fail()
 
     def forced_tokens(self) -> list[int]:
         """See `Matcher`."""
-        ids: list[int] = self._matcher.compute_ff_tokens()
+        ids: list[int] = [] if self._is_lost else self._matcher.compute_ff_tokens()
+        if ids and not all(map(self._matcher.deep_copy().consume_token, ids)):
+            return []  # of a lost lexer the library tells wrong ones, but takes none
         return ids
 
+    def _fail(self) -> NoReturn:
+        """Raises LexerLostError. Whose error it is cannot be told: on a lexer that another answer
+        spoiled even a token that may come is refused."""
+        self._reason = first_lines(self._matcher.get_error())
+        self._is_lost, self._is_suspect = True, not self._lexer.is_lost
+        self._lexer.is_lost = True
+        raise LexerLostError(self._reason)
 
-def _check(matcher: LLMatcher) -> None:
-    if matcher.is_error():
-        text = matcher.get_error()
-        reason = "no text satisfies it" if _DEAD_END in text else first_lines(text)
-        raise GrammarError(f"the grammar cannot be followed: {reason}")
+
+def _refusal(text: str) -> str:
+    reason = "no text satisfies it" if _DEAD_END in text else first_lines(text)
+    return f"the grammar cannot be followed: {reason}"
+
+
+def _own_error(reason: str) -> VllmxError:
+    if _REFUSED in reason:
+        return GrammarError(_refusal(reason))
+    return GrammarLimitError(
+        f"the grammar takes more work for a token of this answer than is allowed ({reason}): try"
+        " again, or simplify it (fewer patterns, choices or repetitions)"
+    )
 
 
 def first_lines(text: str, limit: int = 400) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import combinations
+from math import comb
 from typing import Any
 
 from vllmx_core.errors import GrammarError
@@ -15,11 +16,16 @@ from vllmx_core.errors import GrammarError
 ANNOTATIONS = frozenset(("title", "description", "$comment", "examples", "default"))
 _MAX_NAMES = 6
 """The most properties of a formula: their presence has 64 combinations."""
+_MAX_CASES = 64
 Schema = dict[str, Any]
 Case = dict[str, bool]
 """Whether properties are present; those that it does not name may be or not."""
 Holds = Callable[[frozenset[str]], bool]
 """Whether a formula holds for an object with just these properties."""
+
+
+class NothingLeftError(GrammarError):
+    """A schema allows no value at all. Where it may be left out, it is."""
 
 
 class Formula:
@@ -97,10 +103,10 @@ def case_schema(case: Case) -> Schema:
 
 
 def hold(schema: Schema, formula: Formula, key: str, path: str) -> None:
-    """Adds a formula to a schema of an object. Raises GrammarError where nothing is left."""
+    """Adds a formula to a schema of an object. Raises NothingLeftError where nothing is left."""
     cases = formula.cases(frozenset(schema.get("required") or ()))
     if not cases:
-        raise GrammarError(
+        raise NothingLeftError(
             f"{key} at {path} excludes all that the schema allows there: nothing is left"
         )
     if {} in cases:
@@ -116,6 +122,33 @@ def hold(schema: Schema, formula: Formula, key: str, path: str) -> None:
         schema["required"] = [*(schema.get("required") or ()), *present]
     if absent:
         schema["properties"] = {**(schema.get("properties") or {}), **dict.fromkeys(absent, False)}
+
+
+def counted(schema: Schema) -> list[Schema] | None:
+    """The cases of an object with a bound number of properties, some of which may lack; None: they
+    are too many."""
+    required = frozenset(schema.get("required") or ())
+    properties = schema.get("properties") or {}
+    listed = [name for name, part in properties.items() if part is not False]
+    free = [name for name in listed if name not in required]
+    is_open = schema.get("additionalProperties") is not False or schema.get("patternProperties")
+    bounds: Schema = {
+        key: schema[key] for key in ("minProperties", "maxProperties") if key in schema
+    }
+    least = max(0, schema.get("minProperties", 0) - len(required))
+    has_most = "maxProperties" in schema
+    most = min(schema["maxProperties"] - len(required) if has_most else len(free), len(free))
+    sizes = range(0 if is_open else least, most + 1 if has_most else min(least, len(free)) + 1)
+    if sum(comb(len(free), size) for size in sizes) > _MAX_CASES:
+        return None
+    found: list[Schema] = []
+    for size in sizes:
+        for there in combinations(free, size):
+            is_enough = size >= least and not has_most
+            absent = [] if is_enough else [name for name in free if name not in there]
+            case = case_schema({**dict.fromkeys(there, True), **dict.fromkeys(absent, False)})
+            found.append(case if is_enough or not is_open else {**case, **bounds})
+    return found
 
 
 def _part(key: str, value: Any) -> Formula | None:

@@ -11,8 +11,17 @@ from typing import Any
 
 from vllmx_core.errors import GrammarError, shown
 
+from vllmx_engine.grammar.bounds import bounded_type, fractions, impossible, outside
 from vllmx_engine.grammar.disjoint import equal, type_of, values_of
-from vllmx_engine.grammar.presence import ANNOTATIONS, case_schema, formula_of, hold, said_by
+from vllmx_engine.grammar.presence import (
+    ANNOTATIONS,
+    NothingLeftError,
+    case_schema,
+    counted,
+    formula_of,
+    hold,
+    said_by,
+)
 
 Schema = dict[str, Any]
 _TYPES = ("null", "boolean", "object", "array", "string", "number")
@@ -25,13 +34,54 @@ _MAX_HOLES = 16
 def rewrite(schema: Schema, path: str) -> Schema:
     """The schema without these keywords; its parts are left as they are. Raises GrammarError."""
     found = dict(schema)
+    _check_possible(found, path)
     _conditions(found, path)
     _presence(found, path)
+    _counts(found, path)
     if "not" in found:
-        _negation(found, found.pop("not"), path)
+        exclude(found, found.pop("not"), path)
     if found.get("uniqueItems") is not None:
         _unique_items(found, path)
     return found
+
+
+def _check_possible(schema: Schema, path: str) -> None:
+    """Raises NothingLeftError for bounds that no value keeps."""
+    values = values_of(schema)
+    if values is not None:
+        listed = "const" if "const" in schema else "enum"
+        own = set(_own_types(schema)) if "type" in schema else None
+        own = own | {"integer"} if own and "number" in own else own
+        others = (
+            schema["enum"] if "const" in schema and isinstance(schema.get("enum"), list) else None
+        )
+        if others is not None and not any(equal(values[0], other) for other in others):
+            raise NothingLeftError(f"const at {path} is not in its enum: nothing is left")
+        if not any(own is None or _names(value) & own for value in values):
+            raise NothingLeftError(
+                f"{listed} at {path} has no value of the schema's type: nothing is left"
+            )
+        return
+    whys = [impossible(kind, schema) for kind in _own_types(schema)]
+    if whys and all(why is not None for why in whys):
+        raise NothingLeftError(f"{whys[0]} at {path}: nothing is left")
+
+
+def _counts(schema: Schema, path: str) -> None:
+    """How many properties an object has, where some of them may lack: the library counts them
+    where none may."""
+    keys = [key for key in ("minProperties", "maxProperties") if schema.get(key) is not None]
+    required = set(schema.get("required") or ())
+    may_lack = any(name not in required for name in _mapping(schema, "properties"))
+    if not keys or schema.get("type") != "object" or not may_lack:
+        return
+    cases = counted(schema)
+    if cases is not None:
+        if not cases:
+            raise NothingLeftError(f"{keys[0]} at {path} leaves no object: nothing is left")
+        for key in keys:
+            del schema[key]
+        schema["allOf"] = [*(schema.get("allOf") or ()), {"anyOf": cases}]
 
 
 # --- which properties there are -------------------------------------------------------------------
@@ -65,7 +115,11 @@ def _conditions(schema: Schema, path: str) -> None:
         else:
             rest.append(part)
     conditions += _dependences(schema, path)
-    rest += [{"anyOf": list(_branches(schema, each, where))} for each, where in conditions]
+    for each, where in conditions:
+        branches = list(_branches(schema, each, where))
+        if not branches:
+            raise NothingLeftError(f"if at {where} excludes all that the schema allows there")
+        rest.append({"anyOf": branches})
     for key in ("if", "then", "else"):  # the last two say nothing without the first
         schema.pop(key, None)
     if rest:
@@ -89,19 +143,53 @@ def _dependences(schema: Schema, path: str) -> Iterator[tuple[Schema, str]]:
 
 def _branches(schema: Schema, condition: Schema, path: str) -> Iterator[Any]:
     """The cases of a condition, each with what holds in it."""
-    formula = formula_of(condition["if"])
-    if formula is None:
-        yield from _cases_of_values(schema, condition, path)
+    tested, then, otherwise = (condition.get(key, True) for key in ("if", "then", "else"))
+    formula = formula_of(tested)
+    values = _tested(tested) if formula is None else None
+    if formula is None and values is None:
+        yield from _cases_of_any(schema, condition, path)
         return
-    _check_is_object(schema, path)
+    own = _own_types(schema)
+    others = [name for name in own if name != "object"]
+    if others:  # they meet what is said of properties alone, where they need not be objects
+        is_met = formula.holds_of_others if formula else "type" not in tested
+        is_met = is_met and not (isinstance(tested, dict) and tested.get("type") == "object")
+        yield from _with({"type": others}, then if is_met else otherwise, of_object=False)
+    if "object" not in own:
+        return
+    if formula is None:
+        assert values is not None, "returned above"
+        yield from _cases_of_values(schema, condition, *values, path)
+        return
     required = frozenset(schema.get("required") or ())
-    for key, held in (("then", formula), ("else", formula.negated())):
+    for branch, held in ((then, formula), (otherwise, formula.negated())):
         for case in held.cases(required):
-            yield from _with(case_schema(case), condition.get(key, True))
+            yield from _with(case_schema(case), branch)
 
 
-def _cases_of_values(schema: Schema, condition: Schema, path: str) -> Iterator[Any]:
-    name, tested = _tested(condition["if"], path)
+def _cases_of_any(schema: Schema, condition: Schema, path: str) -> Iterator[Any]:
+    """What meets a condition and what does not, where the reverse of the condition can be said."""
+    tested = condition["if"]
+    values = values_of(schema)
+    reverse: Schema = {"type": _own_types(schema)} if values is None else {"enum": values}
+    otherwise = condition.get("else", True)
+    try:
+        exclude(reverse, tested, path)
+    except NothingLeftError:
+        otherwise = False
+    except GrammarError:
+        raise GrammarError(
+            f"if at {path} can be held where it looks at one property by const or enum alone, at"
+            " which properties there are, or at types and bounds: write other cases as branches"
+            " of anyOf"
+        ) from None
+    yield from _with(tested, condition.get("then", True), of_object=False)
+    yield from _with(reverse, otherwise, of_object=False)
+
+
+def _cases_of_values(
+    schema: Schema, condition: Schema, name: str, tested: list[Any], path: str
+) -> Iterator[Any]:
     domain = _domain(_mapping(schema, "properties").get(name))
     if domain is None:
         raise GrammarError(
@@ -109,7 +197,6 @@ def _cases_of_values(schema: Schema, condition: Schema, path: str) -> Iterator[A
             " an enum, a const or the type boolean: give it one beside the if, or write the cases"
             " as branches of anyOf"
         )
-    _check_is_object(schema, path)
     is_met = [any(equal(value, other) for other in tested) for value in domain]
     for key, wanted in (("then", True), ("else", False)):
         values = [value for value, met in zip(domain, is_met, strict=True) if met is wanted]
@@ -122,15 +209,12 @@ def _cases_of_values(schema: Schema, condition: Schema, path: str) -> Iterator[A
         yield from _with(case_schema({name: False}), branch)
 
 
-def _check_is_object(schema: Schema, path: str) -> None:
-    if schema.get("type") != "object":
-        raise GrammarError(f'if at {path} can be held beside "type": "object" alone: say so')
-
-
-def _with(case: Schema, branch: Any) -> Iterator[Schema]:
-    """A case of an object with what holds in it; nothing, where nothing does."""
-    if branch is not False:
-        yield case if branch is True or not branch else {"allOf": [case, _of_object(branch)]}
+def _with(case: Schema, branch: Any, *, of_object: bool = True) -> Iterator[Schema]:
+    """A case with what holds in it; nothing, where nothing does."""
+    if branch is True or branch == {}:
+        yield case
+    elif branch is not False:
+        yield {"allOf": [case, _of_object(branch) if of_object else branch]}
 
 
 def _of_object(branch: Any) -> Any:
@@ -143,28 +227,25 @@ def _restricted(branch: Any, name: str, values: list[Any]) -> Schema:
     one = {"type": "object", "properties": {name: {"enum": values}}, "required": [name]}
     if branch is True or not branch:
         return one
-    if name in _mapping(branch, "properties") or "allOf" in branch:
+    is_typed = branch.get("type", "object") != "object"
+    if is_typed or name in _mapping(branch, "properties") or "allOf" in branch:
         return {"allOf": [one, branch]}
     required = [*(branch.get("required") or ()), name]
     properties = {**_mapping(branch, "properties"), name: {"enum": values}}
     return {**branch, "type": "object", "properties": properties, "required": required}
 
 
-def _tested(test: Any, path: str) -> tuple[str, list[Any]]:
-    """The property that a condition looks at, and the values that meet it."""
+def _tested(test: Any) -> tuple[str, list[Any]] | None:
+    """The property that a condition looks at, and the values that meet it; None: it is another."""
     properties = _mapping(test, "properties") if isinstance(test, dict) else {}
-    others = set(test) - {"properties", "required", "type"} - ANNOTATIONS if properties else {1}
-    if len(properties) == 1 and not others:
+    others = set(test) - {"properties", "required", "type"} - ANNOTATIONS if properties else {""}
+    if len(properties) == 1 and not others and test.get("type", "object") == "object":
         ((name, part),) = properties.items()
         values = values_of(part) if isinstance(part, dict) else None
         is_plain = values is not None and not set(part) - {"const", "enum"} - ANNOTATIONS
-        if is_plain and set(test.get("required") or ()) <= {name}:
-            assert values is not None, "checked above"
+        if values is not None and is_plain and set(test.get("required") or ()) <= {name}:
             return name, values
-    raise GrammarError(
-        f"if at {path} can be held where it looks at one property by const or enum alone, or at"
-        " which properties there are: write other cases as branches of anyOf"
-    )
+    return None
 
 
 def _domain(schema: Any) -> list[Any] | None:
@@ -179,22 +260,54 @@ def _domain(schema: Any) -> list[Any] | None:
 
 
 # --- not ------------------------------------------------------------------------------------------
-def _negation(schema: Schema, excluded: Any, path: str) -> None:
+def exclude(schema: Schema, excluded: Any, path: str) -> None:
+    """Takes away from a schema what another allows. Raises GrammarError where that cannot be said,
+    NothingLeftError where nothing is left."""
     keys = set(excluded) - ANNOTATIONS if isinstance(excluded, dict) else set()
     if excluded is False:
         return
     if not keys:
         raise _nothing_left(path)
     values = values_of(excluded)
+    bounded = bounded_type(keys - {"type"})
     if keys == {"type"}:
         _without_types(schema, excluded["type"], path)
     elif values is not None and not keys - {"const", "enum"}:
         _without_values(schema, values, path)
+    elif keys == {"anyOf"}:
+        for part in excluded["anyOf"]:
+            exclude(schema, part, path)
+    elif bounded is not None and isinstance(excluded.get("type", ""), str):
+        _without_bounds(schema, excluded, bounded, path)
     else:
         raise GrammarError(
-            f"not at {path} can be held where it excludes types, the values of an enum or a const,"
-            " or which properties an object has: say what is allowed in its place"
+            f"not at {path} can be held where it excludes types, bounds, the values of an enum or"
+            " a const, or which properties an object has: say what is allowed in its place"
         )
+
+
+def _without_bounds(schema: Schema, excluded: Schema, bounded: str, path: str) -> None:
+    """Excludes what keeps some bounds: what exceeds them is left, and other types where the
+    excluded schema names its own."""
+    kind = excluded.get("type")
+    bounds = {key: value for key, value in excluded.items() if bounded_type({key})}
+    of_type = {"integer": "number"}.get(str(kind), kind)
+    if kind is not None and of_type != bounded:  # the bounds say nothing of that type
+        _without_types(schema, kind, path)
+        return
+    own = _own_types(schema)
+    numeric = {"number", "integer"}
+    rest = [name for name in own if name != bounded and not {name, bounded} <= numeric]
+    options: list[Schema] = [{"type": rest}] if rest and kind is not None else []
+    if rest != own:
+        left = "integer" if "integer" in (kind, *own) and bounded == "number" else bounded
+        left = "number" if kind == "number" and "number" in own else left
+        options += outside(left, bounds)
+        if kind == "integer" and "number" in own:
+            options += fractions(schema, path)
+    if not options:
+        raise _nothing_left(path)
+    schema["allOf"] = [*(schema.get("allOf") or ()), {"anyOf": options}]
 
 
 def _without_types(schema: Schema, types: Any, path: str) -> None:
@@ -205,10 +318,11 @@ def _without_types(schema: Schema, types: Any, path: str) -> None:
         return
     own = _own_types(schema)
     if "number" in own and "integer" in excluded and "number" not in excluded:
-        raise GrammarError(
-            f"not at {path} excludes whole numbers, which cannot be held: exclude all numbers, or"
-            " say what is allowed in its place"
-        )
+        rest = [name for name in own if name not in {"number", *excluded}]
+        others: list[Schema] = [{"type": rest}] if rest else []
+        options = [*others, *fractions(schema, path)]
+        schema["allOf"] = [*(schema.get("allOf") or ()), {"anyOf": options}]
+        return
     if "number" in excluded:
         excluded.add("integer")
     _set_types(schema, [name for name in own if name not in excluded], path)
@@ -277,8 +391,10 @@ def _set_types(schema: Schema, names: list[str], path: str) -> None:
     schema["type"] = names[0] if len(names) == 1 else names
 
 
-def _nothing_left(path: str) -> GrammarError:
-    return GrammarError(f"not at {path} excludes all that the schema allows there: nothing is left")
+def _nothing_left(path: str) -> NothingLeftError:
+    return NothingLeftError(
+        f"not at {path} excludes all that the schema allows there: nothing is left"
+    )
 
 
 # --- uniqueItems ----------------------------------------------------------------------------------

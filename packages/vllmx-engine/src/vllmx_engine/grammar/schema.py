@@ -8,13 +8,16 @@ otherwise, and the few that it would hold wrongly.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
-from typing import Any, TypeGuard
+from typing import Any
 
 from vllmx_core.errors import GrammarError, shown
 
+from vllmx_engine.grammar.bounds import is_number
 from vllmx_engine.grammar.disjoint import Disjoint
-from vllmx_engine.grammar.rewrites import rewrite
+from vllmx_engine.grammar.presence import NothingLeftError
+from vllmx_engine.grammar.rewrites import exclude, rewrite
 
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
@@ -31,27 +34,68 @@ def prepare(schema: Schema) -> Schema:
     """The same schema in the library's words. Raises GrammarError by the keyword that cannot be
     held."""
     try:
-        prepared: Schema = _Preparation(schema).of(schema, "#")
+        preparation = _Preparation(schema, {})
+        prepared = preparation.of(schema, "#")
+        while new := preparation.empty_definitions():
+            preparation = _Preparation(schema, new)
+            prepared = preparation.of(schema, "#")
     except RecursionError:
         raise GrammarError("the schema is nested too deeply: flatten it") from None
     except GrammarError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError):
         raise GrammarError("a keyword of the schema has a value of the wrong type") from None
-    return prepared
+    if prepared is False:
+        raise preparation.nothing_left["#"]
+    found: Schema = prepared
+    return found
 
 
 class _Preparation:
-    def __init__(self, root: Schema) -> None:
+    """Prepares a schema and its parts.
+
+    Args:
+        empty: definitions that allow nothing, by their references.
+    """
+
+    def __init__(self, root: Schema, empty: dict[str, NothingLeftError]) -> None:
         self._disjoint = Disjoint(root)
+        self._empty = empty
+        self.nothing_left: dict[str, NothingLeftError] = {}
+        """Why schemas allow nothing, by their places."""
 
     def of(self, schema: Any, path: str) -> Any:
-        """A schema whose parts are prepared, then itself."""
+        """A schema whose parts are prepared, then itself; False where it allows nothing, so that
+        what is optional is left out."""
         if not isinstance(schema, dict):
             return schema
-        found = rewrite(schema, path)
+        try:
+            return self._prepared(schema, path)
+        except NothingLeftError as error:
+            self.nothing_left[path] = error
+            return False
+
+    def empty_definitions(self) -> dict[str, NothingLeftError] | None:
+        """The definitions that allow nothing; None: there are no more than were known."""
+        found = {
+            path: error
+            for path, error in self.nothing_left.items()
+            if re.fullmatch(r"#/(\$defs|definitions)/[^/]*", path)
+        }
+        return found if found.keys() - self._empty.keys() else None
+
+    def _prepared(self, schema: Schema, path: str) -> Schema:
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference in self._empty:
+            raise self._empty[reference]
+        tested: Schema = {key: schema[key] for key in ("not", "if") if key in schema}
+        for keyword, part in tested.items():
+            resolved = self._disjoint.resolved(part)
+            tested[keyword] = part if resolved is None else resolved
+        found = rewrite({**schema, **tested}, path)
         for key, part in list(_parts(found)):
             found[key] = self._part(key, part, f"{path}/{key}")
+        self._check_required(found, path)
         _formats(found)
         _unevaluated(found)
         _property_names(found, path)
@@ -67,21 +111,104 @@ class _Preparation:
             return [self.of(inner, f"{path}/{number}") for number, inner in enumerate(part)]
         return self.of(part, path)
 
+    def _check_required(self, schema: Schema, path: str) -> None:
+        """Raises NothingLeftError where a part allows nothing that the schema needs."""
+        needed = [f"allOf/{number}" for number, _ in enumerate(schema.get("allOf") or ())]
+        if schema.get("type") == "object":
+            needed += [f"properties/{name}" for name in schema.get("required") or ()]
+        for key in ("anyOf", "oneOf"):
+            parts = schema.get(key)
+            if isinstance(parts, list) and parts and all(part is False for part in parts):
+                needed.append(f"{key}/0")
+        for place in needed:
+            if (error := self.nothing_left.get(f"{path}/{place}")) is not None:
+                raise error
+        if schema.get("type") == "object":
+            _check_names(schema, path)
+
     def _one_of(self, schema: Schema, path: str) -> None:
-        """Turns `oneOf` into `anyOf` where branches exclude each other: at most one of them holds
-        then."""
-        branches = schema["oneOf"]
-        if not isinstance(branches, list) or "anyOf" in schema:
-            raise GrammarError(f"oneOf at {path} cannot be held beside anyOf: nest one of them")
-        for number, first in enumerate(branches):
-            for other in branches[number + 1 :]:
-                if not self._disjoint.are(first, other):
-                    raise GrammarError(
-                        f"oneOf at {path} has branches that may hold together ({shown(first)} and"
-                        f" {shown(other)}), which cannot be ruled out while an answer is written:"
-                        " use anyOf, or tell them apart by a required property with a const"
-                    )
-        schema["anyOf"] = schema.pop("oneOf")
+        """Turns `oneOf` into `anyOf` where branches exclude each other, or are made to: at most one
+        of them holds then."""
+        branches = schema.pop("oneOf")
+        if not isinstance(branches, list):
+            raise GrammarError(f"oneOf at {path} is a list of schemas, got {shown(branches)}")
+        kept: list[Any] = []
+        for number, branch in enumerate(branches):
+            alone = branch
+            for other in (*branches[:number], *branches[number + 1 :]):
+                if alone is not False and not self._disjoint.are(alone, other):
+                    alone = self._without(alone, branch, other, path)
+            kept += [] if alone is False else [alone]
+        if not kept:
+            raise NothingLeftError(f"oneOf at {path} has no branch that can hold alone")
+        if "anyOf" in schema:
+            schema["allOf"] = [*(schema.get("allOf") or ()), {"anyOf": kept}]
+        else:
+            schema["anyOf"] = kept
+
+    def _without(self, alone: Any, branch: Any, other: Any, path: str) -> Any:
+        """A branch without what another allows; False, where nothing is left.
+
+        Args:
+            alone: the branch without what some others allow.
+        """
+        name = self._disjoint.telling_property(branch, other)
+        if name is not None:
+            return self._requiring(alone, name, path)
+        found = dict(self._inlined(alone, path))
+        try:
+            exclude(found, self._disjoint.resolved(other), path)
+        except NothingLeftError:
+            return False
+        except GrammarError:
+            raise GrammarError(
+                f"oneOf at {path} has branches that may hold together ({shown(branch)} and"
+                f" {shown(other)}), which cannot be ruled out while an answer is written: use"
+                " anyOf, or tell them apart by a property with a const"
+            ) from None
+        return found
+
+    def _requiring(self, branch: Any, name: str, path: str) -> Schema:
+        """A branch for objects that have a property."""
+        found = self._inlined(branch, path)
+        required = [each for each in found.get("required") or () if each != name]
+        return {**found, "type": "object", "required": [*required, name]}
+
+    def _inlined(self, branch: Any, path: str) -> Schema:
+        """A branch without its reference, ready to be changed."""
+        resolved = self._disjoint.resolved(branch)
+        found = branch if resolved is branch else self._prepared(resolved, path)
+        return found if isinstance(found, dict) else {}
+
+
+def _check_names(schema: Schema, path: str) -> None:
+    """Raises NothingLeftError where an object must have a property that it may not have."""
+    properties, required = schema.get("properties") or {}, schema.get("required") or ()
+    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    for name in required:
+        if name in properties and properties[name] is not False:
+            continue
+        if name in properties or is_closed:
+            raise NothingLeftError(
+                f"required at {path} names the property {shown(name)}, which the schema excludes:"
+                " nothing is left"
+            )
+    most = schema.get("maxProperties")
+    if isinstance(most, int) and len(set(required)) > most:
+        raise NothingLeftError(
+            f"required at {path} names more properties than maxProperties {most}: nothing is left"
+        )
+
+
+def _requiring(branch: Any, name: str) -> Any:
+    if branch is False:
+        return branch
+    required = [*(branch.get("required") or ())]
+    return {
+        **branch,
+        "type": "object",
+        "required": required if name in required else [*required, name],
+    }
 
 
 def _parts(schema: Schema) -> Iterator[tuple[str, Any]]:
@@ -134,7 +261,7 @@ def _check_bounds(schema: Schema, path: str) -> None:
     that is whole, or an upper one below zero, as allowed although it is excluded."""
     low, high = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
     for bound, other in ((low, schema.get("maximum", high)), (high, schema.get("minimum", low))):
-        if schema.get("type") == "integer" or not (_is_number(bound) and _is_number(other)):
+        if schema.get("type") == "integer" or not (is_number(bound) and is_number(other)):
             continue
         if _is_whole(bound) and not _is_whole(other) and abs(bound - other) < 1:
             raise GrammarError(
@@ -147,22 +274,25 @@ def _is_whole(value: float) -> bool:
     return value == math.floor(value)
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def place_of(schema: Any, keyword: str, path: str = "#") -> str | None:
+def place_of(schema: Any, keyword: str) -> str | None:
     """The place where a schema has a keyword, in the words of its error messages."""
-    if not isinstance(schema, dict):
-        return None
-    if keyword in schema:
-        return path
-    for key, part in _parts(schema):
-        for where, each in _places(key, part, f"{path}/{key}"):
-            found = place_of(each, keyword, where)
-            if found is not None:
-                return found
+    return next((path for path, part in _all_parts(schema, "#") if keyword in part), None)
+
+
+def place_of_required(schema: Any, name: str) -> str | None:
+    """The place where a schema requires a property that it describes."""
+    for path, part in _all_parts(schema, "#"):
+        if name in (part.get("required") or ()) and name in (part.get("properties") or {}):
+            return path
     return None
+
+
+def _all_parts(schema: Any, path: str) -> Iterator[tuple[str, Schema]]:
+    if isinstance(schema, dict):
+        yield path, schema
+        for key, part in _parts(schema):
+            for where, each in _places(key, part, f"{path}/{key}"):
+                yield from _all_parts(each, where)
 
 
 def _places(key: str, part: Any, path: str) -> Iterator[tuple[str, Any]]:

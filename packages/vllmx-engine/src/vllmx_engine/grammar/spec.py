@@ -11,6 +11,10 @@ from vllmx_core.structured import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 
 from vllmx_engine.wire.grammars import GrammarSpec
 
+MAX_SCHEMA_DEPTH = 122
+"""Levels of objects and lists in a schema or tag, so 60 objects in each other; the same where
+it comes as an object and where it comes as text."""
+
 
 def grammar_spec(params: StructuredOutputsParams) -> GrammarSpec:
     """The grammar that `params` asks for. Raises GrammarError for JSON that is none, is too deep or
@@ -46,6 +50,7 @@ def _schema(value: Any, field: str) -> str:
             value = msgspec.json.decode(value)
         except (msgspec.DecodeError, RecursionError) as error:
             raise GrammarError(f"the schema is not valid JSON: {error}", param=field) from None
+    _check_depth(value, field)
     return _json_text(value, "the schema", field)
 
 
@@ -58,6 +63,25 @@ def _json_text(value: Any, what: str, field: str) -> str:
         raise GrammarError(f"{what} cannot be written as JSON: {error}", param=field) from None
     _check_size(text, field)
     return text
+
+
+def _check_depth(value: Any, field: str) -> None:
+    level = [value]
+    for _ in range(MAX_SCHEMA_DEPTH + 1):
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner.extend(item.values())
+            elif isinstance(item, list | tuple):
+                inner.extend(item)
+        if not inner:
+            return
+        level = inner
+    raise GrammarError(
+        f"the schema is nested more than {MAX_SCHEMA_DEPTH} levels of objects and lists deep:"
+        " flatten it",
+        param=field,
+    )
 
 
 def _check_size(text: str, field: str) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from vllmx_core.errors import GrammarError, excerpt, shown
+from vllmx_core.errors import GrammarError, shown
 
+from vllmx_engine.grammar.gbnf import is_gbnf
+from vllmx_engine.grammar.gbnf_lark import lark_of_gbnf
 from vllmx_engine.grammar.schema import prepare
-from vllmx_engine.grammar.structural_tag import lark_of_tag
+from vllmx_engine.grammar.structural_tag import lark_of_tag, regex_lark
+from vllmx_engine.grammar.vocabulary import Lexicon
 from vllmx_engine.wire.grammars import GrammarSpec
 
 BOUNDED_BLANKS = r"[ \t]?|\r?\n[ \t]{0,20}"
@@ -18,11 +20,11 @@ BOUNDED_BLANKS = r"[ \t]?|\r?\n[ \t]{0,20}"
 blanks without end where they may."""
 
 
-def translate(spec: GrammarSpec, specials: Mapping[str, int] | None = None) -> str:
+def translate(spec: GrammarSpec, lexicon: Lexicon | None = None) -> str:
     """Raises GrammarError for what is no grammar of its kind.
 
     Args:
-        specials: ids of the model's special tokens by their text, for structural tags.
+        lexicon: the model's tokens, which grammars and structural tags may name.
     """
     if spec.kind in ("json_schema", "json_object"):
         return _grammar(json.dumps(with_options(json.loads(spec.text), spec)), "json_schema")
@@ -31,8 +33,8 @@ def translate(spec: GrammarSpec, specials: Mapping[str, int] | None = None) -> s
     if spec.kind == "choice":
         return _from_choices(json.loads(spec.text))
     if spec.kind == "structural_tag":
-        return _from_tag(spec, specials or {})
-    return _from_grammar(spec.text)
+        return _from_tag(spec, lexicon)
+    return _from_grammar(spec.text, lexicon)
 
 
 def with_options(schema: Any, spec: GrammarSpec) -> dict[str, Any]:
@@ -56,23 +58,15 @@ def _grammar(text: str, kind: str) -> str:
     return json.dumps({"grammars": [{kind: json.loads(text) if kind == "json_schema" else text}]})
 
 
-def _from_tag(spec: GrammarSpec, specials: Mapping[str, int]) -> str:
-    from llguidance import LLMatcher
-
-    lark = lark_of_tag(json.loads(spec.text), specials, partial(with_options, spec=spec))
-    return LLMatcher.grammar_from_lark(lark)
+def _from_tag(spec: GrammarSpec, lexicon: Lexicon | None) -> str:
+    tag = json.loads(spec.text)
+    return json.dumps({"grammars": lark_of_tag(tag, lexicon, partial(with_options, spec=spec))})
 
 
 def _from_regex(regex: str) -> str:
-    """The whole answer matches anyway, so anchors around all of it say nothing. Digits and word
-    characters are those of ASCII, as in JSON schemas, whatever else Unicode counts as such."""
-    from llguidance import LLMatcher, regex_to_lark
+    from llguidance import LLMatcher
 
-    if regex.startswith("^") and "|" not in regex:
-        regex = regex[1:]
-    if regex.endswith("$") and not regex.endswith("\\$") and "|" not in regex:
-        regex = regex[:-1]
-    return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(regex, 'dw')}/\n")
+    return LLMatcher.grammar_from_lark(f"start: {regex_lark(regex)}\n")
 
 
 def _from_choices(choices: list[str]) -> str:
@@ -82,17 +76,10 @@ def _from_choices(choices: list[str]) -> str:
     return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {listed}\n")
 
 
-def _from_grammar(text: str) -> str:
+def _from_grammar(text: str, lexicon: Lexicon | None) -> str:
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    if "::=" in text:
-        try:
-            text = gbnf_to_lark(text)
-        except RecursionError:
-            raise GrammarError("the grammar is nested too deeply: flatten it") from None
-        except Exception as error:  # the library's own types are not told apart
-            raise GrammarError(
-                f"the grammar is not valid GBNF: {excerpt(str(error), 400)}"
-            ) from None
+    if is_gbnf(text):
+        start, lines = lark_of_gbnf(text, lexicon)
+        text = "\n".join([f"start: {start}", *lines]) + "\n"
     return LLMatcher.grammar_from_lark(text)

@@ -46,6 +46,7 @@ class Lexicon(Record):
     vocab_size: int
     specials: Mapping[str, int]
     """Ids of special tokens by their text."""
+    eos_ids: tuple[int, ...]
 
     @classmethod
     def of(cls, vocabulary: Vocabulary) -> Lexicon:
@@ -53,7 +54,16 @@ class Lexicon(Record):
         tokens = vocabulary.tokens
         specials = {tokens[i].decode("utf-8", "replace"): i for i in vocabulary.special_ids}
         specials.pop("", None)
-        return cls(make_trie(vocabulary), len(tokens), specials)
+        return cls(make_trie(vocabulary), len(tokens), specials, tuple(vocabulary.eos_ids))
+
+    def token_id(self, given: int | str) -> int | None:
+        """The id of a token by its id or its whole text; None where the model has none."""
+        if isinstance(given, int):
+            return given if given < self.vocab_size else None
+        if given in self.specials:
+            return self.specials[given]
+        ids: list[int] = self.trie.tokenize_str(given)
+        return ids[0] if len(ids) == 1 else None
 
 
 class _Tokens:

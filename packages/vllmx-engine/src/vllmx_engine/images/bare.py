@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import struct
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -139,8 +140,9 @@ _NOTES = (
 
 def _bare_png(data: bytes, where: str) -> bytes:
     """The chunks that pixels are made of: of an animation the image that is shown where animations
-    are not."""
-    kept, at, count, notes = [data[:8]], 8, 0, 0
+    are not. Whole notes come before the pixels, where a look at the header finds them."""
+    kept, notes, at, count = [data[:8]], list[bytes](), 8, 0
+    pixels_at = None
     while at + 8 <= len(data):
         size, kind = struct.unpack_from(">I4s", data, at)
         start, at = at, at + size + 12
@@ -148,13 +150,18 @@ def _bare_png(data: bytes, where: str) -> bytes:
         if count > _MAX_PIECES:
             raise _too_much(where, "PNG", _MAX_PIECES, "chunks", _PLAINLY)
         if kind in _PIXELS:
+            if kind == b"IDAT" and pixels_at is None:
+                pixels_at = len(kept)
             kept.append(data[start:at])
         elif kind == b"IEND":
             kept.append(data[start:at])
             break
-        elif data.startswith(_NOTES, start + 4) and notes < _MAX_NOTES:
-            notes += 1
-            kept.append(data[start:at])
+        elif data.startswith(_NOTES, start + 4) and len(notes) < _MAX_NOTES:
+            chunk = data[start:at]
+            if int.from_bytes(data[at - 4 : at], "big") == zlib.crc32(chunk[4:-4]):
+                notes.append(chunk)
+    if pixels_at is not None:
+        kept[pixels_at:pixels_at] = notes
     return b"".join(kept)
 
 

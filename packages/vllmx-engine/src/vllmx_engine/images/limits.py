@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import ConfigError, InvalidRequestError
+from vllmx_core.errors import ConfigError, InvalidRequestError, shown
 from vllmx_core.records import Record
+
+_PORTS = frozenset({80, 443})
+"""The ports of a host that is named without one."""
 
 
 class ImageLimits(Record):
@@ -18,14 +23,14 @@ class ImageLimits(Record):
     """The largest image, in bytes as it is stored."""
     max_pixels: int = 32 << 20
     """The largest image, in pixels once it is decoded."""
-    domains: tuple[str, ...] = ()
-    """Hosts that http(s) URLs may name."""
+    hosts: Mapping[str, frozenset[int]] = {}
+    """Hosts that http(s) URLs may name, each with its ports."""
     folder: Path | None = None
     """Files below it may be named by file URLs."""
 
     @classmethod
     def of(cls, config: EngineConfig) -> ImageLimits:
-        """Raises ConfigError for a folder that is none."""
+        """Raises ConfigError for a folder that is none, and for what is no host."""
         folder = None
         if config.allowed_local_media_path is not None:
             folder = Path(config.allowed_local_media_path).resolve()
@@ -39,7 +44,7 @@ class ImageLimits(Record):
             config.limit_images,
             config.max_image_bytes,
             config.max_image_pixels,
-            tuple(name.lower().rstrip(".") for name in config.allowed_media_domains),
+            allowed_hosts(config.allowed_media_domains),
             folder,
         )
 
@@ -60,3 +65,24 @@ class ImageLimits(Record):
                 " raise --max-image-bytes",
                 param=where,
             )
+
+
+def allowed_hosts(names: Sequence[str]) -> dict[str, frozenset[int]]:
+    """The ports from which images may be fetched, by host. `names`: HOST or HOST:PORT. Raises
+    ConfigError."""
+    hosts: dict[str, frozenset[int]] = {}
+    for name in names:
+        is_bare_ipv6 = name.count(":") > 1 and not name.startswith("[")
+        try:
+            parts = urlsplit(f"//[{name}]" if is_bare_ipv6 else f"//{name}")
+            host, port = (parts.hostname or "").rstrip("."), parts.port
+        except ValueError:
+            host, port = "", None
+        if not host or port == 0 or parts.path or parts.query or parts.fragment or parts.username:
+            raise ConfigError(
+                f"--allowed-media-domains {shown(name)} is no host: give HOST or HOST:PORT, such as"
+                " images.example.org:8443",
+                param="allowed_media_domains",
+            )
+        hosts[host] = hosts.get(host, frozenset()) | (_PORTS if port is None else {port})
+    return hosts

@@ -13,14 +13,28 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from vllmx_core.errors import ConfigError, ContextLengthError, InvalidRequestError, shown
+from vllmx_core.errors import ConfigError, InvalidRequestError, shown
 from vllmx_core.plan import F32
+from vllmx_core.records import Record
 
 from vllmx_engine.images.prepared import Pixels, PreparedImage
 from vllmx_engine.text.model_files import read_json_object
 
 _MAX_RATIO = 200
 _BILINEAR, _BICUBIC = 2, 3  # Pillow's numbers, which configs use too
+
+
+class Fit(Record):
+    """What an image of some size becomes."""
+
+    height: int
+    width: int
+    """Pixels that it is resized to."""
+    grid: tuple[int, int, int]
+    """The grid of patches, see `PreparedImage`."""
+    num_tokens: int
+    num_bytes: int
+    """Bytes of its patches."""
 
 
 class ImageProcessor(Protocol):
@@ -36,13 +50,17 @@ class ImageProcessor(Protocol):
         """What stands in the prompt once for each of an image's features."""
         ...
 
-    def written(self, image: PreparedImage) -> str:
-        """What replaces `mark`."""
+    def written(self, num_tokens: int) -> str:
+        """What replaces `mark` for an image of so many tokens."""
         ...
 
-    def prepare(self, image: Pixels, room: int, where: str) -> PreparedImage:
-        """Prepares an image. Raises InvalidRequestError for one that it cannot see, and
-        ContextLengthError for one of more than `room` tokens, before it takes memory."""
+    def fit(self, height: int, width: int, where: str) -> Fit:
+        """What an image of this size becomes, which needs no pixels. Raises InvalidRequestError
+        for one that the model cannot see."""
+        ...
+
+    def prepare(self, image: Pixels, fit: Fit) -> PreparedImage:
+        """Prepares an image, which `fit` was made for."""
         ...
 
 
@@ -132,13 +150,12 @@ class QwenImages:
         self._resample = int(config.get("resample", _BICUBIC))
         self._levels = levels_of({"image_mean": _CLIP_MEAN, "image_std": _CLIP_STD, **config})
 
-    def written(self, image: PreparedImage) -> str:
+    def written(self, num_tokens: int) -> str:
         """See `ImageProcessor`."""
-        return self.token * image.num_tokens
+        return self.token * num_tokens
 
-    def prepare(self, image: Pixels, room: int, where: str) -> PreparedImage:
+    def fit(self, height: int, width: int, where: str) -> Fit:
         """See `ImageProcessor`."""
-        height, width = image.shape[:2]
         if max(width, height) > _MAX_RATIO * min(width, height):
             raise InvalidRequestError(
                 f"{where} is an image of {width} x {height} pixels: one side may be at most"
@@ -150,10 +167,13 @@ class QwenImages:
         )
         grid = (1, tall // self.patch, wide // self.patch)
         num_tokens = grid[1] * grid[2] // self.merge**2
-        _check_room(num_tokens, room, where)
-        pixels = resized(image, tall, wide, self._resample)
+        return Fit(tall, wide, grid, num_tokens, tall * wide * 3 * self.frames)
+
+    def prepare(self, image: Pixels, fit: Fit) -> PreparedImage:
+        """See `ImageProcessor`."""
+        pixels = resized(image, fit.height, fit.width, self._resample)
         patches = patches_of(pixels, self.patch, self.merge, self.frames)
-        return PreparedImage.of(patches, self._levels, grid, num_tokens)
+        return PreparedImage.of(patches, self._levels, fit.grid, fit.num_tokens)
 
 
 def smart_size(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
@@ -192,17 +212,21 @@ class GemmaImages:
         self._resample = int(config.get("resample", _BILINEAR))
         self._levels = levels_of({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, **config})
 
-    def written(self, image: PreparedImage) -> str:
+    def written(self, num_tokens: int) -> str:
         """See `ImageProcessor`."""
-        return f"\n\n<start_of_image>{self.token * image.num_tokens}<end_of_image>\n\n"
+        return f"\n\n<start_of_image>{self.token * num_tokens}<end_of_image>\n\n"
 
-    def prepare(self, image: Pixels, room: int, where: str) -> PreparedImage:
+    def fit(self, height: int, width: int, where: str) -> Fit:
         """See `ImageProcessor`."""
-        _check_room(self.num_tokens, room, where)
-        pixels = resized(image, self.height, self.width, self._resample)
         grid = (1, self.height // self.patch, self.width // self.patch)
+        num_bytes = grid[1] * grid[2] * self.patch**2 * 3
+        return Fit(self.height, self.width, grid, self.num_tokens, num_bytes)
+
+    def prepare(self, image: Pixels, fit: Fit) -> PreparedImage:
+        """See `ImageProcessor`."""
+        pixels = resized(image, fit.height, fit.width, self._resample)
         patches = patches_of(pixels, self.patch, self._merge, 1)
-        return PreparedImage.of(patches, self._levels, grid, self.num_tokens)
+        return PreparedImage.of(patches, self._levels, fit.grid, fit.num_tokens)
 
 
 class Gemma4Images:
@@ -220,19 +244,22 @@ class Gemma4Images:
         levels = levels_of({"do_normalize": False, **config})
         self._levels: F32 = 2 * (levels - np.float32(0.5))  # by the model, in the original
 
-    def written(self, image: PreparedImage) -> str:
+    def written(self, num_tokens: int) -> str:
         """See `ImageProcessor`."""
-        return f"<|image>{self.token * image.num_tokens}<image|>"
+        return f"<|image>{self.token * num_tokens}<image|>"
 
-    def prepare(self, image: Pixels, room: int, where: str) -> PreparedImage:
+    def fit(self, height: int, width: int, where: str) -> Fit:
         """See `ImageProcessor`."""
-        tall, wide = self._size(image.shape[0], image.shape[1], where)
+        tall, wide = self._size(height, width, where)
         grid = (1, tall // self.patch, wide // self.patch)
         num_tokens = grid[1] * grid[2] // self.merge**2
-        _check_room(num_tokens, room, where)
-        pixels = resized(image, tall, wide, self._resample)
+        return Fit(tall, wide, grid, num_tokens, tall * wide * 3)
+
+    def prepare(self, image: Pixels, fit: Fit) -> PreparedImage:
+        """See `ImageProcessor`."""
+        pixels = resized(image, fit.height, fit.width, self._resample)
         patches = patches_of(pixels, self.patch, self.merge, 1)
-        return PreparedImage.of(patches, self._levels, grid, num_tokens)
+        return PreparedImage.of(patches, self._levels, fit.grid, fit.num_tokens)
 
     def _size(self, height: int, width: int, where: str) -> tuple[int, int]:
         """(height, width), both whole tokens, in nearly the same shape and as large as allowed."""
@@ -256,15 +283,6 @@ _KINDS: dict[str, Callable[[Mapping[str, Any]], ImageProcessor]] = {
     "Gemma3ImageProcessor": GemmaImages,
     "Gemma4ImageProcessor": Gemma4Images,
 }
-
-
-def _check_room(num_tokens: int, room: int, where: str) -> None:
-    if num_tokens > room:
-        raise ContextLengthError(
-            f"{where} is an image of {num_tokens} tokens, but the context has room for {room}: send"
-            " a smaller one, or raise --max-model-len",
-            param=where,
-        )
 
 
 def _positive(config: Mapping[str, Any], name: str, default: int) -> int:

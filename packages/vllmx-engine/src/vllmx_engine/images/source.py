@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import base64
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
+from vllmx_core.deadline import Deadline, DeadlineError
 from vllmx_core.errors import InvalidRequestError, shown
 from vllmx_core.files import open_regular
 from vllmx_core.records import Record
@@ -19,12 +18,9 @@ from vllmx_engine.images.limits import ImageLimits
 if TYPE_CHECKING:
     from http.client import HTTPResponse
 
-Stopped = Callable[[], bool]
-
-_TIMEOUT_S = 5.0
-"""The seconds of one wait for a server."""
-_DEADLINE_S = 20.0
-"""The seconds of a whole image, redirects included."""
+FETCH_S = 20.0
+"""The seconds that fetching an image may take in all: host, connection, TLS, headers, body and
+redirects."""
 _MAX_REDIRECTS = 3
 _CHUNK_BYTES = 64 << 10
 _MAX_HEADER = 1000
@@ -48,6 +44,11 @@ class ImageSource(Record):
         """Whether the bytes are in the URL, so that nothing has to be waited for."""
         return self.url[:5].lower() == "data:"
 
+    @property
+    def host(self) -> str:
+        """The host that it is on; empty: on this machine."""
+        return "" if self.is_inline else _split(self).hostname or ""
+
 
 def check_source(source: ImageSource, limits: ImageLimits) -> None:
     """Refuses what is not allowed, before anything is read. Raises InvalidRequestError."""
@@ -68,12 +69,13 @@ def check_source(source: ImageSource, limits: ImageLimits) -> None:
 
 
 def read_source(
-    source: ImageSource, limits: ImageLimits, stopped: Stopped = lambda: False
+    source: ImageSource, limits: ImageLimits, deadline: Deadline | None = None
 ) -> bytes:
     """The image as it is stored. May wait for a server: not for an event loop.
 
     Raises:
-        InvalidRequestError: it cannot be had, is not allowed or too large; also once `stopped`.
+        InvalidRequestError: it cannot be had within `deadline` (None: `FETCH_S` from now), is not
+            allowed or too large.
     """
     check_source(source, limits)
     if source.is_inline:
@@ -81,7 +83,7 @@ def read_source(
     parts = _split(source)
     if parts.scheme == "file":
         return _read_file(_allowed_path(parts, source, limits), source, limits)
-    return _fetch(parts, source, limits, stopped)
+    return _fetch(parts, source, limits, deadline or Deadline(FETCH_S))
 
 
 def _split(source: ImageSource) -> SplitResult:
@@ -158,30 +160,41 @@ def _read_file(path: Path, source: ImageSource, limits: ImageLimits) -> bytes:
 # --- servers --------------------------------------------------------------------------------------
 def _check_host(parts: SplitResult, source: ImageSource, limits: ImageLimits) -> None:
     host = (parts.hostname or "").rstrip(".")
-    if host not in limits.domains:
+    ports = limits.hosts.get(host)
+    if ports is None:
         raise _wrong(
             source,
             f"is on {shown(host)}, from where images are not fetched here: send the image in a"
             " data URL, or start the server with --allowed-media-domains",
         )
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    if port not in ports:
+        raise _wrong(
+            source,
+            f"is on port {port} of {shown(host)}, from where images are not fetched here: send the"
+            f" image in a data URL, or start the server with --allowed-media-domains {host}:{port}",
+        )
 
 
-def _fetch(parts: SplitResult, source: ImageSource, limits: ImageLimits, stopped: Stopped) -> bytes:
+def _fetch(
+    parts: SplitResult, source: ImageSource, limits: ImageLimits, deadline: Deadline
+) -> bytes:
     """Follows redirects to allowed hosts alone."""
     import http.client  # most starts need neither it nor ssl, which take some ms
 
-    deadline_s = time.monotonic() + _DEADLINE_S
+    from vllmx_core.deadline_http import DeadlineConnection
+
     for _ in range(_MAX_REDIRECTS + 1):
         _check_host(parts, source, limits)
-        secure = parts.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
+        connection = DeadlineConnection(
+            parts.hostname or "", parts.port, deadline, secure=parts.scheme == "https"
+        )
         try:
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             connection.request("GET", target, headers={"User-Agent": "vllmx", "Accept": "image/*"})
             with connection.getresponse() as answer:
                 if answer.status == 200:
-                    return _body(answer, source, limits, stopped, deadline_s)
+                    return _body(answer, source, limits)
                 if answer.status not in _REDIRECTS:
                     raise _wrong(source, f"cannot be fetched: its server says {answer.status}")
                 place = answer.getheader("Location", "")
@@ -190,6 +203,8 @@ def _fetch(parts: SplitResult, source: ImageSource, limits: ImageLimits, stopped
                 raise _wrong(source, "cannot be fetched: its server leads elsewhere")
         except InvalidRequestError:
             raise
+        except DeadlineError:
+            raise _wrong(source, f"cannot be fetched within {deadline.seconds:g} s") from None
         except (OSError, http.client.HTTPException, ValueError):
             raise _wrong(source, "cannot be fetched: its server does not answer") from None
         finally:
@@ -197,21 +212,12 @@ def _fetch(parts: SplitResult, source: ImageSource, limits: ImageLimits, stopped
     raise _wrong(source, f"cannot be fetched: more than {_MAX_REDIRECTS} redirects")
 
 
-def _body(
-    answer: HTTPResponse,
-    source: ImageSource,
-    limits: ImageLimits,
-    stopped: Stopped,
-    deadline_s: float,
-) -> bytes:
+def _body(answer: HTTPResponse, source: ImageSource, limits: ImageLimits) -> bytes:
     limits.check_bytes(answer.length or 0, source.where)
-    chunks, size = [], 0
+    body = bytearray()  # a server may send each byte as a chunk
     while chunk := answer.read1(_CHUNK_BYTES):
-        size += len(chunk)
-        limits.check_bytes(size, source.where)
-        if stopped() or time.monotonic() > deadline_s:
-            raise _wrong(source, f"cannot be fetched within {_DEADLINE_S:g} s")
-        chunks.append(chunk)
+        body += chunk
+        limits.check_bytes(len(body), source.where)
     if answer.length:
         raise _wrong(source, "cannot be fetched: its server broke off")
-    return b"".join(chunks)
+    return bytes(body)

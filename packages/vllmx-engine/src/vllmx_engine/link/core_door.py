@@ -32,21 +32,29 @@ class CoreDoor:
         self._inbox = inbox
         self._numbers = itertools.count(1)
         self._sockets: set[CoreSocket] = set()
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     def open(self, info: CoreInfo) -> None:
         """Accepts clients from now on, on a thread of its own."""
         thread = threading.Thread(target=self._accept, args=(info,), name="vllmx-door", daemon=True)
         thread.start()
 
-    def sockets(self) -> list[CoreSocket]:
-        """The sockets of all clients that are there."""
-        return list(self._sockets)
+    def close(self) -> list[CoreSocket]:
+        """Lets no client in any more, and returns the sockets of all that are there. A client that
+        came while the process ends would take it for the next core."""
+        with self._lock:
+            self._is_closed = True
+            return list(self._sockets)
 
     def _accept(self, info: CoreInfo) -> None:
         while True:
             try:
                 accepted, _ = self._listener.accept()
             except OSError:  # the process ends
+                return
+            if self._is_closed:
+                accepted.close()  # it tries again, and finds the next core
                 return
             accepted.setblocking(True)
             prefix = prefix_of(next(self._numbers))
@@ -59,8 +67,11 @@ class CoreDoor:
         with accepted:
             peer = CoreSocket(accepted, lambda: None)  # `messages` sees its end
             client = Client(info.id_prefix, peer.send)
-            self._sockets.add(peer)
-            peer.send(Ready(info))
+            with self._lock:
+                if self._is_closed:
+                    return
+                self._sockets.add(peer)
+                peer.send(Ready(info))  # before any last words
             self._inbox.put(Joined(client))
             try:
                 for message in peer.messages():

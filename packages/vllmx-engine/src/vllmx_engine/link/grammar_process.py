@@ -1,6 +1,7 @@
 """The way to the process that checks grammars (`vllmx_engine.grammars`), and what it said before.
 
-It is started at the first grammar. Should it die, the next grammar starts another one.
+It is started by `GrammarChecker.prepare`, else at the first grammar. Should it die, the next
+grammar starts another one. A verdict on a grammar is kept; that none was found is not.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
-from vllmx_core.errors import GrammarError, QueueFullError, VllmxError
+from vllmx_core.errors import GrammarCheckError, GrammarError, QueueFullError, VllmxError
 from vllmx_core.records import MutableRecord, field
 from vllmx_core.sampling import SamplingParams
 
@@ -43,8 +44,8 @@ MAX_KEPT_CHARS = 1 << 24
 START_S = 30.0
 """The seconds for the process to come up."""
 ANSWER_S = 60.0
-"""The seconds for an answer of a process that does not hang: each of those that wait may take its
-two seconds."""
+"""The seconds for an answer, in which other checks may come first. A process that answered nobody
+meanwhile hangs."""
 _POLL_S = 0.02
 _ATTEMPTS = 2
 _RECEIVE_BYTES = 1 << 18
@@ -79,6 +80,7 @@ class GrammarProcess:
         self._call_ids = itertools.count()
         self._writer: asyncio.StreamWriter
         self._reading: asyncio.Task[None]
+        self._num_answers = 0
         self.lost = False
 
     @classmethod
@@ -105,16 +107,31 @@ class GrammarProcess:
         return self._process.pid
 
     async def check(self, spec: GrammarSpec) -> Verdict:
-        """Raises ConnectionError when the process dies, TimeoutError when it hangs."""
+        """Raises ConnectionError when the process dies or hangs, GrammarCheckError where it comes
+        to no verdict."""
         if self.lost:
             raise ConnectionError
         call_id = next(self._call_ids)
-        call = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        call: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = call
+        num_answers = self._num_answers
         try:
             self._writer.write(encode_frame(CheckGrammar(call_id, spec)))
-            return await asyncio.wait_for(call, ANSWER_S)
+            verdict = await asyncio.wait_for(call, ANSWER_S)
+        except TimeoutError:
+            if self._num_answers == num_answers:
+                logger.error("the process that checks grammars hangs")
+                self.lost = True
+                self._kill()
+            raise GrammarCheckError(
+                f"the grammar could not be checked within {ANSWER_S:g} s, because the server is too"
+                " busy: try again later"
+            ) from None
         finally:
             del self._calls[call_id]
+        if verdict.is_open:
+            raise GrammarCheckError(verdict.error or "the grammar could not be checked")
+        return verdict
 
     async def close(self) -> None:
         """Ends the process."""
@@ -132,8 +149,13 @@ class GrammarProcess:
         try:
             while not accepting.done():
                 await asyncio.wait([accepting], timeout=_POLL_S)
-                if self._process.poll() is not None or loop.time() > give_up_s:
+                if self._process.poll() is not None:
                     raise VllmxError("the process that checks grammars does not start: see the log")
+                if loop.time() > give_up_s:
+                    raise GrammarCheckError(
+                        f"the process that checks grammars did not start within {START_S:g} s: try"
+                        " again later"
+                    )
         finally:
             accepting.cancel()
         return accepting.result()[0]
@@ -143,6 +165,7 @@ class GrammarProcess:
         try:
             while data := await reader.read(_RECEIVE_BYTES):
                 for verdict in frames.feed(data):
+                    self._num_answers += 1
                     call = self._calls.get(verdict.call_id)
                     if call is not None and not call.done():
                         call.set_result(verdict)
@@ -200,9 +223,10 @@ class GrammarChecker:
         return self._making.result()
 
     async def prepare(self) -> bool:
-        """Makes the vocabulary; false where this model's answers cannot follow grammars."""
+        """Makes the vocabulary and starts the process; false where this model's answers cannot
+        follow grammars. Raises VllmxError where the process does not start."""
         try:
-            await self._made()
+            await self._running()
         except GrammarError:
             return False
         return True
@@ -221,7 +245,8 @@ class GrammarChecker:
             self._refused("invalid")
             raise GrammarError(error.message, param=error.param or form.field) from None
         except VllmxError as error:
-            self._refused("overloaded" if isinstance(error, QueueFullError) else "failed")
+            is_overload = isinstance(error, QueueFullError | GrammarCheckError)
+            self._refused("overloaded" if is_overload else "failed")
             raise
 
     def _refused(self, why: Refusal) -> None:
@@ -230,7 +255,8 @@ class GrammarChecker:
 
     async def check(self, spec: GrammarSpec, client: str = "") -> str:
         """The grammar as the core takes it. Raises GrammarError for one that no answer can follow,
-        QueueFullError when too many wait, VllmxError when the process cannot be kept alive."""
+        QueueFullError when too many wait, GrammarCheckError where there is no verdict for now,
+        VllmxError when the process does not start."""
         digest = spec.digest
         known = self._kept.get(digest)
         if known is not None:
@@ -302,17 +328,15 @@ class GrammarChecker:
             except ConnectionError:
                 logger.warning("the process that checks grammars died: starting another one")
                 continue
-            except TimeoutError:
-                logger.error("the process that checks grammars hangs: starting another one")
-                await process.close()
-                continue
             if verdict.text is None:
                 return GrammarError(verdict.error or "the grammar cannot be followed")
             return verdict.text
-        return GrammarError("checking the grammar ended the process that did it: simplify it")
+        raise GrammarCheckError(
+            f"the process that checks grammars died {_ATTEMPTS} times meanwhile: try again later"
+        )
 
     async def _made(self) -> Vocabulary:
-        if self._making is None:
+        if self._making is None or _failed_by_chance(self._making):
             self._making = asyncio.ensure_future(asyncio.to_thread(self._make))
         return await asyncio.shield(self._making)
 
@@ -324,6 +348,14 @@ class GrammarChecker:
                     await self._process.close()
                 self._process = await GrammarProcess.start(vocabulary)
             return self._process
+
+
+def _failed_by_chance(making: asyncio.Task[Vocabulary]) -> bool:
+    """Whether it may succeed another time: a GrammarError says that the tokenizer has none."""
+    if not making.done() or making.cancelled():
+        return making.done()
+    error = making.exception()
+    return error is not None and not isinstance(error, GrammarError)
 
 
 def _size(value: Any) -> int:

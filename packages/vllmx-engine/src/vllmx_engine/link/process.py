@@ -52,7 +52,7 @@ def _exit_without_parent() -> None:
 def _tell_end(connection: CoreSocket, door: CoreDoor | None, error: VllmxError) -> None:
     """Says why to all clients; the process ends behind that."""
     failed = Failed(ErrorRecord.of(error))
-    for each in [connection, *(door.sockets() if door is not None else ())]:
+    for each in [connection, *(door.close() if door is not None else ())]:
         each.send(failed)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
+from vllmx_core.end_tokens import end_tokens
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError, shown
 from vllmx_core.records import Record
 
@@ -43,15 +44,6 @@ _NAMED_IDS = {
     "pad_token": "padding_token_id",
     "cls_token": "cls_token_id",
 }
-# Tokens that end a turn whatever the file says of them: most files name only one such token.
-_END_TOKENS = frozenset(
-    (
-        "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
-        "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
-        "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
-        "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    )
-)  # fmt: skip
 
 
 class Algorithm(Record):
@@ -220,15 +212,10 @@ def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: GGUFVocabulary) -> No
 def _end_ids(vocabulary: GGUFVocabulary, eos: int | None) -> list[int]:
     """Every token that ends a sequence."""
     named = (vocabulary.token_id(f"{kind}_token_id", None) for kind in ("eot", "eom"))
-    found = {index for index in (eos, *named) if index is not None}
-    for index in vocabulary.of_type(TokenType.CONTROL, TokenType.USER_DEFINED):
-        if vocabulary.tokens[index] in _END_TOKENS:
-            found.add(index)
-    texts = {vocabulary.tokens[index] for index in found}
-    # in these two formats a message ends with <|end|>, and the turn goes on
-    if {"<|return|>", "<|call|>"} <= texts or {"<|calls|>", "<|flush|>"} <= texts:
-        found.discard(vocabulary.ids.get("<|end|>", -1))
-    return sorted(found)
+    stated = {vocabulary.tokens[index] for index in (eos, *named) if index is not None}
+    kinds = (TokenType.CONTROL, TokenType.USER_DEFINED)
+    marked = {vocabulary.tokens[index] for index in vocabulary.of_type(*kinds)}
+    return sorted(vocabulary.ids[token] for token in end_tokens(stated, marked))
 
 
 def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:

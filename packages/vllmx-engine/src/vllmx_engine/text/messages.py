@@ -20,9 +20,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TRUSTED_ROLES = ("system", "developer", "assistant")
 IMAGE_PARTS = ("image_url", "input_image", "image")
 """Types of parts that are images, in the names of several APIs."""
-UNSERVED_FIELDS = {"audio": "send its text", "function_call": "use tool_calls"}
-"""Fields of a message that would be left out of the prompt, and what to send instead."""
-_TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
+_TEXT_PARTS = ("text", "output_text")
+"""Types of parts with a text; the second is what an answer's parts are called in Responses."""
+_THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
+"""Types of parts of an assistant's turn that hold its thoughts, as several providers write them."""
+_TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content")
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 Message = dict[str, Any]
@@ -72,7 +74,9 @@ def normalize_messages(
       template does not read parts, and a text one part where it reads nothing else;
     * no content (an assistant that only calls tools) is None where the template asks for that,
       else an empty text: some templates would print "None";
-    * reasoning is given under both names that templates use, `reasoning_content` and `thinking`;
+    * an assistant's turn is read as several providers write it: see `read_history`;
+    * reasoning is given under all names that templates use: `reasoning_content`, `thinking` and
+      `reasoning`;
     * the role `developer` is `system` where the template does not name it.
 
     Args:
@@ -95,7 +99,7 @@ def normalize_messages(
             )
         plain: Message = plain_data(message, "messages")
         _check_role(plain, index, strings)
-        check_unserved(plain, index)
+        read_history(plain, index)
         _check_texts(plain, index)
         check_content(plain.get("content"), index)
         _check_calls(plain, index)
@@ -186,16 +190,85 @@ def _name_reasoning(message: Message) -> None:
     if given:
         message["reasoning_content"] = given[0]
         message.setdefault("thinking", given[0])
+        message.setdefault("reasoning", given[0])
 
 
-def check_unserved(message: Mapping[str, Any], index: int) -> None:
-    """Raises InvalidRequestError for a part of the turn that no template would show."""
-    for name, remedy in UNSERVED_FIELDS.items():
-        if message.get(name):
-            param = f"messages[{index}].{name}"
-            raise InvalidRequestError(
-                f"{param} is not served and would be left out: {remedy}", param=param
-            )
+def read_history(message: Message, index: int) -> None:
+    """Brings a turn into the fields that templates read, wherever a provider wrote its thoughts,
+    its refusal, the transcript of its speech or the older form of its one call.
+
+    Raises:
+        InvalidRequestError: speech without a transcript, or an older call that is none: they would
+            be left out of the prompt.
+    """
+    content = message.get("content")
+    is_assistant = message["role"] == "assistant"
+    if is_assistant:
+        _take_thoughts(message)
+    if isinstance(content, list):
+        parts = [
+            _read_part(part, is_assistant=is_assistant)
+            for part in content
+            if not (is_assistant and isinstance(part, dict) and part.get("type") in _THOUGHT_PARTS)
+        ]
+        content = message["content"] = parts if parts or not is_assistant else None
+    refusal, audio = message.pop("refusal", None), message.pop("audio", None)
+    transcript = audio.get("transcript") if is_assistant and isinstance(audio, dict) else None
+    if audio and not isinstance(transcript, str):
+        raise _unserved(f"messages[{index}].audio", "send its transcript")
+    if content is None and is_assistant:
+        said = refusal if isinstance(refusal, str) else transcript
+        message["content"] = said or None
+    older = message.pop("function_call", None)
+    if older and not message.get("tool_calls"):
+        if not isinstance(older, dict) or not isinstance(older.get("name"), str):
+            raise _unserved(f"messages[{index}].function_call", "use tool_calls")
+        message["tool_calls"] = [{"type": "function", "function": older}]
+
+
+def _take_thoughts(message: Message) -> None:
+    """Sets `reasoning_content` to the first thoughts that are not empty."""
+    content, blocks = message.get("content"), message.pop("thinking_blocks", None)
+    parts = content if isinstance(content, list) else ()
+    of_parts = "".join(
+        _plain_text(part.get("text") or part.get("thinking"))
+        for part in parts
+        if isinstance(part, dict) and part.get("type") in _THOUGHT_PARTS
+    )
+    of_blocks = "".join(
+        _plain_text(block.get("thinking"))
+        for block in (blocks if isinstance(blocks, list) else ())
+        if isinstance(block, dict)
+    )
+    if not isinstance(message.get("reasoning"), str):
+        message.pop("reasoning", None)  # some providers have an object of that name
+    for text in (message.get("reasoning_content"), message.get("reasoning"), of_parts, of_blocks):
+        if text:
+            message["reasoning_content"] = text
+            return
+
+
+def _read_part(part: Any, *, is_assistant: bool) -> Any:
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "refusal" and is_assistant:
+        return {"type": "text", "text": part.get("refusal")}
+    if part.get("type") in _TEXT_PARTS:
+        return {**part, "type": "text"}
+    return part
+
+
+def _plain_text(value: Any) -> str:
+    """The text of a value that is a text, or a list of parts with texts."""
+    if isinstance(value, list):
+        return "".join(_plain_text(each.get("text")) for each in value if isinstance(each, dict))
+    return value if isinstance(value, str) else ""
+
+
+def _unserved(param: str, remedy: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{param} is not served and would be left out: {remedy}", param=param
+    )
 
 
 def _check_texts(message: Message, index: int) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllmx_core.errors import ConfigError
-from vllmx_core.files import open_regular
+from vllmx_core.files import open_model_file
 
 MIB = 1 << 20
 MAX_TOKENIZER_BYTES = 256 * MIB
@@ -28,7 +28,7 @@ def read_bytes(path: Path, limit_bytes: int) -> bytes | None:
         ConfigError: the file cannot be read or is larger than `limit_bytes`.
     """
     try:
-        with open_regular(path) as file:
+        with open_model_file(path) as file:
             size = os.fstat(file.fileno()).st_size  # read() allocates all that it is asked for
             data = file.read(min(size, limit_bytes) + 1)
     except FileNotFoundError:
@@ -122,3 +122,24 @@ def _templates_of_config(config: Mapping[str, Any], path: Path) -> dict[str, str
             f"chat_template in {path} must be a string or a list of objects with name and template"
         )
     return dict(entries)
+
+
+_TEMPLATE_SIGNS = frozenset("{}\n")
+
+
+def template_of(flag: str | None) -> str | None:
+    """The source that `--chat-template` names: of a file, or the template itself in one line.
+    Raises ConfigError for a file that cannot be read."""
+    if flag is None:
+        return None
+    path = os.path.expanduser(flag)
+    if not os.path.exists(path) and not _TEMPLATE_SIGNS.isdisjoint(flag):
+        return flag
+    source = read_text(Path(path), MAX_TEMPLATE_BYTES)
+    if source is None:
+        raise ConfigError(
+            f"--chat-template {flag} does not exist: check the path, or give the template itself"
+            " in one line, with braces",
+            param="chat_template",
+        )
+    return source

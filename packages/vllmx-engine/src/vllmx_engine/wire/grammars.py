@@ -89,6 +89,8 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     call_id: int
     text: str | None = None
     error: str | None = None
+    is_open: bool = False
+    """The check did not end for want of processor time or memory: `error` says which."""
 
 
 to_grammars_decoder: msgspec.msgpack.Decoder[ToGrammars] = msgspec.msgpack.Decoder(ToGrammars)

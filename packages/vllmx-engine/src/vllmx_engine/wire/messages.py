@@ -18,6 +18,7 @@ from vllmx_core.plan import I32
 from vllmx_core.sampling import MAX_LOGPROBS, SamplingParams
 
 from vllmx_engine.wire.grammars import Grammar
+from vllmx_engine.wire.image_room import ImageRoom
 from vllmx_engine.wire.pooling import PoolingInfo
 
 MAX_FRAME_BYTES = 256 << 20
@@ -162,9 +163,11 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
     packed: bytes = b""
     """The bytes in place of the two lists where they are long: the ids, then their
     log-probabilities, as numbers of 32 bits."""
+    is_ranked: bool = True
+    """Whether the ids are the likeliest, in their order; False: the request named them."""
 
     def likeliest(self) -> Iterator[tuple[int, float]]:
-        """Ids with their log-probabilities, the likeliest first."""
+        """Ids with their log-probabilities, the likeliest first; or those that were named."""
         if not self.packed:
             return zip(self.top_ids, self.top_logprobs, strict=True)
         half = len(self.packed) // 2
@@ -242,10 +245,9 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_hits: int = 0
     """Prompt tokens found."""
     step_seconds: float = 0.0
-    step_tokens: int = 0
-    """Tokens that steps computed, of prompts and answers."""
     step_sizes: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)
-    """Steps by their tokens, see `STEP_TOKENS`."""
+    """Steps by the tokens that they finished, see `STEP_TOKENS`: a whole prompt with the step that
+    reads its end, and new tokens. Steps that finished none are left out."""
 
 
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -277,6 +279,8 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that models could take where this one runs, before it was loaded; 0: unknown."""
     takes_images: bool = False
     """It has a tower for them."""
+    image_room: ImageRoom | None = None
+    """How many of them one request may bring."""
     image_processor: dict[str, Any] = {}
     """How they are prepared, in the terms of preprocessor_config.json; empty: files in `path`."""
     generation_config: dict[str, Any] = {}

@@ -124,6 +124,15 @@ def _checkpoint(path: Path, files: Sequence[GGUFFile], registry: Registry) -> Ch
     if not isinstance(name, str):
         raise WeightFormatError(f"{path} does not name its general.architecture: convert it again")
     kind = metadata.get("general.type", "model")
+    if isinstance(kind, str) and kind == "adapter":
+        base = metadata.get("general.base_model.0.name")
+        known = f" of {shown(base)}" if isinstance(base, str) else ""
+        raise UnsupportedModelError(
+            f"{path} is a LoRA adapter{known}, not a whole model: vllmx serves no adapters: merge"
+            " it into its base model first (llama.cpp: llama-export-lora -m BASE --lora ADAPTER -o"
+            " MERGED) and serve the result",
+            param="model",
+        )
     if not isinstance(kind, str) or kind != "model":
         raise UnsupportedModelError(
             f"{path} holds no whole model but one of general.type {shown(kind)}: give the"

@@ -12,15 +12,18 @@ OWN_FILES = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
 """Files that AutoGPTQ and AutoAWQ wrote before transformers knew them -> quant_method."""
 
 
-def find_quantization(folder: Path, config: Mapping[str, Any]) -> Any:
+def find_quantization(folder: Path | None, config: Mapping[str, Any]) -> Any:
     """`quantization_config` with a `quant_method`, None where nothing says that the weights are
-    quantised; what is not an object comes back as it is."""
+    quantised; what is not an object comes back as it is. Without a folder the config alone is
+    looked at."""
     text_config = config.get("text_config")
     nested = text_config if isinstance(text_config, Mapping) else {}
     for holder in (config, nested):
         for key in ("quantization_config", "compression_config", "quantization"):
             if holder.get(key):
                 return _with_method(holder[key])
+    if folder is None:
+        return None
     modelopt = read_json_object(folder / "hf_quant_config.json")
     if modelopt is not None and isinstance(modelopt.get("quantization"), Mapping):
         return {**modelopt["quantization"], "quant_method": "modelopt"}

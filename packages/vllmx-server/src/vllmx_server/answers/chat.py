@@ -8,7 +8,7 @@ from msgspec import UNSET, UnsetType
 
 from vllmx_server.answers.logprobs import ChatLogprobs, PromptLogprobs
 from vllmx_server.answers.record import Record
-from vllmx_server.answers.usage import TokenUsage
+from vllmx_server.answers.usage import RequestTimings, TokenUsage
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 
@@ -60,6 +60,8 @@ class ChatCompletion(Record, kw_only=True):
     usage: TokenUsage
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
+    metrics: RequestTimings | UnsetType = UNSET
+    """The times of a request with one choice, under `--enable-per-request-metrics`."""
 
 
 class FunctionDelta(Record, kw_only=True):
@@ -106,4 +108,6 @@ class ChatChunk(Record, kw_only=True):
     system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: TokenUsage | UnsetType | None = UNSET
+    metrics: RequestTimings | UnsetType = UNSET
+    """The times of the request, in the last chunk alone, with the usage."""
     prompt_token_ids: list[int] | UnsetType = UNSET

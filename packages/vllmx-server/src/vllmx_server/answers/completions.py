@@ -8,7 +8,7 @@ from msgspec import UNSET, UnsetType
 
 from vllmx_server.answers.logprobs import PromptLogprobs, TextLogprobs
 from vllmx_server.answers.record import Record
-from vllmx_server.answers.usage import TokenUsage
+from vllmx_server.answers.usage import RequestTimings, TokenUsage
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -37,6 +37,8 @@ class TextCompletion(Record, kw_only=True):
     choices: list[TextChoice]
     system_fingerprint: str
     usage: TokenUsage
+    metrics: RequestTimings | UnsetType = UNSET
+    """The times of a request with one choice, under `--enable-per-request-metrics`."""
 
 
 class TextChunkChoice(Record, kw_only=True):
@@ -60,3 +62,5 @@ class TextChunk(Record, kw_only=True):
     system_fingerprint: str
     choices: list[TextChunkChoice]
     usage: TokenUsage | UnsetType | None = UNSET
+    metrics: RequestTimings | UnsetType = UNSET
+    """The times of the request, in the last chunk alone, with the usage."""

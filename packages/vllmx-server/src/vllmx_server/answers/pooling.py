@@ -81,3 +81,12 @@ class Ranking(Record, kw_only=True):
     model: str
     usage: PoolingUsage
     results: list[Ranked]
+
+
+class RankedByTEI(Record, kw_only=True):
+    """A text of a TEI ranking, of which the best comes first."""
+
+    index: int
+    """The place of the text among those that were sent."""
+    score: float
+    text: str | UnsetType = UNSET

@@ -133,6 +133,10 @@ class OutputTokens(Record, kw_only=True):
     reasoning_tokens: int
 
 
+class ConversationShown(Record, kw_only=True):
+    id: str
+
+
 class ResponseUsage(Record, kw_only=True):
     input_tokens: int
     input_tokens_details: InputTokens
@@ -150,6 +154,8 @@ class Response(Record, kw_only=True):
     status: ResponseStatus
     background: bool
     completed_at: int | None
+    conversation: ConversationShown | None
+    """The conversation to which the input and the output are added."""
     error: ResponseError | None
     incomplete_details: IncompleteDetails | None
     instructions: str | None
@@ -180,3 +186,21 @@ class ItemList(Page, kw_only=True):
     """What a response was asked, as it was sent, with ids."""
 
     data: list[dict[str, Any]]
+
+
+class CountedInput(Record, kw_only=True):
+    """What the prompt of a response comes to."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+class Compaction(Record, kw_only=True):
+    """A conversation in short."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[dict[str, Any]]
+    """The messages of the user, as they were, and one item of the type `compaction`."""
+    usage: ResponseUsage

@@ -33,3 +33,17 @@ class PoolingUsage(Record, kw_only=True):
 
     prompt_tokens: int
     total_tokens: int
+
+
+class RequestTimings(Record, kw_only=True):
+    """The times of a request; null: that did not happen."""
+
+    time_to_first_token_ms: float | None = None
+    """The time from the end of the queue to the first token."""
+    generation_time_ms: float | None = None
+    """The time from the first token to the last."""
+    queue_time_ms: float | None = None
+    mean_itl_ms: float | None = None
+    """The mean time between two tokens, of an answer with at least two."""
+    tokens_per_second: float | None = None
+    """The tokens over the time from the end of the queue to the last one."""

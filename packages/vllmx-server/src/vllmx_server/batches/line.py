@@ -91,21 +91,21 @@ class LineAnswerer:
         except VllmxError as error:
             response, code = error_response(error, scope), error.code
         except Exception as error:
-            response = self._bug(request_id, error)
+            response = self._bug(scope, error)
         try:
             await response(scope, collected.receive, collected.send)
         except VllmxError as error:
             shown: Response = error_response(error, scope)
             return Answer(shown.status_code, request_id, bytes(shown.body), error.code)
         except Exception as error:
-            shown = self._bug(request_id, error)
+            shown = self._bug(scope, error)
             return Answer(shown.status_code, request_id, bytes(shown.body))
         return Answer(collected.status, request_id, bytes(collected.body), code)
 
-    def _bug(self, request_id: str, error: Exception) -> Response:
-        where = private_traceback(error)
+    def _bug(self, scope: Scope, error: Exception) -> Response:
+        request_id, where = scope["state"]["request_id"], private_traceback(error)
         logger.error("unhandled error in request %s of a batch\n%s", request_id, where)
-        return error_response(internal_error())
+        return error_response(internal_error(), scope)
 
     def _scope(self, url: str, body: bytes, owner: str, request_id: str) -> Scope:
         return {

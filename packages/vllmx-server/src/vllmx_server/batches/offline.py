@@ -11,6 +11,7 @@ from pathlib import Path
 
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
+from vllmx_core.files import replacing
 from vllmx_engine.async_llm import AsyncLLM
 
 from vllmx_server.app import build_app
@@ -45,7 +46,11 @@ def run_batch(
     if not source.is_file():
         raise ConfigError(f"cannot read {source}: there is no such file")
     config = ServerConfig(
-        data_dir=str(kept), max_file_bytes=1 << 40, max_stored_bytes=1 << 50, max_stored_days=36500
+        data_dir=str(kept),
+        max_file_bytes=1 << 40,
+        max_stored_bytes=1 << 50,
+        max_stored_files=1 << 30,
+        max_stored_days=36500,
     )
     storage = Storage(config)
     try:
@@ -127,13 +132,11 @@ def _digest(path: Path) -> str:
 
 def _write(storage: Storage, batch: Batch, output: Path) -> None:
     """Writes both files of the batch as one, which is whole or not there."""
-    partial_path = output.with_name(output.name + ".part")
     try:
-        with partial_path.open("wb") as out:
+        with replacing(output) as out:
             for file_id in filter(None, (batch.output_file_id, batch.error_file_id)):
                 with storage.files.path(file_id).open("rb") as file:
                     shutil.copyfileobj(file, out, 1 << 20)
-        partial_path.replace(output)
     except OSError as error:
         raise ConfigError(f"cannot write {output}: {error.strerror}") from None
 

@@ -11,7 +11,8 @@ import msgspec
 
 from vllmx_server.answers.kept import Status
 from vllmx_server.batches.line import unanswered
-from vllmx_server.store.batches import Batch, Batches, LineState, save
+from vllmx_server.batches.messages import PURPOSE as MESSAGES
+from vllmx_server.store.batches import PREFIX, Batch, Batches, LineState, save
 from vllmx_server.store.files import Files, StoredFile
 from vllmx_server.store.ids import now
 
@@ -25,6 +26,7 @@ _REASONS = {
 async def finish(batch: Batch, status: Status, batches: Batches, files: Files) -> Batch:
     """Writes the files, and with them in one transaction how the batch ended, which is returned:
     nobody sees it before. May be called again after a crash."""
+    unanswered = await batches.num_waiting(batch.id)
     kept: list[tuple[StoredFile, Path]] = []
     ids: dict[str, str] = {}
     for name, records in (
@@ -39,7 +41,7 @@ async def finish(batch: Batch, status: Status, batches: Batches, files: Files) -
         found = files.new_file(
             batch.owner,
             f"{batch.id}_{name}.jsonl",
-            "batch_output",
+            "batch_output" if batch.id.startswith(PREFIX) else f"{MESSAGES}_output",
             num_bytes,
             batch.output_lifetime_s,
         )
@@ -50,6 +52,7 @@ async def finish(batch: Batch, status: Status, batches: Batches, files: Files) -
         status=status,
         times={**batch.times, status: now()},
         failed=batch.total - batch.completed,
+        unanswered=unanswered,
         output_file_id=ids.get("output"),
         error_file_id=ids.get("errors"),
     )

@@ -27,7 +27,7 @@ from vllmx_core.private_traceback import private_traceback
 from vllmx_server.connections.applications import Applications
 from vllmx_server.connections.http1 import Http1
 from vllmx_server.connections.http2 import Http2
-from vllmx_server.connections.timeouts import Timeouts
+from vllmx_server.connections.timeouts import Timeouts, least_taken
 from vllmx_server.errors import HeaderTimeoutError
 
 logger = logging.getLogger("vllmx.server")
@@ -186,19 +186,19 @@ class Connection:
 
     async def _write(self, data: bytes) -> None:
         """Returns when there is room for more. Raises ConnectionError when the client is gone, or
-        takes nothing for too long."""
-        transport, left_bytes = self.writer.transport, 1 << 62
+        takes too little for too long."""
+        transport, send_s = self.writer.transport, self._shared.timeouts.send_s
         if transport.is_closing():  # asyncio would log each further write
             raise ConnectionResetError
         transport.write(data)
-        while transport.get_write_buffer_size():
+        while left_bytes := transport.get_write_buffer_size():
             try:
-                async with asyncio.timeout(self._shared.timeouts.send_s):
+                async with asyncio.timeout(send_s):
                     await self.writer.drain()
                 return
             except TimeoutError:
-                before, left_bytes = left_bytes, transport.get_write_buffer_size()
-                if left_bytes >= before:
+                taken = left_bytes - transport.get_write_buffer_size()
+                if taken < least_taken(send_s):
                     transport.abort()
                     raise ConnectionAbortedError from None
 

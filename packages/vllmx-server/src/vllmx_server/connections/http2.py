@@ -47,6 +47,7 @@ from hypercorn.utils import filter_pseudo_headers
 from vllmx_core.private_traceback import private_traceback
 
 from vllmx_server.connections.frame_budget import FrameBudget
+from vllmx_server.connections.timeouts import least_taken
 
 logger = logging.getLogger("vllmx.server")
 
@@ -317,8 +318,8 @@ class Http2(H2Protocol):
         return isinstance(event, EndBody)
 
     async def _send_in_time(self, event: StreamEvent) -> None:
-        """Gives the stream up when its client opens no window for `send_timeout_s`, twice that at
-        most."""
+        """Gives the stream up when its client opens too small a window in `send_timeout_s`, twice
+        that at most."""
         loop = asyncio.get_running_loop()
         left_bytes = 1 << 62
         timer: asyncio.TimerHandle
@@ -327,7 +328,7 @@ class Http2(H2Protocol):
             nonlocal left_bytes, timer
             buffer = self.stream_buffers.get(event.stream_id)
             before, left_bytes = left_bytes, 0 if buffer is None else len(buffer.buffer)
-            if left_bytes < before:
+            if before - left_bytes >= least_taken(self.send_timeout_s):
                 timer = loop.call_later(self.send_timeout_s, look)
             else:
                 self.task_group.spawn(self._abandon, event.stream_id)

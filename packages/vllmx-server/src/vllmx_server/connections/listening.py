@@ -20,7 +20,7 @@ logger = logging.getLogger("vllmx.server")
 _AT_ONCE = 16
 """Connections accepted before the event loop does something else."""
 _PAUSE_S = 0.1
-_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +114,11 @@ class Listener:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                if error.errno not in _OUT_OF_RESOURCES:
+                if error.errno not in OUT_OF_RESOURCES:
                     raise
                 self._pause(error)
                 return
-            self._admit(accepted, network_of(self._listening.family, address))
+            self._admit(accepted, network_of(accepted.family, address))
 
     def _admit(self, accepted: socket.socket, address: str) -> None:
         accepted.setblocking(False)

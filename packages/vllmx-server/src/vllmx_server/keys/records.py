@@ -6,17 +6,16 @@ without salt tells nothing of them.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import secrets
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 from vllmx_core.errors import ConfigError, shown
+from vllmx_core.files import replacing
 
 from vllmx_server.json_file import read_json_file
 from vllmx_server.priorities import parse_range
@@ -31,7 +30,7 @@ class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     """One key. None: no limit."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}$")]
-    """The name of its holder: what the key may see of files, batches and responses goes by it."""
+    """The name of its holder: what the key may see of what is stored goes by it."""
     sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
     admin: bool = False
     """May use the routes that change the server."""
@@ -61,10 +60,14 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     keys: list[KeyRecord]
 
 
-def read_keys(path: str | os.PathLike[str]) -> tuple[KeyRecord, ...]:
-    """Raises ConfigError for a file that cannot be read, has an entry that says something else, or
-    a name or a key twice."""
-    where = f"--api-keys-file {shown(str(path))}"
+def read_keys(path: str | os.PathLike[str], flag: str = "--api-keys-file") -> tuple[KeyRecord, ...]:
+    """The keys of a file. Raises ConfigError for a file that cannot be read, has an entry that says
+    something else, or a name or a key twice.
+
+    Args:
+        flag: that named the file, for messages.
+    """
+    where = f"{flag} {shown(str(path))}"
     found = read_json_file(path, where, MAX_FILE_BYTES, "make it with `vllmx keys add`")
     try:
         records = tuple(msgspec.convert(found, _File).keys)
@@ -83,20 +86,13 @@ def read_keys(path: str | os.PathLike[str]) -> tuple[KeyRecord, ...]:
 
 
 def write_keys(path: Path, records: tuple[KeyRecord, ...]) -> None:
-    """Replaces the file at once, readable by its owner alone. Raises ConfigError."""
+    """Replaces the file at once, that behind a link too, readable by its owner alone. Raises
+    ConfigError."""
     data = msgspec.json.format(msgspec.json.encode(_File(list(records))), indent=1)
-    made = None
     try:
-        handle, made = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "wb") as file:
+        with replacing(path, private=True) as file:
             file.write(data + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(made, path)
     except OSError as error:
-        if made is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(made)
         raise ConfigError(f"{path} cannot be written ({error.strerror})") from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -12,6 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 from vllmx_core.errors import ConfigError, shown
+from vllmx_core.files import warn_of_readers
 
 from vllmx_server.json_file import read_json_file
 
@@ -60,21 +62,34 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, re
         return kept | self.env
 
 
-def read_servers(path: str | os.PathLike[str], flag: str) -> tuple[ServerSettings, ...]:
+def read_servers(
+    path: str | os.PathLike[str], flag: str, *, warns: bool = False
+) -> tuple[ServerSettings, ...]:
     """The servers that a file names and does not disable. Raises ConfigError for a file that
     cannot be read or says something else, for programs and folders that are not there, and where
     the package `mcp` is missing.
 
     Args:
         flag: that named the file, for messages.
+        warns: of a file with secrets that others may read.
     """
     where = f"{flag} {shown(str(path))}"
     _check_package(flag)
     entries = _entries(path, where)
     if len(entries) > MAX_SERVERS:
         raise ConfigError(f"{where} names {len(entries)} servers, at most {MAX_SERVERS} are taken")
+    if warns and any(isinstance(each, dict) and _has_secrets(each) for each in entries.values()):
+        warn_of_readers(path, flag)
     found = [_server(name, entry, where) for name, entry in entries.items()]
     return tuple(server for server in found if not server.disabled)
+
+
+def _has_secrets(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry has values of variables or headers in it, and not just names of variables
+    that have them."""
+    values = [entry.get("env"), entry.get("headers")]
+    texts = [text for value in values if isinstance(value, dict) for text in value.values()]
+    return any(isinstance(text, str) and not _VARIABLE.search(text) for text in texts)
 
 
 def _check_package(flag: str) -> None:

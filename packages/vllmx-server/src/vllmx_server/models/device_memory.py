@@ -73,7 +73,7 @@ class DeviceMemory:
             self._has_own[spec.implementation] = found.num_bytes is not None
             if found.num_bytes is not None:
                 return FreeMemory(spec.name, found.num_bytes)
-        return FreeMemory(HOST, free_bytes())
+        return FreeMemory(HOST, int(free_bytes()))
 
 
 async def _chosen(registry: Registry, backend: str) -> BackendSpec | None:

@@ -300,10 +300,11 @@ class CoreHost:
         all of what they have was taken of the system yet: pages of a KV cache are when they are
         written."""
         if self._first is not None:
-            first, self._first = self._first, None
+            first = self._first
             size = first.weight_bytes + first.kv_cache_bytes
             device = await self._memory.device(found.registry, first.backend)
             self._devices[device] = _Device(first.free_bytes, size)
+            self._first = None  # and not before: whoever waits may leave
         backend = hosted.backend or hosted.config.engine.backend
         free = await self._memory.free(found.registry, backend)
         known = self._devices.get(free.device)

@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from vllmx_core.errors import VllmxError
 from vllmx_core.private_traceback import private_traceback
 
-from vllmx_server.body import INLINE_BYTES, read_body
+from vllmx_server.body import INLINE_BYTES, read_body, unread
 from vllmx_server.deadline import deadline_of
 from vllmx_server.errors import error_response, internal_error, is_messages
 from vllmx_server.pings import PING
@@ -76,17 +76,8 @@ def _peeked(data: bytes) -> _Peek:
 
 def _again(request: Request, data: bytes, state: ServerState) -> Request:
     """The request as it came, its body unread, for one model."""
-    given = False
-
-    async def receive() -> Message:
-        nonlocal given
-        if given:
-            return await request.receive()
-        given = True
-        return {"type": "http.request", "body": data, "more_body": False}
-
     request.scope["state"]["server"] = state
-    return Request(request.scope, receive)
+    return unread(request, data)
 
 
 class _WaitingStream:

@@ -17,12 +17,15 @@ from vllmx_server.answers.errors import ErrorAnswer, MessagesError
 from vllmx_server.openapi.operation import ANY, Events, Form, Media, Operation
 from vllmx_server.openapi.operations import COUNTED, OPERATIONS
 from vllmx_server.openapi.schemas import REF, Schema, schemas_of
+from vllmx_server.openapi.served import Served, security
+from vllmx_server.rights import RIGHTS, Right
 
 ABOUT = """\
 An inference server with OpenAI's and Anthropic's APIs. Unknown fields are refused by their names.
-Where the server has keys, each request brings one, as a bearer token or as `X-API-Key`. Errors that
-come before there is a route (no valid HTTP, or no such route: 400, 404, 405, 408, 431)
-have the shape of the others."""
+Routes whose `security` says so want a key, as a bearer token or as `X-API-Key`. A route with
+`x-served: false` needs a model that does something else than the one here, and answers 400. Errors
+that come before there is a route (no valid HTTP, or no such route: 400, 404, 405, 408, 431) have
+the shape of the others."""
 _REASONS = {
     200: "The answer.",
     304: "What the client has is what there is.",
@@ -38,7 +41,11 @@ _REASONS = {
     503: "The server starts, drains or is full: see Retry-After.",
     504: "The request took longer than the server lets it.",
 }
-_PARAMETERS = {"id": "The id that its answer had.", "name": "The name of a model or a file."}
+_PARAMETERS = {
+    "id": "The id that its answer had.",
+    "item": "The id of the item.",
+    "name": "The name of a model or a file.",
+}
 _SECURITY = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
@@ -74,17 +81,25 @@ class UndocumentedRouteError(VllmxError):
     """A route that the document would leave out."""
 
 
-def document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
-    """OpenAPI of these routes. Raises UndocumentedRouteError."""
+def document(routes: Iterable[BaseRoute], served: Served | None = None) -> dict[str, Any]:
+    """OpenAPI of these routes, of one server where that is given. Raises
+    UndocumentedRouteError."""
     found = list(_operations(routes))
     types = dict.fromkeys(kind for _, _, _, operation in found for kind in _types(operation))
     types |= dict.fromkeys((ErrorAnswer, MessagesError))
     schemas, components = schemas_of(types)
+    if served is not None:
+        served.narrow(components)
     refs = dict(zip(types, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for method, path, text, operation in found:
         shown = re.sub(r"{(\w+)(:\w+)?}", r"{\1}", path)
-        paths.setdefault(shown, {})[method.lower()] = _shown(method, shown, text, operation, refs)
+        about = _shown(method, shown, text, operation, refs)
+        right = RIGHTS.get((method, path), Right.HOLDERS)
+        about["security"] = security(right, served)
+        if served is not None and operation.task is not None:
+            about["x-served"] = served.does(operation.task)
+        paths.setdefault(shown, {})[method.lower()] = about
     return {
         "openapi": "3.1.0",
         "info": {"title": "vllmx", "version": __version__, "description": ABOUT},
@@ -95,7 +110,6 @@ def document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
             "headers": _HEADERS | _LIMITS,
             "securitySchemes": _SECURITY,
         },
-        "security": [{"bearer": []}, {"key": []}, {}],
     }
 
 
@@ -119,10 +133,20 @@ def _operations(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str, str, Op
 def _types(operation: Operation) -> Iterator[Any]:
     """The structs that it refers to."""
     for kind in (operation.answer, operation.body, *operation.answers.values()):
-        if isinstance(kind, type):
-            yield kind
+        yield from _alternatives(kind)
     if operation.events is not None:
         yield from _kinds(operation.events)
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    """The types that are meant; none of what is of no type."""
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    return tuple(each for each in kinds if each is not None and not isinstance(each, Form | Media))
+
+
+def _schema(kind: Any, refs: dict[Any, Schema]) -> Schema:
+    found = [refs[each] for each in _alternatives(kind)]
+    return found[0] if len(found) == 1 else {"anyOf": found}
 
 
 def _kinds(events: Events) -> tuple[Any, ...]:
@@ -181,7 +205,7 @@ def _body(operation: Operation, refs: dict[Any, Schema]) -> dict[str, Any]:
         }
         media_type = "multipart/form-data"
     else:
-        schema, media_type = refs[operation.body], "application/json"
+        schema, media_type = _schema(operation.body, refs), "application/json"
     content: dict[str, Any] = {"schema": schema}
     if operation.example is not None:
         content["example"] = dict(operation.example)
@@ -193,7 +217,7 @@ def _answers(operation: Operation, refs: dict[Any, Schema]) -> dict[str, Any]:
     if isinstance(operation.answer, Media):
         content = {media_type: {} for media_type in operation.answer.media_types}
     else:
-        content = {"application/json": {"schema": refs[operation.answer]}}
+        content = {"application/json": {"schema": _schema(operation.answer, refs)}}
     if operation.events is not None:
         content["text/event-stream"] = _event_stream(operation.events, refs)
     limits = tuple(_LIMITS) if operation.tag in COUNTED else ()
@@ -229,9 +253,9 @@ def _event_stream(events: Events, refs: dict[Any, Schema]) -> dict[str, Any]:
     return {"schema": {"type": "string"}, "x-events": shown}
 
 
-def encoded(routes: Iterable[BaseRoute]) -> bytes:
-    """The JSON of the document."""
-    return msgspec.json.encode(document(routes))
+def encoded(routes: Iterable[BaseRoute], served: Served) -> bytes:
+    """The JSON of the document of a server."""
+    return msgspec.json.encode(document(routes, served))
 
 
 __all__ = ["REF", "UndocumentedRouteError", "document", "encoded"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from starlette.requests import Request
 
@@ -17,6 +17,8 @@ GENERATES = (*BODY, 404, 504)
 ANY = (400, 401, 403, 500, 503)
 """Errors that every route may answer: no HTTP, no key, another host, a bug of ours, no place."""
 SCHEMA = {"type": "string"}
+Task = Literal["generate", "embed", "classify", "score", "pool"]
+"""What a model must do for a route: "pool" is any but "generate"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +66,20 @@ class Operation:
 
     Attributes:
         tag: the group that it is shown in.
-        answer: the struct of a 200, or what that is else.
-        body: the struct of its body.
+        answer: the type of a 200, or one of several, or what that is else.
+        body: the struct of its body, or one of several.
         text: what the docstring of the endpoint does not say, in Markdown.
         events: what it streams, where the body asks for that.
         statuses: the errors that it may answer beside those of all routes.
         answers: structs of statuses that are no errors of the usual shape; None: without a body.
         example: a body that is answered, where what it names is there.
         is_anthropic: errors have the shape of Anthropic's API.
+        task: what the model must do; None: any model answers.
     """
 
     tag: str
     answer: Any
-    body: type | Form | None = None
+    body: type | tuple[type, ...] | Form | None = None
     text: str = ""
     query: tuple[Query, ...] = ()
     events: Events | None = None
@@ -84,3 +87,13 @@ class Operation:
     answers: Mapping[int, Any] = field(default_factory=dict)
     example: Mapping[str, Any] | None = None
     is_anthropic: bool = False
+    task: Task | None = None
+
+
+LIMIT = {"type": "integer", "minimum": 1}
+AFTER = Query("after", "The id behind which the page begins.")
+ORDER = Query("order", "The newest first, or the oldest.", {"enum": ["asc", "desc"]})
+INCLUDE = (
+    Query("include", "Accepted and ignored."),
+    Query("include[]", "Accepted and ignored."),
+)

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from vllmx_core.bounds import MAX_LIFETIME_S
+
 from vllmx_server.answers import chat, completions, kept, messages, pooling, responses, status
 from vllmx_server.answers.responses_events import ResponsesEvent
 from vllmx_server.metrics import CONTENT_TYPE
+from vllmx_server.openapi.conversations import CONVERSATIONS
+from vllmx_server.openapi.message_batches import MESSAGE_BATCHES
 from vllmx_server.openapi.operation import (
+    AFTER,
     BODY,
     GENERATES,
+    INCLUDE,
+    LIMIT,
+    ORDER,
     Endpoint,
     Events,
     Form,
@@ -24,19 +32,25 @@ from vllmx_server.routes import chat as chat_routes
 from vllmx_server.routes import completions as completion_routes
 from vllmx_server.routes import document as document_routes
 from vllmx_server.routes import files as file_routes
+from vllmx_server.routes import invocations as invocation_routes
 from vllmx_server.routes import key_usage as usage_routes
 from vllmx_server.routes import messages as message_routes
 from vllmx_server.routes import pooling as pooling_routes
+from vllmx_server.routes import response_input as input_routes
 from vllmx_server.routes import responses as response_routes
 from vllmx_server.routes import status as status_routes
+from vllmx_server.routes import tei as tei_routes
 from vllmx_server.routes import text as text_routes
+from vllmx_server.routes import tokenizer_info as tokenizer_routes
 from vllmx_server.routes import web as web_routes
 from vllmx_server.schema import batches as batch_bodies
 from vllmx_server.schema import chat as chat_bodies
 from vllmx_server.schema import completions as completion_bodies
 from vllmx_server.schema import messages as message_bodies
 from vllmx_server.schema import pooling as pooling_bodies
+from vllmx_server.schema import response_input as input_bodies
 from vllmx_server.schema import responses as response_bodies
+from vllmx_server.schema import tei as tei_bodies
 from vllmx_server.schema import text as text_bodies
 
 GENERATING, VECTORS, KEPT = "Generating", "Vectors and scores", "Files and batches"
@@ -45,14 +59,31 @@ COUNTED = (GENERATING, VECTORS, TEXT)
 """Groups whose requests count against the limits of a key."""
 _KNOWN = {304: None}
 _HELLO = [{"role": "user", "content": "Hello!"}]
-_LIMIT = {"type": "integer", "minimum": 1}
-_AFTER = Query("after", "The id behind which the page begins.")
-_ORDER = Query("order", "The newest first, or the oldest.", {"enum": ["asc", "desc"]})
-_INCLUDE = (
-    Query("include", "Accepted and ignored."),
-    Query("include[]", "Accepted and ignored."),
-)
 _ADMIN = "For holders of a key of `--admin-key`, or of one with `admin` in the file of keys."
+_RANKING = {"query": "a question", "documents": ["an answer", "another one"]}
+_INVOKED = (
+    chat_bodies.ChatCompletionRequest,
+    completion_bodies.CompletionRequest,
+    pooling_bodies.EmbeddingsRequest,
+    pooling_bodies.ClassifyRequest,
+    pooling_bodies.PoolingRequest,
+    pooling_bodies.ScoreRequest,
+    pooling_bodies.RerankRequest,
+    tei_bodies.RankTextsRequest,
+    tei_bodies.EmbedRequest,
+)
+"""The bodies of all routes that /invocations stands for."""
+_INVOKED_ANSWERS = (
+    chat.ChatCompletion,
+    completions.TextCompletion,
+    pooling.EmbeddingList,
+    pooling.ClassifiedList,
+    pooling.PooledList,
+    pooling.ScoreList,
+    pooling.Ranking,
+    list[pooling.RankedByTEI],
+    list[list[float]],
+)
 _POOLING_TEXT = "Of models that make vectors or scores; one that generates text answers 400."
 _LINE = (
     '{"custom_id": "one", "method": "POST", "url": "/v1/chat/completions",'
@@ -66,7 +97,7 @@ _FILE = Form(
         "expires_after[seconds]": {
             "type": "integer",
             "minimum": 1,
-            "maximum": batch_bodies.MAX_LIFETIME_S,
+            "maximum": MAX_LIFETIME_S,
         },
     },
     ("file", "purpose"),
@@ -81,6 +112,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             events=Events(chat.ChatChunk, is_named=False, ends_with="[DONE]"),
             statuses=GENERATES,
             example={"messages": _HELLO, "max_tokens": 16},
+            task="generate",
         ),
         completion_routes.completions: Operation(
             GENERATING,
@@ -89,6 +121,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             events=Events(completions.TextChunk, is_named=False, ends_with="[DONE]"),
             statuses=GENERATES,
             example={"prompt": "Once upon a time", "max_tokens": 16},
+            task="generate",
         ),
         message_routes.messages: Operation(
             GENERATING,
@@ -98,6 +131,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             statuses=GENERATES,
             example={"messages": _HELLO, "max_tokens": 16},
             is_anthropic=True,
+            task="generate",
         ),
         message_routes.count_tokens: Operation(
             TEXT,
@@ -106,6 +140,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             statuses=(*BODY, 404),
             example={"messages": _HELLO},
             is_anthropic=True,
+            task="generate",
         ),
         response_routes.create: Operation(
             GENERATING,
@@ -114,6 +149,21 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             events=Events(ResponsesEvent, is_named=True),
             statuses=GENERATES,
             example={"input": "Hello!", "max_output_tokens": 16},
+            task="generate",
+        ),
+        input_routes.input_tokens: Operation(
+            TEXT,
+            responses.CountedInput,
+            input_bodies.InputTokensRequest,
+            statuses=(*BODY, 404),
+            example={"input": "Hello!"},
+        ),
+        input_routes.compact: Operation(
+            GENERATING,
+            responses.Compaction,
+            input_bodies.CompactRequest,
+            statuses=GENERATES,
+            example={"input": "Hello!"},
         ),
         response_routes.retrieve: Operation(
             STORED,
@@ -130,7 +180,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
                     "The number of the last event that is known.",
                     {"type": "integer", "minimum": 0, "maximum": 1 << 29},
                 ),
-                *_INCLUDE,
+                *INCLUDE,
                 Query("include_obfuscation", "Accepted and ignored."),
             ),
             events=Events(ResponsesEvent, is_named=True),
@@ -142,10 +192,10 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             STORED,
             responses.ItemList,
             query=(
-                Query("limit", "Items of a page.", {**_LIMIT, "maximum": 100}),
-                _ORDER,
-                _AFTER,
-                *_INCLUDE,
+                Query("limit", "Items of a page.", {**LIMIT, "maximum": 100}),
+                ORDER,
+                AFTER,
+                *INCLUDE,
             ),
             statuses=(404,),
         ),
@@ -156,6 +206,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             _POOLING_TEXT,
             statuses=GENERATES,
             example={"input": ["a text", "another one"]},
+            task="embed",
         ),
         pooling_routes.pooling: Operation(
             VECTORS,
@@ -164,6 +215,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             _POOLING_TEXT,
             statuses=GENERATES,
             example={"input": ["a text", "another one"]},
+            task="pool",
         ),
         pooling_routes.classify: Operation(
             VECTORS,
@@ -172,6 +224,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             _POOLING_TEXT,
             statuses=GENERATES,
             example={"input": ["a text", "another one"]},
+            task="classify",
         ),
         pooling_routes.score: Operation(
             VECTORS,
@@ -180,6 +233,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             _POOLING_TEXT,
             statuses=GENERATES,
             example={"text_1": "a question", "text_2": ["an answer", "another one"]},
+            task="score",
         ),
         pooling_routes.rerank: Operation(
             VECTORS,
@@ -187,8 +241,29 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             pooling_bodies.RerankRequest,
             _POOLING_TEXT,
             statuses=GENERATES,
-            example={"query": "a question", "documents": ["an answer", "another one"]},
+            example=_RANKING,
+            task="score",
         ),
+        tei_routes.rerank: Operation(
+            VECTORS,
+            (pooling.Ranking, list[pooling.RankedByTEI]),
+            (pooling_bodies.RerankRequest, tei_bodies.RankTextsRequest),
+            _POOLING_TEXT,
+            statuses=GENERATES,
+            example=_RANKING,
+            task="score",
+        ),
+        tei_routes.embed: Operation(
+            VECTORS,
+            list[list[float]],
+            tei_bodies.EmbedRequest,
+            _POOLING_TEXT,
+            statuses=GENERATES,
+            example={"inputs": ["a text", "another one"]},
+            task="embed",
+        ),
+        **CONVERSATIONS,
+        **MESSAGE_BATCHES,
         file_routes.upload: Operation(
             KEPT,
             kept.FileObject,
@@ -201,9 +276,9 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             kept.FileList,
             query=(
                 Query("purpose", "Those of one purpose."),
-                Query("limit", "Files of a page.", {**_LIMIT, "maximum": 10_000}),
-                _ORDER,
-                _AFTER,
+                Query("limit", "Files of a page.", {**LIMIT, "maximum": 10_000}),
+                ORDER,
+                AFTER,
             ),
         ),
         file_routes.retrieve: Operation(KEPT, kept.FileObject, statuses=(404,)),
@@ -219,7 +294,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
         batch_routes.list_batches: Operation(
             KEPT,
             kept.BatchList,
-            query=(_AFTER, Query("limit", "Batches of a page.", {**_LIMIT, "maximum": 100})),
+            query=(AFTER, Query("limit", "Batches of a page.", {**LIMIT, "maximum": 100})),
         ),
         batch_routes.retrieve: Operation(KEPT, kept.BatchObject, statuses=(404,)),
         batch_routes.cancel: Operation(KEPT, kept.BatchObject, statuses=(404,)),
@@ -236,6 +311,23 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             text_bodies.DetokenizeRequest,
             statuses=(*BODY, 404),
             example={"tokens": [72, 105]},
+        ),
+        tokenizer_routes.tokenizer_info: Operation(
+            TEXT,
+            Media(("application/json",)),
+            text="There under `--enable-tokenizer-info-endpoint` alone.",
+        ),
+        invocation_routes.invocations: Operation(
+            GENERATING,
+            _INVOKED_ANSWERS,
+            _INVOKED,
+            "A model that generates takes chats and texts, one that makes vectors or scores the"
+            " others. The answer is that of the route.",
+            events=Events(
+                chat.ChatChunk | completions.TextChunk, is_named=False, ends_with="[DONE]"
+            ),
+            statuses=GENERATES,
+            example={"messages": _HELLO},
         ),
         admin_routes.load: Operation(
             STATUS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,14 @@ from vllmx_core.private_traceback import private_traceback
 from vllmx_server.chat_events import ChatEvents
 from vllmx_server.content_logprobs import ContentLogprobs
 from vllmx_server.errors import cut_message, internal_error
-from vllmx_server.generation import Generation
+from vllmx_server.generation import Generation, Usage
 from vllmx_server.responses.as_chat import items_of
+from vllmx_server.responses.items import named
 from vllmx_server.responses.output import Output, Told
 from vllmx_server.responses.tools import forms_of
-from vllmx_server.schema.responses import InputItem, ResponsesRequest
+from vllmx_server.schema.responses import ResponsesRequest
 from vllmx_server.state import ServerState
+from vllmx_server.store.conversations import MAX_ITEMS, ConversationNotKnownError
 from vllmx_server.store.database import logger
 from vllmx_server.store.ids import new_id, now
 from vllmx_server.store.responses import StoredResponse
@@ -27,15 +30,6 @@ if TYPE_CHECKING:
     from vllmx_server.responses.rounds import ToolRounds
 
 encode = msgspec.json.Encoder().encode
-_PREFIXES = {
-    "function_call": "fc_",
-    "function_call_output": "fco_",
-    "custom_tool_call": "ctc_",
-    "custom_tool_call_output": "ctco_",
-    "reasoning": "rs_",
-    "mcp_call": "mcp_",
-    "mcp_list_tools": "mcpl_",
-}
 
 
 class ResponseAnswer:
@@ -69,7 +63,7 @@ class ResponseAnswer:
         self._number = 0
         self.is_cancelled = False
         self.stored = StoredResponse(
-            response=_fields(body, state.llm.config.name), input=_named(items_of(body))
+            response=_fields(body, state.llm.config.name), input=named(items_of(body))
         )
         self._response = self.stored.response
 
@@ -80,6 +74,7 @@ class ResponseAnswer:
                 for _ in self._output.take(event):
                     pass
         self._finish()
+        await self._converse()
         await self.keep()
         return iter((encode(self._response),))
 
@@ -96,6 +91,7 @@ class ResponseAnswer:
                     for told in self._output.take(event):
                         yield self._event(told)
             self._finish()
+            await self._converse()
             await self.keep()
         except VllmxError as error:
             if not begun:
@@ -141,6 +137,15 @@ class ResponseAnswer:
             told = events if self._body.stream else ()
             await self._state.storage.responses.save(self._owner, self.stored, told)
 
+    async def _converse(self) -> None:
+        """Adds what was asked and answered to the conversation, unless that was deleted
+        meanwhile."""
+        name = self._body.conversation_id
+        if name is not None:
+            conversations = self._state.storage.conversations
+            with contextlib.suppress(ConversationNotKnownError):
+                await conversations.add(self._owner, name, self.stored.items(), spare=MAX_ITEMS)
+
     def _finish(self) -> None:
         end = self._output.end
         if end is not None and end.finish_reason == "length":
@@ -151,15 +156,8 @@ class ResponseAnswer:
             self._end("completed")
 
     def _end(self, status: str) -> None:
-        usage = self._generation.usage
         self._response["output"] = self._output.items
-        self._response["usage"] = {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
-            "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        }
+        self._response["usage"] = usage_of(self._generation.usage)
         self._response["status"] = status
 
     def _event(self, told: Told) -> bytes:
@@ -169,16 +167,15 @@ class ResponseAnswer:
         return b"event: response.%b\ndata: %b\n\n" % (name.encode(), encode(event))
 
 
-def _named(items: list[InputItem]) -> list[InputItem]:
-    """Gives each item an id, by which it can be listed."""
-    return [
-        msgspec.structs.replace(
-            item,
-            id=item.id or new_id(_PREFIXES.get(item.type or "", "msg_")),
-            type=item.type or "message",
-        )
-        for item in items
-    ]
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """The token counts in the form of the API."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
 
 
 def _format(body: ResponsesRequest) -> dict[str, Any]:
@@ -199,6 +196,7 @@ def _fields(body: ResponsesRequest, model: str) -> dict[str, Any]:
         "status": "queued" if body.background else "in_progress",
         "background": bool(body.background),
         "completed_at": None,
+        "conversation": None if body.conversation_id is None else {"id": body.conversation_id},
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.field_names import RESPONSES_FIELDS
+from vllmx_server.responses.compaction import summary_of
 from vllmx_server.responses.mcp_items import text_of_error
 from vllmx_server.responses.tool_choice import choice_of
 from vllmx_server.responses.tools import functions_of, whole_name
@@ -21,27 +22,17 @@ from vllmx_server.schema.chat import (
     ToolCall,
     ToolFunction,
 )
+from vllmx_server.schema.generating import GENERATING
 from vllmx_server.schema.responses import InputItem, InputPart, ResponsesRequest, TextOptions
-from vllmx_server.schema.structured import GUIDED, JSONSchemaFormat, ResponseFormat
+from vllmx_server.schema.structured import JSONSchemaFormat, ResponseFormat
 
 _SAME = (
     "stream",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
     "stop",
-    "presence_penalty",
-    "frequency_penalty",
-    "ignore_eos",
-    "priority",
-    "cache_salt",
-    "session_id",
-    "request_id",
+    "thinking_token_budget",
     "parallel_tool_calls",
     "chat_template_kwargs",
-    *GUIDED,
+    *GENERATING,
 )
 """Fields that mean the same in chats."""
 _EFFORTS: dict[Effort, Effort] = {"xhigh": "high", "max": "high", "minimal": "low"}
@@ -70,8 +61,9 @@ def chat_of(
     messages = Messages()
     if body.instructions:
         messages.say("system", body.instructions)
+    past = "conversation" if body.conversation is not None else "previous_response_id"
     for index, item in enumerate(before):
-        messages.add(item, f"previous_response_id, item {index}")
+        messages.add(item, f"{past}, item {index}")
     for index, item in enumerate(items_of(body)):
         messages.add(item, f"input[{index}]")
     messages.end()
@@ -101,14 +93,26 @@ def _format(text: TextOptions | None) -> ResponseFormat | None:
     return ResponseFormat("json_schema", schema)
 
 
-class Messages:
-    """Chat messages out of items: thoughts, text and calls of one turn become one message."""
+def check_items(items: Sequence[InputItem], name: str) -> None:
+    """Raises InvalidRequestError for an item that is not served. The call whose output an item is
+    may be elsewhere."""
+    messages = Messages(item.call_id for item in items if item.call_id is not None)
+    for index, item in enumerate(items):
+        messages.add(item, f"{name}[{index}]")
 
-    def __init__(self) -> None:
+
+class Messages:
+    """Chat messages out of items: thoughts, text and calls of one turn become one message.
+
+    Args:
+        known: the ids of calls that were made elsewhere.
+    """
+
+    def __init__(self, known: Iterable[str] = ()) -> None:
         self.found: list[ChatMessage] = []
         self._turn: ChatMessage | None = None
         """The turn of the assistant, to which more may come."""
-        self._called: dict[str, str] = {}
+        self._called: dict[str, str] = dict.fromkeys(known, "")
         """The name of the function of each call."""
         self._returned_images: list[str | ContentPart] = []
         """Images that tools returned: they follow what else tools return, as the user's."""
@@ -146,13 +150,16 @@ class Messages:
             self._returned(item, where)
         elif kind == "mcp_call":
             self._mcp_call(item, where)
+        elif kind == "compaction":
+            turn = self._assistant(lambda turn: not turn.content and not turn.tool_calls)
+            turn.content = summary_of(item, where)
         elif kind == "mcp_list_tools":
             pass  # the request says which tools there are
         else:
             raise InvalidRequestError(
                 f"{where} has the type {shown(kind)}, which is not served here: this server takes"
-                " message, reasoning, function_call, custom_tool_call and what those return, and"
-                " mcp_call and mcp_list_tools",
+                " message, reasoning, function_call, custom_tool_call and what those return,"
+                " mcp_call, mcp_list_tools and compaction",
                 param=where,
             )
 

@@ -13,6 +13,7 @@ from vllmx_engine.client.request_stream import RequestStream
 from vllmx_server.body import body_bytes
 from vllmx_server.chat_call import ChatCall, chat_call, submit_chat
 from vllmx_server.deadline import Deadline
+from vllmx_server.errors import ToolServerError
 from vllmx_server.field_names import RESPONSES_FIELDS
 from vllmx_server.mcp.servers import ToolServers
 from vllmx_server.responses.as_chat import chat_of, items_of
@@ -56,18 +57,31 @@ class Asking:
         self._num_bytes = 0
         self._tools: RequestTools
 
-    async def submit(self) -> list[RequestStream]:
-        """Starts the first answer, once the servers were tried. Raises what the engine refuses."""
+    async def first_call(self) -> ChatCall:
+        """The first call of the model, once the servers were tried. Raises InvalidRequestError."""
         labels = [each.label for each in self._wanted]
         for label in labels:
             await asyncio.wrap_future(self._servers.settled(label))
         self._faults = {label: self._servers.fault(label) for label in labels}
         offered = {label: self._servers.tools(label) for label in labels}
         self._tools = RequestTools(self._body, self._wanted, offered)
+        self._check_choice()
         self._before = await self._read(self._request, self._state, self._body)
         self._num_bytes = body_bytes(self._request)
         self._num_bytes += len(msgspec.json.encode(self._tools.functions))
-        return await self._round((), 0, False)
+        return await self._built((), 0, False)
+
+    def _check_choice(self) -> None:
+        """Raises ToolServerError where a call is asked for that only a server could take that
+        cannot be reached."""
+        needed = self._tools.needed_servers(self._body.tool_choice)
+        for label in needed:
+            if (fault := self._faults.get(label)) is not None:
+                raise ToolServerError(
+                    f"tool_choice asks for a call of a tool, but the MCP server {label!r} cannot be"
+                    f' reached ({fault}): set tool_choice to "auto", or try again once it runs',
+                    param="tool_choice",
+                )
 
     def rounds(
         self, streams: list[RequestStream], started_s: float, deadline: Deadline
@@ -96,13 +110,16 @@ class Asking:
     async def _round(
         self, after: Sequence[ChatMessage], used: int, is_last: bool
     ) -> list[RequestStream]:
-        size = self._num_bytes + sum(len(each.content or ()) for each in after)
-        self._request.scope["state"]["body_bytes"] = size
-        call = await self._state.llm.text.run(
-            client_of(self._request), size, lambda _: self._call(after, used, is_last)
-        )
+        call = await self._built(after, used, is_last)
         with RESPONSES_FIELDS.told():
             return await submit_chat(self._request, self._state, call, by_events=True)
+
+    async def _built(self, after: Sequence[ChatMessage], used: int, is_last: bool) -> ChatCall:
+        size = self._num_bytes + sum(len(each.content or ()) for each in after)
+        self._request.scope["state"]["body_bytes"] = size
+        return await self._state.llm.text.run(
+            client_of(self._request), size, lambda _: self._call(after, used, is_last)
+        )
 
     def _call(self, after: Sequence[ChatMessage], used: int, is_last: bool) -> ChatCall:
         def extend(chat: ChatCompletionRequest) -> None:

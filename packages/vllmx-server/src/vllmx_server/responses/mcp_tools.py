@@ -67,6 +67,19 @@ class RequestTools:
             param="tool_choice",
         )
 
+    def needed_servers(self, choice: str | dict[str, Any] | None) -> list[str]:
+        """Servers of which one at least must have tools, for `choice` cannot be met otherwise."""
+        if choice == "required":
+            return [] if self._own or self.functions else list(self.of_servers)
+        if not isinstance(choice, dict):
+            return []
+        tools = choice.get("tools") if choice.get("type") == ALLOWED else [choice]
+        found = [tool for tool in tools or () if isinstance(tool, dict)]
+        labels = [str(tool.get("server_label")) for tool in found if tool.get("type") == "mcp"]
+        if len(labels) < len(found) or any(self._of(label) for label in labels):
+            return []  # something else may be called
+        return labels
+
     def _allowed(self, tool: Any) -> list[Any]:
         """One tool that a choice allows, or all of a server's."""
         if not isinstance(tool, dict) or tool.get("type") != "mcp":

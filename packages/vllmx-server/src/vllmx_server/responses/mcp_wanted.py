@@ -26,16 +26,15 @@ _ADDRESSES = (
 )
 
 
-class _Filter(msgspec.Struct, forbid_unknown_fields=True):
+class _Filter(msgspec.Struct):
     tool_names: list[str]
 
 
-class _Tool(msgspec.Struct, forbid_unknown_fields=True):
+class _Tool(msgspec.Struct):
     type: str
     server_label: str
     allowed_tools: list[str] | _Filter | None = None
     require_approval: Any = None
-    server_description: str | None = None
 
 
 class WantedServer(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ class _Tool(msgspec.Struct):
     namespace: str | None = None
 
 
-class _Allowed(msgspec.Struct, forbid_unknown_fields=True):
+class _Allowed(msgspec.Struct):
     type: str
     mode: Literal["auto", "required"]
     tools: list[_Tool]

@@ -24,13 +24,11 @@ class _Format(msgspec.Struct):
     definition: str | None = None
 
 
-class _Custom(msgspec.Struct, forbid_unknown_fields=True):
+class _Custom(msgspec.Struct):
     type: str
     name: str
     description: str | None = None
     format: _Format | None = None
-    defer_loading: bool | None = None
-    allowed_callers: list[str] | None = None
 
 
 class _Namespace(msgspec.Struct):

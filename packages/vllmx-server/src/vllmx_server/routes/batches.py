@@ -13,7 +13,7 @@ from vllmx_server.body import checked, read_json
 from vllmx_server.errors import OverloadedError
 from vllmx_server.routes.pages import answer, check_query, number, page
 from vllmx_server.schema.batches import CREATE
-from vllmx_server.state import owner_of, state_of
+from vllmx_server.state import ServerState, owner_of, state_of
 from vllmx_server.store.batches import Batch
 from vllmx_server.store.ids import new_id, now
 
@@ -27,12 +27,7 @@ async def create(request: Request) -> Response:
     state.check_admission()
     body = await read_json(request, state, partial(checked, state=state, decoder=CREATE))
     await state.storage.files.get(owner, body.input_file_id)
-    if state.batches.num_open(owner) >= MAX_OPEN:
-        raise QueueFullError(
-            f"{MAX_OPEN} batches of this key are being worked on, no more are taken: wait for one,"
-            " or cancel it",
-            retry_after_s=60,
-        )
+    check_room(state, owner)
     created, expiry = now(), body.output_expires_after
     batch = Batch(
         id=new_id("batch_"),
@@ -50,6 +45,16 @@ async def create(request: Request) -> Response:
     shown = answer(batch.shown())
     state.batches.begin(batch)
     return shown
+
+
+def check_room(state: ServerState, owner: str) -> None:
+    """Raises QueueFullError where a key has as many batches as it may."""
+    if state.batches.num_open(owner) >= MAX_OPEN:
+        raise QueueFullError(
+            f"{MAX_OPEN} batches of this key are being worked on, no more are taken: wait for one,"
+            " or cancel it",
+            retry_after_s=60,
+        )
 
 
 async def list_batches(request: Request) -> Response:

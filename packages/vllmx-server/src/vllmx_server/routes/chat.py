@@ -27,6 +27,7 @@ from vllmx_server.event_stream import DONE, HeldResponse
 from vllmx_server.generation import Generation
 from vllmx_server.json_pieces import json_pieces
 from vllmx_server.logprobs import chat_logprobs, prompt_logprobs
+from vllmx_server.request_timings import request_timings
 from vllmx_server.routes.generate import generate
 from vllmx_server.schema.chat import DECODER, ChatCompletionRequest
 from vllmx_server.schema.sampling import stream_options
@@ -93,6 +94,7 @@ class ChatAnswer:
                 usage=self._generation.usage.shown(),
                 prompt_logprobs=prompt_logprobs(final.prompt_logprobs),
                 prompt_token_ids=final.prompt_token_ids if self._body.return_token_ids else None,
+                metrics=request_timings(self._state.config, self._generation),
             )
         )
 
@@ -122,16 +124,19 @@ class ChatAnswer:
                 if not begun:
                     begun = True
                     yield self._roles(chunks)
+                num_unsent = sum(len(choice.token_ids) for choice in output.outputs)
                 for choice in output.outputs:
+                    num_unsent -= len(choice.token_ids)
                     if readings:
                         reading = readings[choice.index]
-                        if chunk := self._read_chunks(choice, reading, is_plain):
+                        if chunk := self._read_chunks(choice, reading, is_plain, num_unsent):
                             yield chunk
                     elif choice.finish_reason is not None or not is_plain:
-                        yield chunks.chunk(self._delta(choice), usage)
+                        yield chunks.chunk(self._delta(choice), usage, num_unsent)
                     elif choice.text:
                         yield self._plain[choice.index].content(choice.text)
-        yield (chunks.usage(usage) if chunks.has_last_usage else b"") + DONE
+        timings = request_timings(self._state.config, self._generation)
+        yield (chunks.usage(usage, timings) if chunks.has_last_usage else b"") + DONE
 
     @property
     def has_middle(self) -> bool:
@@ -159,7 +164,9 @@ class ChatAnswer:
         hides = not self._has_reasoning
         return [ReadStream(self._readers, hides_reasoning=hides) for _ in range(self._body.n or 1)]
 
-    def _read_chunks(self, choice: CompletionOutput, reading: ReadStream, is_plain: bool) -> bytes:
+    def _read_chunks(
+        self, choice: CompletionOutput, reading: ReadStream, is_plain: bool, num_unsent: int
+    ) -> bytes:
         """What an output adds: a chunk for each part of the message, or none."""
         events, usage, chunks = reading.events(choice), self._generation.usage, self._chunks
         if usage.reasoning_tokens is not None:
@@ -176,7 +183,7 @@ class ChatAnswer:
                 "finish_reason": self._finish_reason(choice, reading),
                 "stop_reason": choice.stop_reason,
             }
-        return b"".join(chunks.chunk(each, usage) for each in found)
+        return b"".join(chunks.chunk(each, usage, num_unsent) for each in found)
 
     def _finish_reason(
         self, choice: CompletionOutput, read: ReadStream | WholeAnswer | None
@@ -194,7 +201,7 @@ class ChatAnswer:
         return found
 
     def _roles(self, chunks: Chunks) -> bytes:
-        """The first chunk of every choice."""
+        """The first chunk of every choice, which has no text yet."""
         delta = {"role": "assistant", "content": self._echoed()}
         fixed = {"delta": delta, "logprobs": None, "finish_reason": None}
         extra: dict[str, Any] = {}
@@ -202,7 +209,7 @@ class ChatAnswer:
             extra["prompt_token_ids"] = self._generation.prompt_token_ids[0]
         usage = self._generation.usage
         return b"".join(
-            chunks.chunk({"index": index, **fixed}, usage, **extra)
+            chunks.chunk({"index": index, **fixed}, usage, usage.completion_tokens, **extra)
             for index in range(self._body.n or 1)
         )
 
@@ -224,6 +231,8 @@ class ChatAnswer:
         top = self._body.num_logprobs
         if choice.logprobs is None or top is None:
             return None
+        if self._body.logprob_token_ids:
+            top = -1  # all that are there
         tokenizer = self._state.llm.tokenizer
         as_ids = self._body.return_tokens_as_token_ids
         return chat_logprobs(choice.logprobs, choice.token_ids, top, tokenizer, as_ids)

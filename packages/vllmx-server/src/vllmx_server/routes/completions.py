@@ -28,6 +28,7 @@ from vllmx_server.event_stream import DONE, HeldResponse
 from vllmx_server.generation import Generation
 from vllmx_server.json_pieces import json_pieces
 from vllmx_server.logprobs import CompletionLogprobs, prompt_logprobs
+from vllmx_server.request_timings import request_timings
 from vllmx_server.routes.generate import generate
 from vllmx_server.schema.completions import DECODER, CompletionRequest
 from vllmx_server.schema.sampling import stream_options
@@ -154,6 +155,7 @@ class CompletionAnswer:
                 ),
                 system_fingerprint=self._state.fingerprint,
                 usage=usage.shown(),
+                metrics=request_timings(self._state.config, self._generation),
             )
         )
 
@@ -214,23 +216,26 @@ class CompletionAnswer:
             async for index, output in outputs:
                 if body.echo and index not in echoes:
                     echoes[index] = await asyncio.to_thread(self._echo_of, output)
+                num_unsent = sum(len(choice.token_ids) for choice in output.outputs)
                 for choice in output.outputs:
                     number = index * self._n + choice.index
                     echo = echoes.get(index)
                     if echo is not None and number not in begun:
                         for part in self._echo_parts(number, echo):
-                            yield chunks.chunk(part, usage)
+                            yield chunks.chunk(part, usage, num_unsent)
                             await asyncio.sleep(0)
+                    num_unsent -= len(choice.token_ids)
                     if choice.finish_reason is not None or not is_plain or number not in begun:
                         is_first = number not in begun
                         begun.add(number)
                         if body.scores_only:
-                            usage.completion_tokens = 0
+                            usage.completion_tokens = num_unsent = 0
                         delta = self._delta(number, choice, output, is_first, echo)
-                        yield chunks.chunk(delta, usage)
+                        yield chunks.chunk(delta, usage, num_unsent)
                     elif choice.text:
                         yield self._plain(number, choice.text)
-        yield (chunks.usage(usage) if chunks.has_last_usage else b"") + DONE
+        timings = request_timings(self._state.config, self._generation)
+        yield (chunks.usage(usage, timings) if chunks.has_last_usage else b"") + DONE
 
     @property
     def has_middle(self) -> bool:

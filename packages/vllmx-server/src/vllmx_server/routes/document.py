@@ -28,12 +28,14 @@ def is_page(path: str) -> bool:
 
 
 async def document(request: Request) -> Response:
-    """What all routes take and answer, as OpenAPI 3.1."""
+    """What all routes take and answer, as OpenAPI 3.1, with the bounds of this server."""
     state = state_of(request)
     if state.document is None:
         from vllmx_server.openapi.document import encoded  # most servers are never asked
+        from vllmx_server.openapi.served import Served
 
-        state.document = await asyncio.to_thread(encoded, request.app.routes)
+        served = Served.by(state)
+        state.document = await asyncio.to_thread(encoded, request.app.routes, served)
     return Response(state.document, media_type="application/json")
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
+from vllmx_core.bounds import MAX_LIFETIME_S
 from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.answers.kept import Deleted, FileList
 from vllmx_server.hosts import check_origin
 from vllmx_server.routes.pages import answer, check_query, newest_first, number, page
-from vllmx_server.schema.batches import MAX_LIFETIME_S
 from vllmx_server.state import owner_of, state_of
 from vllmx_server.store.upload import uploaded
 

@@ -35,7 +35,13 @@ from vllmx_server.messages_as_chat import chat_of
 from vllmx_server.messages_blocks import BlockEvents, Blocks
 from vllmx_server.routes.generate import generate
 from vllmx_server.routes.text import counted, most_tokens
-from vllmx_server.schema.messages import COUNT_TOKENS, MESSAGES, MessagesRequest
+from vllmx_server.schema.messages import (
+    BETA_COUNT_TOKENS,
+    BETA_MESSAGES,
+    COUNT_TOKENS,
+    MESSAGES,
+    MessagesRequest,
+)
 from vllmx_server.state import ServerState, client_of, state_of
 
 encode = msgspec.json.Encoder().encode
@@ -50,7 +56,12 @@ FRAMING = Framing(_failed, b'event: ping\ndata: {"type":"ping"}\n\n')
 
 async def messages(request: Request) -> HeldResponse:
     """Anthropic's Messages, streamed or not."""
-    return await generate(request, MESSAGES, _call, _submit, MessagesAnswer, FRAMING)
+    decoder = BETA_MESSAGES if _is_beta(request) else MESSAGES
+    return await generate(request, decoder, _call, _submit, MessagesAnswer, FRAMING)
+
+
+def _is_beta(request: Request) -> bool:
+    return bool(request.headers.get("anthropic-beta", "").strip())
 
 
 def _call(state: ServerState, body: MessagesRequest) -> ChatCall:
@@ -73,9 +84,10 @@ async def _submit(
 async def count_tokens(request: Request) -> Response:
     """How many tokens the prompt of a Messages request has."""
     state, client = state_of(request), client_of(request)
+    decoder = BETA_COUNT_TOKENS if _is_beta(request) else COUNT_TOKENS
 
     def parse(data: bytes) -> tuple[list[dict[str, Any]], ChatOptions]:
-        chat = chat_of(checked(data, state, COUNT_TOKENS))
+        chat = chat_of(checked(data, state, decoder))
         with MESSAGES_FIELDS.told():
             chat.check()
         return chat.conversation(), chat.chat_options()

@@ -6,14 +6,14 @@ import asyncio
 import base64
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from vllmx_core.errors import InvalidRequestError
-from vllmx_engine.client.pooling import PoolingText
+from vllmx_engine.client.pooling import PoolingText, first_tokens
 
 from vllmx_server.answers.pooling import (
     Classified,
@@ -31,7 +31,8 @@ from vllmx_server.answers.pooling import (
 )
 from vllmx_server.answers.record import lazily
 from vllmx_server.answers.usage import PoolingUsage
-from vllmx_server.body import body_bytes, checked, read_json
+from vllmx_server.body import CheckedBody, body_bytes, checked, read_json
+from vllmx_server.chat_call import check_template
 from vllmx_server.deadline import deadline_of
 from vllmx_server.disconnect import while_there
 from vllmx_server.generation import Usage
@@ -45,6 +46,7 @@ from vllmx_server.pooling import (
     Task,
     pooler_for,
 )
+from vllmx_server.routes.text import most_tokens
 from vllmx_server.schema.pooling import (
     CLASSIFY,
     EMBEDDINGS,
@@ -53,16 +55,34 @@ from vllmx_server.schema.pooling import (
     SCORE,
     ClassifyRequest,
     EmbeddingsRequest,
+    InputFields,
     PoolingFields,
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
     is_activated,
 )
-from vllmx_server.state import ServerState, caller_of, request_id_of, state_of
+from vllmx_server.state import ServerState, caller_of, client_of, request_id_of, state_of
 from vllmx_server.tracing import trace_of
 
-Body = TypeVar("Body", bound=PoolingFields)
+
+class PooledBody(CheckedBody, Protocol):
+    """A body that asks for vectors or scores."""
+
+    @property
+    def truncate_prompt_tokens(self) -> int | None: ...
+
+    @property
+    def priority(self) -> int | None: ...
+
+    @property
+    def cache_salt(self) -> str | None: ...
+
+    @property
+    def request_id(self) -> str | None: ...
+
+
+Body = TypeVar("Body", bound=PooledBody)
 Vectors = TypeVar("Vectors", bound=EmbeddingsRequest)
 
 
@@ -101,13 +121,14 @@ async def _vectors(
         if isinstance(body, PoolingRequest) and body.task is not None:
             task = body.task
         found = pooler_for(task, pooler, state.llm.config.name)
-        _check_dimensions(body.dimensions, found)
+        check_dimensions(body.dimensions, found)
         return body.inputs()
 
-    body, inputs = await _read(request, state, decoder, prepare)
+    body, inputs = await read(request, state, decoder, prepare)
+    inputs = inputs or await _written(request, state, body)
     normalize = body.normalize is not False
     special = body.add_special_tokens is not False
-    pooled = await _pool(request, state, body, task, inputs, special=special, normalize=normalize)
+    pooled = await pool(request, state, body, task, inputs, special=special, normalize=normalize)
 
     def row(index: int, each: Pooled) -> Any:
         values = shortened(each.values, body.dimensions, normalize=normalize)
@@ -119,7 +140,8 @@ async def _vectors(
     return _answer(request, state, body, kind, rows, pooled)
 
 
-def _check_dimensions(dimensions: int | None, pooler: Pooler) -> None:
+def check_dimensions(dimensions: int | None, pooler: Pooler) -> None:
+    """Raises InvalidRequestError for more dimensions than the model's vectors have."""
     if dimensions is not None and dimensions > pooler.dimensions:
         raise InvalidRequestError(
             f"dimensions must be between 1 and the model's {pooler.dimensions}, got {dimensions}",
@@ -144,8 +166,9 @@ async def classify(request: Request) -> Response:
         pooler_for("classify", state.pooler, state.llm.config.name)
         return body.inputs()
 
-    body, inputs = await _read(request, state, CLASSIFY, prepare)
-    pooled = await _pool(
+    body, inputs = await read(request, state, CLASSIFY, prepare)
+    inputs = inputs or await _written(request, state, body)
+    pooled = await pool(
         request,
         state,
         body,
@@ -175,9 +198,9 @@ async def score(request: Request) -> Response:
         pooler_for("score", state.pooler, state.llm.config.name)
         return body.pairs()
 
-    body, pairs = await _read(request, state, SCORE, prepare)
+    body, pairs = await read(request, state, SCORE, prepare)
     normalize = is_activated(body)
-    pooled = await _pool(request, state, body, "score", pairs, normalize=normalize)
+    pooled = await pool(request, state, body, "score", pairs, normalize=normalize)
     rows = (Score(index=index, score=float(each.values[0])) for index, each in enumerate(pooled))
     return _answer(request, state, body, ScoreList, rows, pooled)
 
@@ -190,9 +213,9 @@ async def rerank(request: Request) -> Response:
         pooler_for("score", state.pooler, state.llm.config.name)
         return [PoolingText(body.query, pair=text) for text in body.texts()]
 
-    body, pairs = await _read(request, state, RERANK, prepare)
+    body, pairs = await read(request, state, RERANK, prepare)
     normalize = is_activated(body)
-    pooled = await _pool(request, state, body, "score", pairs, normalize=normalize)
+    pooled = await pool(request, state, body, "score", pairs, normalize=normalize)
     scores = np.array([each.values[0] for each in pooled])
     order = np.argsort(-scores, kind="stable")[: body.top_n or len(pairs)]
 
@@ -210,16 +233,18 @@ async def rerank(request: Request) -> Response:
         usage=_usage(pooled),
         results=lazily(map(row, order.tolist())),
     )
-    return _in_pieces(json_pieces(answer))
+    return in_pieces(json_pieces(answer))
 
 
 # --- what they have in common ---------------------------------------------------------------------
-async def _read(
+async def read(
     request: Request,
     state: ServerState,
     decoder: msgspec.json.Decoder[Body],
     prepare: Callable[[Body], list[PoolingText]],
 ) -> tuple[Body, list[PoolingText]]:
+    """The checked body, and what `prepare` makes of it."""
+
     def parse(data: bytes) -> tuple[Body, list[PoolingText]]:
         body = checked(data, state, decoder)
         return body, prepare(body)
@@ -228,23 +253,40 @@ async def _read(
     return await read_json(request, state, parse)
 
 
-async def _pool(
+async def _written(request: Request, state: ServerState, body: InputFields) -> list[PoolingText]:
+    """The conversation of a body as the chat template writes it. Raises TemplateError,
+    InvalidRequestError."""
+    check_template(state, body.chat_template)
+    client, size = client_of(request), body_bytes(request)
+    conversation = await state.llm.text.run(client, size, lambda _: body.conversation())
+    encoding = state.llm.encode_chat(
+        conversation,
+        body.chat_options(),
+        bool(body.add_special_tokens),
+        client,
+        size,
+        most_tokens(state),
+    )
+    return [PoolingText(ids=await while_there(request.receive, encoding))]
+
+
+async def pool(
     request: Request,
     state: ServerState,
-    body: PoolingFields,
+    body: PooledBody,
     task: Task,
     inputs: list[PoolingText],
     *,
     special: bool = True,
     normalize: bool = True,
+    prompt_name: str | None = None,
 ) -> list[Pooled]:
+    """What the model makes of each input, counted for the key of the request."""
     started_s = time.monotonic()
     pooler = pooler_for(task, state.pooler, state.llm.config.name)
     caller = caller_of(request, body)
-    limit = body.truncate_prompt_tokens
-    if limit == -1:
-        limit = state.llm.info.max_model_len
-    options = PoolingOptions(special, limit, normalize, caller)
+    limit = first_tokens(body.truncate_prompt_tokens, state.llm.info.max_model_len)
+    options = PoolingOptions(special, limit, normalize, caller, prompt_name)
     release = await state.admit(request, body_bytes(request) // BYTES_OF_TOKEN)
     try:
         found = await while_there(
@@ -289,10 +331,10 @@ def _answer(
         data=lazily(rows),
         usage=_usage(pooled),
     )
-    return _in_pieces(json_pieces(answer))
+    return in_pieces(json_pieces(answer))
 
 
-def _in_pieces(pieces: Iterator[bytes]) -> Response:
+def in_pieces(pieces: Iterator[bytes]) -> Response:
     """A small answer as a whole; of a large one a piece at a time, others in between."""
     first, second = next(pieces), next(pieces, None)
     if second is None:

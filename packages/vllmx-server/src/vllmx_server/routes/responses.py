@@ -10,6 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from vllmx_core.errors import InvalidRequestError, VllmxError
+from vllmx_engine.client.logprob_limit import resolve_logprobs
 from vllmx_engine.client.request_stream import RequestStream
 
 from vllmx_server.answers.kept import Deleted
@@ -27,6 +28,7 @@ from vllmx_server.keys.admitted import expected_tokens
 from vllmx_server.responses.answer import ResponseAnswer
 from vllmx_server.responses.as_chat import chat_of
 from vllmx_server.responses.background import Running
+from vllmx_server.responses.items import shown
 from vllmx_server.responses.mcp_wanted import wanted_servers
 from vllmx_server.routes.generate import held
 from vllmx_server.routes.pages import answer, check_query, newest_first, number, one_of, page
@@ -63,7 +65,7 @@ class _ElsewhereError(Exception):
         self.data = data
 
 
-_Asked: TypeAlias = "ChatCall | Asking | None"
+Asked: TypeAlias = "ChatCall | Asking | None"
 """What a body comes to; None: a call after what is stored."""
 
 
@@ -72,20 +74,13 @@ async def create(request: Request) -> Response | HeldResponse:
     state, owner, started_s = state_of(request), owner_of(request), time.monotonic()
     deadline = deadline_of(request, state.config)
 
-    def parse(data: bytes) -> tuple[ResponsesRequest, _Asked]:
+    def parse(data: bytes) -> tuple[ResponsesRequest, Asked]:
         body = checked(data, state, RESPONSES)
+        info = state.llm.info
+        resolve_logprobs("top_logprobs", body.top_logprobs, info.max_logprobs, info.vocab_size)
         if body.background and not state.leads:
             raise _ElsewhereError(data)
-        servers = state.tool_servers
-        names = None if servers is None else servers.names
-        wanted = wanted_servers(body, names, holder_of(request))
-        if wanted:  # imported where there are servers of tools, at the start
-            from vllmx_server.responses.asking import Asking
-
-            return body, Asking(request, state, body, wanted, _before)
-        if body.previous_response_id is not None:
-            return body, None
-        return body, _call(state, body, ())
+        return body, asked_of(request, state, body)
 
     state.check_admission()
     try:
@@ -94,10 +89,7 @@ async def create(request: Request) -> Response | HeldResponse:
         return await state.relay(request, found.data)
     release = await state.admit(request, expected_tokens(body_bytes(request), body))
     try:
-        if asked is None or isinstance(asked, ChatCall):
-            submit = _submit(request, state, body, asked)
-        else:
-            submit = asked.submit()
+        submit = _submit(request, state, body, asked)
         streams = await unless_gone(request.receive, submit, deadline)
     except BaseException:
         release()
@@ -119,17 +111,38 @@ async def create(request: Request) -> Response | HeldResponse:
         generation.close()
         release()
         raise
-    shown = answer(made.stored.response)
+    begun = answer(made.stored.response)
     running = Running(made, generation, release)
     state.running_responses.begin(running)
-    return _followed(running, -1) if body.stream else shown
+    return _followed(running, -1) if body.stream else begun
+
+
+def asked_of(request: Request, state: ServerState, body: ResponsesRequest) -> Asked:
+    """What a checked body comes to. Raises InvalidRequestError, ForbiddenError."""
+    servers = state.tool_servers
+    names = None if servers is None else servers.names
+    wanted = wanted_servers(body, names, holder_of(request))
+    if wanted:  # imported where there are servers of tools, at the start
+        from vllmx_server.responses.asking import Asking
+
+        return Asking(request, state, body, wanted, items_before)
+    return None if body.has_past else _call(state, body, ())
+
+
+async def call_of(
+    request: Request, state: ServerState, body: ResponsesRequest, asked: Asked
+) -> ChatCall:
+    """The first call of the model, after what is stored of the conversation and with the tools of
+    servers."""
+    if asked is None:
+        return await _continued(request, state, body)
+    return asked if isinstance(asked, ChatCall) else await asked.first_call()
 
 
 async def _submit(
-    request: Request, state: ServerState, body: ResponsesRequest, call: ChatCall | None
+    request: Request, state: ServerState, body: ResponsesRequest, asked: Asked
 ) -> list[RequestStream]:
-    if call is None:
-        call = await _continued(request, state, body)
+    call = await call_of(request, state, body, asked)
     with RESPONSES_FIELDS.told():
         return await submit_chat(request, state, call, by_events=True)
 
@@ -142,18 +155,24 @@ def _call(state: ServerState, body: ResponsesRequest, before: Sequence[InputItem
 
 async def _continued(request: Request, state: ServerState, body: ResponsesRequest) -> ChatCall:
     """The call after the conversation that came before it."""
-    before = await _before(request, state, body)
+    before = await items_before(request, state, body)
     size = body_bytes(request)
     return await state.llm.text.run(client_of(request), size, lambda _: _call(state, body, before))
 
 
-async def _before(request: Request, state: ServerState, body: ResponsesRequest) -> list[InputItem]:
+async def items_before(
+    request: Request, state: ServerState, body: ResponsesRequest
+) -> list[InputItem]:
     """The conversation that came before; its bytes are counted as the body's."""
-    if body.previous_response_id is None:
+    storage, owner, most = state.storage, owner_of(request), state.config.max_body_bytes
+    if body.conversation_id is not None:
+        before, num_bytes = await storage.conversations.items(owner, body.conversation_id, most)
+    elif body.previous_response_id is not None:
+        before, num_bytes = await storage.responses.conversation(
+            owner, body.previous_response_id, MAX_MESSAGES, most
+        )
+    else:
         return []
-    before, num_bytes = await state.storage.responses.conversation(
-        owner_of(request), body.previous_response_id, MAX_MESSAGES, state.config.max_body_bytes
-    )
     request.scope["state"]["body_bytes"] = body_bytes(request) + num_bytes
     return before
 
@@ -238,19 +257,9 @@ async def input_items(request: Request) -> Response:
     if after is not None:
         items = _behind(items, after)
     limit = number(request, "limit", 1, 100, 20)
-    return page(ItemList, [_shown(item) for item in items[:limit]], len(items) > limit)
+    return page(ItemList, [shown(item) for item in items[:limit]], len(items) > limit)
 
 
 def _behind(items: list[InputItem], after: str) -> list[InputItem]:
     at = next((index for index, item in enumerate(items) if item.id == after), len(items))
     return items[at + 1 :]
-
-
-def _shown(item: InputItem) -> dict[str, object]:
-    found: dict[str, object] = msgspec.to_builtins(item)
-    if item.type == "message":
-        found.setdefault("status", "completed")
-        if isinstance(item.content, str):
-            kind = "output_text" if item.role == "assistant" else "input_text"
-            found["content"] = [{"type": kind, "text": item.content}]
-    return found

@@ -84,7 +84,8 @@ def _tokenized(state: ServerState, tokens: list[int], with_strings: bool) -> byt
     if not with_strings:
         return made
     # The last field, in pieces: a million texts at once would hold up all other threads.
-    strings = json_pieces(Items(map(state.llm.tokenizer.token_text, tokens)))
+    entry = state.llm.tokenizer.id_to_token
+    strings = json_pieces(Items(entry(token) or "" for token in tokens))
     return b"".join((made.removesuffix(b"null}"), *strings, b"}"))
 
 

@@ -7,8 +7,10 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+from vllmx_core.bounds import MAX_LIFETIME_S
 from vllmx_core.errors import InvalidRequestError, shown
 
+from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.metadata import Metadata
 
 ENDPOINTS = (
@@ -19,18 +21,18 @@ ENDPOINTS = (
     "/v1/messages",
     "/v1/rerank",
     "/rerank",
+    "/embed",
     "/v1/score",
     "/score",
     "/classify",
     "/pooling",
 )
-MAX_LIFETIME_S = 30 * 86400
 _WINDOW = re.compile(r"([1-9][0-9]{0,6})([smhd])")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 class Expiry(msgspec.Struct, forbid_unknown_fields=True):
-    seconds: Annotated[int, Meta(ge=1, le=MAX_LIFETIME_S)]
+    seconds: limits.Lifetime
     anchor: Literal["created_at"] = "created_at"
 
 

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 from vllmx_core.errors import InvalidRequestError
 from vllmx_engine.client.chat_options import ChatOptions
-from vllmx_engine.text.messages import UNSERVED_FIELDS, check_content, check_unserved
+from vllmx_engine.text.messages import check_content, read_history
 
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.decode import check_free_form
@@ -21,39 +21,65 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """How much to think; "none" turns thinking off."""
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 """What templates call whether the model thinks."""
+_OPTIONAL = (
+    "name", "tool_call_id", "reasoning_content", "reasoning", "thinking_blocks", "refusal", "audio",
+    "function_call",
+)  # fmt: skip
 
 
-class ImageURL(msgspec.Struct, forbid_unknown_fields=True):
+class ImageURL(msgspec.Struct):
     url: str
-    detail: str | None = None
-    """Accepted and ignored: the model's own processor decides how much of an image it sees."""
+    """`detail` is ignored: the model's own processor decides how much of an image it sees."""
 
 
-class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    """One piece of a message; the types "text" and "image_url" are served."""
+class ContentPart(msgspec.Struct):
+    """One piece of a message; the types "text" and "image_url" are served, and of an assistant what
+    providers answer. Other keys are ignored."""
 
     type: str
     text: str | None = None
     image_url: ImageURL | str | None = None
-    input_audio: Any = None
-    file: Any = None
     refusal: str | None = None
+    thinking: Any = None
+
+    def for_template(self, index: int) -> dict[str, Any]:
+        """The part of message `index`. Raises InvalidRequestError."""
+        part = {
+            name: value
+            for name in ("type", "text", "refusal", "thinking")
+            if (value := getattr(self, name)) is not None
+        }
+        if self.type == "image_url":
+            if self.image_url is None:
+                raise InvalidRequestError(
+                    f"messages[{index}] has a content part of type 'image_url' without it",
+                    param=f"messages[{index}].content",
+                )
+            image = self.image_url
+            part["image_url"] = {"url": image if isinstance(image, str) else image.url}
+        return part
 
 
-class ToolFunction(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class ToolFunction(msgspec.Struct, omit_defaults=True):
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: str | dict[str, Any] | None = ""
+
+    def written(self) -> str | dict[str, Any]:
+        """The arguments as the client wrote them."""
+        return "" if self.arguments is None else self.arguments
 
 
-class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
+class ToolCall(msgspec.Struct):
+    """A call; other keys are ignored."""
+
     function: ToolFunction
     id: str | None = None
-    type: str = "function"
-    index: int | None = None
+    type: str | None = "function"
 
 
-class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """One turn. Templates see exactly the fields that were given."""
+class ChatMessage(msgspec.Struct, omit_defaults=True):
+    """One turn. Templates see the fields that were given; other keys are ignored, which clients
+    send back as a provider gave them."""
 
     role: str
     content: str | list[str | ContentPart] | None = None
@@ -61,17 +87,16 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None
-    # Accepted and ignored: clients send our answers back with these.
-    refusal: str | None = None
-    annotations: Any = None
-    # Ours have none.
+    reasoning: Any = None
+    """Another name of `reasoning_content`, where it is a text."""
+    thinking_blocks: Any = None
+    """The thoughts of an answer of Anthropic's models behind a proxy."""
+    refusal: Any = None
+    """What an assistant said in place of its content."""
     audio: Any = None
+    """An assistant's speech, of which the transcript is read."""
     function_call: Any = None
-
-    def check(self, index: int) -> None:
-        """Raises InvalidRequestError for a part of the turn that no template would show."""
-        check_unserved({name: getattr(self, name) for name in UNSERVED_FIELDS}, index)
+    """The older form of one call."""
 
     def for_template(self, index: int) -> dict[str, Any]:
         """The message as the chat template takes it. Raises InvalidRequestError."""
@@ -79,45 +104,29 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
         if self.tool_calls:
             message["tool_calls"] = [
                 {
-                    "type": call.type,
+                    "type": call.type or "function",
                     **({"id": call.id} if call.id is not None else {}),
                     "function": {
                         "name": call.function.name,
-                        "arguments": call.function.arguments,
+                        "arguments": call.function.written(),
                     },
                 }
                 for call in self.tool_calls
             ]
-        for name in ("name", "tool_call_id"):
+        for name in _OPTIONAL:
             if (value := getattr(self, name)) is not None:
                 message[name] = value
-        reasoning = self.reasoning_content or self.reasoning
-        if reasoning is not None:
-            message["reasoning_content"] = reasoning
+        read_history(message, index)
+        check_content(message["content"], index)
         return message
 
-    def _content(self, index: int) -> str | list[dict[str, Any]] | None:
+    def _content(self, index: int) -> str | list[Any] | None:
         if not isinstance(self.content, list):
             return self.content
-        parts: list[dict[str, Any]] = []
-        for part in self.content:
-            if isinstance(part, str):
-                parts.append({"type": "text", "text": part})
-            elif part.type == "text":
-                parts.append({"type": "text", "text": part.text})
-            elif part.type == "image_url" and part.image_url is not None:
-                image = part.image_url
-                url = image if isinstance(image, str) else image.url
-                parts.append({"type": "image_url", "image_url": {"url": url}})
-            elif part.type == "image_url":
-                raise InvalidRequestError(
-                    f"messages[{index}] has a content part of type 'image_url' without it",
-                    param=f"messages[{index}].content",
-                )
-            else:
-                parts.append({"type": part.type})
-        check_content(parts, index)
-        return parts
+        return [
+            {"type": "text", "text": part} if isinstance(part, str) else part.for_template(index)
+            for part in self.content
+        ]
 
 
 def check_messages(messages: list[ChatMessage]) -> None:
@@ -130,8 +139,6 @@ def check_messages(messages: list[ChatMessage]) -> None:
             f"messages has {len(messages)} entries, at most {MAX_MESSAGES} are taken",
             param="messages",
         )
-    for index, message in enumerate(messages):
-        message.check(index)
 
 
 def generation_prompt(add: bool | None, continue_final_message: bool | None) -> bool:
@@ -196,6 +203,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
         """Cross-field rules. Raises InvalidRequestError."""
         SamplingFields.check(self)
         self.check_streamed("top_logprobs", self.num_logprobs)
+        self.check_named(bool(self.logprobs))
         check_messages(self.messages)
         if self.top_logprobs and not self.logprobs:  # vLLM's clients send the default, 0
             raise InvalidRequestError("top_logprobs needs logprobs = true", param="top_logprobs")

@@ -17,7 +17,7 @@ MAX_PROMPTS = 256
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's text completion with vLLM's extensions."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: str | list[str | limits.TokenId | list[limits.TokenId]]
     """A text, a list of token ids, or a list of either."""
     max_tokens: limits.MinTokens | msgspec.UnsetType | None = msgspec.UNSET
     """None: as many as the context holds. Not given: 16, or what the context has room for."""
@@ -77,6 +77,13 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
                 param="thinking_token_budget",
             )
         self.check_streamed("logprobs", self.logprobs)
+        self.check_named(self.logprobs is not None)
+        if self.logprob_token_ids and self.scores_only:
+            raise InvalidRequestError(
+                "logprob_token_ids is about generated tokens, and max_tokens = 0 generates none:"
+                " use prompt_logprobs",
+                param="logprob_token_ids",
+            )
         if self.suffix and self.echo:
             raise InvalidRequestError(
                 "echo repeats what stands before the answer, and with suffix that is not all of"

@@ -16,6 +16,7 @@ from vllmx_server.schema.decode_apart import decode_apart
 from vllmx_server.schema.intervals import outside
 from vllmx_server.schema.json_weight import check_weight
 from vllmx_server.schema.surrogates import lone_surrogate
+from vllmx_server.schema.whole_numbers import misses_whole_number, with_whole_numbers
 from vllmx_server.schema.words import words_of
 
 T = TypeVar("T")
@@ -30,13 +31,16 @@ _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`")
 
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """Parses a request body. Raises InvalidRequestError whose `param` is the field at fault."""
+    """Parses a request body, in which 3.0 is as good as 3. Raises InvalidRequestError whose `param`
+    is the field at fault."""
     try:
-        if len(body) <= _MANY_BYTES:
-            return decoder.decode(body)
-        is_light = check_weight(body)
-        with _collector_at_rest():
-            return decoder.decode(body) if is_light else decode_apart(body, decoder)
+        try:
+            return _decoded(body, decoder)
+        except msgspec.ValidationError as error:
+            if not misses_whole_number(str(error)):
+                raise
+            body = with_whole_numbers(body)
+            return _decoded(body, decoder)
     except msgspec.ValidationError as error:
         raise outside(str(error), body, decoder.type) or _explain(
             str(error), decoder.type
@@ -56,6 +60,14 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
             "the body is nested too deeply: flatten it to at most"
             f" {MAX_DEPTH} levels of objects and lists"
         ) from None
+
+
+def _decoded(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    if len(body) <= _MANY_BYTES:
+        return decoder.decode(body)
+    is_light = check_weight(body)
+    with _collector_at_rest():
+        return decoder.decode(body) if is_light else decode_apart(body, decoder)
 
 
 @contextmanager

@@ -9,40 +9,70 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+from vllmx_core.bounds import BOUNDS, Bounds
 from vllmx_core.errors import InvalidRequestError, shown
 from vllmx_core.sampling import (
     MAX_ALLOWED_IDS,
     MAX_BAD_WORDS,
     MAX_BIAS_ENTRIES,
-    MAX_CHOICES,
+    MAX_LOGPROB_IDS,
     MAX_STOP_IDS,
     MAX_STOP_LENGTH,
     MAX_STOPS,
-    MAX_TOKENS_LIMIT,
 )
 
 from vllmx_server.schema.decode_apart import decode_apart
 
-Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
-Temperature = Annotated[float, Meta(ge=0, le=100)]
-TopP = Annotated[float, Meta(gt=0, le=1)]
-TopK = Annotated[int, Meta(ge=-1, le=1 << 30)]
-MinP = Annotated[float, Meta(ge=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Factor = Annotated[float, Meta(gt=0, le=100)]
-MinTokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS_LIMIT)]
-MaxTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS_LIMIT)]
-Likeliest = Annotated[int, Meta(ge=-1, le=1 << 30)]
-ThinkingBudget = Annotated[int, Meta(ge=-1, le=MAX_TOKENS_LIMIT)]
-Truncation = Annotated[int, Meta(ge=-1, le=MAX_TOKENS_LIMIT)]
-Priority = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
+
+def _meta(name: str) -> Meta:
+    """The bounds of a field, which decoding checks and the API's document shows."""
+    bounds = BOUNDS[name]
+    return Meta(ge=bounds.low, le=bounds.high)
+
+
+def _documented(name: str) -> Meta:
+    """The bounds for the document alone, where others check them: decoding knows no limits of 64
+    bits, and long lists are decoded apart, without limits of their numbers."""
+    bounds = BOUNDS[name]
+    return Meta(extra_json_schema={"minimum": bounds.low, "maximum": bounds.high})
+
+
+Choices = Annotated[int, _meta("n")]
+Temperature = Annotated[float, _meta("temperature")]
+TopP = Annotated[float, _meta("top_p")]
+TopK = Annotated[int, _meta("top_k")]
+MinP = Annotated[float, _meta("min_p")]
+Penalty = Annotated[float, _meta("presence_penalty")]
+Factor = Annotated[float, _meta("repetition_penalty")]
+MinTokens = Annotated[int, _meta("min_tokens")]
+MaxTokens = Annotated[int, _meta("max_tokens")]
+Likeliest = Annotated[int, _meta("logprobs")]
+ThinkingBudget = Annotated[int, _meta("thinking_token_budget")]
+BudgetTokens = Annotated[int, _meta("budget_tokens")]
+Truncation = Annotated[int, _meta("truncate_prompt_tokens")]
+Priority = Annotated[int, _meta("priority")]
+ToolCalls = Annotated[int, _meta("max_tool_calls")]
+Dimensions = Annotated[int, _meta("dimensions")]
+TopN = Annotated[int, _meta("top_n")]
+Lifetime = Annotated[int, _meta("lifetime_s")]
+Seed = Annotated[int, _documented("seed")]
+TokenId = Annotated[int, _documented("token_id")]
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Word = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Word], Meta(max_length=MAX_STOPS)]
-StopIds = Annotated[list[int], Meta(max_length=MAX_STOP_IDS)]
+StopIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)]
+LogprobIds = Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_IDS)]
 BadWords = Annotated[list[Word], Meta(max_length=MAX_BAD_WORDS)]
-AllowedIds = Annotated[list[int], Meta(max_length=MAX_ALLOWED_IDS)]
-Biases = Annotated[dict[str, float], Meta(max_length=MAX_BIAS_ENTRIES)]
+AllowedIds = Annotated[
+    list[TokenId], Meta(max_length=MAX_ALLOWED_IDS, extra_json_schema={"minItems": 1})
+]
+Biases = Annotated[
+    dict[
+        Annotated[str, Meta(extra_json_schema={"pattern": "^[0-9]{1,10}$"})],
+        Annotated[float, _documented("logit_bias")],
+    ],
+    Meta(max_length=MAX_BIAS_ENTRIES),
+]
 
 _OUTSIDE = re.compile(r"Expected `(?:int|float)` [<>]=? .* - at `\$\.(\w+)`$")
 _SIZE = re.compile(r"Expected `(\w+)` of length ([<>]=) (\d+) - at `\$\.(\w+)`$")
@@ -61,12 +91,10 @@ def outside(text: str, body: bytes, kind: Any) -> InvalidRequestError | None:
     if not found or meta is None:
         return None
     name, value = found[1], bytes(_RAW.decode(body)[found[1]]).decode("utf-8", "replace")
-    high = meta.le if meta.le is not None else meta.lt
-    if meta.gt is not None:
-        limits = f"above {meta.gt:g} and at most {high:g}"
-    else:
-        limits = f"between {meta.ge} and {high}"
-    return InvalidRequestError(f"{name} must be {limits}, got {shown(value)[1:-1]}", param=name)
+    low, high = meta.ge, meta.le
+    assert low is not None
+    assert high is not None, "bounds are closed"
+    return Bounds(low, high).refusal(name, shown(value)[1:-1])
 
 
 def _wrong_size(found: re.Match[str], body: bytes) -> InvalidRequestError:
@@ -83,5 +111,5 @@ def _metas(hint: Any) -> Iterator[Meta]:
     """The limits of a field's number, whatever else the field may be."""
     for each in (hint, *typing.get_args(hint)):
         for meta in getattr(each, "__metadata__", ()):
-            if isinstance(meta, Meta) and (meta.ge is not None or meta.gt is not None):
+            if isinstance(meta, Meta) and meta.ge is not None:
                 yield meta

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 from vllmx_core.errors import InvalidRequestError, shown
-from vllmx_core.sampling import MAX_TOKENS_LIMIT
 
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.chat import MAX_MESSAGES
@@ -17,8 +16,9 @@ from vllmx_server.schema.structured import GuidedFields
 MAX_TOOLS = 1024
 
 
-class Block(msgspec.Struct, forbid_unknown_fields=True):
-    """One piece of a turn; which fields belong to it says its type."""
+class Block(msgspec.Struct):
+    """One piece of a turn; which fields belong to it says its type. Other keys are ignored, such as
+    `cache_control` and what our answers do not have."""
 
     type: str
     text: str | None = None
@@ -30,38 +30,26 @@ class Block(msgspec.Struct, forbid_unknown_fields=True):
     content: str | list[Block] | None = None
     is_error: bool | None = None
     source: Any = None
-    # Accepted and ignored: they change no token here, or clients send our answers back with them.
-    cache_control: Any = None
-    citations: Any = None
-    signature: str | None = None
-    data: str | None = None
-    caller: Any = None
-    toolset_name: str | None = None
-    # Of blocks that are not served.
-    title: Any = None
-    context: Any = None
 
 
-class Turn(msgspec.Struct, forbid_unknown_fields=True):
+class Turn(msgspec.Struct):
+    """A message; other keys are ignored."""
+
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
-class MessagesTool(msgspec.Struct, forbid_unknown_fields=True):
+class MessagesTool(msgspec.Struct):
+    """A tool that the client runs; other keys are ignored."""
+
     name: str
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     type: str | None = None
     strict: bool | None = None
-    # Accepted and ignored.
-    cache_control: Any = None
-    allowed_callers: list[str] | None = None
-    defer_loading: bool | None = None
-    eager_input_streaming: bool | None = None
-    input_examples: list[dict[str, Any]] | None = None
 
 
-class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+class ToolChoice(msgspec.Struct):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -69,7 +57,7 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Meta(ge=1024, le=MAX_TOKENS_LIMIT)] | None = None
+    budget_tokens: limits.BudgetTokens | None = None
     """The type "enabled" must have it, no other may."""
     display: Literal["summarized", "omitted"] | None = None
     """"summarized" shows all of it."""
@@ -79,7 +67,8 @@ class Thinking(msgspec.Struct, forbid_unknown_fields=True):
         return self.type == "enabled"
 
 
-class OutputFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+class OutputFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
@@ -98,6 +87,8 @@ class CountTokensRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """What `output_config.format` was called in the beta."""
     chat_template_kwargs: dict[str, Any] | None = None
     """vllmx's own: the template's switches."""
     # Accepted and ignored.
@@ -129,12 +120,24 @@ class CountTokensRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True)
                     param=f"tools[{index}]",
                 )
             check_free_form(tool.input_schema, f"tools[{index}].input_schema")
+        if self.format is not None and self.output_format not in (None, self.format):
+            raise InvalidRequestError(
+                "output_config.format and output_format each say what the answer looks like: give"
+                " one of them",
+                param="output_format",
+            )
         check_free_form(self.chat_template_kwargs, "chat_template_kwargs")
         check_free_form(self.messages, "messages")
 
+    @property
+    def format(self) -> OutputFormat | None:
+        """What the answer must look like."""
+        own = None if self.output_config is None else self.output_config.format
+        return self.output_format if own is None else own
+
 
 class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=True):
-    """Anthropic's Messages with a few of vLLM's sampling fields."""
+    """Anthropic's Messages with vLLM's sampling fields, as in `GeneratingFields`."""
 
     max_tokens: limits.MaxTokens
     stream: bool | None = None
@@ -142,14 +145,25 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
     temperature: limits.Temperature | None = None
     top_p: limits.TopP | None = None
     top_k: limits.TopK | None = None
-
     min_p: limits.MinP | None = None
-    seed: int | None = None
+    frequency_penalty: limits.Penalty | None = None
+    presence_penalty: limits.Penalty | None = None
+    repetition_penalty: limits.Factor | None = None
+    logit_bias: limits.Biases | None = None
+    allowed_token_ids: limits.AllowedIds | None = None
+    bad_words: limits.BadWords | None = None
+    seed: limits.Seed | None = None
+    min_tokens: limits.MinTokens | None = None
+    stop_token_ids: limits.StopIds | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: limits.Truncation | None = None
     priority: limits.Priority | None = None
+    request_id: limits.Name | None = None
     cache_salt: limits.Name | None = None
     session_id: limits.Name | None = None
-    request_id: limits.Name | None = None
     # Accepted and ignored.
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
@@ -177,5 +191,18 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
             )
 
 
+class BetaCountTokensRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=False):
+    """A request with an `anthropic-beta` header, whose SDK sends parameters that come and go:
+    unknown ones are ignored."""
+
+
+class BetaMessagesRequest(MessagesRequest, kw_only=True, forbid_unknown_fields=False):
+    """The same of one for an answer."""
+
+
 MESSAGES = msgspec.json.Decoder(MessagesRequest)
 COUNT_TOKENS = msgspec.json.Decoder(CountTokensRequest)
+BETA_MESSAGES: msgspec.json.Decoder[MessagesRequest] = msgspec.json.Decoder(BetaMessagesRequest)
+BETA_COUNT_TOKENS: msgspec.json.Decoder[CountTokensRequest] = msgspec.json.Decoder(
+    BetaCountTokensRequest
+)

@@ -7,11 +7,21 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 from vllmx_core.errors import InvalidRequestError
+from vllmx_engine.client.chat import ChatOptions
 from vllmx_engine.client.id_lists import id_outside
 from vllmx_engine.client.pooling import PoolingText
 
+from vllmx_server.schema import intervals as limits
+from vllmx_server.schema.chat import (
+    MAX_MESSAGES,
+    MAX_TEMPLATE,
+    ChatMessage,
+    generation_prompt,
+)
+from vllmx_server.schema.decode import check_free_form
+
 MAX_INPUTS = 2048
-Input = Annotated[list[str | int | list[int]], Meta(min_length=1)]
+Input = Annotated[list[str | limits.TokenId | list[limits.TokenId]], Meta(min_length=1)]
 Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
 
 
@@ -19,57 +29,96 @@ class PoolingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What all of these routes take."""
 
     model: str | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=1 << 30)] | None = None
+    truncate_prompt_tokens: limits.Truncation | None = None
     """-1: as many as the model takes."""
-    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
-    request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
-    cache_salt: str | None = None
+    priority: limits.Priority | None = None
+    request_id: limits.Name | None = None
+    cache_salt: limits.Name | None = None
     # Accepted and ignored.
     user: str | None = None
 
     def check(self) -> None:
-        """Cross-field rules. Raises InvalidRequestError."""
-        if self.truncate_prompt_tokens == 0:
-            raise InvalidRequestError(
-                "truncate_prompt_tokens must be -1, or 1 or greater, got 0",
-                param="truncate_prompt_tokens",
-            )
+        """Nothing depends on another field."""
 
 
 class InputFields(PoolingFields, kw_only=True, forbid_unknown_fields=True):
-    input: str | Input
+    input: str | Input | None = None
     """A text, token ids, or a list of either."""
     add_special_tokens: bool | None = None
+    """None: true for `input`, false for `messages`, whose template writes its own."""
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = (
+        None
+    )
+    """A conversation instead of `input`: one input, as the chat template writes it."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: Annotated[str, Meta(max_length=MAX_TEMPLATE)] | None = None
+    """Only where the operator trusts clients with it."""
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Cross-field rules. Raises InvalidRequestError."""
+        PoolingFields.check(self)
+        if (self.input is None) == (self.messages is None):
+            raise InvalidRequestError("give either input or messages", param="input")
+        check_free_form(self.chat_template_kwargs, "chat_template_kwargs")
 
     def inputs(self) -> list[PoolingText]:
-        """Raises InvalidRequestError."""
-        given = self.input
-        if isinstance(given, str):
-            return [PoolingText(given)]
-        if all(isinstance(item, int) for item in given):
-            return [_of_ids([item for item in given if isinstance(item, int)])]
-        if len(given) > MAX_INPUTS:
-            raise InvalidRequestError(
-                f"input has {len(given)} entries, at most {MAX_INPUTS} are taken: split the call",
-                param="input",
-            )
-        found = []
-        for item in given:
-            if isinstance(item, int):
+        """The inputs that are no conversation. Raises InvalidRequestError."""
+        return [] if self.input is None else texts_of(self.input, "input")
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as the template takes them. Raises InvalidRequestError for an image."""
+        found = [each.for_template(index) for index, each in enumerate(self.messages or ())]
+        for index, message in enumerate(found):
+            content = message.get("content")
+            parts = content if isinstance(content, list) else ()
+            if any(part["type"] == "image_url" for part in parts):
                 raise InvalidRequestError(
-                    "input mixes token ids with other items: give one list of ids, or a list of"
-                    " texts or lists of ids",
-                    param="input",
+                    f"messages[{index}] has an image; this route takes conversations of text",
+                    param=f"messages[{index}].content",
                 )
-            found.append(PoolingText(item) if isinstance(item, str) else _of_ids(item))
         return found
 
+    def chat_options(self) -> ChatOptions:
+        """How to render `messages`. Raises InvalidRequestError."""
+        add = generation_prompt(bool(self.add_generation_prompt), self.continue_final_message)
+        return ChatOptions(
+            add_generation_prompt=add,
+            continue_final_message=bool(self.continue_final_message),
+            source=self.chat_template,
+            template_kwargs=self.chat_template_kwargs or {},
+        )
 
-def _of_ids(ids: list[int]) -> PoolingText:
+
+def texts_of(given: str | list[str | int | list[int]], name: str) -> list[PoolingText]:
+    """The inputs of the field `name`. Raises InvalidRequestError."""
+    if isinstance(given, str):
+        return [PoolingText(given)]
+    if all(isinstance(item, int) for item in given):
+        return [_of_ids([item for item in given if isinstance(item, int)], name)]
+    if len(given) > MAX_INPUTS:
+        raise InvalidRequestError(
+            f"{name} has {len(given)} entries, at most {MAX_INPUTS} are taken: split the call",
+            param=name,
+        )
+    found = []
+    for item in given:
+        if isinstance(item, int):
+            raise InvalidRequestError(
+                f"{name} mixes token ids with other items: give one list of ids, or a list of"
+                " texts or lists of ids",
+                param=name,
+            )
+        found.append(PoolingText(item) if isinstance(item, str) else _of_ids(item, name))
+    return found
+
+
+def _of_ids(ids: list[int], name: str) -> PoolingText:
     if not ids or id_outside(ids, 1 << 31) is not None:
         raise InvalidRequestError(
-            "input has a list of token ids that is empty or has one outside of 31 bits",
-            param="input",
+            f"{name} has a list of token ids that is empty or has one outside of 31 bits",
+            param=name,
         )
     return PoolingText(ids=ids)
 
@@ -78,7 +127,7 @@ class EmbeddingsRequest(InputFields, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's embeddings with vLLM's extensions."""
 
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    dimensions: limits.Dimensions | None = None
     normalize: bool | None = None
 
 
@@ -126,7 +175,9 @@ class ScoreRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
         return [PoolingText(a, pair=b) for a, b in zip(ones, others, strict=True)]
 
 
-class Document(msgspec.Struct, forbid_unknown_fields=True):
+class Document(msgspec.Struct):
+    """A text; other keys are ignored."""
+
     text: str
 
 
@@ -135,7 +186,7 @@ class RerankRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
 
     query: str
     documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_INPUTS)]
-    top_n: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
+    top_n: limits.TopN | None = None
     """0: all documents come back."""
     return_documents: bool | None = None
     """None: yes, as in vLLM."""

@@ -11,34 +11,29 @@ from vllmx_core.errors import InvalidRequestError, shown
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.chat import MAX_MESSAGES, Effort
 from vllmx_server.schema.decode import check_free_form
+from vllmx_server.schema.generating import GeneratingFields
 from vllmx_server.schema.metadata import Metadata
-from vllmx_server.schema.structured import GuidedFields
 
 MAX_TOOLS = 1024
 
 
-class InputPart(msgspec.Struct, forbid_unknown_fields=True):
-    """One piece of a message, of a thought or of what a tool returned."""
+class InputPart(msgspec.Struct):
+    """One piece of a message, of a thought or of what a tool returned. Other keys are ignored."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
-    # Accepted and ignored: clients send our answers back with these.
+    image_url: str | None = None
+    file_id: Any = None
+    """An image that was uploaded, which is not served."""
     annotations: Any = None
     logprobs: Any = None
-    prompt_cache_breakpoint: Any = None
-    image_url: str | None = None
-    # Of parts that are not served.
-    file_id: Any = None
-    file_data: Any = None
-    file_url: Any = None
-    filename: Any = None
-    detail: Any = None
-    input_audio: Any = None
+    """Both are kept with the item, and ignored."""
 
 
-class InputItem(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """One item of a conversation; which fields belong to it says its type."""
+class InputItem(msgspec.Struct, omit_defaults=True):
+    """One item of a conversation; which fields belong to it says its type. Other keys are
+    ignored."""
 
     type: str | None = None
     """None: a message."""
@@ -94,13 +89,19 @@ class ResponsesStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Accepted and ignored: nothing is padded."""
 
 
-class ResponsesRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's Responses with a few of vLLM's sampling fields."""
+class ConversationName(msgspec.Struct):
+    id: Annotated[str, Meta(min_length=1, max_length=64)]
+
+
+class ResponsesRequest(GeneratingFields, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's Responses with vLLM's sampling fields."""
 
     model: str | None = None
     input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: Annotated[str, Meta(max_length=64)] | None = None
+    conversation: Annotated[str, Meta(min_length=1, max_length=64)] | ConversationName | None = None
+    """The conversation that the request goes on with, and to which its items are added."""
     store: bool | None = None
     background: bool | None = None
     stream: bool | None = None
@@ -109,32 +110,21 @@ class ResponsesRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: limits.MaxTokens | None = None
-    temperature: limits.Temperature | None = None
-    top_p: limits.TopP | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     metadata: Metadata | None = None
     truncation: Literal["auto", "disabled"] | None = None
     """What does not fit is refused in either."""
 
-    top_k: limits.TopK | None = None
-    min_p: limits.MinP | None = None
-    seed: int | None = None
     stop: str | limits.Stops | None = None
-    presence_penalty: limits.Penalty | None = None
-    frequency_penalty: limits.Penalty | None = None
-    ignore_eos: bool | None = None
-    priority: limits.Priority | None = None
-    cache_salt: limits.Name | None = None
-    session_id: limits.Name | None = None
-    request_id: limits.Name | None = None
+    thinking_token_budget: limits.ThinkingBudget | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     include: list[str] | None = None
     """ "message.output_text.logprobs" is served; what else there is to include is left out."""
-    top_logprobs: Annotated[int, Meta(ge=0, le=1 << 30)] | None = None
+    top_logprobs: limits.Likeliest | None = None
     """The number of likely tokens for each token of the text, where `include` asks for them."""
-    max_tool_calls: Annotated[int, Meta(ge=0, le=1 << 30)] | None = None
+    max_tool_calls: limits.ToolCalls | None = None
     """Calls of MCP servers' tools that are run; others are answered with an error."""
 
     # Accepted and ignored.
@@ -147,9 +137,19 @@ class ResponsesRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):
     client_metadata: Any = None
     # Not served.
     prompt: Any = None
-    conversation: Any = None
     context_management: Any = None
     moderation: Any = None
+
+    @property
+    def conversation_id(self) -> str | None:
+        """The id of the conversation that the request goes on with."""
+        found = self.conversation
+        return found.id if isinstance(found, ConversationName) else found
+
+    @property
+    def has_past(self) -> bool:
+        """Whether the request goes on with something that is stored."""
+        return self.previous_response_id is not None or self.conversation is not None
 
     @property
     def is_stored(self) -> bool:
@@ -163,7 +163,6 @@ class ResponsesRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):
         """Cross-field rules. Raises InvalidRequestError."""
         for name, remedy in (
             ("prompt", "send the prompt's text"),
-            ("conversation", "use previous_response_id"),
             ("context_management", "send what should be left of the conversation"),
             ("moderation", "nothing is moderated here"),
         ):
@@ -178,7 +177,12 @@ class ResponsesRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):
             raise InvalidRequestError(
                 "stream_options is only for stream = true", param="stream_options"
             )
-        if not self.input and self.previous_response_id is None:
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise InvalidRequestError(
+                "conversation and previous_response_id both say what came before: give one of them",
+                param="conversation",
+            )
+        if not self.input and not self.has_past:
             raise InvalidRequestError("input is empty: give a text", param="input")
         check_free_form(self.tools, "tools")
         wanted = self.text.format if self.text is not None else None

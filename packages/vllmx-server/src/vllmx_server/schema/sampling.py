@@ -34,47 +34,26 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def stream_options(asked: StreamOptions | None, has_usage: bool) -> StreamOptions | None:
-    """What a stream brings: what its request asks for, and the usage whatever it asks where
-    `has_usage` (`--enable-force-include-usage`, as in vLLM)."""
+    """What a stream brings: what its request asks for, or the usage in every chunk where
+    `has_usage` (`--enable-force-include-usage`)."""
     if not has_usage:
         return asked
-    is_continuous = asked is not None and asked.continuous_usage_stats
-    return StreamOptions(include_usage=True, continuous_usage_stats=is_continuous)
+    return StreamOptions(include_usage=True, continuous_usage_stats=True)
 
 
 class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's fields first, then vLLM's extensions; None always means: not given."""
 
     model: str | None = None
-    frequency_penalty: limits.Penalty | None = None
-    logit_bias: limits.Biases | None = None
     n: limits.Choices | None = None
-    presence_penalty: limits.Penalty | None = None
-    seed: int | None = None
     stop: str | limits.Stops | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: limits.Temperature | None = None
-    top_p: limits.TopP | None = None
 
     best_of: limits.Choices | None = None
-    top_k: limits.TopK | None = None
-    min_p: limits.MinP | None = None
-    repetition_penalty: limits.Factor | None = None
-    min_tokens: limits.MinTokens | None = None
-    stop_token_ids: limits.StopIds | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
+    logprob_token_ids: limits.LogprobIds | None = None
+    """Token ids whose log-probabilities come for each generated token in place of the likeliest."""
     prompt_logprobs: limits.Likeliest | None = None
-    truncate_prompt_tokens: limits.Truncation | None = None
-    allowed_token_ids: limits.AllowedIds | None = None
-    bad_words: limits.BadWords | None = None
-    priority: limits.Priority | None = None
-    request_id: limits.Name | None = None
-    cache_salt: limits.Name | None = None
-    session_id: limits.Name | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -117,6 +96,15 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
             param=name,
         )
 
+    def check_named(self, has_logprobs: bool) -> None:
+        """Raises InvalidRequestError for `logprob_token_ids` where none are told."""
+        if self.logprob_token_ids and not has_logprobs:
+            raise InvalidRequestError(
+                "logprob_token_ids says which log-probabilities are told in place of the likeliest:"
+                " set logprobs, too",
+                param="logprob_token_ids",
+            )
+
     def sampling_params(
         self, defaults: Mapping[str, Any], *, max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
@@ -135,6 +123,7 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
             "skip_special_tokens",
             "spaces_between_special_tokens",
             "prompt_logprobs",
+            "logprob_token_ids",
             "allowed_token_ids",
             "bad_words",
             "truncate_prompt_tokens",

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllmx_core.errors import InvalidRequestError, shown
 from vllmx_core.structured import StructuredOutputsParams
 
-from vllmx_server.schema.decode import check_free_form
+from vllmx_server.schema.whole_numbers import with_whole_numbers
 
-MAX_SCHEMA_DEPTH = 64
+if TYPE_CHECKING:
+    from vllmx_server.schema.generating import StructuredFields
 
 
 class JSONSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -64,19 +65,6 @@ class GuidedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Accepted and ignored: there is one."""
 
 
-GUIDED = GuidedFields.__struct_fields__
-
-
-class StructuredFields(GuidedFields, kw_only=True, forbid_unknown_fields=True):
-    """Fields of both completions. At most one of them may say something."""
-
-    response_format: ResponseFormat | None = None
-    grammar: str | None = None
-    """llama.cpp's, in GBNF; Lark is taken too."""
-    json_schema: dict[str, Any] | None = None
-    """llama.cpp's."""
-
-
 def structured_outputs(body: StructuredFields) -> StructuredOutputsParams | None:
     """What the answer must look like; None where it is free. Raises InvalidRequestError."""
     found: dict[str, Callable[[], StructuredOutputsParams]] = {}
@@ -116,7 +104,6 @@ def _single(
     body: StructuredFields, field: str, kind: str, value: Any
 ) -> Callable[[], StructuredOutputsParams]:
     def make() -> StructuredOutputsParams:
-        check_free_form(value, field, MAX_SCHEMA_DEPTH)
         is_json = kind == "json"
         pattern = body.guided_whitespace_pattern if is_json else None
         form: dict[str, Any] = {kind: _text(value) if is_json else value}
@@ -126,7 +113,6 @@ def _single(
 
 
 def _structured(given: StructuredOutputs) -> StructuredOutputsParams:
-    check_free_form(given, "structured_outputs", MAX_SCHEMA_DEPTH)
     return StructuredOutputsParams(
         json=_text(given.json),
         regex=given.regex,
@@ -141,7 +127,6 @@ def _structured(given: StructuredOutputs) -> StructuredOutputsParams:
 
 def _response_format(wanted: ResponseFormat) -> StructuredOutputsParams:
     field = "response_format"
-    check_free_form(wanted, field, MAX_SCHEMA_DEPTH)
     if wanted.type == "json_object" and wanted.schema is None:
         return StructuredOutputsParams(json_object=True, field=field)
     if wanted.type in ("json_schema", "json_object"):
@@ -166,5 +151,8 @@ def _response_format(wanted: ResponseFormat) -> StructuredOutputsParams:
 
 
 def _text(value: Any) -> str | None:
-    """JSON text, whose length tells whoever takes it how much work it is."""
-    return value if value is None or isinstance(value, str) else msgspec.json.encode(value).decode()
+    """JSON text, whose length tells whoever takes it how much work it is. Bounds such as `minItems`
+    may be whole floats."""
+    if value is None or isinstance(value, str):
+        return value
+    return with_whole_numbers(msgspec.json.encode(value)).decode()

@@ -9,14 +9,16 @@ from msgspec import Meta
 from vllmx_core.errors import InvalidRequestError
 from vllmx_engine.client.chat import ChatOptions
 
+from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.chat import (
+    MAX_MESSAGES,
     MAX_TEMPLATE,
     ChatMessage,
     check_messages,
     generation_prompt,
 )
 from vllmx_server.schema.decode import check_free_form
-from vllmx_server.schema.tools import check_tools, tool_list
+from vllmx_server.schema.tools import MAX_TOOLS, check_tools, tool_list
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -24,14 +26,14 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     """None: true for a prompt, false for messages, whose template writes its own."""
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     """None: the prompt is added unless `continue_final_message` is true."""
     continue_final_message: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
     chat_template: Annotated[str, Meta(max_length=MAX_TEMPLATE)] | None = None
     """Only where the operator trusts clients with it."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -60,7 +62,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
-    tokens: list[int]
+    tokens: list[limits.TokenId]
     skip_special_tokens: bool | None = None
 
     def check(self) -> None:

@@ -15,14 +15,16 @@ ALLOWED = "allowed_tools"
 """The type of a choice of some of the tools."""
 
 
-class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class FunctionSpec(msgspec.Struct, omit_defaults=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(msgspec.Struct, forbid_unknown_fields=True):
+class Tool(msgspec.Struct):
+    """A definition; other keys of it are ignored."""
+
     function: FunctionSpec
     type: str = "function"
 
@@ -31,25 +33,33 @@ class _Named(msgspec.Struct):
     name: str
 
 
-class _Choice(msgspec.Struct, forbid_unknown_fields=True):
+class _Choice(msgspec.Struct):
     type: str
     function: _Named
 
 
-class _AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
+class _AllowedTools(msgspec.Struct):
     mode: Literal["auto", "required"]
     tools: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
 
 
-class _Allowed(msgspec.Struct, forbid_unknown_fields=True):
+class _Allowed(msgspec.Struct):
     type: str
     allowed_tools: _AllowedTools
 
 
 def tool_list(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     """Tools as the template takes them: with their keys in the client's order, in which templates
-    print them, so that the model reads what the client wrote."""
-    return tools or None
+    print them, so that the model reads what the client wrote, without keys that are ignored."""
+    return [_as_written(tool) for tool in tools or ()] or None
+
+
+def _as_written(tool: dict[str, Any]) -> dict[str, Any]:
+    known = {name: tool[name] for name in tool if name in Tool.__struct_fields__}
+    function = tool["function"]
+    names = FunctionSpec.__struct_fields__
+    known["function"] = {name: function[name] for name in function if name in names}
+    return known if "type" in known else {"type": "function", **known}
 
 
 def check_tools(tools: list[dict[str, Any]] | None) -> None:

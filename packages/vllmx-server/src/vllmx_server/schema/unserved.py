@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from vllmx_core.errors import InvalidRequestError, shown
 
-from vllmx_server.schema.structured import StructuredFields
+from vllmx_server.schema.generating import StructuredFields
 
 
 class UnservedFields(StructuredFields, kw_only=True, forbid_unknown_fields=True):
@@ -23,7 +23,6 @@ class UnservedFields(StructuredFields, kw_only=True, forbid_unknown_fields=True)
     length_penalty: Any = None
     truncation_side: Any = None
     logits_processors: Any = None
-    logprob_token_ids: Any = None
     mm_processor_kwargs: Any = None
     kv_transfer_params: Any = None
     vllm_xargs: Any = None
@@ -35,7 +34,6 @@ UNSERVED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "length_penalty": ((0, 1), "it belongs to beam search: leave it out"),
     "truncation_side": (("left",), 'prompts lose their beginning: use "left" or leave it out'),
     "logits_processors": (([],), "no code of clients is run: use logit_bias or bad_words"),
-    "logprob_token_ids": ((), "ask for the likeliest with logprobs and top_logprobs"),
     "mm_processor_kwargs": (({},), "prompts are text: leave it out"),
     "kv_transfer_params": (({},), "one process prefills and decodes: leave it out"),
     "vllm_xargs": (({},), "there are no such extensions: leave it out"),

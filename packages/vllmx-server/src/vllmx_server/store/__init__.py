@@ -1,1 +1,1 @@
-"""What outlives a request: files, batches and responses, in SQLite and a folder."""
+"""What outlives a request: files, batches, responses and conversations, in SQLite and a folder."""

@@ -12,6 +12,8 @@ from vllmx_core.errors import VllmxError, shown
 from vllmx_server.answers.kept import BatchError, BatchErrors, BatchObject, RequestCounts, Status
 from vllmx_server.store.database import Database
 
+PREFIX = "batch_"
+"""What the ids of OpenAI's batches begin with."""
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 """What is still to be worked on."""
 
@@ -49,6 +51,10 @@ class Batch(msgspec.Struct, kw_only=True):
     total: int = 0
     completed: int = 0
     failed: int = 0
+    unanswered: int = 0
+    """Lines that had no answer when the batch ended; counted in `failed`, too."""
+    num_requests: int = 0
+    """The number of requests, of a batch of Messages."""
     times: dict[str, int] = {}
     """The times at which it came to be in each status."""
 
@@ -96,27 +102,42 @@ class Line(msgspec.Struct, frozen=True, gc=False):
     """How often the engine died while it was answered."""
 
 
+_MAKE_ROOM = (
+    "DELETE FROM batches WHERE owner = ? AND NOT is_open AND rowid <= (SELECT rowid FROM batches"
+    " WHERE owner = ? AND NOT is_open ORDER BY rowid DESC LIMIT 1 OFFSET ?)"
+)
 _decode = msgspec.json.Decoder(Batch).decode
 _encode = msgspec.json.Encoder().encode
 
 
 class Batches:
-    """What the database has of batches."""
+    """What the database has of batches.
 
-    def __init__(self, database: Database) -> None:
+    Args:
+        max_ended: batches of one key that are kept once they have ended; the oldest make room.
+    """
+
+    def __init__(self, database: Database, max_ended: int) -> None:
         self._database = database
+        self._max_ended = max_ended
 
     async def save(self, batch: Batch) -> None:
         """Keeps the batch as it is now."""
-        await self._database.run(lambda connection: save(connection, batch))
 
-    async def get(self, owner: str, batch_id: str) -> Batch:
-        """Raises BatchNotKnownError."""
+        def write(connection: sqlite3.Connection) -> None:
+            save(connection, batch)
+            connection.execute(_MAKE_ROOM, (batch.owner, batch.owner, self._max_ended))
+
+        await self._database.run(write)
+
+    async def get(self, owner: str, batch_id: str, prefix: str = PREFIX) -> Batch:
+        """`prefix`: what the id of a batch of the wanted kind begins with. Raises
+        BatchNotKnownError."""
         query = "SELECT record FROM batches WHERE id = ? AND owner = ?"
         row = await self._database.run(lambda c: c.execute(query, (batch_id, owner)).fetchone())
-        if row is None:
+        if row is None or not batch_id.startswith(prefix):
             raise BatchNotKnownError(
-                f"there is no batch {shown(batch_id)}: GET /v1/batches lists those of this key"
+                f"this key has no batch {shown(batch_id)} here: list those that it has"
             )
         return _decode(row[0])
 
@@ -133,15 +154,34 @@ class Batches:
 
         return await self._database.run(read)
 
-    async def page(self, owner: str, after: str | None, limit: int) -> tuple[list[Batch], bool]:
-        """A page of them, the newest first, and whether more follow."""
-        query, values = "SELECT record FROM batches WHERE owner = ?", [owner]
+    async def page(
+        self,
+        owner: str,
+        after: str | None,
+        limit: int,
+        prefix: str = PREFIX,
+        before: str | None = None,
+    ) -> tuple[list[Batch], bool]:
+        """A page of those whose ids begin with `prefix`, the newest first, behind `after` or next
+        in front of `before`, and whether more follow."""
+        query, values = "SELECT record FROM batches WHERE owner = ? AND id GLOB ?", [owner]
+        values.append(prefix + "*")
         if after is not None:
             query += " AND rowid < (SELECT rowid FROM batches WHERE id = ? AND owner = ?)"
             values += [after, owner]
-        query += f" ORDER BY rowid DESC LIMIT {limit + 1:d}"
+        elif before is not None:
+            query += " AND rowid > (SELECT rowid FROM batches WHERE id = ? AND owner = ?)"
+            values += [before, owner]
+        order = "DESC" if before is None else "ASC"
+        query += f" ORDER BY rowid {order} LIMIT {limit + 1:d}"
         rows = await self._database.run(lambda c: c.execute(query, values).fetchall())
-        return [_decode(row[0]) for row in rows[:limit]], len(rows) > limit
+        found = [_decode(row[0]) for row in rows[:limit]]
+        return found if before is None else found[::-1], len(rows) > limit
+
+    async def delete(self, batch_id: str) -> None:
+        """Deletes a batch that has ended."""
+        query = "DELETE FROM batches WHERE id = ? AND NOT is_open"
+        await self._database.run(lambda c: c.execute(query, (batch_id,)))
 
     async def forget_before(self, created: int) -> None:
         """Forgets batches that have ended and were made before `created`."""
@@ -170,6 +210,10 @@ class Batches:
             lambda c: c.execute(query, (batch_id, after, limit)).fetchall()
         )
         return [Line(*row) for row in rows]
+
+    async def num_waiting(self, batch_id: str) -> int:
+        """The number of lines without an answer."""
+        return await self._database.run(lambda c: _count(c, batch_id, LineState.WAITS))
 
     async def add_answers(self, answers: Iterable[tuple[str, int, LineState, bytes]]) -> None:
         """(batch, line, how it ended, its line of the output). A line that has one keeps it."""

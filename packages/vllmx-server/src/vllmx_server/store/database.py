@@ -45,6 +45,17 @@ CREATE TABLE IF NOT EXISTS events (response TEXT PRIMARY KEY, data BLOB) WITHOUT
 CREATE TRIGGER IF NOT EXISTS forget_events AFTER DELETE ON responses BEGIN
     DELETE FROM events WHERE response = old.id;
 END;
+CREATE TABLE IF NOT EXISTS conversations (
+    id TEXT PRIMARY KEY, owner TEXT, created INTEGER, used INTEGER, bytes INTEGER, metadata BLOB
+);
+CREATE INDEX IF NOT EXISTS conversations_of ON conversations (owner);
+CREATE TABLE IF NOT EXISTS items (
+    number INTEGER PRIMARY KEY, conversation TEXT, id TEXT, record BLOB,
+    UNIQUE (conversation, id)
+);
+CREATE TRIGGER IF NOT EXISTS forget_items AFTER DELETE ON conversations BEGIN
+    DELETE FROM items WHERE conversation = old.id;
+END;
 """
 """What databases of the same version may lack, and servers that do not know it leave alone."""
 LOOK = "look whether there is room where --data-dir is, and whether it can be written"

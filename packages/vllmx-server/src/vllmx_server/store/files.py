@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from vllmx_core.errors import VllmxError, shown
@@ -20,7 +20,10 @@ from vllmx_server.store.folder import Folder
 from vllmx_server.store.ids import new_id, now
 
 T = TypeVar("T")
-_LIST = "SELECT * FROM files WHERE owner = ? AND (expires IS NULL OR expires > ?)"
+_LIST = (
+    "SELECT * FROM files WHERE owner = ? AND (expires IS NULL OR expires > ?)"
+    " AND purpose NOT GLOB 'message_batch*'"  # which no client has uploaded or may download
+)
 _AFTER = {
     True: " AND rowid < (SELECT rowid FROM files WHERE id = ? AND owner = ?)",
     False: " AND rowid > (SELECT rowid FROM files WHERE id = ? AND owner = ?)",
@@ -66,22 +69,32 @@ class StoredFile(msgspec.Struct, frozen=True):
         )
 
 
+_FILE_BYTES = 4096
+"""What a file takes of the quota besides its content: a place on the disk, and in the database."""
+
+
+class Quota(NamedTuple):
+    """What one key may keep, or keeps."""
+
+    num_bytes: int
+    num_files: int
+
+
 class Files:
     """Contents have their ids as names on disk, which are made here and never by a client.
 
     Args:
-        max_bytes_of_owner: of all files of one key.
+        quota: of one key.
         lifetime_s: how long a file is kept.
     """
 
-    def __init__(
-        self, database: Database, folder: Folder, max_bytes_of_owner: int, lifetime_s: int
-    ) -> None:
+    def __init__(self, database: Database, folder: Folder, quota: Quota, lifetime_s: int) -> None:
         self._database = database
         self._folder = folder
-        self._max_bytes = max_bytes_of_owner
+        self._quota = quota
         self._lifetime_s = lifetime_s
-        self._arriving: dict[str, int] = {}
+        self._arriving: dict[str, list[int]] = {}
+        """Bytes of each file that arrives."""
         self._threads = ThreadPoolExecutor(2, "vllmx-files")
 
     async def on_thread(self, work: Callable[[], T]) -> T:
@@ -106,19 +119,27 @@ class Files:
         return self._folder.files() / (new_id("") + ".part")
 
     async def take(self, owner: str, num_bytes: int) -> None:
-        """Counts bytes that arrive. Raises StorageFullError, and nothing is counted then."""
-        known = await self._database.run(lambda c: _bytes_of(c, owner))
-        taken = known + self._arriving.get(owner, 0)
-        if taken + num_bytes > self._max_bytes:
+        """Counts a file that arrives. Raises StorageFullError, and nothing is counted then."""
+        known = await self._database.run(lambda c: _kept_of(c, owner))
+        arriving = self._arriving.get(owner, [])
+        num_files = known.num_files + len(arriving)
+        if num_files >= self._quota.num_files:
             raise StorageFullError(
-                f"{taken} bytes of files are kept for this key, {num_bytes} more would be over the"
-                f" limit of {self._max_bytes}: delete files, or raise --max-stored-bytes"
+                f"{num_files} files are kept for this key, the limit is {self._quota.num_files}:"
+                " delete files, or raise --max-stored-files"
             )
-        self._arriving[owner] = self._arriving.get(owner, 0) + num_bytes
+        taken, wanted = known.num_bytes + sum(arriving), num_bytes + _FILE_BYTES
+        if taken + wanted > self._quota.num_bytes:
+            raise StorageFullError(
+                f"{taken} bytes of files are kept for this key, {wanted} more would be over the"
+                f" limit of {self._quota.num_bytes}, where each file counts for {_FILE_BYTES} more"
+                " than it has: delete files, or raise --max-stored-bytes"
+            )
+        self._arriving.setdefault(owner, []).append(wanted)
 
     def give_back(self, owner: str, num_bytes: int) -> None:
         """What `take` counted has arrived, or does not come."""
-        self._arriving[owner] -= num_bytes
+        self._arriving[owner].remove(num_bytes + _FILE_BYTES)
         if not self._arriving[owner]:
             del self._arriving[owner]
 
@@ -230,10 +251,10 @@ def insert_file(connection: sqlite3.Connection, found: StoredFile) -> None:
     )
 
 
-def _bytes_of(connection: sqlite3.Connection, owner: str) -> int:
-    query = "SELECT coalesce(sum(bytes), 0) FROM files WHERE owner = ?"
-    (found,) = connection.execute(query, (owner,)).fetchone()
-    return int(found)
+def _kept_of(connection: sqlite3.Connection, owner: str) -> Quota:
+    query = "SELECT coalesce(sum(bytes), 0), count(*) FROM files WHERE owner = ?"
+    num_bytes, num_files = connection.execute(query, (owner,)).fetchone()
+    return Quota(num_bytes + num_files * _FILE_BYTES, num_files)
 
 
 def _delete(connection: sqlite3.Connection, ids: Iterable[str]) -> None:

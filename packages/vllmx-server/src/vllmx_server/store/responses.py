@@ -140,6 +140,11 @@ class Responses:
                 stored = _decode(row)
                 if stored.is_open:
                     raise _unusable(f"{shown(next_id)} has not ended yet: wait for it")
+                if found := stored.response.get("conversation"):
+                    raise _unusable(
+                        f"{shown(next_id)} is a part of conversation {found['id']}, of which it"
+                        " holds one turn: go on with the conversation"
+                    )
                 turns.append(stored.items())
                 num_items += len(turns[-1])
                 if len(turns) > MAX_CHAIN or num_items > max_items or num_bytes > max_bytes:

@@ -6,8 +6,9 @@ from vllmx_core.errors import ConfigError
 
 from vllmx_server.config import ServerConfig
 from vllmx_server.store.batches import Batches
+from vllmx_server.store.conversations import Conversations
 from vllmx_server.store.database import Database, StorageError
-from vllmx_server.store.files import Files
+from vllmx_server.store.files import Files, Quota
 from vllmx_server.store.folder import Folder
 from vllmx_server.store.ids import now
 from vllmx_server.store.responses import Responses
@@ -16,7 +17,7 @@ _DAY_S = 86400
 
 
 class Storage:
-    """Files, batches and responses over one database.
+    """Files, batches, responses and conversations over one database.
 
     Raises ConfigError where the folder cannot be used.
     """
@@ -25,9 +26,11 @@ class Storage:
         self.lifetime_s = round(config.max_stored_days * _DAY_S)
         self.folder = folder or Folder(config.data_dir)
         self.database = Database(self.folder.database)
-        self.files = Files(self.database, self.folder, config.max_stored_bytes, self.lifetime_s)
-        self.batches = Batches(self.database)
+        quota = Quota(config.max_stored_bytes, config.max_stored_files)
+        self.files = Files(self.database, self.folder, quota, self.lifetime_s)
+        self.batches = Batches(self.database, config.max_stored_files)
         self.responses = Responses(self.database, config.max_stored_bytes, self.lifetime_s)
+        self.conversations = Conversations(self.database, config.max_stored_bytes, self.lifetime_s)
 
     async def check(self) -> None:
         """Raises ConfigError where a folder that was named can keep nothing."""
@@ -44,6 +47,7 @@ class Storage:
         """Forgets what is too old."""
         await self.files.clean()
         await self.responses.clean()
+        await self.conversations.clean()
         await self.batches.forget_before(now() - self.lifetime_s)
 
     def close(self) -> None:

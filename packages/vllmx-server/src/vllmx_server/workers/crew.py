@@ -17,6 +17,7 @@ from vllmx_core.errors import ConfigError, EngineDeadError
 from vllmx_engine.link.supervisor import run_module
 
 from vllmx_server.workers.channel import Channel, GoneError
+from vllmx_server.workers.dispatch import Dispatcher
 from vllmx_server.workers.messages import BEGIN, LEAD, STOP, Begin, Lead
 from vllmx_server.workers.shared_counts import SharedCounts
 
@@ -60,7 +61,8 @@ class Crew:
 
     Args:
         size: how many.
-        listeners: the socket that they accept from, and that of operators if there is one.
+        listeners: the socket that connections come from, and that of operators if there is one.
+        listen: makes the first one listen.
         begin: the first message to each, without its row.
         on_channel: given the channel of each worker before it begins.
     """
@@ -69,14 +71,18 @@ class Crew:
         self,
         size: int,
         listeners: tuple[socket.socket, socket.socket | None],
+        listen: Callable[[], None],
         begin: Begin,
         on_channel: Callable[[Channel], None],
     ) -> None:
-        self._listeners = [each.fileno() for each in listeners if each is not None]
+        self._listener, self._operators = listeners
         self._begin = msgspec.structs.replace(begin, num_rows=size, seed=secrets.randbits(32))
         self._on_channel = on_channel
         self._memory = SharedCounts.memory(size)
         self._counts = SharedCounts(self._memory, size, 0, self._begin.seed)
+        self._dispatcher = None
+        if begin.has_mailboxes:
+            self._dispatcher = Dispatcher(self._listener, listen, self._counts, size)
         self._workers: dict[int, Worker] = {}
         self._leader: Worker | None = None
         self._had_leader = False
@@ -121,6 +127,8 @@ class Crew:
     async def stop(self, timeout_s: float) -> None:
         """Makes all of them exit, by force after `timeout_s`."""
         self._stopping = True
+        if self._dispatcher is not None:
+            self._dispatcher.stop()
         for each in self._workers.values():
             each.channel.tell(STOP, None)
         await asyncio.gather(*(each.reap(timeout_s) for each in self._workers.values()))
@@ -129,6 +137,8 @@ class Crew:
         await asyncio.wait(self._keeping)
         for each in self._workers.values():
             await each.reap(0)
+        if self._dispatcher is not None:
+            self._dispatcher.close()
         os.close(self._memory)
 
     # --- one worker, again and again --------------------------------------------------------------
@@ -181,7 +191,12 @@ class Crew:
 
     async def _spawn(self, row: int) -> Worker:
         ours, theirs = socket.socketpair()
-        descriptors = (theirs.fileno(), self._memory, *self._listeners)
+        dispatcher, listeners = self._dispatcher, [self._listener.fileno()]
+        if dispatcher is not None:
+            listeners = [dispatcher.mailbox(row)]
+        if self._operators is not None:
+            listeners.append(self._operators.fileno())
+        descriptors = (theirs.fileno(), self._memory, *listeners)
         with theirs:
             process = run_module(
                 "vllmx_server.worker", *map(str, descriptors), descriptors=descriptors
@@ -195,6 +210,8 @@ class Crew:
         begin = msgspec.structs.replace(self._begin, row=row)
         await worker.channel.ask(BEGIN, begin, type(None))
         worker.serves = True
+        if self._dispatcher is not None:
+            self._dispatcher.opened(row)
         if not self._began[row].done():
             self._began[row].set_result(None)
         await self._choose_leader()
@@ -205,6 +222,8 @@ class Crew:
         await worker.reap(0 if not self._stopping else _EXIT_S)
         worker.channel.close()
         self._counts.clear(row)
+        if self._dispatcher is not None:
+            self._dispatcher.left(row)
         if worker is self._leader:
             self._leader = None
             if not self._stopping:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 
 from starlette.applications import Starlette
@@ -18,6 +19,7 @@ from vllmx_server.state import ServerState
 from vllmx_server.store.folder import Folder
 from vllmx_server.store.storage import Storage
 from vllmx_server.workers.channel import Channel
+from vllmx_server.workers.dispatch import Mailbox
 from vllmx_server.workers.messages import (
     CARDS,
     LOAD,
@@ -50,7 +52,7 @@ class Peers:
         self.leads = False
         self.host = RemoteHost(channel)
         self._begin = begin
-        counts = SharedCounts(descriptor, begin.num_rows, begin.row, begin.seed)
+        self._counts = counts = SharedCounts(descriptor, begin.num_rows, begin.row, begin.seed)
         self.sharing = Sharing(
             connections=counts.gauge("connections"),
             addresses=counts.named("addresses"),
@@ -60,6 +62,17 @@ class Peers:
             texts=counts.gauge("text_bytes"),
             sequences=counts.named("sequences").gauge,
         )
+
+    @property
+    def has_mailbox(self) -> bool:
+        """Whether connections are handed to this worker, and another process listens."""
+        return self._begin.has_mailboxes
+
+    def accepting(self, descriptor: int) -> socket.socket:
+        """What this worker accepts connections from."""
+        if self.has_mailbox:
+            return Mailbox(descriptor, self._counts.gauge("received"))
+        return socket.socket(fileno=descriptor)
 
     def storage(self, config: ServerConfig) -> Storage:
         """What all of them keep, in one folder that the supervisor holds."""

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-Counted = Literal["connections", "requests", "body_bytes", "text_bytes"]
+Counted = Literal["connections", "received", "requests", "body_bytes", "text_bytes"]
 _FIELDS = get_args(Counted)
 Table = Literal["addresses", "clients", "sequences"]
 _TABLES = get_args(Table)
@@ -60,6 +60,10 @@ class SharedCounts:
         """What this worker counts, and all others have."""
         at = _FIELDS.index(counted)
         return SharedGauge(self._rows[:, at], self._own[at : at + 1])
+
+    def value(self, counted: Counted, row: int) -> int:
+        """What one worker counts."""
+        return int(self._rows[row, _FIELDS.index(counted)])
 
     def named(self, table: Table) -> SharedNames:
         """What this worker counts by name, and all others have."""

@@ -21,8 +21,9 @@ from vllmx_engine.link.process_frontend import ProcessFrontend
 from vllmx_engine.wire.ipc import ErrorRecord
 from vllmx_engine.wire.messages import CoreInfo, CoreStats
 
-from vllmx_server.address import reload_certificate
+from vllmx_server.address import listen, reload_certificate
 from vllmx_server.config import ServerConfig
+from vllmx_server.connections.versions import untested
 from vllmx_server.desk import Desk, OpenDesk, ServedDesk
 from vllmx_server.keys.limits import KeyDesk
 from vllmx_server.keys.ring import KeyRing, reload_keys
@@ -93,6 +94,7 @@ async def serve_with_workers(
                 seed=0,
                 data_dir=str(server.data_dir or folder),
                 outlives=folder is None,
+                has_mailboxes=untested() is None,
             )
             usage = UsageBook(stored.database)
             supervisor = Supervisor(server, (listener, operators), begin, usage)
@@ -147,7 +149,13 @@ class Supervisor:
         self._usage = usage
         self._counted = Counted()
         self._beside: set[asyncio.Task[None]] = set()
-        self._crew = Crew(server.api_workers or 1, listeners, begin, self._serve_channel)
+        self._crew = Crew(
+            server.api_workers or 1,
+            listeners,
+            lambda: listen(listeners[0], server),
+            begin,
+            self._serve_channel,
+        )
 
     async def run(
         self,

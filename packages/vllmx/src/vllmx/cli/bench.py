@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,6 +18,7 @@ from vllmx.cli.command import ModelCommand
 from vllmx.cli.options import engine_options, resolve
 
 F = TypeVar("F", bound=Callable[..., Any])
+_TIMEOUT_S = 10.0
 
 
 @click.group()
@@ -141,11 +140,16 @@ def _served_model(url: str, api_key: str | None) -> str:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--url must begin with http:// or https://, got {url!r}", param="url")
-    request = urllib.request.Request(f"{url.rstrip('/')}/v1/models", headers=headers)  # noqa: S310
+    from vllmx_core.deadline_http import get
+
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310
-            found: str = json.load(answer)["data"][0]["id"]
-    except (OSError, urllib.error.HTTPError, ValueError, KeyError, IndexError) as error:
+        status, body = get(f"{url.rstrip('/')}/v1/models", headers, _TIMEOUT_S)
+        if status != 200:
+            raise ConfigError(f"{url}/v1/models answers {status}: check --url and --api-key")
+        found: str = json.loads(body)["data"][0]["id"]
+    except (OSError, TypeError, ValueError, KeyError, IndexError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"no server answers at {url} ({error}): start `vllmx serve`") from None
     return found
 

@@ -56,7 +56,7 @@ def _servers(path: str, stack: ExitStack) -> ToolServers:
     """Started: they come up while the model loads."""
     from vllmx_server.mcp.settings import read_servers
 
-    settings = read_servers(path, "--mcp")
+    settings = read_servers(path, "--mcp", warns=True)
     from vllmx_server.mcp.servers import ToolServers
 
     servers = ToolServers(settings)

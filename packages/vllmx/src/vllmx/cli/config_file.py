@@ -19,9 +19,11 @@ def read_yaml(path: str | Path | None) -> dict[str, Any]:
         return {}
     import yaml
 
+    from vllmx.cli.yaml_numbers import load
+
     try:
         text = Path(path).read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
+        content = load(text)
         twice = _twice(yaml.compose(text, yaml.SafeLoader), set())
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None

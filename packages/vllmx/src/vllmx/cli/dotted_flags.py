@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Collection
 from typing import Any
 
 from vllmx_core.errors import ConfigError
 
+logger = logging.getLogger("vllmx.flags")
 _DOTTED = re.compile(r"(--[A-Za-z][\w-]*|-[a-z]c)\.([A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*)*)")
 
 
 def joined(args: list[str], known: Collection[str]) -> list[str]:
-    """The arguments with one JSON object for each flag that was given by its keys. Values are JSON,
-    or texts where they are none. Raises ConfigError for a key that is given twice.
+    """The arguments with one JSON object for each flag that was given by its keys, in the place of
+    the last of them. Values are JSON, or texts where they are none. Of a key that is given twice
+    the last value is taken, with a warning. Raises ConfigError for a key without a value.
 
     Args:
         known: flags that have a dot in their names.
     """
     rest: list[str] = []
     objects: dict[str, dict[str, Any]] = {}
+    places: dict[str, int] = {}
     waiting = iter(args)
     for arg in waiting:
         name, equals, value = arg.partition("=")
@@ -33,18 +37,21 @@ def joined(args: list[str], known: Collection[str]) -> list[str]:
         if text is None:
             raise ConfigError(f"{name} wants a value")
         _put(objects.setdefault(flag, {}), keys, text, name)
-    given = (part for flag, found in objects.items() for part in (flag, json.dumps(found)))
-    return [*given, *rest]
+        places[flag] = len(rest)
+    for flag, place in sorted(places.items(), key=lambda item: -item[1]):
+        rest[place:place] = [flag, json.dumps(objects[flag])]
+    return rest
 
 
 def _put(target: dict[str, Any], keys: list[str], text: str, name: str) -> None:
     *outer, last = keys
     for key in outer:
-        target = target.setdefault(key, {})
-        if not isinstance(target, dict):
-            raise ConfigError(f"{name} is given twice, as a value and by its keys: give one")
+        if not isinstance(target.setdefault(key, {}), dict):
+            logger.warning("%s is given twice, as a value before: its keys are taken", name)
+            target[key] = {}
+        target = target[key]
     if last in target:
-        raise ConfigError(f"{name} is given twice: give one")
+        logger.warning("%s is given twice, the last one is taken", name)
     try:
         target[last] = json.loads(text)
     except (ValueError, RecursionError):

@@ -35,18 +35,21 @@ BUILT_IN: Mapping[str, tuple[str, str]] = {
 }
 
 
+_COMMANDS = "vllmx.cli.group.commands"
+
+
 class Commands(click.Group):
     """Built-in commands by name, then those of plugins; nothing is imported before it runs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*BUILT_IN, *sorted(self._plugin_commands())]
+        return [*BUILT_IN, *sorted(_plugin_commands(ctx))]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name in BUILT_IN:
             module_name, _, attribute = BUILT_IN[name][0].partition(":")
             command: click.Command = getattr(import_module(module_name), attribute)
             return command
-        found = self._plugin_commands().get(name)
+        found = _plugin_commands(ctx).get(name)
         if found is None:
             return None
         loaded: click.Command = found.load()
@@ -55,7 +58,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        known = [*BUILT_IN, *self._plugin_commands()] if args[0] not in BUILT_IN else [args[0]]
+        known = [*BUILT_IN, *_plugin_commands(ctx)] if args[0] not in BUILT_IN else [args[0]]
         if args[0] not in known and not args[0].startswith("-") and not ctx.resilient_parsing:
             hint = nearest(args[0], known) or f"; known: {', '.join(known)}"
             raise click.UsageError(f"there is no command {args[0]!r}{hint}", ctx)
@@ -63,15 +66,20 @@ class Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows = [(name, text) for name, (_, text) in BUILT_IN.items()]
-        rows += [(name, spec.help) for name, spec in sorted(self._plugin_commands().items())]
+        rows += [(name, spec.help) for name, spec in sorted(_plugin_commands(ctx).items())]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 
-    @staticmethod
-    def _plugin_commands() -> dict[str, CommandSpec]:
+
+def _plugin_commands(ctx: click.Context) -> dict[str, CommandSpec]:
+    """Commands of plugins by name. They are loaded once for a command line, so that a plugin that
+    cannot be loaded is told of once."""
+    if _COMMANDS not in ctx.meta:
         from vllmx_core.registry import load_registry
 
-        return {spec.name: spec for spec in load_registry().all(CommandSpec)}
+        ctx.meta[_COMMANDS] = {spec.name: spec for spec in load_registry().all(CommandSpec)}
+    found: dict[str, CommandSpec] = ctx.meta[_COMMANDS]
+    return found
 
 
 @click.command(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 from vllmx_core.errors import ConfigError
+from vllmx_core.files import warn_of_readers
 
 if TYPE_CHECKING:
     from vllmx_server.keys.records import KeyRecord
@@ -70,7 +71,7 @@ def add(
     from vllmx_server.keys.records import KeyRecord, digest_of, make_key, write_keys
     from vllmx_server.priorities import parse_range
 
-    records = _read(path)
+    records = _read(path) if path.exists() else ()
     if any(record.name == name for record in records):
         raise ConfigError(f"{path} has a key for {name!r}: remove it first, or take another name")
     if priority_range is not None:
@@ -150,4 +151,6 @@ def list_keys(path: Path, as_json: bool) -> None:
 def _read(path: Path) -> tuple[KeyRecord, ...]:
     from vllmx_server.keys.records import read_keys
 
-    return read_keys(path) if path.exists() else ()
+    records = read_keys(path, "--file")
+    warn_of_readers(path, "--file")
+    return records

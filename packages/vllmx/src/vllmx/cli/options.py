@@ -9,17 +9,18 @@ import dataclasses
 import os
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 import click
 from vllmx_core.config import EngineConfig, resolve_config
+from vllmx_core.config_values import convert
 from vllmx_core.errors import ConfigError
 from vllmx_core.logs import LOG_LEVELS
 
-from vllmx.cli.command import FOREIGN, ModelCommand
+from vllmx.cli.command import FOREIGN, SERVED_NAME, ModelCommand
 from vllmx.cli.config_file import known_keys, read_yaml
-from vllmx.cli.foreign_flags import apply
+from vllmx.cli.foreign_flags import ForeignFlag, apply
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -117,8 +118,8 @@ HELP: Mapping[str, str] = {
     "max_image_pixels": "Pixels of one image, checked before it is decoded.",
     "encoder_cache_memory": "Bytes on the device for features of images that may be asked about"
     " again.",
-    "allowed_media_domains": "Host that images may be fetched from; may be repeated. Without it"
-    " requests bring images in data URLs.",
+    "allowed_media_domains": "HOST or HOST:PORT that images may be fetched from; may be repeated."
+    " Without it requests bring images in data URLs.",
     "allowed_local_media_path": "Folder whose files requests may name as images.",
     "seed": "Seed for requests that bring none.",
     "served_model_name": "Name that clients use.",
@@ -156,7 +157,7 @@ def _option(
         shown = ", ".join(default) if isinstance(default, tuple) else default
         text += f"  [default: {shown}]"
     names = [flag, *ALIASES.get(field.name, ())]
-    multiple = typing.get_origin(hint) is tuple
+    multiple = typing.get_origin(hint) is tuple or field.name == SERVED_NAME
     return click.option(
         *names, field.name, type=_click_type(hint), default=None, multiple=multiple, help=text
     )
@@ -225,6 +226,8 @@ def resolve(
     """The config records from flags, environment and `--config` file. Raises ConfigError for a key
     of the file that no record has, and that is none of `beside`; None: whatever it is."""
     flags = {name: value for name, value in flags.items() if value not in (None, ())}
+    if served := served_names(flags.get(SERVED_NAME)):
+        flags[SERVED_NAME] = served[0]
     command = click.get_current_context().command
     path = flags.pop("config_file", None) or os.environ.get("VLLMX_CONFIG")
     _one_model(flags)
@@ -233,18 +236,44 @@ def resolve(
         apply(command.foreign[name], flags.pop(name), flags)
     names = {field.name for cls in classes for field in dataclasses.fields(cls)}
     content = read_yaml(path)
+    others = command.foreign.values() if content and isinstance(command, ModelCommand) else ()
     if beside is None:
-        content = {key: content[key] for key in content if key.replace("-", "_") in names}
+        ours = _keys_of(names, others)
+        content = {key: content[key] for key in content if key.replace("_", "-") in ours}
     else:
         content = {key: content[key] for key in content if key not in beside}
-    others = command.foreign.values() if content and isinstance(command, ModelCommand) else ()
     file = known_keys(content, names, others, ALIASES)
+    if SERVED_NAME in file:
+        file[SERVED_NAME] = next(iter(served_names(file[SERVED_NAME])), None)
     _file_of_model(flags)
     if "backend" in flags:
         flags["backend"] = device(flags["backend"])
     return tuple(
         resolve_config(cls, flags=flags, environment=os.environ, file=_of(cls, file))
         for cls in classes
+    )
+
+
+def _keys_of(fields: Collection[str], others: Iterable[ForeignFlag]) -> set[str]:
+    """All names that fields have in a config file, with dashes."""
+    found = {field.replace("_", "-") for field in fields}
+    for field, texts in ALIASES.items():
+        if field in fields:
+            found |= {name.lstrip("-") for text in texts for name in text.split("/")[:1]}
+    for flag in others:
+        if flag.field in fields:
+            found |= {name.lstrip("-") for name in flag.names}
+    return found
+
+
+def served_names(given: Any) -> tuple[str, ...]:
+    """All names of a model, out of a flag that may be repeated or a list of the config file. Raises
+    ConfigError for what is no name."""
+    if given is None:
+        return ()
+    names = [*given] if isinstance(given, list | tuple) else [given]
+    return tuple(
+        dict.fromkeys(convert(name, str, SERVED_NAME, "--served-model-name") for name in names)
     )
 
 

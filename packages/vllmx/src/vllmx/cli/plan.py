@@ -14,6 +14,7 @@ from vllmx_core.progress import show_progress
 
 if TYPE_CHECKING:
     from vllmx_core.model import ModelShape
+    from vllmx_core.registry import Registry
 
     from vllmx.sizing.facts import Facts
     from vllmx.sizing.forecast import Forecast, Rates, Wish
@@ -81,7 +82,7 @@ def plan(
     longest = facts.shape.max_model_len
     _check(model, facts.shape, context)
     wish = Wish(context or min(longest, DEFAULT_CONTEXT), rows, memory_fraction)
-    title, memory, rates = _machine(on, backend, facts)
+    title, memory, rates = _machine(registry, on, backend, facts)
     found = [forecast(facts, form, rates, memory, wish) for form in facts.forms]
     chosen = choose(found, wish)
     about = {
@@ -122,10 +123,11 @@ def _check(model: str, shape: ModelShape, context: int | None) -> None:
         )
 
 
-def _machine(on: str, backend_name: str, facts: Facts) -> tuple[str, float, Rates]:
+def _machine(
+    registry: Registry, on: str, backend_name: str, facts: Facts
+) -> tuple[str, float, Rates]:
     """(what it is called, its free memory, how fast it is)."""
     from vllmx_core.memory import free_memory
-    from vllmx_core.registry import load_registry
 
     from vllmx.sizing.fixed_costs import measure_fixed
     from vllmx.sizing.machines import machine
@@ -134,7 +136,6 @@ def _machine(on: str, backend_name: str, facts: Facts) -> tuple[str, float, Rate
     if on != THIS:
         named = machine(on)
         return named.title, named.memory_bytes, named
-    registry = load_registry()
     backend = registry.choose_backend(backend_name)[0].load()()
     kinds = {matrices.kind for form in facts.forms for matrices in form.matrices}
     kinds = {"BF16", *filter(measurable, kinds)}

@@ -44,7 +44,8 @@ def quantize(
 ) -> None:
     """Write MODEL (folder, file or Hugging Face id) to OUTPUT, a GGUF file, with fewer bits.
 
-    The summary tells for each tensor type how many bytes it takes and its RMS error.
+    The summary tells for each tensor type how many bytes it takes and its RMS error, and what
+    MODEL has that a GGUF file has no place for.
     """
     if not overwrite:
         may_replace(output)
@@ -109,6 +110,7 @@ def _figures(summary: Any, seconds: float) -> dict[str, Any]:
         "bits_per_weight": stored * 8 / values,
         "seconds": seconds,
         "types": types,
+        "not_written": list(summary.lost),
     }
 
 
@@ -123,3 +125,7 @@ def _print(found: dict[str, Any]) -> None:
         f"{found['path']}: {found['bytes'] / 2**20:.2f} MiB, {found['bits_per_weight']:.2f} bits a"
         f" weight, {found['seconds']:.1f} s"
     )
+    if found["not_written"]:
+        click.echo("not in the file:")
+    for line in found["not_written"]:
+        click.echo(f"  {line}")

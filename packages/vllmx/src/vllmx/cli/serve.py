@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
+from vllmx_core.files import warn_of_readers
 from vllmx_core.logs import FORMAT_VARIABLE, configure_logging
 from vllmx_core.standard_error import StandardError, hold_standard_streams
 from vllmx_server.config import ServerConfig
 
-from vllmx.cli.command import ModelCommand
+from vllmx.cli.command import SERVED_NAME, ModelCommand
 from vllmx.cli.config_file import read_yaml
-from vllmx.cli.options import engine_options, options_of, resolve, take_several
+from vllmx.cli.options import engine_options, options_of, resolve, served_names, take_several
 from vllmx.cli.served_models import is_one_path, served_models
 
 if TYPE_CHECKING:
@@ -67,14 +68,19 @@ HELP = {
     "idle_unload_s": "Seconds without a request after which a model is unloaded, until the next"
     " one; 0: never.",
     "drain_timeout_s": "How long SIGTERM waits for requests in flight.",
-    "data_dir": "Folder where files, batches and responses are kept; without it they end with the"
-    " server.",
+    "data_dir": "Folder where files, batches, responses and conversations are kept; without it they"
+    " end with the server.",
     "max_file_bytes": "Largest file that may be uploaded.",
-    "max_stored_bytes": "Bytes of all files of one API key, and as many again of its responses.",
-    "max_stored_days": "How long files, batches and responses are kept.",
+    "max_stored_bytes": "Bytes of all files of one API key, as many again of its responses, and"
+    " of its conversations.",
+    "max_stored_files": "Files of one API key, and batches that have ended.",
+    "max_stored_days": "How long files, batches, responses and conversations are kept.",
     "trust_request_chat_template": "Take chat templates from requests (sandboxed).",
-    "enable_force_include_usage": "End every stream of chats and completions with the usage, asked"
-    " or not.",
+    "enable_force_include_usage": "Send the usage with every chunk of streams of chats and"
+    " completions, asked or not.",
+    "enable_per_request_metrics": "Say in answers of chats and completions how long they took.",
+    "enable_tokenizer_info_endpoint": "Show the tokenizer's configuration and the chat template at"
+    " GET /tokenizer_info.",
     "mcp_config": "JSON file of MCP servers whose tools requests may ask for.",
     "mcp_max_rounds": "Answers of the model in one response, all but the last of which called such"
     " tools.",
@@ -109,6 +115,7 @@ def serve(**flags: Any) -> None:
     engine = models[0].engine if models else engine
     os.environ[FORMAT_VARIABLE] = server.log_format  # of all processes that are started
     configure_logging(server.log_level, log_format=server.log_format)
+    _warn_of_config(flags)
     if server.enable_log_requests:
         logger.warning("--enable-log-requests: what clients ask stands in this log")
     from vllmx_server.run import run_server
@@ -121,6 +128,13 @@ def serve(**flags: Any) -> None:
         stream.finish()  # an error is shown after what the log has to say
 
 
+def _warn_of_config(flags: dict[str, Any]) -> None:
+    """One warning where the config file has keys of clients and others may read it."""
+    path = flags.get("config_file") or os.environ.get("VLLMX_CONFIG")
+    if path and {"api_key", "admin_key"} & {key.replace("-", "_") for key in read_yaml(path)}:
+        warn_of_readers(path, "--config")
+
+
 def _models(flags: dict[str, Any]) -> list[ModelConfig]:
     """Several models, where flags or the file name some; `flags` are those of the first then."""
     texts = flags["model"] or ()
@@ -128,7 +142,13 @@ def _models(flags: dict[str, Any]) -> list[ModelConfig]:
     entries = read_yaml(path).get("models")
     if entries is None and (not texts or is_one_path(texts)):
         flags["model"] = texts[0] if texts else None
-        return []
+        names = _names(flags, read_yaml(path))
+        if len(names) < 2:
+            return []
+        from vllmx_server.models.config import ModelConfig
+
+        (engine,) = resolve((EngineConfig,), flags, None)
+        return [ModelConfig(engine=engine, aliases=names[1:])]
     if flags["model_argument"] is not None:
         raise ConfigError(
             f"the model {flags['model_argument']!r} has no name beside others: give it as --model"
@@ -143,6 +163,16 @@ def _models(flags: dict[str, Any]) -> list[ModelConfig]:
     models = served_models(texts, entries, flags, configured)
     flags |= {"model": models[0].engine.model, "served_model_name": models[0].name}
     return models
+
+
+def _names(flags: dict[str, Any], file: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the one model; the first is its own, by the others clients may ask for it too."""
+    if flags[SERVED_NAME]:
+        return served_names(flags[SERVED_NAME])
+    if os.environ.get("VLLMX_SERVED_MODEL_NAME"):
+        return ()
+    keys = ("served_model_name", "served-model-name", "alias")
+    return served_names(next((file[key] for key in keys if key in file), None))
 
 
 _EXAMPLES = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllmx_core.config import EngineConfig
-from vllmx_core.config_values import nearest
+from vllmx_core.config_values import WrittenFloat, WrittenInt, as_text, nearest
 from vllmx_core.errors import ConfigError, shown
 from vllmx_server.models.config import ModelConfig, check_models
 from vllmx_server.models.parts import with_parts
@@ -81,7 +81,8 @@ def _of_text(text: str) -> tuple[str, dict[str, Any]]:
 def _of_entry(entry: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(entry, str):
         return _of_text(entry)
-    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+    name = entry.get("name") if isinstance(entry, dict) else None
+    if not isinstance(entry, dict) or not isinstance(name, str | WrittenInt | WrittenFloat):
         raise ConfigError(
             f"an entry of models in the config file must be {_FORM}, or have name and model, got"
             f" {entry!r}",
@@ -90,10 +91,10 @@ def _of_entry(entry: Any) -> tuple[str, dict[str, Any]]:
     keys: dict[str, Any] = {"alias": []}
     for key, value in entry.items():
         if key != "name":
-            _put(keys, str(key), value, entry["name"])
+            _put(keys, str(key), value, as_text(name))
     if "model" not in keys:
-        raise ConfigError(f"model {entry['name']!r} in the config file has no model: name its path")
-    return entry["name"], keys
+        raise ConfigError(f"model {as_text(name)!r} in the config file has no model: name its path")
+    return as_text(name), keys
 
 
 def _put(keys: dict[str, Any], key: str, value: Any, where: str) -> None:
@@ -122,7 +123,7 @@ def _model(
     flags: dict[str, Any],
     configured: Callable[[dict[str, Any]], EngineConfig],
 ) -> ModelConfig:
-    aliases, load = tuple(map(str, keys.pop("alias"))), str(keys.pop("load", "start"))
+    aliases, load = tuple(map(as_text, keys.pop("alias"))), str(keys.pop("load", "start"))
     if load not in _LOADS:
         raise ConfigError(
             f"model {name!r} has load={load}: it must be {' or '.join(_LOADS)}", param="model"

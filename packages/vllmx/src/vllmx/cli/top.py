@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-import urllib.error
-import urllib.request
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -61,19 +59,19 @@ def top(url: str, api_key: str | None, interval: float, count: int | None, as_js
 
 
 def _look(url: str, api_key: str | None) -> Scrape:
+    from vllmx_core.deadline_http import get
+
     from vllmx.live_figures import scrape
 
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    request = urllib.request.Request(f"{url}/metrics", headers=headers)  # noqa: S310
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
-            text = answer.read().decode("utf-8", "replace")
-    except urllib.error.HTTPError as error:
-        remedy = ": give --api-key" if error.code in (401, 403) else ""
-        raise ConfigError(f"{url}/metrics answers {error.code}{remedy}") from None
+        status, body = get(f"{url}/metrics", headers, _TIMEOUT_S)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no server answers at {url} ({error}): start `vllmx serve`") from None
-    return scrape(text, time.monotonic())
+    if status != 200:
+        remedy = ": give --api-key" if status in (401, 403) else ""
+        raise ConfigError(f"{url}/metrics answers {status}{remedy}")
+    return scrape(body.decode("utf-8", "replace"), time.monotonic())
 
 
 def shown(url: str, now: Figures, rates: list[float]) -> str:

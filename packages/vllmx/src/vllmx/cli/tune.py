@@ -196,7 +196,9 @@ def _write(
     )
     about += "".join(f"# measured on an unsteady machine: {doubt}\n" for doubt in search.doubts)
     try:
-        path.touch(0o600 if {"api-key", "api_key"} & set(of_server) else 0o644)
+        path.touch()
+        if {"api-key", "api_key"} & set(of_server):
+            path.chmod(0o600)
         write_yaml(path, content | of_server)
         path.write_text(about + path.read_text(encoding="utf-8"), encoding="utf-8")
     except OSError as error:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import re
-from importlib.metadata import requires
+from importlib.metadata import entry_points, requires
 
 import click
 from vllmx_core.environment import PREFIX, warnings
@@ -18,14 +18,15 @@ def warn_of_unknown_variables() -> None:
     if not given:
         return
     from vllmx_core.config import EngineConfig
-    from vllmx_core.registry import load_registry
+    from vllmx_core.hooks import GROUP
+    from vllmx_core.registry import plugin_key
     from vllmx_server.config import ServerConfig
 
     fields = {
         field.name for cls in (EngineConfig, ServerConfig) for field in dataclasses.fields(cls)
     }
     ours = {re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in requires("vllmx") or ()}
-    plugins = {plugin.key.partition(":")[0] for plugin in load_registry().plugins}
+    plugins = {plugin_key(point).partition(":")[0] for point in entry_points(group=GROUP)}
     for line in warnings(given, fields, plugins - ours):
         with contextlib.suppress(OSError):  # nobody can be told
             click.echo(f"warning: {line}", err=True)

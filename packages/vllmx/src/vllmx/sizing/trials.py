@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from vllmx_core.config import EngineConfig
+from vllmx_core.config_values import WrittenFloat, WrittenInt
 from vllmx_core.errors import ConfigError, excerpt
 from vllmx_core.records import Record
 from vllmx_server.config import ServerConfig
@@ -73,8 +74,19 @@ def write_yaml(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a file, with lists in place of tuples: YAML has no others."""
     import yaml
 
-    plain = {key: list(v) if isinstance(v, tuple) else v for key, v in content.items()}
-    path.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
+    path.write_text(yaml.safe_dump(_plain(content), sort_keys=False), encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """Lists in place of tuples, and numbers of another file as they were written."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, WrittenInt | WrittenFloat):
+        number = int(value) if isinstance(value, WrittenInt) else float(value)
+        return number if str(number) == value.text else value.text
+    return value
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -91,13 +91,24 @@ class Emulator:
         """
         shape = variant.launch(sizes)
         with self._lock:
-            module = self._modules.get(variant.module_key)
-            if module is None:
-                source = self.folder / variant.kernel.source
-                path = build_module(source, variant.defines, check=self.check)
-                self._modules[variant.module_key] = module = self._load(path)
+            module = self._module(variant)
             with self.peers[0].taking_turns(self.peers[1]) if self.peers else nullcontext():
                 module.launch(variant, shape, arguments, ORDERS[self.order], seed)
+
+    def shared_bytes(self, variant: Variant, sizes: Sizes) -> int:
+        """Shared memory of a block, dynamic and static. An upper bound: the static arrays are those
+        of all entries of the source."""
+        with self._lock:
+            static = self._module(variant).static_bytes
+        return variant.launch(sizes).shared_bytes + static
+
+    def _module(self, variant: Variant) -> _Module:
+        module = self._modules.get(variant.module_key)
+        if module is None:
+            source = self.folder / variant.kernel.source
+            path = build_module(source, variant.defines, check=self.check)
+            self._modules[variant.module_key] = module = self._load(path)
+        return module
 
     def _load(self, path: Path) -> _Module:
         if self.peers is None:
@@ -146,6 +157,8 @@ class _Module:
             ctypes.c_void_p,
         ]
         self.library.emu_make_stacks.restype = ctypes.c_void_p
+        self.library.emu_static_shared.restype = ctypes.c_size_t
+        self.static_bytes: int = self.library.emu_static_shared()
 
     def launch(
         self,
@@ -167,7 +180,8 @@ class _Module:
             for argument, value in zip(kernel.arguments, values, strict=True)
         ]
         addresses = (ctypes.c_void_p * len(converted))(*map(ctypes.addressof, converted))
-        grid = (ctypes.c_uint * 4)(*shape.grid, shape.block)
+        # CuPy launches a block where a dimension is 0: who has nothing to do must not launch.
+        grid = (ctypes.c_uint * 4)(*(max(1, size) for size in shape.grid), shape.block)
         entry = ctypes.cast(self.library[f"emu_entry_{kernel.entry}"], ctypes.c_void_p)
         with _stacks(self.library) as stacks:
             failed = self.library.emu_launch(

@@ -25,6 +25,8 @@ from vllmx_core.weights import RawTensor, WeightPart
 from vllmx_models.encoders import encoder_for, float_rows
 from vllmx_models.gguf.norms import is_norm, shifted
 from vllmx_models.gguf.places import split_name
+from vllmx_models.gguf.quantize import losses
+from vllmx_models.gguf.quantize.beside import kept_metadata, pooling_metadata
 from vllmx_models.gguf.quantize.header import target_of
 from vllmx_models.gguf.quantize.mixes import MIXES, Layers, type_of
 from vllmx_models.gguf.quantize.mxfp4 import MXFP4, is_kept, stored_blocks
@@ -36,7 +38,7 @@ from vllmx_models.gguf.quantize.origins import (
     stacked_rows,
 )
 from vllmx_models.gguf.quantize.readback import check
-from vllmx_models.gguf.quantize.vocabulary import tokenizer_metadata
+from vllmx_models.gguf.quantize.vocabulary import StatedTokenizer, tokenizer_metadata
 from vllmx_models.gguf.quantize.writer import NewTensor, write_file
 from vllmx_models.shard_names import shard_names
 
@@ -72,6 +74,8 @@ class Summary(Record):
     path: Path
     num_bytes: int
     types: Mapping[str, TypeSummary]
+    lost: tuple[str, ...] = ()
+    """What the checkpoint has and the file does not, a line each."""
 
 
 def quantize(
@@ -121,7 +125,7 @@ class _Conversion:
         self._path = path
         self._weights = checkpoint.weights
         self._target = target = target_of(registry, checkpoint)
-        self._origins = origins_of(target, checkpoint)
+        self._origins, passed = origins_of(target, checkpoint)
         spec = target.spec
         shapes = {}
         self._kept: set[str] = set()
@@ -138,17 +142,26 @@ class _Conversion:
             shapes[name], kinds[name] = values.shape, "F32"
         self._tensors = [NewTensor(name, kinds[name], shape) for name, shape in shapes.items()]
         check(registry, target, self._tensors, path)
-        tokenizer = checkpoint.tokenizer
-        if tokenizer is None:
-            tokenizer = tokenizer_metadata(checkpoint.path, spec.vocab_size, pre)
+        stated = _tokenizer(checkpoint, spec.vocab_size, pre)
+        pooling, unpooled = pooling_metadata(registry, checkpoint, target.name)
+        self._lost: tuple[str, ...] = (
+            *losses.of_config(checkpoint.config),
+            *passed,
+            *losses.of_generation_config(checkpoint.generation_config, target.sampling),
+            *stated.lost,
+        )
         self._metadata: dict[str, Any] = {
             "general.architecture": target.name,
             "general.name": os.fsencode(checkpoint.path.resolve().stem).decode("utf-8", "replace"),
             "general.file_type": MIXES[mix].file_type,
             "general.quantization_version": QUANTIZATION_VERSION,
             **target.metadata,
-            **{key: value for key, value in tokenizer.items() if key.startswith("tokenizer.")},
+            **stated.metadata,
+            **pooling,
         }
+        kept, unkept = kept_metadata(checkpoint, self._metadata)
+        self._metadata |= kept
+        self._lost += (*unpooled, *unkept)
         made = {tensor.type for tensor in self._tensors if tensor.name not in self._kept}
         self._encoders = {kind: encoder_for(registry, kind) for kind in sorted(made)}
         self._types: dict[str, TypeSummary] = {}
@@ -179,7 +192,7 @@ class _Conversion:
                 raise ConfigError(
                     f"{self._path} cannot be written: {error.strerror}", param="output"
                 ) from error
-        return Summary(self._path, size, self._types)
+        return Summary(self._path, size, self._types, self._lost)
 
     def _jobs(self) -> Iterator[Callable[[], Encoded]]:
         """The pieces of all tensors in their order."""
@@ -263,6 +276,18 @@ class _Conversion:
             old.squared_error + sum(error for error, _ in sums),
             old.squared_value + sum(value for _, value in sums),
         )
+
+
+def _tokenizer(checkpoint: Checkpoint, vocab_size: int, pre: str | None) -> StatedTokenizer:
+    """The tokenizer as the file states it: that of another file as it is, or of a folder."""
+    stated = checkpoint.tokenizer
+    if stated is not None:
+        return StatedTokenizer({k: v for k, v in stated.items() if k.startswith("tokenizer.")})
+    ends = checkpoint.generation_config.get("eos_token_id")
+    ends = checkpoint.config.get("eos_token_id") if ends is None else ends
+    ends = ends if isinstance(ends, list) else [ends]
+    ids = [index for index in ends if type(index) is int]
+    return tokenizer_metadata(checkpoint.path, vocab_size, pre, ids)
 
 
 def _in_order(

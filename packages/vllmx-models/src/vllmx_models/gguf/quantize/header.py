@@ -39,6 +39,8 @@ _STORED_AS: Mapping[str, str] = {
 }
 _MIXERS = (AttentionMixer, LatentMixer, ConvMixer, DeltaMixer, MambaMixer, NoneType)
 _FEEDS = (DenseMLP, MoE, DenseAndExperts, NoneType)
+_BESIDE = ("vision_config", "modules")
+"""Keys of config.json of what is no part of the decoder."""
 _SAMPLING: Mapping[str, str] = {
     "temperature": "temp",
     "top_k": "top_k",
@@ -62,6 +64,8 @@ class Target(Record):
     metadata: Mapping[str, Any]
     extra: Mapping[str, F32]
     """Tensors that the metadata need, by their names in the file."""
+    sampling: tuple[str, ...] = ()
+    """The keys of generation_config.json that `metadata` states."""
 
     @property
     def num_kv_heads(self) -> int:
@@ -71,7 +75,7 @@ class Target(Record):
 
 def target_of(registry: Registry, checkpoint: Checkpoint) -> Target:
     """Raises UnsupportedModelError for an architecture that has no form in GGUF files here."""
-    text = {key: value for key, value in checkpoint.config.items() if key != "vision_config"}
+    text = {key: value for key, value in checkpoint.config.items() if key not in _BESIDE}
     model = build_model(registry, replace(checkpoint, config=text))
     architecture = registry.model_for(checkpoint.config).architectures[0]
     name, table = architecture_table(registry, architecture)
@@ -84,8 +88,9 @@ def target_of(registry: Registry, checkpoint: Checkpoint) -> Target:
     metadata, extra = decoder_metadata(model.spec, mixer, name)
     stated = {**table.states(model.spec), **table.kept(checkpoint.config)}
     metadata |= {f"{name}.{key}": value for key, value in stated.items()}
-    metadata |= _sampling(checkpoint)
-    return Target(name, table, model.spec, mixer, experts, metadata, extra)
+    sampling = _sampling(checkpoint)
+    metadata |= {f"general.sampling.{_SAMPLING[key]}": value for key, value in sampling.items()}
+    return Target(name, table, model.spec, mixer, experts, metadata, extra, tuple(sampling))
 
 
 def _known_blocks(spec: DecoderSpec, architecture: str) -> AttentionMixer | LatentMixer:
@@ -106,9 +111,9 @@ def _known_blocks(spec: DecoderSpec, architecture: str) -> AttentionMixer | Late
 
 
 def _sampling(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The author's sampling defaults, where they are numbers."""
+    """The author's sampling defaults, where they are numbers that a request may have."""
     found: dict[str, Any] = {}
-    for ours, theirs in _SAMPLING.items():
+    for ours in _SAMPLING:
         value = checkpoint.generation_config.get(ours)
         if not isinstance(value, int | float) or isinstance(value, bool):
             continue
@@ -117,7 +122,10 @@ def _sampling(checkpoint: Checkpoint) -> dict[str, Any]:
                 f"generation_config.json of {checkpoint.path}: {ours} = {shown(value)} is no number"
                 " that a GGUF file states: repair the file"
             )
-        found[f"general.sampling.{theirs}"] = int(value) if ours == "top_k" else float(value)
+        if ours != "top_k":
+            found[ours] = float(value)
+        elif value == int(value):
+            found[ours] = int(value)
     return found
 
 

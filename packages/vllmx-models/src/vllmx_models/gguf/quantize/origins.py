@@ -4,7 +4,6 @@ which lie in a checkpoint in many ways."""
 from __future__ import annotations
 
 import itertools
-import logging
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -25,10 +24,10 @@ from vllmx_models.decoder import renamed_part
 from vllmx_models.encoders import float_rows
 from vllmx_models.gguf.places import ONE_ROW, split_name
 from vllmx_models.gguf.quantize.header import Target
+from vllmx_models.gguf.quantize.losses import of_tensors
 from vllmx_models.gguf.quantize.recurrent import in_file, joined
 from vllmx_models.gguf.tower_weights import one_below_the_other
 
-logger = logging.getLogger("vllmx.models")
 _EXPERTS = {
     "blk.{}.ffn_gate_exps": "gate",
     "blk.{}.ffn_up_exps": "up",
@@ -98,9 +97,11 @@ def as_vector(part: WeightPart) -> WeightPart:
     return WeightPart(part.name, values.shape, DENSE, {"weight": raw})
 
 
-def origins_of(target: Target, checkpoint: Checkpoint) -> dict[str, tuple[Origin, ...]]:
-    """Name in the file -> where it comes from, in the order of the layers: one tensor, or those of
-    a layer's experts or heads."""
+def origins_of(
+    target: Target, checkpoint: Checkpoint
+) -> tuple[dict[str, tuple[Origin, ...]], tuple[str, ...]]:
+    """(name in the file -> where it comes from, in the order of the layers: one tensor, or those of
+    a layer's experts or heads; a line for each kind of tensors that the file does not have)."""
     found: dict[str, tuple[Origin, ...]] = {}
     source = checkpoint.weights
     layers = range(len(target.spec.layers))
@@ -112,13 +113,14 @@ def origins_of(target: Target, checkpoint: Checkpoint) -> dict[str, tuple[Origin
                 if origins:
                     found[stem.format(layer) + suffix] = origins
     used = {origin.name for origins in found.values() for origin in origins}
-    _check_unused(target, checkpoint, set(source.names()) - used)
+    passed = _passed(target, checkpoint, set(source.names()) - used)
     for layer in layers:  # in one form or the other
         if f"{next(iter(_HEADS)).format(layer)}.weight" in found:
             found.pop(f"{_ALL_HEADS.format(layer)}.weight", None)
     if target.spec.tied_embeddings:
-        found.pop("output.weight", None)
-    return dict(sorted(found.items(), key=lambda pair: _order(pair[0])))
+        head = found.pop("output.weight", ())
+        found.setdefault("token_embd.weight", head)
+    return dict(sorted(found.items(), key=lambda pair: _order(pair[0]))), passed
 
 
 def _suffixes(pattern: str) -> tuple[str, tuple[str, ...]]:
@@ -129,18 +131,20 @@ def _suffixes(pattern: str) -> tuple[str, tuple[str, ...]]:
     return pattern, ("",) if end in _WHOLE else (".weight", ".bias")
 
 
-def _check_unused(target: Target, checkpoint: Checkpoint, unused: Collection[str]) -> None:
-    """Raises UnsupportedModelError for a tensor that the file would lack; those of towers, and of
-    layers of multi-token prediction, are passed over."""
+def _passed(target: Target, checkpoint: Checkpoint, unused: Collection[str]) -> tuple[str, ...]:
+    """What there is of towers and of layers of multi-token prediction, which the file does not
+    have. Raises UnsupportedModelError for another tensor that it would lack."""
     names = target.spec.names
     texts = () if names.also is None else (*names.also, names.head)
-    strange, passed = [], 0
+    strange: list[str] = []
+    towers: list[str] = []
+    predicting: list[str] = []
     for name in sorted(unused):
         layer, count = _LAYER.search(name), len(target.spec.layers)
         of_tower = bool(texts) and (name.startswith(_TOWER) or not name.startswith(texts))
         predicts = name.startswith(_PREDICTION) or (layer is not None and int(layer[1]) >= count)
         if of_tower or predicts:
-            passed += 1
+            (predicting if predicts else towers).append(name)
         elif not name.endswith(".rotary_emb.inv_freq"):
             strange.append(name)
     if strange:
@@ -148,10 +152,7 @@ def _check_unused(target: Target, checkpoint: Checkpoint, unused: Collection[str
             f"{checkpoint.path} has a tensor {strange[0]!r}, which the GGUF architecture"
             f" {target.name!r} has no name for"
         )
-    if passed:
-        logger.info(
-            "tensors of towers and of layers of multi-token prediction are passed over: %d", passed
-        )
+    return tuple(of_tensors(towers, predicting))
 
 
 def _found(

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllmx_core.errors import ModelNotFoundError, UnsupportedModelError, WeightFormatError, shown
+from vllmx_core.end_tokens import END_TOKENS, end_tokens
+from vllmx_core.errors import UnsupportedModelError, WeightFormatError, shown
+from vllmx_core.records import Record
 
-from vllmx_models.json_files import MIB, read_json_object, read_text
+from vllmx_models.gguf.quantize import losses
+from vllmx_models.gguf.quantize.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
-MAX_TOKENIZER_BYTES = 256 * MIB
-MAX_TEMPLATE_BYTES = MIB
-"""Longer ones are refused when a model is loaded."""
 NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6
-_NAMED = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+_MARKED = (CONTROL, USER_DEFINED)
+"""Types of tokens that are known as ends by their names."""
+_NAMED = {
+    "bos": "bos",
+    "eos": "eos",
+    "pad": "padding",
+    "unk": "unknown",
+    "sep": "seperator",  # the key is misspelt in the format
+    "cls": "cls",
+}
 _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PRE_TOKENIZERS: Mapping[tuple[str, ...], str] = {
@@ -28,58 +37,98 @@ _PRE_TOKENIZERS: Mapping[tuple[str, ...], str] = {
 """The expressions that tokenizer.json splits by, before the byte-level step's own."""
 
 
-def tokenizer_metadata(folder: Path, vocab_size: int, pre: str | None) -> dict[str, Any]:
-    """`pre` names the pre-tokenizer where its expressions are not known here.
+class StatedTokenizer(Record):
+    """A tokenizer in the terms of a GGUF file."""
+
+    metadata: Mapping[str, Any]
+    lost: tuple[str, ...] = ()
+    """What its files say beside that, a line each."""
+
+
+def tokenizer_metadata(
+    folder: Path, vocab_size: int, pre: str | None, end_ids: Sequence[int] = ()
+) -> StatedTokenizer:
+    """The tokenizer of a folder.
+
+    Args:
+        pre: the name of the pre-tokenizer where its expressions are not known here.
+        end_ids: tokens that end a sequence, by generation_config.json or config.json.
 
     Raises:
         ModelNotFoundError: there is no tokenizer.json.
         UnsupportedModelError: a kind of tokenizer, or expressions, that cannot be named.
         WeightFormatError: the file is damaged, or has more tokens than the model.
     """
-    path = folder / "tokenizer.json"
-    tokenizer = read_json_object(path, MAX_TOKENIZER_BYTES)
-    if tokenizer is None:
-        raise ModelNotFoundError(f"{path} is needed to write a GGUF file", param="model")
-    config = read_json_object(folder / "tokenizer_config.json", 64 * MIB) or {}
-    alone = read_text(folder / "chat_template.jinja", MAX_TEMPLATE_BYTES)
+    files = read_tokenizer_files(folder)
     try:
-        return _metadata(tokenizer, config, vocab_size, pre) | _template(alone, config)
+        return _stated(files, vocab_size, pre, end_ids)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise WeightFormatError(
-            f"{path} or a file beside it is not as it should be ({shown(error)}): download it again"
+            f"{files.path} or a file beside it is not as it should be ({shown(error)}): download it"
+            " again"
         ) from error
 
 
-def _metadata(
-    tokenizer: Mapping[str, Any], config: Mapping[str, Any], vocab_size: int, pre: str | None
-) -> dict[str, Any]:
+def _stated(
+    files: TokenizerFiles, vocab_size: int, pre: str | None, end_ids: Sequence[int]
+) -> StatedTokenizer:
+    tokenizer = files.tokenizer
     model = tokenizer["model"]
     if model["type"] != "BPE":
         raise UnsupportedModelError(
             f"the tokenizer is of the kind {model['type']!r}; BPE tokenizers can be written"
         )
     sentencepiece = bool(model.get("byte_fallback"))
-    tokens, types = _tokens(tokenizer, vocab_size, sentencepiece)
+    tokens, types = _tokens(files, vocab_size, sentencepiece)
+    ids = {token: index for index, token in enumerate(tokens)}
     merges = [_merge(pair, model["vocab"]) for pair in model["merges"]]
     found: dict[str, Any] = {"model": "llama" if sentencepiece else "gpt2"}
-    found["pre"] = "default" if sentencepiece else pre or _pre_tokenizer(tokenizer)
+    kind = None if sentencepiece else pre or _pre_tokenizer(tokenizer)
+    found["pre"] = kind or "default"
     found |= {"tokens": tokens, "token_type": np.array(types, np.int32)}
     if sentencepiece:
         found["scores"] = _scores(tokens, merges)
         found["add_space_prefix"] = _adds_space(tokenizer)
     else:
         found["merges"] = merges
-    found |= _special(tokenizer, config, {token: index for index, token in enumerate(tokens)})
-    return {f"tokenizer.ggml.{key}": value for key, value in found.items()}
+    found |= _special(files, ids)
+    marked = [token for token, type_ in zip(tokens, types, strict=True) if type_ in _MARKED]
+    known = [index for index in end_ids if 0 <= index < vocab_size]
+    found |= _ends(known, found.get("eos_token_id"), tokens, frozenset(marked))
+    ends = {tokens[index] for index in known}
+    if files.token("eos") in ids:
+        ends.add(str(files.token("eos")))
+    lost = (
+        *losses.of_tokenizer(files, kind, ids),
+        *(f"the end token {index}: the model has none" for index in end_ids if index not in known),
+        *losses.of_ends(ends, found, tokens, marked),
+    )
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in found.items()}
+    return StatedTokenizer(metadata | _templates(files.templates), lost)
+
+
+def _ends(
+    ids: Sequence[int], eos: int | None, tokens: Sequence[str], marked: Collection[str]
+) -> dict[str, int]:
+    """The keys of end tokens that readers do not know by name: the file's own, where the tokenizer
+    names none, and two more."""
+    found: dict[str, int] = {}
+    if eos is None and ids:
+        found["eos_token_id"] = eos = ids[0]
+    everywhere = END_TOKENS.intersection(marked)
+    rest = [index for index in dict.fromkeys(ids) if index != eos]
+    rest = [index for index in rest if tokens[index] not in everywhere]
+    known = end_tokens((), marked)  # some of them to vllmx alone
+    rest.sort(key=lambda index: tokens[index] in known)
+    return found | dict(zip(("eot_token_id", "eom_token_id"), rest, strict=False))
 
 
 def _tokens(
-    tokenizer: Mapping[str, Any], vocab_size: int, sentencepiece: bool
+    files: TokenizerFiles, vocab_size: int, sentencepiece: bool
 ) -> tuple[list[str], list[int]]:
     """All tokens by id, ids without one filled, and their types."""
-    added = tokenizer.get("added_tokens") or []
-    ids = dict(tokenizer["model"]["vocab"])
-    ids |= {token["content"]: token["id"] for token in added}
+    ids = dict(files.tokenizer["model"]["vocab"])
+    ids |= {token["content"]: token["id"] for token in files.added}
     for token, index in ids.items():
         if not isinstance(token, str) or type(index) is not int or not 0 <= index < vocab_size:
             raise WeightFormatError(
@@ -93,7 +142,7 @@ def _tokens(
     for token, index in ids.items():
         is_byte = sentencepiece and len(token) == 6 and token.startswith("<0x")
         tokens[index], types[index] = token, BYTE if is_byte else NORMAL
-    for token in added:
+    for token in files.added:
         types[token["id"]] = CONTROL if token["special"] else USER_DEFINED
     return tokens, types
 
@@ -157,39 +206,25 @@ def _adds_space(tokenizer: Mapping[str, Any]) -> bool:
     )
 
 
-def _special(
-    tokenizer: Mapping[str, Any], config: Mapping[str, Any], ids: Mapping[str, int]
-) -> dict[str, Any]:
+def _special(files: TokenizerFiles, ids: Mapping[str, int]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     names: dict[str, str] = {}
     for ours, theirs in _NAMED.items():
-        token = config.get(f"{ours}_token")
-        token = token["content"] if isinstance(token, dict) else token
+        token = files.token(ours)
         if token is not None and token in ids:
             names[ours] = token
             found[f"{theirs}_token_id"] = ids[token]
-    steps = _steps(tokenizer.get("post_processor"), "processors")
+    steps = _steps(files.tokenizer.get("post_processor"), "processors")
     for key, end in (("bos", 0), ("eos", -1)):
         template = [step["single"][end] for step in steps if step["type"] == "TemplateProcessing"]
         adds = any(
             part.get("SpecialToken", {}).get("id") == names.get(key, "") for part in template
         )
-        found[f"add_{key}_token"] = bool(config.get(f"add_{key}_token", False)) or adds
+        found[f"add_{key}_token"] = bool(files.config.get(f"add_{key}_token", False)) or adds
     return found
 
 
-def _template(alone: str | None, config: Mapping[str, Any]) -> dict[str, Any]:
-    template = config.get("chat_template") if alone is None else alone
-    if isinstance(template, str):
-        template = [{"name": "default", "template": template}]
-    named = {entry["name"]: entry["template"] for entry in template or []}
-    for name, text in named.items():
-        words = isinstance(name, str) and isinstance(text, str)
-        if not words or len(text.encode("utf-8", "replace")) > MAX_TEMPLATE_BYTES:
-            raise WeightFormatError(
-                f"the chat template {shown(name)} is no text of at most {MAX_TEMPLATE_BYTES} bytes:"
-                " use the files of the original model"
-            )
+def _templates(named: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {
         f"tokenizer.chat_template.{name}": text for name, text in named.items() if name != "default"
     }

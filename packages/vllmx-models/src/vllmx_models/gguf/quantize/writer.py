@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.errors import UnsupportedModelError, shown
+from vllmx_core.files import replacing
 from vllmx_core.records import Record
 
 from vllmx_models.gguf.blocks import TENSOR_TYPES, TYPES_BY_NAME
@@ -68,23 +69,16 @@ def write_file(
     Values of `metadata`: bool, int (as uint32), float (as float32), str, a numpy array, or a
     sequence of str. The file appears under its name when it is complete.
     """
-    temporary = path.with_name(path.name + ".part")
-    try:
-        with temporary.open("wb") as file:
-            file.write(_header(metadata, tensors))
+    with replacing(path) as file:
+        file.write(_header(metadata, tensors))
+        _pad(file)
+        for tensor, pieces in zip(tensors, data, strict=True):
+            written = 0
+            for piece in pieces:
+                written += file.write(piece.data)
+            assert written == tensor.num_bytes, tensor
             _pad(file)
-            for tensor, pieces in zip(tensors, data, strict=True):
-                written = 0
-                for piece in pieces:
-                    written += file.write(piece.data)
-                assert written == tensor.num_bytes, tensor
-                _pad(file)
-            size = file.tell()
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return size
+        return file.tell()
 
 
 def _pad(file: BinaryIO) -> None:

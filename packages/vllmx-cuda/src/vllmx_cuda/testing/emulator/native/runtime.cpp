@@ -267,4 +267,9 @@ EMU_API int emu_launch(emu::Entry entry, const unsigned* shape, void** arguments
   peers_launch(false);
   return 0;
 }
+// Bytes of all static shared arrays of the source, which is at least what each entry has.
+EMU_API size_t emu_static_shared() {
+  return __start_emulated_shared ? __stop_emulated_shared - __start_emulated_shared : 0;
+}
+
 EMU_API const char* emu_error() { return emu::error.c_str(); }

@@ -1,0 +1,87 @@
+"""The bounds of every number that a user may send, in one table for HTTP and Python alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from vllmx_core.errors import InvalidRequestError
+
+MAX_CHOICES = 128
+MAX_TOKENS_LIMIT = 1 << 24
+MAX_TOKEN_ID = (1 << 31) - 1
+"""The largest token id that travels; a model's vocabulary is checked once it is known."""
+MAX_LIFETIME_S = 30 * 86400
+_MAX_COUNT = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """A closed interval."""
+
+    low: float
+    high: float
+    whole: bool = True
+    """Only integers; a float without a fraction is one."""
+
+    def checked(self, name: str, value: object) -> int | float:
+        """The value as the field's type. Raises InvalidRequestError with `name` as its `param`."""
+        kind = "an integer" if self.whole else "a number"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidRequestError(f"{name} must be {kind}, got {value!r}", param=name)
+        if self.whole and isinstance(value, float):
+            if not value.is_integer():
+                raise InvalidRequestError(f"{name} must be {kind}, got {value!r}", param=name)
+            value = int(value)
+        if not self.low <= value <= self.high:
+            raise self.refusal(name, str(value))
+        return value
+
+    def refusal(self, name: str, value: str) -> InvalidRequestError:
+        """The error for a value outside of the interval, as text."""
+        return InvalidRequestError(
+            f"{name} must be between {_shown(self.low)} and {_shown(self.high)}, got {value}",
+            param=name,
+        )
+
+
+def _shown(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def _real(low: float, high: float) -> Bounds:
+    return Bounds(low, high, whole=False)
+
+
+BOUNDS: Mapping[str, Bounds] = MappingProxyType(
+    {
+        # How tokens are drawn. Within these, float32 arithmetic keeps finite logits finite.
+        "temperature": _real(0, 100),
+        "top_p": _real(0, 1),
+        "top_k": Bounds(-1, _MAX_COUNT),
+        "min_p": _real(0, 1),
+        "presence_penalty": _real(-2, 2),
+        "frequency_penalty": _real(-2, 2),
+        "repetition_penalty": _real(1e-6, 100),
+        "logit_bias": _real(-100, 100),
+        "seed": Bounds(-(1 << 63), (1 << 64) - 1),
+        # How many, and how long.
+        "n": Bounds(1, MAX_CHOICES),
+        "best_of": Bounds(1, MAX_CHOICES),
+        "max_tokens": Bounds(1, MAX_TOKENS_LIMIT),
+        "min_tokens": Bounds(0, MAX_TOKENS_LIMIT),
+        "thinking_token_budget": Bounds(-1, MAX_TOKENS_LIMIT),
+        "budget_tokens": Bounds(1024, MAX_TOKENS_LIMIT),
+        "truncate_prompt_tokens": Bounds(-1, MAX_TOKENS_LIMIT),
+        "logprobs": Bounds(-1, MAX_TOKENS_LIMIT),
+        "max_tool_calls": Bounds(0, _MAX_COUNT),
+        "dimensions": Bounds(1, 1 << 20),
+        "top_n": Bounds(0, 1 << 20),
+        # Everything else.
+        "token_id": Bounds(0, MAX_TOKEN_ID),
+        "priority": Bounds(-(1 << 31), (1 << 31) - 1),
+        "lifetime_s": Bounds(1, MAX_LIFETIME_S),
+    }
+)
+"""By the name of the field; a field with another name uses the bounds of its kind."""

@@ -1,0 +1,271 @@
+"""The proof that a format fits a model: it reads back the answers that the chat template writes
+behind its generation prompt, whole and one character at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from vllmx_core.output_format import JsonArguments, JsonCall, OutputFormat, ValueArguments
+from vllmx_core.records import Record, field
+
+from vllmx_engine.formats.answer_reader import AnswerReader, read_options
+from vllmx_engine.formats.events import ArgumentsPiece, CallBegin, ContentPiece, ReasoningPiece
+from vllmx_engine.formats.renderings import (
+    CONTENT,
+    KEYS,
+    REASONING,
+    TOOLS,
+    VALUES,
+    Answer,
+    NotDerivedError,
+    Renderings,
+    call,
+    openai_calls,
+)
+from vllmx_engine.formats.tool_schemas import tools_by_name
+from vllmx_engine.formats.writer import WrittenCall, write_calls
+
+_TOOLS = tools_by_name(TOOLS)
+_NESTED = {KEYS[0]: {"a": [1, -2.5, True, {"b": None}], "c": {"d": [], "e": "f g"}}}
+
+
+_TOKEN = re.compile(r"<[^/<>\s][^<>\s]{0,60}>$")
+_THOUGHT = {"reasoning_content": REASONING}
+
+
+class NotProvenError(Exception):
+    """Which answer a format does not read, in words."""
+
+
+class _Read(Record):
+    """The parts of an answer."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    """Names and arguments."""
+
+
+def prove_answers(renderings: Renderings, made_of: OutputFormat) -> None:
+    """Answers without calls are read. Raises NotProvenError, NotDerivedError."""
+    for mode in renderings.modes:
+        for content in (CONTENT, *_marked_contents(made_of)):
+            turn = {"content": content}
+            for thought in ({}, _THOUGHT if made_of.thinking or made_of.channels else {}):
+                answer = renderings.answer(turn | thought, mode)
+                before, found, _ = answer.text.partition(content)
+                if found and not _opens_thoughts(made_of, before):
+                    _prove_answer(made_of, answer, content)
+
+
+def prove_calls(renderings: Renderings, made_of: OutputFormat) -> None:
+    """Answers with calls are read: at least one. Raises NotProvenError, NotDerivedError."""
+    proven = 0
+    for mode in renderings.modes:
+        for calls, content in _conversations(made_of):
+            turn = {"content": content, "tool_calls": openai_calls(calls)}
+            if content and (made_of.thinking or made_of.channels):
+                turn |= _THOUGHT
+            try:
+                answer = renderings.answer(turn, mode)
+            except NotDerivedError:
+                continue
+            written = [each for each in calls if each.name in answer.text]
+            if not written or not _is_faithful(made_of, answer.text, written):
+                continue
+            if content and renderings.end(mode) in answer.text.partition(content)[2]:
+                continue  # it makes two turns of them
+            _prove_answer(made_of, answer, content if content in answer.text else "", written)
+            proven += 1
+    if not proven:
+        raise NotProvenError("it writes no calls")
+
+
+def _opens_thoughts(made_of: OutputFormat, text: str) -> bool:
+    """Whether a template took a content for thoughts, for a marker in it."""
+    begin = "" if made_of.thinking is None else made_of.thinking.begin.strip()
+    return bool(begin) and text.rstrip().endswith(begin)
+
+
+def writes_calls(renderings: Renderings) -> bool:
+    """Whether the template writes calls at all. Raises NotDerivedError where it fails on one."""
+    one = call(0, {KEYS[0]: VALUES[0]})
+    turn = {"content": "", "tool_calls": openai_calls([one])}
+    return one.name in renderings.answer(turn).text
+
+
+def reads_itself(made_of: OutputFormat) -> bool:
+    """Whether calls are read as the format writes them."""
+    if made_of.calls is None:
+        return True
+    calls = [call(0, {KEYS[0]: VALUES[0]}), call(1)]
+    prompt = made_of.opened
+    text = write_calls(made_of.calls, calls).removeprefix(made_of.opened)
+    found = _read(made_of, prompt, text, 1)
+    return [name for name, _ in found.calls] == [each.name for each in calls]
+
+
+def _marked_contents(made_of: OutputFormat) -> Iterator[str]:
+    """Contents that speak of markers as prose does."""
+    words = [made_of.content_begin, made_of.content_end]
+    if made_of.calls is not None:
+        words += [made_of.calls.trigger, made_of.calls.end, made_of.calls.section_end]
+    if made_of.thinking is not None and not made_of.opened:  # which may begin behind any content
+        yield f"Zqone {made_of.thinking.begin.strip()} zqtwo"
+        yield f"Zqone {made_of.thinking.end.strip()} zqtwo"
+    marked = [word.strip() for word in dict.fromkeys(words) if len(word.strip()) > 1]
+    if marked:
+        yield f"Zqone {' or '.join(marked)} zqtwo"
+
+
+def _conversations(made_of: OutputFormat) -> Iterator[tuple[Sequence[WrittenCall], str]]:
+    """Calls, and what is said before them."""
+    is_bare = made_of.calls is not None and made_of.calls.is_bare
+    one = call(0, {KEYS[0]: VALUES[0]})
+    yield [one], ""
+    yield [one], "" if is_bare else CONTENT
+    yield [one, call(1, {KEYS[0]: VALUES[0], KEYS[1]: "zq 1"})], ""
+    yield [call(0)], ""
+    yield [call(1, _NESTED)], ""
+    yield [call(0, {KEYS[0]: "Zürich 北京 🦊 a<b & c>d", KEYS[1]: "{[(1, 2)]}: 'x'"})], ""
+    for end in _ends(made_of):
+        yield [call(0, {KEYS[0]: f'print("{end}")\nend'}), call(1, {KEYS[1]: f"a {end} b"})], ""
+
+
+def _ends(made_of: OutputFormat) -> Iterator[str]:
+    """Markers that end calls. Markers that end a value are left out: a string cannot hold them."""
+    if made_of.calls is None:
+        return
+    call, calls = made_of.calls.call, made_of.calls
+    own = "" if isinstance(call, JsonCall) else getattr(call.arguments, "value_end", "")
+    for end in dict.fromkeys((calls.end.strip(), calls.section_end.strip())):
+        if end and end not in own:
+            yield end
+
+
+def _prove_answer(
+    made_of: OutputFormat, answer: Answer, content: str, calls: Sequence[WrittenCall] = ()
+) -> None:
+    prompt, text = answer.prompt, _without_token(made_of, answer.text)
+    reasoning = REASONING if REASONING in text else ""
+    in_thinking = read_options(made_of, _TOOLS, prompt).in_thinking
+    if reasoning and answer.unopened.strip() and not in_thinking:
+        return  # the prompt has closed thoughts, so that no answer to it would have any
+    end = "" if made_of.thinking is None else made_of.thinking.end
+    is_left_out = not reasoning and not text.lstrip().startswith(end.strip())
+    if in_thinking and is_left_out and (answer.thinks or answer.unopened.strip()):
+        # the template leaves thoughts out of the past: a model goes on like this
+        reasoning, text = REASONING, REASONING + end + text
+    for size in (len(text), 1):
+        found = _read(made_of, prompt, text, size)
+        _compare("thoughts", reasoning, found.reasoning.strip())
+        _compare("content", content, found.content.strip())
+        _compare("calls", [each.name for each in calls], [name for name, _ in found.calls])
+        for each, (_, arguments) in zip(calls, found.calls, strict=True):
+            _prove_arguments(made_of, each.arguments, arguments)
+
+
+def _without_token(made_of: OutputFormat, text: str) -> str:
+    """The text without a special token at its end that is no marker: readers never see such a
+    token."""
+    tag = _TOKEN.search(text.rstrip())
+    return text if tag is None or tag.group() in "".join(made_of.markers) else text[: tag.start()]
+
+
+def _read(made_of: OutputFormat, prompt: str, text: str, size: int) -> _Read:
+    reader = AnswerReader(made_of, read_options(made_of, _TOOLS, prompt))
+    thoughts: list[str] = []
+    content: list[str] = []
+    calls: list[tuple[str, str]] = []
+    pieces = [text[at : at + size] for at in range(0, len(text), max(1, size))]
+    events = [event for piece in pieces for event in reader.push(piece)]
+    for event in [*events, *reader.finish()]:
+        match event:
+            case ReasoningPiece(piece):
+                thoughts.append(piece)
+            case ContentPiece(piece):
+                content.append(piece)
+            case CallBegin(name=name):
+                calls.append((name, ""))
+            case ArgumentsPiece(text=piece):
+                calls[-1] = calls[-1][0], calls[-1][1] + piece
+            case _:
+                pass
+    return _Read("".join(thoughts), "".join(content), calls)
+
+
+def _compare(what: str, written: object, found: object) -> None:
+    if written != found:
+        raise NotProvenError(f"{what}: read {_short(found)}, written {_short(written)}")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) < 100 else f"{text[:97]}..."
+
+
+def _prove_arguments(made_of: OutputFormat, written: Mapping[str, Any], text: str) -> None:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise NotProvenError(f"arguments: read {_short(text)}, which is no JSON") from error
+    _compare("arguments", list(written), list(found) if isinstance(found, dict) else found)
+    for key, value in written.items():
+        if found[key] != value and not _is_spelling(made_of, value, found[key]):
+            _compare(f"values of {key}", value, found[key])
+
+
+def _is_spelling(made_of: OutputFormat, value: Any, found: Any) -> bool:
+    """Whether a template may have written a value as this text. Some have no notation for values
+    and write what Python prints, with or without quotes."""
+    if not isinstance(found, str) or _is_json(made_of):
+        return isinstance(value, str) and isinstance(found, str) and value.strip() == found.strip()
+    spellings = (value.strip(),) if isinstance(value, str) else (str(value), json.dumps(value))
+    is_values = _values(made_of) is not None
+    return any(each in found if is_values else each == found for each in spellings)
+
+
+def _is_json(made_of: OutputFormat) -> bool:
+    call = None if made_of.calls is None else made_of.calls.call
+    return isinstance(call, JsonCall) or (
+        call is not None and isinstance(call.arguments, JsonArguments)
+    )
+
+
+def _values(made_of: OutputFormat) -> ValueArguments | None:
+    call = None if made_of.calls is None else made_of.calls.call
+    if call is None or isinstance(call, JsonCall) or not isinstance(call.arguments, ValueArguments):
+        return None
+    return call.arguments
+
+
+def _is_faithful(made_of: OutputFormat, text: str, calls: Sequence[WrittenCall]) -> bool:
+    """Whether the template spells arguments readably: some write Python without quotes, escapes or
+    commas, which models do not."""
+    syntax = _values(made_of)
+    if syntax is None:
+        return True
+    for each in calls:
+        values = [value for value in each.arguments.values() if isinstance(value, str)]
+        if not all(_is_plain(value) or _is_quoted(syntax, value, text) for value in values):
+            return False
+        for key in list(each.arguments)[1:]:
+            before = text[text.find(each.name) :].partition(key)[0]
+            if not before.rstrip().endswith(syntax.separator.strip()):
+                return False
+    return True
+
+
+def _is_plain(value: str) -> bool:
+    return value.replace(" ", "").isalnum()
+
+
+def _is_quoted(syntax: ValueArguments, value: str, text: str) -> bool:
+    if not syntax.escapes:
+        return f"{syntax.quote}{value}{syntax.quote}" in text
+    quotes = [each for each in "'\"" if each not in value and "\n" not in value]
+    spellings = [json.dumps(value), json.dumps(value, ensure_ascii=False), repr(value)]
+    return any(each in text for each in (*spellings, *(f"{q}{value}{q}" for q in quotes)))

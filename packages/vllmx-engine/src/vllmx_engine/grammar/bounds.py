@@ -1,0 +1,109 @@
+"""Bounds of numbers and sizes in JSON schemas: what lies outside of them, and whether nothing lies
+inside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, TypeGuard
+
+from vllmx_core.errors import GrammarError
+
+Schema = dict[str, Any]
+SIZES = {
+    "string": ("minLength", "maxLength"),
+    "array": ("minItems", "maxItems"),
+    "object": ("minProperties", "maxProperties"),
+}
+_NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_MOST_FRACTION = 100
+"""Numbers that must not be whole are held between this and its negative: each space between two
+whole numbers is a schema of its own."""
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def bounded_type(keys: set[str]) -> str | None:
+    """The type that all of some keywords bound; None: there is none, or one of them is no bound."""
+    for kind, bounds in (*SIZES.items(), ("number", _NUMBER)):
+        if keys and keys <= set(bounds):
+            return kind
+    return None
+
+
+def outside(kind: str, bounds: Schema) -> Iterator[Schema]:
+    """Schemas of the values of a type that exceed some bounds."""
+    if kind in SIZES:
+        low, high = SIZES[kind]
+        if bounds.get(low, 0) > 0:
+            yield {"type": kind, high: bounds[low] - 1}
+        if high in bounds:
+            yield {"type": kind, low: bounds[high] + 1}
+        return
+    opposite = dict(zip(_NUMBER, (*_NUMBER[:1:-1], *_NUMBER[1::-1]), strict=True))
+    for keyword, bound in bounds.items():
+        yield {"type": kind, opposite[keyword]: bound}
+
+
+def fractions(schema: Schema, path: str) -> list[Schema]:
+    """Schemas of the numbers within the bounds of a schema that are not whole. Raises GrammarError
+    for bounds that the library would not keep."""
+    low = max(
+        (schema[key] for key in _NUMBER[::2] if is_number(schema.get(key))), default=-math.inf
+    )
+    high = min(
+        (schema[key] for key in _NUMBER[1::2] if is_number(schema.get(key))), default=math.inf
+    )
+    for bound in (low, high):
+        if math.isfinite(bound) and bound != math.floor(bound):
+            raise GrammarError(
+                f"whole numbers at {path} cannot be excluded beside the bound {bound}: use a whole"
+                " number"
+            )
+    return [
+        {"type": "number", "exclusiveMinimum": each, "exclusiveMaximum": each + 1}
+        for each in range(-_MOST_FRACTION, _MOST_FRACTION)
+        if low <= each and each + 1 <= high
+    ]
+
+
+def impossible(kind: str, schema: Schema) -> str | None:
+    """Why no value of a type keeps the bounds of a schema, by their keywords; None: some may."""
+    if kind == "array" and schema.get("items") is False:
+        known = len(schema.get("prefixItems") or ())
+        if schema.get("minItems", 0) > known:
+            return f"minItems {schema['minItems']} is greater than the {known} items allowed"
+    pairs = [SIZES[kind]] if kind in SIZES else []
+    if kind in ("number", "integer"):
+        pairs = [(low, high) for low in _NUMBER[::2] for high in _NUMBER[1::2]]
+    for low, high in pairs:
+        least, most = schema.get(low), schema.get(high)
+        if not is_number(least) or not is_number(most):
+            continue
+        if least > most:
+            return f"{low} {least} is greater than {high} {most}"
+        if least == most and (low, high) != ("minimum", "maximum") and kind not in SIZES:
+            return f"{low} {least} and {high} {most} leave no number"
+    return _no_whole_number(schema) if kind == "integer" else None
+
+
+def _no_whole_number(schema: Schema) -> str | None:
+    """Why no whole number lies within the bounds of a schema."""
+    least, most = (schema.get(key) for key in ("minimum", "maximum"))
+    above, below = (schema.get(key) for key in ("exclusiveMinimum", "exclusiveMaximum"))
+    lows = [math.ceil(least)] if is_number(least) else []
+    lows += [math.floor(above) + 1] if is_number(above) else []
+    highs = [math.floor(most)] if is_number(most) else []
+    highs += [math.ceil(below) - 1] if is_number(below) else []
+    if not lows or not highs:
+        return None
+    low, high, step = max(lows), min(highs), schema.get("multipleOf", 1)
+    if is_number(step) and step > 0 and float(step).is_integer():
+        low = -(-low // int(step)) * int(step)
+    if low <= high:
+        return None
+    given = {key: schema[key] for key in (*_NUMBER, "multipleOf") if key in schema}
+    return " and ".join(f"{key} {value}" for key, value in given.items()) + " leave no whole number"

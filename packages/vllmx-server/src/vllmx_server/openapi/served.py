@@ -1,0 +1,86 @@
+"""What the document says of the server that shows it: its model, its keys, its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllmx_core.bounds import MAX_TOKEN_ID
+
+from vllmx_server.openapi.operation import Task
+from vllmx_server.openapi.schemas import Schema
+from vllmx_server.rights import Right
+from vllmx_server.state import ServerState
+
+_WITH_KEY: list[dict[str, list[str]]] = [{"bearer": []}, {"key": []}]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One server.
+
+    Attributes:
+        tasks: what its model does; None: it has several models.
+        has_keys: whether it asks for a key.
+        greatest: the greatest values of fields, by their names.
+        vocab_size: of its model; None: it has several.
+    """
+
+    tasks: frozenset[Task] | None
+    has_keys: bool
+    greatest: Mapping[str, int]
+    vocab_size: int | None = None
+
+    @classmethod
+    def by(cls, state: ServerState) -> Served:
+        """The server of this state."""
+        has_keys = not state.keys.is_open
+        if state.models is not None:
+            return cls(None, has_keys, {})
+        info, pooler = state.llm.info, state.pooler
+        tasks: frozenset[Task] = frozenset(["generate"] if pooler is None else pooler.tasks)
+        greatest = {"truncate_prompt_tokens": info.max_model_len}
+        if info.max_logprobs >= 0:
+            names = ("logprobs", "top_logprobs", "prompt_logprobs")
+            greatest |= dict.fromkeys(names, info.max_logprobs)
+        if pooler is not None:
+            greatest["dimensions"] = pooler.dimensions
+        return cls(tasks, has_keys, greatest, info.vocab_size)
+
+    def does(self, task: Task) -> bool:
+        """Whether the model may answer a route for this."""
+        if self.tasks is None:
+            return True
+        return task in self.tasks or (task == "pool" and "generate" not in self.tasks)
+
+    def narrow(self, components: Mapping[str, Schema]) -> None:
+        """Makes the bounds of fields those of this server."""
+        for component in components.values():
+            for name, schema in component.get("properties", {}).items():
+                _narrow(schema, self.greatest.get(name), self.vocab_size)
+
+
+def _narrow(schema: Any, greatest: int | None, vocab_size: int | None) -> None:
+    if isinstance(schema, list):
+        for each in schema:
+            _narrow(each, greatest, vocab_size)
+    elif isinstance(schema, dict):
+        if "maximum" in schema:
+            is_id = schema["maximum"] == MAX_TOKEN_ID and schema.get("minimum") == 0
+            found = vocab_size - 1 if is_id and vocab_size is not None else greatest
+            schema["maximum"] = schema["maximum"] if found is None else found
+        for name in ("anyOf", "items"):
+            _narrow(schema.get(name), greatest, vocab_size)
+
+
+def security(right: Right, served: Served | None) -> list[dict[str, list[str]]]:
+    """What a route asks for; with no server in mind a key is as good as none where some servers
+    want one."""
+    if right is Right.EVERYBODY:
+        return []
+    if right is Right.OPERATORS:
+        return _WITH_KEY
+    if served is None:
+        return [*_WITH_KEY, {}]
+    return _WITH_KEY if served.has_keys else []

@@ -1,0 +1,60 @@
+"""Routes that answer bodies of several shapes: what a body holds says which endpoint is meant."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+from starlette.requests import Request
+
+from vllmx_server.body import INLINE_BYTES, read_body, unread
+from vllmx_server.schema.json_weight import check_weight
+from vllmx_server.state import client_of, state_of
+
+Endpoint = Callable[[Request], Awaitable[Any]]
+
+
+class _Fields(msgspec.Struct):
+    """Fields that only some shapes have."""
+
+    messages: Raw | UnsetType = UNSET
+    prompt: Raw | UnsetType = UNSET
+    input: Raw | UnsetType = UNSET
+    inputs: Raw | UnsetType = UNSET
+    queries: Raw | UnsetType = UNSET
+    documents: Raw | UnsetType = UNSET
+    texts: Raw | UnsetType = UNSET
+    text_1: Raw | UnsetType = UNSET
+    task: Raw | UnsetType = UNSET
+
+
+_decode = msgspec.json.Decoder(_Fields).decode
+
+
+async def by_shape(request: Request, choose: Callable[[Collection[str]], Endpoint]) -> Any:
+    """The answer of the endpoint that is meant by a body with these fields."""
+    state = state_of(request)
+    state.check_admission()
+    with state.bodies.hold(client_of(request)) as held:
+        data = await read_body(request, state.config, held)
+        is_short = len(data) <= INLINE_BYTES
+        names = _names(data) if is_short else await asyncio.to_thread(_names, data)
+    return await choose(names)(unread(request, data))
+
+
+def _names(data: bytes) -> frozenset[str]:
+    """The fields of a body; none of one that cannot be read, which the endpoint refuses. Raises
+    InvalidRequestError for a body with more values than are decoded."""
+    if len(data) > INLINE_BYTES:
+        check_weight(data)
+    try:
+        found = _decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return frozenset()
+    fields = ((name, getattr(found, name)) for name in found.__struct_fields__)
+    return frozenset(
+        name for name, value in fields if value is not UNSET and bytes(value) != b"null"
+    )

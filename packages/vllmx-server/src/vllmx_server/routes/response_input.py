@@ -1,0 +1,125 @@
+"""/v1/responses/input_tokens and /v1/responses/compact: about what a response would go on with."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from itertools import chain
+
+from starlette.requests import Request
+from starlette.responses import Response
+from vllmx_engine.client.request_stream import RequestStream
+
+from vllmx_server.answers.responses import CountedInput
+from vllmx_server.body import body_bytes, checked, read_json
+from vllmx_server.chat_call import chat_call, submit_chat
+from vllmx_server.chat_events import ChatEvents, ContentPiece
+from vllmx_server.disconnect import while_there
+from vllmx_server.event_stream import HeldResponse
+from vllmx_server.field_names import RESPONSES_FIELDS
+from vllmx_server.generation import Generation
+from vllmx_server.json_pieces import Items, json_pieces
+from vllmx_server.responses.answer import usage_of
+from vllmx_server.responses.as_chat import chat_of, items_of
+from vllmx_server.responses.compaction import item_of
+from vllmx_server.responses.items import named, shown
+from vllmx_server.routes.generate import generate
+from vllmx_server.routes.pages import answer
+from vllmx_server.routes.responses import FRAMING, Asked, asked_of, call_of, items_before
+from vllmx_server.routes.text import counted, most_tokens
+from vllmx_server.schema.response_input import COMPACT, INPUT_TOKENS, CompactRequest
+from vllmx_server.schema.responses import InputItem, ResponsesRequest
+from vllmx_server.state import ServerState, client_of, state_of
+from vllmx_server.store.ids import new_id, now
+
+_KEPT = ("user", "system", "developer")
+"""The roles of messages that a compacted conversation keeps as they are."""
+
+
+async def input_tokens(request: Request) -> Response:
+    """How many tokens the prompt of a response has."""
+    state, client = state_of(request), client_of(request)
+
+    def parse(data: bytes) -> tuple[ResponsesRequest, Asked]:
+        body = checked(data, state, INPUT_TOKENS).request()
+        return body, asked_of(request, state, body)
+
+    body, asked = await read_json(request, state, parse)
+    async with counted(request) as admitted:
+        call = await call_of(request, state, body, asked)
+        encoding = state.llm.encode_chat(
+            call.conversation, call.options, False, client, body_bytes(request), most_tokens(state)
+        )
+        tokens = await while_there(request.receive, encoding)
+        admitted.num_tokens = len(tokens)
+    return answer(CountedInput(input_tokens=len(tokens)))
+
+
+async def compact(request: Request) -> HeldResponse:
+    """A conversation in short: the user's messages, and a summary of all, written by the model."""
+    compaction = _Compaction()
+    return await generate(
+        request, COMPACT, compaction.asked, compaction.submit, compaction.answer, FRAMING
+    )
+
+
+class _Compaction:
+    """The conversation of one request, and the answer about it."""
+
+    def __init__(self) -> None:
+        self._kept: list[InputItem] = []
+        self._generation: Generation
+
+    def asked(self, state: ServerState, body: CompactRequest) -> ResponsesRequest:
+        """The request for a summary, whose own items are served."""
+        chat_of(body.request(), ())
+        return body.request()
+
+    async def submit(
+        self, request: Request, state: ServerState, body: CompactRequest, asked: ResponsesRequest
+    ) -> list[RequestStream]:
+        """Starts the summary. Raises what the engine refuses."""
+        before = await items_before(request, state, asked)
+        items = named([*before, *items_of(body.past())])
+        self._kept = [item for item in items if item.role in _KEPT]
+        with RESPONSES_FIELDS.told():
+            call = await state.llm.text.run(
+                client_of(request),
+                body_bytes(request),
+                lambda _: chat_call(state, chat_of(asked, before), fit=True),
+            )
+            return await submit_chat(request, state, call, by_events=True)
+
+    def answer(
+        self, state: ServerState, body: CompactRequest, request_id: str, generation: Generation
+    ) -> _Compaction:
+        """See `generate`."""
+        self._generation = generation
+        return self
+
+    async def whole(self) -> Iterator[bytes]:
+        """The body of the answer."""
+        texts: list[str] = []
+        async with aclosing(ChatEvents(self._generation).all()) as events:
+            async for event in events:
+                if isinstance(event, ContentPiece):
+                    texts.append(event.text)
+        found = {
+            "id": new_id("resp_"),
+            "object": "response.compaction",
+            "created_at": now(),
+            "output": Items(chain(map(shown, self._kept), (item_of("".join(texts)),))),
+            "usage": usage_of(self._generation.usage),
+        }
+        return json_pieces(found)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Nothing is streamed here."""
+        raise NotImplementedError
+        yield b""
+
+    has_middle = False
+
+    def middle(self, text: str, ids: list[int]) -> bytes:
+        """Nothing is streamed here."""
+        return b""
