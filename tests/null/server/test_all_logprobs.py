@@ -145,7 +145,11 @@ async def test_named_ids_are_told_in_place_of_the_likeliest(make_server: MakeSer
         ),
         ("completions", {"prompt": "a", "logprobs": 1, "logprob_token_ids": [259]}, "0 to 258"),
         ("completions", {"prompt": "a", "logprobs": 1, "logprob_token_ids": [-1]}, "between 0"),
-        ("completions", {"prompt": "a", "logprobs": 1, "logprob_token_ids": [1 << 70]}, "between 0"),
+        (
+            "completions",
+            {"prompt": "a", "logprobs": 1, "logprob_token_ids": [1 << 70]},
+            "between 0",
+        ),
         ("completions", {"prompt": "a", "logprobs": 1, "logprob_token_ids": [1] * 1001}, "1000"),
         ("chat/completions", {**CHAT, "logprobs": False, "logprob_token_ids": [1]}, "set logprobs"),
     ],
