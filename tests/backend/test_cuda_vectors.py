@@ -15,6 +15,7 @@ from vllmx_core.testing.harness import Harness
 from vllmx_core.testing.model_suite import random_weights
 from vllmx_core.testing.op_checks import CASES, TEXTS, case_model
 from vllmx_core.testing.plans import Row
+from vllmx_core.testing.synthetic import ArraySource
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.testing.emulator import Emulator
 
@@ -73,7 +74,8 @@ STEPS = [
 
 def model_of(name: str) -> Model:
     config = SMALL | MODELS[name]
-    return build_model(load_registry(), cast(Checkpoint, SimpleNamespace(config=config)))
+    checkpoint = SimpleNamespace(config=config, weights=ArraySource({}, "f32"))
+    return build_model(load_registry(), cast(Checkpoint, checkpoint))
 
 
 class TestModels(Harness):
