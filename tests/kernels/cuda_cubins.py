@@ -22,11 +22,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from vllmx_core.errors import ConfigError
 from vllmx_cuda.compiler.cubins import CubinCache, Keys, Target, Unit, write_whole
 from vllmx_cuda.compiler.libraries import include_folders
 from vllmx_cuda.compiler.nvrtc import Nvrtc
 from vllmx_cuda.device.arch import ARCHITECTURES, number
 from vllmx_cuda.kernel_specs import KERNELS
+from vllmx_cuda.kernel_specs.attention import prefill_keys
+from vllmx_cuda.kernel_specs.types import shared_bytes
 from vllmx_cuda.testing.emulator.build import KERNELS as FOLDER
 
 BUDGET = Path(__file__).parent / "cuda_budget.json"
@@ -205,6 +208,7 @@ UNITS: Units = (
     ("sample_max", {}),
     ("logprob_chunks", {}),
 )
+_SIZES = (1, 16, 32, 64, 128, 192, 256, 512, 576, 1024, 1536, 2048, 4096, 1 << 16)
 _USAGE = re.compile(r"Function (\w+):\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _INSTRUCTION = re.compile(r"\b((?:HGMMA|HMMA|QMMA|LDSM|LDGSTS|LDG|STG|LDL|STL|IDP)[A-Z0-9_.x]*)")
 
@@ -259,6 +263,8 @@ def faults(
             wrong.append(f"{name}: products of a warpgroup do not run beside each other")
         if usage["idle"]:
             wrong.append(f"{name}: the softmax waits for products that it should run beside")
+        if most := _beyond_shared(arch, entry, unit, usage["shared"]):
+            wrong.append(f"{name}: {most} bytes of shared memory, static and dynamic")
         if budget is not None:
             allowed = budget[key(entry, unit)][arch]
             if usage["registers"] > allowed:
@@ -269,6 +275,21 @@ def faults(
         if missing and arch in DISASSEMBLED:
             wrong.append(f"{name}: no {', '.join(missing)} among {sorted(usage['sass'])}")
     return wrong
+
+
+def _beyond_shared(arch: str, entry: str, unit: Unit, static: int) -> int:
+    """The shared memory of a launch that the kernel's rule takes and the architecture does not; 0:
+    there is none among `_SIZES`."""
+    options = {name: int(value) for name, _, value in (d.partition("=") for d in unit.defines)}
+    kernel, limit = KERNELS[entry], shared_bytes(number(arch))
+    if options.get("VX_KEYS", 0) > prefill_keys(options.get("VX_HEAD", 0), number(arch)):
+        return 0  # never chosen there
+    for size in _SIZES:
+        with suppress(ConfigError, AssertionError):  # no such variant, or the size is refused
+            launch = kernel.variant(**options).launch(dict.fromkeys(kernel.sizes, size))
+            if static + launch.shared_bytes > limit:
+                return static + launch.shared_bytes
+    return 0
 
 
 def measure(cubin: bytes, *, disassembled: bool = False) -> dict[str, dict[str, Any]]:
