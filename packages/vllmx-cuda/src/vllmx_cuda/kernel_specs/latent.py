@@ -18,6 +18,8 @@ from vllmx_cuda.kernel_specs.types import (
 
 HEADS_A_BLOCK = 8
 MAX_RANK = 1024
+MAX_ROW = 2012
+"""Numbers of a query that leave room for 1,152 static bytes in sm_75's 64 KiB."""
 """A thread of 256 has four values of an answer."""
 _DTYPE = {"VX_DTYPE": tuple(DTYPES.values())}
 
@@ -34,8 +36,10 @@ def _store(sizes: Sizes, options: Options) -> Launch:
 
 def _decode(sizes: Sizes, options: Options) -> Launch:
     at_most("rank", sizes["rank"], MAX_RANK, "a thread has four values of an answer")
+    row = sizes["rank"] + sizes["rotary"]
+    at_most("rank + rotary", row, MAX_ROW, "queries and scores of 8 heads take 64 KiB")
     grid = (sizes["items"], ceil_div(sizes["heads"], HEADS_A_BLOCK), 1)
-    return Launch(grid, 256, 4 * HEADS_A_BLOCK * (sizes["rank"] + sizes["rotary"]))
+    return Launch(grid, 256, 4 * HEADS_A_BLOCK * row)
 
 
 def _combine(sizes: Sizes, options: Options) -> Launch:
