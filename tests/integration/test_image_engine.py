@@ -430,8 +430,9 @@ def test_a_chat_with_images(other: Any, other_folder: Path, backend: str) -> Non
     wrong = [{"role": "user", "content": [{"type": "text", "text": "<|image_pad|>"}]}]
     with LLM(str(other_folder), backend=backend, max_model_len=200, **given) as llm:
         output = llm.chat([{"role": "user", "content": parts}], GREEDY, use_tqdm=False)[0]
-        (text,) = llm.chat(wrong, GREEDY, use_tqdm=False)
-    assert PAD not in text.prompt_token_ids, "a user's text is no image"
+        # Escaped, the mark is a word of this tokenizer's vocabulary, which has the same id.
+        with pytest.raises(InvalidRequestError, match="the token that stands for images"):
+            llm.chat(wrong, GREEDY, use_tqdm=False)
     given |= {"special_tokens_in_text": "keep"}
     with LLM(str(other_folder), backend=backend, max_model_len=200, **given) as llm:
         with pytest.raises(InvalidRequestError, match="marks"):

@@ -108,9 +108,11 @@ class Pictures:
     def placed(self, request: Request, prompt: str, stopped: Stopped = lambda: False) -> Request:
         """The request that came of `written`, with the images in it, which are decoded now. May
         take a while. Raises InvalidRequestError."""
-        if not self._sources:
+        if self._processor is None:
             return request
         starts = place_images(request.prompt_ids, self._token_id, self._sizes)
+        if not starts:
+            return request
         images = [
             image_input(start, self._prepared(index, stopped)) for index, start in enumerate(starts)
         ]
