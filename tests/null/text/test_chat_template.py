@@ -210,6 +210,23 @@ def test_named_templates() -> None:
         template.render([user("x")], template="nope")
 
 
+def test_text_parts_where_a_template_reads_them_in_some_turns_alone() -> None:
+    source = (
+        "{{- messages[0].content | trim + '|' }}{%- for m in messages[1:] %}"
+        "{%- if m.content is string %}{{- m.content }}{%- else %}"
+        "{%- for part in m.content %}[{{- part.text }}]{%- endfor %}{%- endif %}{%- endfor %}"
+    )
+
+    def parts(*texts: str) -> list[dict[str, Any]]:
+        return [{"type": "text", "text": text} for text in texts]
+
+    template = ChatTemplate({"default": source}, {})
+    for role in ("system", "developer"):
+        chat = [{"role": role, "content": parts("a", "b")}, {"role": "user", "content": parts("c")}]
+        assert template.render(chat) == "a\nb|c"
+    assert template.render([user("a"), {"role": "user", "content": parts("c", "d")}]) == "a|[c][d]"
+
+
 def test_text_parts() -> None:
     parts = {"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]}
     plain = ChatTemplate("{{ messages[0].content }}")

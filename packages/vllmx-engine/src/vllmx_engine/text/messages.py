@@ -71,7 +71,9 @@ def normalize_messages(
       an object becomes JSON text;
     * no calls (`tool_calls` null or empty) are left out;
     * `content` as a list of text parts becomes one text (parts joined by newlines) where the
-      template does not read parts, and a text one part where it reads nothing else;
+      template does not read parts, and a text one part where it reads nothing else; where it reads
+      both, a single text part and all that a system message says become text, because many
+      templates read parts in some turns alone;
     * no content (an assistant that only calls tools) is None where the template asks for that,
       else an empty text: some templates would print "None";
     * an assistant's turn is read as several providers write it: see `read_history`;
@@ -111,7 +113,9 @@ def normalize_messages(
         content = plain.get("content")
         if content is None:
             plain["content"] = None if takes_none else ""
-        elif isinstance(content, list) and not takes_parts:
+        elif isinstance(content, list) and (
+            not takes_parts or (takes_text and _is_one_text(plain["role"], content))
+        ):
             plain["content"] = _joined_text(content, index)
         elif isinstance(content, list):
             plain["content"] = [_as_part(part) for part in content]
@@ -333,6 +337,16 @@ def _check_calls(message: Message, index: int) -> None:
 
 def _as_part(part: Any) -> dict[str, Any]:
     return {"type": "text", "text": part} if isinstance(part, str) else part
+
+
+def _is_one_text(role: str, parts: list[Any]) -> bool:
+    """Whether one text can replace parts: templates differ in how they join several, which matters
+    least in a system message."""
+    is_text = all(
+        isinstance(part, str) or (isinstance(part, dict) and isinstance(part.get("text"), str))
+        for part in parts
+    )
+    return is_text and (role in ("system", "developer") or len(parts) == 1)
 
 
 def _joined_text(parts: list[Any], index: int) -> str:
