@@ -13,7 +13,67 @@ from vllmx_core.errors import GrammarError
 from .conftest import Grammarian
 
 POINT = {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}
+LEAF = {
+    "type": "object",
+    "properties": {"t": {"const": "leaf"}},
+    "required": ["t"],
+    "additionalProperties": False,
+}
+TREE = {
+    "type": "object",
+    "properties": {"t": {"const": "tree"}, "x": {"$ref": "#"}},
+    "required": ["t"],
+    "additionalProperties": False,
+}
+ENDLESS = {"type": "object", "properties": {"e": {"$ref": "#/$defs/e"}}, "required": ["e"]}
 SCHEMAS: dict[str, Any] = {
+    "branches that lead back, with annotations": {
+        "title": "Part",
+        "discriminator": {"propertyName": "t"},
+        "x-order": 1,
+        "oneOf": [{"$ref": "#/$defs/leaf"}, {"$ref": "#/$defs/tree"}],
+        "$defs": {"leaf": LEAF, "tree": TREE},
+    },
+    "branches that lead back, with their type": {
+        "type": "object",
+        "anyOf": [{"$ref": "#/$defs/leaf"}, {"$ref": "#/$defs/tree"}],
+        "$defs": {"leaf": LEAF, "tree": TREE},
+    },
+    "an endless definition that may be left out": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "e": {"$ref": "#/$defs/e"}},
+        "required": ["a"],
+        "additionalProperties": False,
+        "$defs": {"e": ENDLESS},
+    },
+    "names that are no URIs": {
+        "type": "object",
+        "properties": {
+            "a": {"$ref": "#/$defs/Page[Item]"},
+            "b": {"$ref": "#/$defs/Map%3Ck,é%3E"},
+            "c": {"$ref": "#/$defs/p~1q"},
+        },
+        "required": ["a", "b", "c"],
+        "additionalProperties": False,
+        "$defs": {
+            "Page[Item]": {"type": "boolean"},
+            "Map<k,é>": {"type": "null"},
+            "p/q": {"const": 1},
+        },
+    },
+    "64 bits": {
+        "type": "integer",
+        "minimum": -9223372036854775808,
+        "maximum": 9223372036854775807,
+    },
+    "bounds of float32": {"type": "number", "minimum": -3.4e38, "maximum": 3.4e38},
+    "tiny bounds": {"type": "number", "minimum": -5e-324, "maximum": 1e-300},
+    "a tiny bound": {"type": "number", "minimum": 1e-300, "maximum": 2},
+    "bounds between floats": {
+        "type": "integer",
+        "minimum": 9007199254740993,
+        "maximum": 9007199254740997,
+    },
     "anything": {},
     "true": True,
     "integer": {"type": "integer", "minimum": -3, "exclusiveMaximum": 17},
@@ -242,10 +302,84 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"dependentRequired": {"a": ["b"]}},
         "dependentRequired",
     ),
-    "a wrong type": ({"type": "object", "propertyNames": [1]}, "wrong type"),
+    "a wrong type": (
+        {"type": "object", "propertyNames": [1]},
+        "propertyNames at # must be a schema, got [1]",
+    ),
     "another wrong type": (
         {"oneOf": [{"type": "object", "required": [{}]}, {"type": "object"}]},
-        "wrong type",
+        "required at #/oneOf/0 must be a list of strings",
+    ),
+    "a negative length": (
+        {"properties": {"a": {"type": "string", "minLength": -1}}},
+        "minLength at #/properties/a must be a whole number of at least 0, got -1",
+    ),
+    "a negative step": ({"type": "integer", "multipleOf": -1}, "multipleOf at # must be a number"),
+    "no branches": ({"items": {"anyOf": []}}, "anyOf at #/items must be a list"),
+    "a schema in a test": (
+        {"type": "object", "if": {"properties": {"k": "a"}}},
+        "properties at #/if must be an object of schemas",
+    ),
+    "a type of other languages": (
+        {"type": "object", "properties": {"a": {"type": "int"}}},
+        "type at #/properties/a must be one of string, number",
+    ),
+    "a keyword that is null": ({"type": "string", "format": None}, "format at # must be a string"),
+    "a pattern of other engines": (
+        {
+            "$ref": "#/$defs/User",
+            "$defs": {
+                "User": {
+                    "type": "object",
+                    "properties": {
+                        "user": {"$ref": "#/$defs/User"},
+                        "zip": {"type": "string", "pattern": "^(?!0)[0-9]{5}$"},
+                    },
+                }
+            },
+        },
+        "look-around, including look-ahead and look-behind, is not supported at"
+        " #/$defs/User/properties/zip",
+    ),
+    "a reference to nothing": (
+        {"properties": {"a": {"$ref": "#/$defs/A"}}},
+        "$ref at #/properties/a leads to '#/$defs/A', which the schema does not have",
+    ),
+    "a reference elsewhere": (
+        {"items": {"$ref": "https://example.com/a.json"}},
+        "$ref at #/items leads to 'https://example.com/a.json'",
+    ),
+    "types that exclude each other": (
+        {"allOf": [{"type": "string"}, {"type": "null"}]},
+        "incompatible types at #",
+    ),
+    "items that allow nothing": (
+        {
+            "type": "array",
+            "items": {"type": "string", "minLength": 9, "maxLength": 2},
+            "minItems": 1,
+        },
+        "minLength 9 is greater than maxLength 2 at #/items",
+    ),
+    "an object that needs itself": (
+        {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+        "# needs itself, so that no value of it ends",
+    ),
+    "definitions that need each other": (
+        {
+            "$ref": "#/$defs/A",
+            "$defs": {
+                "A": {
+                    "type": "object",
+                    "properties": {
+                        "b": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/B"}}
+                    },
+                    "required": ["b"],
+                },
+                "B": {"anyOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]},
+            },
+        },
+        "needs itself, so that no value of it ends",
     ),
 }
 

@@ -325,7 +325,7 @@ def test_what_is_no_structural_tag_is_refused(tag: Any, grammarian: Grammarian) 
     ("schema", "said"),
     [
         ({"contains": {"type": "integer"}}, "contains at #/properties/a is a keyword"),
-        ({"$ref": "#/nowhere"}, "'/nowhere' does not exist"),
+        ({"$ref": "#/nowhere"}, "'#/nowhere', which the schema does not have"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
     ],
 )

@@ -20,10 +20,33 @@ _MOST_FRACTION = 100
 """Numbers that must not be whole are held between this and its negative: each space between two
 whole numbers is a schema of its own."""
 
+_MOST, _LEAST = 9e18, 1e-60
+"""The library counts with 64 bits, and writes a digit of a fraction as a group in a group."""
+_MOST_EXACT = 1 << 53
+"""Beyond it, floats are not all whole numbers."""
+
 
 def is_number(value: Any) -> TypeGuard[float]:
     """Whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def narrow(schema: Schema) -> None:
+    """Moves bounds that the library cannot count with into the interval, to the next it can."""
+    for keyword in _NUMBER:
+        bound, is_low = schema.get(keyword), keyword in _NUMBER[::2]
+        if is_number(bound) and not (_LEAST <= abs(bound) <= _MOST_EXACT or bound == 0):
+            schema[keyword] = _next_above(bound) if is_low else -_next_above(-bound)
+
+
+def _next_above(bound: float) -> float:
+    """The least number that the library can count with and that is no less than a lower bound."""
+    if abs(bound) < _LEAST:
+        return _LEAST if bound > 0 else 0
+    if bound < -_MOST:
+        return -_MOST
+    near = float(bound)
+    return near if near >= bound else math.nextafter(near, math.inf)
 
 
 def bounded_type(keys: set[str]) -> str | None:

@@ -10,15 +10,21 @@ from typing import Any
 import msgspec
 from vllmx_core.errors import GrammarError, shown
 
+from vllmx_engine.grammar.disjoint import referred
 from vllmx_engine.grammar.gbnf import is_gbnf
 from vllmx_engine.grammar.matcher import CompiledGrammar
-from vllmx_engine.grammar.schema import place_of, place_of_required
+from vllmx_engine.grammar.schema import all_parts, place_of, place_of_required
 from vllmx_engine.grammar.translate import translate
 from vllmx_engine.grammar.vocabulary import Lexicon
 from vllmx_engine.wire.grammars import GrammarSpec
 
 MAX_MASK_S = 0.05
 """The most seconds of processor time for the mask of a token."""
+_MAX_PARTS = 64
+"""The most parts of a refused schema that are tried alone."""
+_OF_VALUES = ("type", "pattern", "format", "multipleOf", "minimum", "maximum", "exclusiveMinimum")
+_OF_VALUES += ("exclusiveMaximum", "minLength", "maxLength")
+"""Keywords that a part has for itself, whatever it refers to."""
 _OWN_LINES = re.compile(r" \d+ \| ")
 """Begins a line of the Lark that was made of a tag or of GBNF, which users have not seen."""
 
@@ -44,22 +50,32 @@ def check(spec: GrammarSpec, lexicon: Lexicon) -> str:
 def _named(error: GrammarError, spec: GrammarSpec, lexicon: Lexicon) -> GrammarError:
     """Says which keyword of which schema it is that the library does not have."""
     if spec.kind == "json_schema":
-        return _keyword_named(error, json.loads(spec.text))
+        return _keyword_named(error, json.loads(spec.text), spec, lexicon)
     if spec.kind == "lark" and is_gbnf(spec.text):
         return GrammarError(_OWN_LINES.split(error.message)[0])
     if spec.kind != "structural_tag":
         return error
     for begin, schema in _schemas_of(json.loads(spec.text)):
-        alone = msgspec.structs.replace(spec, kind="json_schema", text=json.dumps(schema))
-        try:
-            CompiledGrammar(translate(alone), lexicon.trie, lexicon.vocab_size)
-        except GrammarError as found:
-            named = _keyword_named(found, schema)
+        found = _refusal(schema, spec, lexicon)
+        if found is not None:
+            named = _keyword_named(found, schema, spec, lexicon)
             return GrammarError(f"in what begins with {shown(begin)}: {named.message}")
     return GrammarError(_OWN_LINES.split(error.message)[0])
 
 
-def _keyword_named(error: GrammarError, schema: Any) -> GrammarError:
+def _refusal(schema: Any, spec: GrammarSpec, lexicon: Lexicon) -> GrammarError | None:
+    """What is wrong with a schema alone, written as the spec has it."""
+    alone = msgspec.structs.replace(spec, kind="json_schema", text=json.dumps(schema))
+    try:
+        CompiledGrammar(translate(alone), lexicon.trie, lexicon.vocab_size)
+    except GrammarError as error:
+        return error
+    return None
+
+
+def _keyword_named(
+    error: GrammarError, schema: Any, spec: GrammarSpec, lexicon: Lexicon
+) -> GrammarError:
     listed = re.search(r"Unimplemented keys: \[([^\]]*)", error.message)
     for keyword in re.findall(r'"([^"]+)"', listed.group(1) if listed else ""):
         place = place_of(schema, keyword)
@@ -75,6 +91,20 @@ def _keyword_named(error: GrammarError, schema: Any) -> GrammarError:
                 f"required at {place} names the property {shown(lacking[1])}, whose schema allows"
                 " nothing: nothing is left"
             )
+    for path, part in list(all_parts(schema))[_MAX_PARTS::-1]:
+        reference = part.get("$ref", "#")
+        is_local = reference.startswith("#")
+        if referred(schema, reference) is None if is_local else reference in error.message:
+            return GrammarError(
+                f"$ref at {path} leads to {shown(reference)}, which the schema does not have:"
+                " only references within it are followed"
+            )
+        has_references = any("$ref" in each for _, each in all_parts(part))
+        own = {key: part[key] for key in _OF_VALUES if key in part}
+        alone = own if has_references else part
+        found = _refusal(alone, spec, lexicon)
+        if found is not None and error.message.startswith(found.message):
+            return GrammarError(f"{found.message} at {path}")
     return error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+from urllib.parse import unquote
 
 _TYPES = frozenset(("object", "array", "string", "number", "boolean", "null"))
 _MAX_DEPTH = 8
@@ -102,13 +103,30 @@ class Disjoint:
         """What a reference into this schema leads to; None for any other."""
         if not isinstance(reference, str) or not reference.startswith("#/"):
             return None
-        found: Any = self._root
-        for part in reference[2:].split("/"):
-            name = part.replace("~1", "/").replace("~0", "~")
-            if not isinstance(found, dict) or name not in found:
-                return None
+        return referred(self._root, reference)
+
+
+def referred(root: Schema, reference: str) -> Any:
+    """What a reference into a schema (`#`, `#/...`) leads to; None where that leads nowhere."""
+    found: Any = root
+    for part in unquote(reference).split("/")[1:]:
+        name = _unescaped(part)
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        elif isinstance(found, dict) and name in found:
             found = found[name]
-        return found
+        else:
+            return None
+    return found
+
+
+def place_of_reference(reference: str) -> str:
+    """The place that a reference leads to, as messages write it."""
+    return _unescaped(unquote(reference))
+
+
+def _unescaped(part: str) -> str:
+    return part.replace("~1", "/").replace("~0", "~")
 
 
 def _types(schema: Schema) -> frozenset[str]:

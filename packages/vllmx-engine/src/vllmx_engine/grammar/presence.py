@@ -13,7 +13,13 @@ from typing import Any
 
 from vllmx_core.errors import GrammarError
 
-ANNOTATIONS = frozenset(("title", "description", "$comment", "examples", "default"))
+ANNOTATIONS = frozenset(
+    (
+        *("title", "description", "$comment", "examples", "default", "deprecated", "readOnly"),
+        *("writeOnly", "example", "discriminator", "nullable", "xml", "externalDocs"),
+    )
+)
+"""Keywords that hold no value to anything, those of OpenAPI among them."""
 _MAX_NAMES = 6
 """The most properties of a formula: their presence has 64 combinations."""
 _MAX_CASES = 64

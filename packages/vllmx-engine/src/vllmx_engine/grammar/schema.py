@@ -11,13 +11,16 @@ import math
 import re
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote
 
 from vllmx_core.errors import GrammarError, shown
 
-from vllmx_engine.grammar.bounds import is_number
-from vllmx_engine.grammar.disjoint import Disjoint
-from vllmx_engine.grammar.presence import NothingLeftError
+from vllmx_engine.grammar.bounds import is_number, narrow
+from vllmx_engine.grammar.disjoint import Disjoint, place_of_reference
+from vllmx_engine.grammar.endless import endless
+from vllmx_engine.grammar.presence import ANNOTATIONS, NothingLeftError
 from vllmx_engine.grammar.rewrites import exclude, rewrite
+from vllmx_engine.grammar.shapes import check_kinds
 
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
@@ -27,6 +30,9 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "contains")
 _COMPOSED = ("$ref", "allOf", "anyOf", "oneOf", "dependentSchemas", "$dynamicRef")
+_OF_REFERENCES = "%#/?:@!$&'()*+,;=-._~"
+"""Characters that stay as they are in a reference, next to letters and digits."""
+_TESTS = ("not", "if", "then", "else", "propertyNames")
 Schema = dict[str, Any]
 
 
@@ -34,10 +40,15 @@ def prepare(schema: Schema) -> Schema:
     """The same schema in the library's words. Raises GrammarError by the keyword that cannot be
     held."""
     try:
-        preparation = _Preparation(schema, {})
+        for path, part in all_parts(schema):
+            check_kinds(part, path)
+        empty = endless(schema)
+        if "#" in empty:
+            raise empty["#"]
+        preparation = _Preparation(schema, empty)
         prepared = preparation.of(schema, "#")
         while new := preparation.empty_definitions():
-            preparation = _Preparation(schema, new)
+            preparation = _Preparation(schema, {**empty, **new})
             prepared = preparation.of(schema, "#")
     except RecursionError:
         raise GrammarError("the schema is nested too deeply: flatten it") from None
@@ -86,8 +97,10 @@ class _Preparation:
 
     def _prepared(self, schema: Schema, path: str) -> Schema:
         reference = schema.get("$ref")
-        if isinstance(reference, str) and reference in self._empty:
-            raise self._empty[reference]
+        if reference is not None and place_of_reference(reference) in self._empty:
+            raise self._empty[place_of_reference(reference)]
+        if self._branches_tell_type(schema):
+            schema = {key: value for key, value in schema.items() if key != "type"}
         tested: Schema = {key: schema[key] for key in ("not", "if") if key in schema}
         for keyword, part in tested.items():
             resolved = self._disjoint.resolved(part)
@@ -97,9 +110,11 @@ class _Preparation:
             found[key] = self._part(key, part, f"{path}/{key}")
         self._check_required(found, path)
         _formats(found)
+        _plain(found)
         _unevaluated(found)
         _property_names(found, path)
         _check_bounds(found, path)
+        narrow(found)
         if "oneOf" in found:
             self._one_of(found, path)
         return found
@@ -111,11 +126,23 @@ class _Preparation:
             return [self.of(inner, f"{path}/{number}") for number, inner in enumerate(part)]
         return self.of(part, path)
 
+    def _branches_tell_type(self, schema: Schema) -> bool:
+        """Whether a schema is its branches, of which each says the type that it says too: the
+        library takes no references that lead back next to other keywords."""
+        keys = {key for key in schema if not key.startswith("$")} - ANNOTATIONS - {"definitions"}
+        if keys not in ({"type", "anyOf"}, {"type", "oneOf"}):
+            return False
+        kind, (key,) = schema["type"], keys - {"type"}
+        branches = [self._disjoint.resolved(each) for each in schema[key]]
+        return all(isinstance(each, dict) and each.get("type") == kind for each in branches)
+
     def _check_required(self, schema: Schema, path: str) -> None:
         """Raises NothingLeftError where a part allows nothing that the schema needs."""
         needed = [f"allOf/{number}" for number, _ in enumerate(schema.get("allOf") or ())]
         if schema.get("type") == "object":
             needed += [f"properties/{name}" for name in schema.get("required") or ()]
+        if schema.get("type") == "array" and schema.get("minItems", 0) > 0:
+            needed += [] if schema.get("prefixItems") else ["items"]
         for key in ("anyOf", "oneOf"):
             parts = schema.get(key)
             if isinstance(parts, list) and parts and all(part is False for part in parts):
@@ -200,19 +227,10 @@ def _check_names(schema: Schema, path: str) -> None:
         )
 
 
-def _requiring(branch: Any, name: str) -> Any:
-    if branch is False:
-        return branch
-    required = [*(branch.get("required") or ())]
-    return {
-        **branch,
-        "type": "object",
-        "required": required if name in required else [*required, name],
-    }
-
-
-def _parts(schema: Schema) -> Iterator[tuple[str, Any]]:
-    for key in (*_MAPS, *_LISTS, *_SINGLE):
+def _parts(
+    schema: Schema, keys: tuple[str, ...] = (*_MAPS, *_LISTS, *_SINGLE)
+) -> Iterator[tuple[str, Any]]:
+    for key in keys:
         if isinstance(schema.get(key), dict | list):
             yield key, schema[key]
 
@@ -220,6 +238,15 @@ def _parts(schema: Schema) -> Iterator[tuple[str, Any]]:
 def _formats(schema: Schema) -> None:
     if "format" in schema and schema["format"] not in FORMATS:
         del schema["format"]
+
+
+def _plain(schema: Schema) -> None:
+    """Drops annotations, beside which the library takes no references that lead back, and encodes
+    references, which it takes as URIs alone."""
+    for key in [key for key in schema if key in ANNOTATIONS or key.startswith("x-")]:
+        del schema[key]
+    if "$ref" in schema:
+        schema["$ref"] = quote(schema["$ref"], safe=_OF_REFERENCES)
 
 
 def _unevaluated(schema: Schema) -> None:
@@ -276,23 +303,24 @@ def _is_whole(value: float) -> bool:
 
 def place_of(schema: Any, keyword: str) -> str | None:
     """The place where a schema has a keyword, in the words of its error messages."""
-    return next((path for path, part in _all_parts(schema, "#") if keyword in part), None)
+    return next((path for path, part in all_parts(schema) if keyword in part), None)
 
 
 def place_of_required(schema: Any, name: str) -> str | None:
     """The place where a schema requires a property that it describes."""
-    for path, part in _all_parts(schema, "#"):
+    for path, part in all_parts(schema):
         if name in (part.get("required") or ()) and name in (part.get("properties") or {}):
             return path
     return None
 
 
-def _all_parts(schema: Any, path: str) -> Iterator[tuple[str, Schema]]:
+def all_parts(schema: Any, path: str = "#") -> Iterator[tuple[str, Schema]]:
+    """A schema and all schemas in it, with their places."""
     if isinstance(schema, dict):
         yield path, schema
-        for key, part in _parts(schema):
+        for key, part in _parts(schema, (*_MAPS, *_LISTS, *_SINGLE, *_TESTS)):
             for where, each in _places(key, part, f"{path}/{key}"):
-                yield from _all_parts(each, where)
+                yield from all_parts(each, where)
 
 
 def _places(key: str, part: Any, path: str) -> Iterator[tuple[str, Any]]:

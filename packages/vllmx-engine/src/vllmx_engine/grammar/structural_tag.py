@@ -46,6 +46,8 @@ def lark_of_tag(tag: Any, lexicon: Lexicon | None, options: Options) -> list[dic
     """
     try:
         form = tag["format"] if "format" in tag else _older_form(tag)
+        if not isinstance(form, dict):
+            raise GrammarError(f"format of a structural tag must be an object, got {shown(form)}")
         rules = _Rules(lexicon, options)
         start = rules.of(form)
         text = "\n".join([f"start: {start}", *rules.lines]) + "\n"
