@@ -61,6 +61,34 @@ SCHEMAS: dict[str, Any] = {
             "p/q": {"const": 1},
         },
     },
+    "definitions of OpenAPI": {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/components/schemas/A"}},
+        "required": ["a"],
+        "additionalProperties": False,
+        "components": {
+            "schemas": {
+                "A": {"oneOf": [{"$ref": "#/components/schemas/B"}, {"type": "null"}]},
+                "B": {"type": "integer", "minimum": -9223372036854775808, "maximum": 9},
+            }
+        },
+    },
+    "different values of a definition": {
+        "type": "array",
+        "items": {"$ref": "#/$defs/S"},
+        "uniqueItems": True,
+        "$defs": {"S": {"enum": ["a", "b", "c"], "title": "S"}},
+    },
+    "a test of a definition's values": {
+        "type": "object",
+        "properties": {"k": {"$ref": "#/$defs/K"}, "v": True},
+        "required": ["k"],
+        "if": {"properties": {"k": {"const": "a"}}},
+        "then": {"properties": {"v": {"type": "integer"}}, "required": ["v"]},
+        "else": {"properties": {"v": {"type": "null"}}},
+        "additionalProperties": False,
+        "$defs": {"K": {"enum": ["a", "b"]}},
+    },
     "64 bits": {
         "type": "integer",
         "minimum": -9223372036854775808,

@@ -22,8 +22,10 @@ MAX_MASK_S = 0.05
 """The most seconds of processor time for the mask of a token."""
 _MAX_PARTS = 64
 """The most parts of a refused schema that are tried alone."""
-_OF_VALUES = ("type", "pattern", "format", "multipleOf", "minimum", "maximum", "exclusiveMinimum")
-_OF_VALUES += ("exclusiveMaximum", "minLength", "maxLength")
+_OF_VALUES = (
+    *("type", "pattern", "format", "minLength", "maxLength"),
+    *("multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+)
 """Keywords that a part has for itself, whatever it refers to."""
 _OWN_LINES = re.compile(r" \d+ \| ")
 """Begins a line of the Lark that was made of a tag or of GBNF, which users have not seen."""

@@ -120,6 +120,17 @@ def referred(root: Schema, reference: str) -> Any:
     return found
 
 
+def references(schema: Any) -> set[str]:
+    """All references of a schema into itself."""
+    if isinstance(schema, list):
+        return set[str]().union(*map(references, schema))
+    if not isinstance(schema, dict):
+        return set()
+    found = set[str]().union(*map(references, schema.values()))
+    own = schema.get("$ref")
+    return found | {own} if isinstance(own, str) and own.startswith("#/") else found
+
+
 def place_of_reference(reference: str) -> str:
     """The place that a reference leads to, as messages write it."""
     return _unescaped(unquote(reference))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Any
 
-from vllmx_engine.grammar.disjoint import place_of_reference, referred
+from vllmx_engine.grammar.disjoint import place_of_reference, references, referred
 from vllmx_engine.grammar.presence import NothingLeftError
 
 Schema = dict[str, Any]
@@ -13,7 +13,7 @@ Schema = dict[str, Any]
 
 def endless(root: Schema) -> dict[str, NothingLeftError]:
     """The definitions, by their places, whose values would all be infinitely deep."""
-    parts = {place_of_reference(each): referred(root, each) for each in ("#", *_references(root))}
+    parts = {place_of_reference(each): referred(root, each) for each in ("#", *references(root))}
     while ended := [place for place, part in parts.items() if _ends(part, parts)]:
         for place in ended:
             del parts[place]
@@ -23,16 +23,6 @@ def endless(root: Schema) -> dict[str, NothingLeftError]:
         )
         for place in parts
     }
-
-
-def _references(schema: Any) -> set[str]:
-    if isinstance(schema, list):
-        return set[str]().union(*map(_references, schema))
-    if not isinstance(schema, dict):
-        return set()
-    found = set[str]().union(*map(_references, schema.values()))
-    own = schema.get("$ref")
-    return found | {own} if isinstance(own, str) and own.startswith("#/") else found
 
 
 def _ends(schema: Any, open_places: Container[str]) -> bool:

@@ -405,14 +405,16 @@ def _unique_items(schema: Schema, path: str) -> None:
     if is_wanted is False or (isinstance(most, int) and most < 2):
         return
     values = _domain(schema.get("items"))
-    is_alone = not set(schema) - ANNOTATIONS - {"type", "items", "minItems", "maxItems"}
+    keys = {"type", "items", "minItems", "maxItems"}
+    is_alone = not {key for key in schema if not key.startswith("$")} - ANNOTATIONS - keys
     if schema.get("type") == "array" and values is not None and is_alone:
         items = _different(values)
         longest = len(items) if most is None else min(most, len(items))
         sizes = range(schema.get("minItems", 0), longest + 1)
         if 0 < sum(perm(len(items), size) for size in sizes) <= _MAX_ARRAYS:
             arrays = [list(each) for size in sizes for each in permutations(items, size)]
-            schema.clear()
+            for key in keys & set(schema):
+                del schema[key]
             schema["enum"] = arrays
             return
     raise GrammarError(

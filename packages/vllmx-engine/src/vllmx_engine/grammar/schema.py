@@ -16,7 +16,7 @@ from urllib.parse import quote
 from vllmx_core.errors import GrammarError, shown
 
 from vllmx_engine.grammar.bounds import is_number, narrow
-from vllmx_engine.grammar.disjoint import Disjoint, place_of_reference
+from vllmx_engine.grammar.disjoint import Disjoint, place_of_reference, references, referred
 from vllmx_engine.grammar.endless import endless
 from vllmx_engine.grammar.presence import ANNOTATIONS, NothingLeftError
 from vllmx_engine.grammar.rewrites import exclude, rewrite
@@ -45,10 +45,11 @@ def prepare(schema: Schema) -> Schema:
         empty = endless(schema)
         if "#" in empty:
             raise empty["#"]
-        preparation = _Preparation(schema, empty)
+        schema, moved = _with_all_definitions(schema)
+        preparation = _Preparation(schema, empty, moved)
         prepared = preparation.of(schema, "#")
         while new := preparation.empty_definitions():
-            preparation = _Preparation(schema, {**empty, **new})
+            preparation = _Preparation(schema, {**empty, **new}, moved)
             prepared = preparation.of(schema, "#")
     except RecursionError:
         raise GrammarError("the schema is nested too deeply: flatten it") from None
@@ -66,10 +67,14 @@ class _Preparation:
     """Prepares a schema and its parts.
 
     Args:
-        empty: definitions that allow nothing, by their references.
+        empty: definitions that allow nothing, by their places.
+        moved: references to definitions that were moved, by their old places.
     """
 
-    def __init__(self, root: Schema, empty: dict[str, NothingLeftError]) -> None:
+    def __init__(
+        self, root: Schema, empty: dict[str, NothingLeftError], moved: dict[str, str]
+    ) -> None:
+        self._moved = moved
         self._disjoint = Disjoint(root)
         self._empty = empty
         self.nothing_left: dict[str, NothingLeftError] = {}
@@ -101,16 +106,12 @@ class _Preparation:
             raise self._empty[place_of_reference(reference)]
         if self._branches_tell_type(schema):
             schema = {key: value for key, value in schema.items() if key != "type"}
-        tested: Schema = {key: schema[key] for key in ("not", "if") if key in schema}
-        for keyword, part in tested.items():
-            resolved = self._disjoint.resolved(part)
-            tested[keyword] = part if resolved is None else resolved
-        found = rewrite({**schema, **tested}, path)
+        found = rewrite(self._with_values(schema), path)
         for key, part in list(_parts(found)):
             found[key] = self._part(key, part, f"{path}/{key}")
         self._check_required(found, path)
         _formats(found)
-        _plain(found)
+        self._plain(found)
         _unevaluated(found)
         _property_names(found, path)
         _check_bounds(found, path)
@@ -125,6 +126,31 @@ class _Preparation:
         if isinstance(part, list):
             return [self.of(inner, f"{path}/{number}") for number, inner in enumerate(part)]
         return self.of(part, path)
+
+    def _with_values(self, schema: Schema) -> Schema:
+        """A schema with what its rewrites compare by values in place of references."""
+        found = dict(schema)
+        for key in ("not", "if", *(["items"] if "uniqueItems" in schema else [])):
+            if key in schema:
+                found[key] = self._value(schema[key])
+        is_tested = any(isinstance(each, dict) and "if" in each for each in schema.get("allOf", ()))
+        if ("if" in schema or is_tested) and "properties" in schema:
+            parts = schema["properties"].items()
+            found["properties"] = {name: self._value(part) for name, part in parts}
+        return found
+
+    def _value(self, part: Any) -> Any:
+        resolved = self._disjoint.resolved(part)
+        return part if resolved is None else resolved
+
+    def _plain(self, schema: Schema) -> None:
+        """Drops annotations, beside which the library takes no references that lead back, and
+        encodes references, which it takes as URIs alone."""
+        for key in [key for key in schema if key in ANNOTATIONS or key.startswith("x-")]:
+            del schema[key]
+        if "$ref" in schema:
+            place = place_of_reference(schema["$ref"])
+            schema["$ref"] = quote(self._moved.get(place, schema["$ref"]), safe=_OF_REFERENCES)
 
     def _branches_tell_type(self, schema: Schema) -> bool:
         """Whether a schema is its branches, of which each says the type that it says too: the
@@ -240,13 +266,18 @@ def _formats(schema: Schema) -> None:
         del schema["format"]
 
 
-def _plain(schema: Schema) -> None:
-    """Drops annotations, beside which the library takes no references that lead back, and encodes
-    references, which it takes as URIs alone."""
-    for key in [key for key in schema if key in ANNOTATIONS or key.startswith("x-")]:
-        del schema[key]
-    if "$ref" in schema:
-        schema["$ref"] = quote(schema["$ref"], safe=_OF_REFERENCES)
+def _with_all_definitions(root: Schema) -> tuple[Schema, dict[str, str]]:
+    """A schema with all that it refers to among its parts, and new references to what was moved:
+    definitions may be anywhere, such as in OpenAPI's `components`."""
+    moved: dict[str, Any] = {}
+    for reference in references(root):
+        if reference.split("/")[1] not in (*_MAPS, *_LISTS, *_SINGLE, *_TESTS):
+            moved[place_of_reference(reference)[2:]] = referred(root, reference)
+    if not moved:
+        return root, {}
+    escaped = {name: name.replace("~", "~0").replace("/", "~1") for name in moved}
+    new = {f"#/{name}": f"#/$defs/{each}" for name, each in escaped.items()}
+    return {**root, "$defs": {**root.get("$defs", {}), **moved}}, new
 
 
 def _unevaluated(schema: Schema) -> None:
