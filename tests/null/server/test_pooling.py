@@ -95,6 +95,8 @@ async def test_embeddings_in_every_form(pooling: Served) -> None:
     assert by_ids["data"] == one["data"]
     both = await ask(pooling, "/v1/embeddings", input=[[97, 97, 98], [99]])
     assert both["data"] == several["data"]
+    unsaid = await ask(pooling, "/v1/embeddings", input="aab", encoding_format=None)
+    assert unsaid["data"] == one["data"]
     raw = await ask(pooling, "/v1/embeddings", input="aab", encoding_format="base64")
     data = base64.b64decode(raw["data"][0]["embedding"])
     np.testing.assert_array_equal(np.frombuffer(data, "<f4"), np.float32(row["embedding"]))

@@ -149,8 +149,9 @@ class _Preparation:
         for key in [key for key in schema if key in ANNOTATIONS or key.startswith("x-")]:
             del schema[key]
         if "$ref" in schema:
-            place = place_of_reference(schema["$ref"])
-            schema["$ref"] = quote(self._moved.get(place, schema["$ref"]), safe=_OF_REFERENCES)
+            reference: str = schema["$ref"]
+            reference = self._moved.get(place_of_reference(reference), reference)
+            schema["$ref"] = quote(reference, safe=_OF_REFERENCES)
 
     def _branches_tell_type(self, schema: Schema) -> bool:
         """Whether a schema is its branches, of which each says the type that it says too: the

@@ -126,7 +126,7 @@ def _of_ids(ids: list[int], name: str) -> PoolingText:
 class EmbeddingsRequest(InputFields, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's embeddings with vLLM's extensions."""
 
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
     dimensions: limits.Dimensions | None = None
     normalize: bool | None = None
 
