@@ -325,6 +325,7 @@ def test_what_is_no_structural_tag_is_refused(tag: Any, grammarian: Grammarian) 
     ("schema", "said"),
     [
         ({"contains": {"type": "integer"}}, "contains at #/properties/a is a keyword"),
+        ({"type": "object", "required": "a"}, "required at #/properties/a must be a list"),
         ({"$ref": "#/nowhere"}, "'#/nowhere', which the schema does not have"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
     ],

@@ -33,8 +33,8 @@ _OWN_LINES = re.compile(r" \d+ \| ")
 
 def check(spec: GrammarSpec, lexicon: Lexicon) -> str:
     """The grammar in the words of the library. Raises GrammarError."""
-    text = translate(spec, lexicon)
     try:
+        text = translate(spec, lexicon)
         compiled = CompiledGrammar(text, lexicon.trie, lexicon.vocab_size)
     except GrammarError as error:
         raise _named(error, spec, lexicon) from None
@@ -78,6 +78,8 @@ def _refusal(schema: Any, spec: GrammarSpec, lexicon: Lexicon) -> GrammarError |
 def _keyword_named(
     error: GrammarError, schema: Any, spec: GrammarSpec, lexicon: Lexicon
 ) -> GrammarError:
+    if " at #" in error.message:
+        return error
     listed = re.search(r"Unimplemented keys: \[([^\]]*)", error.message)
     for keyword in re.findall(r'"([^"]+)"', listed.group(1) if listed else ""):
         place = place_of(schema, keyword)
