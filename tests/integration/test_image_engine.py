@@ -434,9 +434,9 @@ def test_a_chat_with_images(other: Any, other_folder: Path, backend: str) -> Non
         with pytest.raises(InvalidRequestError, match="the token that stands for images"):
             llm.chat(wrong, GREEDY, use_tqdm=False)
     given |= {"special_tokens_in_text": "keep"}
-    with LLM(str(other_folder), backend=backend, max_model_len=200, **given) as llm:
-        with pytest.raises(InvalidRequestError, match="marks"):
-            llm.chat(wrong, GREEDY, use_tqdm=False)
+    llm = LLM(str(other_folder), backend=backend, max_model_len=200, **given)
+    with llm, pytest.raises(InvalidRequestError, match="marks"):
+        llm.chat(wrong, GREEDY, use_tqdm=False)
     theirs = Qwen2VLImageProcessorPil.from_dict(PROCESSOR)
     images, ids = [], [5, 6]
     for one in pictures:

@@ -46,6 +46,8 @@ TAKEN: tuple[list[Any], ...] = (
     [user("x"), assistant([{"type": "redacted_thinking", "data": "z"}])],
     [user("x"), assistant([{"type": "refusal", "refusal": "no"}])],
     [user([{"type": "output_text", "text": "x"}])],
+    [user([{"type": "input_text", "text": "x"}])],
+    [user("x"), assistant([{"type": "tool_use", "id": "a", "name": "f"}], tool_calls=[CALL])],
     [user("x"), assistant("y", reasoning={"a": 1}, thinking_blocks=[{"thinking": "z"}])],
 )
 REFUSED: tuple[tuple[list[Any], str], ...] = (

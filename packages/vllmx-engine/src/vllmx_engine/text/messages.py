@@ -20,10 +20,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TRUSTED_ROLES = ("system", "developer", "assistant")
 IMAGE_PARTS = ("image_url", "input_image", "image")
 """Types of parts that are images, in the names of several APIs."""
-_TEXT_PARTS = ("text", "output_text")
-"""Types of parts with a text; the second is what an answer's parts are called in Responses."""
+_TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of parts with a text; the others are what Responses calls them."""
 _THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
 """Types of parts of an assistant's turn that hold its thoughts, as several providers write them."""
+_CALL_PARTS = ("tool_use", "tool-call", "server_tool_use")
+"""Types of parts that repeat the calls of `tool_calls`."""
 _TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content")
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
@@ -210,10 +212,13 @@ def read_history(message: Message, index: int) -> None:
     if is_assistant:
         _take_thoughts(message)
     if isinstance(content, list):
+        said_elsewhere = _THOUGHT_PARTS if is_assistant else ()
+        if message.get("tool_calls"):
+            said_elsewhere += _CALL_PARTS
         parts = [
             _read_part(part, is_assistant=is_assistant)
             for part in content
-            if not (is_assistant and isinstance(part, dict) and part.get("type") in _THOUGHT_PARTS)
+            if not (isinstance(part, dict) and part.get("type") in said_elsewhere)
         ]
         content = message["content"] = parts if parts or not is_assistant else None
     refusal, audio = message.pop("refusal", None), message.pop("audio", None)
