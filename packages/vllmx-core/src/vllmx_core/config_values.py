@@ -57,30 +57,30 @@ _NUMBER = re.compile(r"([+-]?\d{1,20}(?:\.\d{1,9})?) ?([A-Za-z]{0,3})")
 
 
 class WrittenInt(int):
-    """A number that remembers how it was written: its text is not always what Python writes."""
+    """An integer with its spelling in a file, which is not always Python's: 007."""
 
     text: str
-
-    def __new__(cls, value: int, text: str) -> WrittenInt:
-        made = super().__new__(cls, value)
-        made.text = text
-        return made
 
 
 class WrittenFloat(float):
-    """The same of a fraction."""
+    """A float with its spelling in a file: 1.10."""
 
     text: str
 
-    def __new__(cls, value: float, text: str) -> WrittenFloat:
-        made = super().__new__(cls, value)
-        made.text = text
-        return made
+
+Written = WrittenInt | WrittenFloat
+
+
+def written(value: int | float, text: str) -> Written:
+    """A number that keeps its spelling."""
+    made = WrittenInt(value) if isinstance(value, int) else WrittenFloat(value)
+    made.text = text
+    return made
 
 
 def as_text(value: str | int | float) -> str:
-    """A text, or a number as it was written."""
-    return value.text if isinstance(value, WrittenInt | WrittenFloat) else str(value)
+    """A text, or a number in its spelling."""
+    return value.text if isinstance(value, Written) else str(value)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

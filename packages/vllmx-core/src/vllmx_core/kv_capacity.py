@@ -16,7 +16,7 @@ from vllmx_core.cache_groups import (
 )
 from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.kv_quant import LIMITS
-from vllmx_core.memory import FREE_MEMORY, FreeBytes, format_bytes
+from vllmx_core.memory import FREE_MEMORY, format_bytes, remedy_for
 from vllmx_core.model import LatentKV, ModelShape, OwnedKV
 from vllmx_core.records import Record
 from vllmx_core.state_capacity import StateSlots, plan_slots
@@ -246,7 +246,7 @@ def _too_small(
     elif options.kv_cache_memory_bytes is not None:
         remedy = f"raise --kv-cache-memory-bytes to {want}"
     else:
-        more = free.remedy if isinstance(free, FreeBytes) else FREE_MEMORY
+        more = remedy_for(free)
         remedy = f"raise --memory-fraction (or --memory-bytes, where that is given) or {more}"
         if used + want > free:
             remedy = "use a machine with more memory" if more == FREE_MEMORY else more

@@ -21,9 +21,7 @@ _CGROUP_LIMITS = (
 _PROCESS_LIMITS = (("RLIMIT_AS", "VmSize:", "-v"), ("RLIMIT_DATA", "VmData:", "-d"))
 """Limits of this process, what counts against each in /proc/self/status, and the shell's option."""
 RESERVED_BYTES = 512 << 20
-"""Address space that is left to stacks of threads and to the heap, of a quarter at the most."""
-
-
+"""Address space kept for thread stacks and the heap, at most a quarter of what is left."""
 FREE_MEMORY = "free memory"
 
 
@@ -36,6 +34,11 @@ class FreeBytes(int):
         made = super().__new__(cls, value)
         made.remedy = remedy
         return made
+
+
+def remedy_for(free: float) -> str:
+    """What to do where `free` bytes are too few."""
+    return free.remedy if isinstance(free, FreeBytes) else FREE_MEMORY
 
 
 def free_bytes(

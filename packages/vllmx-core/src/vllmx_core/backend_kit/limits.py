@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import CapacityError
-from vllmx_core.memory import FREE_MEMORY, FreeBytes, format_bytes
+from vllmx_core.memory import FREE_MEMORY, format_bytes, remedy_for
 from vllmx_core.ops.values import Rows
 
 LOGITS_BYTES = 256 << 20
@@ -32,7 +32,7 @@ def check_weights_fit(
     """Raises CapacityError, before anything is read, for weights larger than the memory that is
     free; `where` begins with a space and says of what."""
     if num_bytes > free:
-        limit = free.remedy if isinstance(free, FreeBytes) else FREE_MEMORY
+        limit = remedy_for(free)
         more = "" if limit == FREE_MEMORY else f", or {limit}"
         raise CapacityError(
             f"the weights take {format_bytes(num_bytes)} as {dtype}, {format_bytes(free)} of memory"

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vllmx_core.config_values import nearest
+from vllmx_core.config_values import Written, nearest, written
 from vllmx_core.errors import ConfigError
 
 from vllmx.cli.foreign_flags import ForeignFlag, apply
@@ -19,11 +19,9 @@ def read_yaml(path: str | Path | None) -> dict[str, Any]:
         return {}
     import yaml
 
-    from vllmx.cli.yaml_numbers import load
-
     try:
         text = Path(path).read_text(encoding="utf-8")
-        content = load(text)
+        content = _load(text)
         twice = _twice(yaml.compose(text, yaml.SafeLoader), set())
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
@@ -37,6 +35,24 @@ def read_yaml(path: str | Path | None) -> dict[str, Any]:
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"the config file {path} must hold keys and values, such as port: 8000")
     return content
+
+
+def _load(text: str) -> Any:
+    """What `yaml.safe_load` gives, with numbers that keep their spelling: the name 007 is not 7.
+    Raises yaml.YAMLError and ValueError."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Safe like its base."""
+
+    def number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Written:
+        is_whole = node.tag.endswith(":int")
+        value = (loader.construct_yaml_int if is_whole else loader.construct_yaml_float)(node)
+        return written(value, node.value)
+
+    for kind in ("int", "float"):
+        Loader.add_constructor(f"tag:yaml.org,2002:{kind}", number)
+    return yaml.load(text, Loader)  # noqa: S506 - it is a safe one
 
 
 def _twice(node: Any, seen: set[int]) -> str | None:
@@ -67,9 +83,12 @@ def known_keys(
     fields: Collection[str],
     foreign: Iterable[ForeignFlag],
     aliases: Mapping[str, tuple[str, ...]],
+    *,
+    takes_all: bool = False,
 ) -> dict[str, Any]:
-    """The file with keys of fields alone: other names of our flags are replaced, flags of other
-    servers are taken as on the command line. Raises ConfigError for an unknown key."""
+    """The file by the names of fields: other names of our flags are replaced, flags of other
+    servers are taken as on the command line. Raises ConfigError for an unknown key, unless
+    `takes_all`: such keys are left out then."""
     names = {
         name.lstrip("-"): field
         for field, texts in aliases.items()
@@ -88,7 +107,7 @@ def known_keys(
         elif dashed in others:
             if not (others[dashed].bare and value is False):
                 theirs.append((others[dashed], value))
-        else:
+        elif not takes_all:
             known = [name.replace("_", "-") for name in fields]
             raise ConfigError(
                 f"the config file has the unknown key {key!r}{nearest(dashed, [*known, *names])};"

@@ -229,20 +229,22 @@ def resolve(
     if served := served_names(flags.get(SERVED_NAME)):
         flags[SERVED_NAME] = served[0]
     command = click.get_current_context().command
-    path = flags.pop("config_file", None) or os.environ.get("VLLMX_CONFIG")
+    path = config_path(flags)
+    flags.pop("config_file", None)
     _one_model(flags)
     for name in [name for name in flags if name.startswith(FOREIGN)]:
         assert isinstance(command, ModelCommand)
         apply(command.foreign[name], flags.pop(name), flags)
     names = {field.name for cls in classes for field in dataclasses.fields(cls)}
     content = read_yaml(path)
-    others = command.foreign.values() if content and isinstance(command, ModelCommand) else ()
+    others: Iterable[ForeignFlag] = ()
+    if content and isinstance(command, ModelCommand):
+        others = command.foreign.values()
     if beside is None:
-        ours = _keys_of(names, others)
-        content = {key: content[key] for key in content if key.replace("_", "-") in ours}
+        others = [flag for flag in others if flag.field in names]
     else:
         content = {key: content[key] for key in content if key not in beside}
-    file = known_keys(content, names, others, ALIASES)
+    file = known_keys(content, names, others, ALIASES, takes_all=beside is None)
     if SERVED_NAME in file:
         file[SERVED_NAME] = next(iter(served_names(file[SERVED_NAME])), None)
     _file_of_model(flags)
@@ -254,21 +256,14 @@ def resolve(
     )
 
 
-def _keys_of(fields: Collection[str], others: Iterable[ForeignFlag]) -> set[str]:
-    """All names that fields have in a config file, with dashes."""
-    found = {field.replace("_", "-") for field in fields}
-    for field, texts in ALIASES.items():
-        if field in fields:
-            found |= {name.lstrip("-") for text in texts for name in text.split("/")[:1]}
-    for flag in others:
-        if flag.field in fields:
-            found |= {name.lstrip("-") for name in flag.names}
-    return found
+def config_path(flags: Mapping[str, Any]) -> str | None:
+    """The file of `--config` or VLLMX_CONFIG."""
+    return flags.get("config_file") or os.environ.get("VLLMX_CONFIG")
 
 
 def served_names(given: Any) -> tuple[str, ...]:
-    """All names of a model, out of a flag that may be repeated or a list of the config file. Raises
-    ConfigError for what is no name."""
+    """All names of a model, from a flag that may be repeated or a list in the config file. Raises
+    ConfigError for a value that is not a name."""
     if given is None:
         return ()
     names = [*given] if isinstance(given, list | tuple) else [given]

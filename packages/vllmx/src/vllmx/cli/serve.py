@@ -17,7 +17,14 @@ from vllmx_server.config import ServerConfig
 
 from vllmx.cli.command import SERVED_NAME, ModelCommand
 from vllmx.cli.config_file import read_yaml
-from vllmx.cli.options import engine_options, options_of, resolve, served_names, take_several
+from vllmx.cli.options import (
+    config_path,
+    engine_options,
+    options_of,
+    resolve,
+    served_names,
+    take_several,
+)
 from vllmx.cli.served_models import is_one_path, served_models
 
 if TYPE_CHECKING:
@@ -130,7 +137,7 @@ def serve(**flags: Any) -> None:
 
 def _warn_of_config(flags: dict[str, Any]) -> None:
     """One warning where the config file has keys of clients and others may read it."""
-    path = flags.get("config_file") or os.environ.get("VLLMX_CONFIG")
+    path = config_path(flags)
     if path and {"api_key", "admin_key"} & {key.replace("-", "_") for key in read_yaml(path)}:
         warn_of_readers(path, "--config")
 
@@ -138,11 +145,11 @@ def _warn_of_config(flags: dict[str, Any]) -> None:
 def _models(flags: dict[str, Any]) -> list[ModelConfig]:
     """Several models, where flags or the file name some; `flags` are those of the first then."""
     texts = flags["model"] or ()
-    path = flags.get("config_file") or os.environ.get("VLLMX_CONFIG")
-    entries = read_yaml(path).get("models")
+    file = read_yaml(config_path(flags))
+    entries = file.get("models")
     if entries is None and (not texts or is_one_path(texts)):
         flags["model"] = texts[0] if texts else None
-        names = _names(flags, read_yaml(path))
+        names = _names(flags, file)
         if len(names) < 2:
             return []
         from vllmx_server.models.config import ModelConfig
@@ -166,7 +173,7 @@ def _models(flags: dict[str, Any]) -> list[ModelConfig]:
 
 
 def _names(flags: dict[str, Any], file: dict[str, Any]) -> tuple[str, ...]:
-    """Names of the one model; the first is its own, by the others clients may ask for it too."""
+    """Names of the one model: its own, and others that clients may use."""
     if flags[SERVED_NAME]:
         return served_names(flags[SERVED_NAME])
     if os.environ.get("VLLMX_SERVED_MODEL_NAME"):

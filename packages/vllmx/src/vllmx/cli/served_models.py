@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllmx_core.config import EngineConfig
-from vllmx_core.config_values import WrittenFloat, WrittenInt, as_text, nearest
+from vllmx_core.config_values import Written, as_text, nearest
 from vllmx_core.errors import ConfigError, shown
 from vllmx_server.models.config import ModelConfig, check_models
 from vllmx_server.models.parts import with_parts
@@ -82,7 +82,7 @@ def _of_entry(entry: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(entry, str):
         return _of_text(entry)
     name = entry.get("name") if isinstance(entry, dict) else None
-    if not isinstance(entry, dict) or not isinstance(name, str | WrittenInt | WrittenFloat):
+    if not isinstance(entry, dict) or not isinstance(name, str | Written):
         raise ConfigError(
             f"an entry of models in the config file must be {_FORM}, or have name and model, got"
             f" {entry!r}",

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from vllmx_core.config import EngineConfig
-from vllmx_core.config_values import WrittenFloat, WrittenInt
+from vllmx_core.config_values import Written
 from vllmx_core.errors import ConfigError, excerpt
 from vllmx_core.records import Record
 from vllmx_server.config import ServerConfig
@@ -78,13 +78,13 @@ def write_yaml(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Lists in place of tuples, and numbers of another file as they were written."""
+    """Lists in place of tuples, and numbers in the spelling of the file that they come from."""
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
-    if isinstance(value, WrittenInt | WrittenFloat):
-        number = int(value) if isinstance(value, WrittenInt) else float(value)
+    if isinstance(value, Written):
+        number = int(value) if isinstance(value, int) else float(value)
         return number if str(number) == value.text else value.text
     return value
 
