@@ -9,6 +9,7 @@ from msgspec import Meta
 from vllmx_core.errors import InvalidRequestError
 from vllmx_engine.client.pooling import PoolingText
 
+from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.pooling import MAX_INPUTS, Input, texts_of
 
 
@@ -35,7 +36,7 @@ class TEIFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def request_id(self) -> None:
-        """TEI has no names of requests."""
+        """TEI does not name requests."""
 
     def check(self) -> None:
         """Cross-field rules. Raises InvalidRequestError."""
@@ -53,7 +54,7 @@ class EmbedRequest(TEIFields, kw_only=True, forbid_unknown_fields=True):
     """None: yes."""
     prompt_name: Annotated[str, Meta(max_length=256)] | None = None
     """The model's prompt that is written before each input; None: its default, if it has one."""
-    dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    dimensions: limits.Dimensions | None = None
 
     def texts(self) -> list[PoolingText]:
         """Raises InvalidRequestError."""
