@@ -11,7 +11,7 @@ from vllmx_core.errors import InvalidRequestError
 MAX_CHOICES = 128
 MAX_TOKENS_LIMIT = 1 << 24
 MAX_TOKEN_ID = (1 << 31) - 1
-"""The largest token id that travels; a model's vocabulary is checked once it is known."""
+"""The largest token id that a request may name; the model's vocabulary is checked later."""
 MAX_LIFETIME_S = 30 * 86400
 _MAX_COUNT = 1 << 30
 
@@ -56,7 +56,7 @@ def _real(low: float, high: float) -> Bounds:
 
 BOUNDS: Mapping[str, Bounds] = MappingProxyType(
     {
-        # How tokens are drawn. Within these, float32 arithmetic keeps finite logits finite.
+        # Sampling. Within these bounds, float32 keeps finite logits finite.
         "temperature": _real(0, 100),
         "top_p": _real(0, 1),
         "top_k": Bounds(-1, _MAX_COUNT),
@@ -66,7 +66,7 @@ BOUNDS: Mapping[str, Bounds] = MappingProxyType(
         "repetition_penalty": _real(1e-6, 100),
         "logit_bias": _real(-100, 100),
         "seed": Bounds(-(1 << 63), (1 << 64) - 1),
-        # How many, and how long.
+        # Counts and lengths.
         "n": Bounds(1, MAX_CHOICES),
         "best_of": Bounds(1, MAX_CHOICES),
         "max_tokens": Bounds(1, MAX_TOKENS_LIMIT),

@@ -153,8 +153,8 @@ def blocks_of(windows: Sequence[int | None], tokens: int, block_size: int, step_
 def fitting_step(
     windows: Sequence[int | None], num_blocks: int, block_size: int, step_tokens: int, tokens: int
 ) -> int:
-    """A smaller number of tokens of a step, for which a sequence of `tokens` needs no more than
-    `num_blocks`: windows then hold fewer pages. 0: there is none."""
+    """The first halving of `step_tokens` with which a sequence of `tokens` fits into `num_blocks`,
+    since windows then hold fewer pages; 0: none does."""
     while step_tokens > 1:
         step_tokens //= 2
         if blocks_of(windows, tokens, block_size, step_tokens) <= num_blocks:

@@ -93,7 +93,7 @@ def open_checkpoint(registry: Registry, path: Path, load_format: str = "auto") -
         raise
 
 
-ADAPTER_REMEDY = (
+_ADAPTER_REMEDY = (
     "vllmx serves no adapters: merge it into its base model first (peft: AutoPeftModelForCausalLM"
     ".from_pretrained(ADAPTER).merge_and_unload().save_pretrained(MERGED)) and serve the result"
 )
@@ -102,8 +102,7 @@ _MAX_ADAPTER_CONFIG_BYTES = 4 << 20
 
 
 def _refuse_adapter(path: Path) -> None:
-    """Raises UnsupportedModelError for the folder, or the file, of a LoRA adapter without its base
-    model."""
+    """Raises UnsupportedModelError for a LoRA adapter without its base model."""
     folder = path if path.is_dir() else path.parent
     config = folder / _ADAPTER_CONFIG
     if not config.is_file() or (path.is_file() and not path.name.startswith("adapter_")):
@@ -119,7 +118,7 @@ def _refuse_adapter(path: Path) -> None:
     base = found.get("base_model_name_or_path") if isinstance(found, Mapping) else None
     known = f" of {shown(base)}" if isinstance(base, str) and base else ""
     raise UnsupportedModelError(
-        f"{path} is a LoRA adapter{known}, not a whole model: {ADAPTER_REMEDY}", param="model"
+        f"{path} is a LoRA adapter{known}, not a whole model: {_ADAPTER_REMEDY}", param="model"
     )
 
 
@@ -228,7 +227,7 @@ def _format_of(registry: Registry, path: Path, load_format: str) -> WeightFormat
 
 
 def _pickled(path: Path) -> str:
-    """The remedy where the weights are there as PyTorch's pickles."""
+    """The remedy if the weights are PyTorch pickles."""
     files = path.iterdir() if path.is_dir() else [path]
     found = sorted(each.name for each in files if each.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if not found:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 _LOOK_S = 0.25
-"""How often a wait looks whether anybody still wants what it waits for."""
+"""The longest wait between two looks at `stopped`."""
 
 
 class DeadlineError(TimeoutError):
@@ -18,7 +18,7 @@ class Deadline:
 
     Args:
         seconds: from now on.
-        stopped: whether nobody waits any more, asked from time to time by whoever does.
+        stopped: whether nobody waits any more; waits ask it several times a second.
     """
 
     def __init__(self, seconds: float, stopped: Callable[[], bool] = lambda: False) -> None:

@@ -29,7 +29,7 @@ class DeadlineConnection(http.client.HTTPConnection):
 
     Args:
         port: None: the usual one.
-        secure: whether TLS is spoken, with a certificate of a known authority.
+        secure: use TLS, with a certificate of a known authority.
     """
 
     def __init__(self, host: str, port: int | None, deadline: Deadline, *, secure: bool) -> None:
@@ -52,8 +52,8 @@ class DeadlineConnection(http.client.HTTPConnection):
 
 
 def get(url: str, headers: dict[str, str], seconds: float) -> tuple[int, bytes]:
-    """The status and the body of one answer; redirects are not followed. Raises OSError, of which
-    DeadlineError is one, and ValueError for what is no URL of a server."""
+    """The status and the body of one answer; redirects are not followed. Raises OSError, including
+    DeadlineError, and ValueError for a malformed URL."""
     from urllib.parse import urlsplit
 
     parts = urlsplit(url)
@@ -91,7 +91,7 @@ class _TimedSocket:
         return io.BufferedReader(_TimedReader(self._connection, self._deadline))
 
     def close(self) -> None:
-        """Leaves the connection to its reader, as sockets do: an answer may still be read."""
+        """Leaves the connection open for its reader, as sockets do."""
         if not self._is_read:
             self._connection.close()
 
@@ -157,7 +157,7 @@ _Addresses = list[tuple[Any, Any, int, str, Any]]
 
 
 def _addresses(host: str, port: int, deadline: Deadline) -> _Addresses:
-    """Looks a host up, on a thread of its own: nothing can interrupt the resolver."""
+    """Looks up a host on its own thread, because nothing can interrupt the resolver."""
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:

@@ -1,6 +1,6 @@
-"""Tokens that end a sequence by their names: most GGUF files name one end token and mean several.
+"""Tokens that end a sequence, by name: most GGUF files name one end token and mean several.
 
-Who writes such a file and who reads it go by the same list, which follows llama.cpp.
+Reading and writing such files use the same list, which follows llama.cpp.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ END_TOKENS = frozenset(
     )
 )  # fmt: skip
 _GLM_ROLES = frozenset(("<|user|>", "<|observation|>"))
-"""GLM ends an answer with the role of who speaks next; other models have one of the two alone."""
+"""GLM ends an answer with the role that speaks next; other models have only one of the two."""
 
 
 def end_tokens(named: Collection[str], marked: Collection[str]) -> set[str]:

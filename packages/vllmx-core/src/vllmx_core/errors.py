@@ -82,8 +82,8 @@ class GrammarError(InvalidRequestError):
 
 
 class GrammarLimitError(VllmxError):
-    """An answer met a place in its grammar that takes more work than one token may; other answers
-    to the same grammar need not."""
+    """An answer reached a place in its grammar that takes more work than one token may. Other
+    answers with the same grammar may never reach it."""
 
     code = "grammar_limit"
 
@@ -175,7 +175,7 @@ class QueueFullError(VllmxError):
 
 
 class GrammarCheckError(VllmxError):
-    """A grammar could not be checked for now, which says nothing about the grammar."""
+    """The check of a grammar did not finish; the grammar itself may be valid."""
 
     http_status = 503
     code = "grammar_check_unavailable"

@@ -43,8 +43,7 @@ def open_model_file(path: Path) -> BinaryIO:
 
     Raises:
         OSError: as `open_regular`.
-        WeightFormatError: another thing has the file's name: the pointer that Git LFS leaves in a
-            checkout without the files themselves, or a web page that was saved in its place.
+        WeightFormatError: the file is a Git LFS pointer or a saved web page.
     """
     file = open_regular(path)
     try:
@@ -68,9 +67,9 @@ def open_model_file(path: Path) -> BinaryIO:
 
 @contextmanager
 def replacing(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` at once when the block ends, and is gone where the
-    block fails. Where `path` is a link, the file behind it is replaced and the link stays. Owner
-    and mode are those of the file before. A device or a pipe is written to as it is.
+    """A file that replaces `path` atomically when the block ends, and is deleted if the block
+    fails. If `path` is a link, its target is replaced. Owner and mode are kept. A device or a pipe
+    is written to directly.
 
     Args:
         private: only the owner may read the new file.
@@ -105,12 +104,12 @@ def replacing(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
 
 
 def warn_of_readers(path: str | os.PathLike[str], where: str) -> None:
-    """One warning where others than its owner may read a file with secrets.
+    """Logs a warning if anyone but its owner may read a file with secrets.
 
     Args:
-        where: what names the file, such as a flag.
+        where: the flag that names the file.
     """
-    with contextlib.suppress(OSError):  # whoever reads it says what is wrong
+    with contextlib.suppress(OSError):  # reading it reports the error
         mode = stat.S_IMODE(os.stat(path).st_mode)
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
             logger.warning(

@@ -54,7 +54,7 @@ class TaggedArguments(Record):
     string_key_end: str | None = None
     """`key_end` before a string, where the format tells strings; else the tool's schema does."""
     quotes: tuple[str, str] | None = None
-    """May stand around a string that holds characters of markers, as XML's CDATA does."""
+    """Optional quotes around a string that contains characters of markers, such as XML's CDATA."""
 
 
 class ValueArguments(Record):
@@ -100,7 +100,7 @@ class Calls(Record):
     """Stands between a content and the calls."""
     is_bare: bool = False
     known_only: bool = False
-    """A call of a tool that is not in the request is content, as it always is for bare calls."""
+    """Calls of tools that the request does not define are content, as bare calls always are."""
     is_compact: bool = False
     """JSON is written without blanks."""
     ids: Literal["call", "short"] = "call"
@@ -109,8 +109,8 @@ class Calls(Record):
 
     @property
     def trigger(self) -> str:
-        """What tells that calls begin: the first marker up to its first white space, or to a
-        bracket of JSON, before which models write white space or none."""
+        """The text that begins calls: the first marker up to its first white space or JSON bracket,
+        before which models may or may not write white space."""
         words = (self.section_begin or self.begin).split()
         if not words:
             return "{"
@@ -147,12 +147,12 @@ class OutputFormat(Record):
     """Stands before the content, where the model marks it, and is no part of it."""
     content_end: str = ""
     always_content: bool = False
-    """Every answer has a content, be it empty, and the prompt may have the marker before it."""
+    """Every answer has content, even if empty; the prompt may already have its marker."""
     opened: str = ""
-    """How each message of an answer begins, where the prompt ends with it: the first message's
-    markers lack it. Thoughts may come between other messages then."""
+    """The text that begins every message, where the prompt already ends with it, so that the first
+    message of an answer lacks it. Thoughts may then come between messages."""
     skipped: tuple[str, ...] = ()
-    """Texts that stand before or behind contents and calls and belong to neither."""
+    """Texts before or after contents and calls that belong to neither."""
 
     @property
     def thinking_begin(self) -> str:

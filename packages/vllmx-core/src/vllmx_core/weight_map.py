@@ -171,7 +171,7 @@ def choices(wanted: PartSpec) -> Iterator[PartSpec]:
 
 
 def unread_names(specs: Iterable[WeightSpec], source: WeightSource) -> set[str]:
-    """Tensors of the source that no weight is made of, under none of the names of its parts."""
+    """Tensors of the source that no weight reads under any name."""
     parts = [one for spec in specs for part in spec.parts for one in choices(part)]
     return set(source.names()) - {part.name for part in parts} - {part.bias for part in parts}
 

@@ -28,7 +28,7 @@ from vllmx_engine.wire.messages import CoreInfo, CoreStats
 logger = logging.getLogger("vllmx.core")
 
 PREPARE_S = 1.0
-"""The seconds from the start to what grammars need: who waited for the start is served first."""
+"""Seconds after the start before grammars are prepared: requests that wait already go first."""
 
 
 class AsyncCore(AsyncText):
@@ -170,7 +170,7 @@ class AsyncCore(AsyncText):
         await asyncio.sleep(PREPARE_S)
         try:
             await self.prepare_grammars()
-        except Exception:  # the first grammar meets the same error, and reports it
+        except Exception:  # the first grammar reports it
             logger.exception("grammars cannot be prepared")
 
     async def drain(self, timeout_s: float | None = None) -> bool:

@@ -77,7 +77,7 @@ class AsyncLLM(AsyncCore):
         found_format = asyncio.create_task(asyncio.to_thread(renderer.look_for_format))
         try:
             frontend = await core.ready()
-        finally:  # the first chat meets an error of it again
+        finally:  # the first chat reports its error
             await asyncio.gather(found_format, return_exceptions=True)
         try:
             builder = RequestBuilder(tokenizer, frontend.info, found.config.seed)

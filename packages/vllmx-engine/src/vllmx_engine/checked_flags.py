@@ -1,5 +1,5 @@
-"""What a configuration says that can be checked before a model is looked for: loading one may take
-minutes. Each check is imported where its flag is given, so that a server is ready sooner."""
+"""Checks of flags before a model is loaded, which may take minutes. A check is imported only if its
+flag is given, so that a server is ready sooner."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from vllmx_core.registry import Registry, load_registry
 
 
 def check_flags(config: EngineConfig, registry: Registry | None = None) -> None:
-    """Raises ConfigError for a flag with a value that cannot be used, whatever the model is, and
-    ModelNotFoundError for a tokenizer that is not there."""
+    """Raises ConfigError for a value that works with no model, and ModelNotFoundError for a missing
+    tokenizer."""
     if (config.tool_parser, config.reasoning_parser) != ("auto", "auto"):
         from vllmx_engine.formats.named import check_name
 
@@ -37,7 +37,7 @@ def check_flags(config: EngineConfig, registry: Registry | None = None) -> None:
         from vllmx_engine.text.model_files import template_of
 
         source = template_of(config.chat_template)
-        assert source is not None, "it is None without the flag alone"
+        assert source is not None, "only a missing flag gives None"
         try:
             ChatTemplate(source)
         except TemplateError as error:

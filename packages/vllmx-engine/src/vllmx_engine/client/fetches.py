@@ -1,4 +1,4 @@
-"""Images that are fetched, each within one deadline, so that slow hosts hold up nobody else's."""
+"""Fetches images, all of a request within one deadline. A slow host delays only its own images."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _TOGETHER = 4
 
 
 class Fetches:
-    """Fetches images of conversations on threads. A client's images of one host wait for each
-    other, others do not wait for them."""
+    """Fetches images of conversations on threads. A client's images from one host wait only for
+    each other."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, "vllmx-images")
         self._shares: dict[tuple[str, str], _Share] = {}
 
     async def fetch(self, pictures: Pictures, client: str) -> None:
-        """Fetches what is not inline, all within `FETCH_S` from now. Cancelling ends it. Raises the
-        first error: InvalidRequestError, or QueueFullError where an image never had its turn."""
+        """Fetches the images that are not inline, within `FETCH_S` in all. May be cancelled. Raises
+        the first error: InvalidRequestError, or QueueFullError if an image never had its turn."""
         gone = threading.Event()
         deadline = Deadline(FETCH_S, gone.is_set)
         tasks = [
@@ -58,7 +58,7 @@ class Fetches:
                 del self._shares[client, host]
 
     def close(self) -> None:
-        """Drops what waits for a thread."""
+        """Drops the fetches that wait for a thread."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 

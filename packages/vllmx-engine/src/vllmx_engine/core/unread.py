@@ -1,5 +1,4 @@
-"""Tensors of a checkpoint that the model does not read: named in the log, so that none is lost in
-silence."""
+"""Names the tensors of a checkpoint that the model does not read in the log."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ _SHOWN = 5
 
 
 def log_unread(model: Model, checkpoint: Checkpoint) -> None:
-    """One warning with the tensors that the model should read, one line with those that nobody
-    serves here. A vector of zeros, such as the biases that some quantisers add, is left out."""
+    """Logs one warning for unexpected tensors, and one line for those of parts that are not served.
+    Vectors of zeros are left out: some quantisers add such biases."""
     encoder = encoder_of(model)
     specs = (*model.weights(), *(() if encoder is None else encoder.weights()))
     source = checkpoint.weights
@@ -48,7 +47,7 @@ def log_unread(model: Model, checkpoint: Checkpoint) -> None:
 
 
 def _layers_behind(checkpoint: Checkpoint) -> Callable[[str], bool]:
-    """Tells names of layers of multi-token prediction, which lie behind the others."""
+    """Whether a tensor belongs to a layer of multi-token prediction, which follow the others."""
     config = checkpoint.config
     inner = config.get("text_config")
     config = {**config, **inner} if isinstance(inner, dict) else config
@@ -63,7 +62,7 @@ def _layers_behind(checkpoint: Checkpoint) -> Callable[[str], bool]:
 
 
 def _kinds(names: Iterable[str]) -> str:
-    """Names with a star for the number of a layer, and how many there are of each."""
+    """Names with a star in place of the layer, and the count of each."""
     found = Counter(_NUMBER.sub("*", name) for name in sorted(names))
     return listing([name if n == 1 else f"{name} ({n})" for name, n in found.items()], _SHOWN)
 
@@ -74,5 +73,5 @@ def _is_zero(source: WeightSource, name: str) -> bool:
         if len(part.shape) != 1 or part.shape[0] * 4 > _MAX_ZERO_BYTES:
             return False
         return not part.dequantize().any()
-    except VllmxError:  # of a type that is not read, say
+    except VllmxError:  # such as an unsupported type
         return False

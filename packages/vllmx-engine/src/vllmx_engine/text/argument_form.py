@@ -1,7 +1,7 @@
 """How a chat template takes the arguments of past calls: as an object, or as JSON text.
 
-A template tells by what it prints: objects suit most, but some add the arguments to a text, which
-fails, prints Python's form, or (behind the filter `safe`) escapes the whole call for HTML.
+A trial rendering shows which. Most take objects, but some concatenate the arguments with text: that
+fails, prints Python's form, or (after the filter `safe`) escapes the whole call for HTML.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ Render = Callable[[list[dict[str, Any]], list[dict[str, Any]]], str]
 
 
 def takes_text_arguments(render: Render) -> bool:
-    """Whether a template writes calls right only where their arguments are JSON text. Renders a
-    call in each form, or in one where that suffices."""
+    """Whether a template writes calls correctly only if their arguments are JSON text. Renders a
+    call in one form or both."""
     as_object = _rendered(render, _ARGUMENTS)
     if as_object is not None and not _is_spoilt(as_object):
         return False

@@ -1,7 +1,7 @@
-"""Ids and names of past calls, for templates that insist on what other providers leave out.
+"""Ids and names of past calls, for templates that require them.
 
-Mistral's templates take ids of nine letters and digits alone, and some want the name of the tool in
-its result. A conversation that began elsewhere has neither.
+Mistral's templates accept only ids of nine letters and digits, and some want the tool's name in its
+result. A conversation that began with another provider may have neither.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _USUAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
 def with_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """Checked messages whose calls have ids of nine letters and digits, and whose results have the
-    id and the name of their call. None where that changes nothing."""
+    """Gives the calls of checked messages ids of nine letters and digits, and their results the id
+    and name of the call. None: nothing changes."""
     ids: dict[str, str] = {}
     names: dict[str, str] = {}
     waiting: list[str] = []

@@ -1,8 +1,8 @@
 """A tokenizer that reads `prompt_text.MARK` as a break within which no special token is found.
 
-It has the model of the usual one, not a copy, and the same ids. Added tokens are looked for in the
-text as it comes, with the marks; the normaliser then drops those, so that a broken spelling is
-tokenised as the text that it is, with its neighbours.
+It shares the model of the usual one, and has the same ids. Added tokens are found in the text with
+its marks; then the normaliser drops the marks, so that a broken spelling is tokenised as text,
+together with its neighbours.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tokenizers import AddedToken, models, normalizers
 from vllmx_engine.text.prompt_text import MARK
 
 _UNLIKELY = -1e5
-"""The score of a piece that text must not become, far below that of any other."""
+"""The score of a piece that text must not become, far below any other."""
 
 
 def literal_backend(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
@@ -28,12 +28,8 @@ def literal_backend(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     if backend.post_processor is not None:
         found.post_processor = backend.post_processor
     found.add_tokens([_as_written(added[token_id]) for token_id in sorted(added)])
-    kept = found.get_added_tokens_decoder()
-    if {i: each.content for i, each in kept.items()} == {
-        i: each.content for i, each in added.items()
-    }:
-        return found
-    return _copied(backend)
+    has_same_ids = _texts(found.get_added_tokens_decoder()) == _texts(added)
+    return found if has_same_ids else _copied(backend)
 
 
 def _texts(added: dict[int, AddedToken]) -> dict[int, str]:
@@ -48,7 +44,7 @@ def _set_normalizer(found: tokenizers.Tokenizer, backend: tokenizers.Tokenizer) 
 
 
 def _as_written(token: AddedToken) -> AddedToken:
-    """The token, looked for before the marks are dropped."""
+    """The token, found before the marks are dropped."""
     return AddedToken(
         token.content,
         single_word=token.single_word,
@@ -60,13 +56,13 @@ def _as_written(token: AddedToken) -> AddedToken:
 
 
 def is_markup(token: AddedToken) -> bool:
-    """Whether a token is no text of its own: a special one, or one in brackets."""
+    """Whether a token is markup rather than text: a special one, or one in brackets."""
     text = token.content
     return token.special or (len(text) > 2 and text[0] + text[-1] in ("<>", "[]", "{}"))
 
 
 def _model(backend: tokenizers.Tokenizer, added: set[str]) -> models.Model:
-    """The model; of a Unigram one, which finds any piece in text, a copy that avoids added ones."""
+    """The model, or for Unigram, which finds any piece in text, a copy that avoids added tokens."""
     model: models.Model = backend.model
     if not isinstance(model, models.Unigram):
         return model
@@ -76,7 +72,7 @@ def _model(backend: tokenizers.Tokenizer, added: set[str]) -> models.Model:
 
 
 def _copied(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A whole copy, where ids of added tokens leave gaps that adding them anew would fill."""
+    """A whole copy, for added tokens whose ids have gaps, which adding them again would fill."""
     state = json.loads(backend.to_str())
     for token in state["added_tokens"]:
         flags = {key: value for key, value in token.items() if key not in ("id", "content")}

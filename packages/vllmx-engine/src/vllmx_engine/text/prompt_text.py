@@ -1,9 +1,9 @@
-"""Text that spells a special token and stays text.
+"""Keeps text that spells a special token as text.
 
-A template writes one text in which the marks of turns, and what a user typed, look alike. So what
-comes from users and tools gets `MARK` before each place where a special token could begin
-(`Spellings.guarded`). The marks go through the template, which may cut, join and compare texts, and
-say afterwards which spellings are text (`Spellings.settled`).
+A template writes one text, in which turn markers and user input look alike. So `Spellings.guarded`
+puts `MARK` into the input of users and tools, before each place where a special token could begin.
+The marks survive the template, which may cut, join and compare texts, and `Spellings.settled` then
+reads from them which spellings are text.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 MARK = "\ufdd0"
 """A code point that is no character, for use within programs."""
 _MIN_CHARS = 2
-"""A mark breaks a spelling behind its first character."""
+"""A mark breaks a spelling after its first character."""
 
 
 class PromptText(str):
     """A prompt in which some spellings of special tokens are text.
 
     Attributes:
-        breaks: places within the text, ascending, across which no special token is found.
+        breaks: ascending places in the text that no special token spans.
     """
 
     breaks: tuple[int, ...]
@@ -42,20 +42,20 @@ class PromptText(str):
 
     @classmethod
     def of_marked(cls, text: str) -> PromptText:
-        """The text of which this is `marked`."""
+        """The inverse of `marked`."""
         pieces = text.split(MARK)
         return cls("".join(pieces), accumulate(map(len, pieces[:-1])))
 
     def part(self, begin: int, end: int) -> PromptText:
-        """What is between two places, with its breaks."""
+        """The text between two places, with its breaks."""
         return PromptText(self[begin:end], [at - begin for at in self.breaks if begin < at < end])
 
 
 class Spellings:
-    """Special tokens as they are spelt.
+    """Spellings of special tokens.
 
     Args:
-        tokens: those of a character are left out.
+        tokens: tokens of one character are ignored.
     """
 
     def __init__(self, tokens: Iterable[str]) -> None:
@@ -68,7 +68,7 @@ class Spellings:
         self._longest = max(map(len, self.tokens), default=0)
 
     def guarded(self, value: Any) -> Any:
-        """Plain JSON data with `MARK` in each text where a special token begins, or could begin if
+        """JSON data with `MARK` in each string where a special token begins, or could begin once
         other text follows."""
         if isinstance(value, str):
             return self._guarded_text(value)
@@ -87,7 +87,7 @@ class Spellings:
         return found if at is None else found[:at] + MARK + found[at:]
 
     def _cut_spelling(self, text: str) -> int | None:
-        """Where the beginning of a special token stands at the end of a text."""
+        """Where a special token begins that the end of the text cuts off."""
         end = len(text.rstrip())
         for at in range(max(0, end - self._longest), end):
             if text[at] in self._firsts and text[at:end] in self._prefixes:
@@ -95,8 +95,7 @@ class Spellings:
         return None
 
     def settled(self, text: str) -> str:
-        """What a template made of guarded texts: the text without marks, a `PromptText` where it
-        holds spellings that are text."""
+        """A rendered prompt without its marks: a `PromptText` if it has spellings that are text."""
         if MARK not in text:
             return text
         pieces = text.split(MARK)
@@ -116,7 +115,7 @@ def _beginnings(tokens: Collection[str]) -> re.Pattern[str]:
 
 
 def _any_of(texts: list[str]) -> str:
-    """A pattern of the beginnings of any of these texts, which tries each character once."""
+    """A pattern for any of these texts as a trie, which tries each character once."""
     if "" in texts:
         return ""
     firsts: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""What a chat template reads of a conversation, found in its syntax tree."""
+"""Which parts of a conversation a chat template reads, by its syntax tree."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class TemplateReads(Record):
     takes_parts: bool
     """It loops over a message's content, or over a variable set to it."""
     takes_text: bool
-    """It takes content that is one text."""
+    """It takes content that is a string."""
     takes_none: bool
-    """It asks whether a message's content is none."""
+    """It tests whether content is none."""
     strings: frozenset[str]
-    """Every text in quotes, roles among them."""
+    """All string literals, including roles."""
     variables: frozenset[str]
     """The variables that it expects from outside."""
 
     @classmethod
     def of(cls, tree: nodes.Template) -> TemplateReads:
-        """What a template reads whose syntax tree is as its author wrote it."""
+        """Reads the syntax tree of the unchanged source."""
         takes_parts = _reads_content_parts(tree)
         constants = (each.value for each in tree.find_all(nodes.Const))
         return cls(
@@ -68,7 +68,7 @@ def _is_content(node: nodes.Node) -> bool:
 
 
 def _tests_for_text(tree: nodes.Template) -> bool:
-    """Whether the template tells text from parts anywhere."""
+    """Whether the template distinguishes strings from parts."""
     return any(
         test.name in ("string", "iterable", "sequence", "mapping")
         for test in tree.find_all(nodes.Test)

@@ -1,4 +1,4 @@
-"""What is a definition of a tool, wherever it comes from."""
+"""Checks definitions of tools, from HTTP and Python alike."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 def check_tools(tools: Any) -> None:
-    """Raises InvalidRequestError for what is no definition of a function, and for names that models
-    could not write or tell apart."""
+    """Raises InvalidRequestError for a malformed definition, and for names that models could not
+    write or tell apart."""
     if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)):
         raise InvalidRequestError(
             f"tools is {shown(tools)}: it is a list of definitions", param="tools"

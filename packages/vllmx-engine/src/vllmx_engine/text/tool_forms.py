@@ -1,5 +1,5 @@
-"""Definitions of tools, simpler and simpler, for templates that fail on what OpenAI's schema
-allows: a description or parameters left out, several types, values of enums that are no text.
+"""Simpler definitions of tools, for templates that fail on what OpenAI's schema allows: a missing
+description or parameters, several types, enums of values that are not strings.
 
 Only the prompt shows the simpler form. Grammars and checks of calls keep what the client sent.
 """
@@ -51,7 +51,7 @@ def _filled(tool: Any) -> Any:
 
 
 def _order(function: Mapping[str, Any]) -> list[str]:
-    """Name, description and parameters in the order in which everybody writes them."""
+    """Name, description and parameters first, in the usual order."""
     first = [key for key in ("name", "description", "parameters") if key in function]
     return first + [key for key in function if key not in first]
 
@@ -110,7 +110,7 @@ def _plain_map(schemas: Any) -> dict[str, Any]:
 
 
 def _one_type(schema: Any) -> str | None:
-    """The first type that a schema allows and that is not null; None where it does not say."""
+    """The first type other than null that a schema allows; None: it names none."""
     if not isinstance(schema, Mapping):
         return None
     kinds = schema.get("type")

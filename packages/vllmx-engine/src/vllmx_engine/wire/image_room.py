@@ -1,4 +1,4 @@
-"""How much a model can take of a request's images, by numbers that their headers tell."""
+"""Bounds on the images of one request, checked by the sizes in their headers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from vllmx_core.records import Record
 
 
 class ImageRoom(Record):
-    """Bounds on the images of one request; None: there is none."""
+    """Bounds on the images of one request; None: unbounded."""
 
     prompt_tokens: int | None = None
-    """Tokens of a prompt, whose images have to leave room for its text."""
+    """Tokens of a prompt: images and text together."""
     feature_tokens: int | None = None
     """Tokens whose features the device can hold."""
     step_tokens: int | None = None
-    """Tokens of one image, where a step must compute all of them."""
+    """Tokens of one image, if a step must compute them all."""
     num_sequences: int = 1
     """Sequences of a step."""
     num_bytes: int = 224 << 20
@@ -49,7 +49,7 @@ class ImageRoom(Record):
         self.check_features(sizes)
 
     def check_features(self, sizes: Sequence[int]) -> None:
-        """The part of `check` that concerns the device. Raises CapacityError."""
+        """Checks what the device can hold. Raises CapacityError."""
         wanted, longest = sum(sizes), max(sizes, default=0)
         if self.step_tokens is not None and longest > self.step_tokens:
             others = self.num_sequences - 1
