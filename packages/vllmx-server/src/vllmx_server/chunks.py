@@ -56,7 +56,7 @@ class Chunks:
         return self.head + encoded + self._end(usage, num_unsent, more)
 
     def usage(self, usage: Usage, timings: RequestTimings | UnsetType) -> bytes:
-        """The last chunk of `include_usage`, with the times of the request where they are told."""
+        """The last chunk of `include_usage`, with the times of the request if they are wanted."""
         more = b"" if timings is UNSET else b',"metrics":' + encode(timings)
         return self.head + b'],"usage":%b%b}\n\n' % (encode(usage.shown()), more)
 

@@ -89,7 +89,7 @@ class ServerConfig:
     enable_force_include_usage: bool = False
     """Every stream of both completions ends with the usage, also where the request does not ask."""
     enable_per_request_metrics: bool = False
-    """Answers of both completions say how long they took, where they have one choice."""
+    """Chats and completions with one choice report their times."""
     enable_tokenizer_info_endpoint: bool = False
     """GET /tokenizer_info shows the configuration of the tokenizer and the chat template."""
     mcp_config: str | None = None

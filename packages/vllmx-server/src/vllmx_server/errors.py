@@ -114,7 +114,7 @@ class AuthenticationError(VllmxError):
 
 
 class ToolServerError(VllmxError):
-    """What a request asks for needs an MCP server that cannot be reached."""
+    """The request needs an MCP server that cannot be reached."""
 
     http_status = 424
     code = "external_connector_error"

@@ -10,8 +10,8 @@ from vllmx_server.generation import Generation
 
 
 def request_timings(config: ServerConfig, generation: Generation) -> RequestTimings | UnsetType:
-    """The times of a request with one prompt and one choice, under `--enable-per-request-metrics`;
-    UNSET for others, as in vLLM."""
+    """The times of a request with one prompt and one choice; UNSET for others, as in vLLM, and
+    without `--enable-per-request-metrics`."""
     if not config.enable_per_request_metrics or len(generation.requests) != 1:
         return UNSET
     ((request, times),) = generation.requests

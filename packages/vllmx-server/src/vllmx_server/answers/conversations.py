@@ -8,7 +8,7 @@ from vllmx_server.answers.record import Record
 
 
 class ConversationObject(Record, kw_only=True):
-    """What is known of a conversation; its items are listed apart."""
+    """A conversation without its items."""
 
     id: str
     object: Literal["conversation"] = "conversation"

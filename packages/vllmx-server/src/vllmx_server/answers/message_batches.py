@@ -18,7 +18,7 @@ class MessageBatchCounts(Record, kw_only=True):
 
 
 class MessageBatch(Record, kw_only=True):
-    """How far a batch of Messages is. Times are in the form of RFC 3339."""
+    """The state of a batch of Messages. Times have the form of RFC 3339."""
 
     id: str
     type: Literal["message_batch"] = "message_batch"

@@ -84,7 +84,7 @@ class Ranking(Record, kw_only=True):
 
 
 class RankedByTEI(Record, kw_only=True):
-    """A text of a TEI ranking, of which the best comes first."""
+    """One text of a TEI ranking, which lists the best first."""
 
     index: int
     """The place of the text among those that were sent."""

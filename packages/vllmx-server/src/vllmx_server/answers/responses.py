@@ -189,14 +189,14 @@ class ItemList(Page, kw_only=True):
 
 
 class CountedInput(Record, kw_only=True):
-    """What the prompt of a response comes to."""
+    """The number of tokens in the prompt of a response."""
 
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
 
 
 class Compaction(Record, kw_only=True):
-    """A conversation in short."""
+    """A shortened conversation."""
 
     id: str
     object: Literal["response.compaction"]

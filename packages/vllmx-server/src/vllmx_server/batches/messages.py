@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from vllmx_server.answers.errors import AnthropicType, MessagesError, MessagesErrorFields
+from vllmx_server.answers.errors import MessagesError, MessagesErrorFields
 from vllmx_server.answers.message_batches import MessageBatch, MessageBatchCounts
 from vllmx_server.errors import BodyTooLargeError
 from vllmx_server.schema.message_batches import BatchedMessage
@@ -19,7 +19,7 @@ from vllmx_server.store.files import Files
 
 PREFIX = "msgbatch_"
 PURPOSE = "message_batch"
-"""The purpose of files that no client has uploaded: lists of files leave them out."""
+"""The purpose of files that no client uploaded; lists of files leave them out."""
 URL = "/v1/messages"
 _PIECE = 256 << 10
 _ENDS = {"batch_expired": "expired", "batch_cancelled": "canceled"}
@@ -32,7 +32,7 @@ def input_lines(requests: Iterable[BatchedMessage], max_line_bytes: int) -> byte
     lines = []
     for each in requests:
         line = _encode({"custom_id": each.custom_id, "url": URL, "body": each.params})
-        line = line.replace(b"\r", b" ").replace(b"\n", b" ")  # which are between values alone
+        line = line.replace(b"\r", b" ").replace(b"\n", b" ")  # JSON has them only between values
         if len(line) >= max_line_bytes:
             raise BodyTooLargeError(
                 f"request {each.custom_id} has over {max_line_bytes} bytes with its id: shorten it,"
@@ -127,5 +127,4 @@ def _errored(error: object) -> dict[str, object]:
 
 
 def _api_error(message: str) -> MessagesError:
-    kind: AnthropicType = "api_error"
-    return MessagesError(error=MessagesErrorFields(type=kind, message=message))
+    return MessagesError(error=MessagesErrorFields(type="api_error", message=message))

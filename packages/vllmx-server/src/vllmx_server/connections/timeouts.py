@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SLOWEST = 240
-"""Bytes of an answer that a client must take a second, once it is behind: one byte now and then
-would hold a request for days."""
+"""Bytes per second that a slow client must at least take: one byte now and then would hold a
+request for days."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,5 +19,5 @@ class Timeouts:
 
 
 def least_taken(seconds: float) -> int:
-    """The bytes that a client must take in so many seconds."""
+    """The bytes that a client must take in this time."""
     return max(1, int(seconds * SLOWEST))

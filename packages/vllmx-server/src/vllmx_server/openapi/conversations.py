@@ -1,4 +1,4 @@
-"""What the document says of conversations."""
+"""Conversations in the OpenAPI document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the document says of batches of Messages."""
+"""Batches of Messages in the OpenAPI document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the document says of the server that shows it: its model, its keys, its limits."""
+"""The server in its own OpenAPI document: its model, its keys, its limits."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Served:
     """One server.
 
     Attributes:
-        tasks: what its model does; None: it has several models.
+        tasks: what its model does; None: several models.
         has_keys: whether it asks for a key.
-        greatest: the greatest values of fields, by their names.
-        vocab_size: of its model; None: it has several.
+        greatest: maximum values by field name.
+        vocab_size: of its model; None: several models.
     """
 
     tasks: frozenset[Task] | None
@@ -34,7 +34,7 @@ class Served:
 
     @classmethod
     def by(cls, state: ServerState) -> Served:
-        """The server of this state."""
+        """The server with this state."""
         has_keys = not state.keys.is_open
         if state.models is not None:
             return cls(None, has_keys, {})
@@ -49,13 +49,13 @@ class Served:
         return cls(tasks, has_keys, greatest, info.vocab_size)
 
     def does(self, task: Task) -> bool:
-        """Whether the model may answer a route for this."""
+        """Whether the model answers routes of a task; unknown counts as yes."""
         if self.tasks is None:
             return True
         return task in self.tasks or (task == "pool" and "generate" not in self.tasks)
 
     def narrow(self, components: Mapping[str, Schema]) -> None:
-        """Makes the bounds of fields those of this server."""
+        """Replaces general bounds of fields by those of this server."""
         for component in components.values():
             for name, schema in component.get("properties", {}).items():
                 _narrow(schema, self.greatest.get(name), self.vocab_size)
@@ -75,8 +75,8 @@ def _narrow(schema: Any, greatest: int | None, vocab_size: int | None) -> None:
 
 
 def security(right: Right, served: Served | None) -> list[dict[str, list[str]]]:
-    """What a route asks for; with no server in mind a key is as good as none where some servers
-    want one."""
+    """The keys that a route asks for. None: any server, so a key is optional on the routes that may
+    need one."""
     if right is Right.EVERYBODY:
         return []
     if right is Right.OPERATORS:

@@ -94,8 +94,8 @@ def _format(text: TextOptions | None) -> ResponseFormat | None:
 
 
 def check_items(items: Sequence[InputItem], name: str) -> None:
-    """Raises InvalidRequestError for an item that is not served. The call whose output an item is
-    may be elsewhere."""
+    """Raises InvalidRequestError for an item that is not served. An output may come without its
+    call."""
     messages = Messages(item.call_id for item in items if item.call_id is not None)
     for index, item in enumerate(items):
         messages.add(item, f"{name}[{index}]")

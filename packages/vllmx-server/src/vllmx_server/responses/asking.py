@@ -72,8 +72,7 @@ class Asking:
         return await self._built((), 0, False)
 
     def _check_choice(self) -> None:
-        """Raises ToolServerError where a call is asked for that only a server could take that
-        cannot be reached."""
+        """Raises ToolServerError if a call is required that only unreachable servers could take."""
         needed = self._tools.needed_servers(self._body.tool_choice)
         for label in needed:
             if (fault := self._faults.get(label)) is not None:

@@ -1,4 +1,4 @@
-"""A summary in place of a conversation, as an item that clients keep and send back."""
+"""The item that stands for a summarized conversation; clients keep it and send it back."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ REQUEST = """\
 Summarize the conversation so far, so that somebody who reads nothing but your summary can go on \
 with it. State what the user wants, what was decided and why, facts, names, numbers and paths that \
 matter, what tools returned, and what is left to do. Answer with the summary alone."""
-"""What the model is asked, as the last message of the user."""
+"""The last user message, which asks the model for the summary."""
 _PREFIX = "vllmx1."
-"""What marks the content of our own items. The content is no secret from the client, who has the
-conversation; other servers' content cannot be read."""
+"""Marks the content of our own items. Content is encoded, not secret: the client has the
+conversation."""
 
 
 def item_of(summary: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Items of responses and conversations: their ids, and how they are shown."""
+"""Items of responses and conversations: their ids and their form in the API."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _WITHOUT_STATUS = ("mcp_list_tools", "compaction")
 
 
 def new_item_id(item: InputItem) -> str:
-    """An id that says what the item is."""
+    """An id with the prefix of the item's type."""
     return new_id(_PREFIXES.get(item.type or "", "msg_"))
 
 
 def named(items: Sequence[InputItem]) -> list[InputItem]:
-    """The items, each with an id, by which it can be listed, and a type."""
+    """The items, each with an id and a type."""
     return [
         msgspec.structs.replace(item, id=item.id or new_item_id(item), type=item.type or "message")
         for item in items
@@ -37,7 +37,7 @@ def named(items: Sequence[InputItem]) -> list[InputItem]:
 
 
 def shown(item: InputItem) -> dict[str, object]:
-    """An item as the API lists it: every field that clients rely on is there."""
+    """An item as the API lists it, with every field that clients rely on."""
     found: dict[str, object] = msgspec.to_builtins(item)
     kind = "output_text" if item.role == "assistant" else "input_text"
     if item.type not in _WITHOUT_STATUS:

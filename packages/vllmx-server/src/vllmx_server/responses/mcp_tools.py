@@ -68,7 +68,7 @@ class RequestTools:
         )
 
     def needed_servers(self, choice: str | dict[str, Any] | None) -> list[str]:
-        """Servers of which one at least must have tools, for `choice` cannot be met otherwise."""
+        """Servers at least one of which must have tools to meet `choice`."""
         if choice == "required":
             return [] if self._own or self.functions else list(self.of_servers)
         if not isinstance(choice, dict):

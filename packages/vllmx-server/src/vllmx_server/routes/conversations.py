@@ -29,13 +29,13 @@ _INCLUDE = ("include", "include[]")
 
 
 def _place(request: Request) -> tuple[Conversations, str, str]:
-    """The conversations of the server, and whose and which one is meant."""
+    """The stored conversations, and the owner and id of the request's."""
     conversations = state_of(request).storage.conversations
     return conversations, owner_of(request), request.path_params["id"]
 
 
 async def create(request: Request) -> Response:
-    """Begins a conversation, with items if some are given."""
+    """Creates a conversation, with items if some are given."""
     state = state_of(request)
 
     def parse(data: bytes) -> CreateConversation:
@@ -52,7 +52,7 @@ async def create(request: Request) -> Response:
 
 
 async def retrieve(request: Request) -> Response:
-    """Answers what is known of a conversation."""
+    """Answers with a conversation."""
     conversations, owner, name = _place(request)
     return answer(await conversations.get(owner, name))
 
@@ -104,7 +104,7 @@ async def list_items(request: Request) -> Response:
 async def _listed(
     request: Request, items: list[InputItem], has_more: bool, num_bytes: int
 ) -> Response:
-    """A list of so many bytes, which may be long: it is made on a thread."""
+    """A list of items, encoded on a thread because it may be long."""
     return await state_of(request).llm.text.run(
         client_of(request),
         num_bytes,
@@ -113,13 +113,13 @@ async def _listed(
 
 
 async def item(request: Request) -> Response:
-    """Answers one item of a conversation."""
+    """Answers with one item of a conversation."""
     check_query(request, *_INCLUDE)
     conversations, owner, name = _place(request)
     return answer(shown(await conversations.item(owner, name, request.path_params["item"])))
 
 
 async def delete_item(request: Request) -> Response:
-    """Deletes one item and answers its conversation."""
+    """Deletes one item and answers with its conversation."""
     conversations, owner, name = _place(request)
     return answer(await conversations.delete_item(owner, name, request.path_params["item"]))

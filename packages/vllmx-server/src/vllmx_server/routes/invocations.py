@@ -1,4 +1,4 @@
-"""POST /invocations: what SageMaker calls, answered by the route that a body is meant for."""
+"""POST /invocations: SageMaker's route, answered by the endpoint that takes such a body."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GENERATING: Mapping[str, Endpoint] = {
     "messages": chat.chat_completions,
     "prompt": completions.completions,
 }
-"""The endpoints of a model that generates, by the field that says which is meant."""
+"""The endpoints of a model that generates, by the field that only their bodies have."""
 _SCORING: Mapping[str, Endpoint] = {
     "text_1": pooling.score,
     "queries": pooling.score,
@@ -31,12 +31,12 @@ _INPUTS = ("input", "messages")
 
 
 async def invocations(request: Request) -> Any:
-    """Answers a body as the route does whose shape it has."""
+    """Answers a body as the route for its shape does."""
     return await by_shape(request, partial(_meant, state_of(request).pooler))
 
 
 def _meant(pooler: Pooler | None, names: Collection[str]) -> Endpoint:
-    """Raises InvalidRequestError for a shape of no route that the model can serve."""
+    """Raises InvalidRequestError for a shape that no route of the model takes."""
     known = _GENERATING
     if pooler is not None:
         vectors = pooling.embeddings if "embed" in pooler.tasks else pooling.classify
@@ -45,5 +45,5 @@ def _meant(pooler: Pooler | None, names: Collection[str]) -> Endpoint:
         if name in names:
             return endpoint
     raise InvalidRequestError(
-        f"the body has the shape of no route that this model serves: give {' or '.join(known)}"
+        f"no route of this model takes a body with these fields: give {' or '.join(known)}"
     )

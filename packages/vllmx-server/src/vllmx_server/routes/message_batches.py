@@ -21,11 +21,11 @@ from vllmx_server.store.files import FileNotKnownError, StoredFile
 from vllmx_server.store.ids import new_id, now
 
 _WINDOW_S = 24 * 3600
-"""How long a batch may take, as in Anthropic's API."""
+"""The time limit of a batch, as in Anthropic's API."""
 
 
 async def create(request: Request) -> Response:
-    """Begins a batch of Messages."""
+    """Creates a batch of Messages."""
     state, owner = state_of(request), owner_of(request)
     state.check_admission()
 
@@ -86,23 +86,23 @@ async def list_batches(request: Request) -> Response:
 
 
 async def _found(request: Request) -> Batch:
-    """The batch that is meant, as it is now. Raises BatchNotKnownError."""
+    """The current state of the request's batch. Raises BatchNotKnownError."""
     state = state_of(request)
     name = request.path_params["id"]
     return state.batches.newest(await state.storage.batches.get(owner_of(request), name, PREFIX))
 
 
 async def retrieve(request: Request) -> Response:
-    """Answers how far a batch of Messages is."""
+    """Answers with the state of a batch."""
     return answer(shown(await _found(request)))
 
 
 async def cancel(request: Request) -> Response:
-    """Begins no further request of a batch."""
+    """Cancels the requests of a batch that have not begun."""
     state, batch = state_of(request), await _found(request)
     if state.draining:
         raise OverloadedError("the server is shutting down: cancel the batch at the next one")
-    if batch.status != "finalizing":  # all is answered then
+    if batch.status != "finalizing":  # its requests are answered
         batch = await state.batches.cancel(batch)
     return answer(shown(batch))
 
@@ -126,14 +126,13 @@ async def show_results(request: Request) -> Response:
     batch, files = await _found(request), state_of(request).storage.files
     if batch.is_open:
         raise InvalidRequestError(
-            f"batch {batch.id} has not ended: its results are there once its processing_status is"
-            " ended"
+            f"batch {batch.id} has not ended: fetch its results once its processing_status is ended"
         )
     for file_id in filter(None, (batch.output_file_id, batch.error_file_id)):
         try:
             await files.get(batch.owner, file_id)
         except FileNotKnownError:
             raise FileNotKnownError(
-                f"the results of batch {batch.id} are too old: they are gone"
+                f"the results of batch {batch.id} have expired and were deleted"
             ) from None
     return StreamingResponse(results(batch, files), media_type="application/x-jsonl")

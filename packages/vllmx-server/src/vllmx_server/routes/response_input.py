@@ -1,4 +1,4 @@
-"""/v1/responses/input_tokens and /v1/responses/compact: about what a response would go on with."""
+"""/v1/responses/input_tokens and /v1/responses/compact: count or shorten a conversation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _KEPT = ("user", "system", "developer")
 
 
 async def input_tokens(request: Request) -> Response:
-    """How many tokens the prompt of a response has."""
+    """Counts the tokens of the prompt that a response would have."""
     state, client = state_of(request), client_of(request)
 
     def parse(data: bytes) -> tuple[ResponsesRequest, Asked]:
@@ -56,7 +56,7 @@ async def input_tokens(request: Request) -> Response:
 
 
 async def compact(request: Request) -> HeldResponse:
-    """A conversation in short: the user's messages, and a summary of all, written by the model."""
+    """Shortens a conversation to the user's messages and a summary that the model writes."""
     compaction = _Compaction()
     return await generate(
         request, COMPACT, compaction.asked, compaction.submit, compaction.answer, FRAMING
@@ -64,16 +64,17 @@ async def compact(request: Request) -> HeldResponse:
 
 
 class _Compaction:
-    """The conversation of one request, and the answer about it."""
+    """One request: its conversation, and its answer."""
 
     def __init__(self) -> None:
         self._kept: list[InputItem] = []
         self._generation: Generation
 
     def asked(self, state: ServerState, body: CompactRequest) -> ResponsesRequest:
-        """The request for a summary, whose own items are served."""
-        chat_of(body.request(), ())
-        return body.request()
+        """The request for the summary. Raises InvalidRequestError for items that are not served."""
+        asked = body.request()
+        chat_of(asked, ())
+        return asked
 
     async def submit(
         self, request: Request, state: ServerState, body: CompactRequest, asked: ResponsesRequest

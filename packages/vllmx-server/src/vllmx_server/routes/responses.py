@@ -118,7 +118,8 @@ async def create(request: Request) -> Response | HeldResponse:
 
 
 def asked_of(request: Request, state: ServerState, body: ResponsesRequest) -> Asked:
-    """What a checked body comes to. Raises InvalidRequestError, ForbiddenError."""
+    """Prepares the call of a checked body; None: stored items are needed first. Raises
+    InvalidRequestError, ForbiddenError."""
     servers = state.tool_servers
     names = None if servers is None else servers.names
     wanted = wanted_servers(body, names, holder_of(request))

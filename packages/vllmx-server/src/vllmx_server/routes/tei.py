@@ -1,4 +1,4 @@
-"""POST /embed and /rerank as text-embeddings-inference (TEI) has them."""
+"""POST /embed and /rerank of text-embeddings-inference (TEI)."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ async def embed(request: Request) -> Response:
 
 
 async def rerank(request: Request) -> Any:
-    """Documents by how well they answer a query, the best first: `documents` in Jina's and Cohere's
-    shape, or `texts` in TEI's."""
+    """Ranks `documents` (Jina's and Cohere's shape) or `texts` (TEI's) by a query, best first."""
     return await by_shape(request, _meant)
 
 

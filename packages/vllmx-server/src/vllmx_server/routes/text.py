@@ -26,7 +26,7 @@ _encode = msgspec.json.Encoder().encode
 _LISTED_TOKENS = 1 << 20
 """Listing a million tokens takes 20 ms, in which no other thread of the process runs."""
 _FOLDERS = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file", "cache_dir")
-"""Entries that name files of whoever wrote the tokenizer."""
+"""Entries with paths on the machine of the tokenizer's author."""
 
 
 def most_tokens(state: ServerState) -> int:
@@ -161,5 +161,5 @@ def _encoded(state: ServerState) -> bytes:
         found.pop(name, None)
     if state.llm.chat_template is not None:
         found["chat_template"] = state.llm.chat_template
-    # The standard library's, for such files hold integers of more than 64 bits.
+    # Not msgspec: such files hold integers of more than 64 bits.
     return json.dumps(found).encode()

@@ -33,8 +33,8 @@ class ImageURL(msgspec.Struct):
 
 
 class ContentPart(msgspec.Struct):
-    """One piece of a message; the types "text" and "image_url" are served, and of an assistant what
-    providers answer. Other keys are ignored."""
+    """One piece of a message: types "text" and "image_url", and those of providers' answers in an
+    assistant's turn. Other keys are ignored."""
 
     type: str
     text: str | None = None
@@ -78,8 +78,8 @@ class ToolCall(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct, omit_defaults=True):
-    """One turn. Templates see the fields that were given; other keys are ignored, which clients
-    send back as a provider gave them."""
+    """One turn. Templates see the fields that were given. Other keys are ignored: clients send back
+    what a provider gave them."""
 
     role: str
     content: str | list[str | ContentPart] | None = None
@@ -90,11 +90,11 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
     reasoning: Any = None
     """Another name of `reasoning_content`, where it is a text."""
     thinking_blocks: Any = None
-    """The thoughts of an answer of Anthropic's models behind a proxy."""
+    """Thoughts of Anthropic's models behind a proxy."""
     refusal: Any = None
-    """What an assistant said in place of its content."""
+    """An assistant's refusal, which replaces its content."""
     audio: Any = None
-    """An assistant's speech, of which the transcript is read."""
+    """An assistant's speech; its transcript is read."""
     function_call: Any = None
     """The older form of one call."""
 

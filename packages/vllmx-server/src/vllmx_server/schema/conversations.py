@@ -1,4 +1,4 @@
-"""POST /v1/conversations and what changes one."""
+"""Bodies of /v1/conversations."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from vllmx_server.schema.metadata import Metadata
 from vllmx_server.schema.responses import InputItem
 
 MAX_ADDED = 20
-"""The most items that are added in one request, as in OpenAI's API."""
+"""Items in one request, as in OpenAI's API."""
 MAX_ID = 128
 Items = Annotated[list[InputItem], Meta(max_length=MAX_ADDED)]
 
 
 class _NoModel(msgspec.Struct, forbid_unknown_fields=True):
-    """A body that concerns no model."""
+    """A body without a model."""
 
     @property
     def model(self) -> None:
@@ -40,7 +40,7 @@ class CreateConversation(_NoModel, kw_only=True, forbid_unknown_fields=True):
 
 class UpdateConversation(_NoModel, kw_only=True, forbid_unknown_fields=True):
     metadata: Metadata | None
-    """Replaces what there was; null: nothing is left."""
+    """Replaces the metadata; null clears it."""
 
 
 class AddItems(_NoModel, kw_only=True, forbid_unknown_fields=True):

@@ -31,8 +31,8 @@ _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`")
 
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """Parses a request body, in which 3.0 is as good as 3. Raises InvalidRequestError whose `param`
-    is the field at fault."""
+    """Parses a request body, where 3.0 counts as 3. Raises InvalidRequestError whose `param` is the
+    field at fault."""
     try:
         try:
             return _decoded(body, decoder)

@@ -9,8 +9,8 @@ from vllmx_server.schema.structured import GuidedFields, ResponseFormat
 
 
 class GeneratingFields(GuidedFields, kw_only=True, forbid_unknown_fields=True):
-    """What chats, completions, Responses and Messages say alike; None always means: not given.
-    `MessagesRequest` repeats them, which a test holds against these."""
+    """The fields that chats, completions, Responses and Messages share; None means not given.
+    `MessagesRequest` has another base, so it repeats them, and a test compares both."""
 
     temperature: limits.Temperature | None = None
     top_p: limits.TopP | None = None
@@ -40,10 +40,10 @@ GENERATING = GeneratingFields.__struct_fields__
 
 
 class StructuredFields(GeneratingFields, kw_only=True, forbid_unknown_fields=True):
-    """The forms of both completions, of which at most one may say something."""
+    """Formats of chats and completions; a request gives at most one."""
 
     response_format: ResponseFormat | None = None
     grammar: str | None = None
-    """llama.cpp's, in GBNF; Lark is taken too."""
+    """llama.cpp's field for GBNF; it also takes Lark."""
     json_schema: dict[str, Any] | None = None
-    """llama.cpp's."""
+    """llama.cpp's field."""

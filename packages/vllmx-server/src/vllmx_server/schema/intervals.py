@@ -31,8 +31,8 @@ def _meta(name: str) -> Meta:
 
 
 def _documented(name: str) -> Meta:
-    """The bounds for the document alone, where others check them: decoding knows no limits of 64
-    bits, and long lists are decoded apart, without limits of their numbers."""
+    """Bounds for the API's document only; others check them, because decoding knows no limits of 64
+    bits, and long lists are decoded apart without limits."""
     bounds = BOUNDS[name]
     return Meta(extra_json_schema={"minimum": bounds.low, "maximum": bounds.high})
 

@@ -1,4 +1,4 @@
-"""POST /v1/messages/batches: Anthropic's bodies."""
+"""Bodies of POST /v1/messages/batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import Meta
 from vllmx_core.errors import InvalidRequestError, shown
 
 MAX_REQUESTS = 50_000
-"""The most requests of one batch, as of the lines of OpenAI's batches."""
+"""Requests in one batch, the limit of OpenAI's batches."""
 
 
 class BatchedMessage(msgspec.Struct):

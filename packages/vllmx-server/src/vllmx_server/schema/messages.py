@@ -88,7 +88,7 @@ class CountTokensRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True)
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    """What `output_config.format` was called in the beta."""
+    """The beta's name of `output_config.format`."""
     chat_template_kwargs: dict[str, Any] | None = None
     """vllmx's own: the template's switches."""
     # Accepted and ignored.
@@ -122,8 +122,7 @@ class CountTokensRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True)
             check_free_form(tool.input_schema, f"tools[{index}].input_schema")
         if self.format is not None and self.output_format not in (None, self.format):
             raise InvalidRequestError(
-                "output_config.format and output_format each say what the answer looks like: give"
-                " one of them",
+                "output_config.format and output_format differ: give one of them",
                 param="output_format",
             )
         check_free_form(self.chat_template_kwargs, "chat_template_kwargs")
@@ -131,7 +130,7 @@ class CountTokensRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def format(self) -> OutputFormat | None:
-        """What the answer must look like."""
+        """The format that the answer must have."""
         own = None if self.output_config is None else self.output_config.format
         return self.output_format if own is None else own
 
@@ -192,12 +191,12 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
 
 
 class BetaCountTokensRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=False):
-    """A request with an `anthropic-beta` header, whose SDK sends parameters that come and go:
-    unknown ones are ignored."""
+    """A request with an `anthropic-beta` header. Unknown fields are ignored, since beta parameters
+    come and go."""
 
 
 class BetaMessagesRequest(MessagesRequest, kw_only=True, forbid_unknown_fields=False):
-    """The same of one for an answer."""
+    """A Messages request with an `anthropic-beta` header."""
 
 
 MESSAGES = msgspec.json.Decoder(MessagesRequest)

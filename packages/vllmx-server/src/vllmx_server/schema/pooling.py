@@ -64,7 +64,7 @@ class InputFields(PoolingFields, kw_only=True, forbid_unknown_fields=True):
         check_free_form(self.chat_template_kwargs, "chat_template_kwargs")
 
     def inputs(self) -> list[PoolingText]:
-        """The inputs that are no conversation. Raises InvalidRequestError."""
+        """The inputs of `input`; none for a conversation. Raises InvalidRequestError."""
         return [] if self.input is None else texts_of(self.input, "input")
 
     def conversation(self) -> list[dict[str, Any]]:

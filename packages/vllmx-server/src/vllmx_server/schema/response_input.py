@@ -20,7 +20,7 @@ from vllmx_server.schema.responses import (
 
 
 class ResponseInput(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The conversation that a response would go on with."""
+    """The conversation that a response would continue."""
 
     model: str | None = None
     input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)] | None = None
@@ -39,7 +39,7 @@ class InputTokensRequest(ResponseInput, kw_only=True, forbid_unknown_fields=True
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """vllmx's own: the template's switches."""
+    """vllmx's own: variables of the template."""
     # Accepted and ignored.
     personality: Annotated[str, Meta(max_length=64)] | None = None
 
@@ -64,7 +64,7 @@ class InputTokensRequest(ResponseInput, kw_only=True, forbid_unknown_fields=True
 
 
 class CompactRequest(ResponseInput, kw_only=True, forbid_unknown_fields=True):
-    """A conversation that is to be summarized."""
+    """A conversation to summarize."""
 
     # Accepted and ignored.
     prompt_cache_key: str | None = None

@@ -101,7 +101,7 @@ class ResponsesRequest(GeneratingFields, kw_only=True, forbid_unknown_fields=Tru
     instructions: str | None = None
     previous_response_id: Annotated[str, Meta(max_length=64)] | None = None
     conversation: Annotated[str, Meta(min_length=1, max_length=64)] | ConversationName | None = None
-    """The conversation that the request goes on with, and to which its items are added."""
+    """The conversation that the request continues and adds its items to."""
     store: bool | None = None
     background: bool | None = None
     stream: bool | None = None
@@ -142,13 +142,13 @@ class ResponsesRequest(GeneratingFields, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def conversation_id(self) -> str | None:
-        """The id of the conversation that the request goes on with."""
+        """The id of the conversation that the request continues."""
         found = self.conversation
         return found.id if isinstance(found, ConversationName) else found
 
     @property
     def has_past(self) -> bool:
-        """Whether the request goes on with something that is stored."""
+        """Whether the request continues something that is stored."""
         return self.previous_response_id is not None or self.conversation is not None
 
     @property

@@ -34,8 +34,8 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def stream_options(asked: StreamOptions | None, has_usage: bool) -> StreamOptions | None:
-    """What a stream brings: what its request asks for, or the usage in every chunk where
-    `has_usage` (`--enable-force-include-usage`)."""
+    """The stream options of a request; with `has_usage` (`--enable-force-include-usage`), every
+    chunk has the usage."""
     if not has_usage:
         return asked
     return StreamOptions(include_usage=True, continuous_usage_stats=True)
@@ -52,7 +52,7 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
 
     best_of: limits.Choices | None = None
     logprob_token_ids: limits.LogprobIds | None = None
-    """Token ids whose log-probabilities come for each generated token in place of the likeliest."""
+    """Token ids whose log-probabilities replace those of the likeliest tokens."""
     prompt_logprobs: limits.Likeliest | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -97,7 +97,7 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
         )
 
     def check_named(self, has_logprobs: bool) -> None:
-        """Raises InvalidRequestError for `logprob_token_ids` where none are told."""
+        """Raises InvalidRequestError for `logprob_token_ids` without log-probabilities."""
         if self.logprob_token_ids and not has_logprobs:
             raise InvalidRequestError(
                 "logprob_token_ids says which log-probabilities are told in place of the likeliest:"

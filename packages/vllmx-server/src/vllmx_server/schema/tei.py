@@ -14,12 +14,12 @@ from vllmx_server.schema.pooling import MAX_INPUTS, Input, texts_of
 
 
 class TEIFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both routes take."""
+    """The fields of both routes."""
 
     model: str | None = None
     """vllmx's own, for servers with several models."""
     truncate: bool | None = None
-    """Cut inputs that are too long for the model; without it they are refused."""
+    """Cut inputs that are too long for the model instead of refusing them."""
     truncation_direction: Literal["right", "left", "Right", "Left"] | None = None
 
     @property

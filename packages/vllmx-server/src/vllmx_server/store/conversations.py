@@ -1,4 +1,4 @@
-"""Conversations that clients keep here, and their items."""
+"""Stored conversations and their items."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from vllmx_server.store.database import Database
 from vllmx_server.store.ids import now
 
 MAX_ITEMS = MAX_MESSAGES
-"""Items of one conversation, which a response must read in one go."""
+"""Items of one conversation: a response reads them all at once."""
 _OVERHEAD = 1024
-"""The bytes that a conversation counts besides its items, so that empty ones count, too."""
+"""Bytes counted for a conversation itself, so that empty ones count."""
 _ITEM_OVERHEAD = 64
 _encode = msgspec.json.Encoder().encode
 _decode_item = msgspec.json.Decoder(InputItem).decode
@@ -106,9 +106,9 @@ class Conversations:
         items: Sequence[InputItem],
         spare: int = 0,
     ) -> list[InputItem]:
-        """Appends items, all or none, and returns them with their ids; `spare`: so many more than
-        MAX_ITEMS may be there then. Raises ConversationNotKnownError, and InvalidRequestError for
-        too many."""
+        """Appends items, all or none, and returns them with their ids. `spare`: how many items over
+        MAX_ITEMS are allowed. Raises ConversationNotKnownError, and InvalidRequestError for too
+        many."""
 
         def insert(connection: sqlite3.Connection) -> list[InputItem]:
             self._get(connection, owner, conversation_id)
@@ -203,7 +203,7 @@ class Conversations:
         return await self._database.run(read)
 
     async def clean(self) -> None:
-        """Forgets conversations that nobody changed for `lifetime_s`."""
+        """Deletes conversations unchanged for `lifetime_s`."""
         query = "DELETE FROM conversations WHERE used <= ?"
         await self._database.run(lambda c: c.execute(query, (now() - self._lifetime_s,)))
 
@@ -237,7 +237,7 @@ class Conversations:
         items: Sequence[InputItem],
         spare: int,
     ) -> list[InputItem]:
-        """An item whose id another one has gets a new one."""
+        """An item whose id is taken gets a new one."""
         query = "SELECT id FROM items WHERE conversation = ?"
         taken = {row[0] for row in connection.execute(query, (conversation_id,))}
         if len(taken) + len(items) > MAX_ITEMS + spare:
@@ -264,9 +264,8 @@ class Conversations:
         return kept
 
     def _make_room(self, connection: sqlite3.Connection, owner: str, keep: str) -> None:
-        """Deletes the key's conversations that were not changed for the longest time, all but
-        `keep`, while there are too many bytes. Raises InvalidRequestError if `keep` alone has too
-        many."""
+        """Deletes the owner's least recently changed conversations, except `keep`, until the rest
+        fits. Raises InvalidRequestError if `keep` alone is too large."""
         query = "SELECT coalesce(sum(bytes), 0) FROM conversations WHERE owner = ?"
         (size,) = connection.execute(query, (owner,)).fetchone()
         if size <= self._max_bytes:

@@ -1,7 +1,7 @@
-"""Connections are accepted by the supervisor and handed to the worker that has the fewest.
+"""The supervisor accepts connections and hands each to the worker that has the fewest.
 
-Workers that accept from one socket get what the kernel gives them: whoever is awake takes all that
-waits, so that of 60 streams one of three workers had 41 and another 2.
+If workers accepted from a shared socket, whichever is awake would take everything that waits: of 60
+streams, one of three workers got 41 and another 2.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from vllmx_server.workers.shared_counts import SharedCounts, SharedGauge
 logger = logging.getLogger("vllmx.supervisor")
 
 _AT_ONCE = 16
-"""Connections accepted before the event loop does something else, and the most that a worker may
-have been handed and not taken: one that does nothing for a while is left out."""
+"""Connections accepted in one turn of the event loop, and the most that may wait in one mailbox: a
+worker that hangs gets no more."""
 _PAUSE_S = 0.02
-"""How long connections wait where no worker can take one."""
+"""The pause while no worker can take a connection."""
 
 
 class Dispatcher:
@@ -32,8 +32,8 @@ class Dispatcher:
 
     Args:
         listening: the socket of the server.
-        listen: makes it listen, once a worker serves.
-        counts: of all workers.
+        listen: makes it listen; called once, when the first worker serves.
+        counts: counts of all workers.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class Dispatcher:
         self._is_closed = False
 
     def mailbox(self, row: int) -> int:
-        """The descriptor of what a worker makes its `Mailbox` of."""
+        """The descriptor for a worker's `Mailbox`."""
         return self._pairs[row][1].fileno()
 
     def opened(self, row: int) -> None:
-        """A worker serves now."""
+        """A worker has begun to serve."""
         if self._is_closed:
             return
         if self._listen is not None:
@@ -72,7 +72,7 @@ class Dispatcher:
         self._resume()
 
     def left(self, row: int) -> None:
-        """A worker has ended: others get what it was handed and has not taken."""
+        """A worker has ended: others get the connections that it did not take."""
         self._serving.discard(row)
         self._handed[row] = 0
         mailbox = self._pairs[row][1]
@@ -87,7 +87,7 @@ class Dispatcher:
         self._pause(None)
 
     def close(self) -> None:
-        """Drops what was handed and nobody took."""
+        """Drops the connections that no worker took."""
         self.stop()
         for pair in self._pairs:
             for each in pair:
@@ -113,7 +113,7 @@ class Dispatcher:
                 self._hand(connection)
 
     def _hand(self, connection: socket.socket) -> None:
-        """Gives it to the worker that has the fewest; to none where none can take it."""
+        """Hands it to the worker that has the fewest, or drops it if no worker can take it."""
         row = self._next()
         if row is None:
             return
@@ -125,7 +125,7 @@ class Dispatcher:
             self._handed[row] += 1
 
     def _next(self) -> int | None:
-        """The worker whose turn it is."""
+        """The worker that has the fewest connections and room in its mailbox."""
         found = [
             (self._counts.value("connections", row) + untaken, row)
             for row in self._serving
@@ -147,7 +147,7 @@ class Dispatcher:
 
 
 class Mailbox(socket.socket):
-    """What a worker accepts from in place of a listening socket."""
+    """A worker's substitute for a listening socket."""
 
     def __init__(self, descriptor: int, received: SharedGauge) -> None:
         super().__init__(fileno=descriptor)
