@@ -1,5 +1,5 @@
-"""Parts of a checkpoint outside the layers that a GGUF file has: how a text becomes a vector, and
-what another file says of the model."""
+"""Metadata of a GGUF file other than the layers': pooling, and the keys kept from a GGUF file that
+is converted again."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from vllmx_models.gguf.file import GGUFFile
 _POOLING = {"mean": 1, "cls": 2, "last": 3}
 _SCORES = 4
 _OWN = ("general.alignment", "general.file_type", "general.quantization_version", "general.type")
-"""Keys that say what one file is like, and nothing of the model."""
+"""Keys that describe one file, not the model."""
 
 
 def pooling_metadata(
     registry: Registry, checkpoint: Checkpoint, name: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """(the keys of an architecture that makes vectors or scores, a line for each part of that
-    which the file does not have)."""
+    """(keys for a model that makes vectors or scores, a line for each part of its pooling that the
+    file lacks)."""
     try:
         found = with_text_modules(registry, checkpoint, "auto")
     except UnsupportedModelError as error:
@@ -51,8 +51,7 @@ def pooling_metadata(
 def kept_metadata(
     checkpoint: Checkpoint, written: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """(what a GGUF file says of its model in general and the new one would not, a line with its
-    other keys)."""
+    """(general keys of a converted GGUF file that are kept, a line with the keys that are not)."""
     if checkpoint.path.suffix != ".gguf":
         return {}, []
     file = GGUFFile(checkpoint.path)

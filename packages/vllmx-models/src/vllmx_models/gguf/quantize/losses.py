@@ -1,4 +1,4 @@
-"""What a checkpoint says and a GGUF file has no place for, as lines for whoever converts it."""
+"""Parts of a checkpoint that a GGUF file has no place for, one line each for the summary."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from vllmx_core.end_tokens import end_tokens
 from vllmx_core.errors import listing, shown
 
-from vllmx_models.gguf.quantize.tokenizer_files import TokenizerFiles
+from vllmx_models.gguf.quantize.tokenizer_files import NAMES, TokenizerFiles, steps
 
 SHOWN = 6
 COMPOSED = frozenset(
@@ -63,9 +63,9 @@ def of_tensors(towers: Collection[str], predicting: Collection[str]) -> Iterator
 
 
 def of_tokenizer(files: TokenizerFiles, pre: str | None, ids: Mapping[str, int]) -> Iterator[str]:
-    """What tokenizer.json does and a reader of the file will not do. `pre` names the
-    pre-tokenizer of a byte-level BPE, None: it is SentencePiece's."""
-    kinds = list(_kinds(files.tokenizer.get("normalizer")))
+    """Steps of tokenizer.json that readers of the file will not take. `pre` names the pre-tokenizer
+    of a byte-level BPE; None: SentencePiece."""
+    kinds = [step["type"] for step in steps(files.tokenizer.get("normalizer"))]
     usual = {"Prepend", "Replace"} if pre is None else {"NFC"} if pre in COMPOSED else set()
     for kind in kinds:
         if kind not in usual:
@@ -78,7 +78,10 @@ def of_tokenizer(files: TokenizerFiles, pre: str | None, ids: Mapping[str, int])
             yield f"tokenizer.json: {key} = {shown(model[key])}"
     if pre is not None and bool(model.get("ignore_merges")) != (pre in WHOLE_TOKENS):
         yield f"tokenizer.json: ignore_merges = {shown(bool(model.get('ignore_merges')))}"
-    if pre is not None and _adds_prefix_space(files.tokenizer.get("pre_tokenizer")):
+    pre_steps = steps(files.tokenizer.get("pre_tokenizer"))
+    if pre is not None and any(
+        step["type"] == "ByteLevel" and step.get("add_prefix_space") for step in pre_steps
+    ):
         yield "tokenizer.json: add_prefix_space = True"
     for flag in ("lstrip", "rstrip", "single_word"):
         tokens = [token["content"] for token in files.added if token.get(flag)]
@@ -87,7 +90,7 @@ def of_tokenizer(files: TokenizerFiles, pre: str | None, ids: Mapping[str, int])
     strange = list(_marks(files))
     if strange:
         yield f"tokens that tokenizer.json puts around a text: {listing(strange, SHOWN)}"
-    for name in ("bos", "eos", "pad", "unk", "sep", "cls"):
+    for name in NAMES:
         token = files.token(name)
         if token is not None and token not in ids:
             yield f"{name}_token {shown(token)}: the vocabulary does not have it"
@@ -96,8 +99,8 @@ def of_tokenizer(files: TokenizerFiles, pre: str | None, ids: Mapping[str, int])
 def of_ends(
     wanted: Collection[str], metadata: Mapping[str, Any], tokens: list[str], marked: Collection[str]
 ) -> Iterator[str]:
-    """End tokens that a reader of the file takes for ordinary ones, and the reverse. `wanted` are
-    those of the checkpoint, `metadata` the keys of the tokenizer."""
+    """End tokens that readers of the file will not know, and tokens that they will take for ends.
+    `wanted`: those of the checkpoint; `metadata`: the keys of the tokenizer."""
     named = {
         tokens[metadata[key]]
         for key in ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -114,31 +117,11 @@ def of_ends(
         yield f"readers end at {listing(more, SHOWN)} too, by name; the checkpoint does not"
 
 
-def _kinds(part: Mapping[str, Any] | None) -> Iterator[str]:
-    """Types of a normalizer, or of those in a sequence of them."""
-    if part is None:
-        return
-    if part["type"] == "Sequence":
-        for each in part["normalizers"]:
-            yield from _kinds(each)
-    else:
-        yield part["type"]
-
-
-def _adds_prefix_space(part: Mapping[str, Any] | None) -> bool:
-    if part is None:
-        return False
-    if part["type"] == "Sequence":
-        return any(map(_adds_prefix_space, part["pretokenizers"]))
-    return part["type"] == "ByteLevel" and bool(part.get("add_prefix_space"))
-
-
 def _marks(files: TokenizerFiles) -> Iterator[str]:
     """Tokens of the post-processor's template other than the named ones."""
-    part = files.tokenizer.get("post_processor") or {}
     named = {files.token(name) for name in ("bos", "eos", "cls", "sep")}
-    for step in part["processors"] if part.get("type") == "Sequence" else [part]:
-        if step.get("type") == "TemplateProcessing":
+    for step in steps(files.tokenizer.get("post_processor")):
+        if step["type"] == "TemplateProcessing":
             for piece in step["single"]:
                 token = piece.get("SpecialToken", {}).get("id")
                 if token is not None and token not in named:

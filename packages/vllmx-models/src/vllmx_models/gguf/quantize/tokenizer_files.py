@@ -1,9 +1,8 @@
-"""The tokenizer of a Hugging Face folder as its files state it, joined as they are when the folder
-is served."""
+"""The tokenizer of a Hugging Face folder, joined from its files as when the folder is served."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ NAMES = ("bos", "eos", "pad", "unk", "sep", "cls")
 
 
 class TokenizerFiles(Record):
-    """What the files of a folder say."""
+    """The tokenizer files of a folder."""
 
     path: Path
     """tokenizer.json."""
@@ -28,8 +27,8 @@ class TokenizerFiles(Record):
     config: Mapping[str, Any]
     """tokenizer_config.json, over special_tokens_map.json."""
     added: tuple[Mapping[str, Any], ...]
-    """Added tokens with `content`, `id` and `special`: of tokenizer.json, then those that another
-    file declares."""
+    """Added tokens with `content`, `id` and `special`: those of tokenizer.json, then those of other
+    files."""
     templates: Mapping[str, str]
     """Chat templates by name."""
 
@@ -64,6 +63,18 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
             f" ({shown(error)}): download it again"
         ) from error
     return TokenizerFiles(path, tokenizer, config, added, _templates(folder, config))
+
+
+def steps(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """The steps of a normalizer, a pre-tokenizer or a post-processor, without their sequences."""
+    if part is None:
+        return
+    if part["type"] != "Sequence":
+        yield part
+        return
+    for key in ("normalizers", "pretokenizers", "processors"):
+        for each in part.get(key, ()):
+            yield from steps(each)
 
 
 def _added(

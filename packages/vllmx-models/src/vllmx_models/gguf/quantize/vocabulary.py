@@ -12,7 +12,11 @@ from vllmx_core.errors import UnsupportedModelError, WeightFormatError, shown
 from vllmx_core.records import Record
 
 from vllmx_models.gguf.quantize import losses
-from vllmx_models.gguf.quantize.tokenizer_files import TokenizerFiles, read_tokenizer_files
+from vllmx_models.gguf.quantize.tokenizer_files import (
+    TokenizerFiles,
+    read_tokenizer_files,
+    steps,
+)
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6
 _MARKED = (CONTROL, USER_DEFINED)
@@ -167,27 +171,20 @@ def _scores(tokens: Sequence[str], merges: Sequence[str]) -> np.ndarray[Any, np.
     return np.array([-first.get(token, 1_000_000) for token in tokens], np.float32)
 
 
-def _steps(part: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
-    """The parts of a Sequence, or the part alone."""
-    if part is None:
-        return []
-    return list(part[inner]) if part["type"] == "Sequence" else [part]
-
-
 def _pre_tokenizer(tokenizer: Mapping[str, Any]) -> str:
-    steps = _steps(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    found = list(steps(tokenizer.get("pre_tokenizer")))
     expressions = []
-    for step in steps:
+    for step in found:
         if step["type"] == "Split":
             expressions.append(step["pattern"].get("Regex", ""))
         elif step["type"] == "Digits" and step["individual_digits"]:
             expressions.append(r"\d")
         elif step["type"] != "ByteLevel":
             expressions.append(str(step["type"]))
-    byte_level = bool(steps) and steps[-1]["type"] == "ByteLevel"
+    byte_level = bool(found) and found[-1]["type"] == "ByteLevel"
     name = _PRE_TOKENIZERS.get(tuple(expressions))
     own = name in ("gpt-2", "smollm")  # they end with the byte-level step's own expression
-    if name is None or not byte_level or bool(steps[-1].get("use_regex", True)) != own:
+    if name is None or not byte_level or bool(found[-1].get("use_regex", True)) != own:
         raise UnsupportedModelError(
             f"the pre-tokenizer's expressions {shown(expressions)} have no name that is known"
             " here: name the kind by --pre, as llama.cpp calls it"
@@ -196,13 +193,11 @@ def _pre_tokenizer(tokenizer: Mapping[str, Any]) -> str:
 
 
 def _adds_space(tokenizer: Mapping[str, Any]) -> bool:
-    normalizers = _steps(tokenizer.get("normalizer"), "normalizers")
-    if any(step["type"] == "Prepend" for step in normalizers):
+    if any(step["type"] == "Prepend" for step in steps(tokenizer.get("normalizer"))):
         return True
-    steps = _steps(tokenizer.get("pre_tokenizer"), "pretokenizers")
     return any(
         step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never"
-        for step in steps
+        for step in steps(tokenizer.get("pre_tokenizer"))
     )
 
 
@@ -214,9 +209,13 @@ def _special(files: TokenizerFiles, ids: Mapping[str, int]) -> dict[str, Any]:
         if token is not None and token in ids:
             names[ours] = token
             found[f"{theirs}_token_id"] = ids[token]
-    steps = _steps(files.tokenizer.get("post_processor"), "processors")
+    templates = [
+        step["single"]
+        for step in steps(files.tokenizer.get("post_processor"))
+        if step["type"] == "TemplateProcessing"
+    ]
     for key, end in (("bos", 0), ("eos", -1)):
-        template = [step["single"][end] for step in steps if step["type"] == "TemplateProcessing"]
+        template = [single[end] for single in templates]
         adds = any(
             part.get("SpecialToken", {}).get("id") == names.get(key, "") for part in template
         )
