@@ -18,12 +18,13 @@ _MAX_COUNT = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """A closed interval."""
+    """A closed interval, perhaps without one value inside it."""
 
     low: float
     high: float
     whole: bool = True
     """Only integers; a float without a fraction is one."""
+    excluded: int | None = None
 
     def checked(self, name: str, value: object) -> int | float:
         """The value as the field's type. Raises InvalidRequestError with `name` as its `param`."""
@@ -34,14 +35,16 @@ class Bounds:
             if not value.is_integer():
                 raise InvalidRequestError(f"{name} must be {kind}, got {value!r}", param=name)
             value = int(value)
-        if not self.low <= value <= self.high:
+        if not self.low <= value <= self.high or value == self.excluded:
             raise self.refusal(name, str(value))
         return value
 
     def refusal(self, name: str, value: str) -> InvalidRequestError:
         """The error for a value outside of the interval, as text."""
+        without = "" if self.excluded is None else f" and not {self.excluded}"
         return InvalidRequestError(
-            f"{name} must be between {_shown(self.low)} and {_shown(self.high)}, got {value}",
+            f"{name} must be between {_shown(self.low)} and {_shown(self.high)}{without},"
+            f" got {value}",
             param=name,
         )
 
@@ -73,7 +76,7 @@ BOUNDS: Mapping[str, Bounds] = MappingProxyType(
         "min_tokens": Bounds(0, MAX_TOKENS_LIMIT),
         "thinking_token_budget": Bounds(-1, MAX_TOKENS_LIMIT),
         "budget_tokens": Bounds(1024, MAX_TOKENS_LIMIT),
-        "truncate_prompt_tokens": Bounds(-1, MAX_TOKENS_LIMIT),
+        "truncate_prompt_tokens": Bounds(-1, MAX_TOKENS_LIMIT, excluded=0),
         "logprobs": Bounds(-1, MAX_TOKENS_LIMIT),
         "max_tool_calls": Bounds(0, _MAX_COUNT),
         "dimensions": Bounds(1, 1 << 20),
@@ -84,4 +87,4 @@ BOUNDS: Mapping[str, Bounds] = MappingProxyType(
         "lifetime_s": Bounds(1, MAX_LIFETIME_S),
     }
 )
-"""By the name of the field; a field with another name uses the bounds of its kind."""
+"""Bounds by field name; a field with another name uses the bounds of its kind."""

@@ -139,11 +139,6 @@ class SamplingParams:
                 f"min_tokens must be at most max_tokens, {self.max_tokens}, got {self.min_tokens}",
                 param="min_tokens",
             )
-        if self.truncate_prompt_tokens == 0:
-            raise InvalidRequestError(
-                "truncate_prompt_tokens must be -1, or 1 or greater, got 0",
-                param="truncate_prompt_tokens",
-            )
 
     def _check_lists(self) -> None:
         _strings("stop", self.stop)

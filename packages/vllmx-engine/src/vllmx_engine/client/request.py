@@ -93,14 +93,9 @@ class RequestOptions:
 
 
 def check_truncation(keep: int, limit: int) -> None:
-    """Raises InvalidRequestError for a `truncate_prompt_tokens` that a context of `limit` tokens
-    does not have."""
+    """Raises InvalidRequestError for a `truncate_prompt_tokens` out of bounds, or greater than a
+    context of `limit` tokens."""
     BOUNDS["truncate_prompt_tokens"].checked("truncate_prompt_tokens", keep)
-    if keep == 0:
-        raise InvalidRequestError(
-            "truncate_prompt_tokens must be -1, or 1 or greater, got 0",
-            param="truncate_prompt_tokens",
-        )
     if keep > limit:
         raise InvalidRequestError(
             f"truncate_prompt_tokens is {keep}, more than the context of {limit} tokens: lower"
@@ -201,8 +196,8 @@ class RequestBuilder:
         )
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:
-        """Replaces -1 for all log-probabilities by their number, and any by that of the ids that
-        are named."""
+        """Replaces -1, for all log-probabilities, by their number, and any number by that of the
+        named ids."""
         named = tuple(dict.fromkeys(params.logprob_token_ids))
         if params.logprobs is None and params.prompt_logprobs is None and not named:
             return params

@@ -87,7 +87,7 @@ class Spellings:
         return found if at is None else found[:at] + MARK + found[at:]
 
     def _cut_spelling(self, text: str) -> int | None:
-        """Where a special token begins that the end of the text cuts off."""
+        """The place of a special token that the end of the text cuts off."""
         end = len(text.rstrip())
         for at in range(max(0, end - self._longest), end):
             if text[at] in self._firsts and text[at:end] in self._prefixes:

@@ -15,7 +15,7 @@ _BEFORE = re.compile(rb"(?<![0-9.eE+-])-?[0-9]+$")
 _FLOAT = re.compile(
     rb"-?(?:0|[1-9][0-9]{0,19})(?:\.[0-9]{1,20})?(?:[eE][+-]?[0-9]{1,3})?(?![0-9.eE])"
 )
-"""As JSON has it: what is malformed must stay so."""
+"""A number of JSON: malformed ones must stay malformed."""
 _LONGEST = 48
 """The bytes of a number that may be whole; a longer one stays as it is."""
 _LARGEST = float(1 << 64)

@@ -23,7 +23,7 @@ class TokenizerFiles(Record):
     path: Path
     """tokenizer.json."""
     tokenizer: Mapping[str, Any]
-    """Its content."""
+    """The content of tokenizer.json."""
     config: Mapping[str, Any]
     """tokenizer_config.json, over special_tokens_map.json."""
     added: tuple[Mapping[str, Any], ...]
