@@ -34,8 +34,7 @@ from vllmx_models.rope import Rope
 
 logger = logging.getLogger("vllmx.models")
 HEAD = "lm_head.weight"
-"""The head in checkpoints whose text model is a part of a larger one too, as transformers writes
-them."""
+"""The head in checkpoints of transformers, even if the text model is part of a larger one."""
 COMPARED_ROWS = 4096
 """Rows of two matrices that are compared at once."""
 
@@ -128,8 +127,8 @@ class Decoder:
         return Decoder(replace(self.spec, features=None))
 
     def with_stored_head(self, source: WeightSource) -> Decoder:
-        """The same with the head that the checkpoint stores, where the config ties it to the
-        embedding and the two differ."""
+        """The decoder with the stored head, if the config ties it to the embedding but the two
+        differ."""
         if not self.spec.tied_embeddings:
             return self
         untied = Decoder(replace(self.spec, tied_embeddings=False), self.encoder)
@@ -173,7 +172,7 @@ class Decoder:
         return PartSpec(head, self.spec.vocab_size, alternatives=other)
 
     def _table_part(self) -> PartSpec:
-        """The embedding; where it is tied to the head, a checkpoint may have it by that name."""
+        """The embedding; if tied, a checkpoint may store it under the head's name."""
         spec, names = self.spec, self.spec.names
         other = (f"{names.head}.weight",) if spec.tied_embeddings else ()
         return PartSpec(f"{names.embedding}.weight", spec.vocab_size, alternatives=other)
@@ -291,8 +290,8 @@ class Decoder:
 
 
 def _are_equal(one: WeightPart, other: WeightPart) -> bool:
-    """Whether two weights are stored alike, to the last byte."""
-    if one.cut is not None or other.cut is not None:  # made at each look, and not stored
+    """Whether two weights are stored with equal bytes."""
+    if one.cut is not None or other.cut is not None:  # computed at each read, not stored
         return False
     if (one.layout, one.shape, one.buffers.keys()) != (
         other.layout,

@@ -150,7 +150,7 @@ def _is_config_alone(path: Path) -> bool:
 
 
 def _config_alone(path: Path) -> Checkpoint:
-    """What a config of any name says; it stands alone, so nothing beside another name is read."""
+    """A config of any name. Other files of its folder are read only if it is config.json."""
     config = read_json_object(path)
     folder = path.parent
     if config is None:

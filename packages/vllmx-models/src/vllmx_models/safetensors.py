@@ -27,8 +27,8 @@ _CONFIG_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 class SafetensorsSource:
     """A `WeightSource` over one or several files; every part is dense. `weight_map` is the index:
-    tensor name -> file name. A tensor is taken where it is; one that is in two files, where the
-    index has it. Raises WeightFormatError for one in two files of which the index names neither."""
+    tensor name -> file name. A tensor is read from the file that has it; the index decides
+    between two. Raises WeightFormatError for a tensor in two files if the index names neither."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class SafetensorsSource:
         )
 
     def _listed(self, name: str, *files: SafetensorsFile) -> SafetensorsFile:
-        """The one of two files with a tensor that the index names."""
+        """The file of two that the index names for a tensor."""
         listed = self._map.get(name)
         for file in files:
             if file.path.name == listed:
@@ -148,8 +148,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of the files with a folder's weights, whether they are there or not. Raises as
-    `open_checkpoint`."""
+    """Names of a folder's weight files, which may be missing. Raises as `open_checkpoint`."""
     return _named_files(folder)[0]
 
 

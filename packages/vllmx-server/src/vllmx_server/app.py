@@ -188,8 +188,8 @@ _PATTERNS = [
 
 class App(Starlette):
     """`scope["state"]["send"]` is the server's own: what follows the start of an answer skips all
-    layers, which only look at the start, and each of which costs as much as a stream's JSON. A
-    path with a slash at its end, as clients join addresses, is the path without it."""
+    layers, which only look at the start, and each of which costs as much as a stream's JSON.
+    Trailing slashes of paths, which clients make when they join addresses, are dropped."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope.setdefault("state", {})["send"] = send

@@ -92,7 +92,7 @@ class ChatRenderer:
         return self._found
 
     def look_for_format(self) -> None:
-        """Finds `format` before the first chat needs it, and logs it. May take a while."""
+        """Finds and logs `format` before the first chat needs it. May take a while."""
         self.format  # noqa: B018
 
     @property
@@ -138,8 +138,7 @@ class ChatRenderer:
 
     @cached_property
     def _spellings(self) -> Spellings | None:
-        """Special tokens that stay text where users spell them; None: whoever spells one gives
-        it."""
+        """Special tokens that stay text where users spell them; None: spellings become tokens."""
         if self._config.special_tokens_in_text == "keep":
             return None
         return Spellings(self._tokenizer.control_tokens("\n".join(self._sources.values())))
@@ -228,9 +227,8 @@ class ChatRenderer:
         options: ChatOptions | None = None,
         stopped: Callable[[], bool] | None = None,
     ) -> str:
-        """The prompt's text, with every special token that belongs to it, a `PromptText` where
-        users spelt some. May take a while: not for an event loop. Raises TemplateError,
-        InvalidRequestError."""
+        """The prompt's text with all of its special tokens; a `PromptText` if users spelled some.
+        May take a while: not for an event loop. Raises TemplateError, InvalidRequestError."""
         options = self._with_defaults(options)
         generation = options.add_generation_prompt
         tools: Sequence[Mapping[str, Any]] | None = options.shown_tools
@@ -244,7 +242,7 @@ class ChatRenderer:
                 if not tokens <= spellings.tokens:
                     spellings = Spellings(tokens | spellings.tokens)
         plain: Any = messages
-        if isinstance(messages, (list, tuple)):  # what is none is refused by name
+        if isinstance(messages, (list, tuple)):  # anything else is refused by name
             plain = [asdict(each) if isinstance(each, Message) else each for each in messages]
         return template.render(
             plain,

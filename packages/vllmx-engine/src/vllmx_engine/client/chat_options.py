@@ -35,8 +35,8 @@ class Message(Record):
 class ChatOptions(Record):
     """How to render a conversation; see `ChatTemplate.render`.
 
-    Raises (constructor): InvalidRequestError for what is no definition of a tool, and for variables
-    of the template that have a field of their own.
+    Raises (constructor): InvalidRequestError for a malformed tool, and for template variables that
+    have their own field.
     """
 
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -47,8 +47,8 @@ class ChatOptions(Record):
     one_call: bool = False
     """Calls of tools after an answer's first are left out."""
     tool_choice: str = "auto"
-    """"auto": as the model likes; "none": none is called, so that the prompt tells of none;
-    "required": the answer is calls; else the tool that it calls."""
+    """"auto": the model decides; "none": no calls, and the prompt shows no tools; "required": the
+    answer is calls; else the name of the tool that it calls."""
     allowed_tools: Sequence[str] | None = None
     """Names of the tools that may be called; None: all. The prompt tells of the others, too, so
     that its beginning stays, unless nothing but the prompt keeps them from being called."""
@@ -78,7 +78,7 @@ class ChatOptions(Record):
 
     @property
     def shown_tools(self) -> list[Mapping[str, Any]] | None:
-        """Tools that the prompt may tell of, each with its type."""
+        """The tools that the prompt shows, each with its type."""
         if self.tool_choice == "none" or not self.tools:
             return None
         return [tool if "type" in tool else {"type": "function", **tool} for tool in self.tools]

@@ -20,8 +20,7 @@ CALLS_FIELD = "tool_choice"
 
 
 def choice_of(given: str | Mapping[str, Any] | None) -> str:
-    """The `ChatOptions.tool_choice` of a choice as OpenAI's API writes it. Raises
-    InvalidRequestError."""
+    """`ChatOptions.tool_choice` from the form of OpenAI's API. Raises InvalidRequestError."""
     if isinstance(given, Mapping):
         function = given.get("function")
         given = function.get("name") if isinstance(function, Mapping) else ""

@@ -158,8 +158,8 @@ class InlineEngine:
             pass  # the ranks were ended when that was seen
 
     def drop(self) -> None:
-        """Closes what nobody has any more, on whichever thread that turned out."""
-        if self._stepper.is_current:  # in the middle of a step, for which `close` would wait
+        """Closes an engine that was garbage-collected, on whichever thread that happened."""
+        if self._stepper.is_current:  # `close` would wait for the step that runs here
             threading.Thread(target=self.close, name="vllmx-close", daemon=True).start()
         else:
             self.close()
@@ -263,12 +263,12 @@ class Turn:
 
 
 class HasEngine:
-    """A context manager that closes its engine, and has it closed where it is dropped."""
+    """A context manager that closes its engine, also when it is garbage-collected."""
 
     def __init__(self, config: EngineConfig, registry: Registry | None = None) -> None:
         self._engine = InlineEngine(config, registry)
         dropping = weakref.finalize(self, self._engine.drop)
-        dropping.atexit = False  # the process takes everything with it
+        dropping.atexit = False  # the process frees everything
 
     def close(self) -> None:
         """Frees the model. May be called twice."""

@@ -53,8 +53,8 @@ class LogprobRows(Sequence[Any]):
 
 
 def decode_logprobs(row: TokenLogprobs, tokenizer: Tokenizer) -> Iterator[tuple[int, Logprob]]:
-    """The token itself first, then the likeliest, each with its text. Tokens that the request
-    named have no rank."""
+    """The token itself first, then the likeliest, each with its text. Tokens named by the request
+    have no rank."""
     yield row.token, Logprob(row.logprob, row.rank, tokenizer.token_text(row.token))
     for rank, (token, logprob) in enumerate(row.likeliest(), 1):
         if token != row.token:

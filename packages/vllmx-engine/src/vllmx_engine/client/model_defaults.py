@@ -43,7 +43,7 @@ def default_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """50 of 50.0, as some programs write it."""
+    """50 for 50.0, which some programs write."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

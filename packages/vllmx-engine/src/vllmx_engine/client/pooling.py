@@ -72,8 +72,8 @@ class PoolingChoice(Record):
 
 
 def first_tokens(truncate: int | None, limit: int) -> int | None:
-    """`PoolingChoice.max_tokens` for a `truncate_prompt_tokens`, where -1 asks for as many as the
-    model takes. Raises InvalidRequestError."""
+    """`PoolingChoice.max_tokens` for a `truncate_prompt_tokens`; -1: as many as the model takes.
+    Raises InvalidRequestError."""
     if truncate is None:
         return None
     check_truncation(truncate, limit)

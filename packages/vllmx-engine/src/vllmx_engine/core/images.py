@@ -204,7 +204,7 @@ class Images:
             limits.token_budget - limits.max_rows + 1 if self._spans else None,
             limits.max_rows,
         )
-        """What a request may bring, whatever else runs."""
+        """Bounds on a request's images, whatever else runs."""
         self._encoder = encoder
         self._store = FeatureStore(model.info.num_feature_rows)
         self._begun: Pass | None = None
@@ -235,7 +235,7 @@ class Images:
         return SequenceImages(tuple(request.images), places, turns, self._spans)
 
     def _check_spans(self, request: CoreRequest) -> None:
-        """Whether a step gives what is asked of each image, however many rows decode beside it."""
+        """Checks that a step has room for each image, however many rows decode in it."""
         limits, longest = self._limits, max(image.num_tokens for image in request.images)
         if request.params.prompt_logprobs is not None and (
             longest > limits.max_logit_rows - limits.max_rows + 1
@@ -271,7 +271,7 @@ class Images:
         return StepImages(self._store, info.num_feature_rows, towers)
 
     def encode(self, step: StepImages | None) -> None:
-        """Runs the passes of towers that a step has, if any. Call `forget` where that raises."""
+        """Runs the tower passes of a step. Call `forget` if it raises."""
         if step is None or not step.towers.load.patches:
             return
         towers = step.towers
@@ -286,8 +286,8 @@ class Images:
             self._go_on(towers.started, towers.started_end)
 
     def forget(self) -> None:
-        """Makes all features again where they are asked for: a step failed, and some backends tell
-        only so that a pass before it did."""
+        """Drops all features, so that they are made again: some backends report a failed pass only
+        through a later step."""
         self._store.clear()
         self._begun = None
 

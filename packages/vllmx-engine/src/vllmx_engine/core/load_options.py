@@ -85,7 +85,7 @@ def load_options(
 
 
 def _or_smaller_steps(step_tokens: int) -> str:
-    """The remedy where windows hold fewer pages with smaller steps; 0: they would not help."""
+    """The remedy of smaller steps, with which windows hold fewer pages; 0: it would not help."""
     return f" or lower --max-num-batched-tokens to {step_tokens}" if step_tokens else ""
 
 

@@ -140,7 +140,7 @@ _NOTES = (
 
 def _bare_png(data: bytes, where: str) -> bytes:
     """The chunks that pixels are made of: of an animation the image that is shown where animations
-    are not. Whole notes come before the pixels, where a look at the header finds them."""
+    are not. Intact notes move before the pixels, where reading the header finds them."""
     kept, notes, at, count = [data[:8]], list[bytes](), 8, 0
     pixels_at = None
     while at + 8 <= len(data):

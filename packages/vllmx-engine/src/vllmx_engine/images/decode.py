@@ -25,7 +25,7 @@ _SIDEWAYS = frozenset({2, 4, 5, 6})
 """The transpositions that swap height and width."""
 _WITH_ALPHA = frozenset({"RGBA", "LA", "PA", "RGBa", "La"})
 _DEPTH = "bits of a value in the file"
-"""Our own key among those of Pillow's `info`."""
+"""Our own key in Pillow's `info`."""
 
 
 def check_pillow() -> None:
@@ -37,8 +37,8 @@ def check_pillow() -> None:
 
 
 def size_of(data: bytes, limits: ImageLimits, where: str) -> tuple[int, int]:
-    """(height, width) of an image once it is upright, read from its header alone. Raises what
-    `decode` raises, but for damage behind the header."""
+    """(height, width) of the upright image, read from its header alone. Raises as `decode`, except
+    for damage after the header."""
     with _opened(data, limits, where) as image:
         width, height = image.size
         return (width, height) if _turn_of(image) in _SIDEWAYS else (height, width)
@@ -64,8 +64,7 @@ def decode(data: bytes, limits: ImageLimits, where: str) -> Pixels:
 
 @contextmanager
 def _opened(data: bytes, limits: ImageLimits, where: str) -> Iterator[ImageFile]:
-    """The image with its header read. Whatever is wrong with it inside is an
-    InvalidRequestError."""
+    """The image with its header read. Errors inside the block become InvalidRequestError."""
     check_pillow()
     from PIL import (  # noqa: F401 - formats must be known, and `Image.open` would import all
         GifImagePlugin,
@@ -96,7 +95,7 @@ def _turn_of(image: ImageFile) -> int | None:
 
 
 def _on_white(image: ImageFile) -> Image:
-    """The image in RGB, on a white ground where it is transparent."""
+    """The image in RGB, with white for transparency."""
     from PIL import Image
 
     key = _transparent_value(image)
@@ -117,8 +116,8 @@ def _on_white(image: ImageFile) -> Image:
 
 
 def _transparent_value(image: ImageFile) -> Any:
-    """The value of transparent pixels, on the scale of the pixels: Pillow has widened or narrowed
-    pixels of a PNG to 8 bits, and this value not."""
+    """The value of transparent pixels, scaled like the pixels: Pillow converts pixels of a PNG to 8
+    bits, but not this value."""
     key, depth = image.info.get("transparency"), image.info.get(_DEPTH, 8)
     if image.mode == "L" and isinstance(key, int) and depth in (2, 4):
         return key * 255 // ((1 << depth) - 1)

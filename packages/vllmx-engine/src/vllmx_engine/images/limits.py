@@ -11,7 +11,7 @@ from vllmx_core.errors import ConfigError, InvalidRequestError, shown
 from vllmx_core.records import Record
 
 _PORTS = frozenset({80, 443})
-"""The ports of a host that is named without one."""
+"""The ports of a host named without a port."""
 
 
 class ImageLimits(Record):
@@ -30,7 +30,7 @@ class ImageLimits(Record):
 
     @classmethod
     def of(cls, config: EngineConfig) -> ImageLimits:
-        """Raises ConfigError for a folder that is none, and for what is no host."""
+        """Raises ConfigError for a bad folder or host."""
         folder = None
         if config.allowed_local_media_path is not None:
             folder = Path(config.allowed_local_media_path).resolve()
@@ -68,7 +68,7 @@ class ImageLimits(Record):
 
 
 def allowed_hosts(names: Sequence[str]) -> dict[str, frozenset[int]]:
-    """The ports from which images may be fetched, by host. `names`: HOST or HOST:PORT. Raises
+    """Ports that images may be fetched from, by host. `names`: HOST or HOST:PORT. Raises
     ConfigError."""
     hosts: dict[str, frozenset[int]] = {}
     for name in names:

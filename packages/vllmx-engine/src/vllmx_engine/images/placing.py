@@ -12,7 +12,7 @@ from vllmx_engine.text.prompt_text import PromptText
 
 
 def write_images(prompt: str, processor: ImageProcessor, sizes: Sequence[int]) -> str:
-    """The prompt with as many places as each image has features. `sizes`: tokens of the images.
+    """The prompt with a place for each token of each image. `sizes`: tokens of the images.
 
     Raises:
         InvalidRequestError: the template wrote more or fewer marks than there are images: it knows

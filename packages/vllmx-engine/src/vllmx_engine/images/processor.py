@@ -25,11 +25,11 @@ _BILINEAR, _BICUBIC = 2, 3  # Pillow's numbers, which configs use too
 
 
 class Fit(Record):
-    """What an image of some size becomes."""
+    """The patches and tokens for an image size."""
 
     height: int
     width: int
-    """Pixels that it is resized to."""
+    """The size in pixels that the image is resized to."""
     grid: tuple[int, int, int]
     """The grid of patches, see `PreparedImage`."""
     num_tokens: int
@@ -51,16 +51,16 @@ class ImageProcessor(Protocol):
         ...
 
     def written(self, num_tokens: int) -> str:
-        """What replaces `mark` for an image of so many tokens."""
+        """The text that replaces `mark` for an image of so many tokens."""
         ...
 
     def fit(self, height: int, width: int, where: str) -> Fit:
-        """What an image of this size becomes, which needs no pixels. Raises InvalidRequestError
-        for one that the model cannot see."""
+        """The fit for an image of this size, without its pixels. Raises InvalidRequestError if the
+        model cannot see it."""
         ...
 
     def prepare(self, image: Pixels, fit: Fit) -> PreparedImage:
-        """Prepares an image, which `fit` was made for."""
+        """Prepares an image with the `fit` for its size."""
         ...
 
 

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from http.client import HTTPResponse
 
 FETCH_S = 20.0
-"""The seconds that fetching an image may take in all: host, connection, TLS, headers, body and
-redirects."""
+"""Seconds for fetching an image in all: resolver, connection, TLS, headers, body and redirects."""
 _MAX_REDIRECTS = 3
 _CHUNK_BYTES = 64 << 10
 _MAX_HEADER = 1000
@@ -46,7 +45,7 @@ class ImageSource(Record):
 
     @property
     def host(self) -> str:
-        """The host that it is on; empty: on this machine."""
+        """The host to fetch from; empty: this machine."""
         return "" if self.is_inline else _split(self).hostname or ""
 
 
@@ -74,8 +73,8 @@ def read_source(
     """The image as it is stored. May wait for a server: not for an event loop.
 
     Raises:
-        InvalidRequestError: it cannot be had within `deadline` (None: `FETCH_S` from now), is not
-            allowed or too large.
+        InvalidRequestError: not readable within `deadline` (None: `FETCH_S` from now), not allowed,
+            or too large.
     """
     check_source(source, limits)
     if source.is_inline:

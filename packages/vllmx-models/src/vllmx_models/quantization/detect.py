@@ -14,8 +14,8 @@ OWN_FILES = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
 
 def find_quantization(folder: Path | None, config: Mapping[str, Any]) -> Any:
     """`quantization_config` with a `quant_method`, None where nothing says that the weights are
-    quantised; what is not an object comes back as it is. Without a folder the config alone is
-    looked at."""
+    quantised; what is not an object comes back as it is. Without a folder only the config is
+    read."""
     text_config = config.get("text_config")
     nested = text_config if isinstance(text_config, Mapping) else {}
     for holder in (config, nested):

@@ -1,4 +1,4 @@
-"""Routes that take bodies of several shapes: the fields of a body choose the endpoint."""
+"""Routes that answer bodies of several shapes: what a body holds says which endpoint is meant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Endpoint = Callable[[Request], Awaitable[Any]]
 
 
 class _Fields(msgspec.Struct):
-    """The fields that tell shapes apart."""
+    """Fields that only some shapes have."""
 
     messages: Raw | UnsetType = UNSET
     prompt: Raw | UnsetType = UNSET
@@ -35,7 +35,7 @@ _decode = msgspec.json.Decoder(_Fields).decode
 
 
 async def by_shape(request: Request, choose: Callable[[Collection[str]], Endpoint]) -> Any:
-    """Answers with the endpoint that `choose` picks by the fields of the body."""
+    """The answer of the endpoint that is meant by a body with these fields."""
     state = state_of(request)
     state.check_admission()
     with state.bodies.hold(client_of(request)) as held:
@@ -46,7 +46,7 @@ async def by_shape(request: Request, choose: Callable[[Collection[str]], Endpoin
 
 
 def _names(data: bytes) -> frozenset[str]:
-    """The fields of a body; none if it cannot be read, which the endpoint reports. Raises
+    """The fields of a body; none of one that cannot be read, which the endpoint refuses. Raises
     InvalidRequestError for a body with more values than are decoded."""
     if len(data) > INLINE_BYTES:
         check_weight(data)

@@ -40,7 +40,7 @@ _STORED_AS: Mapping[str, str] = {
 _MIXERS = (AttentionMixer, LatentMixer, ConvMixer, DeltaMixer, MambaMixer, NoneType)
 _FEEDS = (DenseMLP, MoE, DenseAndExperts, NoneType)
 _BESIDE = ("vision_config", "modules")
-"""Keys of config.json of what is no part of the decoder."""
+"""Keys of config.json for parts other than the decoder."""
 _SAMPLING: Mapping[str, str] = {
     "temperature": "temp",
     "top_k": "top_k",
@@ -111,7 +111,7 @@ def _known_blocks(spec: DecoderSpec, architecture: str) -> AttentionMixer | Late
 
 
 def _sampling(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The author's sampling defaults, where they are numbers that a request may have."""
+    """The author's sampling defaults that are valid numbers."""
     found: dict[str, Any] = {}
     for ours in _SAMPLING:
         value = checkpoint.generation_config.get(ours)

@@ -101,7 +101,7 @@ def origins_of(
     target: Target, checkpoint: Checkpoint
 ) -> tuple[dict[str, tuple[Origin, ...]], tuple[str, ...]]:
     """(name in the file -> where it comes from, in the order of the layers: one tensor, or those of
-    a layer's experts or heads; a line for each kind of tensors that the file does not have)."""
+    a layer's experts or heads; a line for each kind of tensor that the file lacks)."""
     found: dict[str, tuple[Origin, ...]] = {}
     source = checkpoint.weights
     layers = range(len(target.spec.layers))
@@ -132,8 +132,8 @@ def _suffixes(pattern: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _passed(target: Target, checkpoint: Checkpoint, unused: Collection[str]) -> tuple[str, ...]:
-    """What there is of towers and of layers of multi-token prediction, which the file does not
-    have. Raises UnsupportedModelError for another tensor that it would lack."""
+    """Lines for tensors of towers and of multi-token prediction, which the file lacks. Raises
+    UnsupportedModelError if it would lack another tensor."""
     names = target.spec.names
     texts = () if names.also is None else (*names.also, names.head)
     strange: list[str] = []
