@@ -1,5 +1,5 @@
-"""The proof that a format fits a model: it reads back the answers that the chat template writes
-behind its generation prompt, whole and one character at a time."""
+"""Proves that a format fits a model: it reads the answers that the chat template writes after its
+generation prompt, as a whole and one character at a time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _THOUGHT = {"reasoning_content": REASONING}
 
 
 class NotProvenError(Exception):
-    """Which answer a format does not read, in words."""
+    """Names the answer that a format does not read."""
 
 
 class _Read(Record):
@@ -50,7 +50,7 @@ class _Read(Record):
 
 
 def prove_answers(renderings: Renderings, made_of: OutputFormat) -> None:
-    """Answers without calls are read. Raises NotProvenError, NotDerivedError."""
+    """Proves that answers without calls are read. Raises NotProvenError, NotDerivedError."""
     for mode in renderings.modes:
         for content in (CONTENT, *_marked_contents(made_of)):
             turn = {"content": content}
@@ -62,7 +62,8 @@ def prove_answers(renderings: Renderings, made_of: OutputFormat) -> None:
 
 
 def prove_calls(renderings: Renderings, made_of: OutputFormat) -> None:
-    """Answers with calls are read: at least one. Raises NotProvenError, NotDerivedError."""
+    """Proves that answers with calls are read, at least one. Raises NotProvenError,
+    NotDerivedError."""
     proven = 0
     for mode in renderings.modes:
         for calls, content in _conversations(made_of):
@@ -85,7 +86,7 @@ def prove_calls(renderings: Renderings, made_of: OutputFormat) -> None:
 
 
 def _opens_thoughts(made_of: OutputFormat, text: str) -> bool:
-    """Whether a template took a content for thoughts, for a marker in it."""
+    """Whether a template took content for thoughts, because of a marker in it."""
     begin = "" if made_of.thinking is None else made_of.thinking.begin.strip()
     return bool(begin) and text.rstrip().endswith(begin)
 
@@ -109,7 +110,7 @@ def reads_itself(made_of: OutputFormat) -> bool:
 
 
 def _marked_contents(made_of: OutputFormat) -> Iterator[str]:
-    """Contents that speak of markers as prose does."""
+    """Contents that mention markers as prose."""
     words = [made_of.content_begin, made_of.content_end]
     if made_of.calls is not None:
         words += [made_of.calls.trigger, made_of.calls.end, made_of.calls.section_end]
@@ -136,7 +137,7 @@ def _conversations(made_of: OutputFormat) -> Iterator[tuple[Sequence[WrittenCall
 
 
 def _ends(made_of: OutputFormat) -> Iterator[str]:
-    """Markers that end calls. Markers that end a value are left out: a string cannot hold them."""
+    """Markers that end calls, except those that end a value, which a string cannot hold."""
     if made_of.calls is None:
         return
     call, calls = made_of.calls.call, made_of.calls
@@ -169,7 +170,7 @@ def _prove_answer(
 
 
 def _without_token(made_of: OutputFormat, text: str) -> str:
-    """The text without a special token at its end that is no marker: readers never see such a
+    """The text without a final special token, unless that is a marker: readers never see such a
     token."""
     tag = _TOKEN.search(text.rstrip())
     return text if tag is None or tag.group() in "".join(made_of.markers) else text[: tag.start()]

@@ -1,7 +1,8 @@
-"""Automata of regular parts of a GBNF grammar, to see where one lexeme goes on when another ends.
+"""Automata of regular parts of a GBNF grammar, which show where one lexeme continues when another
+ends.
 
-They are Glushkov's: one state for each character of the expression. A repetition of more than a few
-times counts as one without end, so they may accept more than the grammar, never less.
+They are Glushkov's: one state for each character of the expression. Long repetitions count as
+endless, so an automaton may accept more than the grammar, never less.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from vllmx_engine.grammar.gbnf import (
 )
 
 _COUNTED = 8
-"""The most times for which a repetition has states of its own."""
+"""The longest repetition that is counted."""
 _States = frozenset[int]
 
 
 class OutOfBudgetError(Exception):
-    """A grammar takes too much work."""
+    """The grammar takes too much work."""
 
 
 class Budget:
-    """The steps that may still be taken for a grammar."""
+    """The steps left for a grammar."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -51,12 +52,12 @@ class Automaton:
         self.chars: list[Ranges] = []
         """The characters that lead to each state."""
         self.following: list[set[int]] = []
-        """The states behind each."""
+        """The states that may follow each."""
         self.is_nullable, self.first, self.last = self._add(part)
         self.first_chars = normal(each for state in self.first for each in self.chars[state])
 
     def _add(self, part: Expression) -> tuple[bool, _States, _States]:
-        """Adds the states of a part; whether it may be empty, its first and its last ones."""
+        """Adds the states of a part; whether it may be empty, its first and last states."""
         match part:
             case Literal(text):
                 return self._add_all([Chars(((ord(char), ord(char)),)) for char in text])
@@ -106,7 +107,7 @@ class Automaton:
 
 
 def _by_prefix(options: Iterable[Expression]) -> Iterator[Expression]:
-    """The same options with one state for what several texts begin with."""
+    """The options, with literals that share a beginning merged, so that it has one state."""
     rests: dict[str, list[Expression]] = {}
     for option in options:
         if isinstance(option, Literal) and option.text:
@@ -118,8 +119,8 @@ def _by_prefix(options: Iterable[Expression]) -> Iterator[Expression]:
 
 
 def overlap(one: Automaton, other: Automaton, budget: Budget) -> tuple[bool, Ranges]:
-    """Whether a text that is not empty matches both, and the characters by which the other goes on
-    where a text of the first ends. Raises OutOfBudgetError."""
+    """Whether some nonempty text matches both, and the characters by which `other` continues where a
+    text of `one` ends. Raises OutOfBudgetError."""
     match_same, goes_on = False, set[int]()
     seen = set[tuple[int, int]]()
     budget.spend(len(one.first) * len(other.first))

@@ -1,5 +1,4 @@
-"""Bounds of numbers and sizes in JSON schemas: what lies outside of them, and whether nothing lies
-inside."""
+"""Bounds of numbers and sizes in JSON schemas: their complement, and whether they leave nothing."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ SIZES = {
 }
 _NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _MOST_FRACTION = 100
-"""Numbers that must not be whole are held between this and its negative: each space between two
-whole numbers is a schema of its own."""
+"""Fractions lie between this and its negative: each gap between two integers is a schema of its
+own."""
 
 _MOST, _LEAST = 9e18, 1e-60
 """The library counts with 64 bits, and writes a digit of a fraction as a group in a group."""
@@ -50,7 +49,7 @@ def _next_above(bound: float) -> float:
 
 
 def bounded_type(keys: set[str]) -> str | None:
-    """The type that all of some keywords bound; None: there is none, or one of them is no bound."""
+    """The type that all of these keywords bound; None: they bound none or several."""
     for kind, bounds in (*SIZES.items(), ("number", _NUMBER)):
         if keys and keys <= set(bounds):
             return kind
@@ -58,7 +57,7 @@ def bounded_type(keys: set[str]) -> str | None:
 
 
 def outside(kind: str, bounds: Schema) -> Iterator[Schema]:
-    """Schemas of the values of a type that exceed some bounds."""
+    """Schemas for the values of a type outside some bounds."""
     if kind in SIZES:
         low, high = SIZES[kind]
         if bounds.get(low, 0) > 0:
@@ -72,8 +71,8 @@ def outside(kind: str, bounds: Schema) -> Iterator[Schema]:
 
 
 def fractions(schema: Schema, path: str) -> list[Schema]:
-    """Schemas of the numbers within the bounds of a schema that are not whole. Raises GrammarError
-    for bounds that the library would not keep."""
+    """Schemas for the fractions within the bounds of a schema. Raises GrammarError for bounds that
+    the library would not keep."""
     low = max(
         (schema[key] for key in _NUMBER[::2] if is_number(schema.get(key))), default=-math.inf
     )
@@ -94,7 +93,7 @@ def fractions(schema: Schema, path: str) -> list[Schema]:
 
 
 def impossible(kind: str, schema: Schema) -> str | None:
-    """Why no value of a type keeps the bounds of a schema, by their keywords; None: some may."""
+    """Why no value of a type keeps the bounds of a schema; None: some may."""
     if kind == "array" and schema.get("items") is False:
         known = len(schema.get("prefixItems") or ())
         if schema.get("minItems", 0) > known:
@@ -114,7 +113,7 @@ def impossible(kind: str, schema: Schema) -> str | None:
 
 
 def _no_whole_number(schema: Schema) -> str | None:
-    """Why no whole number lies within the bounds of a schema."""
+    """Why no integer lies within the bounds of a schema; None: some may."""
     least, most = (schema.get(key) for key in ("minimum", "maximum"))
     above, below = (schema.get(key) for key in ("exclusiveMinimum", "exclusiveMaximum"))
     lows = [math.ceil(least)] if is_number(least) else []

@@ -1,4 +1,4 @@
-"""Sets of characters as ranges of code points, and how they and texts are written."""
+"""Sets of characters as ranges of code points, and their notation and that of texts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterable
 
 Ranges = tuple[tuple[int, int], ...]
-"""Ranges of code points with both ends, sorted, apart from each other, without surrogates."""
+"""Sorted, disjoint ranges of code points, ends included, without surrogates."""
 _LAST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 
 
 def normal(ranges: Iterable[tuple[int, int]], *, is_excluded: bool = False) -> Ranges:
-    """The set of the characters in some ranges, or of all others."""
+    """The characters in some ranges, or all others."""
     merged: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if merged and low <= merged[-1][1] + 1:
@@ -25,7 +25,7 @@ def normal(ranges: Iterable[tuple[int, int]], *, is_excluded: bool = False) -> R
 
 
 def without(ranges: Iterable[tuple[int, int]], excluded: Iterable[tuple[int, int]]) -> Ranges:
-    """The characters of one set that another lacks."""
+    """The difference of two sets."""
     found = list(ranges)
     for low, high in excluded:
         parts = [
@@ -40,7 +40,7 @@ def without(ranges: Iterable[tuple[int, int]], excluded: Iterable[tuple[int, int
 
 
 def shared(first: Ranges, other: Ranges) -> Ranges:
-    """The characters of both sets."""
+    """The intersection of two sets."""
     found: list[tuple[int, int]] = []
     mine = others = 0
     while mine < len(first) and others < len(other):
@@ -70,7 +70,7 @@ def regex_of_text(text: str) -> str:
 
 
 def lark_text(text: str) -> str:
-    """A text in llguidance's Lark; what cannot be printed is not allowed in its quotes."""
+    """A text in llguidance's Lark, whose quotes take only printable characters."""
     if text.isprintable():
         return json.dumps(text, ensure_ascii=False)
     return f"/{regex_of_text(text)}/"

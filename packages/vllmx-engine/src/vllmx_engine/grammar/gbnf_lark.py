@@ -22,7 +22,7 @@ from vllmx_engine.grammar.lexemes import with_lexemes, with_loops
 from vllmx_engine.grammar.vocabulary import Lexicon
 
 _MAX_DEPTH = 12
-"""The most groups in one another in a line: the library allows few."""
+"""Nesting of groups in a line: the library allows little."""
 _TIMES = {(0, None): "*", (1, None): "+", (0, 1): "?"}
 
 
@@ -44,13 +44,14 @@ def lark_of_gbnf(text: str, lexicon: Lexicon | None, prefix: str = "") -> tuple[
 
 
 class _Lark:
-    """Numbers name rules and terminals: names of GBNF may differ in case or in - and _ alone."""
+    """Rules and terminals are named by numbers, since names of GBNF may differ only in case or in -
+    and _."""
 
     def __init__(self, rules: Rules, eos_ids: tuple[int, ...], prefix: str) -> None:
         self._rules = rules
         self._marked = with_lexemes(rules)
         self._eos_ids = eos_ids
-        """Ends of sequence end an answer, so a negated token does not stand for them."""
+        """Negated tokens exclude these too, since they end an answer."""
         self._prefix = prefix
         self._numbers = {name: number for number, name in enumerate(rules)}
         self._names: dict[tuple[Expression, bool], str] = {}
@@ -70,7 +71,7 @@ class _Lark:
         return f"{self._prefix}rule_{self._numbers[name]}"
 
     def _named(self, part: Expression, *, in_terminal: bool) -> str:
-        """The name of a line that is written for a part of others."""
+        """The name of the line for a part of others."""
         key = (part, in_terminal)
         if key not in self._names:
             kind = f"{self._prefix.upper()}TEXT" if in_terminal else f"{self._prefix}part"

@@ -1,8 +1,8 @@
-"""Which parts of a GBNF grammar are matched as one lexeme each.
+"""Chooses the parts of a GBNF grammar that are matched as one lexeme each.
 
 llguidance reads lexemes (regular expressions) greedily and parses their sequence. Long lexemes are
-fast: a mask of `[^"]*` as one lexeme takes a hundredth of the time that it takes character by
-character. A long lexeme is wrong where it takes characters that the grammar needs for what
+fast: a mask for `[^"]*` as one lexeme takes a hundredth of the time that single characters take. A
+long lexeme is wrong if it takes characters that the grammar needs for what
 follows: `[a-z]+ "b"` would never match as two lexemes. So each part without recursion begins as
 one lexeme, and those that can take too much are split until none can. A grammar without recursion
 is one lexeme as a whole, which is exact.
@@ -33,7 +33,7 @@ from vllmx_engine.grammar.gbnf import (
 
 Leaf = Lexeme | Token
 _MAX_STEPS = 100_000
-"""The work for one grammar, some 0.3 s; lexemes stay as they are then."""
+"""The work for one grammar, some 0.3 s; after it, lexemes are split no further."""
 
 
 def with_lexemes(rules: Rules) -> Rules:
@@ -42,13 +42,13 @@ def with_lexemes(rules: Rules) -> Rules:
     try:
         while plan.split_overlaps():
             pass
-    except OutOfBudgetError:  # texts are still those of the grammar, but not all of them
+    except OutOfBudgetError:  # a sound subset of the grammar is left
         pass
     return plan.marked()
 
 
 class _Order(Record):
-    """Which lexemes and tokens begin and end a part, and whether it may be empty."""
+    """The lexemes and tokens that begin and end a part, and whether it may be empty."""
 
     is_nullable: bool = False
     first: frozenset[Leaf] = frozenset()
@@ -60,7 +60,7 @@ class _Plan:
         self._rules = rules
         self._is_regular: dict[str, bool] = {}
         self._split: dict[Expression, Ranges] = {}
-        """Parts that are no lexemes, with the characters that they would take from others."""
+        """Parts that are split, with the characters that they would take from others."""
         self._automata: dict[Lexeme, Automaton] = {}
         self._budget = Budget(_MAX_STEPS)
 
@@ -76,7 +76,7 @@ class _Plan:
         return found
 
     def split_overlaps(self) -> bool:
-        """Splits the lexemes that may take characters of what follows; False: there are none."""
+        """Splits lexemes that may take characters of what follows; False: none does."""
         rules = self.marked()
         orders = self._orders(rules)
         following = self._following(rules, orders)
@@ -153,7 +153,7 @@ class _Plan:
                 yield self._marked(part)
 
     def _loop(self, ranges: Ranges, loop: Repeat) -> Expression:
-        """A loop over characters, where those that others need are lexemes of their own."""
+        """A loop over characters, in which those that others need are separate lexemes."""
         taken = shared(ranges, self._split[loop])
         single = Lexeme(Chars(taken))
         kept = without(ranges, taken)
@@ -165,7 +165,7 @@ class _Plan:
         return Sequence((begin, Repeat(after, 0, None)))
 
     def _is_empty(self, part: Expression) -> bool:
-        """Whether a part without recursion stands for the empty text alone."""
+        """Whether a part without recursion matches only the empty text."""
         match part:
             case Literal(text):
                 return not text
@@ -278,8 +278,7 @@ def _references(part: Expression) -> Iterator[str]:
 
 
 def with_loops(rules: Rules) -> Rules:
-    """The same rules, where those that use themselves at their ends alone, such as
-    `ws ::= ("-" ws)?`, have no recursion."""
+    """The rules with loops in place of right recursion, as in `ws ::= ("-" ws)?`."""
     return {name: _as_loop(name, part) for name, part in rules.items()}
 
 
@@ -296,11 +295,11 @@ def _as_loop(name: str, part: Expression) -> Expression:
 
 
 _Tail = tuple[tuple[Expression, ...], bool]
-"""The parts of one way through a rule, and whether the rule itself comes behind them."""
+"""The parts of one way through a rule, and whether the rule itself follows them."""
 
 
 def _tails(name: str, part: Expression) -> list[_Tail] | None:
-    """The ways through a part; None: the rule comes elsewhere than at their ends."""
+    """The ways through a part; None: the rule occurs before their ends."""
     if part == Reference(name):
         return [((), True)]
     if not _uses(part, name):

@@ -1,4 +1,4 @@
-"""Arguments of calls in the XML-like notations of some models, as parts of structural tags."""
+"""Call arguments in the XML-like notations of some models, as parts of structural tags."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ANY_NAME: Form = {"type": "regex", "pattern": r"[a-zA-Z_][a-zA-Z0-9_.\-]*"}
 
 
 def xml_parameters(schema: Mapping[str, Any], style: Any) -> Form:
-    """The properties of an object, each in its tags: texts as they are, other values in JSON.
+    """The properties of an object, each in its tags: strings as they are, other values as JSON.
     Raises GrammarError for an unknown style."""
     if style not in _STYLES:
         raise GrammarError(f"json_schema has no style {shown(style)}: use json, {listing(_STYLES)}")
@@ -67,7 +67,7 @@ def _parameter(style: str, name: str | None, schema: Any) -> Form:
 
 
 def _is_text(schema: Any) -> bool:
-    """Whether all values are texts, or none is known: then they are written as they are."""
+    """Whether values are written as they are: all are strings, or their type is unknown."""
     if not isinstance(schema, dict):
         return True
     values = values_of(schema)
