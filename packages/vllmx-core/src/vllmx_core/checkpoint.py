@@ -93,9 +93,9 @@ def open_checkpoint(registry: Registry, path: Path, load_format: str = "auto") -
         raise
 
 
-_ADAPTER_REMEDY = (
-    "vllmx serves no adapters: merge it into its base model first (peft: AutoPeftModelForCausalLM"
-    ".from_pretrained(ADAPTER).merge_and_unload().save_pretrained(MERGED)) and serve the result"
+_MERGE = (
+    "peft: AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained"
+    "(MERGED)"
 )
 _ADAPTER_CONFIG = "adapter_config.json"
 _MAX_ADAPTER_CONFIG_BYTES = 4 << 20
@@ -116,9 +116,21 @@ def _refuse_adapter(path: Path) -> None:
     except (OSError, ValueError, RecursionError):
         found = None
     base = found.get("base_model_name_or_path") if isinstance(found, Mapping) else None
+    raise adapter_error(path, base, _MERGE)
+
+
+def adapter_error(path: Path, base: object, merge: str) -> UnsupportedModelError:
+    """The error for a LoRA adapter.
+
+    Args:
+        base: the name of its base model, if it is a text.
+        merge: the tool and call that merge the two.
+    """
     known = f" of {shown(base)}" if isinstance(base, str) and base else ""
-    raise UnsupportedModelError(
-        f"{path} is a LoRA adapter{known}, not a whole model: {_ADAPTER_REMEDY}", param="model"
+    return UnsupportedModelError(
+        f"{path} is a LoRA adapter{known}, not a whole model: vllmx serves no adapters, so merge it"
+        f" into its base model first ({merge}) and serve the result",
+        param="model",
     )
 
 

@@ -240,9 +240,10 @@ def _pieces(scored: Scored, details: _Details) -> Iterator[CoreOutput]:
 def _no_token(step: Step, sequence: Sequence) -> VllmxError:
     """Why the sampler found no token for a row: what its request forbids, or the model."""
     if forbids_all(sequence, step.owners.constrained):
+        place = len(sequence.tokens) - sequence.num_prompt
         return InvalidRequestError(
-            f"nothing may come as token {len(sequence.tokens) - sequence.num_prompt} of the answer:"
-            " bad_words and min_tokens forbid all that the grammar or allowed_token_ids leave;"
+            f"every token is forbidden at position {place} of the answer:"
+            " bad_words and min_tokens exclude all that the grammar or allowed_token_ids allow;"
             " forbid less, or allow other tokens",
             param="bad_words",
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from vllmx_core.checkpoint import Checkpoint
+from vllmx_core.checkpoint import Checkpoint, adapter_error
 from vllmx_core.errors import PluginError, UnsupportedModelError, WeightFormatError, shown
 from vllmx_core.plan import F32
 from vllmx_core.registry import Registry
@@ -125,13 +125,10 @@ def _checkpoint(path: Path, files: Sequence[GGUFFile], registry: Registry) -> Ch
         raise WeightFormatError(f"{path} does not name its general.architecture: convert it again")
     kind = metadata.get("general.type", "model")
     if isinstance(kind, str) and kind == "adapter":
-        base = metadata.get("general.base_model.0.name")
-        known = f" of {shown(base)}" if isinstance(base, str) else ""
-        raise UnsupportedModelError(
-            f"{path} is a LoRA adapter{known}, not a whole model: vllmx serves no adapters: merge"
-            " it into its base model first (llama.cpp: llama-export-lora -m BASE --lora ADAPTER -o"
-            " MERGED) and serve the result",
-            param="model",
+        raise adapter_error(
+            path,
+            metadata.get("general.base_model.0.name"),
+            "llama.cpp: llama-export-lora -m BASE --lora ADAPTER -o MERGED",
         )
     if not isinstance(kind, str) or kind != "model":
         raise UnsupportedModelError(

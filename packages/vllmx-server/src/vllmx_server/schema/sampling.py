@@ -100,8 +100,7 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
         """Raises InvalidRequestError for `logprob_token_ids` without log-probabilities."""
         if self.logprob_token_ids and not has_logprobs:
             raise InvalidRequestError(
-                "logprob_token_ids says which log-probabilities are told in place of the likeliest:"
-                " set logprobs, too",
+                "logprob_token_ids selects the log-probabilities of an answer: set logprobs, too",
                 param="logprob_token_ids",
             )
 

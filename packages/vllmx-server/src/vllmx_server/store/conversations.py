@@ -195,7 +195,7 @@ class Conversations:
                 if num_bytes > max_bytes or len(records) > MAX_ITEMS:
                     raise InvalidRequestError(
                         f"conversation: {shown(conversation_id)} has over {MAX_ITEMS} items or"
-                        f" {max_bytes} bytes: begin a new one with what matters of it",
+                        f" {max_bytes} bytes: begin a new one with the items that still matter",
                         param="conversation",
                     )
             return [_decode_item(record) for record in records], num_bytes
@@ -243,7 +243,7 @@ class Conversations:
         if len(taken) + len(items) > MAX_ITEMS + spare:
             raise InvalidRequestError(
                 f"the conversation has {len(taken)} items, and {len(items)} more are over the limit"
-                f" of {MAX_ITEMS}: begin a new one with what matters of it",
+                f" of {MAX_ITEMS}: begin a new one with the items that still matter",
                 param="items",
             )
         kept = []

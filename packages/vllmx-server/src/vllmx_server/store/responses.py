@@ -142,8 +142,8 @@ class Responses:
                     raise _unusable(f"{shown(next_id)} has not ended yet: wait for it")
                 if found := stored.response.get("conversation"):
                     raise _unusable(
-                        f"{shown(next_id)} is a part of conversation {found['id']}, of which it"
-                        " holds one turn: go on with the conversation"
+                        f"{shown(next_id)} is one turn of conversation {found['id']}: go on with"
+                        " the conversation"
                     )
                 turns.append(stored.items())
                 num_items += len(turns[-1])

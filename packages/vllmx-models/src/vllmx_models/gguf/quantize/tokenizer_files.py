@@ -59,7 +59,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
         added = _added(tokenizer, config)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise WeightFormatError(
-            f"the added tokens of {path} or of a file beside it are not as they should be"
+            f"the added tokens of {path} or of another file of its folder are malformed"
             f" ({shown(error)}): download it again"
         ) from error
     return TokenizerFiles(path, tokenizer, config, added, _templates(folder, config))
@@ -108,8 +108,8 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         words = isinstance(name, str) and isinstance(text, str)
         if not words or len(text.encode("utf-8", "replace")) > MAX_TEMPLATE_BYTES:
             raise WeightFormatError(
-                f"the chat template {shown(name)} is no text of at most {MAX_TEMPLATE_BYTES} bytes:"
-                " use the files of the original model"
+                f"the chat template {shown(name)} is not a text of at most {MAX_TEMPLATE_BYTES}"
+                " bytes: use the files of the original model"
             )
     return named
 
