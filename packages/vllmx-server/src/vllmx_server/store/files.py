@@ -132,8 +132,8 @@ class Files:
         if taken + wanted > self._quota.num_bytes:
             raise StorageFullError(
                 f"{taken} bytes of files are kept for this key, {wanted} more would be over the"
-                f" limit of {self._quota.num_bytes}, and each file counts {_FILE_BYTES} extra:"
-                " delete files, or raise --max-stored-bytes"
+                f" limit of {self._quota.num_bytes}, where each file counts for {_FILE_BYTES} more"
+                " than it has: delete files, or raise --max-stored-bytes"
             )
         self._arriving.setdefault(owner, []).append(wanted)
 
