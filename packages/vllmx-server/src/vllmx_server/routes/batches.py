@@ -77,6 +77,11 @@ async def cancel(request: Request) -> Response:
     """Answers no further line of one."""
     state = state_of(request)
     found = await state.storage.batches.get(owner_of(request), request.path_params["id"])
+    return answer((await cancelled(state, found)).shown())
+
+
+async def cancelled(state: ServerState, batch: Batch) -> Batch:
+    """Cancels a batch. Raises OverloadedError while the server drains."""
     if state.draining:
         raise OverloadedError("the server is shutting down: cancel the batch at the next one")
-    return answer((await state.batches.cancel(found)).shown())
+    return await state.batches.cancel(batch)

@@ -11,9 +11,8 @@ from vllmx_core.errors import InvalidRequestError
 from vllmx_server.answers.message_batches import DeletedMessageBatch, MessageBatchList
 from vllmx_server.batches.messages import PREFIX, PURPOSE, URL, input_lines, results, shown
 from vllmx_server.body import checked, read_json
-from vllmx_server.errors import OverloadedError
-from vllmx_server.routes.batches import check_room
-from vllmx_server.routes.pages import answer, check_query, number
+from vllmx_server.routes.batches import cancelled, check_room
+from vllmx_server.routes.pages import answer, check_query, number, page
 from vllmx_server.schema.message_batches import CREATE
 from vllmx_server.state import ServerState, owner_of, state_of
 from vllmx_server.store.batches import Batch
@@ -81,8 +80,7 @@ async def list_batches(request: Request) -> Response:
         owner_of(request), after, limit, PREFIX, before
     )
     data = [shown(state.batches.newest(batch)) for batch in found]
-    first, last = (data[0].id, data[-1].id) if data else (None, None)
-    return answer(MessageBatchList(data=data, first_id=first, last_id=last, has_more=has_more))
+    return page(MessageBatchList, data, has_more)
 
 
 async def _found(request: Request) -> Batch:
@@ -100,10 +98,8 @@ async def retrieve(request: Request) -> Response:
 async def cancel(request: Request) -> Response:
     """Cancels the requests of a batch that have not begun."""
     state, batch = state_of(request), await _found(request)
-    if state.draining:
-        raise OverloadedError("the server is shutting down: cancel the batch at the next one")
     if batch.status != "finalizing":  # its requests are answered
-        batch = await state.batches.cancel(batch)
+        batch = await cancelled(state, batch)
     return answer(shown(batch))
 
 

@@ -1,8 +1,8 @@
-"""What the lists of OpenAI's API take in their query, and how a page looks."""
+"""Queries and pages of the lists of APIs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from vllmx_core.errors import InvalidRequestError, shown
 
-from vllmx_server.answers.kept import Page
+from vllmx_server.answers.record import Record
 
 _encode = msgspec.json.Encoder().encode
 
@@ -57,8 +57,8 @@ def newest_first(request: Request) -> bool:
     return one_of(request, "order", ("desc", "asc")) == "desc"
 
 
-def page(kind: type[Page], data: Sequence[Any], has_more: bool) -> Response:
-    """A list as OpenAI's API has it; `kind` is that of these entries."""
+def page(kind: Callable[..., Record], data: Sequence[Any], has_more: bool) -> Response:
+    """A page of a list; `kind` makes the list of these entries."""
     first, last = (_id_of(data[0]), _id_of(data[-1])) if data else (None, None)
     return answer(kind(data=list(data), first_id=first, last_id=last, has_more=has_more))
 
