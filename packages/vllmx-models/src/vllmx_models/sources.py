@@ -170,8 +170,8 @@ def _download(
 
 
 def _whole_snapshots(repo: str, wanted: Sequence[str]) -> list[str]:
-    """Commits whose snapshot in the cache is complete, newest first: it has the GGUF files named in
-    `wanted`, else config.json and the weights."""
+    """Commits of which the cache has a model, the newest first: all files of `wanted` that are no
+    patterns, else config.json and the weights."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "snapshots"

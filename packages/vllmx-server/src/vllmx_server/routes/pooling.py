@@ -58,6 +58,8 @@ from vllmx_server.schema.pooling import (
     InputFields,
     PoolingFields,
     PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
     is_activated,
 )
 from vllmx_server.state import ServerState, caller_of, client_of, request_id_of, state_of
@@ -80,14 +82,7 @@ class PooledBody(CheckedBody, Protocol):
     def request_id(self) -> str | None: ...
 
 
-class ScoredBody(PooledBody, Protocol):
-    """A body that asks how well texts belong together."""
-
-    def pairs(self) -> list[PoolingText]: ...
-
-
 Body = TypeVar("Body", bound=PooledBody)
-Scored = TypeVar("Scored", bound=ScoredBody)
 Vectors = TypeVar("Vectors", bound=EmbeddingsRequest)
 
 
@@ -197,28 +192,46 @@ async def classify(request: Request) -> Response:
 
 async def score(request: Request) -> Response:
     """How well texts belong together."""
-    body, pooled = await scored(request, SCORE, is_activated)
+    state = state_of(request)
+
+    def prepare(body: ScoreRequest) -> list[PoolingText]:
+        pooler_for("score", state.pooler, state.llm.config.name)
+        return body.pairs()
+
+    body, pairs = await read(request, state, SCORE, prepare)
+    normalize = is_activated(body)
+    pooled = await pool(request, state, body, "score", pairs, normalize=normalize)
     rows = (Score(index=index, score=float(each.values[0])) for index, each in enumerate(pooled))
-    return _answer(request, state_of(request), body, ScoreList, rows, pooled)
+    return _answer(request, state, body, ScoreList, rows, pooled)
 
 
 async def rerank(request: Request) -> Response:
     """Documents by how well they answer a query, the best first."""
-    body, pooled = await scored(request, RERANK, is_activated)
+    state = state_of(request)
+
+    def prepare(body: RerankRequest) -> list[PoolingText]:
+        pooler_for("score", state.pooler, state.llm.config.name)
+        return [PoolingText(body.query, pair=text) for text in body.texts()]
+
+    body, pairs = await read(request, state, RERANK, prepare)
+    normalize = is_activated(body)
+    pooled = await pool(request, state, body, "score", pairs, normalize=normalize)
+    scores = np.array([each.values[0] for each in pooled])
+    order = np.argsort(-scores, kind="stable")[: body.top_n or len(pairs)]
+
     texts = body.texts()
 
-    def row(place: tuple[int, float]) -> Ranked:
-        index, value = place
-        found = Ranked(index=index, relevance_score=value)
+    def row(index: int) -> Ranked:
+        found = Ranked(index=index, relevance_score=float(scores[index]))
         if body.return_documents is not False:
             found.document = RankedText(text=texts[index])
         return found
 
     answer = Ranking(
         id=f"rerank-{request_id_of(request, body)}",
-        model=state_of(request).llm.config.name,
+        model=state.llm.config.name,
         usage=_usage(pooled),
-        results=lazily(map(row, ranking(pooled)[: body.top_n or None])),
+        results=lazily(map(row, order.tolist())),
     )
     return in_pieces(json_pieces(answer))
 
@@ -238,29 +251,6 @@ async def read(
 
     state.check_admission()
     return await read_json(request, state, parse)
-
-
-async def scored(
-    request: Request,
-    decoder: msgspec.json.Decoder[Scored],
-    is_activated: Callable[[Scored], bool],
-) -> tuple[Scored, list[Pooled]]:
-    """The checked body, and the scores of its pairs."""
-    state = state_of(request)
-
-    def prepare(body: Scored) -> list[PoolingText]:
-        pooler_for("score", state.pooler, state.llm.config.name)
-        return body.pairs()
-
-    body, pairs = await read(request, state, decoder, prepare)
-    return body, await pool(request, state, body, "score", pairs, normalize=is_activated(body))
-
-
-def ranking(pooled: Sequence[Pooled]) -> list[tuple[int, float]]:
-    """(index, score) of each, the best first."""
-    scores = [float(each.values[0]) for each in pooled]
-    order = np.argsort(-np.array(scores), kind="stable")
-    return [(index, scores[index]) for index in order.tolist()]
 
 
 async def _written(request: Request, state: ServerState, body: InputFields) -> list[PoolingText]:

@@ -1,10 +1,11 @@
-"""POST /embed and /rerank of text-embeddings-inference (TEI)."""
+"""POST /embed and /rerank as text-embeddings-inference (TEI) has them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 from vllmx_engine.client.pooling import PoolingText
@@ -14,16 +15,8 @@ from vllmx_server.json_pieces import Items, json_pieces
 from vllmx_server.pooling import pooler_for
 from vllmx_server.routes import pooling
 from vllmx_server.routes.by_shape import Endpoint, by_shape
-from vllmx_server.routes.pooling import (
-    check_dimensions,
-    in_pieces,
-    pool,
-    ranking,
-    read,
-    scored,
-    shortened,
-)
-from vllmx_server.schema.tei import EMBED, RANK_TEXTS, EmbedRequest
+from vllmx_server.routes.pooling import check_dimensions, in_pieces, pool, read, shortened
+from vllmx_server.schema.tei import EMBED, RANK_TEXTS, EmbedRequest, RankTextsRequest
 from vllmx_server.state import state_of
 
 
@@ -48,7 +41,8 @@ async def embed(request: Request) -> Response:
 
 
 async def rerank(request: Request) -> Any:
-    """Ranks `documents` (Jina's and Cohere's shape) or `texts` (TEI's) by a query, best first."""
+    """Documents by how well they answer a query, the best first: `documents` in Jina's and Cohere's
+    shape, or `texts` in TEI's."""
     return await by_shape(request, _meant)
 
 
@@ -57,13 +51,21 @@ def _meant(names: Collection[str]) -> Endpoint:
 
 
 async def _rank_texts(request: Request) -> Response:
-    body, pooled = await scored(request, RANK_TEXTS, lambda body: not body.raw_scores)
+    state = state_of(request)
 
-    def row(place: tuple[int, float]) -> RankedByTEI:
-        index, value = place
-        found = RankedByTEI(index=index, score=value)
+    def prepare(body: RankTextsRequest) -> list[PoolingText]:
+        pooler_for("score", state.pooler, state.llm.config.name)
+        return body.pairs()
+
+    body, pairs = await read(request, state, RANK_TEXTS, prepare)
+    pooled = await pool(request, state, body, "score", pairs, normalize=not body.raw_scores)
+    scores = np.array([each.values[0] for each in pooled])
+    order = np.argsort(-scores, kind="stable")
+
+    def row(index: int) -> RankedByTEI:
+        found = RankedByTEI(index=index, score=float(scores[index]))
         if body.return_text:
             found.text = body.texts[index]
         return found
 
-    return in_pieces(json_pieces(Items(map(row, ranking(pooled)))))
+    return in_pieces(json_pieces(Items(map(row, order.tolist()))))

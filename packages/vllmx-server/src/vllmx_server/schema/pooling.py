@@ -200,10 +200,6 @@ class RerankRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
         """The texts of the documents."""
         return [each if isinstance(each, str) else each.text for each in self.documents]
 
-    def pairs(self) -> list[PoolingText]:
-        """The query with each document."""
-        return [PoolingText(self.query, pair=text) for text in self.texts()]
-
 
 def is_activated(body: ClassifyRequest | ScoreRequest | RerankRequest) -> bool:
     """Whether scores are made of what the model gives; unless a request says otherwise."""
