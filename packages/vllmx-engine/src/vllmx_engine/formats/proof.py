@@ -137,7 +137,7 @@ def _conversations(made_of: OutputFormat) -> Iterator[tuple[Sequence[WrittenCall
 
 
 def _ends(made_of: OutputFormat) -> Iterator[str]:
-    """Markers that end calls, except those that end a value, which a string cannot hold."""
+    """Markers that end calls. Markers that end a value are left out: a string cannot hold them."""
     if made_of.calls is None:
         return
     call, calls = made_of.calls.call, made_of.calls
