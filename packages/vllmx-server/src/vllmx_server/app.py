@@ -48,6 +48,7 @@ from vllmx_server.routes import (
     status,
     tei,
     text,
+    tokenizer_info,
     web,
 )
 from vllmx_server.sharing import Sharing
@@ -132,7 +133,7 @@ _ROUTES = (
 )
 WEB_ROUTES = (("GET", "/", web.page), ("GET", web.PREFIX + "{name:path}", web.file))
 """The routes of the web page, which `ServerConfig.web` leaves out; open to those without a key."""
-TOKENIZER_ROUTES = (("GET", "/tokenizer_info", text.tokenizer_info),)
+TOKENIZER_ROUTES = (("GET", "/tokenizer_info", tokenizer_info.tokenizer_info),)
 """The routes of `ServerConfig.enable_tokenizer_info_endpoint`."""
 ROUTES = (*OPERATORS_ROUTES, *_ROUTES, *TOKENIZER_ROUTES)
 ALL_ROUTES = (*ROUTES, *WEB_ROUTES)

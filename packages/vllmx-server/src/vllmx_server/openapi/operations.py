@@ -41,6 +41,7 @@ from vllmx_server.routes import responses as response_routes
 from vllmx_server.routes import status as status_routes
 from vllmx_server.routes import tei as tei_routes
 from vllmx_server.routes import text as text_routes
+from vllmx_server.routes import tokenizer_info as tokenizer_routes
 from vllmx_server.routes import web as web_routes
 from vllmx_server.schema import batches as batch_bodies
 from vllmx_server.schema import chat as chat_bodies
@@ -311,7 +312,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             statuses=(*BODY, 404),
             example={"tokens": [72, 105]},
         ),
-        text_routes.tokenizer_info: Operation(
+        tokenizer_routes.tokenizer_info: Operation(
             TEXT,
             Media(("application/json",)),
             text="There under `--enable-tokenizer-info-endpoint` alone.",

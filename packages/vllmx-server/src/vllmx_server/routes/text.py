@@ -1,8 +1,7 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info."""
+"""POST /tokenize and /detokenize."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -25,8 +24,6 @@ from vllmx_server.state import ServerState, client_of, state_of
 _encode = msgspec.json.Encoder().encode
 _LISTED_TOKENS = 1 << 20
 """Listing a million tokens takes 20 ms, in which no other thread of the process runs."""
-_FOLDERS = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file", "cache_dir")
-"""Entries with paths on the machine of the tokenizer's author."""
 
 
 def most_tokens(state: ServerState) -> int:
@@ -144,22 +141,3 @@ def check_ids(tokens: list[int], vocab_size: int) -> None:
         raise InvalidRequestError(
             f"token id {wrong} is not in the vocabulary of {vocab_size} tokens", param="tokens"
         )
-
-
-async def tokenizer_info(request: Request) -> Response:
-    """The configuration of the tokenizer, as tokenizer_config.json has it, and the chat template
-    that is in use."""
-    state = state_of(request)
-    data = await state.llm.text.run(client_of(request), 0, lambda _: _encoded(state))
-    return Response(data, media_type="application/json")
-
-
-def _encoded(state: ServerState) -> bytes:
-    tokenizer = state.llm.tokenizer
-    found: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.config}
-    for name in _FOLDERS:
-        found.pop(name, None)
-    if state.llm.chat_template is not None:
-        found["chat_template"] = state.llm.chat_template
-    # Not msgspec: such files hold integers of more than 64 bits.
-    return json.dumps(found).encode()
