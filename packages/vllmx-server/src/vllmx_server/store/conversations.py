@@ -16,9 +16,9 @@ from vllmx_server.store.database import Database
 from vllmx_server.store.ids import now
 
 MAX_ITEMS = MAX_MESSAGES
-"""Items of one conversation: a response reads them all at once."""
+"""Items of one conversation, which a response must read in one go."""
 _OVERHEAD = 1024
-"""Bytes counted for a conversation itself, so that empty ones count."""
+"""The bytes that a conversation counts besides its items, so that empty ones count, too."""
 _ITEM_OVERHEAD = 64
 _encode = msgspec.json.Encoder().encode
 _decode_item = msgspec.json.Decoder(InputItem).decode
@@ -237,7 +237,7 @@ class Conversations:
         items: Sequence[InputItem],
         spare: int,
     ) -> list[InputItem]:
-        """An item whose id is taken gets a new one."""
+        """An item whose id another one has gets a new one."""
         query = "SELECT id FROM items WHERE conversation = ?"
         taken = {row[0] for row in connection.execute(query, (conversation_id,))}
         if len(taken) + len(items) > MAX_ITEMS + spare:
