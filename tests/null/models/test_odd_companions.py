@@ -85,7 +85,7 @@ def test_an_odd_tokenizer_is_a_typed_error(folder: Path, name: str) -> None:
         "x" * ((1 << 20) + 1),
         [{"name": "default"}],
         [{"name": 1, "template": "x"}],
-        {"default": "x"},
+        {"default": 5},
         5,
         "\ud800",
     ],

@@ -132,6 +132,8 @@ def _tokens(
 ) -> tuple[list[str], list[int]]:
     """All tokens by id, ids without one filled, and their types."""
     ids = dict(files.tokenizer["model"]["vocab"])
+    if not ids:
+        raise WeightFormatError("tokenizer.json has no tokens: download it again")
     ids |= {token["content"]: token["id"] for token in files.added}
     for token, index in ids.items():
         if not isinstance(token, str) or type(index) is not int or not 0 <= index < vocab_size:
@@ -139,8 +141,6 @@ def _tokens(
                 f"the tokenizer has the id {shown(index)} for {shown(token)}, the model's go from 0"
                 f" to {vocab_size - 1}: they are not of one model"
             )
-    if not ids:
-        raise WeightFormatError("tokenizer.json has no tokens: download it again")
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     types = [UNUSED] * vocab_size
     for token, index in ids.items():
