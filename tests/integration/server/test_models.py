@@ -71,17 +71,19 @@ def is_shown_loaded(server: RunningServer, model: str) -> bool:
 
 
 def test_requests_go_to_the_model_that_they_name(models: RunningServer) -> None:
-    assert states(models) == {"one": "loaded", "two": "unloaded", "broken": "unloaded"}
+    loaded, others = dict.fromkeys(("one", "uno"), "loaded"), ("two", "due", "broken")
+    assert states(models) == loaded | dict.fromkeys(others, "unloaded")
     for name, wanted in ((None, "one"), ("one", "one"), ("uno", "one"), ("due", "two")):
         answer = ask(models, name)
         assert answer.status_code == 200, answer.text
         assert answer.json()["model"] == wanted
     missing = ask(models, "three")
     assert missing.status_code == 404
-    assert "served: " in missing.json()["error"]["message"]
+    assert "served: 'one', 'uno', 'two', 'due'" in missing.json()["error"]["message"]
     assert states(models)["two"] == "loaded"
     card = models.get("/v1/models/due").json()
-    assert (card["id"], card["max_model_len"], card["aliases"]) == ("two", 256, ["due"])
+    assert (card["id"], card["max_model_len"], card["aliases"]) == ("due", 256, ["two"])
+    assert card["root"] == models.get("/v1/models/two").json()["root"]
     assert card["size_bytes"] > 0
     text = models.get("/metrics").text
     for name in ("one", "two"):

@@ -27,10 +27,11 @@ async def test_a_model_that_generates_answers_its_shapes(served: Served) -> None
         assert "messages or prompt" in refused.json()["error"]["message"]
     wrong = await served.client.post("/invocations", json={**HELLO, "nonsense": 1})
     assert wrong.json()["error"]["param"] == "nonsense"
-    for content in (b"{", b"[1]"):
+    for content, why in ((b'{"prompt":', "not valid JSON"), (b"[1]", "expected `object`")):
         headers = {"content-type": "application/json"}
         bad = await served.client.post("/invocations", content=content, headers=headers)
         assert bad.status_code == 400
+        assert why in bad.json()["error"]["message"]
     large = {**HELLO, "messages": [{"role": "user", "content": " " * 200_000}]}
     assert (await served.client.post("/invocations", json=large)).status_code == 400
     await served.becomes_idle()

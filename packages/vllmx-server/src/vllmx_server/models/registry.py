@@ -78,7 +78,9 @@ class Models:
         default = self._configs[0].name
         own = default if name is None else self._names.get(name, name)
         if own != default and own not in self._entries:
-            served = listing([model.name for model in self._configs])
+            served = listing(
+                [each for model in self._configs for each in (model.name, *model.aliases)]
+            )
             raise ModelNotFoundError(
                 f"model {shown(name)} is not served here; served: {served}", param="model"
             )

@@ -11,7 +11,7 @@ from msgspec import UNSET, Raw, UnsetType
 from starlette.requests import Request
 
 from vllmx_server.body import INLINE_BYTES, read_body, unread
-from vllmx_server.schema.json_weight import check_weight
+from vllmx_server.schema.decode import decode
 from vllmx_server.state import client_of, state_of
 
 Endpoint = Callable[[Request], Awaitable[Any]]
@@ -31,7 +31,7 @@ class _Fields(msgspec.Struct):
     task: Raw | UnsetType = UNSET
 
 
-_decode = msgspec.json.Decoder(_Fields).decode
+_FIELDS = msgspec.json.Decoder(_Fields)
 
 
 async def by_shape(request: Request, choose: Callable[[Collection[str]], Endpoint]) -> Any:
@@ -46,14 +46,8 @@ async def by_shape(request: Request, choose: Callable[[Collection[str]], Endpoin
 
 
 def _names(data: bytes) -> frozenset[str]:
-    """The fields of a body; none of one that cannot be read, which the endpoint refuses. Raises
-    InvalidRequestError for a body with more values than are decoded."""
-    if len(data) > INLINE_BYTES:
-        check_weight(data)
-    try:
-        found = _decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return frozenset()
+    """The fields of a body. Raises InvalidRequestError for one that cannot be read."""
+    found = decode(data, _FIELDS)
     fields = ((name, getattr(found, name)) for name in found.__struct_fields__)
     return frozenset(
         name for name, value in fields if value is not UNSET and bytes(value) != b"null"

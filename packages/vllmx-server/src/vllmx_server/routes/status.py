@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from vllmx_core.config import DEMO_MODEL
-from vllmx_core.errors import ModelNotFoundError, shown
+from vllmx_core.errors import ModelNotFoundError, listing, shown
 
 from vllmx_server import __version__
 from vllmx_server.answers.status import Health, ModelCard, ModelList, Version
@@ -43,9 +43,19 @@ def _modalities(takes_images: bool) -> list[Literal["text", "image"]]:
 
 
 async def models(request: Request) -> Response:
-    """The models that are served."""
-    state = state_of(request)
-    return _json(ModelList(data=[_card(state), *await _others(state)]))
+    """The models that are served, with a card for each of their names."""
+    return _json(ModelList(data=await _cards(state_of(request))))
+
+
+async def _cards(state: ServerState) -> list[ModelCard]:
+    """A card for each name, as clients look for the one that they were given."""
+    cards = [_card(state), *await _others(state)]
+    return [_called(name, card) for card in cards for name in (card.id, *card.aliases)]
+
+
+def _called(name: str, card: ModelCard) -> ModelCard:
+    others = tuple(each for each in (card.id, *card.aliases) if each != name)
+    return msgspec.structs.replace(card, id=name, aliases=others)
 
 
 async def _others(state: ServerState) -> list[ModelCard]:
@@ -73,16 +83,12 @@ async def model(request: Request) -> Response:
     """One model."""
     state = state_of(request)
     name = request.path_params["name"]
-    if state.models is not None:
-        name = state.models.name_of(name)
-        others = {card.id: card for card in await _others(state)}
-        if name in others:
-            return _json(others[name])
-    if name != state.llm.config.name:
+    cards = {card.id: card for card in await _cards(state)}
+    if name not in cards:
         raise ModelNotFoundError(
-            f"model {shown(name)} is not served here; served: {state.llm.config.name}"
+            f"model {shown(name)} is not served here; served: {listing(cards)}", param="model"
         )
-    return _json(_card(state))
+    return _json(cards[name])
 
 
 async def live(request: Request) -> Response:
