@@ -157,6 +157,14 @@ def test_tokens_that_another_file_declares_are_kept(folder: Path, name: str) -> 
         assert tokenizer.encode("a <more> b")[1:-1].count(4095) == 1
 
 
+def test_bytes_that_are_spelt_as_characters_need_no_fallback(folder: Path) -> None:
+    edit(folder, "tokenizer.json", lambda content: content["model"].update(byte_fallback=True))
+    convert(folder)
+    read_back, _, _ = read(folder.parent / "out.gguf")
+    for text in ("Hello <think> world", "  two\n\n lines", "café 😀"):
+        assert read_back.encode(text) == Tokenizer.from_folder(folder).encode(text)
+
+
 def test_chat_templates_of_all_files_are_kept(folder: Path) -> None:
     legacy = {"chat_template": {"default": "old", "rag": "{{ rag }}"}}
     edit(folder, "chat_template.json", lambda content: content.update(legacy))

@@ -126,14 +126,14 @@ class Files:
         if num_files >= self._quota.num_files:
             raise StorageFullError(
                 f"{num_files} files are kept for this key, the limit is {self._quota.num_files}:"
-                " delete files, or raise --max-stored-files"
+                " delete files or batches of Messages, or raise --max-stored-files"
             )
         taken, wanted = known.num_bytes + sum(arriving), num_bytes + _FILE_BYTES
         if taken + wanted > self._quota.num_bytes:
             raise StorageFullError(
                 f"{taken} bytes of files are kept for this key, {wanted} more would be over the"
                 f" limit of {self._quota.num_bytes}, where each file counts for {_FILE_BYTES} more"
-                " than it has: delete files, or raise --max-stored-bytes"
+                " than it has: delete files or batches of Messages, or raise --max-stored-bytes"
             )
         self._arriving.setdefault(owner, []).append(wanted)
 

@@ -82,7 +82,9 @@ def _stated(
         raise UnsupportedModelError(
             f"the tokenizer is of the kind {model['type']!r}; BPE tokenizers can be written"
         )
-    sentencepiece = bool(model.get("byte_fallback"))
+    sentencepiece = bool(model.get("byte_fallback")) and not _is_byte_level(
+        tokenizer.get("pre_tokenizer")
+    )
     tokens, types = _tokens(files, vocab_size, sentencepiece)
     ids = {token: index for index, token in enumerate(tokens)}
     merges = [_merge(pair, model["vocab"]) for pair in model["merges"]]
@@ -109,6 +111,16 @@ def _stated(
     )
     metadata = {f"tokenizer.ggml.{key}": value for key, value in found.items()}
     return StatedTokenizer(metadata | _templates(files.templates), lost)
+
+
+def _is_byte_level(part: Mapping[str, Any] | None) -> bool:
+    """Whether a pre-tokenizer spells bytes as characters, so that no byte needs a token to fall
+    back to, whatever the model says."""
+    if part is None:
+        return False
+    if part["type"] == "Sequence":
+        return any(map(_is_byte_level, part["pretokenizers"]))
+    return bool(part["type"] == "ByteLevel")
 
 
 def _ends(
