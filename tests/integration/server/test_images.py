@@ -173,6 +173,12 @@ def test_too_many_images(seeing: RunningServer) -> None:
     parts = [part(data_url(GOOD))] * (MAX_IMAGES + 1)
     error = openai_error(seeing.post("/v1/chat/completions", chat(*parts)))
     assert "3 images, at most 2" in error["message"]
+    image = {"type": "input_image", "image_url": data_url(GOOD)}
+    body = {"model": "seeing", "input": [{"role": "user", "content": [image] * 3}]}
+    for route in ("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact"):
+        error = openai_error(seeing.post(route, body))
+        assert "3 images" in error["message"]
+        assert error["param"].startswith("input"), route
     spread = chat(*parts[:2])
     spread["messages"] += chat(parts[0])["messages"]
     assert "3 images" in openai_error(seeing.post("/v1/chat/completions", spread))["message"]

@@ -223,6 +223,14 @@ def test_a_branch_that_names_no_snapshot_of_the_cache(
     assert f"the cache has {COMMIT} of it whole: --revision {COMMIT} loads that" in answer["error"]
     again, _ = snapshot(tmp_path, endpoint, model, COMMIT, HF_HUB_OFFLINE="1")
     assert again["path"] == before["path"]
+    if ":" not in model:  # a download of a newer commit that broke off
+        ref.write_text(half.name)
+        answer, _ = snapshot(tmp_path, endpoint, model, HF_HUB_OFFLINE="1")
+        assert f"--revision {COMMIT} loads that" in answer["error"]
+    kept = half.with_name("kept")
+    half.with_name(COMMIT).rename(kept)
+    again, _ = snapshot(tmp_path, endpoint, model, "kept", HF_HUB_OFFLINE="1")
+    assert Path(again["path"]).is_relative_to(kept)
 
 
 @pytest.mark.parametrize(

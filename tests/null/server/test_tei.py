@@ -59,6 +59,11 @@ async def test_vectors_as_tei_gives_them(pooling: Served) -> None:
     response = await pooling.client.post("/embed", json=long)
     assert response.status_code == 400
     assert "over 50 tokens" in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == "inputs"
+    for name in ("texts", "documents"):
+        body = {"query": "a" * 60, name: ["b"]}
+        response = await pooling.client.post("/rerank", json=body)
+        assert response.json()["error"]["param"] == name
     await ask(pooling, "/embed", inputs="a", truncate=True, truncation_direction="Right")
     assert isinstance(pooling.state.pooler, LetterPooler)
     assert pooling.state.pooler.options is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,16 @@ def hub_snapshot(model: str, revision: str | None, progress: bool) -> Path | Non
     if not is_repo_id(model):
         return None
     folder = _download(model, revision, progress, ALLOW, IGNORE)
-    if folder is not None and next(folder.glob("*.safetensors"), None) is None:
-        _refuse_choice(model, revision)
+    if folder is not None and not _is_whole(folder):
+        if next(folder.glob("*.safetensors"), None) is None:
+            _refuse_choice(model, revision)
+        whole = _whole_snapshots(model, ALLOW)
+        if whole:
+            raise ModelNotFoundError(
+                f"model {model!r} lacks files in the cache's snapshot {folder.name};"
+                f" {_which_loads(whole)}",
+                param="model",
+            )
     return folder
 
 
@@ -159,41 +167,48 @@ def _download(
     except Exception as error:  # the errors of its HTTP client share no base with its own
         reason = unreachable_model(repo, revision, error)
         whole = _whole_snapshots(repo, allow)
-        if not whole or revision in whole:
+        if not whole:
             raise reason from error
+        if revision in whole:  # the hub's client asks the network what such a name is
+            return whole[revision]
         raise ModelNotFoundError(
-            f"{reason.message}; the cache has {', '.join(whole)} of it whole: --revision {whole[0]}"
-            " loads that",
-            param="model",
+            f"{reason.message}; {_which_loads(whole)}", param="model"
         ) from error
     return Path(folder)
 
 
-def _whole_snapshots(repo: str, wanted: Sequence[str]) -> list[str]:
-    """Commits of which the cache has a model, the newest first: all files of `wanted` that are no
-    patterns, else config.json and the weights."""
+def _which_loads(whole: Mapping[str, Path]) -> str:
+    return (
+        f"the cache has {', '.join(whole)} of it whole: --revision {next(iter(whole))} loads that"
+    )
+
+
+def _whole_snapshots(repo: str, wanted: Sequence[str]) -> dict[str, Path]:
+    """Folders by the commits of which the cache has a model, the newest first: all files of
+    `wanted` that are no patterns, else config.json and the weights."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "snapshots"
     named = [name for name in wanted if "*" not in name and name.endswith(".gguf")]
-
-    def is_whole(snapshot: Path) -> bool:
-        if named:
-            return all((snapshot / name).is_file() for name in named)
-        if not (snapshot / "config.json").is_file():
-            return False
-        try:
-            names = weight_files(snapshot)
-        except (ModelNotFoundError, WeightFormatError):
-            return False
-        return bool(names) and all((snapshot / name).is_file() for name in names)
-
     try:
-        found = [each for each in folder.iterdir() if is_whole(each)]
+        found = [each for each in folder.iterdir() if _is_whole(each, named)]
         found.sort(key=lambda each: each.stat().st_mtime, reverse=True)
     except OSError:
-        return []
-    return [each.name for each in found]
+        return {}
+    return {each.name: each for each in found}
+
+
+def _is_whole(snapshot: Path, named: Sequence[str] = ()) -> bool:
+    """Whether a folder has the files `named`; without any, config.json and the weights."""
+    if named:
+        return all((snapshot / name).is_file() for name in named)
+    if not (snapshot / "config.json").is_file():
+        return False
+    try:
+        names = weight_files(snapshot)
+    except (ModelNotFoundError, WeightFormatError):
+        return False
+    return bool(names) and all((snapshot / name).is_file() for name in names)
 
 
 def _silent_bar() -> type[Any]:

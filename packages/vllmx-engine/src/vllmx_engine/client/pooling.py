@@ -121,7 +121,8 @@ class PoolingBuilder:
             at_least = "" if error.exact else "at least "
             raise ContextLengthError(
                 f"the text has {at_least}{error.num_tokens} tokens, the model takes {limit}:"
-                " shorten it, or set truncate_prompt_tokens to -1",
+                " shorten it, or have it cut (truncate_prompt_tokens: -1, in TEI's routes truncate:"
+                " true)",
                 param="input",
             ) from None
         if not ids:

@@ -35,6 +35,7 @@ from vllmx_server.body import CheckedBody, body_bytes, checked, read_json
 from vllmx_server.chat_call import check_template
 from vllmx_server.deadline import deadline_of
 from vllmx_server.disconnect import while_there
+from vllmx_server.field_names import RERANK_FIELDS
 from vllmx_server.generation import Usage
 from vllmx_server.json_pieces import json_pieces
 from vllmx_server.keys.admitted import BYTES_OF_TOKEN
@@ -215,7 +216,8 @@ async def rerank(request: Request) -> Response:
 
     body, pairs = await read(request, state, RERANK, prepare)
     normalize = is_activated(body)
-    pooled = await pool(request, state, body, "score", pairs, normalize=normalize)
+    with RERANK_FIELDS.told():
+        pooled = await pool(request, state, body, "score", pairs, normalize=normalize)
     scores = np.array([each.values[0] for each in pooled])
     order = np.argsort(-scores, kind="stable")[: body.top_n or len(pairs)]
 

@@ -50,7 +50,8 @@ async def input_tokens(request: Request) -> Response:
         encoding = state.llm.encode_chat(
             call.conversation, call.options, False, client, body_bytes(request), most_tokens(state)
         )
-        tokens = await while_there(request.receive, encoding)
+        with RESPONSES_FIELDS.told():
+            tokens = await while_there(request.receive, encoding)
         admitted.num_tokens = len(tokens)
     return answer(CountedInput(input_tokens=len(tokens)))
 

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from vllmx_engine.client.pooling import PoolingText
 
 from vllmx_server.answers.pooling import RankedByTEI
+from vllmx_server.field_names import TEI_EMBED_FIELDS, TEI_RERANK_FIELDS
 from vllmx_server.json_pieces import Items, json_pieces
 from vllmx_server.pooling import pooler_for
 from vllmx_server.routes import pooling
@@ -31,9 +32,10 @@ async def embed(request: Request) -> Response:
 
     body, inputs = await read(request, state, EMBED, prepare)
     normalize = body.normalize is not False
-    pooled = await pool(
-        request, state, body, "embed", inputs, normalize=normalize, prompt_name=body.prompt_name
-    )
+    with TEI_EMBED_FIELDS.told():
+        pooled = await pool(
+            request, state, body, "embed", inputs, normalize=normalize, prompt_name=body.prompt_name
+        )
     rows = (
         shortened(each.values, body.dimensions, normalize=normalize).tolist() for each in pooled
     )
@@ -58,7 +60,8 @@ async def _rank_texts(request: Request) -> Response:
         return body.pairs()
 
     body, pairs = await read(request, state, RANK_TEXTS, prepare)
-    pooled = await pool(request, state, body, "score", pairs, normalize=not body.raw_scores)
+    with TEI_RERANK_FIELDS.told():
+        pooled = await pool(request, state, body, "score", pairs, normalize=not body.raw_scores)
     scores = np.array([each.values[0] for each in pooled])
     order = np.argsort(-scores, kind="stable")
 
