@@ -144,8 +144,13 @@ async def test_another_process_asks_the_same_desk(tmp_path: Path) -> None:
 
 async def test_who_may_and_who_may_not(tmp_path: Path, make_server: MakeServer) -> None:
     path = key_file(tmp_path, ann={}, bob={"models": ["other"]}, eve={"priority_range": "5:9"})
-    async with make_server({"api_keys_file": path, "api_key": ("plain",)}) as served:
+    flags = {"api_keys_file": path, "api_key": ("plain",), "enable_tokenizer_info_endpoint": True}
+    async with make_server(flags) as served:
         assert (await ask(served, None)).status_code == 401
+        for name, status in (("ann", 200), ("bob", 403)):
+            headers = {"authorization": f"Bearer secret-{name}"}
+            told = await served.client.get("/tokenizer_info", headers=headers)
+            assert told.status_code == status
         assert (await ask(served, "nobody")).status_code == 401
         assert (await ask(served, "ann")).status_code == 200
         forbidden = await ask(served, "bob")

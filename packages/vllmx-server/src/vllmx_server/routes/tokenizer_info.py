@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vllmx_server.state import ServerState, client_of, state_of
+from vllmx_server.state import ServerState, client_of, holder_of, state_of
 
 _FOLDERS = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file", "cache_dir")
 """Entries that name files of whoever wrote the tokenizer."""
@@ -16,8 +16,9 @@ _FOLDERS = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file", "cach
 
 async def tokenizer_info(request: Request) -> Response:
     """The configuration of the tokenizer, as tokenizer_config.json has it, and the chat template
-    that is in use."""
+    that is in use. Raises ForbiddenError for a key that may not use the model."""
     state = state_of(request)
+    holder_of(request).check_model(*state.names)
     data = await state.llm.text.run(client_of(request), 0, lambda _: _encoded(state))
     return Response(data, media_type="application/json")
 
