@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import quote
 
 import openai
 import pytest
@@ -102,6 +103,28 @@ async def test_ids_are_unique_in_a_conversation(served: Served) -> None:
     ids = [item["id"] for item in await listed(served, name)]
     assert ids[0] == "m1"
     assert len(set(ids)) == len(ids) == 4
+
+
+async def test_a_conversation_alone_says_what_is_asked(served: Served) -> None:
+    name = await begin(served, HELLO)
+    body = {"model": "fake", "max_output_tokens": 2, "conversation": name}
+    assert (await served.client.post("/v1/responses", json=body)).status_code == 200
+    assert [item["role"] for item in await listed(served, name)] == ["user", "assistant"]
+    for past in ({}, {"conversation": await begin(served)}):
+        alone = {"model": "fake", "max_output_tokens": 2, **past}
+        refused = await served.client.post("/v1/responses", json=alone)
+        assert refused.status_code == 400, refused.text
+        assert refused.json()["error"]["param"] == "input"
+
+
+@pytest.mark.parametrize("odd", ["a/b", "..", ".", "/", "c%d 😀", "a..b"])
+async def test_every_id_of_an_item_names_it_in_paths(served: Served, odd: str) -> None:
+    name = await begin(served, {**HELLO, "id": odd})
+    (item,) = await listed(served, name)
+    assert (item["id"] == odd) == (odd in ("c%d 😀", "a..b"))
+    path = f"/v1/conversations/{name}/items/{quote(item['id'], safe='')}"
+    assert (await served.client.get(path)).json() == item
+    assert (await served.client.delete(path)).status_code == 200
 
 
 async def test_items_in_pages(served: Served) -> None:

@@ -97,7 +97,8 @@ class ResponsesRequest(GeneratingFields, kw_only=True, forbid_unknown_fields=Tru
     """OpenAI's Responses with vLLM's sampling fields."""
 
     model: str | None = None
-    input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)] = ""
+    """Nothing: what is stored of the conversation says it all."""
     instructions: str | None = None
     previous_response_id: Annotated[str, Meta(max_length=64)] | None = None
     conversation: Annotated[str, Meta(min_length=1, max_length=64)] | ConversationName | None = None

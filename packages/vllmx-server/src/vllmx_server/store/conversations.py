@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Sequence
 
@@ -20,6 +21,8 @@ MAX_ITEMS = MAX_MESSAGES
 _OVERHEAD = 1024
 """The bytes that a conversation counts besides its items, so that empty ones count, too."""
 _ITEM_OVERHEAD = 64
+_IN_A_PATH = re.compile(r"(?=.*[^.])[^/]+", re.DOTALL)
+"""Ids by which an item can be retrieved and deleted: a slash divides, dots lead elsewhere."""
 _encode = msgspec.json.Encoder().encode
 _decode_item = msgspec.json.Decoder(InputItem).decode
 _decode_metadata = msgspec.json.Decoder(dict[str, str]).decode
@@ -237,7 +240,7 @@ class Conversations:
         items: Sequence[InputItem],
         spare: int,
     ) -> list[InputItem]:
-        """An item whose id another one has gets a new one."""
+        """An item whose id another one has, or no path can name, gets a new one."""
         query = "SELECT id FROM items WHERE conversation = ?"
         taken = {row[0] for row in connection.execute(query, (conversation_id,))}
         if len(taken) + len(items) > MAX_ITEMS + spare:
@@ -248,7 +251,7 @@ class Conversations:
             )
         kept = []
         for item in items:
-            if item.id in taken:
+            if item.id in taken or not _IN_A_PATH.fullmatch(item.id or ""):
                 item = msgspec.structs.replace(item, id=new_item_id(item))
             taken.add(item.id)
             kept.append(item)
