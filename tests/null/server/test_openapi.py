@@ -131,7 +131,9 @@ async def test_the_document_of_a_server_is_its_own(make_server: MakeServer) -> N
     generating = {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"}
     async with make_server(engine={"max_logprobs": 7}) as served:
         shown = await document_of(served)
-        assert served_paths(shown) == generating | {"/v1/messages/count_tokens"}
+        of_responses = {"/v1/responses/input_tokens", "/v1/responses/compact"}
+        others = {"/v1/messages/count_tokens", *of_responses}
+        assert served_paths(shown) == generating | others
         assert shown["paths"]["/v1/embeddings"]["post"]["x-served"] is False
         assert shown["paths"]["/v1/models"]["get"]["security"] == []
         assert shown["paths"]["/shutdown"]["post"]["security"] == with_key
@@ -141,8 +143,9 @@ async def test_the_document_of_a_server_is_its_own(make_server: MakeServer) -> N
         assert field(shown, "MessagesRequest", "seed")["maximum"] == (1 << 64) - 1
         served.state.pooler = LetterPooler("embed")
         shown = await document_of(served)
-        assert served_paths(shown) == {"/v1/embeddings", "/pooling"}
-        assert field(shown, "EmbeddingsRequest", "dimensions")["maximum"] == 8
+        assert served_paths(shown) == {"/v1/embeddings", "/pooling", "/embed"}
+        for kind in ("EmbeddingsRequest", "EmbedRequest"):
+            assert field(shown, kind, "dimensions")["maximum"] == 8
     async with make_server({"api_key": ("k",)}) as served:
         shown = await document_of(served, authorization="Bearer k")
         files = {"/docs/{name}": "/docs/page.css", "/web/{name}": "/web/app.js"}

@@ -157,6 +157,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             input_bodies.InputTokensRequest,
             statuses=(*BODY, 404),
             example={"input": "Hello!"},
+            task="generate",
         ),
         input_routes.compact: Operation(
             GENERATING,
@@ -164,6 +165,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             input_bodies.CompactRequest,
             statuses=GENERATES,
             example={"input": "Hello!"},
+            task="generate",
         ),
         response_routes.retrieve: Operation(
             STORED,
