@@ -297,3 +297,24 @@ async def test_what_forbids_all_tokens_is_the_clients(
     response = await served.post("/v1/completions", prompt="x", max_tokens=8, **fields)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["code"] in ("invalid_request", "invalid_grammar")
+
+
+async def test_numbers_of_queries_have_the_bounds_of_the_document(served: Served) -> None:
+    paths = (await served.client.get("/openapi.json")).json()["paths"]
+    found = [
+        (path, query["name"], query["schema"])
+        for path, item in paths.items()
+        for query in item.get("get", {}).get("parameters", ())
+        if query["schema"].get("type") == "integer"
+    ]
+    assert {name for _, name, _ in found} == {"limit", "starting_after"}
+    for path, name, schema in found:
+        low, high = schema["minimum"], schema["maximum"]
+        missing = 404 if "{" in path else 200  # nothing has the id "x"
+        for value in (low, high, low - 1, high + 1, "1e0", "1.5", "NaN", "", "٣", "9" * 5000):
+            url = path.replace("{id}", "x")
+            response = await served.client.get(url, params={name: str(value)})
+            is_inside = isinstance(value, int) and low <= value <= high
+            assert response.status_code in ({missing} if is_inside else {400, 404}), (path, value)
+            if response.status_code == 400 and not path.startswith("/v1/messages"):
+                assert response.json()["error"]["param"] == name
