@@ -155,3 +155,9 @@ def test_a_format_that_nobody_recorded_is_found_and_used() -> None:
     assert found.format.calls is not None
     expected = [(call.name, dict(call.arguments)) for call in CALLS]
     assert read(found.format.calls, write_calls(found.format.calls, CALLS)) == expected
+
+
+def test_escapes_of_html_in_arguments_are_no_accident() -> None:
+    renderings = Renderings(ChatTemplate((TEMPLATES / "qwen3.jinja").read_text("utf-8")))
+    text = renderings.calls([WrittenCall("zqnamea", {"zqkeya": "a &#34; b &lt;"})])
+    assert "a &#34; b &lt;" in text

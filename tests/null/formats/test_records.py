@@ -111,6 +111,23 @@ def test_tagged_strings_stream_as_they_come() -> None:
         assert found.tool_calls[0].arguments == '{"city": "' + "a" * 20
 
 
+def test_tagged_strings_hold_the_markers_of_their_ends() -> None:
+    """A marker that neither another argument nor the end of the call follows is part of it."""
+    for spec in FORMATS:
+        made_of = spec.load()
+        calls = made_of.calls
+        if calls is None or not isinstance(calls.call, NamedCall):
+            continue
+        if not isinstance(tags := calls.call.arguments, TaggedArguments):
+            continue
+        end = tags.value_end.strip()
+        city = f'print("{end}")  # {end} and {end}\n{end * 2}x'
+        arguments = {"city": city, "when": f"{end}."}
+        text = write_answer(made_of, calls=[WrittenCall("get_weather", arguments, "a"), CALLS[1]])
+        for size in (0, 1, 2, 3, 7):
+            assert parts(read(made_of, text, size))[2] == [("get_weather", arguments), ("now", {})]
+
+
 HARMONY_TEXT = (
     "<|channel|>analysis<|message|>Let me see<|end|><|start|>assistant<|channel|>commentary"
     "<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather"

@@ -225,6 +225,32 @@ def test_tools_and_documents() -> None:
     assert prompt == renderer(chatml(), source, "keep").render([user("x")], options)
 
 
+@pytest.mark.parametrize(
+    "printed",
+    [
+        "{{ tools }}",
+        "{{ tools[0] }}",
+        "{{ 'a' ~ tools }}",
+        "{{ tools | string }}",
+        "{{ tools | string | tojson }}",
+        "{{ tools | join(', ') }}",
+        "{{ tools | trim }}",
+        "{{ tools | string | trim }}",
+        "{{ tools | replace('zq', '') }}",
+        "{% for key, value in tools[0].items() %}{{ value }}{% endfor %}",
+    ],
+)
+def test_what_templates_print_as_python_does(printed: str) -> None:
+    """Python escapes the marks in texts that it prints."""
+    parameters = {"type": "object", "properties": {}, "description": f"\\ufdd0 \\\\{END}'\"é"}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    prompt = renderer(chatml(), printed).render([user("x")], ChatOptions(tools=[tool]))
+    assert texts_of(prompt) == [END]
+    assert prompt == renderer(chatml(), printed, "keep").render(
+        [user("x")], ChatOptions(tools=[tool])
+    )
+
+
 def test_a_template_of_the_request_and_its_own_tags() -> None:
     tokenizer = chatml()
     for source, texts in (

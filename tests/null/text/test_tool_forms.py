@@ -115,9 +115,20 @@ def test_a_tool_is_made_simpler_only_as_far_as_the_template_needs(
 
 
 def test_what_renders_is_left_as_it_is() -> None:
+    """But for fields that are null, which count as left out."""
     template = ChatTemplate("{{ tools | tojson }}")
-    for tool in TOOLS.values():
+    for name, tool in TOOLS.items():
+        if name in ("nulls", "required null"):
+            continue
         assert json.loads(template.render([user("hi")], [tool])) == [tool]
+    nulls = {
+        "description": None,
+        "parameters": {"type": "object", "required": None},
+        "strict": None,
+    }
+    tool = {"type": "function", "function": {"name": "f", **nulls}}
+    bare = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    assert json.loads(template.render([user("hi")], [tool])) == [bare]
 
 
 def test_the_first_error_is_told_and_tries_share_their_time() -> None:
@@ -234,3 +245,72 @@ def test_results_find_their_calls() -> None:
     turns = [user("x"), assistant(None, tool_calls=calls), *results]
     first, second, rest = ChatTemplate(source).render(turns).split(",")
     assert rest == f"{second}=g;{first}=f;"
+
+
+# --- histories as other providers write them ------------------------------------------------------
+def told(call_id: str | None, content: Any) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def calling(*calls: dict[str, Any], content: Any = None) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "tool_calls": list(calls)}
+
+
+def past_call(name: str, call_id: str | None, arguments: Any = "{}") -> dict[str, Any]:
+    return {"id": call_id, "function": {"name": name, "arguments": arguments}}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_results_in_parts_and_without_content_are_no_python(name: str) -> None:
+    """Some templates take parts from users alone, and content that is none from the model alone."""
+    template = ChatTemplate(SOURCES[name].read_text(), MARKS)
+    turns = [user("Hi"), calling(past_call("f1", CALL_ID))]
+    try:
+        template.render([*turns, told(CALL_ID, "")], [TOOLS["no parameters"]])
+    except TemplateError:
+        pytest.skip("it takes no calls")
+    for content in ([{"type": "text", "text": "zqa"}, {"type": "text", "text": "zqb"}], None, []):
+        prompt = template.render([*turns, told(CALL_ID, content)], [TOOLS["no parameters"]])
+        behind = prompt.rpartition("Hi")[2]
+        assert "'type'" not in behind
+        assert "None" not in behind
+        assert not content or "zqa" not in behind or "zqb" in behind
+
+
+ONE_CALL = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}"
+    "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
+    "{% set c = m.tool_calls[0] %}{{ m.content or '' }}{{ c.type }}:{{ c.function.name }}"
+    "{% elif m.role == 'system' and not loop.first %}{{ raise_exception('one system') }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("ids", [("a", "b"), (None, None)])
+def test_parallel_calls_for_templates_that_take_one(ids: tuple[str | None, str | None]) -> None:
+    results = [told(ids[1], "rg"), told(ids[0], "rf")]
+    if ids[0] is None:
+        results.reverse()
+    turn = calling(past_call("f", ids[0]), past_call("g", ids[1]), content="so")
+    prompt = ChatTemplate(ONE_CALL).render([user("Hi"), turn, *results, user("Go")])
+    assert prompt == (
+        "[user]Hi[assistant]sofunction:f[tool]rf[assistant]function:g[tool]rg[user]Go"
+    )
+
+
+def test_several_system_messages_for_templates_that_take_one() -> None:
+    turns = [{"role": role, "content": role} for role in ("system", "developer")]
+    prompt = ChatTemplate(ONE_CALL).render([*turns, user("Hi")])
+    assert prompt == "[system]system\n\ndeveloper[user]Hi"
+    with pytest.raises(TemplateError, match="one system"):
+        ChatTemplate(ONE_CALL).render([user("Hi"), *turns])
+
+
+@pytest.mark.parametrize("arguments", [None, "", "  ", "null", "{}", {}])
+def test_calls_without_arguments(arguments: Any) -> None:
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{% for key, value in"
+        " c.function.arguments.items() %}{{ key }}{% endfor %}<{{ c.id }}>{% endfor %}{% endfor %}"
+    )
+    turns = [user("Hi"), calling(past_call("f", None, arguments))]
+    assert ChatTemplate(source).render(turns) == "<>"

@@ -205,12 +205,12 @@ class CallReader:
             ends = _value_ends(tags.quotes[1]) if is_quoted else ends
         if told or is_quoted or (told is None and is_string(self._tools, name, key)):
             emit('"')
-            yield from passed_on(cursor, ends, lambda text: emit(escaped(text)))
+            yield from self._value_text(tags, ends, lambda text: emit(escaped(text)))
             emit('"')
         else:
             parts: list[str] = []
             try:
-                yield from passed_on(cursor, ends, parts.append)
+                yield from self._value_text(tags, ends, parts.append)
             except TextEndError:
                 emit("".join(parts))
                 raise
@@ -218,6 +218,34 @@ class CallReader:
         if is_quoted and tags.quotes is not None:
             yield from cursor.take(tags.quotes[1])
         yield from cursor.take(tags.value_end)
+
+    def _value_text(
+        self, tags: TaggedArguments, ends: Triggers, emit: Callable[[str], None]
+    ) -> Steps[None]:
+        """Gives the text of a value as it comes. A marker in it that neither another argument nor
+        the end of the call follows is part of it: values are often code."""
+        cursor = self._cursor
+        while True:
+            word = yield from passed_on(cursor, ends, emit)
+            if (yield from self._ends_value(tags, word)):
+                return
+            emit(cursor.text[cursor.at])
+            cursor.at += 1
+
+    def _ends_value(self, tags: TaggedArguments, word: str) -> Steps[bool]:
+        cursor, start = self._cursor, self._cursor.at
+        try:
+            yield from cursor.take(word)
+            if word.strip() != tags.value_end.split()[0]:  # the end of quotes
+                yield from cursor.take(tags.value_end)
+            for follower in _followers(tags.key_begin, self._calls):
+                if (yield from cursor.take(follower)):
+                    return True
+            return False
+        except TextEndError:
+            return True
+        finally:
+            cursor.at = start
 
     def _passing(self, steps: Steps[T]) -> Steps[T]:
         """Something between two arguments; at the end of the text a part of it is left out."""
@@ -352,6 +380,12 @@ def _value_ends(marker: str) -> Triggers:
     word = marker.split()[0]
     lead = marker[: len(marker) - len(marker.lstrip())]
     return Triggers((lead + word, word), with_space=False)
+
+
+@lru_cache(256)
+def _followers(key_begin: str, calls: Calls) -> tuple[str, ...]:
+    """The words that may follow the end of a value."""
+    return (key_begin.split()[0], *calls.end.split(), *calls.section_end.split())
 
 
 @lru_cache(256)

@@ -137,14 +137,13 @@ def _conversations(made_of: OutputFormat) -> Iterator[tuple[Sequence[WrittenCall
 
 
 def _ends(made_of: OutputFormat) -> Iterator[str]:
-    """Markers that end calls. Markers that end a value are left out: a string cannot hold them."""
+    """Markers that end calls and values."""
     if made_of.calls is None:
         return
     call, calls = made_of.calls.call, made_of.calls
     own = "" if isinstance(call, JsonCall) else getattr(call.arguments, "value_end", "")
-    for end in dict.fromkeys((calls.end.strip(), calls.section_end.strip())):
-        if end and end not in own:
-            yield end
+    ends = (calls.end.strip(), calls.section_end.strip(), own.strip())
+    yield from (end for end in dict.fromkeys(ends) if end)
 
 
 def _prove_answer(

@@ -3,7 +3,6 @@ else, rendered, and the turn cut out of them."""
 
 from __future__ import annotations
 
-import html
 import json
 import re
 import time
@@ -125,6 +124,10 @@ class Renderings:
         if not prompt[len(shared) :].isspace():
             shared = shared[: len(shared) - len(open_tag(shared))]
         text = self._without_end(whole[len(shared) :], mode).removeprefix(self._header)
+        if len(turn.get("tool_calls") or ()) > 1:
+            between = text.partition(NAMES[0])[2].rpartition(NAMES[1])[0]
+            if self.end(mode) and self.end(mode) in between:
+                raise NotDerivedError("it writes one call in a turn")
         return Answer(prompt, text, prompt[len(shared) :], bool(mode.get("thinking", True)))
 
     def _without_end(self, text: str, mode: Mapping[str, Any]) -> str:
@@ -196,11 +199,9 @@ class Renderings:
             return NotDerivedError("it takes too long")
         start = time.thread_time()
         try:
-            text = self._template.render(
+            return self._template.render(
                 messages, self._tools, add_generation_prompt=is_prompt, chat_template_kwargs=mode
             )
-            # some templates escape calls for HTML by accident; models write them unescaped
-            return html.unescape(text) if "&#34;" in text else text
         except VllmxError as error:
             return NotDerivedError(f"it fails: {excerpt(error.message)}")
         finally:

@@ -19,7 +19,7 @@ import jinja2
 from vllmx_core.errors import InvalidRequestError, TemplateError, excerpt
 
 from vllmx_engine.text.argument_form import takes_text_arguments
-from vllmx_engine.text.call_ids import with_call_ids
+from vllmx_engine.text.history_forms import history_forms, with_texts
 from vllmx_engine.text.messages import (
     Message,
     normalize_messages,
@@ -233,14 +233,18 @@ class _CompiledTemplate:
         self, messages: list[Message], variables: Mapping[str, Any], stopped: Stopped | None = None
     ) -> str:
         """The prompt. A template that only adds strings gets a second try with strings, and one
-        that fails on the tools gets them with their optional fields and in simpler forms, then past
-        calls with ids and names as it may want them."""
+        that fails on the tools gets them with their optional fields and in simpler forms, then the
+        history as it may want it."""
         started_s = time.thread_time()
         first: TemplateError | None = None
         for form, tools in _forms(messages, variables["tools"]):
             given = {**variables, **self._usual(tools), "tools": tools}
             try:
-                return self._render_strings(form, given, stopped, started_s)
+                prompt = self._render_strings(form, given, stopped, started_s)
+                texts = with_texts(form, prompt)
+                if texts is not None:
+                    return self._render_strings(texts, given, stopped, started_s)
+                return prompt
             except TemplateError as error:
                 if isinstance(error.__cause__, BoundsError):
                     raise
@@ -330,12 +334,9 @@ def _forms(
     messages: list[Message], tools: list[Any] | None
 ) -> Iterator[tuple[list[Message], list[Any] | None]]:
     """Messages and tools as they are, then more and more as templates may want them."""
-    for form in tool_forms(tools):
-        yield messages, form
-    named = with_call_ids(messages)
-    if named is not None:
+    for history in history_forms(messages):
         for form in tool_forms(tools):
-            yield named, form
+            yield history, form
 
 
 def _mark_end(messages: list[Message]) -> list[Message]:

@@ -76,7 +76,7 @@ def normalize_messages(
       template does not read parts, and a text one part where it reads nothing else; where it reads
       both, a single text part and all that a system message says become text, because many
       templates read parts in some turns alone;
-    * no content (an assistant that only calls tools) is None where the template asks for that,
+    * an assistant without content, which only calls tools, has None where the template asks for it,
       else an empty text: some templates would print "None";
     * an assistant's turn is read as several providers write it: see `read_history`;
     * reasoning is given under all names that templates use: `reasoning_content`, `thinking` and
@@ -113,14 +113,15 @@ def normalize_messages(
         if spellings is not None and message["role"] not in _TRUSTED_ROLES:
             plain = {"role": plain.pop("role"), **spellings.guarded(plain)}
         content = plain.get("content")
-        if content is None:
-            plain["content"] = None if takes_none else ""
+        if content in (None, []):
+            is_none = takes_none and plain["role"] == "assistant"
+            plain["content"] = None if is_none else ""
         elif isinstance(content, list) and (
             not takes_parts or (takes_text and _is_one_text(plain["role"], content))
         ):
             plain["content"] = _joined_text(content, index)
         elif isinstance(content, list):
-            plain["content"] = [_as_part(part) for part in content]
+            plain["content"] = _as_parts(content, is_result=plain["role"] in ("tool", "function"))
         elif isinstance(content, str) and takes_parts and not takes_text:
             plain["content"] = [{"type": "text", "text": content}]
         result.append(plain)
@@ -184,11 +185,11 @@ def _convert_arguments(function: dict[str, Any], *, as_text: bool) -> None:
     if isinstance(given, dict):
         return
     try:
-        arguments = json.loads(given or "{}")
+        arguments = json.loads(given or "{}") if (given or "{}").strip() else {}
     except (ValueError, RecursionError):
         return
-    if isinstance(arguments, dict):
-        function["arguments"] = plain_data(arguments, "messages")
+    if arguments is None or isinstance(arguments, dict):
+        function["arguments"] = plain_data(arguments or {}, "messages")
 
 
 def _name_reasoning(message: Message) -> None:
@@ -282,7 +283,9 @@ def _unserved(param: str, remedy: str) -> InvalidRequestError:
 
 def _check_texts(message: Message, index: int) -> None:
     for name in _TEXT_FIELDS:
-        if not isinstance(message.get(name), (str, type(None))):
+        if message.get(name) is None:
+            message.pop(name, None)
+        elif not isinstance(message[name], str):
             param = f"messages[{index}].{name}"
             raise InvalidRequestError(
                 f"{param} is {shown(message[name])}: it is a text, or null", param=param
@@ -333,11 +336,24 @@ def _check_calls(message: Message, index: int) -> None:
                 ' "arguments": ...}}',
                 param=f"{param}[{number}]",
             )
+        if call.get("type") is None:
+            call["type"] = "function"
+        if call.get("id", "") is None:
+            del call["id"]
         if not isinstance(function.get("arguments"), (str, dict, type(None))):
             raise InvalidRequestError(
                 f"{param}[{number}].function.arguments must be JSON text or an object",
                 param=f"{param}[{number}].function.arguments",
             )
+
+
+def _as_parts(content: list[Any], *, is_result: bool) -> list[dict[str, Any]]:
+    """The parts of a content. Texts of a tool's result become one: some templates write the first
+    part alone."""
+    parts = [_as_part(part) for part in content]
+    if not is_result or any(part["type"] != "text" for part in parts):
+        return parts
+    return [{"type": "text", "text": "\n".join(part["text"] for part in parts)}]
 
 
 def _as_part(part: Any) -> dict[str, Any]:

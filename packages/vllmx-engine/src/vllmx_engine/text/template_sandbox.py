@@ -69,6 +69,8 @@ _METHODS: tuple[tuple[type, frozenset[str]], ...] = (
     (LoopContext, frozenset(("changed", "cycle"))),
 )
 _MAX_DATE_FORMAT = 200
+_PRINTING = frozenset(("indent", "lower", "replace", "string", "trim", "upper"))
+"""Filters that take the text of any value."""
 _ESCAPED_MARK = re.compile(r"(?<!\\)((?:\\\\)*)" + re.escape(json.dumps(MARK)[1:-1]))
 
 
@@ -223,7 +225,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def join_values(self, *values: Any) -> str:
         """Stands for `a ~ b` in compiled templates; `call` runs it in bounds."""
-        return "".join(map(str, values))
+        return "".join(map(text_of, values))
 
     def new_container(self, value: Any) -> Any:
         """Stands around literals in compiled templates; `call` measures them."""
@@ -267,7 +269,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def _joined(self, budget: Budget, values: tuple[Any, ...]) -> str:
         budget.check_chars(sum(map(budget.size, values)))
-        text = "".join(map(str, values))
+        text = "".join(map(text_of, values))
         budget.charge(len(text))
         return text
 
@@ -318,11 +320,16 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         budget.step()
         if name == "tojson" and isinstance(value, Iterator):  # what `map` and `select` make
             value = list(value)
+        if name in _PRINTING and isinstance(value, (list, dict, tuple)):
+            budget.size(value)
+            value = text_of(value)
         if check is not None:
             check(budget, value, args, kwargs)
         elif name == "join":
             separator = kwargs.get("d", args[0] if args else "")
             value = check_join(budget, str(separator), value)
+            if not kwargs.get("attribute", args[1:]):
+                value = [text_of(each) for each in value]
         if first is _PassArg.context:
             return budget.admit(function(context, value, *args, **kwargs))
         if first is _PassArg.eval_context:
@@ -340,9 +347,19 @@ def finalize_output(context: Context, value: Any) -> str:
     budget = _budget(context)
     if not isinstance(value, str):
         budget.size(value)
-    text = str(value)
+    text = text_of(value)
     budget.charge(len(text))
     return text
+
+
+def text_of(value: Any) -> str:
+    """What Python prints of a value. Marks in its texts, which Python would escape, stay marks."""
+    text = str(value)
+    return text if isinstance(value, str) else _with_marks(text)
+
+
+def _with_marks(text: str) -> str:
+    return _ESCAPED_MARK.sub(rf"\1{MARK}", text)
 
 
 def raise_exception(message: Any) -> NoReturn:
@@ -379,4 +396,4 @@ def to_json(
         separators=separators,
         sort_keys=sort_keys,
     )
-    return _ESCAPED_MARK.sub(rf"\1{MARK}", text) if ensure_ascii else text
+    return _with_marks(text) if ensure_ascii else text

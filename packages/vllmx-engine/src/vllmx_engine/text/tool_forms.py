@@ -16,12 +16,12 @@ _SCHEMA_MAPS = ("properties", "$defs", "definitions", "patternProperties")
 
 
 def tool_forms(tools: list[Any] | None) -> Iterator[list[Any] | None]:
-    """The tools as they are, with their optional fields, then with plain schemas. Forms that change
-    nothing are left out."""
-    yield tools
+    """The tools without fields that are null, with their optional fields, then with plain schemas.
+    Forms that change nothing are left out."""
+    last = tools if tools is None else [_without_nulls(tool) for tool in tools]
+    yield last
     if not tools:
         return
-    last = tools
     for form in (_filled, _simplified):
         found = [form(tool) for tool in tools]
         if found != last:
@@ -29,17 +29,29 @@ def tool_forms(tools: list[Any] | None) -> Iterator[list[Any] | None]:
             last = found
 
 
-def _filled(tool: Any) -> Any:
-    """The tool with a description and with parameters that have a type, properties and a list of
-    those that are required. Fields that are null count as left out."""
+def _without_nulls(tool: Any) -> Any:
+    """Fields that are null count as left out: most templates would print "None"."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping):
         return tool
     given = {key: value for key, value in function.items() if value is not None}
+    if isinstance(schema := given.get("parameters"), Mapping):
+        given["parameters"] = {key: value for key, value in schema.items() if value is not None}
+    return {**tool, "function": given}
+
+
+def _filled(tool: Any) -> Any:
+    """The tool with a description and with parameters that have a type, properties and a list of
+    those that are required."""
+    tool = _without_nulls(tool)
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping):
+        return tool
+    given = dict(function)
     schema = given.get("parameters", {})
     if isinstance(schema, Mapping):
         given["parameters"] = {
-            **{key: value for key, value in schema.items() if value is not None},
+            **schema,
             **{
                 key: default
                 for key, default in (("type", "object"), ("properties", {}), ("required", []))
