@@ -24,6 +24,19 @@ SOLAR_CALLS = (
     "<|tool_call:args|>{}<|tool_call:end|><|calls|>"
 )
 ANSWERS: list[tuple[str, Mapping[str, Any], str, tuple[str, str, list[Any]]]] = [
+    (
+        "apertus",
+        {},
+        '<|inner_prefix|>so<|tools_prefix|>[{"find": {"what": "a <b>", "n": 2}}]<|tools_suffix|>',
+        ("so", "", [FIND]),
+    ),
+    (
+        "COMMAND_R7B",
+        {},
+        '<|START_THINKING|>so<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "now",'
+        ' "parameters": {}}\n]<|END_ACTION|>',
+        ("so", "", [NOW]),
+    ),
     ("LLAMA32_PYTHONIC", {}, '[find(what="a <b>", n=2), now()]', ("", "", [FIND, NOW])),
     ("LLAMA4_PYTHONIC", {}, "[find(what='a <b>', n=2)]", ("", "", [FIND])),
     (

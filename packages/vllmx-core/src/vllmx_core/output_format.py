@@ -101,6 +101,8 @@ class Calls(Record):
     is_bare: bool = False
     known_only: bool = False
     """Calls of tools that the request does not define are content, as bare calls always are."""
+    end_thoughts: bool = False
+    """The marker that begins calls ends thoughts, too, which such models often leave open."""
     is_compact: bool = False
     """JSON is written without blanks."""
     ids: Literal["call", "short"] = "call"

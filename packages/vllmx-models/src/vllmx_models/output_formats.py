@@ -252,6 +252,7 @@ KIMI = OutputFormat(
         end="<|tool_call_end|>",
         section_begin="<|tool_calls_section_begin|>",
         section_end="<|tool_calls_section_end|>",
+        end_thoughts=True,
     ),
 )
 """Kimi K2."""
@@ -397,6 +398,7 @@ APERTUS = OutputFormat(
         section_begin="<|tools_prefix|>[",
         section_end="]<|tools_suffix|>",
         separator=", ",
+        end_thoughts=True,
     ),
 )
 COMMAND = OutputFormat(
@@ -413,6 +415,7 @@ COMMAND = OutputFormat(
         section_begin="<|START_ACTION|>[\n    ",
         section_end="\n]<|END_ACTION|>",
         separator=",\n    ",
+        end_thoughts=True,
     ),
     content_begin="<|START_RESPONSE|>",
     content_end="<|END_RESPONSE|>",

@@ -170,9 +170,12 @@ class AnswerReader(AnswerSink):
         assert self._thinking is not None
         self.begin_reasoning()
         yield from self._cursor.space()
-        end = Triggers((self._thinking.end.split()[0],))
-        yield from passed_on(self._cursor, end, self.reasoning)
-        yield from self._cursor.take(self._thinking.end)
+        calls = self._calls
+        begin = calls.trigger if calls is not None and calls.end_thoughts else ""
+        ends = Triggers((self._thinking.end.split()[0], begin))
+        word = yield from passed_on(self._cursor, ends, self.reasoning)
+        if word != begin:
+            yield from self._cursor.take(self._thinking.end)
         self.end_reasoning()
 
     def unread_call(self) -> None:
