@@ -237,6 +237,12 @@ def test_tools_and_documents() -> None:
         "{{ tools | trim }}",
         "{{ tools | string | trim }}",
         "{{ tools | replace('zq', '') }}",
+        "{{ '%s' % (tools,) }}",
+        "{{ '%s: %s' % ('a', tools[0]) }}",
+        "{{ '%(function)s' % tools[0] }}",
+        "{{ '%s' % tools[0] }}",
+        "{{ '%s' | format(tools) }}",
+        "{{ '{} {a}'.format(1, a=tools) }}",
         "{% for key, value in tools[0].items() %}{{ value }}{% endfor %}",
     ],
 )

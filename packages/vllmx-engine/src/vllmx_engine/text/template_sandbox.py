@@ -120,7 +120,7 @@ class BoundedFormatter(SandboxedFormatter):
         """One field; called by `vformat`."""
         check_spec(format_spec)
         self._budget.size(value)
-        text = super().format_field(value, format_spec)
+        text = super().format_field(_printed(value), format_spec)
         self._num_chars += len(text)
         self._budget.check_chars(self._num_chars)
         return text
@@ -197,6 +197,13 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             budget.charge(len(text))
             return text
         check_binop(budget, operator, left, right)
+        if operator == "%" and isinstance(left, str):
+            if isinstance(right, tuple):
+                right = tuple(map(_printed, right))
+            elif isinstance(right, dict) and "%(" in left:
+                right = _with_printed(right)
+            else:
+                right = _printed(right)
         return budget.admit(self.binop_table[operator](left, right))
 
     def call(self, context: Context, target: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -320,9 +327,11 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         budget.step()
         if name == "tojson" and isinstance(value, Iterator):  # what `map` and `select` make
             value = list(value)
-        if name in _PRINTING and isinstance(value, (list, dict, tuple)):
+        if name in _PRINTING:
             budget.size(value)
-            value = text_of(value)
+            value = _printed(value)
+        if name == "format":
+            args, kwargs = tuple(map(_printed, args)), _with_printed(kwargs)
         if check is not None:
             check(budget, value, args, kwargs)
         elif name == "join":
@@ -356,6 +365,16 @@ def text_of(value: Any) -> str:
     """What Python prints of a value. Marks in its texts, which Python would escape, stay marks."""
     text = str(value)
     return text if isinstance(value, str) else _with_marks(text)
+
+
+def _printed(value: Any) -> Any:
+    """A list or an object as the text that Python prints of it; other values as they are."""
+    return text_of(value) if isinstance(value, (list, dict, tuple)) else value
+
+
+def _with_printed(members: Mapping[str, Any]) -> dict[str, Any]:
+    """Members to format by their names."""
+    return {key: _printed(item) for key, item in members.items()}
 
 
 def _with_marks(text: str) -> str:
