@@ -213,7 +213,7 @@ def read_history(message: Message, index: int) -> None:
     if is_assistant:
         _take_thoughts(message)
     if isinstance(content, list):
-        said_elsewhere = _THOUGHT_PARTS if is_assistant else ()
+        said_elsewhere: tuple[str, ...] = _THOUGHT_PARTS if is_assistant else ()
         if message.get("tool_calls"):
             said_elsewhere += _CALL_PARTS
         parts = [
