@@ -11,6 +11,7 @@ from vllmx_core.checkpoint import Checkpoint, build_model
 from vllmx_core.errors import OpError, VllmxError
 from vllmx_core.recording import record
 from vllmx_core.specs import ModelSpec
+from vllmx_core.testing.synthetic import ArraySource
 from vllmx_models.json_files import read_json_object
 from vllmx_models.quantization.detect import find_quantization
 
@@ -86,7 +87,9 @@ def one_input(data: bytes) -> bool:
             config = read_json_object(folder / "config.json")
             assert config is not None
             find_quantization(folder, config)
-            model = build_model(registry(), Checkpoint(folder, config, weights=None))  # type: ignore[arg-type]
+            model = build_model(
+                registry(), Checkpoint(folder, config, weights=ArraySource({}, "f32"))
+            )
             record(model, min(model.shape.max_model_len, POSITIONS))
         except OpError:  # a config that fits is a mistake of ours
             raise

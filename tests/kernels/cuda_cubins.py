@@ -282,6 +282,8 @@ def _beyond_shared(arch: str, entry: str, unit: Unit, static: int) -> int:
     there is none among `_SIZES`."""
     options = {name: int(value) for name, _, value in (d.partition("=") for d in unit.defines)}
     kernel, limit = KERNELS[entry], shared_bytes(number(arch))
+    if number(arch) >= 90:
+        limit += 1024  # which cubins count, the system reserves and no block has of its own
     if options.get("VX_KEYS", 0) > prefill_keys(options.get("VX_HEAD", 0), number(arch)):
         return 0  # never chosen there
     for size in _SIZES:

@@ -30,14 +30,16 @@ def test_programs_run(
     """Those of routes.md go on with the client that serving.md makes."""
     monkeypatch.chdir(tmp_path)  # where the batch writes its in.jsonl
     (openai_chat,) = programs("serving.md")
-    messages, responses, batches = programs("routes.md")
+    messages, responses, conversations, batches, of_messages = programs("routes.md")
     names: dict[str, Any] = {}
     own: dict[str, Any] = {}
     for program, variables in (
         (messages, own),
         (openai_chat, names),
         (responses, names),
+        (conversations, names),
         (batches, names),
+        (of_messages, own),
     ):
         exec(program.replace("http://127.0.0.1:8000", server.url), variables)
     for variables in (own, names):

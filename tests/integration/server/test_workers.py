@@ -129,6 +129,22 @@ def test_streams_land_evenly(workers: RunningServer) -> None:
     body = json.dumps(LONG | {"max_tokens": 1000}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\n".encode()
     head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+
+    def both_serve() -> bool:
+        with contextlib.ExitStack() as stack:
+            probes = [
+                stack.enter_context(socket.create_connection((address.hostname, address.port)))
+                for _ in range(4)
+            ]
+            for probe in probes:
+                probe.sendall(
+                    f"GET /health/live HTTP/1.1\r\nHost: {address.netloc}\r\n\r\n".encode()
+                )
+            for probe in probes:
+                assert probe.recv(12) == b"HTTP/1.1 200"
+            return len(set(holders([probe.getsockname()[1] for probe in probes], workers))) == 2
+
+    wait_until(both_serve)  # one may still start, or start again
     streams = [socket.create_connection((address.hostname, address.port)) for _ in range(60)]
     try:
         for stream in streams:

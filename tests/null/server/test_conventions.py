@@ -33,7 +33,7 @@ async def test_tools_keep_the_order_of_their_keys(make_server: MakeServer, tmp_p
             "strict": False,
             "parameters": {"type": "object", "required": ["b"], "properties": {"b": {}, "a": {}}},
             "name": "f",
-            "description": None,
+            "description": "d",
         },
         "type": "function",
     }

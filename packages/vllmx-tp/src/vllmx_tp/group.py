@@ -331,18 +331,31 @@ class Group:
                     one.sendall(notice)
             for host in self._hosts:
                 host.say(Call.CLOSE, _LAST_WORDS_S)
-            close_own()
-            self._wait()
+            closed = threading.Event()
+            ending = threading.Thread(
+                target=self._end_others, args=(closed,), name="vllmx-ranks-end", daemon=True
+            )
+            ending.start()
+            try:
+                close_own()
+            finally:
+                closed.set()
+            ending.join()
         finally:
             self.kill()
 
-    def _wait(self) -> None:
+    def _end_others(self, closed: threading.Event) -> None:
+        """Waits for the processes and for rank 0's model, which may wait in a step for a rank that
+        hangs. Kills what does not end in time."""
         deadline_s = time.monotonic() + _FAREWELL_S
         for process in self._processes:
             try:
                 process.wait(max(0.0, deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 logger.warning("a rank (process %d) does not end: it is killed", process.pid)
+                self.kill()
+        if not closed.wait(max(0.0, deadline_s - time.monotonic())):
+            self.kill()
 
 
 def cause_of(rank: int, error: BaseException) -> str:
