@@ -156,8 +156,8 @@ def test_tags_of_the_cpu_wheel(
 
 
 OURS = {
-    "vllmx": 0.12, "vllmx-core": 0.29, "vllmx-engine": 0.38, "vllmx-models": 0.3,
-    "vllmx-server": 0.4, "vllmx-demo": 9.6, "vllmx-cpu": 2.6, "vllmx-torch": 0.1,
+    "vllmx": 0.12, "vllmx-core": 0.29, "vllmx-engine": 0.43, "vllmx-models": 0.3,
+    "vllmx-server": 0.44, "vllmx-demo": 9.6, "vllmx-cpu": 2.6, "vllmx-torch": 0.1,
     "vllmx-metal": 0.1, "vllmx-cuda": 0.6, "vllmx-tp": 0.07,
 }  # fmt: skip
 """Greatest size of each wheel, in MB."""

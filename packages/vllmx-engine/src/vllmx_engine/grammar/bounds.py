@@ -22,7 +22,7 @@ own."""
 _MOST, _LEAST = 9e18, 1e-60
 """The library counts with 64 bits, and writes a digit of a fraction as a group in a group."""
 _MOST_EXACT = 1 << 53
-"""Beyond it, floats are not all whole numbers."""
+"""Floats skip whole numbers beyond it."""
 
 
 def is_number(value: Any) -> TypeGuard[float]:
