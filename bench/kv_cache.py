@@ -19,7 +19,7 @@ import sys
 
 from cpu_peers.cases import Case, Job, make_cases
 from cpu_peers.vllmx_step_worker import load, measure_decode, measure_prefill, touch_pages
-from vllmx_core.processors import available_processors
+from vllmx_core.system.processors import available_processors
 
 Speeds = dict[str, dict[str, list[float]]]
 """Tokens per second of each round, by case and dtype."""

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from vllmx_core.processors import available_processors
+from vllmx_core.system.processors import available_processors
 
 BENCH = Path(__file__).resolve().parent
 KV_BYTES = 64 << 20

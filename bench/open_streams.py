@@ -23,7 +23,7 @@ from serve import fake_model
 from served import vllmx
 from vllmx.bench.figures import show
 from vllmx.bench.server_process import server_process
-from vllmx_core.testing.fake_checkpoint import install_fake_plugin
+from vllmx_testing.fake_checkpoint import install_fake_plugin
 
 _SAMPLE_S = 10.0
 _SETTLE_S = 15.0

@@ -36,7 +36,7 @@ import poisson
 from served import Server, running, vllmx
 from vllmx.bench.figures import show
 from vllmx.bench.sse_client import Streamed, stream_completion
-from vllmx_core.testing.fake_checkpoint import install_fake_plugin, make_fake_checkpoint
+from vllmx_testing.fake_checkpoint import install_fake_plugin, make_fake_checkpoint
 
 Record = dict[str, Any]
 

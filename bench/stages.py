@@ -25,7 +25,7 @@ from tp import staged_speed
 from vllmx.bench.figures import Record, show
 from vllmx_core.backend import LoadedModel
 from vllmx_core.config import EngineConfig
-from vllmx_core.recording import record
+from vllmx_core.recorded.recording import record
 from vllmx_core.sharding.stage_costs import byte_costs, measured_cuts, weight_bytes
 from vllmx_core.sharding.stage_cuts import Cut, balanced, layers_between, places
 from vllmx_engine.core.found_model import find_model

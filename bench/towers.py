@@ -174,9 +174,9 @@ def gemma_config(hub: Any, layers: int) -> Any:
 def loaded(folder: Path, threads: int) -> tuple[Any, Any]:
     """The model and its tower, on the CPU backend."""
     from vllmx_core.backend import LoadOptions
-    from vllmx_core.checkpoint import open_checkpoint
     from vllmx_core.model import encoder_of
-    from vllmx_core.registry import load_registry
+    from vllmx_core.plugins.registry import load_registry
+    from vllmx_core.weights.checkpoint import open_checkpoint
     from vllmx_cpu.backend import CpuBackend
 
     registry = load_registry()
@@ -192,7 +192,7 @@ def vllmx_worker(folder: Path, threads: int) -> float:
     """Milliseconds of a pass: of a step behind it, without those of the step alone."""
     import numpy as np
     from vllmx_core.image_plan import tower_plan
-    from vllmx_core.testing.plans import Row, make_plan, sampling_rows
+    from vllmx_testing.plans import Row, make_plan, sampling_rows
 
     model, encoder = loaded(folder, threads)
     random = np.random.default_rng(0)

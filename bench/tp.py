@@ -56,9 +56,9 @@ from cpu_peers.worker import rate
 from vllmx.bench.figures import Record, show
 from vllmx_core.backend import LoadedModel
 from vllmx_core.config import EngineConfig
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_engine.core.found_model import find_model
 from vllmx_engine.core.load import load_model, open_model
+from vllmx_testing.plans import Row, make_plan, sampling_rows
 from vllmx_tp.rank_process import SPIN_S
 from vllmx_tp.region import Region
 

@@ -18,11 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from cpu_peers.host_load import available_processors
 from vllmx_core.plan import AnyArray
-from vllmx_core.weights import PartSpec, WeightPart, WeightSpec
+from vllmx_core.weights.part import PartSpec, WeightPart, WeightSpec
 from vllmx_cpu.native import Team, instruction_sets
 from vllmx_cpu.packing import load_weights, matrix_shapes
 from vllmx_cpu.structs import BLOCK_KINDS, NO_ACTIVATION, VxJob, VxLinear, VxRecord, VxStep
-from vllmx_models.gguf.blocks import TENSOR_TYPES, weight_part
+from vllmx_models.formats.gguf.blocks import TENSOR_TYPES, weight_part
 
 MATRICES, ROWS, COLS = 28, 6144, 1024
 TYPES = {kind.name: kind for kind in TENSOR_TYPES.values() if kind.name in BLOCK_KINDS}

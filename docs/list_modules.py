@@ -20,6 +20,7 @@ ORDER = (
     "vllmx-cpu",
     "vllmx-metal",
     "vllmx-torch",
+    "vllmx-testing",
     "vllmx-cuda",
     "vllmx-tp",
     "vllmx-server",

@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 from vllmx_core.backend import LoadedModel
-from vllmx_core.checkpoint import build_model, open_checkpoint
 from vllmx_core.model import ModelShape
 from vllmx_core.plan import AnyArray
-from vllmx_core.registry import load_registry
-from vllmx_core.testing.plans import sampling_rows
-from vllmx_core.weights import WeightSpec
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.weights.checkpoint import build_model, open_checkpoint
+from vllmx_core.weights.part import WeightSpec
 from vllmx_models.blocks.layer import LayerScope
 from vllmx_models.blocks.moe import MoE
 from vllmx_models.blocks.norms import ResidualStream
-from vllmx_models.decoder import Decoder
+from vllmx_models.trunks.decoder import Decoder
+from vllmx_testing.plans import sampling_rows
 
 from cpu_peers.cases import Case
 from cpu_peers.vllmx_step_worker import (

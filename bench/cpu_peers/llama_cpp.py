@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vllmx_models.gguf.file import GGUFFile
+from vllmx_models.formats.gguf.file import GGUFFile
 
 from cpu_peers.cases import Case, Job, Sample
 from cpu_peers.host_load import ForeignLoad, wait_until_quiet

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.model import Model
-from vllmx_core.weights import DENSE, QuantLayout, RawTensor, WeightPart
-from vllmx_models.gguf.blocks import TYPES_BY_NAME, weight_part
-from vllmx_models.gguf.quantize.mixes import Layers, type_of
+from vllmx_core.weights.part import DENSE, QuantLayout, RawTensor, WeightPart
+from vllmx_models.families.qwen3 import qwen3
+from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
+from vllmx_models.formats.gguf.quantize.mixes import Layers, type_of
 from vllmx_models.quantization.matrices import decode_fp8
-from vllmx_models.qwen3 import qwen3
 
 FORMS = ("bf16", "fp8", "fp8 blocks", "q4_k_m")
 COMMON: dict[str, Any] = {
@@ -60,7 +60,7 @@ def share(found: float, ceiling: float | None) -> float | None:
 
 
 class RandomSource:
-    """`vllmx_core.weights.WeightSource`: every tensor is the beginning of one random buffer of its
+    """A `WeightSource` whose tensors are all the beginning of one random buffer of their
     kind, so that making an 8B model takes no memory of its size.
 
     Args:

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from device_suite import OnDevice
 from vllmx_core.plan import F32
-from vllmx_core.testing.plans import Row
-from vllmx_core.testing.synthetic import ArraySource
-from vllmx_core.weights import WeightPart
-from vllmx_models.gguf.blocks import TYPES_BY_NAME, weight_part
-from vllmx_models.gguf.quantize.encode import encode
+from vllmx_core.weights.part import WeightPart
+from vllmx_models.families.qwen3 import qwen3
+from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
+from vllmx_models.formats.gguf.quantize.encode import encode
 from vllmx_models.quantization.eight_bits import fp8_codes, fp8_part, int8_codes, int8_part
-from vllmx_models.qwen3 import qwen3
+from vllmx_testing.plans import Row
+from vllmx_testing.synthetic import ArraySource
 
 MODEL = qwen3(
     {
@@ -40,7 +40,7 @@ Encode = Callable[[str, F32], WeightPart]
 
 
 class Quantised:
-    """`vllmx_core.weights.WeightSource`: random matrices as `encoded` writes them."""
+    """`vllmx_core.weights.part.WeightSource`: random matrices as `encoded` writes them."""
 
     def __init__(self, encoded: Encode) -> None:
         random, arrays, matrices = np.random.default_rng(5), {}, []

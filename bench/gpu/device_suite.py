@@ -10,11 +10,11 @@ import pytest
 from devices import opener
 from vllmx_core.backend import Backend, LoadedModel
 from vllmx_core.model import Model
-from vllmx_core.testing.attention_checks import FEATURES, attention_model
-from vllmx_core.testing.backend_suite import BackendSuite
-from vllmx_core.testing.harness import Harness, mixed_steps
-from vllmx_core.weights import WeightSource
+from vllmx_core.weights.part import WeightSource
 from vllmx_cuda.backend import CudaBackend
+from vllmx_testing.attention_checks import FEATURES, attention_model
+from vllmx_testing.backend_suite import BackendSuite
+from vllmx_testing.harness import Harness, mixed_steps
 
 
 class OnDevice(Harness):

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from devices import REHEARSED, opener
 from vllmx_core.backend import LoadOptions
-from vllmx_core.testing.harness import all_logprobs
-from vllmx_core.testing.plans import Row, make_plan
 from vllmx_cuda.backend import CudaBackend
-from vllmx_models.llama import llama
-from vllmx_models.qwen3 import qwen3
-from vllmx_models.safetensors import open_checkpoint
+from vllmx_models.families.llama import llama
+from vllmx_models.families.qwen3 import qwen3
+from vllmx_models.formats.safetensors import open_checkpoint
+from vllmx_testing.harness import all_logprobs
+from vllmx_testing.plans import Row, make_plan
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

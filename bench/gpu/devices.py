@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from vllmx_core.hooks import hookimpl
-from vllmx_core.specs import BackendSpec
+from vllmx_core.plugins.hooks import hookimpl
+from vllmx_core.plugins.specs import BackendSpec
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device.device import Device, Memory, Product
 from vllmx_cuda.kernel_specs import Variant
-from vllmx_cuda.testing.emulated_device import EmulatedDevice
-from vllmx_cuda.testing.emulator import Emulator
+from vllmx_testing.cuda.emulated_device import EmulatedDevice
+from vllmx_testing.cuda.emulator import Emulator
 
 REHEARSED = bool(os.environ.get("REHEARSE"))
 """Whether run.sh runs without a GPU."""

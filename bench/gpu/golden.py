@@ -24,12 +24,12 @@ import numpy as np
 from devices import opener
 from vllmx_core.backend import LoadedModel, LoadOptions
 from vllmx_core.plan import LogitEdits, TokenCounts
-from vllmx_core.testing.attention_checks import FEATURES, attention_model
-from vllmx_core.testing.harness import PAGE, VOCAB, all_logprobs, mixed_steps
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device.device import Device
 from vllmx_cuda.kernel_specs import KERNELS
+from vllmx_testing.attention_checks import FEATURES, attention_model
+from vllmx_testing.harness import PAGE, VOCAB, all_logprobs, mixed_steps
+from vllmx_testing.plans import Row, make_plan, sampling_rows
 
 DTYPES = ("bf16", "f16", "f32")
 """What matters most first, for a run may be cut."""

@@ -25,11 +25,11 @@ from devices import opener
 from vllmx_core.backend import LoadedModel, LoadOptions
 from vllmx_core.errors import VllmxError
 from vllmx_core.plan import StepPlan
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device.device import Device, Memory, Product
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS
-from vllmx_models.qwen3 import qwen3
+from vllmx_models.families.qwen3 import qwen3
+from vllmx_testing.plans import Row, make_plan, sampling_rows
 
 STARTED_S = time.perf_counter()
 PAGE = 16

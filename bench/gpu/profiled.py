@@ -14,9 +14,9 @@ from typing import Any
 from checkpoints import SHAPES, RandomSource
 from devices import opener
 from vllmx_core.backend import LoadOptions
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_cuda.backend import CudaBackend
-from vllmx_models.qwen3 import qwen3
+from vllmx_models.families.qwen3 import qwen3
+from vllmx_testing.plans import Row, make_plan, sampling_rows
 
 PAGE = 16
 

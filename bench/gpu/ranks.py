@@ -32,15 +32,15 @@ from vllmx_core.backend import LoadedModel
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
 from vllmx_core.sharding.model import sharded
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
-from vllmx_core.testing.synthetic import ArraySource
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device import driver
 from vllmx_cuda.device.device import Device, Memory
 from vllmx_cuda.device.peers import SWITCH
 from vllmx_cuda.device.ranks import Ties
 from vllmx_cuda.program.one_shot import OneShot
-from vllmx_models.qwen3 import qwen3
+from vllmx_models.families.qwen3 import qwen3
+from vllmx_testing.plans import Row, make_plan, sampling_rows
+from vllmx_testing.synthetic import ArraySource
 from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.region import Region
 
@@ -174,7 +174,7 @@ def by_all(task: Task, ranks: int) -> list[Found]:
 
 def gap(task: Task, ids: list[int]) -> float:
     """How far below the greatest logits those of `ids` lie by numpy, in parts of their spread."""
-    from vllmx_core.reference_backend import ReferenceBackend
+    from vllmx_core.reference.backend import ReferenceBackend
 
     options = replace(OPTIONS, dtype="f32", kv_cache_dtype="auto")
     model = qwen3(dict(task.config))

@@ -53,7 +53,7 @@ def write_model(folder: Path, shape: str) -> None:
 def first_token(folder: Path, *, rehearse: bool) -> dict[str, float]:
     """Seconds of this process until a model is loaded, and until it says something."""
     from vllmx_core.config import EngineConfig
-    from vllmx_core.registry import load_registry
+    from vllmx_core.plugins.registry import load_registry
     from vllmx_core.sampling import SamplingParams
     from vllmx_engine.engine import Engine
 

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from vllmx_core.weights import DENSE, DType, RawTensor, WeightPart
+from vllmx_core.weights.part import DENSE, DType, RawTensor, WeightPart
 from vllmx_models.quantization.compressed_tensors import compressed_tensors
 from vllmx_models.quantization.gptq import gptq
 

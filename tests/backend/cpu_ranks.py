@@ -9,10 +9,10 @@ from vllmx_core.backend import LoadedModel, LoadOptions
 from vllmx_core.model import Model
 from vllmx_core.plan import F32, StepResult
 from vllmx_core.sharding.model import sharded
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
-from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
-from vllmx_core.weights import WeightSource
+from vllmx_core.weights.part import WeightSource
 from vllmx_cpu.backend import CpuBackend
+from vllmx_testing.plans import Row, make_plan, sampling_rows
+from vllmx_testing.ranks import RankThreads, ThreadCommunicator
 from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.region import Region
 

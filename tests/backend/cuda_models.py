@@ -14,14 +14,11 @@ from vllmx_core.backend import Backend, LoadedInfo, LoadOptions
 from vllmx_core.errors import BackendUnavailableError
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
-from vllmx_core.testing.plans import Driver, Row, make_plan, sampling_rows
-from vllmx_core.testing.synthetic import ArraySource
-from vllmx_core.weights import QuantLayout, RawTensor, WeightPart, WeightSource, made_part
+from vllmx_core.weights.part import QuantLayout, RawTensor, WeightPart, WeightSource, made_part
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device.device import Product
 from vllmx_cuda.kernel_specs import Variant
-from vllmx_cuda.testing.emulated_device import EmulatedDevice
-from vllmx_cuda.testing.emulator import Emulator, find_cuda_headers
+from vllmx_models.families.qwen3 import qwen3
 from vllmx_models.quantization.eight_bits import (
     e4m3_codes,
     fp8_codes,
@@ -30,7 +27,10 @@ from vllmx_models.quantization.eight_bits import (
     int8_part,
 )
 from vllmx_models.quantization.matrices import decode_fp8
-from vllmx_models.qwen3 import qwen3
+from vllmx_testing.cuda.emulated_device import EmulatedDevice
+from vllmx_testing.cuda.emulator import Emulator, find_cuda_headers
+from vllmx_testing.plans import Driver, Row, make_plan, sampling_rows
+from vllmx_testing.synthetic import ArraySource
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],

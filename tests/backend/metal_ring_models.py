@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from vllmx_core.backend import LoadedModel, LoadOptions
 from vllmx_core.plan import F32
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
+from vllmx_testing.plans import Row, make_plan, sampling_rows
 
 from .test_sharding import CONFIGS, LLAMA, TEXT
 

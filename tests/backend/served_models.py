@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from vllmx_core.errors import UnsupportedOpError
 from vllmx_core.model import Model
-from vllmx_core.recording import prepare
-from vllmx_core.registry import Registry, load_registry
-from vllmx_core.specs import BackendSpec
-from vllmx_core.testing.model_suite import ModelSuite
+from vllmx_core.plugins.registry import Registry, load_registry
+from vllmx_core.plugins.specs import BackendSpec
+from vllmx_core.recorded.recording import prepare
+from vllmx_testing.model_suite import ModelSuite
 
 REGISTRY: Registry = load_registry()
 SMALL: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from vllmx_core.specs import ModelSpec
+from vllmx_core.plugins.specs import ModelSpec
 
 from . import test_expert_architectures, test_recurrent_architectures
 from .served_models import REGISTRY, SMALL, Served, suites

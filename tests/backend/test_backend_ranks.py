@@ -15,11 +15,11 @@ from vllmx_core.backend import Backend, LoadedModel
 from vllmx_core.communicator import Communicator
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import Model
-from vllmx_core.testing.backend_suite import BackendSuite
-from vllmx_core.testing.harness import Harness
-from vllmx_core.testing.ranked_backend import Meeting, RankedBackend
-from vllmx_core.testing.ranks import ThreadCommunicator
-from vllmx_core.weights import WeightSource
+from vllmx_core.weights.part import WeightSource
+from vllmx_testing.backend_suite import BackendSuite
+from vllmx_testing.harness import Harness
+from vllmx_testing.ranked_backend import Meeting, RankedBackend
+from vllmx_testing.ranks import ThreadCommunicator
 from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.region import Region
 

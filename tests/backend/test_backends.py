@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from vllmx_core.backend import Backend, LoadedModel
 from vllmx_core.model import Model
-from vllmx_core.registry import Registry, load_registry
-from vllmx_core.specs import BackendSpec
-from vllmx_core.testing.attention_checks import AttentionChecks
-from vllmx_core.testing.backend_suite import BackendSuite
-from vllmx_core.testing.harness import Harness
-from vllmx_core.testing.op_checks import OpChecks
-from vllmx_core.testing.sampler_checks import SamplerChecks
-from vllmx_core.testing.step_checks import StepChecks
-from vllmx_core.weights import WeightSource
+from vllmx_core.plugins.registry import Registry, load_registry
+from vllmx_core.plugins.specs import BackendSpec
+from vllmx_core.weights.part import WeightSource
+from vllmx_testing.attention_checks import AttentionChecks
+from vllmx_testing.backend_suite import BackendSuite
+from vllmx_testing.harness import Harness
+from vllmx_testing.op_checks import OpChecks
+from vllmx_testing.sampler_checks import SamplerChecks
+from vllmx_testing.step_checks import StepChecks
 
 REGISTRY: Registry = load_registry()
 

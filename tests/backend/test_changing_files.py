@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from vllmx_core.backend import LoadOptions
-from vllmx_core.checkpoint import build_model, open_checkpoint
 from vllmx_core.errors import BackendUnavailableError, WeightFormatError
-from vllmx_core.registry import Registry, load_registry
-from vllmx_core.weight_files import Bytes, WeightFile
+from vllmx_core.plugins.registry import Registry, load_registry
+from vllmx_core.weights.checkpoint import build_model, open_checkpoint
+from vllmx_core.weights.files import Bytes, WeightFile
 from vllmx_demo.source import MODEL_FOLDER
-from vllmx_models.gguf.quantize.convert import quantize
+from vllmx_models.formats.gguf.quantize.convert import quantize
 
 OPTIONS = LoadOptions(
     max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64, num_kv_blocks=16, num_threads=2

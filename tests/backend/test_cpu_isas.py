@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from vllmx_core.backend import Backend
 from vllmx_core.errors import BackendUnavailableError, ConfigError
-from vllmx_core.testing.backend_suite import BackendSuite
 from vllmx_cpu.backend import CpuBackend
 from vllmx_cpu.native import ISA_VARIABLE, choose_isa, instruction_sets
+from vllmx_testing.backend_suite import BackendSuite
 
 
 def usable() -> list[str]:

@@ -8,12 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
+from vllmx_core.cache.capacity import CachePlan
 from vllmx_core.errors import CapacityError, ConfigError, InvalidRequestError, WeightFormatError
-from vllmx_core.kv_capacity import CachePlan
-from vllmx_core.memory import format_bytes
-from vllmx_core.reference_backend import ReferenceBackend
-from vllmx_core.testing.attention_checks import attention_model
-from vllmx_core.testing.harness import (
+from vllmx_core.reference.backend import ReferenceBackend
+from vllmx_core.system.memory import format_bytes
+from vllmx_cpu.backend import CpuBackend
+from vllmx_cpu.kv_cache import plan_kv
+from vllmx_cpu.loaded import CpuLoadedModel
+from vllmx_cpu.memory import allocate
+from vllmx_cpu.structs import VxJob
+from vllmx_testing.attention_checks import attention_model
+from vllmx_testing.harness import (
     PAGE,
     VOCAB,
     all_logprobs,
@@ -21,14 +26,9 @@ from vllmx_core.testing.harness import (
     log_softmax,
     mixed_steps,
 )
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
-from vllmx_core.testing.step_checks import decoder
-from vllmx_core.testing.synthetic import ArraySource, Builder, SyntheticModel, tiny_decoder
-from vllmx_cpu.backend import CpuBackend
-from vllmx_cpu.kv_cache import plan_kv
-from vllmx_cpu.loaded import CpuLoadedModel
-from vllmx_cpu.memory import allocate
-from vllmx_cpu.structs import VxJob
+from vllmx_testing.plans import Row, make_plan, sampling_rows
+from vllmx_testing.step_checks import decoder
+from vllmx_testing.synthetic import ArraySource, Builder, SyntheticModel, tiny_decoder
 
 LIMITS: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllmx_core.checkpoint import Checkpoint, quantise_in_situ
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import Model
 from vllmx_core.sharding.model import sharded
-from vllmx_core.testing.model_suite import random_weights
-from vllmx_core.testing.synthetic import ArraySource
-from vllmx_core.weights import QuantLayout, RawTensor, WeightPart, WeightSource
-from vllmx_models.gguf.blocks import TYPES_BY_NAME, weight_part
+from vllmx_core.weights.checkpoint import Checkpoint, quantise_in_situ
+from vllmx_core.weights.part import QuantLayout, RawTensor, WeightPart, WeightSource
+from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
 from vllmx_models.quantization.matrices import decode_fp8, fp4_part
+from vllmx_testing.model_suite import random_weights
+from vllmx_testing.synthetic import ArraySource
 
 from .cpu_ranks import cpu_ranks, logits
 from .test_sharding import LLAMA, REGISTRY, of

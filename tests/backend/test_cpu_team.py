@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.model import Array, Ops, StepInputs, Weight
-from vllmx_core.testing.harness import PAGE
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
-from vllmx_core.testing.step_checks import decoder
-from vllmx_core.testing.synthetic import ArraySource, Builder, SyntheticModel
 from vllmx_cpu.backend import CpuBackend
 from vllmx_cpu.loaded import CpuLoadedModel
 from vllmx_cpu.native import Team
+from vllmx_testing.harness import PAGE
+from vllmx_testing.plans import Row, make_plan, sampling_rows
+from vllmx_testing.step_checks import decoder
+from vllmx_testing.synthetic import ArraySource, Builder, SyntheticModel
 
 
 def wide_model(width: int = 1024, layers: int = 8) -> tuple[SyntheticModel, ArraySource]:

@@ -10,8 +10,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from vllmx_core.weight_picks import rows_of
-from vllmx_core.weights import WeightPart
+from vllmx_core.weights.part import WeightPart
+from vllmx_core.weights.picks import rows_of
 from vllmx_cuda.loading.streaming import stream
 from vllmx_cuda.matrices import split
 from vllmx_cuda.matrices.dense import Dense
@@ -19,10 +19,10 @@ from vllmx_cuda.matrices.form import Operands, ProductScratch, Segment, Target
 from vllmx_cuda.matrices.kinds import form_of
 from vllmx_cuda.matrices.pieces import PIECE_BYTES
 from vllmx_cuda.matrices.w4 import W4
-from vllmx_cuda.testing.emulated_products import array
-from vllmx_cuda.testing.emulator import Emulator
+from vllmx_models.families.qwen3 import qwen3
 from vllmx_models.quantization.gptq import gptq
-from vllmx_models.qwen3 import qwen3
+from vllmx_testing.cuda.emulated_products import array
+from vllmx_testing.cuda.emulator import Emulator
 
 from ..integration import quantizers  # noqa: TID252 - no package to name
 from .act_order_parts import CASES, Case, act_order

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from vllmx_core.weights import bf16_to_f32, f32_to_bf16
+from vllmx_core.weights.part import bf16_to_f32, f32_to_bf16
 from vllmx_cuda.device.device import Memory
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant
 from vllmx_cuda.matrices.dense import Dense
 from vllmx_cuda.matrices.form import Operands, ProductScratch, Segment, Target
-from vllmx_cuda.testing.emulated_device import EmulatedDevice
-from vllmx_cuda.testing.emulated_products import array
-from vllmx_cuda.testing.emulator import Emulator
+from vllmx_testing.cuda.emulated_device import EmulatedDevice
+from vllmx_testing.cuda.emulated_products import array
+from vllmx_testing.cuda.emulator import Emulator
 
 from .cuda_models import _can_emulate
 

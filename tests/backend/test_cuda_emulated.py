@@ -7,27 +7,27 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.backend import Backend, LoadOptions
-from vllmx_core.kv_quant import LIMITS
+from vllmx_core.cache.dtypes import LIMITS
 from vllmx_core.model import Model
 from vllmx_core.ops.case import Case, Weights
 from vllmx_core.ops.experts import ExpertsSpec
 from vllmx_core.ops.recorder import Ops
 from vllmx_core.ops.route import RouteSpec
 from vllmx_core.ops.values import Value
-from vllmx_core.testing.attention_checks import FEATURES, attention_model
-from vllmx_core.testing.backend_suite import BackendSuite
-from vllmx_core.testing.harness import Harness, mixed_steps
-from vllmx_core.testing.latent_checks import FEATURES as LATENTS
-from vllmx_core.testing.op_checks import CASES, STEPS, case_model
-from vllmx_core.testing.plans import Driver, Row
-from vllmx_core.testing.synthetic import ArraySource, Builder
-from vllmx_core.weights import DType
+from vllmx_core.weights.part import DType
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.program import expert_ops
-from vllmx_cuda.testing.emulated_device import EmulatedDevice
-from vllmx_cuda.testing.emulator import Emulator
-from vllmx_models.qwen3 import qwen3
+from vllmx_models.families.qwen3 import qwen3
+from vllmx_testing.attention_checks import FEATURES, attention_model
+from vllmx_testing.backend_suite import BackendSuite
+from vllmx_testing.cuda.emulated_device import EmulatedDevice
+from vllmx_testing.cuda.emulator import Emulator
+from vllmx_testing.harness import Harness, mixed_steps
+from vllmx_testing.latent_checks import FEATURES as LATENTS
+from vllmx_testing.op_checks import CASES, STEPS, case_model
+from vllmx_testing.plans import Driver, Row
+from vllmx_testing.synthetic import ArraySource, Builder
 
 from .cuda_models import _can_emulate
 

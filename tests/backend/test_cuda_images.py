@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
-from vllmx_core.checkpoint import open_checkpoint
-from vllmx_core.testing.plans import sampling_rows
+from vllmx_core.weights.checkpoint import open_checkpoint
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.program import tower_sizes
-from vllmx_cuda.testing.emulated_device import EmulatedDevice
-from vllmx_cuda.testing.emulator import Emulator
+from vllmx_testing.cuda.emulated_device import EmulatedDevice
+from vllmx_testing.cuda.emulator import Emulator
+from vllmx_testing.plans import sampling_rows
 
 from tests.integration.image_models import FAMILIES, Family, save
 from tests.integration.test_image_models import REGISTRY, plans, prompt

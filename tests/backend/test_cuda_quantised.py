@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.plan import F32
-from vllmx_core.weights import DENSE, WeightPart
+from vllmx_core.weights.part import DENSE, WeightPart
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device.device import Product
 from vllmx_cuda.matrices import codes8, pieces
-from vllmx_models.gguf.blocks import TYPES_BY_NAME, weight_part
-from vllmx_models.gguf.quantize.encode import encode
-from vllmx_models.qwen3 import qwen3
+from vllmx_models.families.qwen3 import qwen3
+from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
+from vllmx_models.formats.gguf.quantize.encode import encode
 
 from .cuda_models import (
     EIGHT_BITS,

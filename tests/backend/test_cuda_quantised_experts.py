@@ -15,17 +15,17 @@ from vllmx_core.ops.recorder import Ops
 from vllmx_core.ops.route import RouteSpec
 from vllmx_core.ops.values import Value
 from vllmx_core.plan import F32
-from vllmx_core.testing.harness import VOCAB, Harness
-from vllmx_core.testing.op_checks import STEPS
-from vllmx_core.testing.synthetic import ArraySource, Builder, SyntheticModel
-from vllmx_core.weights import QuantLayout, RawTensor, WeightPart
+from vllmx_core.weights.part import QuantLayout, RawTensor, WeightPart
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.program import expert_ops
-from vllmx_cuda.testing.emulator import Emulator
-from vllmx_models.gguf.blocks import TYPES_BY_NAME, weight_part
-from vllmx_models.gguf.quantize.encode import encode
+from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
+from vllmx_models.formats.gguf.quantize.encode import encode
 from vllmx_models.quantization.eight_bits import e4m3_codes
 from vllmx_models.quantization.matrices import decode_fp8, fp4_part
+from vllmx_testing.cuda.emulator import Emulator
+from vllmx_testing.harness import VOCAB, Harness
+from vllmx_testing.op_checks import STEPS
+from vllmx_testing.synthetic import ArraySource, Builder, SyntheticModel
 
 from .cuda_models import _can_emulate, fp8_blocks, fp8_rows, int8_rows
 from .test_cuda_emulated import LaunchingDevice

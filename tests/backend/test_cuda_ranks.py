@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.backend import LoadedModel, LoadOptions
-from vllmx_core.checkpoint import open_checkpoint
 from vllmx_core.errors import RankLostError
 from vllmx_core.model import Model
 from vllmx_core.plan import F32, StepResult
 from vllmx_core.sharding.model import sharded
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
-from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
-from vllmx_core.weights import WeightSource
+from vllmx_core.weights.checkpoint import open_checkpoint
+from vllmx_core.weights.part import WeightSource
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device import peers
 from vllmx_cuda.device.ranks import Ties
 from vllmx_cuda.kernel_specs import Variant
-from vllmx_cuda.testing import emulated_device
-from vllmx_cuda.testing.emulated_device import EmulatedDevice, EmulatedRanks, EmulatedReach
-from vllmx_cuda.testing.emulator import Emulator
-from vllmx_cuda.testing.emulator.peers import PeerGroup
+from vllmx_testing.cuda import emulated_device
+from vllmx_testing.cuda.emulated_device import EmulatedDevice, EmulatedRanks, EmulatedReach
+from vllmx_testing.cuda.emulator import Emulator
+from vllmx_testing.cuda.emulator.peers import PeerGroup
+from vllmx_testing.plans import Row, make_plan, sampling_rows
+from vllmx_testing.ranks import RankThreads, ThreadCommunicator
 
 from tests.integration.image_models import FAMILIES, save
 from tests.integration.test_image_models import REGISTRY, plans, prompt

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from vllmx_core.backend import LoadOptions
-from vllmx_core.testing.plans import Driver
 from vllmx_cuda.backend import CudaBackend
-from vllmx_cuda.testing.emulated_device import EmulatedDevice
-from vllmx_cuda.testing.emulator import Emulator
+from vllmx_testing.cuda.emulated_device import EmulatedDevice
+from vllmx_testing.cuda.emulator import Emulator
+from vllmx_testing.plans import Driver
 
 from . import test_expert_architectures, test_recurrent_architectures
 from .cuda_models import _can_emulate

@@ -10,10 +10,10 @@ import pytest
 from vllmx_core.backend import LoadedModel
 from vllmx_core.plan import F32
 from vllmx_core.sharding.stages import staged
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
-from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
 from vllmx_cuda.backend import CudaBackend
-from vllmx_cuda.testing.emulated_device import EmulatedDevice
+from vllmx_testing.cuda.emulated_device import EmulatedDevice
+from vllmx_testing.plans import Row, make_plan, sampling_rows
+from vllmx_testing.ranks import RankThreads, ThreadCommunicator
 from vllmx_tp.pipeline import InnerStage
 
 from .cuda_models import _can_emulate

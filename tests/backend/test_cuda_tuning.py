@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
-from vllmx_core.testing.synthetic import ArraySource
-from vllmx_core.weights import WeightSource
+from vllmx_core.weights.part import WeightSource
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device.algorithms import _key
 from vllmx_cuda.device.device import Product
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.matrices import codes8, products
-from vllmx_cuda.testing.emulated_device import EmulatedDevice
+from vllmx_testing.cuda.emulated_device import EmulatedDevice
+from vllmx_testing.plans import Row, make_plan, sampling_rows
+from vllmx_testing.synthetic import ArraySource
 
 from .cuda_models import EIGHT_BITS, MODEL, Quantised
 

@@ -8,16 +8,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from vllmx_core.backend import Backend
-from vllmx_core.checkpoint import Checkpoint, build_model
 from vllmx_core.model import Model
-from vllmx_core.registry import load_registry
-from vllmx_core.testing.harness import Harness
-from vllmx_core.testing.model_suite import random_weights
-from vllmx_core.testing.op_checks import CASES, TEXTS, case_model
-from vllmx_core.testing.plans import Row
-from vllmx_core.testing.synthetic import ArraySource
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.weights.checkpoint import Checkpoint, build_model
 from vllmx_cuda.backend import CudaBackend
-from vllmx_cuda.testing.emulator import Emulator
+from vllmx_testing.cuda.emulator import Emulator
+from vllmx_testing.harness import Harness
+from vllmx_testing.model_suite import random_weights
+from vllmx_testing.op_checks import CASES, TEXTS, case_model
+from vllmx_testing.plans import Row
+from vllmx_testing.synthetic import ArraySource
 
 from .cuda_models import _can_emulate
 from .test_cuda_emulated import LaunchingDevice

@@ -11,7 +11,7 @@ import pytest
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
-from vllmx_core.weights import WeightPart
+from vllmx_core.weights.part import WeightPart
 from vllmx_cuda import matrices
 from vllmx_cuda.backend import CudaBackend
 from vllmx_models.quantization.awq import awq

@@ -15,16 +15,16 @@ from vllmx_core.ops.case import Case
 from vllmx_core.ops.experts import Experts, ExpertsSpec
 from vllmx_core.ops.route import RouteSpec
 from vllmx_core.plan import F32
-from vllmx_core.recording import prepare, record
-from vllmx_core.reference_backend import ReferenceBackend
-from vllmx_core.registry import load_registry
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.plugins.specs import BackendSpec
+from vllmx_core.recorded.recording import prepare, record
+from vllmx_core.reference.backend import ReferenceBackend
 from vllmx_core.sharding.model import sharded
-from vllmx_core.specs import BackendSpec
-from vllmx_core.testing.harness import VOCAB
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
-from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
-from vllmx_core.testing.synthetic import ArraySource, Builder
-from vllmx_core.weight_map import name_in
+from vllmx_core.weights.map import name_in
+from vllmx_testing.harness import VOCAB
+from vllmx_testing.plans import Row, make_plan, sampling_rows
+from vllmx_testing.ranks import RankThreads, ThreadCommunicator
+from vllmx_testing.synthetic import ArraySource, Builder
 from vllmx_tp import communicator
 from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.region import Region

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import CapacityError
-from vllmx_core.registry import load_registry
-from vllmx_core.testing.tensor_shapes import tensor_shapes
-from vllmx_core.weights import DENSE, DType, RawTensor, WeightPart
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.weights.part import DENSE, DType, RawTensor, WeightPart
 from vllmx_models.quantization.mxfp4 import mxfp4
+from vllmx_testing.tensor_shapes import tensor_shapes
 
 planning = pytest.importorskip("vllmx_cpu.planning")
 packing = pytest.importorskip("vllmx_cpu.packing")

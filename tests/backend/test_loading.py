@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from vllmx_core.backend import Backend, LoadedModel, LoadOptions
 from vllmx_core.errors import ConfigError
-from vllmx_core.registry import load_registry
-from vllmx_core.specs import BackendSpec
-from vllmx_core.testing.step_checks import decoder
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.plugins.specs import BackendSpec
+from vllmx_testing.step_checks import decoder
 
 LIMITS: dict[str, Any] = {
     "max_model_len": 128,

@@ -14,10 +14,10 @@ import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.model import Model
 from vllmx_core.plan import AnyArray
-from vllmx_core.registry import load_registry
-from vllmx_core.specs import BackendSpec
-from vllmx_core.testing.model_suite import random_weights
-from vllmx_core.weights import WeightPart, WeightSource, made_part
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.plugins.specs import BackendSpec
+from vllmx_core.weights.part import WeightPart, WeightSource, made_part
+from vllmx_testing.model_suite import random_weights
 
 REGISTRY = load_registry()
 SMALL: dict[str, Any] = {

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from vllmx_core.weights import QuantLayout, RawTensor, WeightPart
-from vllmx_models.gguf.blocks import TYPES_BY_NAME, weight_part
+from vllmx_core.weights.part import QuantLayout, RawTensor, WeightPart
+from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
 from vllmx_models.quantization.matrices import decode_fp4, decode_fp8
 
 mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
+from vllmx_core.cache.capacity import CachePlan
 from vllmx_core.errors import CapacityError, ConfigError
-from vllmx_core.kv_capacity import CachePlan
-from vllmx_core.memory import free_memory
 from vllmx_core.model import KVSpec, ModelShape
-from vllmx_core.registry import Registry
+from vllmx_core.plugins.registry import Registry
+from vllmx_core.plugins.specs import BackendSpec
 from vllmx_core.sampling import gumbel_noise
-from vllmx_core.specs import BackendSpec
-from vllmx_core.testing.harness import PAGE
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
-from vllmx_core.testing.step_checks import decoder
-from vllmx_core.testing.synthetic import ArraySource, Builder, SyntheticModel
-from vllmx_core.weights import WeightSource
+from vllmx_core.system.memory import free_memory
+from vllmx_core.weights.part import WeightSource
+from vllmx_testing.harness import PAGE
+from vllmx_testing.plans import Row, make_plan, sampling_rows
+from vllmx_testing.step_checks import decoder
+from vllmx_testing.synthetic import ArraySource, Builder, SyntheticModel
 
 mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
 pytest.importorskip("vllmx_metal")

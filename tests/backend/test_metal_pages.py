@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.plan import StepPlan
-from vllmx_core.testing.attention_checks import attention_model
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
+from vllmx_testing.attention_checks import attention_model
+from vllmx_testing.plans import Row, make_plan, sampling_rows
 
 mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
 pytest.importorskip("vllmx_metal")

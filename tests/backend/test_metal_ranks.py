@@ -10,9 +10,9 @@ pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
 from vllmx_core.backend import LoadedModel, LoadOptions
 from vllmx_core.plan import F32
 from vllmx_core.sharding.model import sharded
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
-from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
 from vllmx_metal.backend import MetalBackend
+from vllmx_testing.plans import Row, make_plan, sampling_rows
+from vllmx_testing.ranks import RankThreads, ThreadCommunicator
 
 from .test_sharding import CONFIGS, TEXT, of
 

@@ -16,9 +16,9 @@ pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
 
 import mlx.core as mx
 from vllmx_core.communicator import Communicator
-from vllmx_core.testing.ranks import ThreadCommunicator
 from vllmx_metal import ring
 from vllmx_metal.backend import MetalBackend
+from vllmx_testing.ranks import ThreadCommunicator
 from vllmx_tp.region import Region
 
 from tests.waiting import PATIENCE_S

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from vllmx_core.testing.synthetic import ArraySource
-from vllmx_core.weights import PartSpec, WeightPart, WeightSpec
+from vllmx_core.weights.part import PartSpec, WeightPart, WeightSpec
+from vllmx_testing.synthetic import ArraySource
 
 mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
 pytest.importorskip("vllmx_metal")

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from vllmx_core.backend import LoadOptions
-from vllmx_core.testing.harness import PAGE, VOCAB, all_logprobs
-from vllmx_core.testing.plans import Row, make_plan
-from vllmx_core.testing.step_checks import decoder
-from vllmx_core.testing.synthetic import ArraySource
-from vllmx_core.weights import QuantLayout, RawTensor, WeightPart
-from vllmx_models.gguf.blocks import TYPES_BY_NAME, weight_part
+from vllmx_core.weights.part import QuantLayout, RawTensor, WeightPart
+from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
+from vllmx_testing.harness import PAGE, VOCAB, all_logprobs
+from vllmx_testing.plans import Row, make_plan
+from vllmx_testing.step_checks import decoder
+from vllmx_testing.synthetic import ArraySource
 
 mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
 pytest.importorskip("vllmx_metal")

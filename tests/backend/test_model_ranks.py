@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 from vllmx_core.errors import ConfigError
-from vllmx_core.testing.ranked_backend import RankedBackend
+from vllmx_testing.ranked_backend import RankedBackend
 from vllmx_tp.region import Region
 
 from . import test_architectures, test_expert_architectures, test_recurrent_architectures

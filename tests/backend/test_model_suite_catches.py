@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from vllmx_core.errors import OpError
 from vllmx_core.model import Array, KVSpec, Model, Ops, StepInputs, Weight
-from vllmx_core.testing.model_suite import ModelSuite
-from vllmx_core.testing.synthetic import Builder, SyntheticModel, tiny_decoder
+from vllmx_testing.model_suite import ModelSuite
+from vllmx_testing.synthetic import Builder, SyntheticModel, tiny_decoder
 
 from .planted import (
     BrokenBackend,
@@ -57,7 +57,7 @@ def test_the_model_suite_finds_a_backend_that_disagrees(
         name="broken", unavailable_reason=lambda: None, load=lambda: BrokenBackend
     )
     registry = SimpleNamespace(all=lambda kind: [spec])
-    monkeypatch.setattr("vllmx_core.testing.model_suite.load_registry", lambda: registry)
+    monkeypatch.setattr("vllmx_testing.model_suite.load_registry", lambda: registry)
     test = body_of()().test_installed_backends_agree_with_the_reference
     if message is None:
         test()

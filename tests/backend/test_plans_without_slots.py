@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from vllmx_core.backend import LoadOptions
-from vllmx_core.registry import load_registry
-from vllmx_core.specs import BackendSpec
-from vllmx_core.testing.harness import all_logprobs
-from vllmx_core.testing.plans import Row, make_plan
-from vllmx_core.testing.state_checks import recurrent_model
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.plugins.specs import BackendSpec
+from vllmx_testing.harness import all_logprobs
+from vllmx_testing.plans import Row, make_plan
+from vllmx_testing.state_checks import recurrent_model
 
 
 @pytest.mark.parametrize("name", ["numpy", "cpu", "torch"])

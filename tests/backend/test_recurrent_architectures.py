@@ -9,11 +9,11 @@ import numpy as np
 from vllmx_core.backend import LoadOptions
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
-from vllmx_core.reference_backend import ReferenceBackend
-from vllmx_core.registry import load_registry
-from vllmx_core.testing.model_suite import random_weights
-from vllmx_core.testing.plans import Row, make_plan
-from vllmx_core.testing.synthetic import ArraySource
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.reference.backend import ReferenceBackend
+from vllmx_testing.model_suite import random_weights
+from vllmx_testing.plans import Row, make_plan
+from vllmx_testing.synthetic import ArraySource
 
 from .served_models import EXPERTS, SMALL, Served
 

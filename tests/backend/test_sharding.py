@@ -10,13 +10,13 @@ from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import KVSpec, Model
 from vllmx_core.plan import F32
-from vllmx_core.reference_backend import ReferenceBackend, ReferenceLoadedModel
-from vllmx_core.registry import load_registry
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.reference.backend import ReferenceBackend, ReferenceLoadedModel
 from vllmx_core.sharding.model import sharded
-from vllmx_core.testing.model_suite import ModelSuite, random_weights
-from vllmx_core.testing.plans import Row, make_plan
-from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
-from vllmx_core.weights import WeightSource
+from vllmx_core.weights.part import WeightSource
+from vllmx_testing.model_suite import ModelSuite, random_weights
+from vllmx_testing.plans import Row, make_plan
+from vllmx_testing.ranks import RankThreads, ThreadCommunicator
 
 from .served_models import QWEN2_MOE, SMALL
 from .test_recurrent_architectures import (

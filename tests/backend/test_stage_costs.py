@@ -13,8 +13,8 @@ from vllmx_core.backend import LoadOptions
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, OpError
 from vllmx_core.model import Model
-from vllmx_core.recording import Recording, record
-from vllmx_core.reference_backend import ReferenceBackend
+from vllmx_core.recorded.recording import Recording, record
+from vllmx_core.reference.backend import ReferenceBackend
 from vllmx_core.sharding.stage_costs import (
     byte_costs,
     measured_cuts,
@@ -24,7 +24,7 @@ from vllmx_core.sharding.stage_costs import (
 )
 from vllmx_core.sharding.stage_cuts import Cut, balanced, cuts_behind, layers_between, places
 from vllmx_core.sharding.stages import staged
-from vllmx_core.weights import WeightSource
+from vllmx_core.weights.part import WeightSource
 from vllmx_engine.core.found_model import find_model
 from vllmx_engine.core.load import OpenedModel, open_model
 from vllmx_tp import stage_times

@@ -11,11 +11,11 @@ from vllmx_core.backend import Backend, LoadedModel
 from vllmx_core.communicator import place_of
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
-from vllmx_core.reference_backend import ReferenceBackend
+from vllmx_core.reference.backend import ReferenceBackend
 from vllmx_core.sharding.model import sharded
 from vllmx_core.sharding.stages import staged
-from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
 from vllmx_cpu.backend import CpuBackend
+from vllmx_testing.ranks import RankThreads, ThreadCommunicator
 from vllmx_torch import device
 from vllmx_torch.backend import TorchBackend
 from vllmx_tp.communicator import SharedMemoryCommunicator

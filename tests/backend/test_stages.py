@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
+from vllmx_core.cache.capacity import layout_of
 from vllmx_core.errors import ConfigError
-from vllmx_core.kv_capacity import layout_of
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
-from vllmx_core.recording import record
-from vllmx_core.reference_backend import ReferenceBackend, ReferenceLoadedModel
-from vllmx_core.registry import load_registry
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.recorded.recording import record
+from vllmx_core.reference.backend import ReferenceBackend, ReferenceLoadedModel
 from vllmx_core.sharding.model import sharded
 from vllmx_core.sharding.stage_cuts import Cut, balanced, places
 from vllmx_core.sharding.stages import StagedModel, staged
-from vllmx_core.testing.model_suite import random_weights
-from vllmx_core.testing.plans import Row, make_plan
-from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
-from vllmx_core.weights import WeightSource
+from vllmx_core.weights.part import WeightSource
+from vllmx_testing.model_suite import random_weights
+from vllmx_testing.plans import Row, make_plan
+from vllmx_testing.ranks import RankThreads, ThreadCommunicator
 
 from . import test_architectures, test_expert_architectures, test_recurrent_architectures
 from .served_models import SMALL, suites

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from vllmx_core.backend import Backend, LoadedModel, LoadOptions
 from vllmx_core.plan import F32
-from vllmx_core.recording import record
+from vllmx_core.recorded.recording import record
 from vllmx_core.sharding.stage_cuts import places
 from vllmx_core.sharding.stages import staged
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
-from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
 from vllmx_cpu.backend import CpuBackend
+from vllmx_testing.plans import Row, make_plan, sampling_rows
+from vllmx_testing.ranks import RankThreads, ThreadCommunicator
 from vllmx_torch import device
 from vllmx_torch.backend import TorchBackend
 from vllmx_tp import communicator

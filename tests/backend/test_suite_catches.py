@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllmx_core import reference
 from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import ConfigError
 from vllmx_core.ops.activation import Act
@@ -26,9 +25,10 @@ from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy, scale_by
-from vllmx_core.reference_backend import ReferenceBackend
-from vllmx_core.testing.cache_group_checks import WINDOWS
-from vllmx_core.testing.synthetic import ArraySource, Builder, tiny_decoder
+from vllmx_core.reference.backend import ReferenceBackend
+from vllmx_core.reference.formulas import formulas as reference
+from vllmx_testing.cache_group_checks import WINDOWS
+from vllmx_testing.synthetic import ArraySource, Builder, tiny_decoder
 
 from .planted import (
     BrokenLoaded,

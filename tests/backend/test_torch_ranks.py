@@ -14,9 +14,9 @@ from vllmx_core.errors import ConfigError, RankLostError
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
 from vllmx_core.sharding.model import sharded
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
-from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
-from vllmx_core.weights import WeightSource
+from vllmx_core.weights.part import WeightSource
+from vllmx_testing.plans import Row, make_plan, sampling_rows
+from vllmx_testing.ranks import RankThreads, ThreadCommunicator
 from vllmx_torch import device, ranks
 from vllmx_torch.backend import TorchBackend
 from vllmx_torch.loaded import TorchLoadedModel

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from vllmx_core.registry import Registry, load_registry
+from vllmx_core.plugins.registry import Registry, load_registry
 
 
 @cache

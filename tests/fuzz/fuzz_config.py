@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
-from vllmx_core.checkpoint import Checkpoint, build_model
 from vllmx_core.errors import OpError, VllmxError
-from vllmx_core.recording import record
-from vllmx_core.specs import ModelSpec
-from vllmx_core.testing.synthetic import ArraySource
-from vllmx_models.json_files import read_json_object
+from vllmx_core.plugins.specs import ModelSpec
+from vllmx_core.recorded.recording import record
+from vllmx_core.weights.checkpoint import Checkpoint, build_model
+from vllmx_models.formats.json_files import read_json_object
 from vllmx_models.quantization.detect import find_quantization
+from vllmx_testing.synthetic import ArraySource
 
 from .folders import folder_of, registry
 from .mutations import DEEP_TEXTS, as_json, changed_json, odd_json

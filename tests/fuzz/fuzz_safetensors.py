@@ -7,9 +7,9 @@ import struct
 from typing import Any
 
 from hypothesis import strategies as st
-from vllmx_core.checkpoint import build_model, open_checkpoint
 from vllmx_core.errors import VllmxError
-from vllmx_core.weight_map import assemble
+from vllmx_core.weights.checkpoint import build_model, open_checkpoint
+from vllmx_core.weights.map import assemble
 
 from .folders import folder_of, registry
 from .mutations import DEEP_TEXTS, as_json, changed_json, odd_json, patched

@@ -13,10 +13,10 @@ from pathlib import Path
 from unittest import mock
 
 from hypothesis import strategies as st
-from vllmx_core.checkpoint import build_model, open_checkpoint
 from vllmx_core.errors import VllmxError
-from vllmx_core.weight_files import Bytes, WeightFile
-from vllmx_core.weight_map import assemble
+from vllmx_core.weights.checkpoint import build_model, open_checkpoint
+from vllmx_core.weights.files import Bytes, WeightFile
+from vllmx_core.weights.map import assemble
 
 from . import fuzz_gguf, fuzz_safetensors
 from .folders import folder_of, registry

@@ -10,8 +10,8 @@ from functools import cache
 from typing import Any
 
 from vllmx_core.plan import F32
-from vllmx_core.registry import load_registry
-from vllmx_core.testing.model_suite import random_weights
+from vllmx_core.plugins.registry import load_registry
+from vllmx_testing.model_suite import random_weights
 
 REGISTRY = load_registry()
 COUNT, INNER, HIDDEN = 3, 96, 256

@@ -7,12 +7,12 @@ import logging
 import numpy as np
 import pytest
 from vllmx_core.backend import LoadedModel
-from vllmx_core.checkpoint import Checkpoint, open_checkpoint
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
 from vllmx_core.sharding.model import ShardedModel, sharded
-from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
+from vllmx_core.weights.checkpoint import Checkpoint, open_checkpoint
 from vllmx_cpu.kinds import native_kind
+from vllmx_testing.ranks import RankThreads, ThreadCommunicator
 
 from ..backend.cpu_ranks import cpu_ranks, logits, options  # noqa: TID252 - no package to name
 from .quantised_models import CASES, REGISTRY, write_pair

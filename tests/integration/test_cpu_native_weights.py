@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from vllmx_core.backend import LoadedInfo, LoadOptions
-from vllmx_core.checkpoint import build_model, open_checkpoint
-from vllmx_core.registry import load_registry
-from vllmx_core.specs import BackendSpec
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.plugins.specs import BackendSpec
+from vllmx_core.weights.checkpoint import build_model, open_checkpoint
 from vllmx_demo.source import MODEL_FOLDER
-from vllmx_models.gguf.quantize.convert import quantize
+from vllmx_models.formats.gguf.quantize.convert import quantize
+from vllmx_testing.plans import Row, make_plan, sampling_rows
 
 from ..null.gguf.models import TYPES, convert_folder, of_type  # noqa: TID252 - no package to name
 from . import quantizers

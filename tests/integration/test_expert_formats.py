@@ -14,18 +14,18 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from vllmx_core.checkpoint import Checkpoint, build_model, open_checkpoint, quantise_in_situ
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
-from vllmx_core.specs import ModelSpec
-from vllmx_core.testing.harness import all_logprobs, load_options
-from vllmx_core.testing.model_suite import random_weights
-from vllmx_core.testing.plans import Row, make_plan
-from vllmx_core.testing.synthetic import ArraySource
-from vllmx_core.weight_map import assemble
-from vllmx_core.weights import WeightSource
+from vllmx_core.plugins.specs import ModelSpec
+from vllmx_core.weights.checkpoint import Checkpoint, build_model, open_checkpoint, quantise_in_situ
+from vllmx_core.weights.map import assemble
+from vllmx_core.weights.part import WeightSource
 from vllmx_cpu.backend import CpuBackend
+from vllmx_testing.harness import all_logprobs, load_options
+from vllmx_testing.model_suite import random_weights
+from vllmx_testing.plans import Row, make_plan
+from vllmx_testing.synthetic import ArraySource
 
 from . import quantizers
 from .expert_families import COUNT, FAMILIES, REGISTRY, original

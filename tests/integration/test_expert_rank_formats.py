@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllmx_core.checkpoint import Checkpoint, build_model, open_checkpoint, quantise_in_situ
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import Model
 from vllmx_core.sharding.model import sharded
-from vllmx_core.testing.model_suite import random_weights
-from vllmx_core.testing.synthetic import ArraySource
-from vllmx_core.weight_files import FileRange, WeightFile
-from vllmx_core.weight_map import parts_of
-from vllmx_core.weights import WeightSource
+from vllmx_core.weights.checkpoint import Checkpoint, build_model, open_checkpoint, quantise_in_situ
+from vllmx_core.weights.files import FileRange, WeightFile
+from vllmx_core.weights.map import parts_of
+from vllmx_core.weights.part import WeightSource
 from vllmx_cpu.kinds import native_kind
+from vllmx_testing.model_suite import random_weights
+from vllmx_testing.synthetic import ArraySource
 
 from ..backend.cpu_ranks import cpu_ranks, logits  # noqa: TID252 - no package to name
 from .expert_families import FAMILIES, REGISTRY, original

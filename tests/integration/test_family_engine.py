@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from vllmx import LLM, SamplingParams
 from vllmx_core.errors import BackendUnavailableError
-from vllmx_core.registry import load_registry
+from vllmx_core.plugins.registry import load_registry
 
 from .test_quantised_experts import write
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from vllmx import LLM, AsyncLLM, EngineConfig, Message, SamplingParams
 from vllmx_core.errors import BackendUnavailableError, ModelNotFoundError
-from vllmx_core.registry import load_registry
-from vllmx_core.specs import BackendSpec
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.plugins.specs import BackendSpec
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_engine.client.chat import load_tokenizer
 from vllmx_engine.core.found_model import find_model

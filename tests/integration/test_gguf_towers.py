@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from vllmx_core.backend import LoadOptions
-from vllmx_core.checkpoint import Checkpoint, open_checkpoint, with_tower
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import (
     ConfigError,
@@ -20,12 +19,13 @@ from vllmx_core.errors import (
     UnsupportedModelError,
     WeightFormatError,
 )
-from vllmx_core.reference_backend import ReferenceBackend
-from vllmx_core.registry import load_registry
-from vllmx_core.specs import BackendSpec
-from vllmx_core.testing.plans import sampling_rows
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.plugins.specs import BackendSpec
+from vllmx_core.reference.backend import ReferenceBackend
+from vllmx_core.weights.checkpoint import Checkpoint, open_checkpoint, with_tower
 from vllmx_engine.core.found_model import find_model
 from vllmx_engine.llm import LLM
+from vllmx_testing.plans import sampling_rows
 
 from ..null.gguf.models import TYPES, of_type, write_model  # noqa: TID252 - no package to name
 from ..null.images.pictures import data_url, picture, stored  # noqa: TID252

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from vllmx import LLM, AsyncLLM, EngineConfig, SamplingParams
 from vllmx_core.errors import BackendUnavailableError
-from vllmx_core.registry import load_registry
+from vllmx_core.plugins.registry import load_registry
 from vllmx_demo.source import MODEL_FOLDER
 
 from ..backend import test_recurrent_architectures as suites  # noqa: TID252 - no package to name

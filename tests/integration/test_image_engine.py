@@ -12,7 +12,7 @@ import pytest
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import InvalidRequestError, UnsupportedOpError
-from vllmx_core.reference_backend import ReferenceBackend
+from vllmx_core.reference.backend import ReferenceBackend
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.client.chat_images import image_input
 from vllmx_engine.client.inline import InlineEngine

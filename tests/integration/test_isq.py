@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from vllmx import LLM, SamplingParams
 from vllmx_core.errors import ConfigError
-from vllmx_core.registry import load_registry
-from vllmx_core.specs import BackendSpec
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.plugins.specs import BackendSpec
 from vllmx_demo.source import MODEL_FOLDER
-from vllmx_models.gguf.quantize.convert import quantize
+from vllmx_models.formats.gguf.quantize.convert import quantize
 
 from tests.waiting import PATIENCE_S
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from vllmx import LLM, SamplingParams, StructuredOutputsParams
 from vllmx_core.errors import BackendUnavailableError
-from vllmx_core.registry import load_registry
-from vllmx_core.testing.state_checks import recurrent_model
+from vllmx_core.plugins.registry import load_registry
+from vllmx_testing.state_checks import recurrent_model
 
 from tests.held_masks import late_now_and_then
 from tests.null.engine.grammar_driver import regex, vocabulary

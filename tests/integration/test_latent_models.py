@@ -13,9 +13,9 @@ import pytest
 import safetensors.numpy
 from vllmx import LLM, SamplingParams
 from vllmx_core.errors import BackendUnavailableError, ConfigError
-from vllmx_core.registry import load_registry
-from vllmx_core.testing.model_suite import random_weights
+from vllmx_core.plugins.registry import load_registry
 from vllmx_demo.source import MODEL_FOLDER
+from vllmx_testing.model_suite import random_weights
 
 from . import quantizers
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllmx import LLM, SamplingParams
 from vllmx_core.errors import BackendUnavailableError, PluginError
-from vllmx_core.registry import load_registry
+from vllmx_core.plugins.registry import load_registry
 
 REFERENCE = Path(__file__).parents[1] / "data" / "demo" / "reference_greedy.json"
 CONFIG: dict[str, Any] = {

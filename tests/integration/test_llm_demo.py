@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from vllmx import LLM, AsyncLLM, Engine, EngineConfig, Message, SamplingParams
 from vllmx_core.errors import BackendUnavailableError, EngineDeadError, InvalidRequestError
-from vllmx_core.registry import load_registry
+from vllmx_core.plugins.registry import load_registry
 from vllmx_engine.link.process_frontend import ProcessFrontend
 
 from tests.waiting import wait_until

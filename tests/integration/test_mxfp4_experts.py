@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.backend import LoadedModel, LoadOptions
-from vllmx_core.checkpoint import build_model, open_checkpoint
 from vllmx_core.errors import UnsupportedOpError, WeightFormatError
-from vllmx_core.registry import load_registry
-from vllmx_core.specs import BackendSpec
-from vllmx_core.testing.harness import all_logprobs
-from vllmx_core.testing.model_suite import random_weights
-from vllmx_core.testing.plans import Row, make_plan
-from vllmx_core.weights import RawTensor
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.plugins.specs import BackendSpec
+from vllmx_core.weights.checkpoint import build_model, open_checkpoint
+from vllmx_core.weights.part import RawTensor
 from vllmx_models.quantization.matrices import fp4_part
+from vllmx_testing.harness import all_logprobs
+from vllmx_testing.model_suite import random_weights
+from vllmx_testing.plans import Row, make_plan
 
 safetensors = pytest.importorskip("safetensors.numpy")
 

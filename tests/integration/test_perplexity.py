@@ -10,8 +10,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 from vllmx import LLM
-from vllmx_core.registry import load_registry
-from vllmx_core.specs import BackendSpec
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.plugins.specs import BackendSpec
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 WIDTH = 256

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllmx_core.registry import load_registry
-from vllmx_core.testing.model_suite import random_weights
+from vllmx_core.plugins.registry import load_registry
+from vllmx_testing.model_suite import random_weights
 
 from .quantised_models import CASES, Case, write_model
 from .test_quantised_experts import CONFIG, logprobs

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from vllmx import LLM, SamplingParams
 from vllmx_core.errors import BackendUnavailableError, ConfigError, UnsupportedModelError
-from vllmx_core.registry import load_registry
+from vllmx_core.plugins.registry import load_registry
 from vllmx_demo.source import MODEL_FOLDER
-from vllmx_models.gguf.file import GGUFFile
-from vllmx_models.gguf.quantize.convert import Summary, quantize
+from vllmx_models.formats.gguf.file import GGUFFile
+from vllmx_models.formats.gguf.quantize.convert import Summary, quantize
 
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
 NAMES = ("Tim", "Anna", "Ben", "Mia", "Tom", "Lily", "Max", "Sue", "Sam", "Zoe")

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllmx_core.testing.synthetic import ArraySource
-from vllmx_core.weight_files import FileRange, WeightFile
-from vllmx_core.weight_picks import entry_of, share_of, transposed
-from vllmx_core.weights import DENSE, RankShare, RawTensor, WeightPart
-from vllmx_models.encoders import encoder_for
-from vllmx_models.isq import InSituSource, blocks
+from vllmx_core.weights.files import FileRange, WeightFile
+from vllmx_core.weights.part import DENSE, RankShare, RawTensor, WeightPart
+from vllmx_core.weights.picks import entry_of, share_of, transposed
+from vllmx_models.quantization.encoders import encoder_for
+from vllmx_models.quantization.isq import InSituSource, blocks
+from vllmx_testing.synthetic import ArraySource
 
 from ..null.quantization.checkpoints import open_part  # noqa: TID252 - no package to name
 from . import quantizers

@@ -12,12 +12,12 @@ from vllmx_core.backend import Backend, LoadOptions
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import BackendUnavailableError, UnsupportedOpError
 from vllmx_core.model import Array, AttentionSpec, Ops, ShortConvSpec, StepInputs, Weight
-from vllmx_core.registry import load_registry
+from vllmx_core.plugins.registry import load_registry
 from vllmx_core.sampling import SamplingParams
-from vllmx_core.testing.state_checks import recurrent_model
-from vllmx_core.testing.synthetic import ArraySource, Builder, SyntheticModel
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.wire.messages import CoreRequest, pack_ids
+from vllmx_testing.state_checks import recurrent_model
+from vllmx_testing.synthetic import ArraySource, Builder, SyntheticModel
 
 VOCAB, SIZE, HIDDEN = 19, 16, 24
 MakeModel = Callable[[], tuple[SyntheticModel, ArraySource]]

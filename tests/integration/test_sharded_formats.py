@@ -8,19 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
-from vllmx_core.checkpoint import Checkpoint, open_checkpoint, quantise_in_situ
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
-from vllmx_core.reference_backend import ReferenceBackend, ReferenceLoadedModel
+from vllmx_core.reference.backend import ReferenceBackend, ReferenceLoadedModel
 from vllmx_core.sharding.model import sharded
-from vllmx_core.testing.plans import Row, make_plan
-from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
-from vllmx_core.weight_map import parts_of
-from vllmx_core.weight_picks import share_of
-from vllmx_core.weights import RankShare
+from vllmx_core.weights.checkpoint import Checkpoint, open_checkpoint, quantise_in_situ
+from vllmx_core.weights.map import parts_of
+from vllmx_core.weights.part import RankShare
+from vllmx_core.weights.picks import share_of
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_models.quantization.matrices import decode_fp8
+from vllmx_testing.plans import Row, make_plan
+from vllmx_testing.ranks import RankThreads, ThreadCommunicator
 
 from ..backend.test_cpu_rank_formats import fp8_blocks  # noqa: TID252 - no package to name
 from . import quantizers

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from vllmx import LLM, SamplingParams
 from vllmx_core.errors import ConfigError, RankLostError, VllmxError
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
+from vllmx_testing.plans import Row, make_plan, sampling_rows
 
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -306,7 +306,7 @@ def test_nccl_stays_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would listen on an interface that leads outside, and lets in whoever comes."""
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")  # and what is set meanwhile goes with the test
-    monkeypatch.setattr("vllmx_core.specs.BackendSpec.has_own_devices", lambda _: True)
+    monkeypatch.setattr("vllmx_core.plugins.specs.BackendSpec.has_own_devices", lambda _: True)
     with two_ranks() as (_, rank):
         assert rank.environ()["NCCL_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
 

@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.errors import WeightFormatError
-from vllmx_core.testing.synthetic import ArraySource
-from vllmx_core.weight_map import assemble, bias_of, parts_of
-from vllmx_core.weight_picks import entry_of, rows_of
-from vllmx_core.weights import (
+from vllmx_core.weights.map import assemble, bias_of, parts_of
+from vllmx_core.weights.part import (
     DENSE,
     PartSpec,
     RawTensor,
@@ -20,9 +18,11 @@ from vllmx_core.weights import (
     WeightSource,
     WeightSpec,
 )
-from vllmx_models.gguf.blocks import TYPES_BY_NAME, weight_part
-from vllmx_models.gguf.quantize.encode import encode
+from vllmx_core.weights.picks import entry_of, rows_of
+from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
+from vllmx_models.formats.gguf.quantize.encode import encode
 from vllmx_models.quantization.eight_bits import fp8_codes, fp8_part, int8_codes, int8_part
+from vllmx_testing.synthetic import ArraySource
 
 from ..null.quantization.checkpoints import open_part  # noqa: TID252 - no package to name
 from . import quantizers

@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 from vllmx import LLM, SamplingParams
 from vllmx_core.errors import BackendUnavailableError
-from vllmx_core.registry import load_registry
+from vllmx_core.plugins.registry import load_registry
 from vllmx_demo.source import MODEL_FOLDER
 
 WINDOW, BLOCK, CHUNK, VOCAB, HIDDEN = 21, 16, 32, 4096, 32

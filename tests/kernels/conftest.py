@@ -11,8 +11,8 @@ import pytest
 from vllmx_core.errors import BackendUnavailableError
 from vllmx_cpu.native import Isa, Team, instruction_sets
 from vllmx_cpu.structs import VxJob, VxRecord, VxStep
-from vllmx_cuda.testing.emulator import ORDERS, Emulator, check_available
-from vllmx_cuda.testing.emulator.build import KERNELS
+from vllmx_testing.cuda.emulator import ORDERS, Emulator, check_available
+from vllmx_testing.cuda.emulator.build import KERNELS
 
 from .cuda_mutations import FOLDER_VARIABLE
 

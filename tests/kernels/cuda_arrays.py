@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from vllmx_cuda.kernel_specs import DTYPES
-from vllmx_cuda.testing.emulator import empty
+from vllmx_testing.cuda.emulator import empty
 
 NUMPY_TYPES: dict[str, npt.DTypeLike] = {
     "f32": np.float32,

@@ -8,8 +8,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from vllmx_core import kv_quant, reference
+from vllmx_core.cache import dtypes as kv_quant
 from vllmx_core.model import AttentionSpec
+from vllmx_core.reference.formulas import formulas as reference
 from vllmx_cuda.kernel_specs import KERNELS
 from vllmx_cuda.kernel_specs.attention import (
     KV_E4M3,
@@ -19,7 +20,7 @@ from vllmx_cuda.kernel_specs.attention import (
     decode_vector,
     group_tile,
 )
-from vllmx_cuda.testing.emulator import Emulator, empty
+from vllmx_testing.cuda.emulator import Emulator, empty
 
 from .cuda_arrays import NUMPY_TYPES, Array, normal, on_device, options, wide
 

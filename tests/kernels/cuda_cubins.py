@@ -30,7 +30,7 @@ from vllmx_cuda.device.arch import ARCHITECTURES, number
 from vllmx_cuda.kernel_specs import KERNELS
 from vllmx_cuda.kernel_specs.attention import prefill_keys
 from vllmx_cuda.kernel_specs.types import shared_bytes
-from vllmx_cuda.testing.emulator.build import KERNELS as FOLDER
+from vllmx_testing.cuda.emulator.build import KERNELS as FOLDER
 
 BUDGET = Path(__file__).parent / "cuda_budget.json"
 BF16 = {"VX_DTYPE": 2}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_cuda.kernel_specs import Variant
-from vllmx_cuda.testing.emulator import Emulator
+from vllmx_testing.cuda.emulator import Emulator
 
 Launches = dict[str, dict[str, Any]]
 _found: Launches = {}

@@ -14,7 +14,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from vllmx_cuda.testing.emulator.build import KERNELS
+from vllmx_testing.cuda.emulator.build import KERNELS
 
 from .cuda_bugs import attention, codes, linear, peers, rows, sampling
 from .cuda_bugs.bug import Bug

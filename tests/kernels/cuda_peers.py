@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from vllmx_cuda.kernel_specs import KERNELS, vector_width
 from vllmx_cuda.kernel_specs.one_shot import parts_at
-from vllmx_cuda.testing.emulator import Emulator, empty
-from vllmx_cuda.testing.emulator.peers import PeerGroup
+from vllmx_testing.cuda.emulator import Emulator, empty
+from vllmx_testing.cuda.emulator.peers import PeerGroup
 
 from .cuda_arrays import Array, inout, on_device, options
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.plan import F32
-from vllmx_core.weights import WeightPart
+from vllmx_core.weights.part import WeightPart
 from vllmx_cuda.matrices.w4_gguf import block_type
 from vllmx_cuda.matrices.w4_packing import packed, packing_of
 

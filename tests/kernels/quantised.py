@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.plan import F32, I32, AnyArray
-from vllmx_core.weights import DENSE, PartSpec, RawTensor, WeightPart, WeightSpec
+from vllmx_core.weights.part import DENSE, PartSpec, RawTensor, WeightPart, WeightSpec
 from vllmx_cpu.native import Isa
 from vllmx_cpu.packing import PackedMatrix, load_weights, matrix_shapes
 from vllmx_cpu.structs import (

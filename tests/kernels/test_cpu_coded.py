@@ -6,9 +6,9 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from vllmx_core.coded import CodedRows
 from vllmx_core.plan import F32, I32
-from vllmx_core.weights import PartSpec, QuantLayout, RawTensor, WeightPart, WeightSpec
+from vllmx_core.weights.coded import CodedRows
+from vllmx_core.weights.part import PartSpec, QuantLayout, RawTensor, WeightPart, WeightSpec
 from vllmx_cpu.coded import COLS_OF
 from vllmx_cpu.kinds import native_kind, packed_columns, segments
 from vllmx_cpu.native import Isa

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from vllmx_core.plan import F32, I32, AnyArray
-from vllmx_core.testing.synthetic import ArraySource
-from vllmx_core.weights import DType, PartSpec, WeightSpec, bf16_to_f32, f32_to_bf16
+from vllmx_core.weights.part import DType, PartSpec, WeightSpec, bf16_to_f32, f32_to_bf16
 from vllmx_cpu.native import SCRATCH_BYTES, Isa
 from vllmx_cpu.packing import PackedMatrix, load_weights, matrix_shapes
 from vllmx_cpu.structs import (
@@ -20,6 +19,7 @@ from vllmx_cpu.structs import (
     VxLinear,
     VxStep,
 )
+from vllmx_testing.synthetic import ArraySource
 
 RunOp = Callable[..., None]
 KINDS: tuple[DType, ...] = ("f32", "f16", "bf16")

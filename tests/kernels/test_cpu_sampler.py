@@ -1,4 +1,4 @@
-"""The native sampler against `vllmx_core.reference_sampler`, id by id, and its distribution."""
+"""The native sampler against `vllmx_core.reference.sampler`, id by id, and its distribution."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.plan import F32, I32, AnyArray, LogitEdits, SamplingRows, StepResult, TokenCounts
-from vllmx_core.reference_sampler import kept, sample, tempered
+from vllmx_core.reference.sampler import kept, sample, tempered
 from vllmx_core.sampling import gumbel_noise
 from vllmx_cpu.memory import allocate
 from vllmx_cpu.native import Isa, library

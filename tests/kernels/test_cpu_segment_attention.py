@@ -11,12 +11,12 @@ import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.ops.segment_attention import SegmentSpec
 from vllmx_core.plan import F32, StepPlan
-from vllmx_core.reference_backend import ReferenceBackend
-from vllmx_core.testing.harness import all_logprobs, log_softmax
-from vllmx_core.testing.plans import Row, make_plan
-from vllmx_core.testing.synthetic import ArraySource, Builder, SyntheticModel
+from vllmx_core.reference.backend import ReferenceBackend
 from vllmx_cpu.backend import CpuBackend
 from vllmx_cpu.native import ISA_VARIABLE, instruction_sets
+from vllmx_testing.harness import all_logprobs, log_softmax
+from vllmx_testing.plans import Row, make_plan
+from vllmx_testing.synthetic import ArraySource, Builder, SyntheticModel
 
 VOCAB, WIDTH, LONGEST = 19, 48, 320
 LENGTHS = (300, 5, 1, 64, 33, 16)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant
 from vllmx_cuda.kernel_specs.w4 import ZERO_CODES, ZERO_MIDDLE, folds
-from vllmx_cuda.testing.emulator import Emulator, empty
+from vllmx_testing.cuda.emulator import Emulator, empty
 
 from .cuda_arrays import Array, assert_near, normal, on_device, options, wide
 from .test_cuda_codes8 import E4M3, as_stored, scaled

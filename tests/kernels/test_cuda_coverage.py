@@ -17,7 +17,7 @@ from vllmx_cuda.compiler.cubins import Unit
 from vllmx_cuda.device.arch import ARCHITECTURES
 from vllmx_cuda.kernel_specs import KERNELS, Kernel
 from vllmx_cuda.kernel_specs.gguf import block_values
-from vllmx_cuda.testing.emulator.build import KERNELS as FOLDER
+from vllmx_testing.cuda.emulator.build import KERNELS as FOLDER
 
 from .cuda_bugs.bug import Bug
 from .cuda_cubins import BUDGET, UNITS, key, units_of

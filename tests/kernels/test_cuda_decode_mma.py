@@ -16,7 +16,7 @@ from vllmx_cuda.kernel_specs.attention import (
     decode_group,
     decode_vector,
 )
-from vllmx_cuda.testing.emulator import Emulator, empty
+from vllmx_testing.cuda.emulator import Emulator, empty
 
 from .cuda_arrays import NUMPY_TYPES, RELATIVE, normal, on_device, options, wide
 from .cuda_attention import KV_NUMPY, Case, run_decode

@@ -11,7 +11,7 @@ import pytest
 from vllmx_core.errors import ConfigError
 from vllmx_cuda.kernel_specs import KERNELS, Kernel, Launch
 from vllmx_cuda.kernel_specs.types import arguments
-from vllmx_cuda.testing.emulator import Emulator, KernelFault, build, empty
+from vllmx_testing.cuda.emulator import Emulator, KernelFault, build, empty
 
 from .cuda_arrays import Array, on_device, options
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from vllmx_cuda.kernel_specs import KERNELS, vector_width
 from vllmx_cuda.kernel_specs.experts import SCORES, max_tiles
-from vllmx_cuda.testing.emulator import Emulator, empty
+from vllmx_testing.cuda.emulator import Emulator, empty
 
 from .cuda_arrays import Array, assert_near, normal, on_device, options, wide
 

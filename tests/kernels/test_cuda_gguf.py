@@ -8,7 +8,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from vllmx_cuda.kernel_specs import KERNELS
 from vllmx_cuda.kernel_specs.gguf import BLOCKS, RUN, block_values
-from vllmx_cuda.testing.emulator import Emulator, empty
+from vllmx_testing.cuda.emulator import Emulator, empty
 
 from .cuda_arrays import NUMPY_TYPES, Array, assert_near, normal, on_device, options, wide
 

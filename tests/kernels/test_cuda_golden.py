@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.errors import BackendUnavailableError
-from vllmx_cuda.testing.emulated_device import EmulatedDevice
-from vllmx_cuda.testing.emulator import Emulator, check_available
+from vllmx_testing.cuda.emulated_device import EmulatedDevice
+from vllmx_testing.cuda.emulator import Emulator, check_available
 
 GOLDEN = Path(__file__).parent / "cuda_golden.npz"
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "gpu" / "golden.py"

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from vllmx_core.ops.attention import rotations
 from vllmx_core.plan import StepPlan
-from vllmx_core.testing.plans import Row, make_plan
 from vllmx_cuda.kernel_specs import KERNELS, vector_width
 from vllmx_cuda.kernel_specs.images import MAX_AXES, axis_words
-from vllmx_cuda.testing.emulator import Emulator, empty
+from vllmx_testing.cuda.emulator import Emulator, empty
+from vllmx_testing.plans import Row, make_plan
 
 from .cuda_arrays import NUMPY_TYPES, assert_near, inout, normal, on_device, options, wide
 

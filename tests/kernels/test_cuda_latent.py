@@ -9,7 +9,7 @@ import pytest
 from vllmx_core.ops.attention import rotate
 from vllmx_core.ops.rms_norm import rms_norm
 from vllmx_cuda.kernel_specs import KERNELS, vector_width
-from vllmx_cuda.testing.emulator import Emulator
+from vllmx_testing.cuda.emulator import Emulator
 
 from .cuda_arrays import Array, assert_near, inout, normal, on_device, options, wide
 

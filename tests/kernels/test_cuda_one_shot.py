@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from vllmx_cuda.kernel_specs import Kernel, Launch
 from vllmx_cuda.kernel_specs.types import arguments
-from vllmx_cuda.testing.emulator import Emulator, empty
-from vllmx_cuda.testing.emulator.peers import PeerGroup
+from vllmx_testing.cuda.emulator import Emulator, empty
+from vllmx_testing.cuda.emulator.peers import PeerGroup
 
 from .cuda_arrays import NUMPY_TYPES, RELATIVE, Array, inout, normal, on_device, wide
 from .cuda_peers import Peers, Rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from vllmx_cuda.kernel_specs import KERNELS, vector_width
-from vllmx_cuda.testing.emulator import Emulator, empty
+from vllmx_testing.cuda.emulator import Emulator, empty
 
 from .cuda_arrays import NUMPY_TYPES, inout, normal, on_device, options, wide
 

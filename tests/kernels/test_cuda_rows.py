@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from vllmx_core import reference
 from vllmx_core.ops.clip import clip
 from vllmx_core.ops.gate import GateKind, gate, opening
 from vllmx_core.ops.scale_by import scale_by
+from vllmx_core.reference.formulas import formulas as reference
 from vllmx_cuda.kernel_specs import KERNELS, vector_width
 from vllmx_cuda.kernel_specs.linear import SPLIT_BLOCKS, row_tiles, splits
 from vllmx_cuda.kernel_specs.rows import ACTIVATIONS, GATES
 from vllmx_cuda.kernel_specs.rows import GATED as GATED_KINDS
-from vllmx_cuda.testing.emulator import Emulator, empty
+from vllmx_testing.cuda.emulator import Emulator, empty
 
 from .cuda_arrays import NUMPY_TYPES, Array, assert_near, inout, normal, on_device, options, wide
 

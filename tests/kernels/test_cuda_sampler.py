@@ -1,4 +1,4 @@
-"""The device sampler on the emulator, against vllmx_core.reference_sampler: the same ids."""
+"""The device sampler on the emulator, against vllmx_core.reference.sampler: the same ids."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.plan import LogitEdits, SamplingRows, StepResult, TokenCounts
-from vllmx_core.reference_sampler import sample
+from vllmx_core.reference.sampler import sample
 from vllmx_cuda.kernel_specs import KERNELS
 from vllmx_cuda.kernel_specs.sampling import CHUNK, num_chunks
-from vllmx_cuda.testing.emulator import Emulator, empty
+from vllmx_testing.cuda.emulator import Emulator, empty
 
 from .cuda_arrays import Array, on_device
 

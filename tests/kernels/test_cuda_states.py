@@ -11,7 +11,7 @@ from vllmx_core.ops.short_conv import ShortConvSpec, short_conv
 from vllmx_core.plan import I32, StepPlan
 from vllmx_cuda.kernel_specs import KERNELS, vector_width
 from vllmx_cuda.kernel_specs.states import keys_of
-from vllmx_cuda.testing.emulator import Emulator
+from vllmx_testing.cuda.emulator import Emulator
 
 from .cuda_arrays import NUMPY_TYPES, Array, assert_near, inout, normal, on_device, options, wide
 

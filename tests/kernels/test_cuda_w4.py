@@ -19,8 +19,8 @@ from vllmx_cuda.kernel_specs.w4 import (
     token_tiles,
 )
 from vllmx_cuda.matrices.w4_packing import Packing, packed, packing_of
-from vllmx_cuda.testing.emulator import Emulator, empty
-from vllmx_models.gguf.blocks import TYPES_BY_NAME, weight_part
+from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
+from vllmx_testing.cuda.emulator import Emulator, empty
 
 from .cuda_arrays import NUMPY_TYPES, Array, assert_near, inout, normal, on_device, options, wide
 from .cuda_w4_blocks import packed_blocks

@@ -10,20 +10,20 @@ import ml_dtypes
 import numpy as np
 import pytest
 from vllmx_core.errors import WeightFormatError
-from vllmx_core.weight_picks import share_of
-from vllmx_core.weights import DENSE, RankShare, RawTensor, WeightPart
+from vllmx_core.weights.part import DENSE, RankShare, RawTensor, WeightPart
+from vllmx_core.weights.picks import share_of
 from vllmx_cuda.device.device import Memory
 from vllmx_cuda.loading.streaming import stream
 from vllmx_cuda.matrices import pieces
 from vllmx_cuda.matrices.w4_packing import packed_rows, packing_of
 from vllmx_cuda.matrices.w4_stored import stored_pieces
 from vllmx_cuda.matrices.w4_words import stored_words
-from vllmx_cuda.testing.emulated_device import EmulatedDevice
-from vllmx_cuda.testing.emulated_products import array
-from vllmx_cuda.testing.emulator import Emulator
 from vllmx_models.quantization.awq import awq
 from vllmx_models.quantization.compressed_tensors import compressed_tensors
 from vllmx_models.quantization.gptq import gptq
+from vllmx_testing.cuda.emulated_device import EmulatedDevice
+from vllmx_testing.cuda.emulated_products import array
+from vllmx_testing.cuda.emulator import Emulator
 
 from .cuda_arrays import Array
 

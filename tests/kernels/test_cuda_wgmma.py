@@ -12,8 +12,8 @@ import pytest
 from vllmx_core.errors import ConfigError
 from vllmx_cuda.kernel_specs import KERNELS, Kernel, Launch
 from vllmx_cuda.kernel_specs.types import arguments
-from vllmx_cuda.testing.emulated_device import EmulatedDevice
-from vllmx_cuda.testing.emulator import Emulator, KernelFault, empty
+from vllmx_testing.cuda.emulated_device import EmulatedDevice
+from vllmx_testing.cuda.emulator import Emulator, KernelFault, empty
 
 from .cuda_arrays import Array, normal, options, wide
 

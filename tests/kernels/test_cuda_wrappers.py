@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from vllmx_cuda.kernel_specs import KERNELS
-from vllmx_cuda.testing.emulator import Emulator, empty
+from vllmx_testing.cuda.emulator import Emulator, empty
 
 from .cuda_arrays import assert_near, on_device, options, wide
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from vllmx_core.errors import ConfigError
-from vllmx_core.testing.attention_checks import attention_model
-from vllmx_core.testing.harness import Harness, mixed_steps
+from vllmx_testing.attention_checks import attention_model
+from vllmx_testing.harness import Harness, mixed_steps
 
 mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
 pytest.importorskip("vllmx_metal")

@@ -7,9 +7,9 @@ import re
 from typing import Any
 
 import pytest
-from vllmx_core.testing.attention_checks import attention_model
-from vllmx_core.testing.harness import Harness, mixed_steps
-from vllmx_core.testing.plans import Row
+from vllmx_testing.attention_checks import attention_model
+from vllmx_testing.harness import Harness, mixed_steps
+from vllmx_testing.plans import Row
 
 mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
 pytest.importorskip("vllmx_metal")

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from vllmx_core.testing.harness import Harness, mixed_steps
-from vllmx_core.testing.state_checks import RULES, recurrent_model, with_slots
+from vllmx_testing.harness import Harness, mixed_steps
+from vllmx_testing.state_checks import RULES, recurrent_model, with_slots
 
 mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
 pytest.importorskip("vllmx_metal")

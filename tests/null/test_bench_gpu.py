@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from vllmx_cuda.device.device import Product
 from vllmx_cuda.kernel_specs import Variant
-from vllmx_cuda.testing.emulated_device import EmulatedDevice
-from vllmx_cuda.testing.emulated_products import array
-from vllmx_models.qwen3 import qwen3
+from vllmx_models.families.qwen3 import qwen3
+from vllmx_testing.cuda.emulated_device import EmulatedDevice
+from vllmx_testing.cuda.emulated_products import array
 
 GPU = Path(__file__).resolve().parents[2] / "bench" / "gpu"
 MODULES = ("checkpoints", "devices", "measure", "parts", "table", "call", "golden", "warm", "start",
@@ -82,7 +82,7 @@ def test_the_mix_is_that_of_llama_cpp(bench: Any) -> None:
 
     def kind(name: str) -> str:
         shape = source._shapes[name]
-        from vllmx_models.gguf.quantize.mixes import type_of
+        from vllmx_models.formats.gguf.quantize.mixes import type_of
 
         return type_of("q4_k_m", made._gguf_name(name), shape, source._layers)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from vllmx_core.errors import BackendUnavailableError
-from vllmx_cuda.testing.emulator import check_available
+from vllmx_testing.cuda.emulator import check_available
 
 GPU = Path(__file__).resolve().parents[2] / "bench" / "gpu"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")

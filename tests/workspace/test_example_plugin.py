@@ -13,11 +13,11 @@ import pytest
 SCRIPT = """
 import json
 from vllmx_core.backend import LoadOptions
-from vllmx_core.registry import load_registry
-from vllmx_core.specs import BackendSpec
-from vllmx_core.testing.model_suite import random_weights
-from vllmx_core.testing.plans import Driver
-from vllmx_core.testing.plugins import check_plugin
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.plugins.specs import BackendSpec
+from vllmx_testing.model_suite import random_weights
+from vllmx_testing.plans import Driver
+from vllmx_testing.plugins import check_plugin
 
 registry = load_registry()
 info = next(p for p in registry.plugins if p.key == "vllmx-example-model:example-model")

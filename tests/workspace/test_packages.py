@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
-from vllmx_core.backend_choice import PACKAGED_BACKENDS
+from vllmx_core.plugins.backend_choice import PACKAGED_BACKENDS
 
 EXPECTED = {
     "vllmx",
@@ -19,6 +19,7 @@ EXPECTED = {
     "vllmx-metal",
     "vllmx-models",
     "vllmx-server",
+    "vllmx-testing",
     "vllmx-torch",
     "vllmx-tp",
 }
@@ -94,8 +95,13 @@ def test_all_is_every_backend_of_the_platform(projects: dict[str, dict[str, Any]
 
 
 def test_the_kit_brings_pytest(projects: dict[str, dict[str, Any]]) -> None:
-    extras = projects["vllmx-core"]["project"]["optional-dependencies"]
-    assert [Requirement(need).name for need in extras["testing"]] == ["pytest"]
+    """Nobody who installs vllmx gets the suites, nor the emulator."""
+    needs = projects["vllmx-testing"]["project"]["dependencies"]
+    assert "pytest" in [Requirement(need).name for need in needs]
+    for name, data in projects.items():
+        assert not [need for need in data["project"]["dependencies"] if "vllmx-testing" in need], (
+            name
+        )
 
 
 def test_every_package_has_the_license(root: Path, projects: dict[str, dict[str, Any]]) -> None:

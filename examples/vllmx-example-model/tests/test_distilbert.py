@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import UnsupportedModelError, UnsupportedOpError
-from vllmx_core.registry import load_registry
-from vllmx_core.specs import BackendSpec
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
-from vllmx_core.testing.synthetic import ArraySource
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.plugins.specs import BackendSpec
 from vllmx_example_model.distilbert import distilbert, distilbert_classifier
+from vllmx_testing.plans import Row, make_plan, sampling_rows
+from vllmx_testing.synthetic import ArraySource
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

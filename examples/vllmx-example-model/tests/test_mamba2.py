@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 from vllmx_core.model import Model
-from vllmx_core.testing.model_suite import ModelSuite
 from vllmx_example_model.mamba2 import mamba2
+from vllmx_testing.model_suite import ModelSuite
 
 
 class TestMamba2(ModelSuite):

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
-from vllmx_core.testing.model_suite import ModelSuite
-from vllmx_core.testing.plugins import check_plugin
 from vllmx_example_model.phi import Phi
+from vllmx_testing.model_suite import ModelSuite
+from vllmx_testing.plugins import check_plugin
 
 CONFIG: dict[str, Any] = {
     "architectures": ["PhiForCausalLM"],

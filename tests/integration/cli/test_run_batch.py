@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllmx_core.testing.fake_checkpoint import install_fake_plugin, make_fake_checkpoint
+from vllmx_testing.fake_checkpoint import install_fake_plugin, make_fake_checkpoint
 
 from tests.waiting import PATIENCE_S
 

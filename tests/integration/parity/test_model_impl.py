@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 from vllmx import LLM, SamplingParams
 from vllmx_core.backend import LoadOptions
-from vllmx_core.checkpoint import open_checkpoint
 from vllmx_core.errors import (
     ConfigError,
     UnsupportedModelError,
     UnsupportedOpError,
     WeightFormatError,
 )
-from vllmx_core.model_choice import choose_model
-from vllmx_core.specs import BackendSpec
+from vllmx_core.plugins.model_choice import choose_model
+from vllmx_core.plugins.specs import BackendSpec
+from vllmx_core.weights.checkpoint import open_checkpoint
 from vllmx_demo.source import MODEL_FOLDER
 
 from .conftest import BLOCK_SIZE, Runner, registry

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllmx_core.checkpoint import build_model, open_checkpoint
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError
 from vllmx_core.plan import F32
-from vllmx_core.testing.harness import all_vectors
-from vllmx_core.testing.plans import make_plan
+from vllmx_core.weights.checkpoint import build_model, open_checkpoint
+from vllmx_testing.harness import all_vectors
+from vllmx_testing.plans import make_plan
 
 from .conftest import registry
 from .test_parity_encoders import (

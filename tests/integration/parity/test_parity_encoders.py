@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.backend import LoadedModel, LoadOptions
-from vllmx_core.checkpoint import build_model, open_checkpoint
 from vllmx_core.errors import UnsupportedModelError, UnsupportedOpError
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
-from vllmx_core.specs import BackendSpec, ModelSpec
-from vllmx_core.testing.harness import all_vectors
-from vllmx_core.testing.plans import Row, Wanted, make_plan
-from vllmx_models.encoder import Encoder
-from vllmx_models.pooled_decoder import PooledDecoder
-from vllmx_models.tails import End
+from vllmx_core.plugins.specs import BackendSpec, ModelSpec
+from vllmx_core.weights.checkpoint import build_model, open_checkpoint
+from vllmx_models.trunks.encoder import Encoder
+from vllmx_models.trunks.pooled_decoder import PooledDecoder
+from vllmx_models.trunks.tails import End
+from vllmx_testing.harness import all_vectors
+from vllmx_testing.plans import Row, Wanted, make_plan
 
 from .conftest import registry
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllmx_models.rope import read_rope
+from vllmx_models.blocks.rope import read_rope
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

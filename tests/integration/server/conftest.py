@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
-from vllmx_core.testing.fake_checkpoint import install_fake_plugin, make_fake_checkpoint
+from vllmx_testing.fake_checkpoint import install_fake_plugin, make_fake_checkpoint
 
 from tests.waiting import PATIENCE_S, wait_until
 

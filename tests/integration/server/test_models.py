@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from vllmx_core.testing.fake_checkpoint import make_fake_checkpoint
 from vllmx_server.keys.records import digest_of
+from vllmx_testing.fake_checkpoint import make_fake_checkpoint
 
 from tests.waiting import PATIENCE_S, wait_until
 

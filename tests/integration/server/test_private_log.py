@@ -13,7 +13,7 @@ import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from hyperframe.frame import DataFrame, HeadersFrame
-from vllmx_core.testing.fake_checkpoint import make_fake_checkpoint
+from vllmx_testing.fake_checkpoint import make_fake_checkpoint
 
 from tests.waiting import PATIENCE_S, wait_until
 

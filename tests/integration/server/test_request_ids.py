@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from vllmx_core.testing.fake_checkpoint import make_fake_checkpoint
+from vllmx_testing.fake_checkpoint import make_fake_checkpoint
 
 from tests.waiting import wait_until
 

@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 from vllmx.cli.run_batch import run_batch
 from vllmx_core.config import EngineConfig
-from vllmx_core.registry import load_registry
-from vllmx_core.specs import BackendSpec
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.plugins.specs import BackendSpec
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_server.app import build_app

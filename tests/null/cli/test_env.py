@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from vllmx.cli import env
-from vllmx_core.hooks import hookimpl
 from vllmx_core.ops.op import Op
-from vllmx_core.processors import available_processors
-from vllmx_core.registry import Registry
-from vllmx_core.specs import BackendSpec, ExecutorSpec
+from vllmx_core.plugins.hooks import hookimpl
+from vllmx_core.plugins.registry import Registry
+from vllmx_core.plugins.specs import BackendSpec, ExecutorSpec
+from vllmx_core.system.processors import available_processors
 
 
 class Broken:

@@ -14,7 +14,7 @@ from vllmx.cli.options import HELP, engine_options, options_of, resolve
 from vllmx.cli.serve import HELP as SERVER_HELP
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, ModelNotFoundError
-from vllmx_core.registry import load_registry
+from vllmx_core.plugins.registry import load_registry
 from vllmx_engine.checked_flags import check_flags
 from vllmx_engine.engine import Engine
 from vllmx_engine.text.model_files import template_of

@@ -21,8 +21,8 @@ from vllmx.sizing import fixed_costs, measured
 from vllmx.sizing.facts import facts_of
 from vllmx.sizing.forecast import Wish, forecast
 from vllmx_core.errors import UnsupportedModelError
-from vllmx_core.registry import load_registry
-from vllmx_models.header_only import opened_header
+from vllmx_core.plugins.registry import load_registry
+from vllmx_models.formats.header_only import opened_header
 
 from tests.waiting import PATIENCE_S
 

@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner, Result
 from vllmx.cli import plugins as command
 from vllmx.cli.group import cli
-from vllmx_core.hooks import hookimpl
-from vllmx_core.registry import GROUP, Registry
-from vllmx_core.specs import CommandSpec, ModelSpec
+from vllmx_core.plugins.hooks import hookimpl
+from vllmx_core.plugins.registry import GROUP, Registry
+from vllmx_core.plugins.specs import CommandSpec, ModelSpec
 
 
 def plugin(name: str) -> SimpleNamespace:
@@ -61,7 +61,7 @@ def test_a_plugin_that_fails_is_told_of_once(
 ) -> None:
     broken = EntryPoint("broken", "vllmx_no_such_module:plugin", GROUP)
     found = [*entry_points(group=GROUP), broken]
-    monkeypatch.setattr("vllmx_core.registry.entry_points", lambda group: found)
+    monkeypatch.setattr("vllmx_core.plugins.registry.entry_points", lambda group: found)
     monkeypatch.setenv("VLLMX_SERVER_PORT", "1")  # an unknown variable is looked up among plugins
     CliRunner().invoke(cli, arguments)
     told = [record for record in caplog.records if "cannot be loaded" in record.getMessage()]

@@ -20,7 +20,7 @@ from vllmx.sizing.trials import clean_environment, keeps_up, trial
 from vllmx.sizing.tuning import Knob, Search, Served, Setting, Trial
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
-from vllmx_core.testing.fake_checkpoint import install_fake_plugin, make_fake_checkpoint
+from vllmx_testing.fake_checkpoint import install_fake_plugin, make_fake_checkpoint
 
 
 def test_promises_are_read() -> None:

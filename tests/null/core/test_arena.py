@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from vllmx_core.arena import plan_arena
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.values import Value
+from vllmx_core.recorded.arena import plan_arena
 
 
 class AnyOp(Op):

@@ -11,8 +11,8 @@ from vllmx_core.backend_kit.in_flight import InFlight
 from vllmx_core.backend_kit.limits import LOGITS_BYTES, check_weights_fit, step_limits
 from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.plan import StepPlan
-from vllmx_core.testing.fake import FakeLoadedModel
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
+from vllmx_testing.fake import FakeLoadedModel
+from vllmx_testing.plans import Row, make_plan, sampling_rows
 
 INFO = FakeLoadedModel(max_tokens=4, max_logit_rows=2).info
 

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 from vllmx_core.backend import LoadOptions
-from vllmx_core.cache_groups import blocks_of, cache_layout, fitting_step, longest_sequence
-from vllmx_core.errors import CapacityError, ConfigError, UnsupportedModelError
-from vllmx_core.kv_capacity import (
+from vllmx_core.cache.capacity import (
     MAX_BARE_BLOCKS,
     BlockSizes,
     CachePlan,
@@ -17,8 +15,10 @@ from vllmx_core.kv_capacity import (
     plain_page_bytes,
     plan_cache,
 )
-from vllmx_core.memory import FreeBytes
+from vllmx_core.cache.groups import blocks_of, cache_layout, fitting_step, longest_sequence
+from vllmx_core.errors import CapacityError, ConfigError, UnsupportedModelError
 from vllmx_core.model import CacheSpec, KVSpec, LatentKV, ModelShape, SharedKV
+from vllmx_core.system.memory import FreeBytes
 
 FULL, LOCAL = KVSpec(2, 8), KVSpec(2, 8, window=5)
 

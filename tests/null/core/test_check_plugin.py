@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from vllmx_core.errors import PluginError
-from vllmx_core.testing.plugins import check_plugin
+from vllmx_testing.plugins import check_plugin
 
 HEADER = """
-from vllmx_core.hooks import hookimpl
-from vllmx_core.specs import BackendSpec, ModelSpec, WeightFormatSpec
+from vllmx_core.plugins.hooks import hookimpl
+from vllmx_core.plugins.specs import BackendSpec, ModelSpec, WeightFormatSpec
 """
 MODEL = """
 @hookimpl
@@ -25,7 +25,7 @@ def probe():
 def vllmx_backends():
     return (BackendSpec("b", {implementation!r}, probe=__name__ + ":probe", priority=1),)
 """
-GOOD_BACKEND = "vllmx_core.reference_backend:ReferenceBackend"
+GOOD_BACKEND = "vllmx_core.reference.backend:ReferenceBackend"
 
 
 def check(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, source: str) -> tuple[str, ...]:
@@ -37,7 +37,7 @@ def check(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, source: str)
 
 
 def test_a_good_plugin_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = MODEL.format(implementation="vllmx_core.testing.fake_checkpoint:FakeModel")
+    source = MODEL.format(implementation="vllmx_testing.fake_checkpoint:FakeModel")
     source += BACKEND.format(implementation=GOOD_BACKEND, probe="return 'no device: buy one'")
     provides = check(tmp_path, monkeypatch, "vllmx_good", source)
     assert provides == ("backend b", "model m")
@@ -98,7 +98,7 @@ PROBLEMS = {
         "names no architecture",
     ),
     "capitals": (
-        "from vllmx_core.specs import QuantizerSpec\n@hookimpl\ndef vllmx_quantizers():\n"
+        "from vllmx_core.plugins.specs import QuantizerSpec\n@hookimpl\ndef vllmx_quantizers():\n"
         "    return (QuantizerSpec('Q4', 'builtins:dict'),)",
         "small letters",
     ),

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllmx_core.checkpoint import (
+from vllmx_core.errors import ConfigError, ModelNotFoundError, PluginError, UnsupportedModelError
+from vllmx_core.plugins.hooks import hookimpl
+from vllmx_core.plugins.registry import Registry
+from vllmx_core.plugins.specs import ModelSourceSpec, QuantizationSpec, WeightFormatSpec
+from vllmx_core.weights.checkpoint import (
     Checkpoint,
     build_model,
     check_quantization,
     open_checkpoint,
     resolve_path,
 )
-from vllmx_core.errors import ConfigError, ModelNotFoundError, PluginError, UnsupportedModelError
-from vllmx_core.hooks import hookimpl
-from vllmx_core.registry import Registry
-from vllmx_core.specs import ModelSourceSpec, QuantizationSpec, WeightFormatSpec
-from vllmx_core.testing.fake_checkpoint import FakePlugin, NoWeights, make_fake_checkpoint
+from vllmx_testing.fake_checkpoint import FakePlugin, NoWeights, make_fake_checkpoint
 
 
 class Formats:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from vllmx_core.coded import FILLED_UNIT, CodedRows, features_of, filled_order
+from vllmx_core.weights.coded import FILLED_UNIT, CodedRows, features_of, filled_order
 
 SIZES = [(1, 31, 32, 0, 33, 64, 100), (5,), (0, 0, 40), (64, 32), (1,) * 40]
 

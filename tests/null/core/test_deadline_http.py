@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 
 import pytest
-from vllmx_core.deadline import Deadline, DeadlineError
-from vllmx_core.deadline_http import get
+from vllmx_core.system.deadline import Deadline, DeadlineError
+from vllmx_core.system.deadline_http import get
 
 from tests.http_servers import serving
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
-from vllmx_core.checkpoint import build_model, open_checkpoint, resolve_path
 from vllmx_core.errors import CapacityError
 from vllmx_core.plan import LogitEdits, TokenCounts
-from vllmx_core.registry import Registry
+from vllmx_core.plugins.registry import Registry
+from vllmx_core.plugins.specs import BackendSpec
 from vllmx_core.sampling import SamplingParams
-from vllmx_core.specs import BackendSpec
-from vllmx_core.testing.fake import (
+from vllmx_core.weights.checkpoint import build_model, open_checkpoint, resolve_path
+from vllmx_testing.fake import (
     FakeBackend,
     FakeError,
     FakeLoadedModel,
@@ -22,8 +22,8 @@ from vllmx_core.testing.fake import (
     expected_rank,
     expected_tokens,
 )
-from vllmx_core.testing.fake_checkpoint import FakePlugin, make_fake_checkpoint
-from vllmx_core.testing.plans import Driver, Row, make_plan, sampling_rows
+from vllmx_testing.fake_checkpoint import FakePlugin, make_fake_checkpoint
+from vllmx_testing.plans import Driver, Row, make_plan, sampling_rows
 
 RULES = FakeRules(vocab_size=97)
 PROMPTS = [[5], list(range(1, 40)), [7] * 16, [3, 1, 4, 1, 5, 9, 2, 6]]
@@ -200,7 +200,7 @@ class Clock:
 
 def test_simulated_time_overlaps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("vllmx_core.testing.fake.time", clock)
+    monkeypatch.setattr("vllmx_testing.fake.time", clock)
     model = fake(step_s=0.02, token_s=0.001)
     plan, rows = make_plan([Row([1], 0, [0])], 8), sampling_rows(1)
     handles = [model.step(plan, rows), model.step(plan, rows)]

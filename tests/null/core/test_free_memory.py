@@ -10,16 +10,16 @@ import pytest
 from vllmx_core.backend import HasMemory
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
-from vllmx_core.hooks import hookimpl
-from vllmx_core.memory import free_memory
-from vllmx_core.reference_backend import ReferenceBackend
-from vllmx_core.registry import Registry
-from vllmx_core.specs import BackendSpec
-from vllmx_core.testing import fake
-from vllmx_core.testing.fake import FakeBackend
-from vllmx_core.testing.fake_checkpoint import FakePlugin, make_fake_checkpoint
+from vllmx_core.plugins.hooks import hookimpl
+from vllmx_core.plugins.registry import Registry
+from vllmx_core.plugins.specs import BackendSpec
+from vllmx_core.reference.backend import ReferenceBackend
+from vllmx_core.system.memory import free_memory
 from vllmx_engine.core.found_model import find_model
 from vllmx_engine.core.load import OpenedModel, load_core, open_model
+from vllmx_testing import fake
+from vllmx_testing.fake import FakeBackend
+from vllmx_testing.fake_checkpoint import FakePlugin, make_fake_checkpoint
 
 
 def gpu_of(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
@@ -67,7 +67,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_device_or_else_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllmx_core.memory.free_bytes", lambda: 77)
+    monkeypatch.setattr("vllmx_core.system.memory.free_bytes", lambda: 77)
     assert not isinstance(ReferenceBackend(), HasMemory)
     assert free_memory(ReferenceBackend()) == 77
     gpu_of(monkeypatch, 1000)

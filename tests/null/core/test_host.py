@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from vllmx_core.memory import free_bytes
-from vllmx_core.processors import available_processors, neighbours
+from vllmx_core.system.memory import free_bytes
+from vllmx_core.system.processors import available_processors, neighbours
 
 MIB = 1 << 20
 
@@ -96,7 +96,7 @@ def test_limits_of_the_process(
     root: Path, monkeypatch: pytest.MonkeyPatch, limit: int, left: int
 ) -> None:
     """A part of the address space is for stacks and the heap: a quarter, 512 MiB at the most."""
-    monkeypatch.setattr("vllmx_core.memory._system_free", lambda: 1 << 40)
+    monkeypatch.setattr("vllmx_core.system.memory._system_free", lambda: 1 << 40)
     write(root / "status", f"Name:\tpython\nVmSize:\t  {100 * 1024} kB\nVmData:\t 7 kB\n")
 
     def only_address_space(which: int) -> tuple[int, int]:
@@ -110,7 +110,9 @@ def test_limits_of_the_process(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not count address space")
 def test_the_shells_limit_bounds_what_is_free() -> None:
-    program = "from vllmx_core.memory import free_bytes as f; print(f() < 1 << 31, f().remedy)"
+    program = (
+        "from vllmx_core.system.memory import free_bytes as f; print(f() < 1 << 31, f().remedy)"
+    )
     command = ["sh", "-c", 'ulimit -v 2000000 && exec "$@"', "sh", sys.executable, "-c", program]
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from vllmx_core.errors import ConfigError
-from vllmx_core.logs import JSONFormatter, configure_logging
+from vllmx_core.system.logs import JSONFormatter, configure_logging
 
 
 def test_a_record_is_an_object() -> None:
@@ -39,7 +39,7 @@ def test_a_traceback_stands_in_the_line() -> None:
 
 def test_processes_that_are_started_write_alike() -> None:
     code = (
-        "import logging; from vllmx_core.logs import configure_logging\n"
+        "import logging; from vllmx_core.system.logs import configure_logging\n"
         "configure_logging('info'); logging.getLogger('vllmx.y').info('hello %d', 5)"
     )
     done = subprocess.run(

@@ -9,15 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllmx_core.checkpoint import Checkpoint
 from vllmx_core.errors import ConfigError, UnsupportedModelError
-from vllmx_core.hooks import hookimpl
-from vllmx_core.model_choice import choose_model
-from vllmx_core.registry import Registry, nearest_architecture
-from vllmx_core.specs import ModelImplSpec, ModelSpec
-from vllmx_core.testing.fake_checkpoint import FakeModel, NoWeights
+from vllmx_core.plugins.hooks import hookimpl
+from vllmx_core.plugins.model_choice import choose_model
+from vllmx_core.plugins.registry import Registry, nearest_architecture
+from vllmx_core.plugins.specs import ModelImplSpec, ModelSpec
+from vllmx_core.weights.checkpoint import Checkpoint
+from vllmx_testing.fake_checkpoint import FakeModel, NoWeights
 
-FAKE = "vllmx_core.testing.fake_checkpoint:FakeModel"
+FAKE = "vllmx_testing.fake_checkpoint:FakeModel"
 OWN = {"architectures": ["OwnForCausalLM"], "vocab_size": 16}
 OTHER = {"architectures": ["Own2ForCausalLM"], "vocab_size": 16}
 

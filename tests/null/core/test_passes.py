@@ -13,16 +13,16 @@ from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.recorder import Ops
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
-from vllmx_core.passes.activated_linear import fuse_activations
-from vllmx_core.passes.expand import expand_unsupported, unsupported_ops
-from vllmx_core.passes.gated_linear import fuse_gated_linears, gated_weights
-from vllmx_core.passes.uses import read_at_once
 from vllmx_core.plan import StepPlan
-from vllmx_core.recording import record
-from vllmx_core.reference_backend import ReferenceBackend
-from vllmx_core.testing.harness import load_options
-from vllmx_core.testing.plans import Row, make_plan
-from vllmx_core.testing.synthetic import ArraySource, Builder, tiny_decoder
+from vllmx_core.recorded.passes.activated_linear import fuse_activations
+from vllmx_core.recorded.passes.expand import expand_unsupported, unsupported_ops
+from vllmx_core.recorded.passes.gated_linear import fuse_gated_linears, gated_weights
+from vllmx_core.recorded.passes.uses import read_at_once
+from vllmx_core.recorded.recording import record
+from vllmx_core.reference.backend import ReferenceBackend
+from vllmx_testing.harness import load_options
+from vllmx_testing.plans import Row, make_plan
+from vllmx_testing.synthetic import ArraySource, Builder, tiny_decoder
 
 EMBED, HEAD = WeightRef("embed", "embedding", 50, 8), WeightRef("head", "linear", 50, 8)
 GATE_UP, OTHER = (WeightRef(name, "linear", 32, 8) for name in ("gate_up", "other"))

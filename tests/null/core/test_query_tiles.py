@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllmx_core.plan import StepPlan
 from vllmx_core.query_tiles import QueryTiles
-from vllmx_core.testing.plans import Row, make_plan
+from vllmx_testing.plans import Row, make_plan
 
 PAGE = 16
 

@@ -9,10 +9,8 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from vllmx_core import recording
 from vllmx_core.errors import OpError, UnsupportedModelError, UnsupportedOpError
 from vllmx_core.model import AttentionSpec, LatentSpec, Ops, StepInputs
-from vllmx_core.op_table import OpTable
 from vllmx_core.ops.add import Add
 from vllmx_core.ops.experts import ExpertsSpec
 from vllmx_core.ops.gated_act import GatedAct
@@ -22,11 +20,13 @@ from vllmx_core.ops.recorder import OPS
 from vllmx_core.ops.route import RouteSpec
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.values import Value, WeightRef
-from vllmx_core.recording import prepare, record
-from vllmx_core.reference_backend import ReferenceBackend
-from vllmx_core.testing.harness import load_options
-from vllmx_core.testing.op_checks import CASES, case_model
-from vllmx_core.testing.synthetic import Builder, SyntheticModel, tiny_decoder
+from vllmx_core.recorded import recording
+from vllmx_core.recorded.op_table import OpTable
+from vllmx_core.recorded.recording import prepare, record
+from vllmx_core.reference.backend import ReferenceBackend
+from vllmx_testing.harness import load_options
+from vllmx_testing.op_checks import CASES, case_model
+from vllmx_testing.synthetic import Builder, SyntheticModel, tiny_decoder
 
 STEP = StepInputs()
 EMBED = WeightRef("embed", "embedding", 50, 8)

@@ -13,7 +13,7 @@ from vllmx_core.records import MutableRecord, Record, field
 
 COUNT = """
 import sys
-import vllmx_cpu.loaded, vllmx_cpu.lowering.table, vllmx_engine.engine, vllmx_models.llama
+import vllmx_cpu.loaded, vllmx_cpu.lowering.table, vllmx_engine.engine, vllmx_models.families.llama
 modules = [vars(module) for name, module in sys.modules.items() if name.startswith("vllmx")]
 made = {v for module in modules for v in module.values() if isinstance(v, type)}
 print(*sorted(kind.__name__ for kind in made if "__dataclass_params__" in vars(kind)))

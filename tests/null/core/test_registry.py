@@ -18,11 +18,11 @@ from vllmx_core.errors import (
     PluginError,
     UnsupportedModelError,
 )
-from vllmx_core.hooks import hookimpl
-from vllmx_core.providers import OUR_DISTRIBUTIONS
-from vllmx_core.registry import Registry, load_registry
-from vllmx_core.specs import API_VERSION, BackendSpec, ModelSpec, WeightFormatSpec
-from vllmx_core.testing.fake_checkpoint import FakePlugin, install_fake_plugin
+from vllmx_core.plugins.hooks import hookimpl
+from vllmx_core.plugins.providers import OUR_DISTRIBUTIONS
+from vllmx_core.plugins.registry import Registry, load_registry
+from vllmx_core.plugins.specs import API_VERSION, BackendSpec, ModelSpec, WeightFormatSpec
+from vllmx_testing.fake_checkpoint import FakePlugin, install_fake_plugin
 
 HERE = __name__
 
@@ -146,7 +146,7 @@ def test_failures_are_recorded_and_do_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "vllmx_test_broken.py").write_text("import does_not_exist\n")
-    hook = "from vllmx_core.hooks import hookimpl\n@hookimpl\ndef vllmx_modles():\n    return ()\n"
+    hook = "from vllmx_core.plugins.hooks import hookimpl\n@hookimpl\ndef vllmx_modles(): ...\n"
     (tmp_path / "vllmx_test_misspelt.py").write_text(hook)
     monkeypatch.syspath_prepend(str(tmp_path))
     points = [
@@ -154,8 +154,8 @@ def test_failures_are_recorded_and_do_not_stop_the_others(
         for name, value in (
             ("a", "vllmx_test_broken"),
             ("b", "vllmx_test_misspelt"),
-            ("c", "vllmx_core.testing.fake_checkpoint:FakePlugin"),
-            ("c", "vllmx_core.testing.fake_checkpoint:FakePlugin"),
+            ("c", "vllmx_testing.fake_checkpoint:FakePlugin"),
+            ("c", "vllmx_testing.fake_checkpoint:FakePlugin"),
         )
     ]
     registry = load_registry(points)
@@ -169,7 +169,7 @@ def test_failures_are_recorded_and_do_not_stop_the_others(
 
 def test_a_clash_between_installed_plugins_disturbs_nothing_else() -> None:
     core = EntryPoint("core", "vllmx_core.plugin", "vllmx")
-    fake = EntryPoint("fake", "vllmx_core.testing.fake_checkpoint:FakePlugin", "vllmx")
+    fake = EntryPoint("fake", "vllmx_testing.fake_checkpoint:FakePlugin", "vllmx")
     second = EntryPoint("second", f"{HERE}:SecondNumpy", "vllmx")
     registry = load_registry([core, fake, second])
     assert [info.error for info in registry.plugins] == [None, None, None]
@@ -296,7 +296,7 @@ def test_a_missing_implementation_is_named() -> None:
 
 def test_core_registers_without_numpy() -> None:
     code = (
-        "import sys; import vllmx_core.registry as r;"
+        "import sys; import vllmx_core.plugins.registry as r;"
         "registry = r.Registry();"
         "import vllmx_core.plugin as p; registry.add(p, 'core');"
         "assert registry.choose_backend('numpy')[0].name == 'numpy';"
@@ -309,7 +309,7 @@ def test_processes_see_the_fake_plugin_by_its_folder(tmp_path: Path) -> None:
     folder = install_fake_plugin(tmp_path / "site")
     code = (
         f"import sys; sys.path.insert(0, {str(folder)!r});"
-        "from vllmx_core.registry import load_registry; registry = load_registry();"
+        "from vllmx_core.plugins.registry import load_registry; registry = load_registry();"
         "print([p.key for p in registry.plugins if not p.error and 'fake' in p.key])"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

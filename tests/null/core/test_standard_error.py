@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from vllmx_core.standard_error import StandardError
+from vllmx_core.system.standard_error import StandardError
 
 from tests.waiting import PATIENCE_S
 
@@ -54,7 +54,7 @@ def test_a_place_that_takes_nothing() -> None:
 
 LATE = """
 import sys, threading
-from vllmx_core.standard_error import StandardError
+from vllmx_core.system.standard_error import StandardError
 
 class Late:
     def __del__(self):

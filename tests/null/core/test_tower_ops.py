@@ -14,7 +14,7 @@ from vllmx_core.ops.merge import Merge
 from vllmx_core.ops.place import Place
 from vllmx_core.ops.recorder import Ops
 from vllmx_core.ops.values import StepInputs, Value
-from vllmx_core.testing.plans import Row, make_plan
+from vllmx_testing.plans import Row, make_plan
 
 STEP = StepInputs()
 

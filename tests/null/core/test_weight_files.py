@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from vllmx_core import weight_files
 from vllmx_core.errors import WeightFormatError
-from vllmx_core.weight_files import Bytes, KeptReads, ReadingRoom, WeightFile
-from vllmx_core.weights import RawTensor
+from vllmx_core.weights import files as weight_files
+from vllmx_core.weights.files import Bytes, KeptReads, ReadingRoom, WeightFile
+from vllmx_core.weights.part import RawTensor
 
 CONTENT = bytes(range(256)) * 16
 

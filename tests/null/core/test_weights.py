@@ -8,9 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from vllmx_core.errors import WeightFormatError
-from vllmx_core.testing.synthetic import ArraySource
-from vllmx_core.weight_map import assemble
-from vllmx_core.weights import (
+from vllmx_core.weights.map import assemble
+from vllmx_core.weights.part import (
     DENSE,
     ITEM_BYTES,
     DType,
@@ -24,6 +23,7 @@ from vllmx_core.weights import (
     float8_to_f32,
     made_part,
 )
+from vllmx_testing.synthetic import ArraySource
 
 
 def test_bf16_of_every_word() -> None:

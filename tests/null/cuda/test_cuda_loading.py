@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import CapacityError, ConfigError, WeightFormatError
-from vllmx_core.memory import format_bytes, free_memory
-from vllmx_core.testing.step_checks import decoder
-from vllmx_core.testing.synthetic import ArraySource, Builder
-from vllmx_core.weights import (
+from vllmx_core.system.memory import format_bytes, free_memory
+from vllmx_core.weights.part import (
     PartSpec,
     QuantLayout,
     WeightPart,
@@ -30,8 +28,10 @@ from vllmx_cuda.matrices.form import Target
 from vllmx_cuda.matrices.matrix import Matrix
 from vllmx_cuda.matrices.plan import WeightPlan, plan_weights
 from vllmx_cuda.program.planning import load_sizes
-from vllmx_cuda.testing.emulated_device import EmulatedDevice
-from vllmx_cuda.testing.emulated_products import array, wide
+from vllmx_testing.cuda.emulated_device import EmulatedDevice
+from vllmx_testing.cuda.emulated_products import array, wide
+from vllmx_testing.step_checks import decoder
+from vllmx_testing.synthetic import ArraySource, Builder
 
 LIMITS: dict[str, Any] = {
     "max_model_len": 128,

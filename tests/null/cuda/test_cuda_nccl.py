@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from vllmx_core.communicator import SharedAddresses
 from vllmx_core.errors import BackendUnavailableError, ConfigError, RankLostError
-from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
 from vllmx_cuda.compiler import libraries
 from vllmx_cuda.device import cupy_device, nccl
 from vllmx_cuda.device.cupy_device import CupyDevice
@@ -22,6 +21,7 @@ from vllmx_cuda.device.driver import DEVICE_VARIABLE, DeviceFacts, DriverFacts, 
 from vllmx_cuda.device.nccl import NcclRanks
 from vllmx_cuda.device.ranks import Ties
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS
+from vllmx_testing.ranks import RankThreads, ThreadCommunicator
 from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.region import Region
 

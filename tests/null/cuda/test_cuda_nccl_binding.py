@@ -63,7 +63,7 @@ import ctypes, sys
 library = ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
 library.vx_log.restype = ctypes.c_char_p
 from cupy.cuda import nccl
-from vllmx_core.testing.ranks import RankThreads
+from vllmx_testing.ranks import RankThreads
 from vllmx_cuda.device.device import Memory
 from vllmx_cuda.device.nccl import NcclRanks
 from vllmx_cuda.device.ranks import Ties

@@ -17,19 +17,19 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.errors import CapacityError, EngineDeadError
 from vllmx_core.plan import LogitEdits
 from vllmx_core.sampling import SamplingParams
-from vllmx_core.testing.attention_checks import attention_model
-from vllmx_core.testing.harness import mixed_steps
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
-from vllmx_core.testing.step_checks import decoder
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device.arch import number
 from vllmx_cuda.device.device import Memory, Product
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.loaded import CudaLoadedModel
-from vllmx_cuda.testing.emulated_device import EmulatedDevice, EmulatedGraph
-from vllmx_cuda.testing.emulated_products import array
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.wire.messages import CoreRequest, pack_ids
+from vllmx_testing.attention_checks import attention_model
+from vllmx_testing.cuda.emulated_device import EmulatedDevice, EmulatedGraph
+from vllmx_testing.cuda.emulated_products import array
+from vllmx_testing.harness import mixed_steps
+from vllmx_testing.plans import Row, make_plan, sampling_rows
+from vllmx_testing.step_checks import decoder
 
 PAGE, MAX_LEN, ROWS = 16, 512, 20
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllmx_core.coded import CodedRows
-from vllmx_core.weights import QuantLayout, RawTensor, WeightPart
+from vllmx_core.weights.coded import CodedRows
+from vllmx_core.weights.part import QuantLayout, RawTensor, WeightPart
 from vllmx_cuda.device.device import Memory
 from vllmx_cuda.kernel_specs.types import DTYPES
 from vllmx_cuda.kernel_specs.w4 import ZERO_CODES, ZERO_MIDDLE

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from vllmx_core.plan import StepPlan
-from vllmx_core.testing.plans import Row, make_plan
 from vllmx_cuda.program.work import (
     MIN_SPLIT,
     TileKind,
@@ -14,6 +13,7 @@ from vllmx_cuda.program.work import (
     plan_items,
     plan_tiles,
 )
+from vllmx_testing.plans import Row, make_plan
 
 PAGE = 16
 

@@ -13,7 +13,10 @@ import numpy as np
 from vllmx_core.config import EngineConfig
 from vllmx_core.plan import SamplingRows, StepPlan
 from vllmx_core.sampling import SamplingParams
-from vllmx_core.testing.fake import (
+from vllmx_engine.core.engine_core import EngineCore
+from vllmx_engine.core.sequence import Sequence as LiveSequence
+from vllmx_engine.wire.messages import CoreOutput, CoreRequest, TokenLogprobs, is_piece, pack_ids
+from vllmx_testing.fake import (
     FakeError,
     FakeLoadedModel,
     FakeRules,
@@ -21,9 +24,6 @@ from vllmx_core.testing.fake import (
     expected_rank,
     expected_tokens,
 )
-from vllmx_engine.core.engine_core import EngineCore
-from vllmx_engine.core.sequence import Sequence as LiveSequence
-from vllmx_engine.wire.messages import CoreOutput, CoreRequest, TokenLogprobs, is_piece, pack_ids
 
 VOCAB_SIZE = 48
 EOS = 7

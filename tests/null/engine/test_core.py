@@ -6,10 +6,10 @@ import time
 from typing import Any
 
 import pytest
-from vllmx_core.testing.fake import FakeError, FakeRules, FakeStep
 from vllmx_engine.core import commit, sequence
 from vllmx_engine.core.logit_rules import LogitRules
 from vllmx_engine.wire.messages import STEP_TOKENS, CoreOutput, is_piece
+from vllmx_testing.fake import FakeError, FakeRules, FakeStep
 
 from .harness import EOS, QUIET, RULES, VOCAB_SIZE, Harness, prompts
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from vllmx_core.errors import EngineDeadError
-from vllmx_core.testing.fake import FakeError, FakeRules
+from vllmx_testing.fake import FakeError, FakeRules
 
 from .harness import MAX_MODEL_LEN, QUIET, VOCAB_SIZE, Harness, prompts
 

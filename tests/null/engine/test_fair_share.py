@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllmx_core.testing.fake import FakeRules
 from vllmx_engine.core.waiting import FairShare, WaitingQueue
+from vllmx_testing.fake import FakeRules
 
 from .harness import Harness
 from .test_waiting import waiting

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from vllmx_core.config import EngineConfig
-from vllmx_core.testing.fake import FakeRules
 from vllmx_engine.core import commit, grammar_row, grammars
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.mask_threads import MaskFill
 from vllmx_engine.grammar import matcher
 from vllmx_engine.wire.grammars import FreePart, Grammar, Vocabulary
 from vllmx_engine.wire.messages import Follower, choices_of
+from vllmx_testing.fake import FakeRules
 
 from tests.waiting import PATIENCE_S
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from vllmx_core.errors import GrammarError
-from vllmx_core.testing.fake import FakeRules
 from vllmx_engine.core import grammar_row
 from vllmx_engine.core.prefixes import Prefixes
 from vllmx_engine.core.rows import RowTable
 from vllmx_engine.core.sequence import Sequence
 from vllmx_engine.wire.messages import Follower, choices_of
+from vllmx_testing.fake import FakeRules
 
 from tests.held_masks import Hold, held
 from tests.waiting import PATIENCE_S

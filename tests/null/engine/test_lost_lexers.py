@@ -8,12 +8,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from vllmx_core.testing.fake import FakeRules
 from vllmx_engine.core import grammar_row
 from vllmx_engine.core.mask_threads import MaskFill
 from vllmx_engine.grammar import matcher
 from vllmx_engine.grammar.matcher import GrammarMatcher, LexerLostError
 from vllmx_engine.wire.grammars import FreePart, Grammar, Thoughts
+from vllmx_testing.fake import FakeRules
 
 from .grammar_driver import EOS, LETTERS, VOCAB_SIZE, Driver, regex, text_of
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from vllmx_core.testing.fake import FakeRules
 from vllmx_engine.core.prefixes import Prefixes
 from vllmx_engine.core.sequence import Sequence
+from vllmx_testing.fake import FakeRules
 
 from .harness import VOCAB_SIZE, Harness
 

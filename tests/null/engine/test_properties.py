@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from vllmx_core.testing.fake import FakeRules
+from vllmx_testing.fake import FakeRules
 
 from .harness import EOS, VOCAB_SIZE, Harness
 

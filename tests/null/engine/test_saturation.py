@@ -13,9 +13,9 @@ import pytest
 from vllmx_core.config import EngineConfig
 from vllmx_core.plan import SamplingRows, StepPlan
 from vllmx_core.sampling import SamplingParams
-from vllmx_core.testing.fake import FakeLoadedModel, FakeRules, FakeStep
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.wire.messages import CoreRequest, pack_ids
+from vllmx_testing.fake import FakeLoadedModel, FakeRules, FakeStep
 
 PROMPT, ANSWER = 128, 64
 VOCAB_SIZE = 97

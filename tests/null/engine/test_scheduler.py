@@ -7,7 +7,7 @@ import statistics
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllmx_core.testing.fake import FakeRules
+from vllmx_testing.fake import FakeRules
 
 from .harness import VOCAB_SIZE, Harness
 

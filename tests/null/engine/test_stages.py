@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from vllmx_core.plan import SamplingRows, StepPlan
-from vllmx_core.testing.fake import FakeStep
+from vllmx_testing.fake import FakeStep
 
 from .harness import QUIET, Harness, prompts
 

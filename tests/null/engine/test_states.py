@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from vllmx_core.testing.fake import FakeRules
 from vllmx_engine.core.state_slots import SlotPool
+from vllmx_testing.fake import FakeRules
 
 from .harness import QUIET, Harness
 

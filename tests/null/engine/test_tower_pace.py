@@ -14,10 +14,10 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.model import ImagePlaces
 from vllmx_core.plan import StepPlan
 from vllmx_core.sampling import SamplingParams
-from vllmx_core.testing.fake import FakeError, FakeLoadedModel, FakeRules, FakeStep
 from vllmx_engine.core.cost import StepCost, StepLoad, TowerLoad
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.wire.messages import CoreRequest, ImageInput, pack_ids
+from vllmx_testing.fake import FakeError, FakeLoadedModel, FakeRules, FakeStep
 
 PER_TOKEN = 4
 STEP_S, ROW_S, TOKEN_S, PATCH_S, WORK_S = 30e-3, 1e-3, 0.1e-3, 0.8e-3, 0.2e-6

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from vllmx_core.config import EngineConfig
+from vllmx_core.plugins.registry import load_registry
 from vllmx_core.records import Record
-from vllmx_core.registry import load_registry
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_engine.client.answers import AnswerReaders, ReadAnswer
 from vllmx_engine.client.chat import ChatRenderer

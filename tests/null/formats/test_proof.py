@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllmx_core.registry import load_registry
+from vllmx_core.plugins.registry import load_registry
 from vllmx_engine.client.answers import ReadAnswer
 from vllmx_engine.formats.answer_reader import AnswerReader, read_options
 from vllmx_engine.formats.choice import find_format

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from vllmx_core.registry import load_registry
+from vllmx_core.plugins.registry import load_registry
 from vllmx_engine.client.answers import ReadAnswer
 from vllmx_engine.formats.answer_reader import AnswerReader, ReadOptions
 from vllmx_engine.formats.choice import find_format

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from vllmx_core.config import EngineConfig
-from vllmx_core.registry import Registry
-from vllmx_core.testing.fake_checkpoint import FakePlugin, make_fake_checkpoint
+from vllmx_core.plugins.registry import Registry
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_engine.wire.messages import CoreInfo
+from vllmx_testing.fake_checkpoint import FakePlugin, make_fake_checkpoint
 
 MakeEngine = Callable[..., AbstractAsyncContextManager[AsyncLLM]]
 

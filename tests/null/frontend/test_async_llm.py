@@ -18,7 +18,7 @@ from vllmx_core.errors import (
     QueueFullError,
     TemplateError,
 )
-from vllmx_core.registry import Registry
+from vllmx_core.plugins.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.client.chat import ChatOptions, Message

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import CapacityError, ContextLengthError, InvalidRequestError
-from vllmx_core.registry import Registry
+from vllmx_core.plugins.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.client.chat_images import ChatImages, chat_images

@@ -6,7 +6,6 @@ import pytest
 from vllmx_core.bounds import MAX_CHOICES
 from vllmx_core.errors import InvalidRequestError
 from vllmx_core.sampling import MAX_ALLOWED_IDS, SamplingParams
-from vllmx_core.testing.fake import FakeRules
 from vllmx_engine.client.request import Request, RequestBuilder
 from vllmx_engine.core import engine_core as core_module
 from vllmx_engine.core.sequence import Limits
@@ -14,6 +13,7 @@ from vllmx_engine.link.thread_frontend import ThreadFrontend
 from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_engine.wire.ipc import AddRequest, FrameReader, ToCore, encode_frame, to_core_decoder
 from vllmx_engine.wire.messages import CoreInfo, CoreRequest, Follower, choices_of, pack_ids
+from vllmx_testing.fake import FakeRules
 
 from tests.null.engine.harness import Harness
 

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 import pytest
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import EngineDeadError, RankLostError, VllmxError
-from vllmx_core.registry import Registry
+from vllmx_core.plugins.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.core.core_loop import Inbox

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import EngineDeadError, RankLostError, VllmxError
-from vllmx_core.registry import Registry
+from vllmx_core.plugins.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.link import supervisor
@@ -330,10 +330,10 @@ def test_news_too_large_for_a_frame_are_split(monkeypatch: pytest.MonkeyPatch) -
 PARENT = """
 import asyncio, os, signal, sys
 from vllmx_core.config import EngineConfig
-from vllmx_core.registry import Registry
-from vllmx_core.registry import Registry
+from vllmx_core.plugins.registry import Registry
+from vllmx_core.plugins.registry import Registry
 from vllmx_core.sampling import SamplingParams
-from vllmx_core.testing.fake_checkpoint import FakePlugin
+from vllmx_testing.fake_checkpoint import FakePlugin
 from vllmx_engine.async_llm import AsyncLLM
 
 async def main():

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Sequence
 
 import pytest
-from vllmx_core.deadline import Deadline
 from vllmx_core.errors import InvalidRequestError, QueueFullError
+from vllmx_core.system.deadline import Deadline
 from vllmx_engine.client import fetches
 from vllmx_engine.client.chat_images import Pictures
 from vllmx_engine.client.fetches import Fetches

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
-from vllmx_core.registry import load_registry
+from vllmx_core.plugins.registry import load_registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_engine.client.chat import ChatRenderer

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import CapacityError, PluginClashError, QueueFullError, VllmxError
-from vllmx_core.hooks import hookimpl
-from vllmx_core.registry import Registry
+from vllmx_core.plugins.hooks import hookimpl
+from vllmx_core.plugins.registry import Registry
+from vllmx_core.plugins.specs import BackendSpec, ModelImplSpec
 from vllmx_core.sampling import SamplingParams
-from vllmx_core.specs import BackendSpec, ModelImplSpec
 from vllmx_engine.wire import ipc
 from vllmx_engine.wire.known_specs import KnownSpecs
 from vllmx_engine.wire.messages import CoreOutput, CoreRequest, CoreStats, TokenLogprobs, pack_ids

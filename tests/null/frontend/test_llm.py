@@ -20,14 +20,14 @@ from vllmx_core.errors import (
     NonFiniteLogitsError,
     PluginError,
 )
-from vllmx_core.registry import Registry
+from vllmx_core.plugins.registry import Registry
 from vllmx_core.sampling import SamplingParams
-from vllmx_core.testing.fake import FakeRules, expected_tokens
 from vllmx_engine.client.chat import Message
 from vllmx_engine.client.inline import InlineEngine
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.engine import Engine
 from vllmx_engine.llm import LLM, Progress
+from vllmx_testing.fake import FakeRules, expected_tokens
 
 from tests.waiting import PATIENCE_S, wait_until
 

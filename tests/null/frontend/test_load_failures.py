@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import UnsupportedModelError, VllmxError
-from vllmx_core.registry import Registry
-from vllmx_core.testing.fake import FakeLoadedModel
-from vllmx_core.testing.fake_checkpoint import NoWeights
+from vllmx_core.plugins.registry import Registry
 from vllmx_engine.core import load
 from vllmx_engine.core.found_model import find_model
 from vllmx_engine.llm import LLM
+from vllmx_testing.fake import FakeLoadedModel
+from vllmx_testing.fake_checkpoint import NoWeights
 
 
 @pytest.fixture

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, EngineDeadError, StepTimeoutError
-from vllmx_core.registry import Registry
+from vllmx_core.plugins.registry import Registry
 from vllmx_core.sampling import SamplingParams
-from vllmx_core.testing.fake import FakeLoadedModel
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.client.inline import Turn
 from vllmx_engine.client.stepper import Stepper
@@ -27,6 +26,7 @@ from vllmx_engine.engine import Engine
 from vllmx_engine.link import supervisor
 from vllmx_engine.link.process_frontend import ProcessFrontend
 from vllmx_engine.llm import LLM
+from vllmx_testing.fake import FakeLoadedModel
 
 from tests.waiting import PATIENCE_S, until, wait_until
 
@@ -114,7 +114,7 @@ class TestInline:
         """It comes back when it was given up, however long that takes."""
         given_up = threading.Event()
         clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=given_up.wait)
-        monkeypatch.setattr("vllmx_core.testing.fake.time", clock)
+        monkeypatch.setattr("vllmx_testing.fake.time", clock)
         before = set(threading.enumerate())
         llm = LLM(hanging, registry=registry, backend="fake", step_timeout_s=LIMIT_S)
         with pytest.raises(StepTimeoutError):
@@ -139,7 +139,7 @@ class TestInline:
             time.sleep(seconds)
 
         clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=hang)
-        monkeypatch.setattr("vllmx_core.testing.fake.time", clock)
+        monkeypatch.setattr("vllmx_testing.fake.time", clock)
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             with pytest.raises(StepTimeoutError) as caught:

@@ -10,8 +10,8 @@ from typing import Any
 
 import gguf
 import numpy as np
-from vllmx_core.weights import WeightSource
-from vllmx_models.safetensors import open_checkpoint
+from vllmx_core.weights.part import WeightSource
+from vllmx_models.formats.safetensors import open_checkpoint
 
 ARCHITECTURES = {
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,

@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES
-from vllmx_models.gguf.blocks import (
+from vllmx_models.formats.gguf.blocks import (
     FOREIGN_TYPES,
     TENSOR_TYPES,
     TYPES_BY_NAME,

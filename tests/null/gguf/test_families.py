@@ -11,12 +11,12 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from vllmx_core.checkpoint import build_model, open_checkpoint
-from vllmx_core.registry import Registry, load_registry
-from vllmx_core.testing.model_suite import random_weights
-from vllmx_core.weight_map import assemble
-from vllmx_models.decoder import Decoder
-from vllmx_models.gguf.quantize.convert import quantize
+from vllmx_core.plugins.registry import Registry, load_registry
+from vllmx_core.weights.checkpoint import build_model, open_checkpoint
+from vllmx_core.weights.map import assemble
+from vllmx_models.formats.gguf.quantize.convert import quantize
+from vllmx_models.trunks.decoder import Decoder
+from vllmx_testing.model_suite import random_weights
 
 from .models import interleave
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllmx_core.errors import ModelNotFoundError, WeightFormatError
-from vllmx_models.gguf.file import GGUFFile
-from vllmx_models.gguf.metadata import MAX_INNER_ARRAYS, StringArray
+from vllmx_models.formats.gguf.file import GGUFFile
+from vllmx_models.formats.gguf.metadata import MAX_INNER_ARRAYS, StringArray
 
 from . import raw
 from .raw import ARRAY, BOOL, STRING, U32, entry, header, tensor, write

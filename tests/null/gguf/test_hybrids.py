@@ -13,11 +13,11 @@ import gguf
 import numpy as np
 import pytest
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter
-from vllmx_core.checkpoint import build_model, open_checkpoint
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError
-from vllmx_core.registry import Registry, load_registry
-from vllmx_core.testing.model_suite import random_weights
-from vllmx_core.testing.synthetic import ArraySource
+from vllmx_core.plugins.registry import Registry, load_registry
+from vllmx_core.weights.checkpoint import build_model, open_checkpoint
+from vllmx_testing.model_suite import random_weights
+from vllmx_testing.synthetic import ArraySource
 
 from .test_recurrent import logits
 

@@ -13,17 +13,17 @@ import pytest
 import safetensors.numpy
 from click.testing import CliRunner
 from vllmx.cli.quantize import quantize as command
-from vllmx_core.checkpoint import open_checkpoint
-from vllmx_core.registry import load_registry
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.weights.checkpoint import open_checkpoint
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_engine.client.model_defaults import eos_ids
 from vllmx_engine.text.gguf_pretokenizers import PRE_TOKENIZERS
 from vllmx_engine.text.gguf_tokenizer import gguf_tokenizer
 from vllmx_engine.text.tokenizer import Tokenizer
-from vllmx_models.gguf.file import GGUFFile
-from vllmx_models.gguf.quantize.convert import Summary, quantize
-from vllmx_models.gguf.quantize.losses import COMPOSED, WHOLE_TOKENS
-from vllmx_models.safetensors import open_weights
+from vllmx_models.formats.gguf.file import GGUFFile
+from vllmx_models.formats.gguf.quantize.convert import Summary, quantize
+from vllmx_models.formats.gguf.quantize.losses import COMPOSED, WHOLE_TOKENS
+from vllmx_models.formats.safetensors import open_weights
 
 REGISTRY = load_registry()
 GLM = ("<|user|>", "<|observation|>")

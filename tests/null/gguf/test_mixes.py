@@ -1,7 +1,7 @@
 """Which tensor of a mix gets which type."""
 
 import pytest
-from vllmx_models.gguf.quantize.mixes import MIXES, Layers, type_of
+from vllmx_models.formats.gguf.quantize.mixes import MIXES, Layers, type_of
 
 SMALL = Layers(24, 2, tied=False)
 

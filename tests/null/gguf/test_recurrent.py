@@ -10,14 +10,14 @@ import gguf
 import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
-from vllmx_core.checkpoint import build_model, open_checkpoint
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
-from vllmx_core.reference_backend import ReferenceBackend
-from vllmx_core.registry import Registry, load_registry
-from vllmx_core.testing.model_suite import random_weights
-from vllmx_core.testing.plans import Row, make_plan
-from vllmx_core.weights import WeightSource
+from vllmx_core.plugins.registry import Registry, load_registry
+from vllmx_core.reference.backend import ReferenceBackend
+from vllmx_core.weights.checkpoint import build_model, open_checkpoint
+from vllmx_core.weights.part import WeightSource
+from vllmx_testing.model_suite import random_weights
+from vllmx_testing.plans import Row, make_plan
 
 HEADS, KEY_HEADS, KEY, VALUE = 6, 2, 8, 10
 CONFIG: dict[str, Any] = {

@@ -9,10 +9,10 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from vllmx_core.checkpoint import build_model, open_checkpoint
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError
-from vllmx_core.registry import Registry, load_registry
-from vllmx_models.rope import read_rope
+from vllmx_core.plugins.registry import Registry, load_registry
+from vllmx_core.weights.checkpoint import build_model, open_checkpoint
+from vllmx_models.blocks.rope import read_rope
 
 from .models import TYPES, of_type, write_model
 from .test_source import BASE

@@ -9,15 +9,15 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from vllmx_core.checkpoint import Checkpoint, build_model, open_checkpoint
 from vllmx_core.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
     WeightFormatError,
 )
-from vllmx_core.registry import Registry, load_registry
-from vllmx_core.weight_map import assemble
-from vllmx_core.weights import DENSE, RawTensor, WeightPart
+from vllmx_core.plugins.registry import Registry, load_registry
+from vllmx_core.weights.checkpoint import Checkpoint, build_model, open_checkpoint
+from vllmx_core.weights.map import assemble
+from vllmx_core.weights.part import DENSE, RawTensor, WeightPart
 
 from .models import TYPES, add_config, convert_tensors, of_type, write_model
 
@@ -349,9 +349,9 @@ def test_sampling_defaults_of_the_author(registry: Registry, tmp_path: Path) -> 
 
 
 PLUGIN = """
-from vllmx_core.hooks import hookimpl
-from vllmx_core.specs import ModelSpec, WeightFormatSpec
-from vllmx_models.gguf.architecture import DECODER_TENSORS, GGUFArchitecture, decoder_config
+from vllmx_core.plugins.hooks import hookimpl
+from vllmx_core.plugins.specs import ModelSpec, WeightFormatSpec
+from vllmx_models.formats.gguf.architecture import DECODER_TENSORS, GGUFArchitecture, decoder_config
 
 
 def config(header):
@@ -379,7 +379,10 @@ def vllmx_models():
 def vllmx_weight_formats():
     return (
         WeightFormatSpec(
-            "gguf", "vllmx_models.gguf.source:open_checkpoint", ("*.gguf",), needs_registry=True
+            "gguf",
+            "vllmx_models.formats.gguf.source:open_checkpoint",
+            ("*.gguf",),
+            needs_registry=True,
         ),
     )
 """

@@ -22,7 +22,7 @@ from vllmx_engine.text.gguf_pretokenizers import PRE_TOKENIZERS
 from vllmx_engine.text.gguf_tokenizer import gguf_tokenizer
 from vllmx_engine.text.prompt_text import Spellings
 from vllmx_engine.text.tokenizer import Tokenizer
-from vllmx_models.gguf.file import GGUFFile
+from vllmx_models.formats.gguf.file import GGUFFile
 
 from .models import tokens_of
 

@@ -14,16 +14,16 @@ import gguf
 import numpy as np
 import pytest
 import safetensors.numpy
-from vllmx_core.checkpoint import build_model, open_checkpoint
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError
-from vllmx_core.registry import load_registry
-from vllmx_core.testing.model_suite import random_weights
-from vllmx_core.weight_map import assemble
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.weights.checkpoint import build_model, open_checkpoint
+from vllmx_core.weights.map import assemble
 from vllmx_demo.source import MODEL_FOLDER
-from vllmx_models.decoder import Decoder
-from vllmx_models.gguf.file import GGUFFile
-from vllmx_models.gguf.quantize.convert import Summary, quantize
-from vllmx_models.gguf.quantize.readback import plain
+from vllmx_models.formats.gguf.file import GGUFFile
+from vllmx_models.formats.gguf.quantize.convert import Summary, quantize
+from vllmx_models.formats.gguf.quantize.readback import plain
+from vllmx_models.trunks.decoder import Decoder
+from vllmx_testing.model_suite import random_weights
 
 REGISTRY = load_registry()
 LAYERS = 3

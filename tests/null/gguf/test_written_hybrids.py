@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
-from vllmx_core.checkpoint import build_model, open_checkpoint
 from vllmx_core.errors import UnsupportedModelError
-from vllmx_core.registry import Registry, load_registry
-from vllmx_models.gguf.file import GGUFFile
-from vllmx_models.gguf.quantize.convert import quantize
+from vllmx_core.plugins.registry import Registry, load_registry
+from vllmx_core.weights.checkpoint import build_model, open_checkpoint
+from vllmx_models.formats.gguf.file import GGUFFile
+from vllmx_models.formats.gguf.quantize.convert import quantize
 
 from . import test_hybrids as hybrids
 from . import test_recurrent as qwen

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import tokenizers
 from vllmx_core.output_format import OutputFormat
+from vllmx_core.plugins.specs import ParserSpec
 from vllmx_core.sampling import SamplingParams
-from vllmx_core.specs import ParserSpec
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_engine.client.chat_options import ChatOptions
 from vllmx_engine.client.forced_calls import told_tools, with_calls

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 from vllmx_core.config import EngineConfig
-from vllmx_core.deadline import Deadline
 from vllmx_core.errors import ConfigError, InvalidRequestError
+from vllmx_core.system.deadline import Deadline
 from vllmx_engine.images.limits import ImageLimits, allowed_hosts
 from vllmx_engine.images.source import ImageSource, check_source, read_source
 

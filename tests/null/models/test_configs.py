@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllmx_core.errors import UnsupportedModelError
 from vllmx_core.model import KVSpec
-from vllmx_core.registry import Registry, load_registry
-from vllmx_core.specs import ModelSpec
-from vllmx_models.decoder import Decoder
-from vllmx_models.rope import SCALINGS
+from vllmx_core.plugins.registry import Registry, load_registry
+from vllmx_core.plugins.specs import ModelSpec
+from vllmx_models.blocks.rope import SCALINGS
+from vllmx_models.trunks.decoder import Decoder
 
 ROOT = Path(__file__).parents[3]
 COPIES = ROOT / "tests" / "data" / "configs"

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.op import Op
-from vllmx_core.recording import Recording, record
-from vllmx_core.registry import load_registry
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.recorded.recording import Recording, record
 from vllmx_models.blocks.dense import DenseMLP, MLPNames
 from vllmx_models.blocks.norms import PARALLEL, POST, PRE, SANDWICH, LayerNorms
-from vllmx_models.decoder import Decoder, DecoderSpec
+from vllmx_models.trunks.decoder import Decoder, DecoderSpec
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from vllmx_core.encoding import Encoded
 from vllmx_core.errors import BackendUnavailableError, WeightFormatError
-from vllmx_core.hooks import hookimpl
-from vllmx_core.registry import Registry
-from vllmx_core.specs import EncoderSpec
-from vllmx_core.weights import QuantLayout, RawTensor, WeightPart
-from vllmx_models.encoders import NumpyEncoder, encoder_for, float_rows
-from vllmx_models.gguf.blocks import TYPES_BY_NAME, decode_blocks
+from vllmx_core.plugins.hooks import hookimpl
+from vllmx_core.plugins.registry import Registry
+from vllmx_core.plugins.specs import EncoderSpec
+from vllmx_core.weights.encoding import Encoded
+from vllmx_core.weights.part import QuantLayout, RawTensor, WeightPart
+from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, decode_blocks
+from vllmx_models.quantization.encoders import NumpyEncoder, encoder_for, float_rows
 
 
 class Fast:

@@ -11,14 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from vllmx_core.checkpoint import build_model, open_checkpoint, quantise_in_situ
 from vllmx_core.errors import ConfigError, WeightFormatError
-from vllmx_core.registry import Registry, load_registry
-from vllmx_core.weights import DENSE, WeightSource
-from vllmx_models.gguf.quantize.convert import quantize
-from vllmx_models.gguf.quantize.mixes import MIXES
-from vllmx_models.gguf.quantize.vocabulary import StatedTokenizer
-from vllmx_models.isq import ALIASES, ROWS_ALONE
+from vllmx_core.plugins.registry import Registry, load_registry
+from vllmx_core.weights.checkpoint import build_model, open_checkpoint, quantise_in_situ
+from vllmx_core.weights.part import DENSE, WeightSource
+from vllmx_models.formats.gguf.quantize.convert import quantize
+from vllmx_models.formats.gguf.quantize.mixes import MIXES
+from vllmx_models.formats.gguf.quantize.vocabulary import StatedTokenizer
 from vllmx_models.plugin import IN_SITU
 from vllmx_models.quantization.eight_bits import (
     e4m3_codes,
@@ -27,6 +26,7 @@ from vllmx_models.quantization.eight_bits import (
     int8_codes,
     int8_part,
 )
+from vllmx_models.quantization.isq import ALIASES, ROWS_ALONE
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512,
@@ -34,6 +34,7 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 1100, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
     "hidden_act": "silu", "dtype": "bfloat16", "tie_word_embeddings": False,
 }  # fmt: skip
+CONVERT = "vllmx_models.formats.gguf.quantize.convert"
 BLOCKS = [name for name in IN_SITU if name not in ("int8", "fp8")]
 
 
@@ -79,7 +80,7 @@ def test_blocks_are_those_of_a_quantised_file(
     registry: Registry, folder: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Types and bytes alike, for every matrix of every layer."""
-    monkeypatch.setattr("vllmx_models.gguf.quantize.convert.tokenizer_metadata", no_tokenizer)
+    monkeypatch.setattr(f"{CONVERT}.tokenizer_metadata", no_tokenizer)
     path = tmp_path / "model.gguf"
     quantize(registry, folder, path, ALIASES.get(name, name), threads=2)
     expected = open_checkpoint(registry, path).weights
@@ -196,7 +197,7 @@ def test_unknown_types_are_refused(registry: Registry, folder: Path) -> None:
 def test_quantised_checkpoints_are_refused(
     registry: Registry, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllmx_models.gguf.quantize.convert.tokenizer_metadata", no_tokenizer)
+    monkeypatch.setattr(f"{CONVERT}.tokenizer_metadata", no_tokenizer)
     path = tmp_path / "model.gguf"
     quantize(registry, folder, path, "q8_0", threads=2)
     with pytest.raises(ConfigError, match=r"is stored as gguf with 8.5 bits already"):

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from vllmx_core.errors import UnsupportedModelError, VllmxError, WeightFormatError
-from vllmx_core.registry import load_registry
+from vllmx_core.plugins.registry import load_registry
 from vllmx_demo.source import MODEL_FOLDER
-from vllmx_models.gguf.quantize.convert import quantize
-from vllmx_models.gguf.quantize.writer import write_file
+from vllmx_models.formats.gguf.quantize.convert import quantize
+from vllmx_models.formats.gguf.quantize.writer import write_file
 
 Change = Callable[[dict[str, Any]], object]
 

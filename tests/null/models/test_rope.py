@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.errors import UnsupportedModelError
-from vllmx_models.rope import SCALINGS, Rope, read_rope
+from vllmx_models.blocks.rope import SCALINGS, Rope, read_rope
 
 HEAD = 8
 

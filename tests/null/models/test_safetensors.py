@@ -14,9 +14,9 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 from vllmx_core.errors import ModelNotFoundError, VllmxError, WeightFormatError
-from vllmx_core.weights import DENSE
-from vllmx_models.safetensors import open_checkpoint, open_weights
-from vllmx_models.safetensors_file import MAX_HEADER_BYTES, SafetensorsFile
+from vllmx_core.weights.part import DENSE
+from vllmx_models.formats.safetensors import open_checkpoint, open_weights
+from vllmx_models.formats.safetensors_file import MAX_HEADER_BYTES, SafetensorsFile
 
 RNG = np.random.default_rng(1)
 CONFIG = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"}

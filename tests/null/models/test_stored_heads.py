@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
-from vllmx_core.checkpoint import build_model, open_checkpoint
 from vllmx_core.errors import ModelNotFoundError, UnsupportedModelError
-from vllmx_core.registry import load_registry
-from vllmx_core.weight_map import assemble
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.weights.checkpoint import build_model, open_checkpoint
+from vllmx_core.weights.map import assemble
 from vllmx_engine.core.unread import log_unread
 
 REGISTRY = load_registry()

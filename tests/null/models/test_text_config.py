@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllmx_core.cache_groups import blocks_of, cache_layout
+from vllmx_core.cache.groups import blocks_of, cache_layout
 from vllmx_core.errors import UnsupportedModelError
 from vllmx_core.model import Model
-from vllmx_core.registry import load_registry
-from vllmx_core.testing.model_suite import random_weights
-from vllmx_core.testing.synthetic import ArraySource
-from vllmx_core.weight_map import assemble
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.weights.map import assemble
+from vllmx_testing.model_suite import random_weights
+from vllmx_testing.synthetic import ArraySource
 
 TEXT: dict[str, Any] = {
     "vocab_size": 61,

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from vllmx_core.registry import load_registry
-from vllmx_core.specs import ModelSpec
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.plugins.specs import ModelSpec
 from vllmx_models.blocks.norms import PRE
-from vllmx_models.decoder import Decoder, DecoderSpec
+from vllmx_models.trunks.decoder import Decoder, DecoderSpec
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 61,

@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
-from vllmx_core.checkpoint import open_checkpoint
-from vllmx_core.registry import Registry, load_registry
-from vllmx_core.weights import WeightPart, WeightSource
+from vllmx_core.plugins.registry import Registry, load_registry
+from vllmx_core.weights.checkpoint import open_checkpoint
+from vllmx_core.weights.part import WeightPart, WeightSource
 
 Tensors = Mapping[str, NDArray[Any]]
 REGISTRY: Registry = load_registry()

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from vllmx_core.errors import UnsupportedModelError, VllmxError, WeightFormatError
-from vllmx_core.specs import QuantizationSpec
-from vllmx_core.weights import DENSE, ITEM_BYTES, DType, RawTensor, WeightPart
+from vllmx_core.plugins.specs import QuantizationSpec
+from vllmx_core.weights.part import DENSE, ITEM_BYTES, DType, RawTensor, WeightPart
 
 from .checkpoints import REGISTRY
 

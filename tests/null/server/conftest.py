@@ -21,8 +21,7 @@ from typing import Any
 import httpx
 import pytest
 from vllmx_core.config import EngineConfig
-from vllmx_core.registry import Registry
-from vllmx_core.testing.fake_checkpoint import FakePlugin, make_fake_checkpoint
+from vllmx_core.plugins.registry import Registry
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_server.address import bind, listen
 from vllmx_server.app import build_app
@@ -31,6 +30,7 @@ from vllmx_server.connections import serving
 from vllmx_server.connections.timeouts import Timeouts
 from vllmx_server.running import Serve, connection_limits, hypercorn_config
 from vllmx_server.state import ServerState
+from vllmx_testing.fake_checkpoint import FakePlugin, make_fake_checkpoint
 
 from tests.waiting import PATIENCE_S, until
 
@@ -197,7 +197,7 @@ def held_steps(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Steps of the fake model that take any time at all end when this is set."""
     go_on = threading.Event()
     held = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: go_on.wait())
-    monkeypatch.setattr("vllmx_core.testing.fake.time", held)
+    monkeypatch.setattr("vllmx_testing.fake.time", held)
     return go_on
 
 
@@ -220,7 +220,7 @@ async def paced_steps(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
                 go_on.release()
 
     paced = SimpleNamespace(perf_counter=time.perf_counter, sleep=sleep)
-    monkeypatch.setattr("vllmx_core.testing.fake.time", paced)
+    monkeypatch.setattr("vllmx_testing.fake.time", paced)
     pacing = asyncio.ensure_future(pace())
     yield
     pacing.cancel()

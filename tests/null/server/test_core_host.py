@@ -17,8 +17,8 @@ from vllmx_core.errors import (
     InvalidRequestError,
     ModelNotFoundError,
 )
-from vllmx_core.registry import Registry
-from vllmx_core.specs import BackendSpec
+from vllmx_core.plugins.registry import Registry
+from vllmx_core.plugins.specs import BackendSpec
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.wire.messages import CoreStats
 from vllmx_server.errors import OverloadedError

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import RankLostError
-from vllmx_core.registry import load_registry
+from vllmx_core.plugins.registry import load_registry
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_tp import door, hosted_group
 from vllmx_tp.frames import SentFrame

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from vllmx_core.errors import RankLostError
 from vllmx_core.plan import I32, StepPlan, StepResult
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
+from vllmx_testing.plans import Row, make_plan, sampling_rows
 from vllmx_tp.channel import Reader, Sender
 from vllmx_tp.drawn import DrawnIds, drawn_frame
 from vllmx_tp.executor import RankedModel

@@ -19,11 +19,11 @@ import pytest
 from vllmx_core.backend import LoadedInfo
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import CapacityError, RankLostError
-from vllmx_core.registry import Registry
-from vllmx_core.testing.synthetic import ArraySource
+from vllmx_core.plugins.registry import Registry
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.wire.ipc import ErrorRecord, Start, encode_frame
 from vllmx_engine.wire.known_specs import KnownSpecs
+from vllmx_testing.synthetic import ArraySource
 from vllmx_tp import rank_process
 from vllmx_tp.group import Group, cause_of
 from vllmx_tp.link import Link

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from vllmx_core.backend import LoadedInfo
 from vllmx_core.config import EngineConfig
-from vllmx_core.deadline import Deadline
 from vllmx_core.errors import ConfigError, RankLostError, VllmxError
-from vllmx_core.registry import Registry
+from vllmx_core.plugins.registry import Registry
+from vllmx_core.system.deadline import Deadline
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_tp import __version__, handshake, hosts
 from vllmx_tp.agreement import agreed_ranks, agreed_stages

@@ -15,8 +15,8 @@ from vllmx_core.backend import LoadOptions
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import CapacityError, ConfigError, RankLostError
 from vllmx_core.plan import LogitEdits, PatchRows, SamplingRows, StepPlan, TokenCounts
-from vllmx_core.processors import available_processors
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
+from vllmx_core.system.processors import available_processors
+from vllmx_testing.plans import Row, make_plan, sampling_rows
 from vllmx_tp import group, loading, rank_process
 from vllmx_tp.channel import Reader, Sender
 from vllmx_tp.communicator import SharedMemoryCommunicator

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from vllmx_core.errors import RankLostError
-from vllmx_core.testing.synthetic import ArraySource
-from vllmx_core.weight_files import ReadingRoom, WeightFile
-from vllmx_core.weights import DENSE, RawTensor, Span, WeightPart, made_part
+from vllmx_core.weights.files import ReadingRoom, WeightFile
+from vllmx_core.weights.part import DENSE, RawTensor, Span, WeightPart, made_part
+from vllmx_testing.synthetic import ArraySource
 from vllmx_tp.watched_source import WatchedSource
 
 SHAPE = (8, 64)

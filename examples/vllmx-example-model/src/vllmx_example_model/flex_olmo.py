@@ -9,9 +9,8 @@ from vllmx_core.ops.experts import ExpertsSpec
 from vllmx_core.ops.route import RouteSpec
 from vllmx_models.blocks.moe import EachExpert, MoE, Router
 from vllmx_models.blocks.norms import POST
-from vllmx_models.config import ConfigReader
-from vllmx_models.decoder import Decoder
-from vllmx_models.decoder_config import (
+from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.configs.decoder import (
     attention_mixer,
     decoder_spec,
     head_size,
@@ -20,6 +19,7 @@ from vllmx_models.decoder_config import (
     num_layers,
     rms,
 )
+from vllmx_models.trunks.decoder import Decoder
 
 POSITIONS, THETA = 4096, 500000.0
 """What a config that does not say has: its context, and the base of its rotation."""

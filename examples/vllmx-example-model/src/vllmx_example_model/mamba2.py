@@ -7,9 +7,9 @@ from typing import Any
 
 from vllmx_models.blocks.mamba import MambaMixer
 from vllmx_models.blocks.norms import LayerNorms, Norm
-from vllmx_models.config import ConfigReader
-from vllmx_models.decoder import Decoder, LayerSpec, ModelNames
-from vllmx_models.decoder_config import decoder_spec, num_layers
+from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.configs.decoder import decoder_spec, num_layers
+from vllmx_models.trunks.decoder import Decoder, LayerSpec, ModelNames
 
 NAMES = ModelNames(
     "backbone.embeddings", "backbone.layers", "backbone.norm_f", also=("backbone.", "model.")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vllmx_core.hooks import hookimpl
-from vllmx_core.specs import ModelSpec
+from vllmx_core.plugins.hooks import hookimpl
+from vllmx_core.plugins.specs import ModelSpec
 
 
 @hookimpl

@@ -9,7 +9,7 @@ from vllmx_core.model import Model
 from vllmx_core.ops.op import Op
 from vllmx_core.plan import SamplingRows, StepPlan, StepResult
 from vllmx_core.records import Record
-from vllmx_core.weights import WeightSource
+from vllmx_core.weights.part import WeightSource
 
 DEFAULT_NUM_SEQS = 256
 """Sequences that run together where neither the user nor the device asks for fewer."""
@@ -27,7 +27,7 @@ class LoadOptions(Record):
     dtype: str = "auto"
     """auto (the checkpoint's), bf16, f16 or f32."""
     kv_cache_dtype: str = "auto"
-    """auto (the backend's choice beside `dtype`), or one of `vllmx_core.kv_quant.KV_DTYPES`."""
+    """auto (the backend's choice beside `dtype`), or one of `vllmx_core.cache.dtypes.KV_DTYPES`."""
     max_model_len: int = 4096
     shrink_to_fit: bool = False
     """`max_model_len` is the model's own, not a wish: where memory holds fewer tokens, load with
@@ -38,7 +38,7 @@ class LoadOptions(Record):
     num_kv_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     group_caches: bool = False
-    """The caller makes a block table for each cache group (`vllmx_core.cache_groups`), so that
+    """The caller makes a block table for each cache group (`vllmx_core.cache.groups`), so that
     layers with a window need not keep what the others do; False: one table for all layers."""
     num_state_slots: int | None = None
     """Slots for the states of recurrent layers: one for each sequence that runs, and more to keep

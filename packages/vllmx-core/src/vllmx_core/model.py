@@ -20,7 +20,7 @@ from vllmx_core.ops.short_conv import ShortConvSpec
 from vllmx_core.ops.values import Output, StepInputs, Value, WeightRef
 from vllmx_core.plan import F32, I32, AnyArray
 from vllmx_core.records import Record
-from vllmx_core.weights import WeightSpec
+from vllmx_core.weights.part import WeightSpec
 
 __all__ = [
     "Activation", "Array", "AttentionSpec", "CacheGroup", "CacheSpec", "Encoder", "FeatureSpec",
@@ -153,7 +153,7 @@ class ModelShape(Record):
     """The features of images, where a model sees them: `Model.encoder` makes them."""
     groups: tuple[CacheGroup, ...] | None = None
     """The groups of the whole model with the stage's layers in them, for a stage of a model. None:
-    `vllmx_core.cache_groups` finds them."""
+    `vllmx_core.cache.groups` finds them."""
     whole_prompts: bool = False
     """A text must be computed in one step: its tokens see later ones, or all of them are pooled."""
 

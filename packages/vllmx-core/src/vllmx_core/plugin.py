@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vllmx_core.hooks import hookimpl
-from vllmx_core.specs import BackendSpec
+from vllmx_core.plugins.hooks import hookimpl
+from vllmx_core.plugins.specs import BackendSpec
 
 
 @hookimpl
@@ -11,7 +11,7 @@ def vllmx_backends() -> tuple[BackendSpec, ...]:
     return (
         BackendSpec(
             "numpy",
-            "vllmx_core.reference_backend:ReferenceBackend",
+            "vllmx_core.reference.backend:ReferenceBackend",
             probe="vllmx_core.plugin:probe",
             priority=-2,  # below every other: it defines what is right, slowly
             summary="numpy reference, for tests and tiny models",

@@ -12,11 +12,11 @@ from vllmx_core.backend import HOST_STEP_TIMEOUT_S, LoadedInfo, LoadOptions
 from vllmx_core.backend_kit.dtypes import choose_dtype
 from vllmx_core.backend_kit.features import feature_rows, feature_shapes
 from vllmx_core.errors import ConfigError
-from vllmx_core.memory import format_bytes, free_bytes
 from vllmx_core.model import Model
 from vllmx_core.ops.op import Op
-from vllmx_core.processors import available_processors
-from vllmx_core.weights import WeightSource
+from vllmx_core.system.memory import format_bytes, free_bytes
+from vllmx_core.system.processors import available_processors
+from vllmx_core.weights.part import WeightSource
 
 from vllmx_cpu import native
 from vllmx_cpu.images import VxImages, allocate_features, allocate_turned

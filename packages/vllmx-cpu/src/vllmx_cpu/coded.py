@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from vllmx_core.plan import F32, AnyArray
 from vllmx_core.records import Record
-from vllmx_core.weights import WeightPart, float8_to_f32
+from vllmx_core.weights.part import WeightPart, float8_to_f32
 
 from vllmx_cpu.kinds import column_order, packed_columns
 from vllmx_cpu.structs import AFFINE_KINDS, FLOAT8_COLS

@@ -1,4 +1,4 @@
-"""Quantising on the CPU: `vllmx_core.encoding.Encoder` over the native code of native/encode.h."""
+"""Quantises on the CPU by the native code of native/encode.h."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from ctypes import byref
 from math import prod
 
 import numpy as np
-from vllmx_core.encoding import Encoded
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.plan import F32
-from vllmx_core.weights import RawTensor
+from vllmx_core.weights.encoding import Encoded
+from vllmx_core.weights.part import RawTensor
 
 from vllmx_cpu.native import Isa, choose_isa, library
 from vllmx_cpu.structs import BLOCK_KINDS, ROW_KINDS, VX_DTYPES, VxEncode
@@ -30,7 +30,7 @@ _BLOCKS = {
 
 
 class NativeEncoder:
-    """A `vllmx_core.encoding.Encoder`, on the best instruction set unless one is named. Raises
+    """An `Encoder` for the best instruction set unless one is named. Raises
     BackendUnavailableError where the kernels cannot be loaded."""
 
     kinds = _BLOCKS.keys() | ROW_KINDS.keys()
@@ -40,7 +40,7 @@ class NativeEncoder:
         self._isa = (isa or choose_isa()).index
 
     def encode(self, kind: str, rows: RawTensor, *, measure: bool = False) -> Encoded:
-        """See `vllmx_core.encoding.Encoder`."""
+        """See `vllmx_core.weights.encoding.Encoder`."""
         count, cols = prod(rows.shape[:-1]), rows.shape[-1]
         scales: F32 | None = None
         if kind in ROW_KINDS:

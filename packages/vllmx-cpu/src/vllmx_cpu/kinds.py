@@ -7,11 +7,11 @@ from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
-from vllmx_core.coded import FILLED_UNIT, filled_order
 from vllmx_core.plan import I32, AnyArray
 from vllmx_core.records import Record
-from vllmx_core.weight_map import parts_of
-from vllmx_core.weights import WeightPart, WeightSource, WeightSpec
+from vllmx_core.weights.coded import FILLED_UNIT, filled_order
+from vllmx_core.weights.map import parts_of
+from vllmx_core.weights.part import WeightPart, WeightSource, WeightSpec
 
 from vllmx_cpu.structs import AFFINE_KINDS, BLOCK_KINDS, FLOAT8_COLS, FLOAT8_KIND
 

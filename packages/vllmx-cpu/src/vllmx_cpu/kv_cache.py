@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import accumulate
 
 from vllmx_core.backend import LoadOptions
-from vllmx_core.kv_capacity import BlockSizes, CachePlan, plain_page_bytes, plan_cache
-from vllmx_core.memory import GIB
+from vllmx_core.cache.capacity import BlockSizes, CachePlan, plain_page_bytes, plan_cache
 from vllmx_core.model import LatentKV, ModelShape, OwnedKV
 from vllmx_core.records import Record
+from vllmx_core.system.memory import GIB
 
 from vllmx_cpu.memory import Bytes, allocate
 from vllmx_cpu.native import library
@@ -42,7 +42,7 @@ def allocate_pages(cache: CachePlan) -> tuple[LayerPages, ...]:
 
 
 def plan_kv(shape: ModelShape, options: LoadOptions, dtype: str, free: int, used: int) -> CachePlan:
-    """See `vllmx_core.kv_capacity.plan_cache`; without a flag no more than DEFAULT_BYTES."""
+    """See `vllmx_core.cache.capacity.plan_cache`; without a flag no more than DEFAULT_BYTES."""
     return plan_cache(
         shape,
         options,

@@ -8,7 +8,7 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.errors import CapacityError
-from vllmx_core.memory import format_bytes
+from vllmx_core.system.memory import format_bytes
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -10,8 +10,8 @@ from ctypes import byref, c_char_p, c_int32, c_size_t, c_void_p
 from functools import cache
 
 from vllmx_core.errors import BackendUnavailableError, CapacityError, ConfigError
-from vllmx_core.progress import show_progress
 from vllmx_core.records import Record
+from vllmx_core.system.progress import show_progress
 
 from vllmx_cpu import build
 from vllmx_cpu.structs import MIRRORED, VxJob

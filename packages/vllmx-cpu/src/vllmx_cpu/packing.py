@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from vllmx_core.plan import F32, I32, AnyArray
-from vllmx_core.progress import show_progress
 from vllmx_core.records import Record
-from vllmx_core.weight_files import ReadingRoom
-from vllmx_core.weight_map import bias_of, parts_of
-from vllmx_core.weights import DENSE, ITEM_BYTES, WeightPart, WeightSource, WeightSpec
+from vllmx_core.system.progress import show_progress
+from vllmx_core.weights.files import ReadingRoom
+from vllmx_core.weights.map import bias_of, parts_of
+from vllmx_core.weights.part import DENSE, ITEM_BYTES, WeightPart, WeightSource, WeightSpec
 
 from vllmx_cpu.coded import affine_rows, float8_rows
 from vllmx_cpu.kinds import column_order, native_kind, packed_cols, packed_columns

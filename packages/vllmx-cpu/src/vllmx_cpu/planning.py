@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from vllmx_core.backend import LoadOptions
 from vllmx_core.backend_kit.features import feature_bytes
 from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
-from vllmx_core.kv_capacity import CachePlan
-from vllmx_core.kv_quant import kv_dtype
-from vllmx_core.memory import free_bytes
+from vllmx_core.cache.capacity import CachePlan
+from vllmx_core.cache.dtypes import kv_dtype
 from vllmx_core.model import Model, encoder_of
 from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.op import OpList
 from vllmx_core.ops.values import Rows
-from vllmx_core.passes.activated_linear import fuse_activations
-from vllmx_core.passes.gated_linear import fuse_gated_linears, gated_weights
 from vllmx_core.plan import AnyArray
-from vllmx_core.recording import prepare
+from vllmx_core.recorded.passes.activated_linear import fuse_activations
+from vllmx_core.recorded.passes.gated_linear import fuse_gated_linears, gated_weights
+from vllmx_core.recorded.recording import prepare
 from vllmx_core.records import Record
-from vllmx_core.weights import WeightSource, WeightSpec
+from vllmx_core.system.memory import free_bytes
+from vllmx_core.weights.part import WeightSource, WeightSpec
 
 from vllmx_cpu.kinds import segments
 from vllmx_cpu.kv_cache import plan_kv

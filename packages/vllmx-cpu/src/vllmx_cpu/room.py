@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vllmx_core.arena import ArenaPlan, plan_arena
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.gated_linear import GatedLinear
@@ -14,6 +13,7 @@ from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import OpList
 from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.values import Rows
+from vllmx_core.recorded.arena import ArenaPlan, plan_arena
 from vllmx_core.records import Record
 
 from vllmx_cpu.lowering.attention import segment_dtype

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import Structure, c_size_t, c_void_p
 
+from vllmx_core.cache.state_capacity import StateSlots
 from vllmx_core.model import StateSpec
-from vllmx_core.state_capacity import StateSlots
 
 from vllmx_cpu.memory import Bytes, allocate
 

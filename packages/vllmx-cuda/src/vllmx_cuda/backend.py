@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 
 from vllmx_core.backend import LoadedInfo, LoadOptions
 from vllmx_core.backend_kit.dtypes import choose_dtype
+from vllmx_core.cache.dtypes import kv_dtype
 from vllmx_core.communicator import Communicator
-from vllmx_core.kv_quant import kv_dtype
-from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model
 from vllmx_core.ops.op import Op
-from vllmx_core.recording import prepare
-from vllmx_core.weights import WeightSource
+from vllmx_core.recorded.recording import prepare
+from vllmx_core.system.memory import format_bytes
+from vllmx_core.weights.part import WeightSource
 
 from vllmx_cuda.device.arch import capability
 from vllmx_cuda.device.device import Device

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import metadata
 
 from vllmx_core.errors import VllmxError
-from vllmx_core.memory import format_bytes
+from vllmx_core.system.memory import format_bytes
 
 from vllmx_cuda.compiler.cubins import kernel_cache, why_unsafe
 from vllmx_cuda.compiler.libraries import MAJORS, include_folders, open_library

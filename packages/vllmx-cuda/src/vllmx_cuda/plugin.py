@@ -1,11 +1,11 @@
-"""What this distribution brings; see `vllmx_core.hooks`."""
+"""What this distribution brings; see `vllmx_core.plugins.hooks`."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
-from vllmx_core.hooks import hookimpl
-from vllmx_core.specs import BackendSpec
+from vllmx_core.plugins.hooks import hookimpl
+from vllmx_core.plugins.specs import BackendSpec
 
 
 @hookimpl

@@ -1,9 +1,9 @@
-"""What this distribution brings; see `vllmx_core.hooks`."""
+"""What this distribution brings; see `vllmx_core.plugins.hooks`."""
 
 from __future__ import annotations
 
-from vllmx_core.hooks import hookimpl
-from vllmx_core.specs import ModelSourceSpec
+from vllmx_core.plugins.hooks import hookimpl
+from vllmx_core.plugins.specs import ModelSourceSpec
 
 
 @hookimpl

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, Self
 
 from vllmx_core.config import EngineConfig
-from vllmx_core.registry import Registry
+from vllmx_core.plugins.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.async_core import AsyncCore

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, ModelNotFoundError, TemplateError
-from vllmx_core.registry import Registry, load_registry
+from vllmx_core.plugins.registry import Registry, load_registry
 
 
 def check_flags(config: EngineConfig, registry: Registry | None = None) -> None:

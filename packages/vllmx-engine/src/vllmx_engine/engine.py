@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import InvalidRequestError
-from vllmx_core.registry import Registry
+from vllmx_core.plugins.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.checked_flags import check_flags

@@ -21,9 +21,9 @@ from collections import deque
 
 import msgspec
 from vllmx_core.errors import VllmxError
-from vllmx_core.logs import configure_logging
 from vllmx_core.records import MutableRecord, field
-from vllmx_core.standard_error import StandardError
+from vllmx_core.system.logs import configure_logging
+from vllmx_core.system.standard_error import StandardError
 
 from vllmx_engine.grammar.check import check
 from vllmx_engine.grammar.vocabulary import Lexicon

@@ -11,8 +11,8 @@ from typing import Any
 
 from vllmx_core.config import DEMO_MODEL
 from vllmx_core.errors import InvalidRequestError, shown
+from vllmx_core.plugins.registry import Registry
 from vllmx_core.records import Record
-from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.checked_flags import check_flags

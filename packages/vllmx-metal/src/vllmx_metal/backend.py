@@ -11,12 +11,12 @@ from vllmx_core.backend import LoadedInfo, LoadOptions
 from vllmx_core.backend_kit.dtypes import choose_dtype
 from vllmx_core.backend_kit.features import feature_bytes, feature_rows, feature_shapes
 from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
-from vllmx_core.kv_quant import KV_DTYPES, kv_dtype
-from vllmx_core.memory import format_bytes
+from vllmx_core.cache.dtypes import KV_DTYPES, kv_dtype
 from vllmx_core.model import Model, ModelShape
 from vllmx_core.ops.op import Op
-from vllmx_core.recording import prepare
-from vllmx_core.weights import WeightSource, WeightSpec
+from vllmx_core.recorded.recording import prepare
+from vllmx_core.system.memory import format_bytes
+from vllmx_core.weights.part import WeightSource, WeightSpec
 
 from vllmx_metal import step
 from vllmx_metal.device import Device, current_device, keep_resident

@@ -7,7 +7,7 @@ import platform
 from dataclasses import dataclass
 
 import mlx.core as mx
-from vllmx_core.memory import free_bytes as host_free_bytes
+from vllmx_core.system.memory import free_bytes as host_free_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.plan import F32
-from vllmx_core.weights import RawTensor, WeightPart
+from vllmx_core.weights.part import RawTensor, WeightPart
 
 from vllmx_metal.matrices import Form, QuantisedMatrix
 

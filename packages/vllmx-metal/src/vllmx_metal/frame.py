@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from functools import cached_property
 
 import mlx.core as mx
-from vllmx_core.interpreter import Frame
 from vllmx_core.ops.values import WeightRef
+from vllmx_core.recorded.interpreter import Frame
 
 from vllmx_metal.kv_cache import LayerPages
 from vllmx_metal.matrices import LinearWeight, Matrix

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+from vllmx_core.cache.state_rows import StateRows
 from vllmx_core.errors import ConfigError
 from vllmx_core.ops.attention import AttentionSpec
-from vllmx_core.state_rows import StateRows
 
 from vllmx_metal.kv_cache import LayerPages, Pages
 from vllmx_metal.paged import PART, decode_rows, paged_decode

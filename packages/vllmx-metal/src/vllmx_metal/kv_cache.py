@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 from vllmx_core.backend import LoadOptions
-from vllmx_core.kv_capacity import BlockSizes, CachePlan, plain_page_bytes, plan_cache
-from vllmx_core.memory import GIB
+from vllmx_core.cache.capacity import BlockSizes, CachePlan, plain_page_bytes, plan_cache
 from vllmx_core.model import ModelShape, OwnedKV
+from vllmx_core.system.memory import GIB
 
 from vllmx_metal.device import Device
 from vllmx_metal.dtypes import DTYPES
@@ -116,7 +116,7 @@ def _default_num_seqs(
 def plan_kv(
     shape: ModelShape, options: LoadOptions, dtype: str, device: Device, used: int
 ) -> tuple[CachePlan, int]:
-    """See `vllmx_core.kv_capacity.plan_cache`. Also the number of sequences that run together:
+    """See `vllmx_core.cache.capacity.plan_cache`. Also the number of sequences that run together:
     without `max_num_seqs` 8 to 32, by what the memory holds."""
     BLOCK_SIZES.check(options.block_size)
     seqs = options.max_num_seqs or _default_num_seqs(shape, options, dtype, device, used)

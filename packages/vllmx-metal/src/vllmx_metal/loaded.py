@@ -13,9 +13,9 @@ import numpy as np
 from vllmx_core.backend import LoadedInfo
 from vllmx_core.backend_kit.in_flight import InFlight
 from vllmx_core.errors import RankLostError
-from vllmx_core.interpreter import Interpreter
 from vllmx_core.ops.op import OpList
 from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepPlan, StepResult
+from vllmx_core.recorded.interpreter import Interpreter
 
 from vllmx_metal.device import Device, release
 from vllmx_metal.frame import MetalFrame

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import mlx.core as mx
 import numpy as np
-from vllmx_core.op_table import OpTable
 from vllmx_core.ops.activation import Act
 from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
@@ -39,6 +38,7 @@ from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.send import Send
 from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.ops.vocab_embedding import VocabEmbedding
+from vllmx_core.recorded.op_table import OpTable
 
 from vllmx_metal.activations import ACTIVATIONS, GATES, OPENINGS, UNGATED
 from vllmx_metal.attention import attention

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-from vllmx_core.coded import FILLED_UNIT, features_of, filled_order
 from vllmx_core.plan import F32, I32
-from vllmx_core.weights import WeightPart
+from vllmx_core.weights.coded import FILLED_UNIT, features_of, filled_order
+from vllmx_core.weights.part import WeightPart
 
 from vllmx_metal.dtypes import to_mlx
 from vllmx_metal.float_codes import float_form, float_matrix

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
+from vllmx_core.cache.state_rows import StateRows, conv_windows
 from vllmx_core.model import StateSpec
 from vllmx_core.ops.recurrence import RecurrenceSpec, RecurrenceWeights
 from vllmx_core.ops.short_conv import ShortConvSpec
 from vllmx_core.plan import AnyArray, StepPlan
-from vllmx_core.state_rows import StateRows, conv_windows
 
 from vllmx_metal.recurrence_kernel import Rows, Tokens, run
 

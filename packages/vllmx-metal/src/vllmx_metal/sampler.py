@@ -1,4 +1,4 @@
-"""The sampler on the device: what `vllmx_core.reference_sampler` computes, all rows at once and
+"""The sampler on the device: what `vllmx_core.reference.sampler` computes, all rows at once and
 without waiting for a value. A GPU of Apple's has no float64: what the reference sums in it is
 summed here in integers, which are exact in any order."""
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import mlx.core as mx
-from vllmx_core.weights import WeightPart, WeightSpec
+from vllmx_core.weights.part import WeightPart, WeightSpec
 
 from vllmx_metal.matrices import (
     DenseMatrix,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from vllmx_core.specs import ModelSpec
+from vllmx_core.plugins.specs import ModelSpec
 
 LOGITS, VECTORS, IMAGES, LAYOUT, EXPERTS = "logits", "vectors", "images", "layout", "experts"
 KINDS: Mapping[str, str] = {

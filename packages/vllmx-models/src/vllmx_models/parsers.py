@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllmx_core.specs import ParserSpec
+from vllmx_core.plugins.specs import ParserSpec
 
 Texts = tuple[str, ...]
 

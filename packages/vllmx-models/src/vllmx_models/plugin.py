@@ -1,11 +1,11 @@
-"""What this distribution brings; see `vllmx_core.hooks`."""
+"""What this distribution brings; see `vllmx_core.plugins.hooks`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from vllmx_core.hooks import hookimpl
-from vllmx_core.specs import (
+from vllmx_core.plugins.hooks import hookimpl
+from vllmx_core.plugins.specs import (
     ModelSourceSpec,
     ModelSpec,
     ParserSpec,
@@ -54,7 +54,7 @@ def _models() -> tuple[ModelSpec, ...]:
         _model("lfm2", "Lfm2ForCausalLM", gguf=True),
         replace(
             _model("lfm2_moe", "Lfm2MoeForCausalLM", "lfm2", gguf="lfm2moe"),
-            gguf="vllmx_models.lfm2:GGUF_MOE",
+            gguf="vllmx_models.families.lfm2:GGUF_MOE",
         ),
         _model("llama", "LlamaForCausalLM", gguf=True),
         _model("mimo", "MiMoForCausalLM", "twins", gguf=False),
@@ -77,7 +77,7 @@ def _models() -> tuple[ModelSpec, ...]:
         _model("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "qwen3_5", gguf=False),
         replace(
             _model("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", "qwen3_5", gguf="qwen35moe"),
-            gguf="vllmx_models.qwen3_5:GGUF_MOE",
+            gguf="vllmx_models.families.qwen3_5:GGUF_MOE",
         ),
         _model("qwen3_5_text", "Qwen3_5ForCausalLM", "qwen3_5", gguf="qwen35"),
         _model("qwen3_vl", "Qwen3VLForConditionalGeneration", gguf="qwen3vl"),
@@ -85,7 +85,7 @@ def _models() -> tuple[ModelSpec, ...]:
             _model(
                 "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "qwen3_vl", gguf="qwen3vlmoe"
             ),
-            gguf="vllmx_models.qwen3_vl:GGUF_MOE",
+            gguf="vllmx_models.families.qwen3_vl:GGUF_MOE",
         ),
         _model("qwen3_moe", "Qwen3MoeForCausalLM", gguf="qwen3moe"),
         _model("qwen3_next", "Qwen3NextForCausalLM", gguf="qwen3next"),
@@ -95,10 +95,10 @@ def _models() -> tuple[ModelSpec, ...]:
         _model("yi", "YiForCausalLM", "twins", gguf=False),
         ModelSpec(
             "gemma3_embedder",
-            "vllmx_models.gemma3:gemma3_embedder",
+            "vllmx_models.families.gemma3:gemma3_embedder",
             ("Gemma3TextModel",),
             gguf_names=("gemma-embedding",),
-            gguf="vllmx_models.gemma3:EMBEDDER_GGUF",
+            gguf="vllmx_models.families.gemma3:EMBEDDER_GGUF",
         ),
         *_llamas(),
         *_encoders(),
@@ -108,7 +108,9 @@ def _models() -> tuple[ModelSpec, ...]:
 def _llamas() -> tuple[ModelSpec, ...]:
     """Names that other releases have for the layout of Llama."""
     names = ("AquilaForCausalLM", "AquilaModel", "LLaMAForCausalLM", "XverseForCausalLM")
-    return tuple(ModelSpec(name.lower(), "vllmx_models.llama:llama", (name,)) for name in names)
+    return tuple(
+        ModelSpec(name.lower(), "vllmx_models.families.llama:llama", (name,)) for name in names
+    )
 
 
 def _encoders() -> tuple[ModelSpec, ...]:
@@ -126,10 +128,10 @@ def _encoders() -> tuple[ModelSpec, ...]:
     return tuple(
         ModelSpec(
             name.lower(),
-            f"vllmx_models.{module}:{function}{end}",
+            f"vllmx_models.families.{module}:{function}{end}",
             (name,),
             gguf_names=(files[name],) if name in files else (),
-            gguf=f"vllmx_models.{module}:GGUF" if name in files else "",
+            gguf=f"vllmx_models.families.{module}:GGUF" if name in files else "",
         )
         for family, (module, function) in modules.items()
         for name, end in (
@@ -149,7 +151,7 @@ def _model(
 ) -> ModelSpec:
     """The module (unless it is `file`), its constructor and the model_type are named alike, and the
     GGUF architecture too, unless `gguf` is its name; or its files are those of `among`."""
-    module = f"vllmx_models.{file or name}"
+    module = f"vllmx_models.families.{file or name}"
     return ModelSpec(
         name,
         f"{module}:{name}",
@@ -165,16 +167,16 @@ def _model(
 def vllmx_weight_formats() -> tuple[WeightFormatSpec, ...]:
     return (
         WeightFormatSpec(
-            "safetensors", "vllmx_models.safetensors:open_checkpoint", ("*.safetensors",)
+            "safetensors", "vllmx_models.formats.safetensors:open_checkpoint", ("*.safetensors",)
         ),
         # below safetensors: a folder with both holds the GGUF as a smaller copy
         WeightFormatSpec(
             "gguf",
-            "vllmx_models.gguf.source:open_checkpoint",
+            "vllmx_models.formats.gguf.source:open_checkpoint",
             ("*.gguf",),
             priority=-1,
             needs_registry=True,
-            tower="vllmx_models.gguf.mmproj:with_tower",
+            tower="vllmx_models.formats.gguf.mmproj:with_tower",
         ),
     )
 
@@ -198,12 +200,12 @@ IN_SITU = (
     "q8_0", "q6_k", "q5_k", "q5_k_m", "q5_k_s", "q4_k", "q4_k_m", "q4_k_s", "q3_k", "q3_k_l",
     "q3_k_m", "q3_k_s", "q2_k", "q2_k_s", "q5_1", "q5_0", "q4_1", "q4_0", "int8", "fp8",
 )  # fmt: skip
-"""What `vllmx_models.isq` makes; it is not imported for this list."""
+"""What `vllmx_models.quantization.isq` makes; it is not imported for this list."""
 
 
 @hookimpl
 def vllmx_quantizers() -> tuple[QuantizerSpec, ...]:
-    return tuple(QuantizerSpec(name, "vllmx_models.isq:in_situ") for name in IN_SITU)
+    return tuple(QuantizerSpec(name, "vllmx_models.quantization.isq:in_situ") for name in IN_SITU)
 
 
 @hookimpl

@@ -10,9 +10,9 @@ from typing import Any
 
 from vllmx_core.errors import ModelNotFoundError, WeightFormatError
 
-from vllmx_models.gguf.shards import projector_among
-from vllmx_models.safetensors import weight_files
-from vllmx_models.shard_names import first_shard, shard_names
+from vllmx_models.formats.gguf.shards import projector_among
+from vllmx_models.formats.safetensors import weight_files
+from vllmx_models.formats.shard_names import first_shard, shard_names
 
 # A snapshot takes what serving needs and nothing else: no second copies of the weights in other
 # formats or namings, no folders of other runtimes.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllmx_core.errors import ConfigError, VllmxError
-from vllmx_core.files import warn_of_readers
+from vllmx_core.system.files import warn_of_readers
 
 from vllmx_server.config import ServerConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from vllmx_core.registry import load_registry
+from vllmx_core.plugins.registry import load_registry
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.link.attached_frontend import AttachedFrontend
 from vllmx_engine.link.core_start import CoreStart

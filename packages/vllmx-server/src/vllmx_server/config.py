@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from vllmx_core.errors import ConfigError
-from vllmx_core.logs import check_log_format, check_log_level
+from vllmx_core.system.logs import check_log_format, check_log_level
 
 from vllmx_server.priorities import priority_ranges
 from vllmx_server.tracing import check_endpoint

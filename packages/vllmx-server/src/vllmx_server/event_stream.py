@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from starlette.types import Receive, Scope, Send
 from vllmx_core.errors import VllmxError
-from vllmx_core.private_traceback import private_traceback
+from vllmx_core.system.private_traceback import private_traceback
 
 from vllmx_server.direct_body import DirectBody
 from vllmx_server.disconnect import Interruption

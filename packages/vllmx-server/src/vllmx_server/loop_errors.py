@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
-from vllmx_core.private_traceback import private_traceback
+from vllmx_core.system.private_traceback import private_traceback
 
 logger = logging.getLogger("vllmx.server")
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllmx_core.config import EngineConfig
-from vllmx_core.files import warn_of_readers
-from vllmx_core.processors import available_processors
+from vllmx_core.system.files import warn_of_readers
+from vllmx_core.system.processors import available_processors
 from vllmx_engine.checked_flags import check_flags
 from vllmx_engine.link.core_start import CoreStart
 

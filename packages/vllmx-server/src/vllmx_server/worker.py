@@ -17,8 +17,8 @@ import sys
 
 import msgspec
 from vllmx_core.errors import VllmxError
-from vllmx_core.logs import configure_logging
-from vllmx_core.standard_error import StandardError
+from vllmx_core.system.logs import configure_logging
+from vllmx_core.system.standard_error import StandardError
 from vllmx_engine.wire.ipc import ErrorRecord
 from vllmx_engine.wire.messages import CoreInfo
 

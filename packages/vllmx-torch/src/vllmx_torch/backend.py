@@ -15,17 +15,17 @@ from vllmx_core.backend import (
 from vllmx_core.backend_kit.dtypes import choose_dtype
 from vllmx_core.backend_kit.features import feature_bytes, feature_rows, feature_shapes
 from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
+from vllmx_core.cache.capacity import CachePlan
+from vllmx_core.cache.dtypes import kv_dtype
 from vllmx_core.communicator import place_of
 from vllmx_core.errors import ConfigError
-from vllmx_core.kv_capacity import CachePlan
-from vllmx_core.kv_quant import kv_dtype
-from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model, ModelShape
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.values import Rows
-from vllmx_core.processors import available_processors
-from vllmx_core.recording import prepare
-from vllmx_core.weights import WeightSource, WeightSpec
+from vllmx_core.recorded.recording import prepare
+from vllmx_core.system.memory import format_bytes
+from vllmx_core.system.processors import available_processors
+from vllmx_core.weights.part import WeightSource, WeightSpec
 
 from vllmx_torch import step
 from vllmx_torch.device import (

@@ -6,7 +6,7 @@ import os
 
 import torch
 from vllmx_core.errors import ConfigError
-from vllmx_core.memory import free_bytes as free_host_bytes
+from vllmx_core.system.memory import free_bytes as free_host_bytes
 
 DEVICE_VARIABLE = "VLLMX_TORCH_DEVICE"
 KINDS = ("cuda", "xpu", "mps", "cpu")

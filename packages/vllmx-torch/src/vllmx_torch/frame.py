@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from torch import Tensor
-from vllmx_core.interpreter import Frame
 from vllmx_core.ops.values import WeightRef
+from vllmx_core.recorded.interpreter import Frame
 
 from vllmx_torch.attention import Scratch
 from vllmx_torch.foreign.op import FOREIGN_MODULE, ForeignModule

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from vllmx_core.backend import LoadOptions
-from vllmx_core.kv_capacity import BlockSizes, CachePlan, plan_cache
-from vllmx_core.memory import GIB
+from vllmx_core.cache.capacity import BlockSizes, CachePlan, plan_cache
 from vllmx_core.model import ModelShape, OwnedKV
+from vllmx_core.system.memory import GIB
 
 from vllmx_torch.kv_quant import CODES, quantise
 from vllmx_torch.weights import DTYPES
@@ -90,7 +90,7 @@ def plan_kv(
     free: int,
     used: int,
 ) -> CachePlan:
-    """See `vllmx_core.kv_capacity.plan_cache`."""
+    """See `vllmx_core.cache.capacity.plan_cache`."""
     most = DEFAULT_HOST_BYTES if device.type == "cpu" else None
     sizes = BlockSizes("torch")
     return plan_cache(shape, options, dtype, sizes, free, used, default_bytes=most)

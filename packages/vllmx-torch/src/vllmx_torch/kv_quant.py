@@ -1,10 +1,10 @@
-"""`vllmx_core.kv_quant` on tensors: keys and values as 8-bit codes with a scale for each vector."""
+"""Keys and values as 8-bit codes with a scale for each vector, on tensors."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from vllmx_core.kv_quant import KV_DTYPES, LIMITS
+from vllmx_core.cache.dtypes import KV_DTYPES, LIMITS
 
 CODES = {"int8": torch.int8, "fp8": torch.uint8}
 """What codes are kept as; e4m3 as bytes, because few operations take torch's own type."""

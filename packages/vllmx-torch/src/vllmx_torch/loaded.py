@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from vllmx_core.backend import LoadedInfo
 from vllmx_core.backend_kit.in_flight import InFlight
-from vllmx_core.interpreter import Interpreter
 from vllmx_core.ops.op import OpList
 from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepPlan, StepResult
+from vllmx_core.recorded.interpreter import Interpreter
 
 from vllmx_torch.attention import Scratch
 from vllmx_torch.foreign.op import ForeignModule

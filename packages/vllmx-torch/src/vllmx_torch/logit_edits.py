@@ -1,4 +1,4 @@
-"""Masks, edits and penalties on logits, as `vllmx_core.reference_sampler` defines them."""
+"""Masks, edits and penalties on logits, as `vllmx_core.reference.sampler` defines them."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from vllmx_core.op_table import OpTable
 from vllmx_core.ops.activation import Act
 from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
@@ -43,6 +42,7 @@ from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.send import Send
 from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.ops.vocab_embedding import VocabEmbedding
+from vllmx_core.recorded.op_table import OpTable
 
 from vllmx_torch.attention import attention, rms_norm
 from vllmx_torch.experts import clamped, experts, held_by, route, some_experts

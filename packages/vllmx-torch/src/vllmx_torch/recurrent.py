@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from vllmx_core.cache.state_rows import StateRows, conv_windows
 from vllmx_core.ops.recurrence import RecurrenceSpec, RecurrenceWeights
 from vllmx_core.ops.short_conv import ShortConvSpec
-from vllmx_core.state_rows import StateRows, conv_windows
 
 from vllmx_torch.step import TorchStep
 from vllmx_torch.transfer import upload

@@ -1,4 +1,4 @@
-"""The sampler on the device: what `vllmx_core.reference_sampler` computes, all rows at once and
+"""The sampler on the device: what `vllmx_core.reference.sampler` computes, all rows at once and
 without waiting for a value."""
 
 from __future__ import annotations

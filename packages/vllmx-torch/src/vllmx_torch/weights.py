@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-from vllmx_core.memory import format_bytes
 from vllmx_core.plan import AnyArray
-from vllmx_core.progress import show_progress
-from vllmx_core.weight_map import TieKey, bias_of, has_bias, parts_of, tie_key
-from vllmx_core.weights import DENSE, WeightPart, WeightSource, WeightSpec
+from vllmx_core.system.memory import format_bytes
+from vllmx_core.system.progress import show_progress
+from vllmx_core.weights.map import TieKey, bias_of, has_bias, parts_of, tie_key
+from vllmx_core.weights.part import DENSE, WeightPart, WeightSource, WeightSpec
 
 logger = logging.getLogger("vllmx.torch")
 

@@ -19,8 +19,8 @@ import struct
 from enum import IntEnum
 from pathlib import Path
 
-from vllmx_core.deadline import Deadline
 from vllmx_core.errors import ConfigError, shown
+from vllmx_core.system.deadline import Deadline
 
 from vllmx_tp import __version__
 from vllmx_tp.fill import fill

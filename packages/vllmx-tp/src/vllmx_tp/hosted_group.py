@@ -13,8 +13,8 @@ from queue import Empty
 import msgspec
 import numpy as np
 from vllmx_core.config import EngineConfig
-from vllmx_core.deadline import Deadline
 from vllmx_core.errors import ConfigError, RankLostError, VllmxError
+from vllmx_core.system.deadline import Deadline
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.load import free_for_model
 from vllmx_engine.wire.ipc import ErrorRecord, FrameError, encode_frame

@@ -11,9 +11,9 @@ from vllmx_core.backend import LoadedModel, LoadOptions
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import Model
-from vllmx_core.processors import available_processors, neighbours
 from vllmx_core.sharding.model import sharded
 from vllmx_core.sharding.stages import staged
+from vllmx_core.system.processors import available_processors, neighbours
 from vllmx_engine.core.load import OpenedModel
 
 from vllmx_tp.communicator import SharedMemoryCommunicator

@@ -23,10 +23,10 @@ import msgspec
 import numpy as np
 from vllmx_core.backend import ForwardStep, LoadedModel, StepHandle
 from vllmx_core.errors import RankLostError, VllmxError
-from vllmx_core.logs import configure_logging
-from vllmx_core.memory import return_unused_bytes
 from vllmx_core.plan import I32, StepPlan, StepResult
-from vllmx_core.standard_error import StandardError
+from vllmx_core.system.logs import configure_logging
+from vllmx_core.system.memory import return_unused_bytes
+from vllmx_core.system.standard_error import StandardError
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.load import open_model
 from vllmx_engine.wire.ipc import ErrorRecord, FrameReader, Start, ToCore, to_core_decoder

@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 from vllmx_core.communicator import MOST_ROW_WIDTH
 from vllmx_core.errors import CapacityError
-from vllmx_core.memory import format_bytes
 from vllmx_core.records import Record
+from vllmx_core.system.memory import format_bytes
 
 from vllmx_tp.futex import publish
 

@@ -16,12 +16,12 @@ from dataclasses import replace
 
 import numpy as np
 from vllmx_core.backend import Backend, LoadedModel, LoadOptions
+from vllmx_core.cache.capacity import layout_of
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, OpError, UnsupportedOpError
-from vllmx_core.kv_capacity import layout_of
 from vllmx_core.model import Model, ModelShape
 from vllmx_core.plan import SamplingRows, StepPlan
-from vllmx_core.recording import Recording, record
+from vllmx_core.recorded.recording import Recording, record
 from vllmx_core.sharding.stage_costs import (
     STEP_ROWS,
     byte_costs,
@@ -38,7 +38,7 @@ from vllmx_core.sharding.stage_cuts import (
     places,
 )
 from vllmx_core.sharding.stage_probe import ProbedSegment
-from vllmx_core.weights import WeightSource
+from vllmx_core.weights.part import WeightSource
 from vllmx_engine.core.load import OpenedModel
 
 from vllmx_tp.loading import BY_BYTES, Cores, on_cores, part_of_rank, rank_options

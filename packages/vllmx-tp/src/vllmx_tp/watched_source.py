@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from vllmx_core.weight_files import FileRange
-from vllmx_core.weights import RawTensor, Span, WeightPart, WeightSource, made_part
+from vllmx_core.weights.files import FileRange
+from vllmx_core.weights.part import RawTensor, Span, WeightPart, WeightSource, made_part
 
 
 class WatchedSource:
-    """A `vllmx_core.weights.WeightSource` that is read while `check` raises nothing. Backends may
+    """A `WeightSource` that is read while `check` raises nothing. Backends may
     take all parts first and read their bytes later, so the reads themselves are watched."""
 
     def __init__(self, source: WeightSource, check: Callable[[], None]) -> None:
         self._source, self._check = source, check
 
     def names(self) -> Collection[str]:
-        """See `vllmx_core.weights.WeightSource.names`."""
+        """See `vllmx_core.weights.part.WeightSource.names`."""
         return self._source.names()
 
     def part(self, name: str) -> WeightPart:
-        """See `vllmx_core.weights.WeightSource.part`."""
+        """See `vllmx_core.weights.part.WeightSource.part`."""
         self._check()
         return self._watched(self._source.part(name))
 
     def close(self) -> None:
-        """See `vllmx_core.weights.WeightSource.close`."""
+        """See `vllmx_core.weights.part.WeightSource.close`."""
         self._source.close()
 
     def _watched(self, part: WeightPart) -> WeightPart:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from vllmx_core.files import replacing
+from vllmx_core.system.files import replacing
 
 logger = logging.getLogger("vllmx.chat")
 

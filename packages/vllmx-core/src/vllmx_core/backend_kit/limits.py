@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import CapacityError
-from vllmx_core.memory import FREE_MEMORY, format_bytes, remedy_for
 from vllmx_core.ops.values import Rows
+from vllmx_core.system.memory import FREE_MEMORY, format_bytes, remedy_for
 
 LOGITS_BYTES = 256 << 20
 """Logits beyond one row a sequence (prompt logprobs) grow to this size."""

@@ -1,6 +1,6 @@
 """`attention`: the attention of one layer over its KV cache, from q, k and v to the heads' answers.
 
-Its cases are a part of the suite of their own (`vllmx_core.testing.attention_checks`): they are
+Its cases are a part of the suite of their own (`vllmx_testing.attention_checks`): they are
 about pages and steps as much as about the formula.
 """
 
@@ -12,7 +12,7 @@ from typing import ClassVar, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from vllmx_core import kv_quant
+from vllmx_core.cache import dtypes as kv_quant
 from vllmx_core.ops.formulas import Floats, NumpyFrame, like
 from vllmx_core.ops.head import softcap
 from vllmx_core.ops.op import Op, expect, expect_features, expect_vector, expect_weight

@@ -1,25 +1,58 @@
 """A case of an op for `BackendSuite`: a model around the op, small enough to compare every logit.
 
-Cases stand in the op's own file, so that an op is one file; the kit's `Builder` is named here for
-type checkers alone, so that models and backends do not import it.
+Cases live in the op's own file, so that an op is one file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import numpy as np
 
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.records import Record
 
 if TYPE_CHECKING:
     from vllmx_core.ops.recorder import Ops
-    from vllmx_core.testing.synthetic import Builder
 
 Weights = Mapping[str, WeightRef]
 Body = Callable[["Ops", Weights, StepInputs], Value]
 Middle = Callable[["Ops", Weights, Value], Value]
 Pooling = Callable[["Ops", Weights, Value, StepInputs], Value]
+
+
+class Builder(Protocol):
+    """Makes the random weights of a case; `vllmx_testing.synthetic.Builder` is one."""
+
+    vocab_size: int
+    random: np.random.Generator
+    arrays: dict[str, Any]
+    """The stored tensors, by name."""
+
+    def embedding(self, name: str, cols: int, rows: int | None = None) -> Self:
+        """Adds a (rows, cols) table; the default for rows is the vocabulary."""
+
+    def linear(
+        self, name: str, rows: int | Sequence[int], cols: int, biases: Sequence[int] = ()
+    ) -> Self:
+        """Adds a matrix of one or several parts; the parts in `biases` have one."""
+
+    def stack(
+        self, name: str, count: int, rows: Sequence[int], cols: int, biases: Sequence[int] = ()
+    ) -> Self:
+        """Adds `count` matrices such as `linear` makes."""
+
+    def tied(self, name: str, table: str, cols: int) -> Self:
+        """Adds a head that is the table itself."""
+
+    def vector(
+        self, name: str, rows: int, offset: float = 0.0, centre: float = 1.0, spread: float = 0.3
+    ) -> Self:
+        """Adds values around `centre`, from which `offset` is subtracted."""
+
+    def rope(self, name: str, rotary_dim: int, positions: int = 4096) -> None:
+        """Adds a table of rotations."""
 
 
 class Case(Record):

@@ -13,8 +13,8 @@ from vllmx_core.ops.op import Op, expect, expect_rows, expect_weight
 from vllmx_core.ops.values import Value, WeightRef
 
 if TYPE_CHECKING:
+    from vllmx_core.ops.case import Builder
     from vllmx_core.ops.recorder import Ops
-    from vllmx_core.testing.synthetic import Builder
 
 
 class Clip(Op):

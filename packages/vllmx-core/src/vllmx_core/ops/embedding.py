@@ -14,8 +14,8 @@ from vllmx_core.ops.values import StepInputs, TokenIds, Value, WeightRef
 from vllmx_core.plan import I32, StepPlan
 
 if TYPE_CHECKING:
+    from vllmx_core.ops.case import Builder
     from vllmx_core.ops.recorder import Ops
-    from vllmx_core.testing.synthetic import Builder
 
 
 class Embedding(Op):

@@ -13,7 +13,7 @@ from vllmx_core.ops.values import Value, WeightRef
 
 
 class GatedLinear(Op):
-    """gated_act(linear(x, w)) without the (T, 2F) in between; see `vllmx_core.passes`."""
+    """gated_act(linear(x, w)) without the (T, 2F) in between; see `vllmx_core.recorded.passes`."""
 
     name: ClassVar[str] = "gated_linear"
     x: Value

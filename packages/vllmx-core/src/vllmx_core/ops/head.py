@@ -15,8 +15,8 @@ from vllmx_core.ops.values import LogitRows, StepInputs, Value, WeightRef
 from vllmx_core.plan import I32
 
 if TYPE_CHECKING:
+    from vllmx_core.ops.case import Builder
     from vllmx_core.ops.recorder import Ops
-    from vllmx_core.testing.synthetic import Builder
 
 
 class Head(Op):

@@ -5,7 +5,7 @@ values are never made of it. A head's query goes through `k_b` into the space of
 all heads read the same rows, and what they find there goes through `v_b` ("absorbed"). That is so
 in prefill and decode alike, so that what a token gives does not depend on how its prompt was cut.
 
-Its cases are a part of the suite of their own (`vllmx_core.testing.latent_checks`).
+Its cases are a part of the suite of their own (`vllmx_testing.latent_checks`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import ClassVar, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from vllmx_core import kv_quant
+from vllmx_core.cache import dtypes as kv_quant
 from vllmx_core.ops.attention import rotate
 from vllmx_core.ops.formulas import Floats, NumpyFrame, Pages, like
 from vllmx_core.ops.op import Op, expect, expect_features, expect_vector, expect_weight

@@ -14,8 +14,8 @@ from vllmx_core.ops.values import LogitRows, StepInputs, Value
 from vllmx_core.plan import StepPlan
 
 if TYPE_CHECKING:
+    from vllmx_core.ops.case import Builder
     from vllmx_core.ops.recorder import Ops
-    from vllmx_core.testing.synthetic import Builder
 
 PoolKind = Literal["last", "mean", "cls"]
 KINDS: tuple[PoolKind, ...] = get_args(PoolKind)

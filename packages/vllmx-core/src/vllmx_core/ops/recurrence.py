@@ -2,7 +2,7 @@
 
 The rules are the gated delta rule (arXiv 2412.06464; with a decay for each channel, arXiv
 2510.26692) and state space duality (Mamba-2, arXiv 2405.21060). Its cases are a part of the suite
-of their own (`vllmx_core.testing.state_checks`).
+of their own (`vllmx_testing.state_checks`).
 """
 
 from __future__ import annotations

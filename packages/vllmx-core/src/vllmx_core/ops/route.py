@@ -16,8 +16,8 @@ from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.records import Record
 
 if TYPE_CHECKING:
+    from vllmx_core.ops.case import Builder
     from vllmx_core.ops.recorder import Ops
-    from vllmx_core.testing.synthetic import Builder
 
 
 class RouteSpec(Record):

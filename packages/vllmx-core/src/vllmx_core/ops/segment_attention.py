@@ -24,8 +24,8 @@ from vllmx_core.plan import I32, StepPlan
 from vllmx_core.records import Record
 
 if TYPE_CHECKING:
+    from vllmx_core.ops.case import Builder
     from vllmx_core.ops.recorder import Ops
-    from vllmx_core.testing.synthetic import Builder
 
 
 class SegmentSpec(Record):

@@ -1,6 +1,6 @@
 """`short_conv`: each channel over its last few tokens, causal and depthwise.
 
-Its cases are a part of the suite of their own (`vllmx_core.testing.state_checks`): they are about
+Its cases are a part of the suite of their own (`vllmx_testing.state_checks`): they are about
 slots and steps as much as about the formula.
 """
 

@@ -18,11 +18,11 @@ from vllmx_core.ops.recorder import Ops
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.ops.vocab_embedding import VocabEmbedding
 from vllmx_core.plan import AnyArray
-from vllmx_core.recording import record
+from vllmx_core.recorded.recording import record
 from vllmx_core.sharding.parts import Parts, fits, parts_of_rank
 from vllmx_core.sharding.plan import Columns, ShardPlan, plan_shards
 from vllmx_core.sharding.weights import columns_of, narrowed
-from vllmx_core.weights import WeightSource, WeightSpec
+from vllmx_core.weights.part import WeightSource, WeightSpec
 
 MOST_RANKS = 64
 IN_PLACE_RANKS = 8

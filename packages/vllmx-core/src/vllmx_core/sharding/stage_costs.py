@@ -10,10 +10,10 @@ from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.values import Value
-from vllmx_core.recording import Recording
+from vllmx_core.recorded.recording import Recording
 from vllmx_core.sharding.stage_cuts import Cut, balanced
-from vllmx_core.weight_map import parts_of
-from vllmx_core.weights import WeightSource, WeightSpec
+from vllmx_core.weights.map import parts_of
+from vllmx_core.weights.part import WeightSource, WeightSpec
 
 STEP_ROWS = 16
 """Rows of the step that costs are of: sequences that decode."""

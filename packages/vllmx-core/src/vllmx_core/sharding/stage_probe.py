@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vllmx_core.cache_groups import CacheLayout
+from vllmx_core.cache.groups import CacheLayout
 from vllmx_core.errors import OpError
 from vllmx_core.model import Model
 from vllmx_core.ops.embedding import Embedding

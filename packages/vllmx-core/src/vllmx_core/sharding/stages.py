@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from vllmx_core.backend import LoadOptions
-from vllmx_core.cache_groups import CacheLayout
-from vllmx_core.kv_capacity import layout_of
+from vllmx_core.cache.capacity import layout_of
+from vllmx_core.cache.groups import CacheLayout
 from vllmx_core.model import CacheGroup, Model, ModelShape, SharedKV
 from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.recorder import Ops
@@ -21,7 +21,7 @@ from vllmx_core.ops.recv import Recv
 from vllmx_core.ops.send import Send
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.plan import AnyArray
-from vllmx_core.recording import record
+from vllmx_core.recorded.recording import record
 from vllmx_core.sharding.stage_costs import byte_costs
 from vllmx_core.sharding.stage_cuts import (
     Cut,
@@ -32,7 +32,7 @@ from vllmx_core.sharding.stage_cuts import (
     own_cut,
     places,
 )
-from vllmx_core.weights import WeightSource, WeightSpec
+from vllmx_core.weights.part import WeightSource, WeightSpec
 
 
 class StagedModel:

@@ -9,8 +9,8 @@ import numpy as np
 
 from vllmx_core.sharding.cuts import Share
 from vllmx_core.sharding.plan import Columns, WeightCut
-from vllmx_core.weight_map import parts_of
-from vllmx_core.weights import PartSpec, RankShare, WeightPart, WeightSource, WeightSpec
+from vllmx_core.weights.map import parts_of
+from vllmx_core.weights.part import PartSpec, RankShare, WeightPart, WeightSource, WeightSpec
 
 
 def narrowed(spec: WeightSpec, cut: WeightCut, *, biased: bool) -> WeightSpec:

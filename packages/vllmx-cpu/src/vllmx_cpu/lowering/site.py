@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 
-from vllmx_core.op_table import OpTable
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.values import Value, WeightRef
 from vllmx_core.plan import F32
+from vllmx_core.recorded.op_table import OpTable
 from vllmx_core.records import Record
 
 from vllmx_cpu.images import Rotation, Turned, VxImages

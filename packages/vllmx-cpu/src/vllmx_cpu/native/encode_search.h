@@ -1,6 +1,6 @@
 // Scales of small groups of values by search, for sixteen groups at a time: one in each lane.
 //
-// This is vllmx_models.gguf.quantize.search, operation by operation: sums run over a group's values in
+// This is vllmx_models.formats.gguf.quantize.search, operation by operation: sums run over a group's values in
 // their order, nothing is fused, and so every instruction set makes the same bytes as numpy does. A
 // group lies in memory as `G` vectors, value after value.
 #pragma once

@@ -1,4 +1,4 @@
-// Blocks of 32 values: vllmx_models.gguf.quantize.legacy in C++, with the same bytes.
+// Blocks of 32 values: vllmx_models.formats.gguf.quantize.legacy in C++, with the same bytes.
 #pragma once
 #include "encode_blocks.h"
 

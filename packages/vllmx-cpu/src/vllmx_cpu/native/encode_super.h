@@ -1,4 +1,4 @@
-// Super-blocks of 256 values: vllmx_models.gguf.quantize.k in C++, with the same bytes. Groups find
+// Super-blocks of 256 values: vllmx_models.formats.gguf.quantize.k in C++, with the same bytes. Groups find
 // their own scales, the super-block's follow, and small integers between them are tried around the
 // nearest ones. Sums over a super-block take value g of each group before value g + 1 of any.
 #pragma once

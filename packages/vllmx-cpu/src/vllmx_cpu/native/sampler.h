@@ -1,5 +1,5 @@
 // The sampler op: vllmx_core.plan.SamplingRows over (L, V) logits; the same definition in numpy is
-// vllmx_core.reference_sampler, choice by choice.
+// vllmx_core.reference.sampler, choice by choice.
 //
 // Rows are independent. With at least half as many rows as threads, each row is one thread's; else all
 // threads work on one row after the other, a slice of the vocabulary each. Every sum runs over fixed

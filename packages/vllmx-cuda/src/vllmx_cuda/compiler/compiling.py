@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from vllmx_core.errors import VllmxError
-from vllmx_core.processors import available_processors
-from vllmx_core.progress import show_progress
+from vllmx_core.system.processors import available_processors
+from vllmx_core.system.progress import show_progress
 
 from vllmx_cuda.compiler.cubins import CubinCache, Keys, Target, Unit, missing
 from vllmx_cuda.compiler.nvrtc import CompileError, Nvrtc

@@ -18,7 +18,7 @@ from vllmx_core.errors import (
     EngineDeadError,
     VllmxError,
 )
-from vllmx_core.memory import format_bytes
+from vllmx_core.system.memory import format_bytes
 
 from vllmx_cuda.compiler.compiling import compiled
 from vllmx_cuda.compiler.cubins import KERNELS_FOLDER, Target, Unit, cache_folder, kernel_cache

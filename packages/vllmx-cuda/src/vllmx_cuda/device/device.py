@@ -1,6 +1,6 @@
 """The face of a device: memory, copies, launches, products, events, captured graphs.
 
-Two things have it: `vllmx_cuda.device.cupy_device` is a GPU; `vllmx_cuda.testing.emulated_device`
+Two things have it: `vllmx_cuda.device.cupy_device` is a GPU; `vllmx_testing.cuda.emulated_device`
 runs the same kernels on the CPU, for tests. All that is enqueued runs in order on one stream.
 """
 

@@ -1,4 +1,4 @@
-"""The types that the kernels compute in, by the names of `vllmx_core.weights`."""
+"""The types that the kernels compute in, by the names of `vllmx_core.weights.part`."""
 
 from __future__ import annotations
 

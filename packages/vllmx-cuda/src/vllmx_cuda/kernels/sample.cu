@@ -1,4 +1,4 @@
-// The sampler: from edited logits to one id a row, as vllmx_core.reference_sampler defines it.
+// The sampler: from edited logits to one id a row, as vllmx_core.reference.sampler defines it.
 //
 // sample_max:       greatest logit and its lowest id in each chunk; NaN where the chunk holds one.
 // sample_threshold: the least tempered logit that min_p, top_k and top_p leave.

@@ -1,7 +1,7 @@
 // mask_logits: copies logits, -inf where a row's mask forbids the id. NaN and +inf stay, because
 //              they refuse the row whatever its mask says.
 // edit_logits: adds the sparse edits of each row, then applies its penalties, in place; each step
-//              of arithmetic is rounded as vllmx_core.reference_sampler does it.
+//              of arithmetic is rounded as vllmx_core.reference.sampler does it.
 // Rows with a target are scored, not sampled: nothing is edited.
 //
 // Layout: logits (L, V) of f32; masks (N, words) with bit (id & 31) of word id >> 5 set = allowed;

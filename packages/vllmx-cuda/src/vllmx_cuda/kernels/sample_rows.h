@@ -47,7 +47,7 @@ VX_DEV Best row_best(const float* values, const int* ids, int row, int chunks) {
   return best;
 }
 
-// As vllmx_core.reference_sampler.tempered: the same bits everywhere.
+// As vllmx_core.reference.sampler.tempered: the same bits everywhere.
 VX_DEV float tempered(float logit, float greatest, float temperature) {
   return __fdiv_rn(__fsub_rn(logit, greatest), temperature);
 }

@@ -14,8 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
-from vllmx_core.processors import available_processors
-from vllmx_core.progress import show_progress
+from vllmx_core.system.processors import available_processors
+from vllmx_core.system.progress import show_progress
 
 from vllmx_cuda.device.device import Bytes, Device, Event, Memory
 from vllmx_cuda.matrices.pieces import Piece

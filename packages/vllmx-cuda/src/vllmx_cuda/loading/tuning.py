@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from vllmx_core.progress import show_progress
+from vllmx_core.system.progress import show_progress
 
 from vllmx_cuda.device.buckets import measured_rows
 from vllmx_cuda.device.device import Device

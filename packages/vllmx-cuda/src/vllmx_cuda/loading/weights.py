@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
-from vllmx_core.memory import format_bytes
 from vllmx_core.plan import F32, AnyArray
-from vllmx_core.weight_map import TieKey, bias_parts, has_bias, parts_of, tie_key
-from vllmx_core.weights import WeightSource, WeightSpec
+from vllmx_core.system.memory import format_bytes
+from vllmx_core.weights.map import TieKey, bias_parts, has_bias, parts_of, tie_key
+from vllmx_core.weights.part import WeightSource, WeightSpec
 
 from vllmx_cuda.device.device import Device, Memory
 from vllmx_cuda.device.dtypes import ITEM_BYTES

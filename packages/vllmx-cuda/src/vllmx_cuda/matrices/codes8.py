@@ -17,7 +17,7 @@ from functools import cache
 
 import numpy as np
 from vllmx_core.plan import F32
-from vllmx_core.weights import RawTensor, WeightPart, float8_to_f32
+from vllmx_core.weights.part import RawTensor, WeightPart, float8_to_f32
 
 from vllmx_cuda.device.buckets import measured_rows
 from vllmx_cuda.device.device import Bytes, Memory, Product

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from vllmx_core.plan import F32
-from vllmx_core.weights import DENSE, WeightPart, f32_to_bf16
+from vllmx_core.weights.part import DENSE, WeightPart, f32_to_bf16
 
 from vllmx_cuda.device.device import Bytes, Memory
 from vllmx_cuda.device.dtypes import ITEM_BYTES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from vllmx_core.weights import WeightPart
+from vllmx_core.weights.part import WeightPart
 
 from vllmx_cuda.kernel_specs import has_tensor_cores
 from vllmx_cuda.kernel_specs.linear import MMA_K

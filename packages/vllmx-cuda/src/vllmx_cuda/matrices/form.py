@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from vllmx_core.weights import WeightPart
+from vllmx_core.weights.part import WeightPart
 
 from vllmx_cuda.device.device import Device, Memory
 from vllmx_cuda.kernel_specs import Variant

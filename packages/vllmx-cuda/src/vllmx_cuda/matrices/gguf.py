@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from vllmx_core.weights import WeightPart
+from vllmx_core.weights.part import WeightPart
 
 from vllmx_cuda.device.device import Bytes, Memory
 from vllmx_cuda.kernel_specs.gguf import BLOCKS, GEMV_TOKENS, RUN, block_bytes, block_values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllmx_core.weights import WeightPart
+from vllmx_core.weights.part import WeightPart
 
 from vllmx_cuda.matrices.codes8 import codes8
 from vllmx_cuda.matrices.dense import dense

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-from vllmx_core.weights import WeightPart
+from vllmx_core.weights.part import WeightPart
 
 from vllmx_cuda.device.device import Bytes, Memory
 from vllmx_cuda.device.dtypes import ITEM_BYTES

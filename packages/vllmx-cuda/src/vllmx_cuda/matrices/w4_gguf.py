@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from vllmx_core.errors import WeightFormatError
-from vllmx_core.weights import WeightPart
+from vllmx_core.weights.part import WeightPart
 
 from vllmx_cuda.device.device import Bytes, Device, Memory
 from vllmx_cuda.kernel_specs import KERNELS, Variant

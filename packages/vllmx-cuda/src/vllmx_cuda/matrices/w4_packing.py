@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from vllmx_core.coded import FILLED_UNIT, features_of, filled_order
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.plan import I32, AnyArray
-from vllmx_core.weights import WeightPart, f32_to_bf16
+from vllmx_core.weights.coded import FILLED_UNIT, features_of, filled_order
+from vllmx_core.weights.part import WeightPart, f32_to_bf16
 
 from vllmx_cuda.kernel_specs.types import DTYPES, ceil_div
 from vllmx_cuda.kernel_specs.w4 import (

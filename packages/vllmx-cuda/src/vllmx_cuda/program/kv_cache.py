@@ -2,7 +2,7 @@
 
 A place has one buffer of keys and one of values, (blocks, K, P, D) each: the tokens of a page that
 one head reads are neighbours. Codes of 8 bits have a float32 scale for each token and head beside
-them, (blocks, K, P); `vllmx_core.kv_quant` is their rule.
+them, (blocks, K, P); `vllmx_core.cache.dtypes` is their rule.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from vllmx_core.backend import LoadOptions
-from vllmx_core.kv_capacity import BlockSizes, CachePlan, plan_cache
+from vllmx_core.cache.capacity import BlockSizes, CachePlan, plan_cache
 from vllmx_core.model import ModelShape, OwnedKV
 
 from vllmx_cuda.device.device import Device, Memory
@@ -58,6 +58,6 @@ def _allocate_place(cache: CachePlan, kv: OwnedKV, device: Device) -> LayerPages
 
 
 def plan_kv(shape: ModelShape, options: LoadOptions, dtype: str, free: int, used: int) -> CachePlan:
-    """See `vllmx_core.kv_capacity.plan_cache`. The kernels find a position's page by shifting, so
-    that a page must have a power of two of tokens."""
+    """Sizes the cache as `plan_cache` does. Kernels find a position's page by shifting, so a page
+    must hold a power of two of tokens."""
     return plan_cache(shape, options, dtype, BLOCK_SIZES, free, used)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from vllmx_core.arena import ArenaPlan, plan_arena
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.all_gather import AllGather
 from vllmx_core.ops.attention import Attention, AttentionSpec
@@ -17,6 +16,7 @@ from vllmx_core.ops.op import Op, OpList, last_reads
 from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.values import Rows, Value, WeightRef
 from vllmx_core.ops.vocab_embedding import VocabEmbedding
+from vllmx_core.recorded.arena import ArenaPlan, plan_arena
 
 from vllmx_cuda.device.arch import number
 from vllmx_cuda.device.device import Device, Memory

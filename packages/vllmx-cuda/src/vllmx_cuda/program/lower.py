@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllmx_core.op_table import OpTable
 from vllmx_core.ops.activation import Act
 from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
@@ -45,7 +44,8 @@ from vllmx_core.ops.send import Send
 from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.ops.values import Rows, Value, WeightRef
 from vllmx_core.ops.vocab_embedding import VocabEmbedding
-from vllmx_core.passes.uses import read_at_once
+from vllmx_core.recorded.op_table import OpTable
+from vllmx_core.recorded.passes.uses import read_at_once
 
 from vllmx_cuda.device.arch import number
 from vllmx_cuda.device.device import Device, Memory

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from vllmx_core.backend import LoadOptions
 from vllmx_core.backend_kit.features import feature_bytes, feature_shapes
 from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
-from vllmx_core.kv_capacity import CachePlan, layout_of
-from vllmx_core.memory import format_bytes
+from vllmx_core.cache.capacity import CachePlan, layout_of
 from vllmx_core.model import Model
 from vllmx_core.ops.mix import Mix
 from vllmx_core.ops.op import OpList
 from vllmx_core.ops.values import Rows
 from vllmx_core.plan import AnyArray
-from vllmx_core.recording import prepare
-from vllmx_core.weights import WeightSource, WeightSpec
+from vllmx_core.recorded.recording import prepare
+from vllmx_core.system.memory import format_bytes
+from vllmx_core.weights.part import WeightSource, WeightSpec
 
 from vllmx_cuda.device.arch import number
 from vllmx_cuda.device.buckets import bucket_sizes

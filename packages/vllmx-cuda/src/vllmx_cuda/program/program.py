@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 from vllmx_core.plan import I32, SamplingRows, StepPlan
-from vllmx_core.progress import show_progress
+from vllmx_core.system.progress import show_progress
 
 from vllmx_cuda.device.buckets import bucket_of
 from vllmx_cuda.device.device import Device, Memory

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllmx_core.cache.state_capacity import StateSlots
 from vllmx_core.model import StateSpec
 from vllmx_core.ops.recurrence import Recurrence
 from vllmx_core.ops.short_conv import ShortConv
-from vllmx_core.state_capacity import StateSlots
 
 from vllmx_cuda.device.device import Device, Memory
 from vllmx_cuda.kernel_specs import vector_width

@@ -13,7 +13,7 @@ from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.values import Rows
 from vllmx_core.plan import F32, I32, PatchRows, StepPlan
-from vllmx_core.recording import Recording
+from vllmx_core.recorded.recording import Recording
 
 from vllmx_cuda.device.device import Device
 from vllmx_cuda.kernel_specs.attention import KV_ELEM

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 from vllmx_core.config import EngineConfig
-from vllmx_core.deadline import Deadline
 from vllmx_core.errors import ConfigError, InvalidRequestError
+from vllmx_core.system.deadline import Deadline
 
 from vllmx_engine.client.chat_options import ChatMessage, Message
 from vllmx_engine.client.request import Request, RequestBuilder

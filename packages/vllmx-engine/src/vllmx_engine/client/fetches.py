@@ -6,8 +6,8 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from vllmx_core.deadline import Deadline
 from vllmx_core.errors import QueueFullError
+from vllmx_core.system.deadline import Deadline
 
 from vllmx_engine.client.chat_images import Pictures
 from vllmx_engine.images.source import FETCH_S

@@ -14,7 +14,7 @@ from typing import Self
 
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import EngineDeadError, RankLostError, StepTimeoutError
-from vllmx_core.registry import Registry
+from vllmx_core.plugins.registry import Registry
 
 from vllmx_engine.client.chat import ChatRenderer, load_tokenizer
 from vllmx_engine.client.chat_images import chat_images

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from vllmx_core import errors
 from vllmx_core.errors import InvalidRequestError, QueueFullError, VllmxError
-from vllmx_core.private_traceback import private_traceback
+from vllmx_core.system.private_traceback import private_traceback
 
 from vllmx_engine.client.logprob_rows import LogprobRows
 from vllmx_engine.client.request import Request

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 from vllmx_core.errors import InvalidRequestError, NonFiniteLogitsError, VllmxError
 from vllmx_core.plan import F32, I32, StepResult
-from vllmx_core.private_traceback import private_traceback
+from vllmx_core.system.private_traceback import private_traceback
 
 from vllmx_engine.core.batch import Step
 from vllmx_engine.core.grammar_masks import forbids_all

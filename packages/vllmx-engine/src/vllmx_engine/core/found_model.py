@@ -8,11 +8,11 @@ import logging
 import sys
 from pathlib import Path
 
-from vllmx_core.checkpoint import quantizer, resolve_path
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ModelNotFoundError
+from vllmx_core.plugins.registry import Registry, load_registry
 from vllmx_core.records import Record
-from vllmx_core.registry import Registry, load_registry
+from vllmx_core.weights.checkpoint import quantizer, resolve_path
 
 logger = logging.getLogger("vllmx.load")
 

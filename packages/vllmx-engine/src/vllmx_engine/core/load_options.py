@@ -6,11 +6,11 @@ import logging
 
 from vllmx_core.backend import LoadedInfo, LoadOptions
 from vllmx_core.backend_kit.dtypes import short_dtype
-from vllmx_core.cache_groups import blocks_of, cache_layout, fitting_step, longest_sequence
+from vllmx_core.cache.groups import blocks_of, cache_layout, fitting_step, longest_sequence
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import CapacityError, ConfigError
-from vllmx_core.memory import format_bytes, free_bytes
 from vllmx_core.model import Model
+from vllmx_core.system.memory import format_bytes, free_bytes
 
 from vllmx_engine.core.core_info import gibibytes
 

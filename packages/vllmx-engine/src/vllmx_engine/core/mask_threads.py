@@ -10,7 +10,7 @@ from itertools import count
 
 import numpy as np
 from vllmx_core.plan import U32
-from vllmx_core.processors import available_processors
+from vllmx_core.system.processors import available_processors
 
 from vllmx_engine.grammar.matcher import LexerLostError, MaskPace, Matcher
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from vllmx_core.checkpoint import Checkpoint
 from vllmx_core.errors import UnsupportedModelError, shown
 from vllmx_core.model import ModelShape
-from vllmx_core.registry import architecture_names
+from vllmx_core.plugins.registry import architecture_names
+from vllmx_core.weights.checkpoint import Checkpoint
 
 from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_engine.wire.pooling import Activation, PoolingInfo, PoolingTask

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as List
 
 import numpy as np
-from vllmx_core.cache_groups import blocks_of
+from vllmx_core.cache.groups import blocks_of
 from vllmx_core.plan import I32, AnyArray
 
 from vllmx_engine.core.kv import BlockPool

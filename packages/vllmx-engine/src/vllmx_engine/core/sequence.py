@@ -8,7 +8,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 import numpy as np
-from vllmx_core.cache_groups import longest_sequence
+from vllmx_core.cache.groups import longest_sequence
 from vllmx_core.errors import CapacityError, ContextLengthError, InvalidRequestError
 from vllmx_core.records import MutableRecord, field
 

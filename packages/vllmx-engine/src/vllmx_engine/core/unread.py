@@ -7,11 +7,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from vllmx_core.checkpoint import Checkpoint
 from vllmx_core.errors import VllmxError, listing
 from vllmx_core.model import Model, encoder_of
-from vllmx_core.weight_map import unread_names
-from vllmx_core.weights import WeightSource
+from vllmx_core.weights.checkpoint import Checkpoint
+from vllmx_core.weights.map import unread_names
+from vllmx_core.weights.part import WeightSource
 
 logger = logging.getLogger("vllmx.load")
 

@@ -8,8 +8,8 @@ from functools import cached_property, partial
 
 from vllmx_core.errors import TemplateError
 from vllmx_core.output_format import OutputFormat
-from vllmx_core.registry import Registry
-from vllmx_core.specs import ParserSpec
+from vllmx_core.plugins.registry import Registry
+from vllmx_core.plugins.specs import ParserSpec
 
 from vllmx_engine.formats.derive import derive_calls, derive_thinking, predicts
 from vllmx_engine.formats.named import FoundFormat, Origin, named_format

@@ -7,9 +7,9 @@ from typing import Literal
 from vllmx_core.config_values import nearest
 from vllmx_core.errors import ConfigError
 from vllmx_core.output_format import OutputFormat
+from vllmx_core.plugins.registry import Registry
+from vllmx_core.plugins.specs import ParserSpec
 from vllmx_core.records import Record
-from vllmx_core.registry import Registry
-from vllmx_core.specs import ParserSpec
 
 Origin = Literal["known", "derived", "by_markers", "not_found"]
 """A format that somebody names or that the chat template follows; one made of the template; a known

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
-from vllmx_core.deadline import Deadline, DeadlineError
 from vllmx_core.errors import InvalidRequestError, shown
-from vllmx_core.files import open_regular
 from vllmx_core.records import Record
+from vllmx_core.system.deadline import Deadline, DeadlineError
+from vllmx_core.system.files import open_regular
 
 from vllmx_engine.images.limits import ImageLimits
 
@@ -181,7 +181,7 @@ def _fetch(
     """Follows redirects to allowed hosts alone."""
     import http.client  # most starts need neither it nor ssl, which take some ms
 
-    from vllmx_core.deadline_http import DeadlineConnection
+    from vllmx_core.system.deadline_http import DeadlineConnection
 
     for _ in range(_MAX_REDIRECTS + 1):
         _check_host(parts, source, limits)

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from vllmx_core.config import EngineConfig
-from vllmx_core.registry import Registry
+from vllmx_core.plugins.registry import Registry
 
 from vllmx_engine.core.found_model import FoundModel, find_model
 from vllmx_engine.link.frontend import Frontend

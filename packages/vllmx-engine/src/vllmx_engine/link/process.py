@@ -21,8 +21,8 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from vllmx_core.errors import EngineDeadError, VllmxError
-from vllmx_core.logs import configure_logging
-from vllmx_core.standard_error import StandardError
+from vllmx_core.system.logs import configure_logging
+from vllmx_core.system.standard_error import StandardError
 
 from vllmx_engine.core.core_loop import CoreLoop, Inbox
 from vllmx_engine.core.found_model import FoundModel

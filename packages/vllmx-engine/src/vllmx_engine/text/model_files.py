@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllmx_core.errors import ConfigError
-from vllmx_core.files import open_model_file
+from vllmx_core.system.files import open_model_file
 
 MIB = 1 << 20
 MAX_TOKENIZER_BYTES = 256 * MIB

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from vllmx_core.hooks import hookimpl
-from vllmx_core.registry import Registry
-from vllmx_core.specs import (
+from vllmx_core.plugins.hooks import hookimpl
+from vllmx_core.plugins.registry import Registry
+from vllmx_core.plugins.specs import (
     BackendSpec,
     EncoderSpec,
     ExecutorSpec,

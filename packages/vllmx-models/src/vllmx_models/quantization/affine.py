@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.plan import F32, AnyArray
-from vllmx_core.weight_picks import decoded_entries
-from vllmx_core.weights import Span, WeightPart
+from vllmx_core.weights.part import Span, WeightPart
+from vllmx_core.weights.picks import decoded_entries
 
 ROWS_AT_ONCE = 256
 """Rows that are unpacked together: their intermediate arrays stay in the cache."""

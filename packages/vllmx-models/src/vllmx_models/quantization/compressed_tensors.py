@@ -13,7 +13,7 @@ from typing import Any
 
 from vllmx_core.errors import UnsupportedModelError, listing
 from vllmx_core.records import Record
-from vllmx_core.weights import WeightPart, WeightSource
+from vllmx_core.weights.part import WeightPart, WeightSource
 
 from vllmx_models.quantization.ct_weights import WeightArgs, read_activations, read_weight_args
 from vllmx_models.quantization.matrices import Options

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.plan import F32
-from vllmx_core.weights import DType, QuantLayout, RawTensor, WeightPart
+from vllmx_core.weights.part import DType, QuantLayout, RawTensor, WeightPart
 
 from vllmx_models.quantization.affine import decode_coded
 from vllmx_models.quantization.ct_weights import coded_int8

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from vllmx_core.coded import CodedRows
 from vllmx_core.plan import AnyArray
-from vllmx_core.weights import QuantLayout, RawTensor, Span, WeightPart, WeightSource
+from vllmx_core.weights.coded import CodedRows
+from vllmx_core.weights.part import QuantLayout, RawTensor, Span, WeightPart, WeightSource
 
 from vllmx_models.quantization.affine import decode_coded, group_map, groups_between
 from vllmx_models.quantization.bits import packed_words, unpack

@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 from vllmx_core.plan import F32
-from vllmx_core.weight_picks import decoded_entries
-from vllmx_core.weights import DType, QuantLayout, RawTensor, WeightPart, float8_to_f32
+from vllmx_core.weights.part import DType, QuantLayout, RawTensor, WeightPart, float8_to_f32
+from vllmx_core.weights.picks import decoded_entries
 
 from vllmx_models.quantization.options import FLOATS
 from vllmx_models.quantization.scaled import apply_scales, e2m1_to_f32, scales_to_f32

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from vllmx_core.plan import F32
 from vllmx_core.records import Record
-from vllmx_core.weights import QuantLayout, WeightPart, WeightSource, float8_to_f32
+from vllmx_core.weights.part import QuantLayout, WeightPart, WeightSource, float8_to_f32
 
 from vllmx_models.quantization.bits import U8, unpack
 from vllmx_models.quantization.options import FLOATS, QuantReader

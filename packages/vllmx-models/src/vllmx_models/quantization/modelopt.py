@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllmx_core.weights import WeightPart, WeightSource
+from vllmx_core.weights.part import WeightPart, WeightSource
 
 from vllmx_models.quantization.matrices import fp4_part, fp8_part, input_scale
 from vllmx_models.quantization.options import QuantReader

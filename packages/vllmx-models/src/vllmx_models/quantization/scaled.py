@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from vllmx_core.plan import F32
-from vllmx_core.weights import RawTensor, float8_to_f32
+from vllmx_core.weights.part import RawTensor, float8_to_f32
 
 from vllmx_models.quantization.bits import U8
 

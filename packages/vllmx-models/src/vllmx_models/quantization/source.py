@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.records import Record
-from vllmx_core.weights import DType, RawTensor, WeightPart, WeightSource
+from vllmx_core.weights.part import DType, RawTensor, WeightPart, WeightSource
 
 _FLOATS = ("f32", "f16", "bf16", "f64")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
-from vllmx_core.files import replacing
+from vllmx_core.system.files import replacing
 from vllmx_engine.async_llm import AsyncLLM
 
 from vllmx_server.app import build_app

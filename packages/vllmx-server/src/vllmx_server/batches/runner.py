@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from vllmx_core.errors import InvalidRequestError, VllmxError
-from vllmx_core.private_traceback import private_traceback
+from vllmx_core.system.private_traceback import private_traceback
 
 from vllmx_server.answers.kept import BatchError, Status
 from vllmx_server.batches.answers import AnswerWriter

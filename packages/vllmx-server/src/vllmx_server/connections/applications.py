@@ -9,7 +9,7 @@ from typing import Any
 
 from hypercorn.asyncio.task_group import TaskGroup
 from hypercorn.config import Config
-from vllmx_core.private_traceback import private_traceback
+from vllmx_core.system.private_traceback import private_traceback
 
 from vllmx_server.connections.client import Client
 

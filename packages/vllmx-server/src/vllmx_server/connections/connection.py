@@ -22,7 +22,7 @@ from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol.h11 import H2ProtocolAssumedError
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import parse_socket_addr
-from vllmx_core.private_traceback import private_traceback
+from vllmx_core.system.private_traceback import private_traceback
 
 from vllmx_server.connections.applications import Applications
 from vllmx_server.connections.http1 import Http1

@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 from vllmx_core.errors import ConfigError, shown
-from vllmx_core.files import replacing
+from vllmx_core.system.files import replacing
 
 from vllmx_server.json_file import read_json_file
 from vllmx_server.priorities import parse_range

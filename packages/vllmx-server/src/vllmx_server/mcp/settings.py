@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 from vllmx_core.errors import ConfigError, shown
-from vllmx_core.files import warn_of_readers
+from vllmx_core.system.files import warn_of_readers
 
 from vllmx_server.json_file import read_json_file
 

@@ -16,9 +16,9 @@ from importlib import import_module
 import msgspec
 from vllmx_core.backend import HasMemory
 from vllmx_core.errors import VllmxError
-from vllmx_core.memory import free_bytes
-from vllmx_core.registry import Registry
-from vllmx_core.specs import BackendSpec
+from vllmx_core.plugins.registry import Registry
+from vllmx_core.plugins.specs import BackendSpec
+from vllmx_core.system.memory import free_bytes
 
 logger = logging.getLogger("vllmx.supervisor")
 

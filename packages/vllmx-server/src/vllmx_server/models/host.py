@@ -23,7 +23,7 @@ from vllmx_core.errors import (
     VllmxError,
     shown,
 )
-from vllmx_core.memory import format_bytes
+from vllmx_core.system.memory import format_bytes
 from vllmx_engine.core.found_model import FoundModel, find_model
 from vllmx_engine.link.door import Door
 from vllmx_engine.link.frontend import Listener

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 from vllmx_core.errors import VllmxError
-from vllmx_core.private_traceback import private_traceback
+from vllmx_core.system.private_traceback import private_traceback
 
 from vllmx_server.body import INLINE_BYTES, read_body, unread
 from vllmx_server.deadline import deadline_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllmx_core.errors import VllmxError
-from vllmx_core.private_traceback import private_traceback
+from vllmx_core.system.private_traceback import private_traceback
 
 from vllmx_server.chat_events import ChatEvents
 from vllmx_server.content_logprobs import ContentLogprobs

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from vllmx_core.errors import EngineDeadError, VllmxError
-from vllmx_core.private_traceback import private_traceback
+from vllmx_core.system.private_traceback import private_traceback
 from vllmx_engine.wire.ipc import FrameError, FrameReader, encode_frame
 
 from vllmx_server.errors import internal_error

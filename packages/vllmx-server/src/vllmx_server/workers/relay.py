@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Scope
 from vllmx_core.errors import InvalidRequestError, VllmxError
-from vllmx_core.private_traceback import private_traceback
+from vllmx_core.system.private_traceback import private_traceback
 
 from vllmx_server.body import read_body
 from vllmx_server.errors import error_response, internal_error

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from vllmx_core.errors import UnsupportedModelError
-from vllmx_core.weights import WeightSource
+from vllmx_core.weights.part import WeightSource
 
 from vllmx_torch.attention import Scratch, paged_attention
 from vllmx_torch.foreign.attention import AttentionCall, Seam, own_value

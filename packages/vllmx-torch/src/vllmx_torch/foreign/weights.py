@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllmx_core.errors import WeightFormatError, listing, shown
-from vllmx_core.weights import DENSE, WeightPart, WeightSource
+from vllmx_core.weights.part import DENSE, WeightPart, WeightSource
 
 from vllmx_torch.foreign.attention import NAME
 from vllmx_torch.foreign.config import refusal

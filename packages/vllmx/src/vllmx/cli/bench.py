@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
-from vllmx_core.logs import configure_logging
+from vllmx_core.system.logs import configure_logging
 
 from vllmx.bench.figures import show
 from vllmx.cli.command import ModelCommand
@@ -140,7 +140,7 @@ def _served_model(url: str, api_key: str | None) -> str:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--url must begin with http:// or https://, got {url!r}", param="url")
-    from vllmx_core.deadline_http import get
+    from vllmx_core.system.deadline_http import get
 
     try:
         status, body = get(f"{url.rstrip('/')}/v1/models", headers, _TIMEOUT_S)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import VllmxError
-from vllmx_core.logs import configure_logging
+from vllmx_core.system.logs import configure_logging
 
 from vllmx.cli.command import ModelCommand
 from vllmx.cli.options import engine_options, log_level_option, resolve

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 from vllmx_core.errors import VllmxError
-from vllmx_core.processors import available_processors
-from vllmx_core.registry import Registry, load_registry
-from vllmx_core.specs import BackendSpec, ExecutorSpec
+from vllmx_core.plugins.registry import Registry, load_registry
+from vllmx_core.plugins.specs import BackendSpec, ExecutorSpec
+from vllmx_core.system.processors import available_processors
 
 if TYPE_CHECKING:
     from vllmx_core.ops.op import Op

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import click
 from vllmx_core.config_values import nearest
-from vllmx_core.specs import CommandSpec
+from vllmx_core.plugins.specs import CommandSpec
 
 BUILT_IN: Mapping[str, tuple[str, str]] = {
     "serve": ("vllmx.cli.serve:serve", "Serve a model over the OpenAI HTTP API."),
@@ -75,7 +75,7 @@ def _plugin_commands(ctx: click.Context) -> dict[str, CommandSpec]:
     """Commands of plugins by name. They are loaded once for a command line, so that a plugin that
     cannot be loaded is told of once."""
     if _COMMANDS not in ctx.meta:
-        from vllmx_core.registry import load_registry
+        from vllmx_core.plugins.registry import load_registry
 
         ctx.meta[_COMMANDS] = {spec.name: spec for spec in load_registry().all(CommandSpec)}
     found: dict[str, CommandSpec] = ctx.meta[_COMMANDS]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 from vllmx_core.errors import ConfigError
-from vllmx_core.files import warn_of_readers
+from vllmx_core.system.files import warn_of_readers
 
 if TYPE_CHECKING:
     from vllmx_server.keys.records import KeyRecord

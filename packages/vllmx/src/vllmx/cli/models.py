@@ -7,9 +7,9 @@ import json
 from dataclasses import asdict
 
 import click
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.plugins.specs import ModelSpec, QuantizationSpec
 from vllmx_core.records import Record
-from vllmx_core.registry import load_registry
-from vllmx_core.specs import ModelSpec, QuantizationSpec
 
 
 class Architecture(Record):

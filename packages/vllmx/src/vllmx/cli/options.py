@@ -16,7 +16,7 @@ import click
 from vllmx_core.config import EngineConfig, resolve_config
 from vllmx_core.config_values import convert
 from vllmx_core.errors import ConfigError
-from vllmx_core.logs import LOG_LEVELS
+from vllmx_core.system.logs import LOG_LEVELS
 
 from vllmx.cli.command import FOREIGN, SERVED_NAME, ModelCommand
 from vllmx.cli.config_file import known_keys, read_yaml

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 from vllmx_core.config import EngineConfig
-from vllmx_core.logs import configure_logging
-from vllmx_core.registry import load_registry
-from vllmx_core.specs import ParserSpec
+from vllmx_core.plugins.registry import load_registry
+from vllmx_core.plugins.specs import ParserSpec
+from vllmx_core.system.logs import configure_logging
 
 from vllmx.cli.command import ModelCommand
 from vllmx.cli.options import engine_options, log_level_option, resolve

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from vllmx_core.errors import ConfigError
-from vllmx_core.memory import GIB
-from vllmx_core.progress import show_progress
+from vllmx_core.system.memory import GIB
+from vllmx_core.system.progress import show_progress
 
 if TYPE_CHECKING:
     from vllmx_core.model import ModelShape
-    from vllmx_core.registry import Registry
+    from vllmx_core.plugins.registry import Registry
 
     from vllmx.sizing.facts import Facts
     from vllmx.sizing.forecast import Forecast, Rates, Wish
@@ -66,8 +66,8 @@ def plan(
     header alone is read.
     """
     from vllmx_core.config import EngineConfig
-    from vllmx_core.registry import load_registry
-    from vllmx_models.header_only import opened_header
+    from vllmx_core.plugins.registry import load_registry
+    from vllmx_models.formats.header_only import opened_header
 
     from vllmx.sizing.facts import facts_of
     from vllmx.sizing.forecast import Wish, choose, forecast
@@ -127,7 +127,7 @@ def _machine(
     registry: Registry, on: str, backend_name: str, facts: Facts
 ) -> tuple[str, float, Rates]:
     """(what it is called, its free memory, how fast it is)."""
-    from vllmx_core.memory import free_memory
+    from vllmx_core.system.memory import free_memory
 
     from vllmx.sizing.fixed_costs import measure_fixed
     from vllmx.sizing.machines import machine

@@ -8,8 +8,8 @@ import os
 from collections.abc import Sequence
 
 import click
-from vllmx_core.registry import PluginInfo, Registry, load_registry
-from vllmx_core.specs import CommandSpec
+from vllmx_core.plugins.registry import PluginInfo, Registry, load_registry
+from vllmx_core.plugins.specs import CommandSpec
 
 
 @click.command()

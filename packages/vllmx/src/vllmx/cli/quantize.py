@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 from vllmx_core.errors import ConfigError
-from vllmx_core.progress import show_progress
+from vllmx_core.system.progress import show_progress
 
 
 @click.command()
@@ -49,10 +49,10 @@ def quantize(
     """
     if not overwrite:
         may_replace(output)
-    from vllmx_core.checkpoint import resolve_path
-    from vllmx_core.processors import available_processors
-    from vllmx_core.registry import load_registry
-    from vllmx_models.gguf.quantize.convert import quantize as convert
+    from vllmx_core.plugins.registry import load_registry
+    from vllmx_core.system.processors import available_processors
+    from vllmx_core.weights.checkpoint import resolve_path
+    from vllmx_models.formats.gguf.quantize.convert import quantize as convert
 
     registry = load_registry()
     source = resolve_path(registry, model, revision=revision, progress=not quiet)
@@ -91,7 +91,7 @@ def _report(name: str, index: int, count: int) -> None:
 
 
 def _figures(summary: Any, seconds: float) -> dict[str, Any]:
-    """The figures of a `vllmx_models.gguf.quantize.convert.Summary`."""
+    """The figures of a `vllmx_models.formats.gguf.quantize.convert.Summary`."""
     types = {
         name: {
             "tensors": entry.tensors,

@@ -8,7 +8,7 @@ from typing import Any
 import click
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
-from vllmx_core.logs import configure_logging
+from vllmx_core.system.logs import configure_logging
 
 from vllmx.cli.options import log_level_option
 

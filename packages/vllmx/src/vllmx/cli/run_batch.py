@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
-from vllmx_core.logs import configure_logging
-from vllmx_core.progress import show_progress
+from vllmx_core.system.logs import configure_logging
+from vllmx_core.system.progress import show_progress
 
 from vllmx.cli.command import ModelCommand
 from vllmx.cli.options import FILE, HELP, Shown, log_level_option, options_of, resolve

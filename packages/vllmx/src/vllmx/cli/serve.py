@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
-from vllmx_core.files import warn_of_readers
-from vllmx_core.logs import FORMAT_VARIABLE, configure_logging
-from vllmx_core.standard_error import StandardError, hold_standard_streams
+from vllmx_core.system.files import warn_of_readers
+from vllmx_core.system.logs import FORMAT_VARIABLE, configure_logging
+from vllmx_core.system.standard_error import StandardError, hold_standard_streams
 from vllmx_server.config import ServerConfig
 
 from vllmx.cli.command import SERVED_NAME, ModelCommand

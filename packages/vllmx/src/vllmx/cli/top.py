@@ -59,7 +59,7 @@ def top(url: str, api_key: str | None, interval: float, count: int | None, as_js
 
 
 def _look(url: str, api_key: str | None) -> Scrape:
-    from vllmx_core.deadline_http import get
+    from vllmx_core.system.deadline_http import get
 
     from vllmx.live_figures import scrape
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
-from vllmx_core.logs import configure_logging
-from vllmx_core.progress import show_progress
+from vllmx_core.system.logs import configure_logging
+from vllmx_core.system.progress import show_progress
 
 from vllmx.cli.command import ModelCommand
 from vllmx.cli.config_file import read_yaml
@@ -147,8 +147,8 @@ def _server_keys(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _knobs(config: EngineConfig, limits: Sequence[Limit], try_isq: str) -> list[Any]:
-    from vllmx_core.processors import available_processors
-    from vllmx_core.registry import load_registry
+    from vllmx_core.plugins.registry import load_registry
+    from vllmx_core.system.processors import available_processors
 
     from vllmx.sizing.knobs import knobs
 

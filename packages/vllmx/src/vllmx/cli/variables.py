@@ -9,7 +9,7 @@ import re
 from importlib.metadata import entry_points, requires
 
 import click
-from vllmx_core.environment import PREFIX, warnings
+from vllmx_core.system.environment import PREFIX, warnings
 
 
 def warn_of_unknown_variables() -> None:
@@ -18,8 +18,8 @@ def warn_of_unknown_variables() -> None:
     if not given:
         return
     from vllmx_core.config import EngineConfig
-    from vllmx_core.hooks import GROUP
-    from vllmx_core.registry import plugin_key
+    from vllmx_core.plugins.hooks import GROUP
+    from vllmx_core.plugins.registry import plugin_key
     from vllmx_server.config import ServerConfig
 
     fields = {

@@ -6,17 +6,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vllmx_core.checkpoint import Checkpoint, build_model
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import Model, ModelShape, encoder_of
 from vllmx_core.ops.experts import Experts
-from vllmx_core.recording import record
-from vllmx_core.registry import Registry, architecture_names
-from vllmx_core.weight_map import name_in, parts_of, tie_key
-from vllmx_core.weights import WeightSource, WeightSpec
-from vllmx_models.gguf.blocks import TYPES_BY_NAME
-from vllmx_models.header_only import Header, NamedWeights
-from vllmx_models.isq import matrix_types
+from vllmx_core.plugins.registry import Registry, architecture_names
+from vllmx_core.recorded.recording import record
+from vllmx_core.weights.checkpoint import Checkpoint, build_model
+from vllmx_core.weights.map import name_in, parts_of, tie_key
+from vllmx_core.weights.part import WeightSource, WeightSpec
+from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME
+from vllmx_models.formats.header_only import Header, NamedWeights
+from vllmx_models.quantization.isq import matrix_types
 
 Use = Literal["table", "head", "experts", "linear", "tower"]
 FORMS = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from vllmx_core.backend import LoadOptions
-from vllmx_core.cache_groups import blocks_of, longest_sequence
+from vllmx_core.cache.capacity import BlockSizes, CachePlan, plan_cache
+from vllmx_core.cache.groups import blocks_of, longest_sequence
 from vllmx_core.errors import CapacityError
-from vllmx_core.kv_capacity import BlockSizes, CachePlan, plan_cache
 from vllmx_core.model import ModelShape
 
 from vllmx.sizing.facts import Facts, Form, Matrices

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from vllmx_core.config_values import nearest
 from vllmx_core.errors import ConfigError
-from vllmx_core.memory import GIB
+from vllmx_core.system.memory import GIB
 
 MEMORY_SHARE = 0.8
 """The share of the published bandwidth that reading weights reaches."""

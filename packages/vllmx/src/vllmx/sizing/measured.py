@@ -15,11 +15,11 @@ import numpy.typing as npt
 from vllmx_core.backend import Backend, LoadedModel, LoadOptions
 from vllmx_core.model import Model
 from vllmx_core.plan import SamplingRows, StepPlan
-from vllmx_core.registry import Registry
-from vllmx_core.weights import RawTensor, WeightPart
-from vllmx_models.encoders import encoder_for
-from vllmx_models.gguf.blocks import TYPES_BY_NAME, TensorType, weight_part
-from vllmx_models.gguf.quantize.encode import QUANTIZERS
+from vllmx_core.plugins.registry import Registry
+from vllmx_core.weights.part import RawTensor, WeightPart
+from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, TensorType, weight_part
+from vllmx_models.formats.gguf.quantize.encode import QUANTIZERS
+from vllmx_models.quantization.encoders import encoder_for
 
 ROWS = (1, 8, 32, 512)
 """Tokens of a step that are measured; between them times are interpolated."""

@@ -1,0 +1,1 @@
+"""The plugin registry: hooks, specs, and the choice between providers."""

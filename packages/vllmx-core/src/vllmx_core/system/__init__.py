@@ -1,0 +1,1 @@
+"""Operating system services: files, logs, memory, processors, deadlines."""

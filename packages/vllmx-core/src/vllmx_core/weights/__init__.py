@@ -1,0 +1,1 @@
+"""Weights on their way from a file to a backend."""

@@ -1,0 +1,1 @@
+"""Typed access to config.json."""

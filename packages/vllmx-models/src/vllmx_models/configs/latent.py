@@ -1,0 +1,86 @@
+"""Reads config.json into layers of latent attention: what DeepSeek and its kin read alike."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from typing import Any
+
+from vllmx_models.blocks.latent import LatentMixer
+from vllmx_models.blocks.layer import FeedForward
+from vllmx_models.blocks.rope import Rope, read_rope
+from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.configs.decoder import decoder_spec, num_layers
+from vllmx_models.trunks.decoder import DecoderSpec, LayerSpec
+
+logger = logging.getLogger("vllmx.models")
+
+
+def latent_decoder(read: ConfigReader, feed_forwards: tuple[FeedForward, ...]) -> DecoderSpec:
+    """A decoder whose layers have one latent mixer, and each its feed-forward.
+
+    Sparse attention picks `index_topk` tokens for each query: as long as there are no more it is
+    attention to all, and so far the model is served."""
+    mixer = latent_mixer(read)
+    layers = tuple(LayerSpec(mixer, feed_forward) for feed_forward in feed_forwards)
+    spec = decoder_spec(read, layers, default_positions=read.integer("max_position_embeddings"))
+    if not read.has("index_topk"):
+        return spec
+    picked = read.integer("index_topk", high=1 << 31)
+    logger.info(
+        "%s: sparse attention is served to %d tokens, up to which it reads all of them",
+        read.architecture,
+        picked,
+    )
+    return replace(spec, max_model_len=min(spec.max_model_len, picked))
+
+
+def latent_mixer(read: ConfigReader) -> LatentMixer:
+    """The mixer of all layers."""
+    heads = read.integer("num_attention_heads", high=1 << 16)
+    if read.integer("num_key_value_heads", heads, high=1 << 16) != heads:
+        raise read.error("num_key_value_heads", f"must be num_attention_heads, {heads}")
+    nope = read.integer("qk_nope_head_dim", high=4096)
+    rotary = read.integer("qk_rope_head_dim", high=4096)
+    positions = read.integer("max_position_embeddings")
+    rope = read_rope(read.config, rotary, max_positions=positions)
+    assert rope is not None
+    return LatentMixer(
+        num_heads=heads,
+        rank=read.integer("kv_lora_rank", high=1 << 16),
+        nope_size=nope,
+        value_size=read.integer("v_head_dim", high=4096),
+        rope=rope,
+        scale=(nope + rotary) ** -0.5 * softmax_warmth(rope) ** 2,
+        q_rank=read.integer("q_lora_rank") if read.has("q_lora_rank") else None,
+        interleaved=read.flag("rope_interleave", True),
+        bias=read.flag("attention_bias", False),
+        cut_heads=read.flag("vllmx_cut_heads", False),
+    )
+
+
+def softmax_warmth(rope: Rope) -> float:
+    """What a longer context by yarn multiplies queries and keys by each, beside the factor of the
+    rotated part that the table has."""
+    if rope.kind == "default" or not rope.options.get("mscale_all_dim"):
+        return 1.0
+    factor = rope.number("factor")
+    return 1.0 if factor <= 1 else 0.1 * rope.number("mscale_all_dim") * math.log(factor) + 1.0
+
+
+def sparse_layers(read: ConfigReader) -> list[bool]:
+    """Which layers have experts: what `mlp_layer_types` says, else all but the first."""
+    count = num_layers(read)
+    if read.has("mlp_layer_types"):
+        types: Any = read.config["mlp_layer_types"]
+        known = ("dense", "sparse")
+        if not isinstance(types, list) or any(kind not in known for kind in types):
+            raise read.error("mlp_layer_types", f"must be a list of {' or '.join(known)}")
+        if len(types) < count:
+            raise read.error("mlp_layer_types", f"must have an entry for each of {count} layers")
+        return [kind == "sparse" for kind in types[:count]]
+    if read.integer("moe_layer_freq", 1) != 1:
+        raise read.error("moe_layer_freq", "is not known here: experts in each layer, 1")
+    dense = read.integer("first_k_dense_replace", low=0)
+    return [layer >= dense for layer in range(count)]

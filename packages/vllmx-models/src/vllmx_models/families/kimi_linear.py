@@ -1,0 +1,122 @@
+"""Kimi Linear (KimiLinearForCausalLM): three layers of Kimi Delta Attention for each one of latent
+attention, which turns nothing; experts as DeepSeek V3's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from vllmx_models.blocks.dense import DenseMLP, MLPNames
+from vllmx_models.blocks.kimi_delta import KimiDeltaMixer
+from vllmx_models.blocks.layer import FeedForward, Mixer
+from vllmx_models.blocks.moe import EachExpert, MoE
+from vllmx_models.blocks.rope import still
+from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.configs.decoder import decoder_spec, dense_mlp
+from vllmx_models.configs.hybrid import hybrid_layers, layer_kinds
+from vllmx_models.configs.latent import latent_mixer, sparse_layers
+from vllmx_models.configs.moe import EXPERT_KEYS, experts_spec, layer_numbers, num_experts
+from vllmx_models.families.deepseek import sigmoid_router
+from vllmx_models.trunks.decoder import Decoder
+
+KINDS = ("linear_attention", "full_attention")
+MODULE = "block_sparse_moe"
+DENSE = MLPNames(also=MODULE)
+"""The dense feed-forward as transformers writes it, named like the experts."""
+RENAMED = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+"""What published files call otherwise."""
+DEFAULTS: Mapping[str, Any] = {
+    "max_position_embeddings": 1048576,
+    "num_experts": 256,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.446,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1024,
+    "rms_norm_eps": 1e-5,
+    "linear_head_dim": 128,
+    "linear_num_heads": 32,
+    "linear_conv_kernel_dim": 4,
+}
+"""What transformers takes where a config.json is silent."""
+
+
+def kimi_linear(config: Mapping[str, Any]) -> Decoder:
+    """Which layers are which the config says, counted from one in published files."""
+    older = {new: config[old] for old, new in RENAMED.items() if config.get(old) is not None}
+    read = ConfigReader({**DEFAULTS, **older, **config, **_linear(config)}, "KimiLinearForCausalLM")
+    read.refuse_quirks("layer_types", *EXPERT_KEYS)
+    if read.config.get("mla_use_nope") is False:
+        raise read.error("mla_use_nope", "is not known here: true")
+    sparse = sparse_layers(read)
+    positions = read.integer("max_position_embeddings")
+    latent = latent_mixer(read)
+    turned = replace(latent, rope=still(latent.rope.rotary_dim, positions))
+    mixers: dict[str, Mixer] = dict(zip(KINDS, (_delta(read), turned), strict=True))
+    feed_forwards: dict[bool, FeedForward] = {False: dense_mlp(read, names=DENSE)}
+    if any(sparse):
+        feed_forwards[True] = _experts(read)
+    kinds = layer_kinds(read, KINDS, _by_default(read, len(sparse)))
+    layers = hybrid_layers(kinds, mixers, [feed_forwards[one] for one in sparse])
+    return Decoder(decoder_spec(read, layers, default_positions=positions, context=positions))
+
+
+def _linear(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What published files say of these layers in an object of its own."""
+    given = config.get("linear_attn_config")
+    if not isinstance(given, Mapping):
+        return {}
+    names = {
+        "head_dim": "linear_head_dim",
+        "num_heads": "linear_num_heads",
+        "short_conv_kernel_size": "linear_conv_kernel_dim",
+        "full_attn_layers": "full_attn_layers",
+    }
+    return {new: given[old] for old, new in names.items() if given.get(old) is not None}
+
+
+def _by_default(read: ConfigReader, count: int) -> list[str]:
+    full = layer_numbers(read, "full_attn_layers")  # counted from one
+    if not full:
+        full = frozenset(range(5, count + 1, 4))
+    return [KINDS[layer + 1 in full] for layer in range(count)]
+
+
+def _delta(read: ConfigReader) -> KimiDeltaMixer:
+    if read.activation() != "silu":
+        raise read.error("hidden_act", "is not known here for convolutions: silu")
+    return KimiDeltaMixer(
+        read.integer("linear_num_heads", high=1 << 16),
+        read.integer("linear_head_dim", high=4096),
+        read.integer("linear_conv_kernel_dim", low=2, high=64),
+        read.number("rms_norm_eps"),
+    )
+
+
+def _experts(read: ConfigReader) -> MoE:
+    count, inner = num_experts(read), read.integer("moe_intermediate_size")
+    every = read.integer("n_shared_experts", 0, low=0, high=256)
+    names = MLPNames(f"{MODULE}.shared_experts")
+    shared = DenseMLP(every * inner, read.activation(), names=names) if every else None
+    return MoE(
+        count,
+        inner,
+        sigmoid_router(read, count),
+        experts_spec(read),
+        EachExpert("w1", "w3", "w2"),
+        shared=shared,
+        module=MODULE,
+    )

@@ -1,0 +1,60 @@
+"""OLMoE (OlmoeForCausalLM): small experts in every layer, one norm across all query heads and one
+across all key heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.configs.decoder import (
+    attention_mixer,
+    decoder_spec,
+    head_size,
+    layer_ropes,
+    layer_specs,
+    num_layers,
+    rms,
+)
+from vllmx_models.configs.moe import EXPERT_KEYS
+from vllmx_models.families.qwen2_moe import qwen_moe
+from vllmx_models.formats.gguf.architecture import (
+    DECODER_TENSORS,
+    EXPERT_TENSORS,
+    HEAD_NORM_TENSORS,
+    GGUFArchitecture,
+    decoder_config,
+    experts_config,
+)
+from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
+from vllmx_models.trunks.decoder import Decoder
+
+DEFAULT_POSITIONS = 4096
+
+
+def olmoe(config: Mapping[str, Any]) -> Decoder:
+    """Scores by softmax over all experts, renormalised where the config says so."""
+    read = ConfigReader({"rms_norm_eps": 1e-5, **config}, "OlmoeForCausalLM")
+    read.refuse_quirks("attention_bias", *EXPERT_KEYS)
+    bias = read.flag("attention_bias", False)
+    mixer = attention_mixer(
+        read, head_size(read), qkv_bias=bias, o_bias=bias, qk_norm=rms(read), norm_weights="across"
+    )
+    sliding = [False] * num_layers(read)
+    ropes = layer_ropes(read, mixer.head_size, sliding, default_positions=DEFAULT_POSITIONS)
+    moe = qwen_moe(read, "intermediate_size")
+    layers = layer_specs(read, mixer, moe, ropes, sliding, None)
+    return Decoder(decoder_spec(read, layers, default_positions=DEFAULT_POSITIONS))
+
+
+def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
+    """Weights are scores of all experts."""
+    config = decoder_config(header, "expert_count") | experts_config(header)
+    return config | {"intermediate_size": config["moe_intermediate_size"]}
+
+
+GGUF = GGUFArchitecture(
+    "OlmoeForCausalLM",
+    {**DECODER_TENSORS, **HEAD_NORM_TENSORS, **EXPERT_TENSORS},
+    config=_gguf_config,
+)

@@ -1,0 +1,52 @@
+"""Qwen2 and Qwen2.5 (Qwen2ForCausalLM): biases on q, k and v, a window in upper layers if
+wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllmx_models.blocks.attention import AttentionMixer
+from vllmx_models.blocks.layer import FeedForward
+from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.configs.decoder import (
+    attention_mixer,
+    decoder_spec,
+    dense_mlp,
+    head_size,
+    layer_ropes,
+    layer_specs,
+    num_layers,
+    sliding_layers,
+    switched_window,
+)
+from vllmx_models.formats.gguf.architecture import GGUFArchitecture
+from vllmx_models.trunks.decoder import Decoder, LayerSpec
+
+DEFAULT_POSITIONS = 32768
+WINDOW_KEYS = ("sliding_window", "use_sliding_window", "layer_types")
+
+
+def qwen2(config: Mapping[str, Any]) -> Decoder:
+    """q, k, v always have a bias, o never."""
+    read = ConfigReader(config, "Qwen2ForCausalLM")
+    # transformers pays no heed to attention_bias here: the biases are part of the architecture
+    read.refuse_quirks("attention_bias", *WINDOW_KEYS)
+    mixer = attention_mixer(read, head_size(read), qkv_bias=True)
+    layers = qwen_layers(read, mixer, dense_mlp(read))
+    return Decoder(decoder_spec(read, layers, default_positions=DEFAULT_POSITIONS))
+
+
+def qwen_layers(
+    read: ConfigReader, mixer: AttentionMixer, feed_forward: FeedForward
+) -> tuple[LayerSpec, ...]:
+    """`layer_types`, or a window from layer `max_window_layers` on."""
+    window = switched_window(read, 4096)
+    first = read.integer("max_window_layers", 28, low=0)
+    upper = [window is not None and layer >= first for layer in range(num_layers(read))]
+    sliding = sliding_layers(read, upper)
+    ropes = layer_ropes(read, mixer.head_size, sliding, default_positions=DEFAULT_POSITIONS)
+    return layer_specs(read, mixer, feed_forward, ropes, sliding, window)
+
+
+GGUF = GGUFArchitecture("Qwen2ForCausalLM")

@@ -1,0 +1,164 @@
+"""Weights of a tower out of a GGUF file: under the names of the original checkpoint, and in its
+forms where the file has others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import numpy as np
+from vllmx_core.errors import UnsupportedModelError, WeightFormatError
+from vllmx_core.plan import F32
+from vllmx_core.records import Record
+from vllmx_core.weights.part import DENSE, RawTensor, WeightPart, WeightSource, made_part
+
+from vllmx_models.formats.gguf.blocks import weight_part
+from vllmx_models.formats.gguf.file import GGUFFile
+from vllmx_models.formats.gguf.norms import shifted
+
+Make = Callable[[str, Sequence[WeightPart]], WeightPart]
+"""A function from the name in the original checkpoint and the file's tensors to the weight."""
+
+
+# --- forms ----------------------------------------------------------------------------------------
+def as_it_is(name: str, parts: Sequence[WeightPart]) -> WeightPart:
+    """Takes a tensor as it lies in the file."""
+    (part,) = parts
+    return part
+
+
+def without_offset(name: str, parts: Sequence[WeightPart]) -> WeightPart:
+    """The weight of a norm that the file has plus one."""
+    return shifted(parts[0], -1.0)
+
+
+def one_below_the_other(name: str, parts: Sequence[WeightPart]) -> WeightPart:
+    """The rows of queries, keys and values, which the file has apart. Rows keep their bytes where
+    all parts have one type."""
+    ends = np.cumsum([part.shape[0] for part in parts])
+    shape = (int(ends[-1]), *parts[0].shape[1:])
+    alike = all(part.layout == parts[0].layout for part in parts)
+    alike = alike and len({part.buffers["weight"].dtype for part in parts}) == 1
+
+    def make(begin: int, end: int) -> WeightPart:
+        pieces = []
+        for part, last in zip(parts, ends, strict=True):
+            first = int(last) - part.shape[0]
+            low, high = max(begin, first), min(end, int(last))
+            if low < high:
+                pieces.append(part.rows(low - first, high - first))
+        return _stacked(name, pieces) if alike else _dense(name, _values(pieces))
+
+    return made_part(name, shape, parts[0].layout if alike else DENSE, make)
+
+
+def frames(name: str, parts: Sequence[WeightPart]) -> WeightPart:
+    """(E, 3, frames, p, p) of one convolution for each frame."""
+    if any(part.shape != parts[0].shape or len(part.shape) != 4 for part in parts):
+        raise WeightFormatError(f"{parts[0].name!r} and its other frame have unequal shapes")
+    return _dense(name, np.stack([part.dequantize() for part in parts], axis=2))
+
+
+def colours_last(name: str, parts: Sequence[WeightPart]) -> WeightPart:
+    """(E, p * p * 3) of a convolution (E, 3, p, p)."""
+    (part,) = parts
+    if len(part.shape) != 4:
+        raise WeightFormatError(f"{part.name!r} has shape {list(part.shape)}, not (E, 3, p, p)")
+    values = part.dequantize().transpose(0, 2, 3, 1)
+    return _dense(name, np.ascontiguousarray(values.reshape(len(values), -1)))
+
+
+def _values(parts: Sequence[WeightPart]) -> F32:
+    return np.concatenate([part.dequantize() for part in parts])
+
+
+def _dense(name: str, values: F32) -> WeightPart:
+    flat = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8)
+    raw = RawTensor(name, "f32", values.shape, flat)
+    return WeightPart(name, values.shape, DENSE, {"weight": raw})
+
+
+def _stacked(name: str, pieces: Sequence[WeightPart]) -> WeightPart:
+    """Parts of one type as one copy; whole rows of blocks are bytes like any others."""
+    first = pieces[0]
+    raws = [piece.buffers["weight"] for piece in pieces]
+    rows = sum(piece.shape[0] for piece in pieces)
+    data = np.concatenate([raw.data for raw in raws])
+    raw = RawTensor(name, raws[0].dtype, (rows, *raws[0].shape[1:]), data)
+    shape = (rows, *first.shape[1:])
+    return WeightPart(name, shape, first.layout, {"weight": raw}, first.decode)
+
+
+# --- the source -----------------------------------------------------------------------------------
+class Entry(Record):
+    """The tensors of the file that one weight, or several, are made of."""
+
+    name: str
+    """The name in the original checkpoint."""
+    stored: tuple[str, ...]
+    """The names in the file."""
+    make: Make = as_it_is
+    whole: bool = False
+    """The names are those of one tensor, and not of a weight and perhaps a bias."""
+
+
+class TowerSource:
+    """A `WeightSource` of a text model and of a tower from a file of its own."""
+
+    def __init__(self, text: WeightSource, file: GGUFFile, entries: Iterable[Entry]) -> None:
+        self._text = text
+        self._file = file
+        self._entries = {entry.name: entry for each in entries for entry in _whole(each)}
+        self._found = [
+            entry.name
+            for entry in self._entries.values()
+            if all(name in file.tensors for name in entry.stored)
+        ]
+        known = {name for entry in self._entries.values() for name in entry.stored}
+        strange = sorted(name for name in file.tensors.keys() - known if not _of_sound(name))
+        if strange:
+            raise UnsupportedModelError(
+                f"{file.path} has a tensor {strange[0]!r}, which no tower of this kind has: it is"
+                " another variant of it; --limit-images 0 serves the text alone"
+            )
+
+    def names(self) -> Collection[str]:
+        """All tensor names."""
+        return {*self._text.names(), *self._found}
+
+    def part(self, name: str) -> WeightPart:
+        """Raises WeightFormatError for a tensor that is missing."""
+        entry = self._entries.get(name)
+        if entry is None:
+            return self._text.part(name)
+        missing = [one for one in entry.stored if one not in self._file.tensors]
+        if missing:
+            raise WeightFormatError(
+                f"{self._file.path} has no tensor {missing[0]!r} ({name!r}): the file is incomplete"
+                " or made by a converter of another model, download it again; --limit-images 0"
+                " serves the text alone"
+            )
+        return entry.make(name, [self._stored(one) for one in entry.stored])
+
+    def _stored(self, name: str) -> WeightPart:
+        info = self._file.tensors[name]
+        return weight_part(name, info.kind, info.shape, self._file.stored(name))
+
+    def close(self) -> None:
+        """Closes the files; parts must not be used any more."""
+        self._text.close()
+        self._file.close()
+
+
+def _whole(entry: Entry) -> Iterable[Entry]:
+    """An entry for each tensor."""
+    if entry.whole:
+        return [entry]
+    return [
+        Entry(entry.name + end, tuple(name + end for name in entry.stored), entry.make, whole=True)
+        for end in (".weight", ".bias")
+    ]
+
+
+def _of_sound(name: str) -> bool:
+    """Whether a tensor belongs to a tower for sound, which is not run."""
+    return name.startswith(("a.", "mm.a."))

@@ -1,0 +1,372 @@
+"""The towers that GGUF files may have beside a text model ("mmproj"), by their `projector_type`:
+what of config.json and preprocessor_config.json their metadata say, and how their tensors are
+called.
+
+Source: convert_hf_to_gguf.py and tools/mtmd/clip.cpp of llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from vllmx_core.records import Record
+
+from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
+from vllmx_models.formats.gguf.tower_weights import (
+    Entry,
+    colours_last,
+    frames,
+    one_below_the_other,
+    without_offset,
+)
+
+_PATCH = "v.patch_embd.weight"
+_QKV = ("v.blk.{}.attn_q", "v.blk.{}.attn_k", "v.blk.{}.attn_v")
+
+
+class TowerForm(Record):
+    """One `projector_type`. `GGUFHeader` is that of the tower's file, its architecture "clip"."""
+
+    architectures: tuple[str, ...]
+    """The architectures of config.json before whose text models it stands."""
+    config: Callable[[GGUFHeader], dict[str, Any]]
+    """What config.json has beside the text model: `vision_config` and the like."""
+    processor: Callable[[GGUFHeader], dict[str, Any]]
+    """preprocessor_config.json."""
+    entries: Callable[[GGUFHeader], Iterator[Entry]]
+
+
+# --- what all have --------------------------------------------------------------------------------
+def _depth(header: GGUFHeader) -> int:
+    return header.integer("vision.block_count", high=1024)
+
+
+def _colours(header: GGUFHeader) -> dict[str, Any]:
+    """Mean and deviation of each colour; 0.5 where the file is silent."""
+    found = {}
+    for key in ("image_mean", "image_std"):
+        values = header.metadata.get(f"clip.vision.{key}")
+        given = isinstance(values, np.ndarray) and values.dtype.kind == "f" and len(values) == 3
+        if values is not None and not given:
+            raise header.error(f"vision.{key}", "must be three numbers")
+        found[key] = [0.5] * 3 if values is None else [float(one) for one in values]
+    return found
+
+
+def _layers(header: GGUFHeader, theirs: str, names: Mapping[str, str]) -> Iterator[Entry]:
+    """Yields, layer by layer, the weights that are one tensor here and there."""
+    for layer in range(_depth(header)):
+        for stored, name in names.items():
+            yield Entry(f"{theirs}.{layer}.{name}", (f"v.blk.{layer}.{stored}",))
+
+
+def _feed_forward(header: GGUFHeader) -> tuple[str, str]:
+    """The names of the matrix that widens and of the one that narrows, which old files have the
+    other way round."""
+    down = header.tensors.get("v.blk.0.ffn_down.weight")
+    swapped = down is not None and down.shape[-1] == header.integer("vision.embedding_length")
+    inner = header.integer("vision.feed_forward_length", 0, low=0)
+    if swapped and inner != header.integer("vision.embedding_length"):
+        return "ffn_down", "ffn_up"
+    return "ffn_up", "ffn_down"
+
+
+# --- Qwen -----------------------------------------------------------------------------------------
+_LEAST_TOKENS = {"qwen3vl_merger": 64, "qwen2.5vl_merger": 4}
+_MOST_TOKENS = 16384
+
+
+def _qwen_vision(header: GGUFHeader) -> dict[str, Any]:
+    return {
+        "depth": _depth(header),
+        "hidden_size": header.integer("vision.embedding_length"),
+        "num_heads": header.integer("vision.attention.head_count"),
+        "intermediate_size": header.integer("vision.feed_forward_length"),
+        "patch_size": header.integer("vision.patch_size"),
+        "temporal_patch_size": 2,
+        "spatial_merge_size": header.integer("vision.spatial_merge_size", 2),
+        "out_hidden_size": header.integer("vision.projection_dim"),
+    }
+
+
+def _qwen_processor(header: GGUFHeader) -> dict[str, Any]:
+    """Sizes of images as the original models have them, unless the file has its own."""
+    patch, merge = (
+        header.integer("vision.patch_size", high=256),
+        header.integer("vision.spatial_merge_size", 2, high=16),
+    )
+    token = (patch * merge) ** 2
+    least = _LEAST_TOKENS[projector_type(header)] * token
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": patch,
+        "merge_size": merge,
+        "temporal_patch_size": 2,
+        "size": {
+            "shortest_edge": header.integer("vision.image_min_pixels", least),
+            "longest_edge": header.integer("vision.image_max_pixels", _MOST_TOKENS * token),
+        },
+        **_colours(header),
+    }
+
+
+def _deepstack(header: GGUFHeader) -> list[int]:
+    count = _depth(header)
+    if not header.has("vision.is_deepstack_layers"):
+        return []
+    given = header.flags("vision.is_deepstack_layers", count)
+    return [layer for layer in range(count) if given[layer]]
+
+
+def _qwen3_config(header: GGUFHeader) -> dict[str, Any]:
+    side = header.integer("vision.image_size") // header.integer("vision.patch_size")
+    table = header.tensors.get("v.position_embd.weight")
+    vision = _qwen_vision(header) | {
+        "num_position_embeddings": side * side if table is None else table.shape[0],
+        "hidden_act": "gelu_pytorch_tanh",
+        "deepstack_visual_indexes": _deepstack(header),
+    }
+    return {"vision_config": vision}
+
+
+def _qwen3_entries(header: GGUFHeader) -> Iterator[Entry]:
+    tower = "model.visual"
+    patch = f"{tower}.patch_embed.proj"
+    yield Entry(f"{patch}.weight", (_PATCH, f"{_PATCH}.1"), frames, whole=True)
+    yield Entry(f"{patch}.bias", ("v.patch_embd.bias",), whole=True)
+    yield Entry(f"{tower}.pos_embed", ("v.position_embd",))
+    yield from _layers(
+        header,
+        f"{tower}.blocks",
+        {
+            "ln1": "norm1",
+            "attn_qkv": "attn.qkv",
+            "attn_out": "attn.proj",
+            "ln2": "norm2",
+            "ffn_up": "mlp.linear_fc1",
+            "ffn_down": "mlp.linear_fc2",
+        },
+    )
+    merger = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
+    for name, stored in merger.items():
+        yield Entry(f"{tower}.merger.{name}", (stored,))
+    for number, layer in enumerate(_deepstack(header)):
+        theirs = f"{tower}.deepstack_merger_list.{number}"
+        for name, stored in (("norm", "norm"), ("linear_fc1", "fc1"), ("linear_fc2", "fc2")):
+            yield Entry(f"{theirs}.{name}", (f"v.deepstack.{layer}.{stored}",))
+
+
+def _qwen2_5_config(header: GGUFHeader) -> dict[str, Any]:
+    """Each n-th layer sees all of an image."""
+    depth = _depth(header)
+    every = header.integer("vision.n_wa_pattern", high=1024)
+    vision = _qwen_vision(header) | {
+        "hidden_act": "silu" if header.flag("use_silu", True) else "gelu",
+        "window_size": header.integer("vision.window_size", 112),
+        "fullatt_block_indexes": list(range(every - 1, depth, every)),
+    }
+    return {"vision_config": vision}
+
+
+def _qwen2_5_entries(header: GGUFHeader) -> Iterator[Entry]:
+    tower = "visual"
+    name = f"{tower}.patch_embed.proj.weight"
+    yield Entry(name, (_PATCH, f"{_PATCH}.1"), frames, whole=True)
+    up, down = _feed_forward(header)
+    yield from _layers(
+        header,
+        f"{tower}.blocks",
+        {
+            "ln1": "norm1",
+            "attn_out": "attn.proj",
+            "ln2": "norm2",
+            "ffn_gate": "mlp.gate_proj",
+            up: "mlp.up_proj",
+            down: "mlp.down_proj",
+        },
+    )
+    for layer in range(_depth(header)):
+        stored = tuple(one.format(layer) for one in _QKV)
+        yield Entry(f"{tower}.blocks.{layer}.attn.qkv", stored, one_below_the_other)
+    yield Entry(f"{tower}.merger.ln_q", ("v.post_ln",))
+    yield Entry(f"{tower}.merger.mlp.0", ("mm.0",))
+    yield Entry(f"{tower}.merger.mlp.2", ("mm.2",))
+
+
+# --- Gemma ----------------------------------------------------------------------------------------
+def _gemma3_sizes(header: GGUFHeader) -> tuple[int, int, int]:
+    """Sizes of an image and of a patch, and tokens of an image."""
+    size, patch = header.integer("vision.image_size"), header.integer("vision.patch_size")
+    side = size // patch // header.integer("vision.projector.scale_factor", 4)
+    return size, patch, side * side
+
+
+def _gemma3_config(header: GGUFHeader) -> dict[str, Any]:
+    size, patch, tokens = _gemma3_sizes(header)
+    vision = {
+        "num_hidden_layers": _depth(header),
+        "hidden_size": header.integer("vision.embedding_length"),
+        "num_attention_heads": header.integer("vision.attention.head_count"),
+        "intermediate_size": header.integer("vision.feed_forward_length"),
+        "layer_norm_eps": header.number("vision.attention.layer_norm_epsilon", 1e-6),
+        "hidden_act": "gelu_pytorch_tanh",
+        "image_size": size,
+        "patch_size": patch,
+    }
+    return {"vision_config": vision, "mm_tokens_per_image": tokens}
+
+
+def _gemma3_processor(header: GGUFHeader) -> dict[str, Any]:
+    size, patch, tokens = _gemma3_sizes(header)
+    return {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "size": {"height": size, "width": size},
+        "patch_size": patch,
+        "image_seq_length": tokens,
+        **_colours(header),
+    }
+
+
+def _gemma3_entries(header: GGUFHeader) -> Iterator[Entry]:
+    tower = "vision_tower.vision_model"
+    yield Entry(f"{tower}.embeddings.patch_embedding", ("v.patch_embd",))
+    yield Entry(f"{tower}.embeddings.position_embedding", ("v.position_embd",))
+    up, down = _feed_forward(header)
+    yield from _layers(
+        header,
+        f"{tower}.encoder.layers",
+        {
+            "ln1": "layer_norm1",
+            "attn_q": "self_attn.q_proj",
+            "attn_k": "self_attn.k_proj",
+            "attn_v": "self_attn.v_proj",
+            "attn_out": "self_attn.out_proj",
+            "ln2": "layer_norm2",
+            up: "mlp.fc1",
+            down: "mlp.fc2",
+        },
+    )
+    yield Entry(f"{tower}.post_layernorm", ("v.post_ln",))
+    projector = "multi_modal_projector.mm"
+    stored = ("mm.input_projection.weight",)
+    yield Entry(f"{projector}_input_projection_weight", stored, whole=True)
+    yield Entry(f"{projector}_soft_emb_norm", ("mm.soft_emb_norm",), without_offset)
+
+
+_GEMMA4_LINEARS = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_out": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GEMMA4_TOKENS = 280
+_CAUSAL_WIDTHS = (1536, 2560)
+"""The widths of the text models E2B and E4B, where the tokens of an image do not see each other
+both ways. No file says so."""
+
+
+def _gemma4_config(header: GGUFHeader) -> dict[str, Any]:
+    """Sizes of heads and of the table are those of the tensors."""
+    size, heads = (
+        header.integer("vision.embedding_length"),
+        header.integer("vision.attention.head_count"),
+    )
+    norm = header.tensors.get("v.blk.0.attn_q_norm.weight")
+    keys = header.tensors.get("v.blk.0.attn_k.weight")
+    table = header.tensors.get("v.position_embd.weight")
+    head = size // heads if norm is None else norm.shape[0]
+    vision: dict[str, Any] = {
+        "num_hidden_layers": _depth(header),
+        "hidden_size": size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads if keys is None else keys.shape[0] // head,
+        "head_dim": head,
+        "intermediate_size": header.integer("vision.feed_forward_length"),
+        "rms_norm_eps": header.number("vision.attention.layer_norm_epsilon", 1e-6),
+        "patch_size": header.integer("vision.patch_size"),
+        "pooling_kernel_size": header.integer("vision.projector.scale_factor", 3),
+        "standardize": "v.std_bias" in header.tensors,
+        "use_clipped_linears": any(name.endswith(".input_max") for name in _own(header)),
+    }
+    if table is not None and len(table.shape) == 3:
+        vision["position_embedding_size"] = table.shape[1]
+    causal = header.integer("vision.projection_dim") in _CAUSAL_WIDTHS
+    both_ways = {} if causal else {"use_bidirectional_attention": "vision"}
+    return {"vision_config": vision, **both_ways}
+
+
+def _own(header: GGUFHeader) -> Iterator[str]:
+    """Names of the tower's tensors, without those of one for sound."""
+    return (name for name in header.tensors if name.startswith("v."))
+
+
+def _gemma4_processor(header: GGUFHeader) -> dict[str, Any]:
+    return {
+        "image_processor_type": "Gemma4ImageProcessor",
+        "patch_size": header.integer("vision.patch_size"),
+        "pooling_kernel_size": header.integer("vision.projector.scale_factor", 3),
+        "max_soft_tokens": _GEMMA4_TOKENS,
+    }
+
+
+def _gemma4_entries(header: GGUFHeader) -> Iterator[Entry]:
+    tower = "model.vision_tower"
+    embedder = f"{tower}.patch_embedder"
+    yield Entry(f"{embedder}.input_proj.weight", (_PATCH,), colours_last, whole=True)
+    table = ("v.position_embd.weight",)
+    yield Entry(f"{embedder}.position_embedding_table", table, whole=True)
+    layers = f"{tower}.encoder.layers"
+    yield from _layers(
+        header,
+        layers,
+        {
+            **{stored: f"{name}.linear" for stored, name in _GEMMA4_LINEARS.items()},
+            "ln1": "input_layernorm",
+            "attn_post_norm": "post_attention_layernorm",
+            "ln2": "pre_feedforward_layernorm",
+            "ffn_post_norm": "post_feedforward_layernorm",
+            "attn_q_norm": "self_attn.q_norm",
+            "attn_k_norm": "self_attn.k_norm",
+        },
+    )
+    for layer in range(_depth(header)):
+        for stored, name in _GEMMA4_LINEARS.items():
+            for bound in ("input_min", "input_max", "output_min", "output_max"):
+                ours = f"{layers}.{layer}.{name}.{bound}"
+                yield Entry(ours, (f"v.blk.{layer}.{stored}.{bound}",), whole=True)
+    for name in ("std_bias", "std_scale"):
+        yield Entry(f"{tower}.{name}", (f"v.{name}",), whole=True)
+    yield Entry("model.embed_vision.embedding_projection", ("mm.input_projection",))
+
+
+# --- all ------------------------------------------------------------------------------------------
+_QWEN3 = tuple(
+    f"Qwen3{family}{end}"
+    for family, end in (
+        ("VL", "ForConditionalGeneration"),
+        ("VLMoe", "ForConditionalGeneration"),
+        ("_5", "ForCausalLM"),
+        ("_5Moe", "ForCausalLM"),
+    )
+)
+FORMS: Mapping[str, TowerForm] = {
+    "qwen3vl_merger": TowerForm(_QWEN3, _qwen3_config, _qwen_processor, _qwen3_entries),
+    "qwen2.5vl_merger": TowerForm(
+        ("Qwen2_5_VLForConditionalGeneration",), _qwen2_5_config, _qwen_processor, _qwen2_5_entries
+    ),
+    "gemma3": TowerForm(("Gemma3ForCausalLM",), _gemma3_config, _gemma3_processor, _gemma3_entries),
+    "gemma4v": TowerForm(
+        ("Gemma4ForCausalLM",), _gemma4_config, _gemma4_processor, _gemma4_entries
+    ),
+}
+
+
+def projector_type(header: GGUFHeader) -> str:
+    """The type of the tower for images; files with one for sound too have it under a name of its
+    own. Empty: the file has none."""
+    return header.text("vision.projector_type", header.text("projector_type", ""))

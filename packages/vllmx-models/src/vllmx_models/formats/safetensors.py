@@ -1,0 +1,218 @@
+"""The weight format "safetensors": a folder with config.json and one or more *.safetensors files,
+or a single such file beside its config.json."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from vllmx_core.errors import ModelNotFoundError, WeightFormatError, listing, shown
+from vllmx_core.weights.checkpoint import Checkpoint
+from vllmx_core.weights.files import KeptReads
+from vllmx_core.weights.part import DENSE, WeightPart
+
+from vllmx_models.formats.json_files import MAX_INDEX_BYTES, read_json_object
+from vllmx_models.formats.safetensors_file import SafetensorsFile
+from vllmx_models.quantization.detect import find_quantization
+
+logger = logging.getLogger("vllmx.models")
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+_CONFIG_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class SafetensorsSource:
+    """A `WeightSource` over one or several files; every part is dense. `weight_map` is the index:
+    tensor name -> file name. A tensor is read from the file that has it; the index decides
+    between two. Raises WeightFormatError for a tensor in two files if the index names neither."""
+
+    def __init__(
+        self,
+        files: Collection[SafetensorsFile],
+        folder: Path,
+        weight_map: Mapping[str, str] | None = None,
+    ) -> None:
+        self._files = tuple(files)
+        self._folder = folder
+        self._map = weight_map or {}
+        self._owner: dict[str, SafetensorsFile] = {}
+        twice = []
+        for file in self._files:
+            for name in file.entries:
+                before = self._owner.get(name)
+                if before is not None:
+                    twice.append(name)
+                    self._owner[name] = self._listed(name, before, file)
+                else:
+                    self._owner[name] = file
+        self._warn("are in two files, the one of the index is taken", twice)
+        self._warn(
+            "are in another file than the index says, they are taken where they are",
+            [
+                name
+                for name, listed in self._map.items()
+                if name in self._owner and self._owner[name].path.name != listed
+            ],
+        )
+        self._warn(
+            "are in the index and in no file, they are left out",
+            [name for name in self._map if name not in self._owner],
+        )
+
+    def _listed(self, name: str, *files: SafetensorsFile) -> SafetensorsFile:
+        """The file of two that the index names for a tensor."""
+        listed = self._map.get(name)
+        for file in files:
+            if file.path.name == listed:
+                return file
+        raise WeightFormatError(
+            f"tensor {name!r} is in both {files[0].path} and {files[1].path}:"
+            " remove the file that does not belong to the model"
+        )
+
+    def _warn(self, what: str, names: Collection[str]) -> None:
+        if names:
+            logger.warning("%s: tensors that %s: %s", self._folder, what, listing(names, 3))
+
+    def names(self) -> Collection[str]:
+        """All tensor names."""
+        return self._owner.keys()
+
+    def part(self, name: str) -> WeightPart:
+        """Raises WeightFormatError, with the nearest names, when `name` is missing."""
+        file = self._owner.get(name)
+        if file is None:
+            near = difflib.get_close_matches(name, self._owner, n=3)
+            hint = f"nearest: {', '.join(near)}" if near else f"it has {len(self._owner)} others"
+            if name in self._map:
+                hint = f"{INDEX_NAME} places it in {self._map[name]}, which lacks it"
+            raise WeightFormatError(
+                f"{self._folder} has no tensor {name!r} ({hint}): the weights do not belong to"
+                " this config.json or are incomplete, download the model again"
+            )
+        tensor = file.tensor(name)
+        return WeightPart(name, tensor.shape, DENSE, {"weight": tensor})
+
+    def close(self) -> None:
+        """Closes the files; parts must not be used any more."""
+        for file in self._files:
+            file.close()
+
+    def main_dtype(self) -> str | None:
+        """The float dtype that most tensors have, in config.json's words."""
+        found = Counter(file.entries[name][0] for name, file in self._owner.items())
+        floats = [dtype for dtype, _ in found.most_common() if dtype in _CONFIG_DTYPES]
+        return _CONFIG_DTYPES[floats[0]] if floats else None
+
+
+BESIDE = (
+    "modules",
+    "score_rows",
+    "score_tokens",
+    "scores_pairs",
+    "text_limit",
+    "text_settings",
+)
+"""Keys that stand for what other files of the folder say, which `vllmx_core.text_modules` reads, or
+a GGUF file."""
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Opens a folder, or one file of it.
+
+    Raises:
+        ModelNotFoundError: config.json or the weights are missing.
+        WeightFormatError: a file is damaged, truncated, missing from its index or too large.
+    """
+    folder = path.parent if path.is_file() else path
+    config = read_json_object(folder / "config.json")
+    if config is None:
+        raise ModelNotFoundError(
+            f"{folder} has no config.json: give the folder of a complete Hugging Face model",
+            param="model",
+        )
+    for key in BESIDE:
+        config.pop(key, None)
+    quantization = find_quantization(folder, config)
+    if quantization:
+        config["quantization_config"] = quantization
+    generation_config = read_json_object(folder / "generation_config.json") or {}
+    source = open_weights(path)
+    if not config.get("dtype") and not config.get("torch_dtype"):
+        config["dtype"] = source.main_dtype()
+    return Checkpoint(folder, config, source, generation_config)
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Names of a folder's weight files, which may be missing. Raises as `open_checkpoint`."""
+    return _named_files(folder)[0]
+
+
+def _named_files(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """(names of files, the weight map of an index that names them)."""
+    names = _plain_names(folder)
+    index = None
+    if names != [SINGLE_NAME]:
+        index = read_json_object(folder / INDEX_NAME, MAX_INDEX_BYTES)
+    if index is None:
+        return names, {}
+    weight_map = _weight_map(folder / INDEX_NAME, index)
+    return sorted(set(weight_map.values())), weight_map
+
+
+def open_weights(path: Path) -> SafetensorsSource:
+    """The tensors of a folder or file; raises as `open_checkpoint`."""
+    weight_map: dict[str, str] = {}
+    if path.is_file():
+        folder, names = path.parent, [path.name]
+    else:
+        folder = path
+        names, weight_map = _named_files(path)
+    if not names:
+        raise ModelNotFoundError(f"{folder} holds no *.safetensors files", param="model")
+    files: dict[str, SafetensorsFile] = {}
+    kept = KeptReads()
+    try:
+        for name in names:
+            if weight_map and not (folder / name).is_file():
+                raise WeightFormatError(
+                    f"{folder / name} is missing, but {INDEX_NAME} names it: download the model"
+                    " again"
+                )
+            files[name] = SafetensorsFile(folder / name, kept)
+        return SafetensorsSource(files.values(), folder, weight_map)
+    except BaseException:
+        for file in files.values():
+            file.close()
+        raise
+
+
+def _plain_names(folder: Path) -> list[str]:
+    """Lists the files in the order of transformers: model.safetensors first. Mistral's repositories
+    hold a second copy in another naming, consolidated*.safetensors, which is left alone."""
+    if (folder / SINGLE_NAME).is_file():
+        return [SINGLE_NAME]
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    return [name for name in found if not name.startswith("consolidated")]
+
+
+def _weight_map(path: Path, index: Mapping[str, Any]) -> dict[str, str]:
+    """Tensor name -> file name; a file name must stay inside the folder."""
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightFormatError(f"{path} has no weight_map: download the file again")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file.endswith(".safetensors") or _leaves(file):
+            raise WeightFormatError(
+                f"{path} places tensor {shown(name)} in {shown(file)}, which is not a"
+                " *.safetensors file of the same folder: download the file again"
+            )
+    return weight_map
+
+
+def _leaves(name: str) -> bool:
+    return any(character in name for character in "/\\\0") or name.startswith("..")

@@ -1,0 +1,251 @@
+"""In-situ quantisation: a dense checkpoint whose matrices are quantised when a backend reads them.
+
+A range of rows is made when the backend asks for it, on the thread that asks, so that no second
+copy of the model is ever in memory. Which matrix gets which type is decided by the mixes of
+`vllmx quantize`; int8 and fp8 leave the embedding and the head as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+from vllmx_core.errors import ConfigError, UnsupportedModelError, WeightFormatError
+from vllmx_core.model import Model
+from vllmx_core.plugins.registry import Registry
+from vllmx_core.records import Record
+from vllmx_core.system.processors import available_processors
+from vllmx_core.weights.checkpoint import Checkpoint
+from vllmx_core.weights.encoding import Encoder
+from vllmx_core.weights.map import name_in
+from vllmx_core.weights.part import (
+    DENSE,
+    QuantLayout,
+    RawTensor,
+    Span,
+    WeightPart,
+    WeightSource,
+    WeightSpec,
+    made_part,
+)
+
+from vllmx_models.blocks.transposed_experts import lies_across, upright
+from vllmx_models.formats.gguf.architecture import DECODER_TENSORS
+from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
+from vllmx_models.formats.gguf.quantize.encode import QUANTIZERS
+from vllmx_models.formats.gguf.quantize.header import architecture_table
+from vllmx_models.formats.gguf.quantize.mixes import Layers, type_of
+from vllmx_models.quantization.eight_bits import fp8_layout, fp8_part, int8_layout, int8_part
+from vllmx_models.quantization.encoders import encoder_for, float_rows
+
+logger = logging.getLogger("vllmx.models")
+ALIASES: Mapping[str, str] = {"q5_k": "q5_k_m", "q4_k": "q4_k_m", "q3_k": "q3_k_m"}
+"""What llama.cpp means by the bare names."""
+ROWS_ALONE = 1024
+"""The most rows that are made by whoever asks for them; more are made by all cores together."""
+
+
+class Encoding(Record):
+    """What a matrix becomes."""
+
+    layout: QuantLayout
+    encode: Callable[[RawTensor], WeightPart]
+    """encode(rows) of some rows, (rows, cols) in f32, f16 or bf16."""
+
+
+def in_situ(name: str, checkpoint: Checkpoint, model: Model, registry: Registry) -> InSituSource:
+    """Quantises a checkpoint as it is read: the implementation of a `QuantizerSpec`. Raises
+    ConfigError for a checkpoint that is quantised already."""
+    specs = [spec for spec in model.weights() if _quantised(spec)]
+    checkpoint = replace(checkpoint, weights=upright(checkpoint.weights, specs))
+    named = partial(name_in, checkpoint.weights)
+    cols = {named(part): spec.cols for spec in specs for part in spec.parts}
+    words = [spec for spec in specs if spec.role == "vocabulary"]
+    vocabulary = {named(part) for spec in words for part in spec.parts}
+    for part_name in cols:
+        _check_dense(name, checkpoint.weights.part(part_name))
+    across = partial(lies_across, checkpoint.weights)
+    for part in (part for spec in specs for part in spec.parts if across(part, spec.cols)):
+        raise ConfigError(
+            f"--isq {name}: {named(part)!r} is stored with its input features first, across which"
+            " blocks and scales would lie: leave --isq out, or give a checkpoint that is quantised"
+            " already, such as the one in MXFP4 or a GGUF file",
+            param="isq",
+        )
+    if name in ("int8", "fp8"):
+        eight = _eight_bits(name, encoder_for(registry, name))
+        return InSituSource(
+            checkpoint.weights,
+            {n: eight(width) for n, width in cols.items() if n not in vocabulary},
+        )
+    types = matrix_types(name, checkpoint, model, registry)
+    wanted = {kind for kind in types.values() if kind in QUANTIZERS}
+    encodings = {kind: blocks(kind, encoder_for(registry, kind)) for kind in wanted}
+    return InSituSource(
+        checkpoint.weights,
+        {n: encodings[kind] for n, kind in types.items() if kind in encodings},
+    )
+
+
+def matrix_types(
+    mix: str, checkpoint: Checkpoint, model: Model, registry: Registry
+) -> dict[str, str]:
+    """The GGUF type of each matrix in a mix such as q4_k_m, by the matrix's name in the checkpoint;
+    nothing is read of it but names."""
+    specs = [spec for spec in model.weights() if _quantised(spec)]
+    named = partial(name_in, checkpoint.weights)
+    words = [spec for spec in specs if spec.role == "vocabulary"]
+    heads = {named(part) for spec in words if spec.kind == "linear" for part in spec.parts}
+    tables = {named(part) for spec in words if spec.kind == "embedding" for part in spec.parts}
+    layers = _layers(checkpoint, model, tied=heads <= tables)
+    file_name = _file_names(checkpoint, registry)
+    cols = {named(part): spec.cols for spec in specs for part in spec.parts}
+    mix = ALIASES.get(mix, mix)
+    return {name: type_of(mix, file_name(name), (1, width), layers) for name, width in cols.items()}
+
+
+def _quantised(spec: WeightSpec) -> bool:
+    """Matrices, but for those that choose experts: few rows, of which much depends."""
+    return spec.kind in ("linear", "embedding", "stack") and spec.role != "router"
+
+
+class InSituSource:
+    """A `WeightSource` some of whose matrices are quantised whenever they are read."""
+
+    def __init__(self, source: WeightSource, encodings: Mapping[str, Encoding]) -> None:
+        self._source = source
+        self._encodings = encodings
+
+    def names(self) -> Collection[str]:
+        """The names that the source below has."""
+        return self._source.names()
+
+    def part(self, name: str) -> WeightPart:
+        """Raises WeightFormatError when `name` is missing, and when rows are read that hold values
+        which are not finite."""
+        part = self._source.part(name)
+        encoding = self._encodings.get(name)
+        if encoding is None:
+            return part
+        return _quantised_part(part, encoding)
+
+    def close(self) -> None:
+        """Closes the source below."""
+        self._source.close()
+
+
+def _quantised_part(part: WeightPart, encoding: Encoding) -> WeightPart:
+    layout, make = encoding.layout, partial(_make, part, encoding)
+
+    def narrow(_: WeightPart, rows: Span, cols: Span) -> WeightPart | None:
+        """Only blocks are made without a look at the rest of their rows."""
+        if layout.kind != "gguf" or rows != (0, part.shape[0]):
+            return None
+        return _quantised_part(part.cols(*cols), encoding)
+
+    is_int8, is_matrix = layout.kind == "int8", len(part.shape) == 2
+    return made_part(
+        part.name, part.shape, layout, make, coded=is_int8, narrow=narrow if is_matrix else None
+    )
+
+
+def _make(part: WeightPart, encoding: Encoding, begin: int, end: int) -> WeightPart:
+    if end - begin > ROWS_ALONE and len(part.shape) == 2:
+        starts = range(begin, end, ROWS_ALONE)
+        with ThreadPoolExecutor(available_processors(), "isq") as pool:
+            jobs = (pool.submit(_make, part, encoding, s, min(s + ROWS_ALONE, end)) for s in starts)
+            return _joined([job.result() for job in list(jobs)])
+    rows = float_rows(part, begin, end)
+    shape = rows.shape
+    try:
+        made = encoding.encode(replace(rows, shape=(math.prod(shape[:-1]), shape[-1])))
+    except WeightFormatError as error:
+        raise WeightFormatError(f"{error.message}, or leave --isq out") from error
+    if len(shape) == 2:
+        return made
+    buffers = {
+        key: replace(raw, shape=(*shape[:-1], *raw.shape[1:])) for key, raw in made.buffers.items()
+    }
+    return replace(made, shape=shape, buffers=buffers)
+
+
+def _joined(pieces: list[WeightPart]) -> WeightPart:
+    """Parts one below the other."""
+    rows = sum(piece.shape[0] for piece in pieces)
+    buffers = {
+        key: replace(
+            raw,
+            shape=(rows, *raw.shape[1:]),
+            stored=np.concatenate([piece.buffers[key].data for piece in pieces]),
+        )
+        for key, raw in pieces[0].buffers.items()
+    }
+    return replace(pieces[0], shape=(rows, *pieces[0].shape[1:]), buffers=buffers)
+
+
+def blocks(kind: str, encoder: Encoder) -> Encoding:
+    """What a matrix becomes that is made blocks of a GGUF type."""
+    block = TYPES_BY_NAME[kind]
+
+    def made(rows: RawTensor) -> WeightPart:
+        return weight_part(rows.name, block, rows.shape, encoder.encode(kind, rows).data)
+
+    return Encoding(block.layout, made)
+
+
+def _eight_bits(kind: str, encoder: Encoder) -> Callable[[int], Encoding]:
+    """Makes the encoding that fits a number of columns."""
+    part, layout = (int8_part, int8_layout) if kind == "int8" else (fp8_part, fp8_layout)
+
+    def made(rows: RawTensor) -> WeightPart:
+        found = encoder.encode(kind, rows)
+        assert found.scales is not None
+        return part(rows.name, rows.shape, found.data, found.scales)
+
+    return lambda cols: Encoding(layout(cols), made)
+
+
+def _check_dense(isq: str, part: WeightPart) -> None:
+    if part.layout != DENSE:
+        raise ConfigError(
+            f"--isq {isq}: {part.name!r} is stored as {part.layout.kind} with {part.layout.bits:g}"
+            " bits already, and quantising it again would cost accuracy: leave --isq out, or give"
+            " the original checkpoint",
+            param="isq",
+        )
+
+
+def _layers(checkpoint: Checkpoint, model: Model, *, tied: bool) -> Layers:
+    """What the mixes ask of a model, by config.json."""
+    heads = checkpoint.config.get("num_attention_heads")
+    kv_heads = checkpoint.config.get("num_key_value_heads") or heads
+    shared = heads // kv_heads if isinstance(heads, int) and isinstance(kv_heads, int) else 1
+    layers = checkpoint.config.get("num_hidden_layers")
+    count = layers if isinstance(layers, int) else len(model.shape.caches)
+    experts = max((spec.count for spec in model.weights() if spec.role == "experts"), default=0)
+    return Layers(count, shared, tied, experts)
+
+
+def _file_names(checkpoint: Checkpoint, registry: Registry) -> Callable[[str], str]:
+    """Names in GGUF files, by which the mixes tell roles apart; those of the common decoder for an
+    architecture that has no form there."""
+    architecture = registry.model_for(checkpoint.config).architectures[0]
+    try:
+        tensors = architecture_table(registry, architecture)[1].tensors
+    except UnsupportedModelError:
+        tensors = DECODER_TENSORS
+    stems = {ours: theirs for theirs, ours in tensors.items()}
+
+    def name_of(name: str) -> str:
+        numbers = re.findall(r"\.(\d+)(?=\.)", name)
+        pattern = re.sub(r"\.\d+(?=\.)", ".{}", name.removesuffix(".weight"))
+        stem = stems.get(pattern)
+        return name if stem is None else f"{stem.format(*numbers[:1])}.weight"
+
+    return name_of

@@ -1,0 +1,1 @@
+"""Vision towers, which turn images into embeddings."""

@@ -1,0 +1,144 @@
+"""The tower of Qwen2.5-VL (arXiv 2502.13923): a transformer over patches that are rotated by row
+and column, most of whose layers see windows of an image alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+from vllmx_core.errors import InvalidRequestError
+from vllmx_core.model import Activation, Array, ImagePlaces, Ops, StepInputs, Weight
+from vllmx_core.ops.segment_attention import SegmentSpec
+from vllmx_core.plan import I32, AnyArray
+from vllmx_core.records import Record
+from vllmx_core.weights.part import WeightSpec
+
+from vllmx_models.blocks.layer import part, vector
+from vllmx_models.blocks.rope import Rope
+from vllmx_models.blocks.tower import linear, merge_order, prefixed
+
+_EPS = 1e-6
+_LONGEST_SIDE = 1 << 14
+
+
+class WindowTower(Record):
+    """A `vllmx_core.model.Encoder`."""
+
+    depth: int
+    hidden_size: int
+    num_heads: int
+    mlp_size: int
+    activation: Activation
+    patch: int
+    frames: int
+    merge: int
+    window: int
+    """Tokens in a row and in a column of a window."""
+    whole: frozenset[int]
+    """Layers that see all of an image."""
+    out_size: int
+    theta: float
+    deepstack: tuple[int, ...] = ()
+    colours_last: bool = False
+
+    @property
+    def patch_width(self) -> int:
+        """See `vllmx_core.model.Encoder`."""
+        return 3 * self.frames * self.patch**2
+
+    @property
+    def patches_per_token(self) -> int:
+        """See `vllmx_core.model.Encoder`."""
+        return self.merge**2
+
+    # --- weights ----------------------------------------------------------------------------------
+    def weights(self) -> tuple[WeightSpec, ...]:
+        """See `vllmx_core.model.Encoder`."""
+        return tuple(prefixed(spec, "visual.", ("model.visual.",)) for spec in self._weights())
+
+    def _weights(self) -> Iterator[WeightSpec]:
+        size, inner = self.hidden_size, self.mlp_size
+        shape = (size, 3, self.frames, self.patch, self.patch)
+        patch = part("visual.patch_embed.proj", size, bias=False)
+        yield WeightSpec("visual.patch", "linear", (patch,), self.patch_width, shape=shape)
+        for index in range(self.depth):
+            ours, theirs = f"visual.{index}", f"visual.blocks.{index}"
+            yield vector(f"{ours}.norm1", f"{theirs}.norm1.weight", size)
+            yield linear(f"{ours}.qkv", f"{theirs}.attn.qkv", 3 * size, size)
+            yield linear(f"{ours}.o", f"{theirs}.attn.proj", size, size)
+            yield vector(f"{ours}.norm2", f"{theirs}.norm2.weight", size)
+            both = tuple(part(f"{theirs}.mlp.{one}_proj", inner, bias=True) for one in _GATED)
+            yield WeightSpec(f"{ours}.gate_up", "linear", both, size)
+            yield linear(f"{ours}.down", f"{theirs}.mlp.down_proj", size, inner)
+        joined = size * self.patches_per_token
+        yield vector("visual.norm", "visual.merger.ln_q.weight", size)
+        yield linear("visual.merger.up", "visual.merger.mlp.0", joined, joined)
+        yield linear("visual.merger.down", "visual.merger.mlp.2", self.out_size, joined)
+
+    def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
+        """Frequencies of the row, then those of the column."""
+        longest = min(max_model_len * self.merge, _LONGEST_SIDE)
+        quarter = self.hidden_size // self.num_heads // 2
+        cos, sin = np.split(Rope("default", self.theta, quarter, longest).table(longest), 2, axis=1)
+        return {"visual.rope": np.concatenate([cos, cos, sin, sin], axis=1)}
+
+    # --- the pass ---------------------------------------------------------------------------------
+    def forward(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> tuple[Array, ...]:
+        """See `vllmx_core.model.Encoder`."""
+        head = self.hidden_size // self.num_heads
+        spec = SegmentSpec(
+            self.num_heads,
+            self.num_heads,
+            head,
+            head**-0.5,
+            head,
+            rope_axes=(0,) * (head // 4) + (1,) * (head // 4),
+        )
+        x = ops.linear(ops.patches(step, self.patch_width), w["visual.patch"])  # (T, E)
+        for index in range(self.depth):
+            ours = f"visual.{index}"
+            seen = replace(spec, windowed=index not in self.whole)
+            qkv = ops.linear(ops.rms_norm(x, w[f"{ours}.norm1"], _EPS), w[f"{ours}.qkv"])
+            found = ops.segment_attention(qkv, seen, step, rope=w["visual.rope"])
+            x = ops.add(x, ops.linear(found, w[f"{ours}.o"]))
+            gate_up = ops.linear(ops.rms_norm(x, w[f"{ours}.norm2"], _EPS), w[f"{ours}.gate_up"])
+            fed = ops.gated_act(gate_up, self.activation)
+            x = ops.add(x, ops.linear(fed, w[f"{ours}.down"]))
+        x = ops.merge(ops.rms_norm(x, w["visual.norm"], _EPS), self.patches_per_token)
+        up = ops.activation(ops.linear(x, w["visual.merger.up"]), "gelu")
+        return (ops.linear(up, w["visual.merger.down"]),)
+
+    # --- places -----------------------------------------------------------------------------------
+    def places(self, grid: tuple[int, int, int]) -> ImagePlaces:
+        """See `vllmx_core.model.Encoder`: time stands still in an image, rows and columns count
+        from its first token, and the text goes on behind the greater of them."""
+        frames, tall, wide = grid
+        merge, most = self.merge, _LONGEST_SIDE
+        whole = frames == 1 and tall % merge == 0 and wide % merge == 0
+        if not whole or not (merge <= tall <= most and merge <= wide <= most):
+            raise InvalidRequestError(f"the model cannot see an image of {grid} patches")
+        order, windows = _windows(tall // merge, wide // merge, self.window)
+        axes = np.stack(merge_order(tall, wide, merge)).reshape(2, -1, self.patches_per_token)
+        token_row, token_column = merge_order(tall // merge, wide // merge, 1)
+        count = tall * wide
+        return ImagePlaces(
+            axes[:, order].reshape(2, -1),
+            np.zeros((count, 0), np.int32),
+            np.zeros((count, 0), np.float32),
+            np.stack([np.zeros_like(token_row), token_row, token_column]),
+            max(tall, wide) // merge,
+            order,
+            windows * np.int32(self.patches_per_token),
+        )
+
+
+_GATED = ("gate", "up")
+
+
+def _windows(tall: int, wide: int, side: int) -> tuple[I32, I32]:
+    """Tokens window by window, and how many are in each; those at the end are smaller."""
+    row, column = np.divmod(np.arange(tall * wide, dtype=np.int32), np.int32(wide))
+    window = row // side * -(-wide // side) + column // side
+    order = np.argsort(window, kind="stable").astype(np.int32)
+    return order, np.bincount(window).astype(np.int32)

@@ -1,0 +1,348 @@
+"""The decoder that most open models share: layers of a mixer and a feed-forward around a stream.
+
+An architecture reads its config.json into a `DecoderSpec`: layers are data, built of the blocks in
+`vllmx_models.blocks`. E hidden size, T tokens of a step, V vocabulary, L rows of logits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from vllmx_core.model import (
+    Array,
+    Encoder,
+    FeatureSpec,
+    Model,
+    ModelShape,
+    Ops,
+    Output,
+    StepInputs,
+    Weight,
+)
+from vllmx_core.plan import AnyArray
+from vllmx_core.records import Record
+from vllmx_core.weights.map import resolved
+from vllmx_core.weights.part import PartSpec, RawTensor, WeightPart, WeightSource, WeightSpec
+
+from vllmx_models.blocks.layer import Block, FeedForward, LayerNames, LayerScope, Mixer, vector
+from vllmx_models.blocks.norms import PRE, LayerNorms, Norm, ResidualStream
+from vllmx_models.blocks.rope import Rope
+
+logger = logging.getLogger("vllmx.models")
+HEAD = "lm_head.weight"
+"""The head in checkpoints of transformers, even if the text model is part of a larger one."""
+COMPARED_ROWS = 4096
+"""Rows of two matrices that are compared at once."""
+
+
+class LayerSpec(Record):
+    """One layer; one of its two blocks may be missing."""
+
+    mixer: Mixer | None
+    feed_forward: FeedForward | None
+    norms: LayerNorms = PRE
+    extra: Block | None = None
+    """What reads the stream behind the feed-forward, without a norm, and adds to it."""
+    scalar: str | None = None
+    """A tensor of one value, by which the stream is multiplied at the layer's end."""
+
+    @property
+    def both(self) -> tuple[Mixer, FeedForward]:
+        """The blocks of a layer that has two."""
+        assert self.mixer is not None, "the layer has no mixer"
+        assert self.feed_forward is not None, "the layer has no feed-forward"
+        return self.mixer, self.feed_forward
+
+
+class ModelNames(Record):
+    """Modules of the checkpoint outside the layers."""
+
+    embedding: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    also: tuple[str, str] | None = None
+    """(prefix, another prefix that checkpoints have in its place)."""
+
+
+class DecoderSpec(Record):
+    """One decoder model."""
+
+    vocab_size: int  # V
+    hidden_size: int  # E
+    layers: tuple[LayerSpec, ...]
+    max_model_len: int
+    dtype: str
+    norm: Norm
+    tied_embeddings: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """The scale of what a block adds to the stream."""
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    features: FeatureSpec | None = None
+    """The features of images: the first part replaces embeddings, each other one is added behind a
+    layer, the first behind the first."""
+    names: ModelNames = ModelNames()
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The mixers of the layers that have one."""
+        return tuple(layer.mixer for layer in self.layers if layer.mixer is not None)
+
+
+class Decoder:
+    """A `vllmx_core.model.Model` over a `DecoderSpec`, with a tower where it sees images."""
+
+    def __init__(self, spec: DecoderSpec, encoder: Encoder | None = None) -> None:
+        self.spec = spec
+        self.encoder = encoder
+        self._tables = rope_tables(spec.layers)
+
+    @property
+    def shape(self) -> ModelShape:
+        spec = self.spec
+        return ModelShape(
+            spec.vocab_size,
+            spec.hidden_size,
+            spec.max_model_len,
+            tuple(mixer.cache for mixer in spec.mixers if mixer.cache is not None),
+            spec.dtype,
+            tuple(state for mixer in spec.mixers for state in mixer.states),
+            features=spec.features,
+        )
+
+    def answering(self, output: Output, config: Mapping[str, Any]) -> Model:
+        """The model that gives vectors or scores of texts instead, as its config says."""
+        from vllmx_models.trunks.pooled_decoder import pooled_decoder
+
+        return pooled_decoder(self.text_alone().spec, output, config)
+
+    def text_alone(self) -> Decoder:
+        """The same without the tower, for backends that have none of its ops."""
+        return Decoder(replace(self.spec, features=None))
+
+    def with_stored_head(self, source: WeightSource) -> Decoder:
+        """The decoder with the stored head, if the config ties it to the embedding but the two
+        differ."""
+        if not self.spec.tied_embeddings:
+            return self
+        untied = Decoder(replace(self.spec, tied_embeddings=False), self.encoder)
+        head, table = (resolved(source, one.weights()[-1].parts[0]) for one in (untied, self))
+        if not {head.name, table.name} <= set(source.names()):
+            return self
+        stored, embedding = source.part(head.name), source.part(table.name)
+        if _are_equal(stored, embedding):
+            return self
+        if stored.shape != embedding.shape:
+            logger.warning(
+                "tie_word_embeddings is true: %s is left out, its shape %s is not that of the"
+                " embedding, %s",
+                head.name,
+                list(stored.shape),
+                list(embedding.shape),
+            )
+            return self
+        logger.warning(
+            "tie_word_embeddings is true, but %s differs from %s: the stored head is used",
+            head.name,
+            table.name,
+        )
+        return untied
+
+    def weights(self) -> tuple[WeightSpec, ...]:
+        """The weight map, by the names that the architecture's checkpoints have."""
+        spec = self.spec
+        head = (self.head_part(),)
+        found = (
+            WeightSpec("lm_head", "linear", head, spec.hidden_size, "vocab", role="vocabulary"),
+        )
+        return (*self.trunk_weights(), *self._named(found))
+
+    def head_part(self) -> PartSpec:
+        """The matrix of the head, as the checkpoint names it."""
+        if self.spec.tied_embeddings:
+            return self._table_part()
+        head = f"{self.spec.names.head}.weight"
+        other = () if head == HEAD else (HEAD,)
+        return PartSpec(head, self.spec.vocab_size, alternatives=other)
+
+    def _table_part(self) -> PartSpec:
+        """The embedding; if tied, a checkpoint may store it under the head's name."""
+        spec, names = self.spec, self.spec.names
+        other = (f"{names.head}.weight",) if spec.tied_embeddings else ()
+        return PartSpec(f"{names.embedding}.weight", spec.vocab_size, alternatives=other)
+
+    def trunk_weights(self) -> tuple[WeightSpec, ...]:
+        """Weights that `hidden` reads."""
+        spec, names = self.spec, self.spec.names
+        table = (self._table_part(),)
+        layers = (self._layer_weights(index, layer) for index, layer in enumerate(spec.layers))
+        found = (
+            WeightSpec("embed", "embedding", table, spec.hidden_size, "vocab", role="vocabulary"),
+            *(weight for layer in layers for weight in layer),
+            *spec.norm.weights("norm", names.norm, spec.hidden_size),
+        )
+        return self._named(found)
+
+    def _named(self, specs: tuple[WeightSpec, ...]) -> tuple[WeightSpec, ...]:
+        also = self.spec.names.also
+        return specs if also is None else tuple(_renamed(one, *also) for one in specs)
+
+    def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
+        return {name: rope.table(max_model_len) for name, rope in self._tables.items()}
+
+    def forward(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
+        x = _scaled(ops, self.hidden(ops, w, step), self.spec.logit_scale)
+        return ops.logits(x, step.logit_rows, w["lm_head"], self.spec.logit_softcap)  # (L, V)
+
+    def hidden(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
+        """(T, E) what the last norm gives."""
+        spec = self.spec
+        x = _scaled(ops, ops.embedding(step.tokens, w["embed"]), spec.embedding_scale)  # (T, E)
+        num_added = 0
+        if spec.features is not None:
+            x, num_added = ops.place(x, step), spec.features.parts - 1
+        stream = ResidualStream(ops, w, spec.norm, x)
+        cache = state = 0
+        spans = spec.features is not None and spec.features.spans
+        for index, layer in enumerate(spec.layers):
+            scope = LayerScope(ops, w, step, index, cache, state, self._tables, x, spans)
+            self._layer(layer, stream, scope)
+            if layer.mixer is not None:
+                cache += layer.mixer.cache is not None
+                state += len(layer.mixer.states)
+            if index < num_added:
+                stream.replace(ops.place(stream.read(), step, index + 1, adds=True))
+        return stream.normed("norm")
+
+    def _layer(self, layer: LayerSpec, stream: ResidualStream, scope: LayerScope) -> None:
+        if layer.norms.parallel:
+            self._parallel(layer, stream, scope)
+        else:
+            self._mix(layer, stream, scope)
+            self._feed(layer, stream, scope)
+        if layer.extra is not None:
+            stream.add(layer.extra.record(stream.read(), scope))
+        if layer.scalar is not None:
+            stream.scale(f"layers.{scope.layer}.scalar")
+
+    def _mix(self, layer: LayerSpec, stream: ResidualStream, scope: LayerScope) -> None:
+        if layer.mixer is None:
+            return
+        names = layer.norms.named
+        x = self._read("attn_norm", names, stream, scope)
+        stream.add(self._written("attn_post_norm", names, layer.mixer.record(x, scope), scope))
+
+    def _feed(self, layer: LayerSpec, stream: ResidualStream, scope: LayerScope) -> None:
+        if layer.feed_forward is None:
+            return
+        names = layer.norms.named
+        x = self._read("mlp_norm", names, stream, scope)
+        fed = layer.feed_forward.record(x, replace(scope, stream=stream.read()))
+        stream.add(self._written("mlp_post_norm", names, fed, scope))
+
+    def _parallel(self, layer: LayerSpec, stream: ResidualStream, scope: LayerScope) -> None:
+        """Records a layer both of whose blocks read the stream as it was before the layer."""
+        (mixer, feed_forward), names = layer.both, layer.norms.named
+        x = self._read("attn_norm", names, stream, scope)
+        mixed = self._written("attn_post_norm", names, mixer.record(x, scope), scope)
+        if "mlp_norm" in names:
+            x = self._read("mlp_norm", names, stream, scope)
+        fed = feed_forward.record(x, replace(scope, stream=stream.read()))
+        fed = self._written("mlp_post_norm", names, fed, scope)
+        stream.add(scope.ops.add(mixed, fed))
+
+    def _read(
+        self, name: str, names: Mapping[str, str], stream: ResidualStream, scope: LayerScope
+    ) -> Array:
+        """What a block reads: the stream, through a norm where the layer has one there."""
+        return stream.normed(f"layers.{scope.layer}.{name}") if name in names else stream.read()
+
+    def _written(self, name: str, names: Mapping[str, str], x: Array, scope: LayerScope) -> Array:
+        """What is added to the stream of a block's answer."""
+        if name in names:
+            x = self.spec.norm.record(scope.ops, x, scope.weights, f"layers.{scope.layer}.{name}")
+        return _scaled(scope.ops, x, self.spec.residual_scale)
+
+    def _layer_weights(self, index: int, layer: LayerSpec) -> tuple[WeightSpec, ...]:
+        size = self.spec.hidden_size
+        names = LayerNames(f"layers.{index}", f"{self.spec.names.layers}.{index}", size)
+        norms = {
+            name: self.spec.norm.weights(f"{names.ours}.{name}", f"{names.theirs}.{module}", size)
+            for name, module in layer.norms.named.items()
+        }
+        scalar = None if layer.scalar is None else f"{names.theirs}.{layer.scalar}"
+        return (
+            *norms.get("attn_norm", ()),
+            *(() if layer.mixer is None else layer.mixer.weights(names)),
+            *norms.get("attn_post_norm", ()),
+            *norms.get("mlp_norm", ()),
+            *(() if layer.feed_forward is None else layer.feed_forward.weights(names)),
+            *norms.get("mlp_post_norm", ()),
+            *(() if layer.extra is None else layer.extra.weights(names)),
+            *(() if scalar is None else (vector(f"{names.ours}.scalar", scalar, 1),)),
+        )
+
+
+def _are_equal(one: WeightPart, other: WeightPart) -> bool:
+    """Whether two weights are stored with equal bytes."""
+    if one.cut is not None or other.cut is not None:  # computed at each read, not stored
+        return False
+    if (one.layout, one.shape, one.buffers.keys()) != (
+        other.layout,
+        other.shape,
+        other.buffers.keys(),
+    ):
+        return False
+    pairs = [(one.buffers[key], other.buffers[key]) for key in one.buffers]
+    if any((a.dtype, a.shape) != (b.dtype, b.shape) for a, b in pairs):
+        return False
+    return all(
+        np.array_equal(a.data, b.data)
+        for pair in pairs
+        for a, b in zip(*(map(_pieces, pair)), strict=True)
+    )
+
+
+def _pieces(tensor: RawTensor) -> Iterator[RawTensor]:
+    """The rows of a tensor, a few megabytes at a time."""
+    if not tensor.shape:
+        yield tensor
+        return
+    for begin in range(0, tensor.shape[0], COMPARED_ROWS):
+        yield tensor.rows(begin, min(begin + COMPARED_ROWS, tensor.shape[0]))
+
+
+def rope_tables(layers: Sequence[LayerSpec]) -> dict[str, Rope]:
+    """The rotations of the layers by the names of their tables, each once."""
+    ropes: list[Rope] = []
+    for layer in layers:
+        rope = None if layer.mixer is None else layer.mixer.rope
+        if rope is not None and rope not in ropes:
+            ropes.append(rope)
+    return {f"rope.{index}": rope for index, rope in enumerate(ropes)}
+
+
+def _renamed(spec: WeightSpec, prefix: str, other: str) -> WeightSpec:
+    """Adds the names that other checkpoints have as alternatives."""
+    return replace(spec, parts=tuple(renamed_part(part, prefix, other) for part in spec.parts))
+
+
+def renamed_part(part: PartSpec, prefix: str, other: str) -> PartSpec:
+    """The same of one part."""
+    others = tuple(
+        one if isinstance(one, str) else renamed_part(one, prefix, other)
+        for one in part.alternatives
+    )
+    if part.name.startswith(prefix):
+        others = (other + part.name.removeprefix(prefix), *others)
+    return replace(part, alternatives=others)
+
+
+def _scaled(ops: Ops, x: Array, factor: float) -> Array:
+    return x if factor == 1.0 else ops.scale(x, factor)

@@ -1,0 +1,162 @@
+"""The encoder that embedders, cross-encoders and classifiers share: layers whose tokens see each
+other both ways, and a tail that makes one row of each text.
+
+An architecture reads its config.json into an `EncoderSpec`, of the blocks that decoders are built
+of too. E hidden size, T tokens of a step, L texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from vllmx_core.model import Array, ModelShape, Ops, StepInputs, Weight
+from vllmx_core.plan import AnyArray
+from vllmx_core.records import Record
+from vllmx_core.weights.part import PartSpec, WeightSpec
+
+from vllmx_models.blocks.layer import LayerNames, LayerScope
+from vllmx_models.blocks.norms import Norm
+from vllmx_models.trunks.decoder import LayerSpec, rope_tables
+from vllmx_models.trunks.tails import Tail
+
+_OLD_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+"""What files of the first BERTs call them."""
+
+
+class EncoderNames(Record):
+    """Modules of the checkpoint outside the layers."""
+
+    words: str = "embeddings.word_embeddings"
+    positions: str = "embeddings.position_embeddings"
+    types: str = "embeddings.token_type_embeddings"
+    embedding_norm: str = "embeddings.LayerNorm"
+    layers: str = "encoder.layer"
+    norm: str | None = None
+    """The norm behind the last layer."""
+    prefixes: tuple[str, ...] = ()
+    """What may stand before all of them."""
+
+
+class EncoderSpec(Record):
+    """What sets one encoder apart from another."""
+
+    vocab_size: int
+    hidden_size: int  # E
+    layers: tuple[LayerSpec, ...]
+    max_model_len: int
+    dtype: str
+    norm: Norm
+    sums_normed: bool = False
+    """Whether the norm after a block is of the stream with the block's answer in it, as in BERT;
+    else blocks read the stream through the norms before them."""
+    positions: int = 0
+    """Rows of the table of positions; 0: there is none."""
+    first_position: int = 0
+    """The row of a text's first token."""
+    token_types: int = 0
+    """Rows of the table of token types; 0: there is none."""
+    names: EncoderNames = EncoderNames()
+
+
+class Encoder:
+    """A `vllmx_core.model.Model` over an `EncoderSpec`, with the tail that it was trained for."""
+
+    def __init__(self, spec: EncoderSpec, tail: Tail) -> None:
+        self.spec, self.tail = spec, tail
+        self._tables = rope_tables(spec.layers)
+
+    @property
+    def shape(self) -> ModelShape:
+        spec = self.spec
+        return ModelShape(
+            spec.vocab_size,
+            spec.hidden_size,
+            spec.max_model_len,
+            (),
+            spec.dtype,
+            output=self.tail.output,
+            output_size=self.tail.size(spec.hidden_size),
+            whole_prompts=True,
+        )
+
+    def weights(self) -> tuple[WeightSpec, ...]:
+        """The weight map, by the names that the architecture's checkpoints have."""
+        found = (*self._weights(), *self.tail.weights(self.spec.hidden_size))
+        return tuple(_renamed(one, self.spec.names.prefixes) for one in found)
+
+    def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
+        return {name: rope.table(max_model_len) for name, rope in self._tables.items()}
+
+    def forward(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
+        return self.tail.record(ops, w, self.hidden(ops, w, step), step)
+
+    def hidden(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
+        """(T, E) what the tokens became."""
+        norm = self.spec.norm
+        x = norm.record(ops, self._embedded(ops, w, step), w, "embed_norm")  # (T, E)
+        for index, layer in enumerate(self.spec.layers):
+            scope = LayerScope(ops, w, step, index, 0, 0, self._tables, x)
+            x = self._layer(layer, scope, x)
+        return norm.record(ops, x, w, "norm") if self.spec.names.norm else x
+
+    def _embedded(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
+        x = ops.embedding(step.tokens, w["embed"])
+        if self.spec.token_types:
+            x = ops.add(x, ops.embedding(step.token_types, w["token_types"]))
+        if self.spec.positions:
+            first = self.spec.first_position
+            x = ops.add(x, ops.embedding(step.positions, w["positions"], first))
+        return x
+
+    def _layer(self, layer: LayerSpec, scope: LayerScope, x: Array) -> Array:
+        ops, norm, names = scope.ops, self.spec.norm, layer.norms.named
+
+        def normed(x: Array, name: str) -> Array:
+            known = name in names
+            return (
+                norm.record(ops, x, scope.weights, f"layers.{scope.layer}.{name}") if known else x
+            )
+
+        mixer, feed_forward = layer.both
+        if self.spec.sums_normed:
+            x = normed(ops.add(x, mixer.record(x, scope)), "attn_post_norm")
+            return normed(ops.add(x, feed_forward.record(x, scope)), "mlp_post_norm")
+        x = ops.add(x, mixer.record(normed(x, "attn_norm"), scope))
+        return ops.add(x, feed_forward.record(normed(x, "mlp_norm"), scope))
+
+    def _weights(self) -> Iterator[WeightSpec]:
+        spec, names, size = self.spec, self.spec.names, self.spec.hidden_size
+        tables = {
+            "embed": (names.words, spec.vocab_size),
+            "token_types": (names.types, spec.token_types),
+            "positions": (names.positions, spec.positions),
+        }
+        for name, (module, rows) in tables.items():
+            if rows:
+                part = PartSpec(f"{module}.weight", rows)
+                yield WeightSpec(name, "embedding", (part,), size, role="vocabulary")
+        yield from spec.norm.weights("embed_norm", names.embedding_norm, size)
+        for index, layer in enumerate(spec.layers):
+            where = LayerNames(f"layers.{index}", f"{names.layers}.{index}", size)
+            for block in layer.both:
+                yield from block.weights(where)
+            for name, module in layer.norms.named.items():
+                yield from spec.norm.weights(f"{where.ours}.{name}", where.within(module), size)
+        if names.norm:
+            yield from spec.norm.weights("norm", names.norm, size)
+
+
+def _renamed(spec: WeightSpec, prefixes: tuple[str, ...]) -> WeightSpec:
+    """Adds the names that other checkpoints have as alternatives."""
+    return replace(
+        spec, parts=tuple(replace(one, alternatives=_others(one, prefixes)) for one in spec.parts)
+    )
+
+
+def _others(part: PartSpec, prefixes: tuple[str, ...]) -> tuple[str, ...]:
+    names = [part.name]
+    for end, old in _OLD_NAMES.items():
+        if part.name.endswith(end):
+            names.append(part.name.removesuffix(end) + old)
+    return (*(prefix + name for name in names for prefix in prefixes), *names[1:])

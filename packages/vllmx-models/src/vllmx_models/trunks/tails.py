@@ -1,0 +1,142 @@
+"""What stands behind a trunk of layers and makes one row of each text: a pooled vector, or scores.
+
+E hidden size, T tokens of a step, L texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+from vllmx_core.errors import UnsupportedModelError
+from vllmx_core.model import Array, Ops, Output, StepInputs, Weight
+from vllmx_core.ops.activation import ActKind
+from vllmx_core.ops.pool import PoolKind
+from vllmx_core.records import Record
+from vllmx_core.weights.part import WeightSpec
+
+from vllmx_models.blocks.layer import part
+from vllmx_models.blocks.norms import Norm
+from vllmx_models.configs.checked import ConfigReader
+
+MAX_LABELS = 1 << 16
+
+
+class Tail(Protocol):
+    """Maps (T, E) to what a step gives."""
+
+    @property
+    def output(self) -> Output:
+        """Vectors or scores."""
+        ...
+
+    def size(self, hidden_size: int) -> int:
+        """Numbers in a row."""
+        ...
+
+    def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
+        """The tail's lines of the weight map."""
+        ...
+
+    def record(self, ops: Ops, w: Mapping[str, Weight], x: Array, step: StepInputs) -> Array:
+        """(T, E) -> (L, size)."""
+        ...
+
+
+class End(Record):
+    """Maps (T, E) to a row for each text: pooled, then through matrices."""
+
+    output: Output
+    pooling: PoolKind
+    matrices: tuple[tuple[WeightSpec, str], ...] = ()
+    """Each with its activation, "identity" for none."""
+
+    def size(self, hidden_size: int) -> int:
+        """See `Tail`."""
+        return self.matrices[-1][0].rows if self.matrices else hidden_size
+
+    def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
+        """See `Tail`."""
+        return tuple(spec for spec, _ in self.matrices)
+
+    def record(self, ops: Ops, w: Mapping[str, Weight], x: Array, step: StepInputs) -> Array:
+        """(T, E) -> (L, size)."""
+        x = ops.pool(x, step, self.pooling)
+        for spec, activation in self.matrices:
+            x = ops.linear(x, w[spec.name])
+            if activation != "identity":
+                x = ops.activation(x, activation)  # type: ignore[arg-type]  # the op checks it
+        return x
+
+
+class ClassHead(Record):
+    """Scores of labels: a dense layer over the pooled text, and a matrix with a row a label."""
+
+    labels: int
+    dense: str
+    """The name of its modules in the checkpoint."""
+    classifier: str
+    kind: PoolKind = "cls"
+    activation: ActKind = "tanh"
+    dense_bias: bool = True
+    norm: Norm | None = None
+    norm_name: str = ""
+    output: Literal["scores"] = "scores"
+
+    def size(self, hidden_size: int) -> int:
+        return self.labels
+
+    def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
+        dense = (part(self.dense, hidden_size, self.dense_bias),)
+        classifier = (part(self.classifier, self.labels, True),)
+        norm = self.norm and self.norm.weights("head_norm", self.norm_name, hidden_size)
+        return (
+            WeightSpec("head_dense", "linear", dense, hidden_size),
+            *(norm or ()),
+            WeightSpec("classifier", "linear", classifier, hidden_size),
+        )
+
+    def record(self, ops: Ops, w: Mapping[str, Weight], x: Array, step: StepInputs) -> Array:
+        x = ops.linear(ops.pool(x, step, self.kind), w["head_dense"])  # (L, E)
+        x = ops.activation(x, self.activation)
+        if self.norm is not None:
+            x = self.norm.record(ops, x, w, "head_norm")
+        return ops.linear(x, w["classifier"])  # (L, labels)
+
+
+def read_modules(
+    config: Mapping[str, Any], hidden_size: int
+) -> tuple[PoolKind | None, tuple[tuple[WeightSpec, str], ...]]:
+    """The pooling that `modules` names, and its dense layers with their activations. Raises
+    UnsupportedModelError for layers that do not follow each other."""
+    pooling: PoolKind | None = None
+    dense: list[tuple[WeightSpec, str]] = []
+    width = hidden_size
+    for module in config.get("modules", ()):
+        if module["kind"] == "pooling":
+            pooling = module["pooling"]
+        elif module["kind"] == "dense":
+            if pooling is None or module["in"] != width:
+                raise UnsupportedModelError(
+                    f"the dense layer {module['folder']} takes {module['in']} features, what comes"
+                    f" before it gives {width}: modules.json and its folders do not fit together"
+                )
+            matrix = part(f"{module['folder']}.linear", module["out"], module["bias"])
+            name = f"dense.{len(dense)}"
+            dense.append((WeightSpec(name, "linear", (matrix,), width), module["activation"]))
+            width = module["out"]
+    return pooling, tuple(dense)
+
+
+def pooled(config: Mapping[str, Any], hidden_size: int, default: PoolKind) -> End:
+    """The vector that `modules` describes, or the one that is pooled by `default`."""
+    pooling, dense = read_modules(config, hidden_size)
+    return End("vectors", pooling or default, dense)
+
+
+def num_labels(read: ConfigReader) -> int:
+    """`num_labels`, or as many as `id2label` names; 2 where config.json has neither."""
+    names = read.config.get("id2label")
+    if read.has("num_labels") or not isinstance(names, dict) or not names:
+        return read.integer("num_labels", 2, high=MAX_LABELS)
+    return len(names)

@@ -1,0 +1,166 @@
+"""KV caches of every dtype: each is what it says, with every feature of attention.
+
+A backend that computes in float32 finds other last bits than the float64 reference, so now and then
+a value of one lies on the other side of a tie and gets the next code: single log-probabilities may
+differ by such a step. What is compared is therefore how far the backend is from the reference with
+the same cache, beside how far that one is from the reference without rounding. `kv_share` bounds
+the ratio of the two (root mean squares): with float32 all through it is some 1e-5, with bf16 as
+what codes are multiplied in up to 0.7. A backend that rounds in another way, or not at all, or
+takes another vector's scale has 1 and more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from vllmx_core.cache.dtypes import KV_DTYPES, LIMITS
+from vllmx_core.errors import ConfigError
+from vllmx_core.model import Model
+from vllmx_core.reference.backend import ReferenceBackend
+from vllmx_core.weights.part import WeightSource
+
+from vllmx_testing.attention_checks import FEATURES, attention_model
+from vllmx_testing.harness import (
+    PAGE,
+    VOCAB,
+    Harness,
+    all_logprobs,
+    load_options,
+    log_softmax,
+    mixed_steps,
+)
+from vllmx_testing.plans import Row, make_plan
+from vllmx_testing.step_checks import decoder
+from vllmx_testing.synthetic import ArraySource
+
+
+class KVDtypeChecks(Harness):
+    @pytest.mark.parametrize("kv", LIMITS)
+    @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES.keys())
+    def test_attention_over_codes(self, kv: str, features: dict[str, Any]) -> None:
+        self._compare_codes(*attention_model(**features), mixed_steps(), kv)
+
+    @pytest.mark.parametrize("kv", LIMITS)
+    def test_attention_over_codes_both_ways(self, kv: str) -> None:
+        model, source = attention_model(causal=False, num_kv_heads=2, rotary_dim=16)
+        random = np.random.default_rng(1)
+        texts = [random.integers(0, VOCAB, length).tolist() for length in (1, 20, 33)]
+        rows = [Row(text, 0, [3 * i, 3 * i + 2, 3 * i + 1], "all") for i, text in enumerate(texts)]
+        self._compare_codes(model, source, [rows, rows[:1]], kv)
+
+    @pytest.mark.parametrize("kv", LIMITS)
+    def test_codes_of_a_long_context(self, kv: str) -> None:
+        model, source = attention_model(num_kv_heads=2, rotary_dim=16, sinks=True)
+        text = np.random.default_rng(2).integers(0, VOCAB, 701).tolist()
+        blocks = np.random.default_rng(3).permutation(64).tolist()
+        steps = [
+            [Row(text[:600], 0, blocks, "last")],
+            [Row(text[600:699], 600, blocks, "all")],
+            [Row(text[699:700], 699, blocks)],
+            [Row(text[700:], 700, blocks)],
+        ]
+        limits = {"max_model_len": 800, "num_kv_blocks": 64, "max_num_batched_tokens": 1024}
+        self._compare_codes(model, source, steps, kv, **limits)
+
+    @pytest.mark.parametrize("kv", ["bf16", "f16", "f32"])
+    def test_wider_caches(self, kv: str) -> None:
+        """bf16 and f16 may round queries and probabilities too."""
+        limit = self.tolerance if kv == "f32" else 0.05
+        if not self._refused_kv(kv):
+            model, source = attention_model(num_kv_heads=2, rotary_dim=16)
+            self.compare(model, source, mixed_steps(), tolerance=limit, kv_cache_dtype=kv)
+
+    @pytest.mark.parametrize("kv", KV_DTYPES)
+    def test_bits_do_not_depend_on_chunks_with_any_cache(self, kv: str) -> None:
+        if not self.exact_batches:
+            pytest.skip("this backend does not promise batch invariance")
+        if self._refused_kv(kv):
+            return
+        model, source = decoder()
+        text = np.random.default_rng(0).integers(0, VOCAB, 37).tolist()
+        mate = Row([3, 1, 4, 1, 5], 0, [9], "all")
+        with self.loaded(model, source, kv_cache_dtype=kv) as loaded:
+
+            def run(*rows: Row) -> Any:
+                return all_logprobs(loaded, make_plan(rows, PAGE), VOCAB)
+
+            whole = run(Row(text, 0, [0, 1, 2], "all"))
+            parts = [run(Row(text[:7], 0, [5, 3, 4], "all"))]
+            parts.append(run(mate, Row(text[7:20], 7, [5, 3, 4], "all"))[5:])
+            parts += [run(Row(text[i : i + 1], i, [5, 3, 4]), mate)[:1] for i in range(20, 37)]
+        np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+    @pytest.mark.parametrize("kv", LIMITS)
+    def test_codes_of_a_page_do_not_leak(self, kv: str) -> None:
+        """A row with NaN breaks alone; who gets its blocks next sees nothing of it."""
+        if self._refused_kv(kv):
+            return
+        model, source = attention_model(num_kv_heads=2, rotary_dim=16)
+        text = np.random.default_rng(5).integers(0, 13, 20).tolist()
+        fresh = [[Row(text[:19], 0, [3, 5], "all")], [Row(text[19:], 19, [3, 5])]]
+        found = []
+        for broken in (True, False):
+            with self.loaded(*_with_nan(model, source), kv_cache_dtype=kv) as loaded:
+                if broken:
+                    ids = self.step_ids(loaded, [Row([13] * 40, 0, [5, 3, 7]), Row([1, 2], 0, [9])])
+                    assert ids[0] < 0 <= ids[1]
+                found.append([self.step_ids(loaded, rows) for rows in fresh])
+        assert found[0] == found[1]
+
+    def test_an_unknown_kv_dtype_is_refused_with_the_choices(self) -> None:
+        model, source = decoder()
+        choices = "choose auto, " + ".*".join(self.kv_dtypes)
+        with (
+            pytest.raises(ConfigError, match=f"'int3'.*{choices}"),
+            self.loaded(model, source, kv_cache_dtype="int3"),
+        ):
+            pass
+
+    def _refused_kv(self, kv: str) -> bool:
+        """True for a dtype that the backend does not have; then it must say so by name."""
+        if kv in self.kv_dtypes:
+            return False
+        model, source = decoder()
+        with (
+            pytest.raises(ConfigError, match=f"no KV cache of {kv}: choose auto"),
+            self.loaded(model, source, kv_cache_dtype=kv),
+        ):
+            pass
+        return True
+
+    def _compare_codes(
+        self,
+        model: Model,
+        source: WeightSource,
+        steps: Sequence[Sequence[Row]],
+        kv: str,
+        **options: Any,
+    ) -> None:
+        if self._refused_kv(kv):
+            return
+        options |= {"kv_cache_dtype": kv}
+        same = ReferenceBackend().load(model, source, load_options("f64", options))
+        exact = ReferenceBackend().load(
+            model, source, load_options("f64", options | {"kv_cache_dtype": "auto"})
+        )
+        off, rounding = [], []
+        with self.loaded(model, source, **options) as loaded:
+            assert loaded.info.kv_cache_dtype == kv
+            for rows in steps:
+                plan = make_plan(rows, loaded.info.block_size)
+                expected = log_softmax(same.logits(plan))
+                off.append(all_logprobs(loaded, plan, model.shape.vocab_size) - expected)
+                rounding.append(log_softmax(exact.logits(plan)) - expected)
+        errors, yardstick = np.concatenate(off), np.concatenate(rounding)
+        share = np.sqrt(np.square(errors).mean() / np.square(yardstick).mean())
+        assert share < self.kv_share, f"{share:.3f} of what the cache's rounding costs"
+
+
+def _with_nan(model: Any, source: WeightSource) -> tuple[Any, WeightSource]:
+    """The model with NaN as the embedding of token 13."""
+    arrays = {name: np.array(source.part(name).dequantize()) for name in source.names()}
+    arrays["embed.weight"][13] = np.nan
+    return model, ArraySource(arrays)
