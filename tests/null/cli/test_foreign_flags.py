@@ -12,7 +12,8 @@ from typing import Any
 
 import click
 import pytest
-from vllmx.cli.command import FAMILIES, FOREIGN, ModelCommand, every_flag
+from vllmx.cli.command import FOREIGN, ModelCommand
+from vllmx.cli.foreign_flags import every_flag, families
 from vllmx.cli.serve import serve
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
@@ -209,7 +210,7 @@ def own_options() -> dict[str, click.Option]:
 def test_no_flag_is_in_two_tables_or_unreachable() -> None:
     names = Counter(name for flag in EVERY for name in flag.names)
     assert not [name for name, count in names.items() if count > 1]
-    tables = {name for family in FAMILIES.values() for line in family for name in line.names}
+    tables = {name for family in families().values() for line in family for name in line.names}
     assert not own_options().keys() & tables, "vllmx has these itself"
     assert isinstance(serve, ModelCommand)
     assert len(serve.foreign) == len(EVERY)
