@@ -39,7 +39,7 @@ def test_a_command_line_of_each_family_is_taken(caplog: pytest.LogCaptureFixture
     config = engine(*line.split())
     assert (config.model, config.max_model_len, config.dtype) == ("serve-me", 2000, "bfloat16")
     assert (config.backend, config.memory_fraction) == ("cuda", 0.8)
-    assert "--trust-remote-code is taken without effect: it is never needed" in caplog.text
+    assert "--trust-remote-code is taken without effect: not needed" in caplog.text
     config = engine(
         *["--m", "org/repo", "--f", "some.gguf", "--d", "0", "--fp8-kvcache", "--server", "--log"]
     )
