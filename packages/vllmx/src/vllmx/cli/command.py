@@ -32,9 +32,9 @@ def _dotted_names() -> frozenset[str]:
 
 
 def joined(args: list[str], known: Callable[[], Collection[str]]) -> list[str]:
-    """The arguments with one JSON object for each flag that was given by its keys, in the place of
-    the last of them. Values are JSON, or texts where they are none. Of a key that is given twice
-    the last value is taken, with a warning. Raises ConfigError for a key without a value.
+    """Replaces dotted flags by one JSON object for each flag, in the place of its last key. Values
+    are JSON, or else text. If a key is given twice, the last value wins, with a warning. Raises
+    ConfigError for a key without a value.
 
     Args:
         known: returns the flags that have a dot in their names.

@@ -28,7 +28,7 @@ Translation = Mapping[str, Any] | Callable[[str], Any]
 
 
 class ForeignFlag(Record):
-    """A flag that vllmx does not have itself. `text` is what its users are told."""
+    """A flag that vllmx does not have itself. Its users see `text`."""
 
     names: tuple[str, ...]
     text: str
@@ -39,7 +39,7 @@ class ForeignFlag(Record):
     accepts: tuple[str, ...] | None = ()
     """Values that are taken and do nothing; None: all."""
     field: str | None = None
-    """What it sets of ours, to `translation` of its value or, of a bare flag, to `value`."""
+    """Our field that it sets, to `translation` of its value or, for a bare flag, to `value`."""
     translation: Translation | None = None
     value: Any = True
     key: str | None = None

@@ -78,8 +78,8 @@ class Commands(click.Group):
 
 
 def _plugin_commands(ctx: click.Context) -> dict[str, CommandSpec]:
-    """Commands of plugins by name. They are loaded once for a command line, so that a plugin that
-    cannot be loaded is told of once."""
+    """Commands of plugins by name. They are loaded once for a command line, so that a broken plugin
+    is reported once."""
     if _COMMANDS not in ctx.meta:
         from vllmx_core.plugins.registry import load_registry
 
@@ -104,7 +104,7 @@ def _warn_of_unknown_variables() -> None:
     ours = {re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in requires("vllmx") or ()}
     plugins = {plugin_key(point).partition(":")[0] for point in entry_points(group=GROUP)}
     for line in warnings(given, fields, plugins - ours):
-        with contextlib.suppress(OSError):  # nobody can be told
+        with contextlib.suppress(OSError):  # standard error is closed
             click.echo(f"warning: {line}", err=True)
 
 
