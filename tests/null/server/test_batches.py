@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from vllmx_server.batches import input as batch_input
-from vllmx_server.batches.places import Places
-from vllmx_server.state import BATCH_PRIORITY
+from vllmx_server.apis.batches import input as batch_input
+from vllmx_server.apis.batches.places import Places
+from vllmx_server.generating.caller import BATCH_PRIORITY
 
 from tests.waiting import PATIENCE_S, until
 
@@ -333,7 +333,7 @@ async def test_a_draining_server_does_not_wait_for_batches(make_server: MakeServ
     async with make_server(step_s=0.01) as served:
         batch = await begin(served, [line(str(i), max_tokens=500) for i in range(50)])
         await reaches(served, batch, lambda b: b["status"] == "in_progress")
-        assert await asyncio.wait_for(served.state.drain(4 * PATIENCE_S), PATIENCE_S)
+        assert await asyncio.wait_for(served.server.drain(4 * PATIENCE_S), PATIENCE_S)
         refused = await served.client.post(f"/v1/batches/{batch['id']}/cancel")
         assert refused.status_code == 503
         await served.becomes_idle()

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from vllmx_server.errors import RateLimitError
-from vllmx_server.keys.limits import KeyDesk
+from vllmx_server.limits.key_limits import KeyDesk
 
 from tests.waiting import PATIENCE_S
 
@@ -65,7 +65,7 @@ async def test_requests_and_tokens_a_minute(
             path, json=ROUTES[path], headers={"x-api-key": "secret-bob"}
         )
         assert other.status_code == 200
-        assert await served.state.drain(PATIENCE_S)
+        assert await served.server.drain(PATIENCE_S)
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/messages/count_tokens"])

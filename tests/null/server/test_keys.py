@@ -17,11 +17,12 @@ from click.testing import CliRunner
 from vllmx.cli.keys import keys
 from vllmx_core.errors import ConfigError
 from vllmx_core.sampling import SamplingParams
-from vllmx_server.desk import RemoteDesk, ServedDesk, Used, Wanted
 from vllmx_server.errors import ForbiddenError, RateLimitError
-from vllmx_server.keys.limits import KeyDesk
-from vllmx_server.keys.records import KeyRecord, digest_of, read_keys
-from vllmx_server.keys.ring import KeyRing
+from vllmx_server.host.workers.remote_limiter import RemoteDesk, ServedDesk
+from vllmx_server.limits.key_limits import KeyDesk
+from vllmx_server.limits.key_records import KeyRecord, digest_of, read_keys
+from vllmx_server.limits.keys import KeyRing
+from vllmx_server.limits.limiter import Used, Wanted
 
 from tests.waiting import PATIENCE_S, until
 
@@ -162,7 +163,7 @@ async def test_who_may_and_who_may_not(tmp_path: Path, make_server: MakeServer) 
         plain = {"x-api-key": "plain"}
         body = {"prompt": "a", "max_tokens": 1}
         assert (await served.client.post("/v1/completions", json=body, headers=plain)).is_success
-        assert await served.state.drain(PATIENCE_S)  # nothing is left in flight
+        assert await served.server.drain(PATIENCE_S)  # nothing is left in flight
 
 
 def test_who_may_use_which_mcp_server(tmp_path: Path) -> None:
@@ -214,7 +215,7 @@ async def test_answers_say_what_is_left_and_refusals_when_to_come_back(
         messages = await served.client.post("/v1/messages", json=chat, headers=told)
         assert messages.status_code == 429
         assert messages.json()["error"]["type"] == "rate_limit_error"
-        assert await served.state.drain(PATIENCE_S)  # nothing is left in flight
+        assert await served.server.drain(PATIENCE_S)  # nothing is left in flight
 
 
 async def test_a_batch_gets_no_model_that_its_key_may_not_use(
@@ -249,7 +250,7 @@ async def test_usage_is_counted_and_kept(tmp_path: Path, make_server: MakeServer
             "completion_tokens": 2 * usage["completion_tokens"],
         }
         assert own.json() == {"object": "list", "data": [expected]}
-        await served.state.drain(PATIENCE_S)
+        await served.server.drain(PATIENCE_S)
     async with make_server(settings) as served:
         await ask(served, "bob")
         everybody = await served.client.get("/v1/usage", headers={"x-api-key": "secret-root"})
@@ -266,11 +267,11 @@ async def test_a_server_reads_its_keys_again(
     path = key_file(tmp_path, ann={})
     async with make_server({"api_keys_file": path}) as served:
         key_file(tmp_path, bob={"priority_range": "3:4"})
-        served.state.reload()
+        served.server.reload()
         assert (await ask(served, "ann")).status_code == 401
         assert (await ask(served, "bob", priority=3)).status_code == 200
         Path(path).write_text("{")
-        served.state.reload()
+        served.server.reload()
         assert "the keys stay as they are" in caplog.text
         assert (await ask(served, "bob", priority=3)).status_code == 200
 

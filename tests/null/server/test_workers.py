@@ -18,17 +18,14 @@ import pytest
 from vllmx_core.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from vllmx_engine.wire.ipc import ErrorRecord
 from vllmx_engine.wire.messages import CoreStats
-from vllmx_server import worker as worker_module
-from vllmx_server.desk import Granted, OpenDesk, RemoteDesk, ServedDesk, Used, Wanted
 from vllmx_server.errors import OverloadedError
-from vllmx_server.keys.usage import KeyUsage, UsageBook
-from vllmx_server.metrics import MetricCounts, Metrics
-from vllmx_server.state import ServerState
-from vllmx_server.workers.channel import Channel, GoneError
-from vllmx_server.workers.counted import Counted, ModelCounts
-from vllmx_server.workers.crew import Crew, Worker, asked_of_all
-from vllmx_server.workers.dispatch import Dispatcher, Mailbox
-from vllmx_server.workers.messages import (
+from vllmx_server.host import worker as worker_module
+from vllmx_server.host.server import Server
+from vllmx_server.host.workers.channel import Channel, GoneError
+from vllmx_server.host.workers.counted import Counted, ModelCounts
+from vllmx_server.host.workers.crew import Crew, Worker, asked_of_all
+from vllmx_server.host.workers.dispatch import Dispatcher, Mailbox
+from vllmx_server.host.workers.messages import (
     CORE_LOST,
     COUNT,
     COUNTED,
@@ -42,8 +39,12 @@ from vllmx_server.workers.messages import (
     Lead,
     Reload,
 )
-from vllmx_server.workers.peers import RemoteUsage
-from vllmx_server.workers.shared_counts import SharedCounts
+from vllmx_server.host.workers.peers import RemoteUsage
+from vllmx_server.host.workers.remote_limiter import RemoteDesk, ServedDesk
+from vllmx_server.host.workers.shared_counts import SharedCounts
+from vllmx_server.limits.limiter import Granted, OpenDesk, Used, Wanted
+from vllmx_server.limits.usage import KeyUsage, UsageBook
+from vllmx_server.watch.metrics import MetricCounts, Metrics
 
 from tests.waiting import until
 
@@ -108,7 +109,7 @@ async def test_a_process_that_is_being_started_has_nothing_to_tell(
             supervisor.tell(CORE_LOST, ErrorRecord.of(EngineDeadError("gone")))
             assert await supervisor.ask(LEAVE, "one", bool)
             await supervisor.ask(END, None, type(None))
-            state = Mock(spec=ServerState)
+            state = Mock(spec=Server)
             starting.begin_serving(state)
             state.reload.assert_called_once_with(keys=True, certificate=False, level=logging.DEBUG)
     assert not caplog.messages
@@ -276,7 +277,9 @@ async def test_counts_of_a_worker_outlive_it(
     metrics: Metrics, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that it told by itself, those of its own scrape, or those that it was asked for."""
-    monkeypatch.setattr("vllmx_server.workers.counted.COUNT_S", 30.0 if how == "asked" else 0.1)
+    monkeypatch.setattr(
+        "vllmx_server.host.workers.counted.COUNT_S", 30.0 if how == "asked" else 0.1
+    )
     counted, nothing = Counted(), {"m": Metrics("m", CoreStats, {}).counts()}
     for _ in range(3):
         metrics.finish("stop", 3, 5, 0.5)
