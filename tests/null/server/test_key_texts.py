@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from vllmx_server.errors import RateLimitError
-from vllmx_server.limits.key_limits import KeyDesk
+from vllmx_server.limits.key_limiter import KeyLimiter
 
 from tests.waiting import PATIENCE_S
 
@@ -33,8 +33,8 @@ DETAILS = ("limit", "remaining", "reset")
 
 def stop_time(served: Served) -> None:
     """Nothing comes back while a slow machine runs the test."""
-    assert isinstance(served.state.desk, KeyDesk)
-    served.state.desk.clock = lambda: 0.0
+    assert isinstance(served.state.limiter, KeyLimiter)
+    served.state.limiter.clock = lambda: 0.0
 
 
 async def post(served: Served, path: str) -> httpx.Response:

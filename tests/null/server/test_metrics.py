@@ -172,7 +172,7 @@ async def test_keys_have_the_names_of_their_file_and_no_others(
         "api_key": ("plain",),
     }
     async with make_server(flags) as served:
-        served.state.desk.clock = Clock()  # type: ignore[attr-defined]
+        served.state.limiter.clock = Clock()  # type: ignore[attr-defined]
         for name in ("secret-ann", "secret-bob", "secret-bob", "secret-eve", "plain", "nobody"):
             headers = {"x-api-key": name}
             body = {"prompt": "ab", "max_tokens": 4, "ignore_eos": True, "user": name}

@@ -21,7 +21,7 @@ class Named(Protocol):
     def request_id(self) -> str | None: ...
 
 
-class Asking(Protocol):
+class HasPriority(Protocol):
     """A body that says how urgent it is, and whose prefixes it shares."""
 
     @property
@@ -37,7 +37,7 @@ def request_id_of(request: Request, body: Named) -> str:
     return body.request_id or cast(str, request.scope["state"]["request_id"])
 
 
-def caller_of(request: Request, body: Asking) -> RequestOptions:
+def caller_of(request: Request, body: HasPriority) -> RequestOptions:
     """The client that asks, and how urgently. The prefix-cache salt goes by the API key, so that no
     client can probe another's prompts; a `cache_salt` of the request narrows it further. Raises
     InvalidRequestError for a priority that the key does not allow."""

@@ -24,13 +24,13 @@ from vllmx_server.http.client import owner_of
 from vllmx_server.http.operation import Endpoint
 from vllmx_server.http.route import Route
 from vllmx_server.limits.admission import Admission
-from vllmx_server.limits.admitted import Admitted, Settling, admitted
+from vllmx_server.limits.admitted import Admitted, Settlements, admitted
 from vllmx_server.limits.body_budget import BodyBudget
-from vllmx_server.limits.keys import Holder, KeyRing
-from vllmx_server.limits.limiter import Desk, OpenDesk
+from vllmx_server.limits.keys import ApiKeys, Holder
 from vllmx_server.limits.priorities import PriorityRange, priority_ranges
+from vllmx_server.limits.rate_limiter import RateLimiter, Unlimited
 from vllmx_server.limits.sharing import Sharing
-from vllmx_server.limits.usage import KeyUsage, UsageBook
+from vllmx_server.limits.usage import KeyUsage, UsageLedger
 from vllmx_server.store.storage import Storage
 from vllmx_server.watch.metrics import MetricCounts, Metrics
 from vllmx_server.watch.prompt_log import PromptLog
@@ -75,7 +75,7 @@ class Models(Protocol):
     def host(self) -> ModelHost: ...
 
     @property
-    def dozes(self) -> bool:
+    def sleeps_idle(self) -> bool:
         """The default model sleeps for want of requests: the next one wakes it."""
         ...
 
@@ -123,9 +123,9 @@ class Served:
     bodies: BodyBudget
     storage: Storage
     processes: Processes
-    keys: KeyRing
+    keys: ApiKeys
     """The keys of those who may use the server."""
-    usage: UsageBook
+    usage: UsageLedger
     """What each of them has used."""
     sharing: Sharing
     """The limits that are shared with other processes of the server."""
@@ -133,9 +133,9 @@ class Served:
     """The pooler of a model that makes vectors or scores; None: it generates text."""
     models: Models | None = None
     """The models where there are several; None: `llm` is the only one."""
-    desk: Desk = field(default_factory=OpenDesk)
+    limiter: RateLimiter = field(default_factory=Unlimited)
     """What keys may have."""
-    settling: Settling = field(default_factory=Settling)
+    settlements: Settlements = field(default_factory=Settlements)
     priorities: dict[str, PriorityRange] = field(default_factory=dict)
     """See `priority_ranges`."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -170,9 +170,9 @@ class Served:
         self.priorities.update(ranges | self.keys.priority_ranges())
 
     @property
-    def dozes(self) -> bool:
+    def sleeps_idle(self) -> bool:
         """The model sleeps for want of requests: the next one wakes it."""
-        return self.models is not None and self.models.dozes
+        return self.models is not None and self.models.sleeps_idle
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFoundError for a name that is not served. None means the only model."""
@@ -217,7 +217,7 @@ class Served:
         holder = self.holder(request)
         count = partial(self._count, holder.client)
         return await admitted(
-            request, holder, self.names, num_tokens, leave, self.desk, self.settling, count
+            request, holder, self.names, num_tokens, leave, self.limiter, self.settlements, count
         )
 
     def holder(self, request: Request) -> Holder:

@@ -31,9 +31,9 @@ from vllmx_server.http.middleware import Authorization, RequestContext
 from vllmx_server.http.operation import Endpoint
 from vllmx_server.http.route import Right, Route
 from vllmx_server.limits.body_budget import BodyBudget
-from vllmx_server.limits.key_limits import KeyDesk
-from vllmx_server.limits.keys import KeyRing
-from vllmx_server.limits.usage import UsageBook
+from vllmx_server.limits.key_limiter import KeyLimiter
+from vllmx_server.limits.keys import ApiKeys
+from vllmx_server.limits.usage import UsageLedger
 from vllmx_server.store.storage import Storage
 from vllmx_server.watch.collector import open_tracer
 from vllmx_server.watch.metrics import Metrics
@@ -153,7 +153,7 @@ def build_app(
 
 
 def _served(llm: AsyncLLM, config: ServerConfig, storage: Storage, peers: Peers | None) -> Served:
-    keys = KeyRing(known_keys(config), config.api_keys_file)
+    keys = ApiKeys(known_keys(config), config.api_keys_file)
     metrics = Metrics(llm.config.name, lambda: llm.stats, cache_labels(llm))
     llm.grammars.observer = metrics
     processes = OneProcess(llm) if peers is None else peers
@@ -166,12 +166,12 @@ def _served(llm: AsyncLLM, config: ServerConfig, storage: Storage, peers: Peers 
         storage,
         processes,
         keys,
-        UsageBook(storage.database if is_shared else None),
+        UsageLedger(storage.database if is_shared else None),
         processes.sharing,
         pooler_of(llm),
     )
     if config.api_keys_file is not None:
-        served.desk = KeyDesk(keys)
+        served.limiter = KeyLimiter(keys)
     return served
 
 
@@ -203,7 +203,7 @@ def _middleware(server: Server, routes: Sequence[Route]) -> list[Middleware]:
         middleware.append(Middleware(HostCheck, allowed=hosts))
     opened = [route for route in routes if route.right is Right.EVERYBODY]
     is_open = RoutePaths(path for route in opened for path in _paths(route)).has
-    middleware.append(Middleware(Authorization, ring=server.served.keys, is_open=is_open))
+    middleware.append(Middleware(Authorization, keys=server.served.keys, is_open=is_open))
     return middleware
 
 

@@ -1,6 +1,6 @@
 """A process that answers requests: `python -P -m vllmx_server.host.worker DESCRIPTORS`.
 
-Started by `vllmx_server.host.workers.crew`, with the descriptors of the control channel, the shared
+Started by `vllmx_server.host.workers.pool`, with the descriptors of the control channel, the shared
 counts, the listening socket, and the operators' socket if there is one. The process exits at once
 when the control channel ends.
 """

@@ -21,7 +21,7 @@ from vllmx_server.errors import (
     route_path,
 )
 from vllmx_server.limits.admitted import HEADERS
-from vllmx_server.limits.keys import KeyRing
+from vllmx_server.limits.keys import ApiKeys
 from vllmx_server.watch.tracing import Ended, Tracer, begin_trace
 
 logger = logging.getLogger("vllmx.server")
@@ -118,19 +118,19 @@ class Authorization:
         is_open: whether a path needs no key.
     """
 
-    def __init__(self, app: ASGIApp, *, ring: KeyRing, is_open: Callable[[str], bool]) -> None:
+    def __init__(self, app: ASGIApp, *, keys: ApiKeys, is_open: Callable[[str], bool]) -> None:
         self.app = app
-        self.ring = ring
+        self.keys = keys
         self.is_open = is_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self.ring.is_open or self.is_open(route_path(scope)):
+        if scope["type"] != "http" or self.keys.is_open or self.is_open(route_path(scope)):
             await self.app(scope, receive, send)
             return
         if _is_preflight(scope):  # browsers send it without the key, to ask whether they may
             await self.app(scope, receive, send)
             return
-        holder = self.ring.find(key_digest(scope))
+        holder = self.keys.find(key_digest(scope))
         if holder is None:
             error = AuthenticationError(
                 "missing or wrong API key: send it as 'Authorization: Bearer KEY' or as"

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from vllmx_server.errors import RateLimitError
 from vllmx_server.limits.keys import Holder
-from vllmx_server.limits.limiter import Desk, Used, Wanted
+from vllmx_server.limits.rate_limiter import RateLimiter, Reservation, Used
 from vllmx_server.limits.usage import KeyUsage
 
 RESERVED_OUTPUT = 2048
@@ -61,15 +61,15 @@ class Admitted:
             self.settle(Used(ticket=self.ticket, num_tokens=num_tokens))
 
 
-class Settling:
-    """What is on its way to a desk for requests that have ended."""
+class Settlements:
+    """What is on its way to a limiter for requests that have ended."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def settle(self, desk: Desk, used: Used) -> None:
+    def settle(self, limiter: RateLimiter, used: Used) -> None:
         """Begins, and waits for nothing."""
-        task = asyncio.ensure_future(desk.settle(used))
+        task = asyncio.ensure_future(limiter.settle(used))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -92,8 +92,8 @@ async def admitted(
     names: Sequence[str],
     num_tokens: int,
     leave: Callable[[], None],
-    desk: Desk,
-    settling: Settling,
+    limiter: RateLimiter,
+    settlements: Settlements,
     count: Callable[[KeyUsage], None],
 ) -> Admitted:
     """Lets a request in that `leave` ends, for a model of these names, its own first. The lines of
@@ -105,8 +105,8 @@ async def admitted(
         is_batch = "is_batch" in request.scope["state"]
         if is_batch or holder.record is None or not holder.record.has_limits:
             return Admitted(leave, count)
-        wanted = Wanted(key=holder.client, model=names[0], num_tokens=num_tokens)
-        granted = await desk.reserve(wanted)
+        reservation = Reservation(key=holder.client, model=names[0], num_tokens=num_tokens)
+        granted = await limiter.reserve(reservation)
     except BaseException as error:
         leave()
         if isinstance(error, RateLimitError):
@@ -114,4 +114,4 @@ async def admitted(
             request.scope["state"][HEADERS] = error.headers or {}
         raise
     request.scope["state"][HEADERS] = granted.headers
-    return Admitted(leave, count, partial(settling.settle, desk), granted.ticket)
+    return Admitted(leave, count, partial(settlements.settle, limiter), granted.ticket)

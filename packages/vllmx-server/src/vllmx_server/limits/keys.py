@@ -68,7 +68,7 @@ class Holder:
 
 
 @dataclass(slots=True)
-class KeyRing:
+class ApiKeys:
     """Keys of --api-key and of --api-keys-file. Raises ConfigError as `read_keys` does."""
 
     keys: Sequence[str] = ()
@@ -114,8 +114,7 @@ class KeyRing:
         return self._holders.get(digest)
 
     def holder(self, client: str) -> Holder:
-        """The holder that a client is; somebody without limits and rights where the ring does not
-        know it."""
+        """The holder of a client's key; one without limits and rights if the key is unknown."""
         return self._clients.get(client) or self._nobody(client)
 
     def _nobody(self, client: str) -> Holder:
@@ -139,13 +138,13 @@ class KeyRing:
         }
 
 
-def reload_keys(ring: KeyRing, level: int = logging.INFO) -> bool:
-    """Reads the file of a ring again, with a line in the log; False: it cannot be used, and the
+def reload_keys(keys: ApiKeys, level: int = logging.INFO) -> bool:
+    """Reads the file of keys again, with a line in the log; False: it cannot be used, and the
     keys stay as they are. `level`: of the line that says how many there are."""
-    if ring.path is None:
+    if keys.path is None:
         return True
     try:
-        count = ring.reload()
+        count = keys.reload()
     except ConfigError as error:
         logger.error("the keys stay as they are: %s", error.message)
         return False

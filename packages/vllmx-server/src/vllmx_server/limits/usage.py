@@ -42,7 +42,7 @@ class KeyUsage:
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
-class UsageBook:
+class UsageLedger:
     """Counts in memory, and adds them to what the database has now and then: several processes
     may.
 

@@ -245,17 +245,17 @@ class ToolServer:
         from mcp.shared.exceptions import MCPError
         from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST, EmptyResult, PingRequest
 
-        asking = asyncio.ensure_future(session.send_request(PingRequest(), EmptyResult))
+        pinging = asyncio.ensure_future(session.send_request(PingRequest(), EmptyResult))
         try:
-            done, _ = await asyncio.wait((asking,), timeout=_PING_S)
+            done, _ = await asyncio.wait((pinging,), timeout=_PING_S)
             if not done:
-                asking.cancel()
-                self._left.add(asking)
-                asking.add_done_callback(self._left.discard)
+                pinging.cancel()
+                self._left.add(pinging)
+                pinging.add_done_callback(self._left.discard)
                 if self._is_silent():
                     self._useless.set()
                 return
-            asking.result()
+            pinging.result()
         except MCPError as error:
             if error.code in (CONNECTION_CLOSED, INVALID_REQUEST):
                 self._useless.set()

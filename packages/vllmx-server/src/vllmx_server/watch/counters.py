@@ -37,7 +37,7 @@ class Counter:
 
 
 class KeyCounters:
-    """Counts of each API key, under names of the file of keys, which `KeyRing.label` bounds. Twice
+    """Counts of each API key, under names of the file of keys, which `ApiKeys.label` bounds. Twice
     as many may come when the file is read anew; the rest is counted together."""
 
     def __init__(self) -> None:

@@ -234,7 +234,7 @@ class Metrics(Collector):
             self._fallbacks.add(why, count)
 
     def count_key(self, label: str, new: KeyUsage) -> None:
-        """Counts what an API key has used, under a name of `KeyRing.label`."""
+        """Counts what an API key has used, under a name of `ApiKeys.label`."""
         self._keys.add(label, new)
 
     def count_http(self, handler: str, method: str, status: int) -> None:

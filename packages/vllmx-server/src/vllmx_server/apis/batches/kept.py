@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllmx_server.apis.batches.files import Files, Quota
 from vllmx_server.apis.batches.line import LineAnswerer
-from vllmx_server.apis.batches.places import Places
+from vllmx_server.apis.batches.line_slots import LineSlots
 from vllmx_server.apis.batches.runner import BatchRunner
 from vllmx_server.apis.batches.store import Batches
 from vllmx_server.config import ServerConfig
@@ -36,15 +36,15 @@ class KeptFiles:
 def batch_runner(kept: KeptFiles, served: Served) -> BatchRunner:
     """The runner of a server, whose lines take the rows that other requests leave free."""
     llm = served.llm
-    places = Places(
-        lambda: llm.info.max_num_seqs, lambda: max(0, llm.num_in_flight - places.num_taken)
+    slots = LineSlots(
+        lambda: llm.info.max_num_seqs, lambda: max(0, llm.num_in_flight - slots.num_taken)
     )
     assert served.app is not None
     return BatchRunner(
         kept.batches,
         kept.files,
         LineAnswerer(served.app, served.endpoints),
-        places,
+        slots,
         served.config.max_body_bytes,
-        lambda: llm.is_ready or served.dozes,
+        lambda: llm.is_ready or served.sleeps_idle,
     )

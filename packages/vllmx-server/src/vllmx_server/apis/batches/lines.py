@@ -1,4 +1,4 @@
-"""The lines of a batch, answered as there are places for them."""
+"""The lines of a batch, answered as there are slots for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllmx_server.apis.batches.answer_writer import AnswerWriter
 from vllmx_server.apis.batches.files import Files
 from vllmx_server.apis.batches.input import read_line
 from vllmx_server.apis.batches.line import Answer, LineAnswerer, unanswered
-from vllmx_server.apis.batches.places import Places
+from vllmx_server.apis.batches.line_slots import LineSlots
 from vllmx_server.apis.batches.store import Batch, Batches, Line, LineState
 
 _PAGE = 64
@@ -34,14 +34,14 @@ class LineRunner:
         batches: Batches,
         files: Files,
         answerer: LineAnswerer,
-        places: Places,
+        slots: LineSlots,
         writer: AnswerWriter,
         is_ready: Callable[[], bool],
     ) -> None:
         self._batches = batches
         self._files = files
         self._answerer = answerer
-        self._places = places
+        self._slots = slots
         self._writer = writer
         self._is_ready = is_ready
         self._suspects = asyncio.Lock()
@@ -69,7 +69,7 @@ class LineRunner:
                     start = line.start - lines[0].start
                     record = data[start : start + line.length]
                     after = line.number
-                    await self._places.take()
+                    await self._slots.take()
                     tasks.add(asyncio.ensure_future(self._answer(batch, line, record)))
                     await asyncio.sleep(0)  # others are served between the beginnings of two lines
             for task in [task for task in tasks if task.done()]:
@@ -83,7 +83,7 @@ class LineRunner:
             request = read_line(data)
             answer = await self._attempt(batch, line, request.url, bytes(request.body))
         finally:
-            self._places.leave()
+            self._slots.leave()
         if answer is None:
             text = f"the engine ended {_MAX_LOSSES} times while this line was being answered"
             state, record = LineState.FAILED, unanswered(line.custom_id, "engine_lost", text)

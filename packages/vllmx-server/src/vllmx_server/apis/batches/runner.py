@@ -14,9 +14,9 @@ from vllmx_server.apis.batches.answers import BatchError, Status
 from vllmx_server.apis.batches.files import FileNotKnownError, Files
 from vllmx_server.apis.batches.input import InputReader
 from vllmx_server.apis.batches.line import LineAnswerer
+from vllmx_server.apis.batches.line_slots import LineSlots
 from vllmx_server.apis.batches.lines import LineRunner
 from vllmx_server.apis.batches.output import finish
-from vllmx_server.apis.batches.places import Places
 from vllmx_server.apis.batches.store import Batch, Batches
 from vllmx_server.store.database import logger
 from vllmx_server.store.ids import now
@@ -26,7 +26,7 @@ _TRY_AGAIN_S = 5.0
 
 
 class BatchRunner:
-    """Each batch is a task; their lines take turns for the places that others leave.
+    """Each batch is a task; their lines take turns for the slots that others leave.
 
     Args:
         max_line_bytes: of a line of an input.
@@ -38,7 +38,7 @@ class BatchRunner:
         batches: Batches,
         files: Files,
         answerer: LineAnswerer,
-        places: Places,
+        slots: LineSlots,
         max_line_bytes: int,
         is_ready: Callable[[], bool],
     ) -> None:
@@ -46,7 +46,7 @@ class BatchRunner:
         self._files = files
         self._max_line_bytes = max_line_bytes
         self._writer = AnswerWriter(batches)
-        self._lines = LineRunner(batches, files, answerer, places, self._writer, is_ready)
+        self._lines = LineRunner(batches, files, answerer, slots, self._writer, is_ready)
         self._open: dict[str, Batch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._answering: dict[str, asyncio.Task[None]] = {}

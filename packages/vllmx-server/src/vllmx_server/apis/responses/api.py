@@ -54,6 +54,6 @@ def _tool_servers(config: ServerConfig) -> ToolServers | None:
 
     settings = read_servers(config.mcp_config, "--mcp-config")
     servers: Any = import_module("vllmx_server.mcp.servers")
-    import_module("vllmx_server.apis.responses.mcp_request")
+    import_module("vllmx_server.apis.responses.tool_request")
     started: ToolServers = servers.ToolServers(settings)
     return started

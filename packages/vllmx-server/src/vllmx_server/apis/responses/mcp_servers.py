@@ -37,7 +37,7 @@ class _Tool(msgspec.Struct):
     require_approval: Any = None
 
 
-class WantedServer(msgspec.Struct, frozen=True):
+class RequestedServer(msgspec.Struct, frozen=True):
     """One server whose tools a request asks for."""
 
     label: str
@@ -46,9 +46,9 @@ class WantedServer(msgspec.Struct, frozen=True):
     param: str
 
 
-def wanted_servers(
+def requested_servers(
     body: ResponsesRequest, names: Sequence[str] | None, holder: Holder
-) -> list[WantedServer]:
+) -> list[RequestedServer]:
     """The servers that a request asks for. Raises InvalidRequestError for what only the operator
     says, and for a server that is not there, and ForbiddenError for one that is not the holder's.
 
@@ -56,7 +56,7 @@ def wanted_servers(
         names: of the servers; None: the operator names none.
         holder: of the request's key.
     """
-    found: list[WantedServer] = []
+    found: list[RequestedServer] = []
     for index, tool in enumerate(body.tools or ()):
         if tool.get("type") == "mcp":
             found.append(_wanted(tool, f"tools[{index}]", names, holder))
@@ -72,7 +72,7 @@ def wanted_servers(
 
 def _wanted(
     tool: dict[str, Any], place: str, names: Sequence[str] | None, holder: Holder
-) -> WantedServer:
+) -> RequestedServer:
     for field in _ADDRESSES:
         if field in tool:
             raise _wrong(
@@ -102,7 +102,7 @@ def _wanted(
     allowed = asked.allowed_tools
     if isinstance(allowed, _Filter):
         allowed = allowed.tool_names
-    return WantedServer(asked.server_label, allowed, f"{place}.allowed_tools")
+    return RequestedServer(asked.server_label, allowed, f"{place}.allowed_tools")
 
 
 def _wrong(param: str, what: str) -> InvalidRequestError:

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllmx_core.errors import InvalidRequestError, shown
 
-from vllmx_server.apis.responses.mcp_servers import WantedServer
+from vllmx_server.apis.responses.mcp_servers import RequestedServer
 from vllmx_server.apis.responses.schema import ResponsesRequest
 from vllmx_server.apis.responses.tools import functions_of
 from vllmx_server.generating.tools import ALLOWED
@@ -25,7 +25,7 @@ class RequestTools:
     def __init__(
         self,
         body: ResponsesRequest,
-        wanted: Sequence[WantedServer],
+        wanted: Sequence[RequestedServer],
         offered: Mapping[str, Sequence[OfferedTool]],
     ) -> None:
         self.of_servers = {

@@ -21,7 +21,7 @@ from vllmx_server.apis.responses.background import BackgroundResponses, Running
 from vllmx_server.apis.responses.events import ErrorEvent, ResponsesEvent
 from vllmx_server.apis.responses.items import shown
 from vllmx_server.apis.responses.kept import KeptResponses
-from vllmx_server.apis.responses.mcp_servers import wanted_servers
+from vllmx_server.apis.responses.mcp_servers import requested_servers
 from vllmx_server.apis.responses.schema import RESPONSES, InputItem, ResponsesRequest
 from vllmx_server.errors import error_fields
 from vllmx_server.generating.chat_body import MAX_MESSAGES
@@ -53,8 +53,8 @@ from vllmx_server.limits.admitted import expected_tokens
 from vllmx_server.watch.tracing import trace_of
 
 if TYPE_CHECKING:
-    from vllmx_server.apis.responses.mcp_request import Asking
     from vllmx_server.apis.responses.rounds import ToolRounds
+    from vllmx_server.apis.responses.tool_request import ToolRequest
 
 encode = msgspec.json.Encoder().encode
 _PIECE = 64 << 10
@@ -80,7 +80,7 @@ class _ElsewhereError(Exception):
         self.data = data
 
 
-Asked: TypeAlias = "ChatCall | Asking | None"
+Asked: TypeAlias = "ChatCall | ToolRequest | None"
 """What a body comes to; None: a call after what is stored."""
 
 
@@ -137,11 +137,11 @@ def asked_of(request: Request, state: Served, body: ResponsesRequest) -> Asked:
     InvalidRequestError, ForbiddenError."""
     servers = state.store(KeptResponses).tool_servers
     names = None if servers is None else servers.names
-    wanted = wanted_servers(body, names, served_of(request).holder(request))
+    wanted = requested_servers(body, names, served_of(request).holder(request))
     if wanted:  # imported where there are servers of tools, at the start
-        from vllmx_server.apis.responses.mcp_request import Asking
+        from vllmx_server.apis.responses.tool_request import ToolRequest
 
-        return Asking(request, state, body, wanted, items_before)
+        return ToolRequest(request, state, body, wanted, items_before)
     return None if body.has_past else _call(state, body, ())
 
 

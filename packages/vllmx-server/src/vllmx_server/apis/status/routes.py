@@ -110,7 +110,7 @@ async def ready(request: Request) -> Response:
     state = served_of(request)
     if state.admission.draining:
         return _json(Health(status="draining"), 503)
-    if not state.llm.is_ready and not state.dozes:
+    if not state.llm.is_ready and not state.sleeps_idle:
         shown = Health(
             status="unresponsive" if state.llm.is_silent else "starting", message=state.llm.trouble
         )

@@ -131,8 +131,8 @@ class CoreHost:
         self._first: CoreInfo | None = None
         self._first_core: FirstCore | None = None
         self._first_name = ""
-        self._dozing = asyncio.Lock()
-        self._dozes = False
+        self._idle_lock = asyncio.Lock()
+        self._sleeps_idle = False
         """The first model sleeps because nobody asked for it."""
         self._memory = DeviceMemory()
         self._devices: dict[str, _Device] = {}
@@ -147,17 +147,17 @@ class CoreHost:
         self._first = info
 
     def watch_first(self, name: str, core: FirstCore) -> None:
-        """Has the first model sleep too while nobody asks for it, until `rouse`."""
+        """Has the first model sleep too while nobody asks for it, until `wake_idle`."""
         self._first_name, self._first_core = name, core
 
-    async def rouse(self) -> bool:
+    async def wake_idle(self) -> bool:
         """Wakes the first model where it sleeps because nobody asked for it. False where an
         operator had it sleep. Raises what it met."""
-        async with self._dozing:
-            if self._first_core is None or not self._dozes:
+        async with self._idle_lock:
+            if self._first_core is None or not self._sleeps_idle:
                 return False
             await self._first_core.wake()
-            self._dozes = False
+            self._sleeps_idle = False
             return True
 
     async def cards(self) -> list[ModelInfo]:
@@ -356,15 +356,15 @@ class CoreHost:
         core = self._first_core
         if core is None or core.is_asleep:
             return
-        self._dozes = False
+        self._sleeps_idle = False
         if not await self._leave(self._first_name):
             return
-        async with self._dozing:
+        async with self._idle_lock:
             try:
                 await core.sleep()
             except VllmxError:
                 return  # it starts, or a request has come
-            self._dozes = True
+            self._sleeps_idle = True
         logger.info("model %s sleeps: nobody asks for it", self._first_name)
 
 

@@ -34,7 +34,7 @@ class Host(Protocol):
 
     async def cards(self) -> list[ModelInfo]: ...
 
-    async def rouse(self) -> bool: ...
+    async def wake_idle(self) -> bool: ...
 
 
 class _Entry:
@@ -93,21 +93,21 @@ class Models:
         return tuple(alias for alias, own in self._names.items() if own == name)
 
     @property
-    def dozes(self) -> bool:
+    def sleeps_idle(self) -> bool:
         """The default model sleeps because nobody asked for it: the next request wakes it."""
         return self._left and self.default.llm.is_asleep
 
     def is_open(self, name: str) -> bool:
         """Whether requests for a model need not wait."""
         entry = self._entries.get(name)
-        return not self.dozes if entry is None else entry.is_open
+        return not self.sleeps_idle if entry is None else entry.is_open
 
     async def state(self, name: str) -> Served:
         """What answers for a model, by its own name. Waits while it loads. Raises what loading
         met, and OverloadedError when that takes too long."""
         entry = self._entries.get(name)
         if entry is None:
-            await self._rouse()
+            await self._wake_idle()
             return self.default
         entry.used_s = time.monotonic()
         if entry.is_open and entry.state is not None:
@@ -150,7 +150,7 @@ class Models:
     async def loaded(self) -> list[Served]:
         """The states of all models that are loaded, whichever process had them loaded."""
         names = [card.name for card in await self.host.cards() if card.state == "loaded"]
-        default = [] if self.dozes else [self.default]
+        default = [] if self.sleeps_idle else [self.default]
         return default + [await self.state(name) for name in names]
 
     def metrics(self) -> list[Metrics]:
@@ -165,15 +165,15 @@ class Models:
         self._left = time.monotonic() - self._used_s >= idle_s
         return self._left
 
-    async def _rouse(self) -> None:
+    async def _wake_idle(self) -> None:
         """Returns when the default model serves again, if it slept because nobody asked for it."""
         self._used_s = time.monotonic()
-        if not self.dozes:
+        if not self.sleeps_idle:
             self._left = False
             return
         try:
             async with asyncio.timeout(self._wait_s):
-                if await asyncio.shield(asyncio.ensure_future(self.host.rouse())):
+                if await asyncio.shield(asyncio.ensure_future(self.host.wake_idle())):
                     while self.default.llm.is_asleep:  # where another process has the core
                         await asyncio.sleep(_LOOK_S)
         except TimeoutError:

@@ -49,11 +49,11 @@ class Counted:
             gone.add(counts)
             gone.show(counts.core)
 
-    async def of_others(self, asking: Channel) -> list[ModelCounts]:
+    async def of_others(self, requester: Channel) -> list[ModelCounts]:
         """The counts of all workers but the one that asks, as new as they can be had."""
-        others = [channel for channel in self._known if channel is not asking]
+        others = [channel for channel in self._known if channel is not requester]
         await asyncio.gather(*map(self._ask, others))
-        found = [counts for channel, counts in self._known.items() if channel is not asking]
+        found = [counts for channel, counts in self._known.items() if channel is not requester]
         return [*found, {model: gone.counts() for model, gone in self._gone.items()}]
 
     async def _ask(self, channel: Channel) -> None:

@@ -18,20 +18,20 @@ from vllmx_server.host.workers.messages import (
     CARDS,
     LOAD,
     METRICS,
-    ROUSE,
     SHUT_DOWN,
     SLEEP,
     UNLOAD,
     USAGE,
     USED,
     WAKE,
+    WAKE_IDLE,
     Begin,
 )
 from vllmx_server.host.workers.relay import Relays, relay
-from vllmx_server.host.workers.remote_limiter import RemoteDesk
+from vllmx_server.host.workers.remote_limiter import RemoteLimiter
 from vllmx_server.host.workers.shared_counts import SharedCounts
 from vllmx_server.limits.sharing import Sharing
-from vllmx_server.limits.usage import KeyUsage, UsageBook
+from vllmx_server.limits.usage import KeyUsage, UsageLedger
 from vllmx_server.store.folder import Folder
 from vllmx_server.store.storage import Storage
 from vllmx_server.watch.metrics import MetricCounts
@@ -82,7 +82,7 @@ class Peers:
 
     def join(self, app: Starlette, served: Served) -> None:
         """Makes an application answer what other workers pass on, and ask for what is theirs."""
-        served.desk = RemoteDesk(self.channel)
+        served.limiter = RemoteLimiter(self.channel)
         served.usage = RemoteUsage(self.channel)
         Relays(app, app.router).serve(self.channel)
 
@@ -107,7 +107,7 @@ class Peers:
         self.channel.tell(SHUT_DOWN, None)
 
 
-class RemoteUsage(UsageBook):
+class RemoteUsage(UsageLedger):
     """A worker's side of the supervisor's book, to which each request is sent as it ends."""
 
     def __init__(self, channel: Channel) -> None:
@@ -142,5 +142,5 @@ class RemoteHost:
     async def cards(self) -> list[ModelInfo]:
         return await self._channel.ask(CARDS, None, list[ModelInfo])
 
-    async def rouse(self) -> bool:
-        return await self._channel.ask(ROUSE, None, bool)
+    async def wake_idle(self) -> bool:
+        return await self._channel.ask(WAKE_IDLE, None, bool)

@@ -28,7 +28,6 @@ from vllmx_server.host.models.host import CoreHost
 from vllmx_server.host.signals import CLOSE_S, Signals
 from vllmx_server.host.workers.channel import Channel
 from vllmx_server.host.workers.counted import Counted
-from vllmx_server.host.workers.crew import Crew, asked_of_all
 from vllmx_server.host.workers.messages import (
     CARDS,
     CORE_LOST,
@@ -39,25 +38,26 @@ from vllmx_server.host.workers.messages import (
     RELAY_END,
     RELAY_MORE,
     RELOAD,
-    ROUSE,
     SHUT_DOWN,
     SLEEP,
     UNLOAD,
     USAGE,
     USED,
     WAKE,
+    WAKE_IDLE,
     Begin,
     Relayed,
     RelayedAnswer,
     RelayedMore,
     Reload,
 )
-from vllmx_server.host.workers.remote_limiter import ServedDesk
+from vllmx_server.host.workers.pool import WorkerPool, asked_of_all
+from vllmx_server.host.workers.remote_limiter import WorkerLimiter
 from vllmx_server.http.connections.versions import untested
-from vllmx_server.limits.key_limits import KeyDesk
-from vllmx_server.limits.keys import KeyRing, reload_keys
-from vllmx_server.limits.limiter import Desk, OpenDesk
-from vllmx_server.limits.usage import KeyUsage, UsageBook
+from vllmx_server.limits.key_limiter import KeyLimiter
+from vllmx_server.limits.keys import ApiKeys, reload_keys
+from vllmx_server.limits.rate_limiter import RateLimiter, Unlimited
+from vllmx_server.limits.usage import KeyUsage, UsageLedger
 from vllmx_server.store.folder import temporary_folder
 from vllmx_server.store.storage import Storage
 
@@ -97,7 +97,7 @@ async def serve_with_workers(
                 outlives=folder is None,
                 has_mailboxes=untested() is None,
             )
-            usage = UsageBook(stored.database)
+            usage = UsageLedger(stored.database)
             supervisor = Supervisor(server, (listener, operators), begin, usage)
             try:
                 await supervisor.run(starting, signals, on_ready)
@@ -136,7 +136,7 @@ class Supervisor:
         server: ServerConfig,
         listeners: tuple[socket.socket, socket.socket | None],
         begin: Begin,
-        usage: UsageBook,
+        usage: UsageLedger,
     ) -> None:
         self._server = server
         self._host = CoreHost(begin.models[1:], server.idle_unload_s, self._left_by_all)
@@ -145,12 +145,14 @@ class Supervisor:
         self._core: ProcessFrontend
         self._is_busy = False
         self._dead = asyncio.Event()
-        self._keys = KeyRing(path=server.api_keys_file)
-        self._desk: Desk = OpenDesk() if server.api_keys_file is None else KeyDesk(self._keys)
+        self._keys = ApiKeys(path=server.api_keys_file)
+        self._limiter: RateLimiter = (
+            Unlimited() if server.api_keys_file is None else KeyLimiter(self._keys)
+        )
         self._usage = usage
         self._counted = Counted()
         self._beside: set[asyncio.Task[None]] = set()
-        self._crew = Crew(
+        self._pool = WorkerPool(
             server.api_workers or 1,
             listeners,
             lambda: listen(listeners[0], server),
@@ -183,7 +185,7 @@ class Supervisor:
             on_ready(core.info)
             stopping = asyncio.ensure_future(stop.wait())
             dying = asyncio.ensure_future(self._dead.wait())
-            failing = asyncio.ensure_future(self._crew.failed())
+            failing = asyncio.ensure_future(self._pool.failed())
             tasks = (stopping, dying, failing)
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             is_dead, failed = dying.done(), failing.done()
@@ -195,12 +197,12 @@ class Supervisor:
             if failed and not stop.is_set():
                 raise failing.result()
         finally:
-            await self._crew.stop(2 * CLOSE_S)
+            await self._pool.stop(2 * CLOSE_S)
             await self._host.close()
 
     async def _started(self, starting: asyncio.Future[ProcessFrontend]) -> ProcessFrontend:
         """The core, when all workers serve it. Raises what either meets."""
-        ready = asyncio.ensure_future(self._crew.ready())
+        ready = asyncio.ensure_future(self._pool.ready())
         try:
             await asyncio.wait((starting, ready), return_when=asyncio.FIRST_EXCEPTION)
             core = starting.result() if starting.done() else None
@@ -213,13 +215,13 @@ class Supervisor:
     async def end(self) -> None:
         """See `vllmx_server.host.signals.Serving`."""
         timeout_s = self._server.drain_timeout_s + 2 * CLOSE_S
-        await asked_of_all(self._crew.channels(), END, type(None), timeout_s)
+        await asked_of_all(self._pool.channels(), END, type(None), timeout_s)
 
     def reload(self) -> None:
         """See `vllmx_server.host.signals.Serving`."""
         sound = self._server.ssl_certfile is not None and reload_certificate(self._server, None)
         found = Reload(keys=reload_keys(self._keys), certificate=sound)
-        for channel in self._crew.channels():
+        for channel in self._pool.channels():
             channel.tell(RELOAD, found)
 
     # --- what workers ask -------------------------------------------------------------------------
@@ -236,20 +238,20 @@ class Supervisor:
         async def wake(_: None) -> None:
             await self._core.wake()
 
-        async def rouse(_: None) -> bool:
-            return await self._host.rouse()
+        async def wake_idle(_: None) -> bool:
+            return await self._host.wake_idle()
 
         async def shut_down(_: None) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
         async def relay(relayed: Relayed) -> RelayedAnswer:
-            return await self._crew.leader.ask(RELAY, relayed, RelayedAnswer)
+            return await self._pool.leader.ask(RELAY, relayed, RelayedAnswer)
 
         async def relay_more(number: int) -> RelayedMore:
-            return await self._crew.leader.ask(RELAY_MORE, number, RelayedMore)
+            return await self._pool.leader.ask(RELAY_MORE, number, RelayedMore)
 
         async def relay_end(number: int) -> None:
-            self._crew.leader.tell(RELAY_END, number)
+            self._pool.leader.tell(RELAY_END, number)
 
         async def used(more: dict[str, KeyUsage]) -> None:
             self._usage.add(more)
@@ -257,16 +259,16 @@ class Supervisor:
         async def usage(_: None) -> dict[str, KeyUsage]:
             return dict(await self._usage.all())
 
-        async def settle_all(desk: ServedDesk) -> None:
+        async def settle_all(limiter: WorkerLimiter) -> None:
             await channel.gone.wait()
             self._counted.bury(channel)
-            await desk.close()
+            await limiter.close()
 
-        async def rouse_for_it() -> None:  # a worker that starts again waits for the core
+        async def wake_for_it() -> None:  # a worker that starts again waits for the core
             with contextlib.suppress(VllmxError):
-                await self._host.rouse()
+                await self._host.wake_idle()
 
-        for each in (settle_all(ServedDesk(self._desk, channel)), rouse_for_it()):
+        for each in (settle_all(WorkerLimiter(self._limiter, channel)), wake_for_it()):
             task = asyncio.ensure_future(each)
             self._beside.add(task)
             task.add_done_callback(self._beside.discard)
@@ -278,15 +280,15 @@ class Supervisor:
         channel.serve(CARDS, type(None), cards)
         channel.serve(SLEEP, type(None), sleep)
         channel.serve(WAKE, type(None), wake)
-        channel.serve(ROUSE, type(None), rouse)
+        channel.serve(WAKE_IDLE, type(None), wake_idle)
         channel.serve(SHUT_DOWN, type(None), shut_down)
         channel.serve(RELAY, Relayed, relay)
         channel.serve(RELAY_MORE, int, relay_more)
         channel.serve(RELAY_END, int, relay_end)
 
     async def _left_by_all(self, name: str) -> bool:
-        channels = self._crew.channels()
-        if name == self._first_name and not self._crew.is_whole:
+        channels = self._pool.channels()
+        if name == self._first_name and not self._pool.is_whole:
             return False  # who starts waits for its core
         left = await asked_of_all(channels, LEAVE, bool, _LEAVE_S, name)
         return len(left) == len(channels) and all(left)
@@ -295,5 +297,5 @@ class Supervisor:
         self._is_busy = bool(stats.num_running or stats.num_waiting)
 
     def _tell_lost(self, error: VllmxError) -> None:
-        for channel in self._crew.channels():
+        for channel in self._pool.channels():
             channel.tell(CORE_LOST, ErrorRecord.of(cause_of(error)))

@@ -10,12 +10,12 @@ _LOOK_S = 0.05
 """How soon a place that somebody else left is seen."""
 
 
-class Places:
-    """Places are given in the order in which they were asked for.
+class LineSlots:
+    """LineSlots are given in the order in which they were asked for.
 
     Args:
         rows: sequences that the engine runs together.
-        num_others: requests in flight that take none of these places.
+        num_others: requests in flight that take none of these slots.
     """
 
     def __init__(self, rows: Callable[[], int], num_others: Callable[[], int]) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from vllmx_server.errors import RateLimitError
 from vllmx_server.limits.key_records import KeyRecord
-from vllmx_server.limits.keys import KeyRing
-from vllmx_server.limits.limiter import Granted, Used, Wanted
+from vllmx_server.limits.keys import ApiKeys
+from vllmx_server.limits.rate_limiter import Granted, Reservation, Used
 
 _MINUTE_S = 60.0
 
@@ -58,44 +58,44 @@ class _Ticket:
 
 
 @dataclass(slots=True)
-class KeyDesk:
-    """`vllmx_server.limits.limiter.Desk` over the limits in a file of keys."""
+class KeyLimiter:
+    """`vllmx_server.limits.rate_limiter.RateLimiter` over the limits in a file of keys."""
 
-    ring: KeyRing
+    keys: ApiKeys
     clock: Callable[[], float] = time.monotonic
     _uses: dict[str, _Use] = field(default_factory=dict)
     _tickets: dict[int, _Ticket] = field(default_factory=dict)
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
-    async def reserve(self, wanted: Wanted) -> Granted:
+    async def reserve(self, reservation: Reservation) -> Granted:
         """Raises RateLimitError. A request that wants more than a minute's tokens waits for all of
         them, so that it is let in at some time."""
-        record = self.ring.record_of(wanted.key)
+        record = self.keys.record_of(reservation.key)
         number = next(self._numbers)
         if record is None or not record.has_limits:
             return Granted(ticket=number)
-        use = self._use(wanted.key, record)
-        if use.concurrency is not None and use.running + wanted.num_requests > use.concurrency:
+        use = self._use(reservation.key, record)
+        if use.concurrency is not None and use.running + reservation.num_requests > use.concurrency:
             raise _refusal(use, f"{use.concurrency} requests at a time", 1.0)
         tokens = 0.0
         for bucket, what, amount in (
-            (use.requests, "requests", wanted.num_requests),
-            (use.tokens, "tokens", wanted.num_tokens),
+            (use.requests, "requests", reservation.num_requests),
+            (use.tokens, "tokens", reservation.num_tokens),
         ):
             if bucket is not None and bucket.wait_s(min(amount, bucket.size)):
                 wait_s = bucket.wait_s(min(amount, bucket.size))
                 raise _refusal(use, f"{bucket.size:.0f} {what} a minute", wait_s)
-        use.running += wanted.num_requests
+        use.running += reservation.num_requests
         if use.requests is not None:
-            use.requests.level -= min(wanted.num_requests, use.requests.size)
+            use.requests.level -= min(reservation.num_requests, use.requests.size)
         if use.tokens is not None:
-            tokens = min(wanted.num_tokens, use.tokens.size)
+            tokens = min(reservation.num_tokens, use.tokens.size)
             use.tokens.level -= tokens
-        self._tickets[number] = _Ticket(use, wanted.num_requests, tokens)
+        self._tickets[number] = _Ticket(use, reservation.num_requests, tokens)
         return Granted(ticket=number, headers=_headers(use))
 
     async def settle(self, used: Used) -> None:
-        """See `Desk.settle`. What went beyond the reservation is owed."""
+        """See `RateLimiter.settle`. What went beyond the reservation is owed."""
         ticket = self._tickets.pop(used.ticket, None)
         if ticket is None:
             return

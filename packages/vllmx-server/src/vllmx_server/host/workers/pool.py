@@ -56,7 +56,7 @@ class Worker:
         return f"exited with code {code}"
 
 
-class Crew:
+class WorkerPool:
     """All workers of a server.
 
     Args:

@@ -12,7 +12,7 @@ from vllmx_engine.client.request_stream import RequestStream
 
 from vllmx_server.apis.responses.as_chat import chat_of, items_of
 from vllmx_server.apis.responses.kept import KeptResponses
-from vllmx_server.apis.responses.mcp_servers import WantedServer
+from vllmx_server.apis.responses.mcp_servers import RequestedServer
 from vllmx_server.apis.responses.mcp_tools import RequestTools
 from vllmx_server.apis.responses.rounds import ToolRounds
 from vllmx_server.apis.responses.schema import InputItem, ResponsesRequest
@@ -31,7 +31,7 @@ Before = Callable[[Request, Served, ResponsesRequest], Awaitable[list[InputItem]
 """Reads the conversation that a request goes on with; its bytes are counted as the body's."""
 
 
-class Asking:
+class ToolRequest:
     """One request.
 
     Args:
@@ -44,7 +44,7 @@ class Asking:
         request: Request,
         state: Served,
         body: ResponsesRequest,
-        wanted: Sequence[WantedServer],
+        wanted: Sequence[RequestedServer],
         before: Before,
     ) -> None:
         servers = state.store(KeptResponses).tool_servers
