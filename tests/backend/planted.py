@@ -14,8 +14,8 @@ from vllmx_core.ops.formulas import NumpyFrame
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.route import Route, route
 from vllmx_core.recorded.interpreter import Interpreter
+from vllmx_core.reference import formulas as reference
 from vllmx_core.reference.backend import ReferenceBackend, ReferenceLoadedModel, ReferenceStep
-from vllmx_core.reference.formulas import formulas as reference
 from vllmx_testing.attention_checks import FEATURES
 from vllmx_testing.backend_suite import BackendSuite
 from vllmx_testing.sampler_checks import CASES

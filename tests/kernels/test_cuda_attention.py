@@ -9,7 +9,7 @@ import pytest
 from vllmx_core.cache import dtypes as kv_quant
 from vllmx_core.model import AttentionSpec
 from vllmx_core.ops.attention import attention_mask
-from vllmx_core.reference.formulas import formulas as reference
+from vllmx_core.reference import formulas as reference
 from vllmx_cuda.kernel_specs import KERNELS, Variant
 from vllmx_cuda.kernel_specs.attention import (
     KV_E4M3,

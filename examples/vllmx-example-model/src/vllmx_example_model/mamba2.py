@@ -7,7 +7,7 @@ from typing import Any
 
 from vllmx_models.blocks.mamba import MambaMixer
 from vllmx_models.blocks.norms import LayerNorms, Norm
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import decoder_spec, num_layers
 from vllmx_models.trunks.decoder import Decoder, LayerSpec, ModelNames
 

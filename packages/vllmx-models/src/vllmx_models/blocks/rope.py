@@ -19,7 +19,7 @@ from vllmx_core.errors import UnsupportedModelError, listing, shown
 from vllmx_core.plan import F32
 from vllmx_core.records import Record, field
 
-from vllmx_models.configs.checked import LARGEST_FLOAT
+from vllmx_models.config import LARGEST_FLOAT
 
 _ALIASES = {"su": "longrope"}  # the name of the first Phi-3 configs
 _OPTIONS = frozenset(

@@ -15,7 +15,7 @@ from vllmx_models.blocks.dense import DenseMLP
 from vllmx_models.blocks.layer import FeedForward
 from vllmx_models.blocks.norms import PRE, LayerNorms, Norm
 from vllmx_models.blocks.rope import LAYER_TYPES, Rope, read_rope
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.trunks.decoder import DecoderSpec, LayerSpec
 
 logger = logging.getLogger("vllmx.models")

@@ -9,7 +9,7 @@ from typing import Any
 from vllmx_models.blocks.layer import FeedForward, Mixer
 from vllmx_models.blocks.mamba import MambaMixer
 from vllmx_models.blocks.norms import PRE, LayerNorms
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.trunks.decoder import LayerSpec
 
 MAMBA_DEFAULTS: Mapping[str, Any] = {

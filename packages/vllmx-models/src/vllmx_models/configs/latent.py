@@ -10,7 +10,7 @@ from typing import Any
 from vllmx_models.blocks.latent import LatentMixer
 from vllmx_models.blocks.layer import FeedForward
 from vllmx_models.blocks.rope import Rope, read_rope
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import decoder_spec, num_layers
 from vllmx_models.trunks.decoder import DecoderSpec, LayerSpec
 

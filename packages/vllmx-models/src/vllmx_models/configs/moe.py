@@ -8,7 +8,7 @@ from dataclasses import replace
 from vllmx_core.ops.experts import ExpertsSpec
 
 from vllmx_models.blocks.layer import FeedForward
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.trunks.decoder import LayerSpec
 
 EXPERT_KEYS = ("num_experts", "num_local_experts")

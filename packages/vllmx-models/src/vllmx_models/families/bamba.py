@@ -9,7 +9,7 @@ from typing import Any
 from vllmx_models.blocks.dense import MLPNames
 from vllmx_models.blocks.layer import Mixer
 from vllmx_models.blocks.norms import LayerNorms
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import (
     attention_mixer,
     decoder_spec,

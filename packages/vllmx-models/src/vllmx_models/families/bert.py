@@ -9,7 +9,7 @@ from typing import Any
 from vllmx_models.blocks.attention import AttentionNames
 from vllmx_models.blocks.dense import MLPNames
 from vllmx_models.blocks.norms import LayerNorms, Norm
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import attention_mixer, dense_mlp, head_size, num_layers
 from vllmx_models.formats.gguf.architecture import GGUFArchitecture
 from vllmx_models.formats.gguf.encoders import encoder_config, labels

@@ -15,7 +15,7 @@ from vllmx_core.ops.route import RouteSpec
 from vllmx_models.blocks.dense import DenseMLP, MLPNames
 from vllmx_models.blocks.layer import FeedForward
 from vllmx_models.blocks.moe import MoE, Router
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import dense_mlp
 from vllmx_models.configs.latent import latent_decoder, sparse_layers
 from vllmx_models.configs.moe import chosen_experts, experts_spec, num_experts

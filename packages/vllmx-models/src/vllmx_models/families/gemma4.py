@@ -16,7 +16,7 @@ from vllmx_models.blocks.dense_and_experts import DenseAndExperts
 from vllmx_models.blocks.layer import FeedForward
 from vllmx_models.blocks.norms import SANDWICH
 from vllmx_models.blocks.per_layer import PerLayerInput
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import (
     attention_mixer,
     decoder_spec,

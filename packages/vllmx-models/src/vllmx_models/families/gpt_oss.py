@@ -22,7 +22,7 @@ from vllmx_models.blocks.moe import (
     Router,
     StackedExperts,
 )
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import (
     attention_mixer,
     decoder_spec,

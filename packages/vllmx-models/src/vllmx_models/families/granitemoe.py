@@ -16,7 +16,7 @@ from vllmx_models.blocks.moe import (
     Router,
     StackedExperts,
 )
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.configs.moe import (
     EXPERT_KEYS,
     SPLIT,

@@ -12,7 +12,7 @@ from vllmx_models.blocks.kimi_delta import KimiDeltaMixer
 from vllmx_models.blocks.layer import FeedForward, Mixer
 from vllmx_models.blocks.moe import EachExpert, MoE
 from vllmx_models.blocks.rope import still
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import decoder_spec, dense_mlp
 from vllmx_models.configs.hybrid import hybrid_layers, layer_kinds
 from vllmx_models.configs.latent import latent_mixer, sparse_layers

@@ -14,7 +14,7 @@ from vllmx_models.blocks.layer import FeedForward, Mixer
 from vllmx_models.blocks.moe import EachExpert, MoE, Router
 from vllmx_models.blocks.norms import LayerNorms, Norm
 from vllmx_models.blocks.short_conv import ConvMixer
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import (
     attention_mixer,
     decoder_spec,

@@ -9,7 +9,7 @@ from typing import Any
 from vllmx_core.ops.route import RouteSpec
 
 from vllmx_models.blocks.moe import EachExpert, MoE, Router
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import (
     attention_mixer,
     decoder_spec,

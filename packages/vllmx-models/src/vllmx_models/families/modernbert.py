@@ -12,7 +12,7 @@ from vllmx_core.ops.pool import PoolKind
 from vllmx_models.blocks.attention import AttentionNames
 from vllmx_models.blocks.dense import MLPNames
 from vllmx_models.blocks.norms import LayerNorms, Norm
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import (
     attention_mixer,
     dense_mlp,

@@ -14,7 +14,7 @@ from vllmx_models.blocks.dense import DenseMLP, MLPNames
 from vllmx_models.blocks.mamba import MambaMixer
 from vllmx_models.blocks.moe import EachExpert, LatentExperts, MoE
 from vllmx_models.blocks.norms import LayerNorms, Norm
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import attention_mixer, decoder_spec, head_size
 from vllmx_models.configs.hybrid import layer_kinds
 from vllmx_models.configs.moe import EXPERT_KEYS, num_experts

@@ -10,7 +10,7 @@ import numpy as np
 
 from vllmx_models.blocks.attention import AttentionMixer
 from vllmx_models.blocks.norms import POST, Norm
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import (
     attention_mixer,
     decoder_spec,

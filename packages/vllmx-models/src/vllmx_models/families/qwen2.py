@@ -8,7 +8,7 @@ from typing import Any
 
 from vllmx_models.blocks.attention import AttentionMixer
 from vllmx_models.blocks.layer import FeedForward
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import (
     attention_mixer,
     decoder_spec,

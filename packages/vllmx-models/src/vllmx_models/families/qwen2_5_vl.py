@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.configs.text import text_config
 from vllmx_models.families.qwen2 import qwen2
 from vllmx_models.families.qwen_images import (

@@ -10,7 +10,7 @@ from vllmx_core.ops.route import RouteSpec
 
 from vllmx_models.blocks.dense import DenseMLP, MLPNames
 from vllmx_models.blocks.moe import MoE, Router
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import (
     attention_mixer,
     decoder_spec,

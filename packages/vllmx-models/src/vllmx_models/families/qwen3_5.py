@@ -11,7 +11,7 @@ from typing import Any
 from vllmx_models.blocks.layer import FeedForward
 from vllmx_models.blocks.moe import EitherExperts
 from vllmx_models.blocks.recurrent import DeltaNames
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import dense_mlp, num_layers
 from vllmx_models.configs.text import text_config
 from vllmx_models.families.qwen3_next import (

@@ -12,7 +12,7 @@ from vllmx_models.blocks.dense import DenseMLP
 from vllmx_models.blocks.layer import FeedForward, Mixer
 from vllmx_models.blocks.moe import MoE
 from vllmx_models.blocks.recurrent import DeltaMixer, DeltaNames
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import (
     attention_mixer,
     decoder_spec,

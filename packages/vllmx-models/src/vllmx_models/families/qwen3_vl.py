@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllmx_models.blocks.moe import EachExpert, EitherExperts, MoE, StackedExperts
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.configs.text import text_config
 from vllmx_models.families.qwen3 import qwen3
 from vllmx_models.families.qwen3_moe import qwen3_moe

@@ -10,7 +10,7 @@ from typing import Any
 from vllmx_core.model import FeatureSpec
 
 from vllmx_models.blocks.attention import AttentionMixer
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.towers.qwen2_5_vl import WindowTower
 from vllmx_models.towers.qwen3_vl import QwenTower
 from vllmx_models.trunks.decoder import Decoder, LayerSpec

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllmx_models.blocks.attention import AttentionNames
 from vllmx_models.blocks.norms import PARALLEL, PRE, Norm
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import (
     attention_mixer,
     decoder_spec,

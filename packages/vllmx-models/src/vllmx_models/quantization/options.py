@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from vllmx_core.errors import UnsupportedModelError, shown_entry
 from vllmx_core.weights.part import DType
 
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 from vllmx_models.quantization.modules import ModulePatterns
 
 FLOATS: tuple[DType, ...] = ("f16", "bf16", "f32")

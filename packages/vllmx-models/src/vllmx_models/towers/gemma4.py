@@ -19,7 +19,7 @@ from vllmx_core.weights.part import PartSpec, RowRuns, WeightSpec
 from vllmx_models.blocks.layer import vector
 from vllmx_models.blocks.rope import Rope
 from vllmx_models.blocks.tower import merge_order, prefixed
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 
 logger = logging.getLogger("vllmx.models")
 _TOWER, _PROJECTOR = "model.vision_tower.", "model.embed_vision."

@@ -17,7 +17,7 @@ from vllmx_core.weights.part import WeightSpec
 
 from vllmx_models.blocks.layer import part
 from vllmx_models.blocks.norms import Norm
-from vllmx_models.configs.checked import ConfigReader
+from vllmx_models.config import ConfigReader
 
 MAX_LABELS = 1 << 16
 

@@ -48,7 +48,7 @@ def keys() -> None:
     "--share",
     type=click.FloatRange(0.001, 1000),
     default=1.0,
-    help="Share of the capacity beside the other keys that wait: 2 gives twice as much.",
+    help="Share of the capacity among keys that wait: 2 gives twice as much as 1.",
 )
 @click.option("--priority-range", help="LEAST:GREATEST, what `priority` may be.")
 def add(
@@ -100,7 +100,7 @@ def add(
 
 
 def _refusal(error: Exception, name: str) -> ConfigError:
-    """What a record may not be, as the flag that says so."""
+    """Names the flag behind a record that was refused."""
     reason, _, field = str(error).partition(" - at `$.")
     if field == "name`":
         return ConfigError(

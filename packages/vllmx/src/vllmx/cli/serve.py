@@ -124,7 +124,7 @@ def serve(**flags: Any) -> None:
     configure_logging(server.log_level, log_format=server.log_format)
     _warn_of_config(flags)
     if server.enable_log_requests:
-        logger.warning("--enable-log-requests: what clients ask stands in this log")
+        logger.warning("--enable-log-requests: this log will hold what clients ask")
     from vllmx_server.host.run import run_server
 
     try:
@@ -158,8 +158,8 @@ def _models(flags: dict[str, Any]) -> list[ModelConfig]:
         return [ModelConfig(engine=engine, aliases=names[1:])]
     if flags["model_argument"] is not None:
         raise ConfigError(
-            f"the model {flags['model_argument']!r} has no name beside others: give it as --model"
-            " NAME=PATH",
+            f"the model {flags['model_argument']!r} needs a name to be served with others: give it"
+            " as --model NAME=PATH",
             param="model",
         )
 
