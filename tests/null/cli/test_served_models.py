@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from vllmx.cli import serve as serve_module
 from vllmx.cli.serve import serve
 from vllmx_core.errors import ConfigError
-from vllmx_server.models.config import ModelConfig
+from vllmx_server.host.models.config import ModelConfig
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Any, list[ModelConfig]]:
@@ -18,7 +18,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Any, list[M
     found: list[Any] = []
     monkeypatch.setattr(serve_module, "hold_standard_streams", lambda: None)
     monkeypatch.setattr(
-        "vllmx_server.run.run_server",
+        "vllmx_server.host.run.run_server",
         lambda engine, server, *, models, on_ready: found.append((engine, models)),
     )
     done = CliRunner().invoke(serve, list(arguments), catch_exceptions=True)

@@ -29,7 +29,7 @@ from vllmx.cli.served_models import is_one_path, served_models
 
 if TYPE_CHECKING:
     from vllmx_engine.wire.messages import CoreInfo
-    from vllmx_server.models.config import ModelConfig
+    from vllmx_server.host.models.config import ModelConfig
 
 logger = logging.getLogger("vllmx.server")
 
@@ -125,7 +125,7 @@ def serve(**flags: Any) -> None:
     _warn_of_config(flags)
     if server.enable_log_requests:
         logger.warning("--enable-log-requests: this log will hold what clients ask")
-    from vllmx_server.run import run_server
+    from vllmx_server.host.run import run_server
 
     try:
         run_server(
@@ -152,7 +152,7 @@ def _models(flags: dict[str, Any]) -> list[ModelConfig]:
         names = _names(flags, file)
         if len(names) < 2:
             return []
-        from vllmx_server.models.config import ModelConfig
+        from vllmx_server.host.models.config import ModelConfig
 
         (engine,) = resolve((EngineConfig,), flags, None)
         return [ModelConfig(engine=engine, aliases=names[1:])]
