@@ -10,8 +10,8 @@ import pytest
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import CapacityError
 from vllmx_server.errors import OverloadedError, error_response
-from vllmx_server.models.config import ModelConfig
-from vllmx_server.models.registry import Models
+from vllmx_server.host.models.config import ModelConfig
+from vllmx_server.host.models.registry import Models
 
 from tests.waiting import PATIENCE_S
 

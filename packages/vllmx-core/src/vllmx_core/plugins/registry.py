@@ -38,6 +38,7 @@ from vllmx_core.plugins.hooks import GROUP, Hooks
 from vllmx_core.plugins.providers import Provided, choose, claims, kind_name, matches, passed_over
 from vllmx_core.plugins.specs import (
     API_VERSION,
+    ApiSpec,
     BackendSpec,
     CommandSpec,
     EncoderSpec,
@@ -68,6 +69,7 @@ _HOOKS: dict[str, type[Spec]] = {
     "vllmx_commands": CommandSpec,
     "vllmx_model_sources": ModelSourceSpec,
     "vllmx_parsers": ParserSpec,
+    "vllmx_apis": ApiSpec,
 }
 
 

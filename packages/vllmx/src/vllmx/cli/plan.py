@@ -74,7 +74,7 @@ def plan(
     from vllmx.sizing.machines import machine
 
     if on != THIS:
-        machine(on)  # a misspelt one is told of before the model is looked for
+        machine(on)  # report a misspelt name before looking for the model
     registry = load_registry()
     model = model or EngineConfig().model
     with opened_header(registry, model, revision) as header:

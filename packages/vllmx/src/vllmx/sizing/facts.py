@@ -1,4 +1,4 @@
-"""What a step of a model reads: its matrices by size and use, from the weight map alone."""
+"""The bytes that a model's step reads: its matrices by size and use, from the weight map alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Matrices:
     bits: float
     """A number takes, scales included."""
     chosen: int = 0
-    """How many of the `count` experts are used for a token."""
+    """Number of the `count` experts that a token uses."""
 
     @property
     def num_bytes(self) -> float:
@@ -193,7 +193,7 @@ def _is_head(spec: WeightSpec) -> bool:
 
 
 def _chosen(model: Model) -> dict[str, int]:
-    """How many experts of each stack a token takes: the recorded step says it."""
+    """Number of experts that a token uses in each stack, read from the recorded step."""
     if not any(spec.role == "experts" for spec in model.weights()):
         return {}
     return {
