@@ -37,10 +37,10 @@ _FIELDS = msgspec.json.Decoder(_Fields)
 
 async def by_shape(request: Request, choose: Callable[[Collection[str]], Endpoint]) -> Any:
     """The answer of the endpoint that is meant by a body with these fields."""
-    state = served_of(request)
-    state.check_admission()
-    with state.bodies.hold(client_of(request)) as held:
-        data = await read_body(request, state.config, held)
+    served = served_of(request)
+    served.check_admission()
+    with served.bodies.hold(client_of(request)) as held:
+        data = await read_body(request, served.config, held)
         is_short = len(data) <= INLINE_BYTES
         names = _names(data) if is_short else await asyncio.to_thread(_names, data)
     return await choose(names)(unread(request, data))

@@ -41,16 +41,16 @@ def caller_of(request: Request, body: HasPriority) -> RequestOptions:
     """The client that asks, and how urgently. The prefix-cache salt goes by the API key, so that no
     client can probe another's prompts; a `cache_salt` of the request narrows it further. Raises
     InvalidRequestError for a priority that the key does not allow."""
-    client, key, state = client_of(request), owner_of(request), served_of(request)
+    client, key, served = client_of(request), owner_of(request), served_of(request)
     priority, queue_timeout_s = BATCH_PRIORITY, 0.0
     is_batch = "is_batch" in request.scope["state"]
     if not is_batch:
-        queue_timeout_s = state.config.queue_timeout_s
-        priority = state.priorities.get(key, state.priorities[""]).checked(body.priority)
+        queue_timeout_s = served.config.queue_timeout_s
+        priority = served.priorities.get(key, served.priorities[""]).checked(body.priority)
     salt = f"{key}\n{body.cache_salt}" if body.cache_salt else key
     session = getattr(body, "session_id", None) or ""
     log_id = request.scope["state"]["request_id"]
-    share = state.keys.holder(key).share
+    share = served.keys.holder(key).share
     return RequestOptions(
         priority, client, salt, session, log_id, share, queue_timeout_s, at_end=is_batch
     )

@@ -30,27 +30,27 @@ class ChatCall:
     """A `max_tokens` that the context cannot hold is cut, not refused."""
 
 
-def chat_call(state: Served, body: ChatCompletionRequest, fit: bool = False) -> ChatCall:
+def chat_call(served: Served, body: ChatCompletionRequest, fit: bool = False) -> ChatCall:
     """What a checked body comes to; for a large one, call it on a thread. Raises
     InvalidRequestError.
 
     Args:
         fit: a `max_tokens` of the body that the context cannot hold is cut, not refused.
     """
-    check_template(state, body.chat_template)
-    info = state.llm.info
+    check_template(served, body.chat_template)
+    info = served.llm.info
     resolve_logprobs("top_logprobs", body.num_logprobs, info.max_logprobs, info.vocab_size)
-    defaults, limit = state.llm.default_sampling_params, body.token_limit
+    defaults, limit = served.llm.default_sampling_params, body.token_limit
     if limit is None:
         limit, fit = defaults.get("max_tokens"), True  # a recommendation is no one's mistake
     params = body.sampling_params(defaults, max_tokens=limit, logprobs=body.num_logprobs)
     return ChatCall(body, body.conversation(), body.chat_options(), params, fit)
 
 
-def check_template(state: Served, source: str | None) -> None:
+def check_template(served: Served, source: str | None) -> None:
     """Raises InvalidRequestError for a template of the request's own, unless clients are trusted
     with that."""
-    if source is not None and not state.config.trust_request_chat_template:
+    if source is not None and not served.config.trust_request_chat_template:
         raise InvalidRequestError(
             "chat_template is not taken from requests here: the operator chooses the template with"
             " --chat-template, or lets clients choose with --trust-request-chat-template",
@@ -59,7 +59,7 @@ def check_template(state: Served, source: str | None) -> None:
 
 
 async def submit_chat(
-    request: Request, state: Served, call: ChatCall, *, by_events: bool = False
+    request: Request, served: Served, call: ChatCall, *, by_events: bool = False
 ) -> list[RequestStream]:
     """Starts the answer. Raises what the engine refuses.
 
@@ -68,7 +68,7 @@ async def submit_chat(
             a whole: one long text would be read in one go.
     """
     body = call.body
-    stream = await state.llm.submit_chat(
+    stream = await served.llm.submit_chat(
         call.conversation,
         call.params,
         chat=call.options,
@@ -79,5 +79,5 @@ async def submit_chat(
         num_bytes=body_bytes(request),
     )
     if call.options.tools:
-        state.metrics.parser_fell_back(state.llm.calls_origin)
+        served.metrics.parser_fell_back(served.llm.calls_origin)
     return [stream]

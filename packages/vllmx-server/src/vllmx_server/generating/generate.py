@@ -78,34 +78,34 @@ async def generate(
     framing: Framing = OPENAI,
 ) -> HeldResponse:
     """Reads and checks the body, unless it could not be admitted, starts an engine request for each
-    prompt (`submit`: all or none), and answers with what `answer_of` (state, body, request id,
+    prompt (`submit`: all or none), and answers with what `answer_of` (served, body, request id,
     generation) makes of them, in a stream with the pings and the error event of `framing`.
     `prepare` makes of a body what is submitted, on a thread where the body is large."""
-    state, started_s = served_of(request), time.monotonic()
-    deadline = deadline_of(request, state.config)
+    served, started_s = served_of(request), time.monotonic()
+    deadline = deadline_of(request, served.config)
 
     def parse(data: bytes) -> tuple[Body, Asked]:
-        body = checked(data, state, decoder)
-        return body, prepare(state, body)
+        body = checked(data, served, decoder)
+        return body, prepare(served, body)
 
-    state.check_admission()
-    body, asked = await read_json(request, state, parse)
-    release = await state.admit(request, expected_tokens(body_bytes(request), body))
+    served.check_admission()
+    body, asked = await read_json(request, served, parse)
+    release = await served.admit(request, expected_tokens(body_bytes(request), body))
     try:
-        streams = await unless_gone(request.receive, submit(request, state, body, asked), deadline)
+        streams = await unless_gone(request.receive, submit(request, served, body, asked), deadline)
     except BaseException:
         release()
         raise
-    generation = Generation(streams, state.metrics, started_s, deadline)
+    generation = Generation(streams, served.metrics, started_s, deadline)
     release.usage = generation.usage
     if (trace := trace_of(request)) is not None:
         trace.generation = generation
-    answer = answer_of(state, body, request_id_of(request, body), generation)
-    return held(state, bool(body.stream), answer, generation, release, framing)
+    answer = answer_of(served, body, request_id_of(request, body), generation)
+    return held(served, bool(body.stream), answer, generation, release, framing)
 
 
 def held(
-    state: Served,
+    served: Served,
     is_streamed: bool,
     answer: Answer,
     generation: Held,
@@ -113,9 +113,9 @@ def held(
     framing: Framing,
 ) -> HeldResponse:
     """The response that sends an answer."""
-    timeout_s = state.config.send_timeout_s
+    timeout_s = served.config.send_timeout_s
     if is_streamed:
-        ping_s = state.config.sse_ping_interval_s
+        ping_s = served.config.sse_ping_interval_s
         make = answer.middle if answer.has_middle else None
         return EventStream(generation, release, timeout_s, answer.events(), ping_s, framing, make)
     return JSONAnswer(generation, release, timeout_s, answer.whole)

@@ -41,31 +41,31 @@ def body_bytes(request: Request) -> int:
     return cast(int, request.scope["state"]["body_bytes"])
 
 
-async def read_json(request: Request, state: Served, parse: Callable[[bytes], T]) -> T:
+async def read_json(request: Request, served: Served, parse: Callable[[bytes], T]) -> T:
     """Returns `parse` of the body. A large body is parsed by the text threads, in turn.
 
     Raises what `read_body` and `parse` raise, and QueueFullError.
     """
     client = client_of(request)
-    with state.bodies.hold(client) as held:
-        data = await read_body(request, state.config, held)
+    with served.bodies.hold(client) as held:
+        data = await read_body(request, served.config, held)
         request.scope["state"]["body_bytes"] = len(data)
         if len(data) <= INLINE_BYTES:
             return parse(data)
-        return await state.llm.text.run(client, len(data), lambda _: parse(data))
+        return await served.llm.text.run(client, len(data), lambda _: parse(data))
 
 
-def checked(data: bytes, state: Served, decoder: Decoder[B]) -> B:
+def checked(data: bytes, served: Served, decoder: Decoder[B]) -> B:
     """The decoded and checked body. Raises what the checks raise, and ModelNotFoundError."""
     body = decode(data, decoder)
-    state.check_model(body.model)
+    served.check_model(body.model)
     body.check()
     return body
 
 
-def most_tokens(state: Served) -> int:
+def most_tokens(served: Served) -> int:
     """How many tokens of a text are listed or counted: a million, and what the context holds."""
-    return max(_LISTED_TOKENS, state.llm.info.max_model_len)
+    return max(_LISTED_TOKENS, served.llm.info.max_model_len)
 
 
 @asynccontextmanager

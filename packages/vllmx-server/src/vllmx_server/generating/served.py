@@ -91,7 +91,7 @@ class Models(Protocol):
         """Whether requests for a model need not wait."""
         ...
 
-    async def state(self, name: str) -> Served:
+    async def served(self, name: str) -> Served:
         """What answers for a model. Waits while it loads. Raises what loading met, and
         OverloadedError when that takes too long."""
         ...

@@ -24,11 +24,11 @@ _FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 
 async def upload(request: Request) -> Response:
     """Keeps the file of a multipart body."""
-    state, owner = served_of(request), owner_of(request)
-    check_origin(request, state.config.allowed_origins)
-    state.check_admission()
-    files = state.store(KeptFiles).files
-    async with uploaded(request, state.config, files, owner) as found:
+    served, owner = served_of(request), owner_of(request)
+    check_origin(request, served.config.allowed_origins)
+    served.check_admission()
+    files = served.store(KeptFiles).files
+    async with uploaded(request, served.config, files, owner) as found:
         lifetime_s = _lifetime(found.fields)
         kept = files.new_file(
             owner, found.name or "", found.fields["purpose"], found.num_bytes, lifetime_s
@@ -99,15 +99,15 @@ async def content(request: Request) -> Response:
 
 async def delete(request: Request) -> Response:
     """Forgets one, unless a batch needs it."""
-    state = served_of(request)
-    found = await state.store(KeptFiles).files.get(owner_of(request), request.path_params["id"])
-    batch = state.store(KeptFiles).runner.reader_of(found.id)
+    served = served_of(request)
+    found = await served.store(KeptFiles).files.get(owner_of(request), request.path_params["id"])
+    batch = served.store(KeptFiles).runner.reader_of(found.id)
     if batch is not None:
         raise InvalidRequestError(
             f"file {found.id} is the input of batch {batch.id}, which is {batch.status}: cancel it"
             " first"
         )
-    await state.store(KeptFiles).files.delete(found.id)
+    await served.store(KeptFiles).files.delete(found.id)
     return answer(Deleted(id=found.id, object="file"))
 
 

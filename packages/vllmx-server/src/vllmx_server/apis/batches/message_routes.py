@@ -33,16 +33,16 @@ _WINDOW_S = 24 * 3600
 
 async def create(request: Request) -> Response:
     """Creates a batch of Messages."""
-    state, owner = served_of(request), owner_of(request)
-    state.check_admission()
+    served, owner = served_of(request), owner_of(request)
+    served.check_admission()
 
     def parse(data: bytes) -> tuple[int, bytes]:
-        body = checked(data, state, CREATE)
-        return len(body.requests), input_lines(body.requests, state.config.max_body_bytes)
+        body = checked(data, served, CREATE)
+        return len(body.requests), input_lines(body.requests, served.config.max_body_bytes)
 
-    num_requests, lines = await read_json(request, state, parse)
-    check_room(state, owner)
-    file = await _kept(state, owner, lines)
+    num_requests, lines = await read_json(request, served, parse)
+    check_room(served, owner)
+    file = await _kept(served, owner, lines)
     created = now()
     batch = Batch(
         id=new_id(PREFIX),
@@ -52,23 +52,23 @@ async def create(request: Request) -> Response:
         completion_window="24h",
         created_at=created,
         expires_at=created + _WINDOW_S,
-        model=state.llm.config.name,
+        model=served.llm.config.name,
         num_requests=num_requests,
     )
-    await state.store(KeptFiles).batches.save(batch)
+    await served.store(KeptFiles).batches.save(batch)
     begun = answer(shown(batch))
-    state.store(KeptFiles).runner.begin(batch)
+    served.store(KeptFiles).runner.begin(batch)
     return begun
 
 
-async def _kept(state: Served, owner: str, lines: bytes) -> StoredFile:
+async def _kept(served: Served, owner: str, lines: bytes) -> StoredFile:
     """The input file of a batch. Raises StorageFullError, StorageError."""
-    files, size = state.store(KeptFiles).files, len(lines)
+    files, size = served.store(KeptFiles).files, len(lines)
     await files.take(owner, size)
     try:
         path = await files.on_thread(files.new_path)
         await files.on_thread(partial(path.write_bytes, lines))
-        lifetime_s = max(state.config.lifetime_s, _WINDOW_S)
+        lifetime_s = max(served.config.lifetime_s, _WINDOW_S)
         file = files.new_file(owner, "requests.jsonl", PURPOSE, size, lifetime_s)
         await files.keep([(file, path)])
         return file
@@ -79,24 +79,24 @@ async def _kept(state: Served, owner: str, lines: bytes) -> StoredFile:
 async def list_batches(request: Request) -> Response:
     """The batches of Messages of this key, the newest first."""
     check_query(request, "after_id", "before_id", "limit", "beta")
-    state, query = served_of(request), request.query_params
+    served, query = served_of(request), request.query_params
     after, before = query.get("after_id"), query.get("before_id")
     if after is not None and before is not None:
         raise InvalidRequestError("give after_id or before_id, not both", param="before_id")
     limit = number(request, "limit", 1, 1000, 20)
-    found, has_more = await state.store(KeptFiles).batches.page(
+    found, has_more = await served.store(KeptFiles).batches.page(
         owner_of(request), after, limit, PREFIX, before
     )
-    data = [shown(state.store(KeptFiles).runner.newest(batch)) for batch in found]
+    data = [shown(served.store(KeptFiles).runner.newest(batch)) for batch in found]
     return page(MessageBatchList, data, has_more)
 
 
 async def _found(request: Request) -> Batch:
     """The current state of the request's batch. Raises BatchNotKnownError."""
-    state = served_of(request)
+    served = served_of(request)
     name = request.path_params["id"]
-    return state.store(KeptFiles).runner.newest(
-        await state.store(KeptFiles).batches.get(owner_of(request), name, PREFIX)
+    return served.store(KeptFiles).runner.newest(
+        await served.store(KeptFiles).batches.get(owner_of(request), name, PREFIX)
     )
 
 
@@ -107,9 +107,9 @@ async def retrieve(request: Request) -> Response:
 
 async def cancel(request: Request) -> Response:
     """Cancels the requests of a batch that have not begun."""
-    state, batch = served_of(request), await _found(request)
+    served, batch = served_of(request), await _found(request)
     if batch.status != "finalizing":  # its requests are answered
-        batch = await cancelled(state, batch)
+        batch = await cancelled(served, batch)
     return answer(shown(batch))
 
 

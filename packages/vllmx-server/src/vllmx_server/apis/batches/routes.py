@@ -28,11 +28,11 @@ MAX_OPEN = 100
 
 async def create(request: Request) -> Response:
     """Begins a batch."""
-    state, owner = served_of(request), owner_of(request)
-    state.check_admission()
-    body = await read_json(request, state, partial(checked, state=state, decoder=CREATE))
-    await state.store(KeptFiles).files.get(owner, body.input_file_id)
-    check_room(state, owner)
+    served, owner = served_of(request), owner_of(request)
+    served.check_admission()
+    body = await read_json(request, served, partial(checked, served=served, decoder=CREATE))
+    await served.store(KeptFiles).files.get(owner, body.input_file_id)
+    check_room(served, owner)
     created, expiry = now(), body.output_expires_after
     batch = Batch(
         id=new_id("batch_"),
@@ -44,17 +44,17 @@ async def create(request: Request) -> Response:
         expires_at=created + body.window_s,
         metadata=body.metadata,
         output_lifetime_s=None if expiry is None else expiry.seconds,
-        model=state.llm.config.name,
+        model=served.llm.config.name,
     )
-    await state.store(KeptFiles).batches.save(batch)
+    await served.store(KeptFiles).batches.save(batch)
     shown = answer(batch.shown())
-    state.store(KeptFiles).runner.begin(batch)
+    served.store(KeptFiles).runner.begin(batch)
     return shown
 
 
-def check_room(state: Served, owner: str) -> None:
+def check_room(served: Served, owner: str) -> None:
     """Raises QueueFullError where a key has as many batches as it may."""
-    if state.store(KeptFiles).runner.num_open(owner) >= MAX_OPEN:
+    if served.store(KeptFiles).runner.num_open(owner) >= MAX_OPEN:
         raise QueueFullError(
             f"{MAX_OPEN} batches of this key are being worked on, no more are taken: wait for one,"
             " or cancel it",
@@ -65,35 +65,35 @@ def check_room(state: Served, owner: str) -> None:
 async def list_batches(request: Request) -> Response:
     """The batches of this key, the newest first."""
     check_query(request, "after", "limit")
-    state, after = served_of(request), request.query_params.get("after")
+    served, after = served_of(request), request.query_params.get("after")
     limit = number(request, "limit", 1, 100, 20)
-    found, has_more = await state.store(KeptFiles).batches.page(owner_of(request), after, limit)
+    found, has_more = await served.store(KeptFiles).batches.page(owner_of(request), after, limit)
     return page(
         BatchList,
-        [state.store(KeptFiles).runner.newest(batch).shown() for batch in found],
+        [served.store(KeptFiles).runner.newest(batch).shown() for batch in found],
         has_more,
     )
 
 
 async def retrieve(request: Request) -> Response:
     """Answers how far a batch is."""
-    state = served_of(request)
-    found = await state.store(KeptFiles).batches.get(owner_of(request), request.path_params["id"])
-    return answer(state.store(KeptFiles).runner.newest(found).shown())
+    served = served_of(request)
+    found = await served.store(KeptFiles).batches.get(owner_of(request), request.path_params["id"])
+    return answer(served.store(KeptFiles).runner.newest(found).shown())
 
 
 async def cancel(request: Request) -> Response:
     """Answers no further line of one."""
-    state = served_of(request)
-    found = await state.store(KeptFiles).batches.get(owner_of(request), request.path_params["id"])
-    return answer((await cancelled(state, found)).shown())
+    served = served_of(request)
+    found = await served.store(KeptFiles).batches.get(owner_of(request), request.path_params["id"])
+    return answer((await cancelled(served, found)).shown())
 
 
-async def cancelled(state: Served, batch: Batch) -> Batch:
+async def cancelled(served: Served, batch: Batch) -> Batch:
     """Cancels a batch. Raises OverloadedError while the server drains."""
-    if state.admission.draining:
+    if served.admission.draining:
         raise OverloadedError("the server is shutting down: cancel the batch at the next one")
-    return await state.store(KeptFiles).runner.cancel(batch)
+    return await served.store(KeptFiles).runner.cancel(batch)
 
 
 ROUTES = (

@@ -45,9 +45,9 @@ async def chat_completions(request: Request) -> HeldResponse:
 
 
 async def _submit(
-    request: Request, state: Served, body: ChatCompletionRequest, call: ChatCall
+    request: Request, served: Served, body: ChatCompletionRequest, call: ChatCall
 ) -> list[RequestStream]:
-    return await submit_chat(request, state, call)
+    return await submit_chat(request, served, call)
 
 
 class ChatAnswer:
@@ -55,13 +55,13 @@ class ChatAnswer:
 
     def __init__(
         self,
-        state: Served,
+        served: Served,
         body: ChatCompletionRequest,
         request_id: str,
         generation: Generation,
     ) -> None:
         self._id = f"chatcmpl-{request_id}"
-        self._state = state
+        self._state = served
         self._body = body
         self._generation = generation
         self._created = int(time.time())
@@ -72,9 +72,9 @@ class ChatAnswer:
             "chat.completion.chunk",
             self._id,
             self._created,
-            state.llm.config.name,
-            stream_options(body.stream_options, state.config.enable_force_include_usage),
-            state.fingerprint,
+            served.llm.config.name,
+            stream_options(body.stream_options, served.config.enable_force_include_usage),
+            served.fingerprint,
         )
         count = (body.n or 1) if body.stream else 0
         self._plain = [PlainChunks(self._chunks, index) for index in range(count)]

@@ -52,21 +52,21 @@ async def completions(request: Request) -> HeldResponse:
     return await generate(request, DECODER, _asked, _submit, CompletionAnswer)
 
 
-def _asked(state: Served, body: CompletionRequest) -> Asked:
+def _asked(served: Served, body: CompletionRequest) -> Asked:
     prompts = body.prompts()
     if body.suffix:
-        prompts = _filled(state, prompts, body.suffix)
-    asked = Asked(prompts, _params(state, body))
+        prompts = _filled(served, prompts, body.suffix)
+    asked = Asked(prompts, _params(served, body))
     check_rules(asked.params, len(asked.prompts))
     return asked
 
 
-def _filled(state: Served, prompts: list[str | list[int]], suffix: str) -> list[str | list[int]]:
+def _filled(served: Served, prompts: list[str | list[int]], suffix: str) -> list[str | list[int]]:
     """Prompts for what stands between each of these and the suffix. Raises InvalidRequestError."""
-    marks = fim_marks(state.llm.tokenizer)
+    marks = fim_marks(served.llm.tokenizer)
     if marks is None:
         raise InvalidRequestError(
-            f"suffix is not served: model {state.llm.config.name!r} has no tokens for filling into"
+            f"suffix is not served: model {served.llm.config.name!r} has no tokens for filling into"
             " the middle of a text; load one that has, such as Qwen/Qwen2.5-Coder-0.5B",
             param="suffix",
         )
@@ -78,10 +78,10 @@ def _filled(state: Served, prompts: list[str | list[int]], suffix: str) -> list[
 
 
 async def _submit(
-    request: Request, state: Served, body: CompletionRequest, asked: Asked
+    request: Request, served: Served, body: CompletionRequest, asked: Asked
 ) -> list[RequestStream]:
     """One engine request for each prompt; all or none. Raises what the engine refuses."""
-    return await state.llm.submit_all(
+    return await served.llm.submit_all(
         asked.prompts,
         asked.params,
         kind="delta" if body.stream else "final",
@@ -91,9 +91,9 @@ async def _submit(
     )
 
 
-def _params(state: Served, body: CompletionRequest) -> SamplingParams:
+def _params(served: Served, body: CompletionRequest) -> SamplingParams:
     params = body.sampling_params(
-        state.llm.default_sampling_params,
+        served.llm.default_sampling_params,
         max_tokens=body.token_limit,
         logprobs=body.logprobs,
     )
@@ -116,10 +116,10 @@ class CompletionAnswer:
     """Makes the wire format of one request's outputs. Choice j of prompt i has index i * n + j."""
 
     def __init__(
-        self, state: Served, body: CompletionRequest, request_id: str, generation: Generation
+        self, served: Served, body: CompletionRequest, request_id: str, generation: Generation
     ) -> None:
         self._id = f"cmpl-{request_id}"
-        self._state = state
+        self._state = served
         self._body = body
         self._generation = generation
         self._n = body.n or 1
@@ -130,9 +130,9 @@ class CompletionAnswer:
             "text_completion",
             self._id,
             self._created,
-            state.llm.config.name,
-            stream_options(body.stream_options, state.config.enable_force_include_usage),
-            state.fingerprint,
+            served.llm.config.name,
+            stream_options(body.stream_options, served.config.enable_force_include_usage),
+            served.fingerprint,
         )
         self._begin = b'%b{"index":0,"text":' % self._chunks.head
         self._end = b',"logprobs":null,"finish_reason":null}' + self._chunks.tail

@@ -69,38 +69,38 @@ def _is_beta(request: Request) -> bool:
     return bool(request.headers.get("anthropic-beta", "").strip())
 
 
-def _call(state: Served, body: MessagesRequest) -> ChatCall:
+def _call(served: Served, body: MessagesRequest) -> ChatCall:
     """`max_tokens` must be given in this API, and clients give what larger models hold: what the
     context cannot hold is cut. A budget for thoughts is nothing to a model without thoughts."""
     chat = chat_of(body)
     with MESSAGES_FIELDS.told():
         chat.check()
-        call = chat_call(state, chat, fit=True)
+        call = chat_call(served, chat, fit=True)
     return replace(call, options=replace(call.options, needs_budget=False))
 
 
 async def _submit(
-    request: Request, state: Served, body: MessagesRequest, call: ChatCall
+    request: Request, served: Served, body: MessagesRequest, call: ChatCall
 ) -> list[RequestStream]:
     with MESSAGES_FIELDS.told():
-        return await submit_chat(request, state, call, by_events=True)
+        return await submit_chat(request, served, call, by_events=True)
 
 
 async def count_tokens(request: Request) -> Response:
     """How many tokens the prompt of a Messages request has."""
-    state, client = served_of(request), client_of(request)
+    served, client = served_of(request), client_of(request)
     decoder = BETA_COUNT_TOKENS if _is_beta(request) else COUNT_TOKENS
 
     def parse(data: bytes) -> tuple[list[dict[str, Any]], ChatOptions]:
-        chat = chat_of(checked(data, state, decoder))
+        chat = chat_of(checked(data, served, decoder))
         with MESSAGES_FIELDS.told():
             chat.check()
         return chat.conversation(), chat.chat_options()
 
-    conversation, options = await read_json(request, state, parse)
+    conversation, options = await read_json(request, served, parse)
     async with counted(request) as admitted:
-        encoding = state.llm.encode_chat(
-            conversation, options, False, client, body_bytes(request), most_tokens(state)
+        encoding = served.llm.encode_chat(
+            conversation, options, False, client, body_bytes(request), most_tokens(served)
         )
         tokens = await while_there(request.receive, encoding)
         admitted.num_tokens = len(tokens)
@@ -111,10 +111,10 @@ class MessagesAnswer:
     """Makes the wire format of one request's outputs."""
 
     def __init__(
-        self, state: Served, body: MessagesRequest, request_id: str, generation: Generation
+        self, served: Served, body: MessagesRequest, request_id: str, generation: Generation
     ) -> None:
         self._id = f"msg_{request_id}"
-        self._state = state
+        self._state = served
         self._body = body
         self._generation = generation
         self._events = ChatEvents(generation)

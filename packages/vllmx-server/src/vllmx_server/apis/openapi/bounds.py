@@ -33,12 +33,12 @@ class Bounds:
     vocab_size: int | None = None
 
     @classmethod
-    def of(cls, state: Served) -> Bounds:
+    def of(cls, served: Served) -> Bounds:
         """The server with this state."""
-        has_keys = not state.keys.is_open
-        if state.models is not None:
+        has_keys = not served.keys.is_open
+        if served.models is not None:
             return cls(None, has_keys, {})
-        info, pooler = state.llm.info, state.pooler
+        info, pooler = served.llm.info, served.pooler
         tasks: frozenset[Task] = frozenset(["generate"] if pooler is None else pooler.tasks)
         greatest = {"truncate_prompt_tokens": info.max_model_len}
         if info.max_logprobs >= 0:

@@ -33,13 +33,13 @@ class Document:
 
 async def document(request: Request) -> Response:
     """What all routes take and answer, as OpenAPI 3.1, with the bounds of this server."""
-    state = served_of(request)
-    known = state.store(Document)
+    served = served_of(request)
+    known = served.store(Document)
     if known.json is None:
         from vllmx_server.apis.openapi.bounds import Bounds  # most servers are never asked
         from vllmx_server.apis.openapi.document import encoded
 
-        known.json = await asyncio.to_thread(encoded, state.routes, Bounds.of(state))
+        known.json = await asyncio.to_thread(encoded, served.routes, Bounds.of(served))
     return Response(known.json, media_type="application/json")
 
 

@@ -33,43 +33,43 @@ _NAMED = msgspec.json.Decoder(NamedModel)
 
 async def load(request: Request) -> Response:
     """Loads a model; answered when it serves."""
-    state, name = await _named(request)
-    if state.models is not None and name != state.llm.config.name:
-        await state.models.host.load(name)
+    served, name = await _named(request)
+    if served.models is not None and name != served.llm.config.name:
+        await served.models.host.load(name)
     return answer(ModelState(model=name, state="loaded"))
 
 
 async def unload(request: Request) -> Response:
     """Ends a model's core, unless it is in use."""
-    state, name = await _named(request)
-    if state.models is None or name == state.llm.config.name:
+    served, name = await _named(request)
+    if served.models is None or name == served.llm.config.name:
         raise InvalidRequestError(
             f"model {shown(name)} gets the requests that name none, so it stays: stop the server"
             " instead (/shutdown)",
             param="model",
         )
-    await state.models.host.unload(name)
+    await served.models.host.unload(name)
     return answer(ModelState(model=name, state="unloaded"))
 
 
 async def sleep(request: Request) -> Response:
     """Ends the core of the first model, which frees its memory, until it is woken."""
-    state = served_of(request)
-    await state.processes.sleep()
-    return answer(ModelState(model=state.llm.config.name, state="unloaded"))
+    served = served_of(request)
+    await served.processes.sleep()
+    return answer(ModelState(model=served.llm.config.name, state="unloaded"))
 
 
 async def wake(request: Request) -> Response:
     """Starts it again; answered when it serves."""
-    state = served_of(request)
-    await state.processes.wake()
-    return answer(ModelState(model=state.llm.config.name, state="loaded"))
+    served = served_of(request)
+    await served.processes.wake()
+    return answer(ModelState(model=served.llm.config.name, state="loaded"))
 
 
 async def reset_prefix_cache(request: Request) -> Response:
     """Forgets the cached prefixes of all models that are loaded; false where requests run."""
-    state = served_of(request)
-    states = [state] if state.models is None else await state.models.loaded()
+    served = served_of(request)
+    states = [served] if served.models is None else await served.models.loaded()
     done = {each.llm.config.name: await each.llm.reset_prefix_cache() for each in states}
     return answer(PrefixCachesReset(reset=done))
 
@@ -81,14 +81,14 @@ async def shutdown(request: Request) -> Response:
 
 
 async def _named(request: Request) -> tuple[Served, str]:
-    state = served_of(request)
-    with state.bodies.hold(client_of(request)) as held:
-        data = await read_body(request, state.config, held)
+    served = served_of(request)
+    with served.bodies.hold(client_of(request)) as held:
+        data = await read_body(request, served.config, held)
     name = decode(data, _NAMED).model
-    if state.models is not None:
-        return state, state.models.name_of(name)
-    state.check_model(name)
-    return state, name
+    if served.models is not None:
+        return served, served.models.name_of(name)
+    served.check_model(name)
+    return served, name
 
 
 _TEXT = "For holders of a key of `--admin-key`, or of one with `admin` in the file of keys."

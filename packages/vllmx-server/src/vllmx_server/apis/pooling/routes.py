@@ -118,22 +118,22 @@ async def _vectors(
     kind: Callable[..., PoolingList],
     task: Task,
 ) -> Response:
-    state = served_of(request)
-    pooler = state.pooler
+    served = served_of(request)
+    pooler = served.pooler
 
     def prepare(body: Vectors) -> list[PoolingText]:
         nonlocal task
         if isinstance(body, PoolingRequest) and body.task is not None:
             task = body.task
-        found = pooler_for(task, pooler, state.llm.config.name)
+        found = pooler_for(task, pooler, served.llm.config.name)
         check_dimensions(body.dimensions, found)
         return body.inputs()
 
-    body, inputs = await read(request, state, decoder, prepare)
-    inputs = inputs or await _written(request, state, body)
+    body, inputs = await read(request, served, decoder, prepare)
+    inputs = inputs or await _written(request, served, body)
     normalize = body.normalize is not False
     special = body.add_special_tokens is not False
-    pooled = await pool(request, state, body, task, inputs, special=special, normalize=normalize)
+    pooled = await pool(request, served, body, task, inputs, special=special, normalize=normalize)
 
     def row(index: int, each: Pooled) -> Any:
         values = shortened(each.values, body.dimensions, normalize=normalize)
@@ -142,7 +142,7 @@ async def _vectors(
         return row_of(index, values.tolist())
 
     rows = (row(index, each) for index, each in enumerate(pooled))
-    return _answer(request, state, body, kind, rows, pooled)
+    return _answer(request, served, body, kind, rows, pooled)
 
 
 def check_dimensions(dimensions: int | None, pooler: Pooler) -> None:
@@ -165,25 +165,25 @@ def shortened(values: F32, dimensions: int | None, *, normalize: bool) -> F32:
 
 async def classify(request: Request) -> Response:
     """The probabilities of the model's classes for each input."""
-    state = served_of(request)
+    served = served_of(request)
 
     def prepare(body: ClassifyRequest) -> list[PoolingText]:
-        pooler_for("classify", state.pooler, state.llm.config.name)
+        pooler_for("classify", served.pooler, served.llm.config.name)
         return body.inputs()
 
-    body, inputs = await read(request, state, CLASSIFY, prepare)
-    inputs = inputs or await _written(request, state, body)
+    body, inputs = await read(request, served, CLASSIFY, prepare)
+    inputs = inputs or await _written(request, served, body)
     pooled = await pool(
         request,
-        state,
+        served,
         body,
         "classify",
         inputs,
         special=body.add_special_tokens is not False,
         normalize=is_activated(body),
     )
-    assert state.pooler is not None
-    labels = state.pooler.labels
+    assert served.pooler is not None
+    labels = served.pooler.labels
 
     def row(index: int, each: Pooled) -> Classified:
         best = int(each.values.argmax())
@@ -192,36 +192,36 @@ async def classify(request: Request) -> Response:
         return Classified(index=index, label=label, probs=probs, num_classes=len(probs))
 
     rows = (row(index, each) for index, each in enumerate(pooled))
-    return _answer(request, state, body, ClassifiedList, rows, pooled)
+    return _answer(request, served, body, ClassifiedList, rows, pooled)
 
 
 async def score(request: Request) -> Response:
     """How well texts belong together."""
-    state = served_of(request)
+    served = served_of(request)
 
     def prepare(body: ScoreRequest) -> list[PoolingText]:
-        pooler_for("score", state.pooler, state.llm.config.name)
+        pooler_for("score", served.pooler, served.llm.config.name)
         return body.pairs()
 
-    body, pairs = await read(request, state, SCORE, prepare)
+    body, pairs = await read(request, served, SCORE, prepare)
     normalize = is_activated(body)
-    pooled = await pool(request, state, body, "score", pairs, normalize=normalize)
+    pooled = await pool(request, served, body, "score", pairs, normalize=normalize)
     rows = (Score(index=index, score=float(each.values[0])) for index, each in enumerate(pooled))
-    return _answer(request, state, body, ScoreList, rows, pooled)
+    return _answer(request, served, body, ScoreList, rows, pooled)
 
 
 async def rerank(request: Request) -> Response:
     """Documents by how well they answer a query, the best first."""
-    state = served_of(request)
+    served = served_of(request)
 
     def prepare(body: RerankRequest) -> list[PoolingText]:
-        pooler_for("score", state.pooler, state.llm.config.name)
+        pooler_for("score", served.pooler, served.llm.config.name)
         return [PoolingText(body.query, pair=text) for text in body.texts()]
 
-    body, pairs = await read(request, state, RERANK, prepare)
+    body, pairs = await read(request, served, RERANK, prepare)
     normalize = is_activated(body)
     with RERANK_FIELDS.told():
-        pooled = await pool(request, state, body, "score", pairs, normalize=normalize)
+        pooled = await pool(request, served, body, "score", pairs, normalize=normalize)
     scores = np.array([each.values[0] for each in pooled])
     order = np.argsort(-scores, kind="stable")[: body.top_n or len(pairs)]
 
@@ -235,7 +235,7 @@ async def rerank(request: Request) -> Response:
 
     answer = Ranking(
         id=f"rerank-{request_id_of(request, body)}",
-        model=state.llm.config.name,
+        model=served.llm.config.name,
         usage=_usage(pooled),
         results=lazily(map(row, order.tolist())),
     )
@@ -245,40 +245,40 @@ async def rerank(request: Request) -> Response:
 # --- what they have in common ---------------------------------------------------------------------
 async def read(
     request: Request,
-    state: Served,
+    served: Served,
     decoder: msgspec.json.Decoder[Body],
     prepare: Callable[[Body], list[PoolingText]],
 ) -> tuple[Body, list[PoolingText]]:
     """The checked body, and what `prepare` makes of it."""
 
     def parse(data: bytes) -> tuple[Body, list[PoolingText]]:
-        body = checked(data, state, decoder)
+        body = checked(data, served, decoder)
         return body, prepare(body)
 
-    state.check_admission()
-    return await read_json(request, state, parse)
+    served.check_admission()
+    return await read_json(request, served, parse)
 
 
-async def _written(request: Request, state: Served, body: InputFields) -> list[PoolingText]:
+async def _written(request: Request, served: Served, body: InputFields) -> list[PoolingText]:
     """The conversation of a body as the chat template writes it. Raises TemplateError,
     InvalidRequestError."""
-    check_template(state, body.chat_template)
+    check_template(served, body.chat_template)
     client, size = client_of(request), body_bytes(request)
-    conversation = await state.llm.text.run(client, size, lambda _: body.conversation())
-    encoding = state.llm.encode_chat(
+    conversation = await served.llm.text.run(client, size, lambda _: body.conversation())
+    encoding = served.llm.encode_chat(
         conversation,
         body.chat_options(),
         bool(body.add_special_tokens),
         client,
         size,
-        most_tokens(state),
+        most_tokens(served),
     )
     return [PoolingText(ids=await while_there(request.receive, encoding))]
 
 
 async def pool(
     request: Request,
-    state: Served,
+    served: Served,
     body: PooledBody,
     task: Task,
     inputs: list[PoolingText],
@@ -289,30 +289,30 @@ async def pool(
 ) -> list[Pooled]:
     """What the model makes of each input, counted for the key of the request."""
     started_s = time.monotonic()
-    pooler = pooler_for(task, state.pooler, state.llm.config.name)
+    pooler = pooler_for(task, served.pooler, served.llm.config.name)
     caller = caller_of(request, body)
-    limit = first_tokens(body.truncate_prompt_tokens, state.llm.info.max_model_len)
+    limit = first_tokens(body.truncate_prompt_tokens, served.llm.info.max_model_len)
     options = PoolingOptions(special, limit, normalize, caller, prompt_name)
-    release = await state.admit(request, body_bytes(request) // BYTES_OF_TOKEN)
+    release = await served.admit(request, body_bytes(request) // BYTES_OF_TOKEN)
     try:
         found = await while_there(
             request.receive,
             pooler.pool(task, inputs, options),
-            deadline_of(request, state.config),
+            deadline_of(request, served.config),
         )
         release.usage = Usage(sum(each.num_tokens for each in found))
-        _note(request, state, started_s, found)
+        _note(request, served, started_s, found)
         return found
     finally:
         release()
 
 
-def _note(request: Request, state: Served, started_s: float, pooled: Sequence[Pooled]) -> None:
+def _note(request: Request, served: Served, started_s: float, pooled: Sequence[Pooled]) -> None:
     """Tells /metrics, and the trace if there is one, when things happened."""
     texts = [text for each in pooled for text in each.texts]
     seconds = time.monotonic() - started_s
     for text in texts:
-        state.metrics.finish_pooled(text.metrics, text.num_tokens, seconds)
+        served.metrics.finish_pooled(text.metrics, text.num_tokens, seconds)
     if (trace := trace_of(request)) is not None:
         trace.texts = texts
 
@@ -324,7 +324,7 @@ def _usage(pooled: Sequence[Pooled]) -> PoolingUsage:
 
 def _answer(
     request: Request,
-    state: Served,
+    served: Served,
     body: PoolingFields,
     kind: Callable[..., PoolingList],
     rows: Iterator[Any],
@@ -333,7 +333,7 @@ def _answer(
     answer = kind(
         id=f"pool-{request_id_of(request, body)}",
         created=int(time.time()),
-        model=state.llm.config.name,
+        model=served.llm.config.name,
         data=lazily(rows),
         usage=_usage(pooled),
     )

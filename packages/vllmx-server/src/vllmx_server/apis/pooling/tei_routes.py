@@ -33,18 +33,24 @@ from vllmx_server.schema.json_pieces import Items, json_pieces
 
 async def embed(request: Request) -> Response:
     """A vector for each input, in TEI's shape."""
-    state = served_of(request)
+    served = served_of(request)
 
     def prepare(body: EmbedRequest) -> list[PoolingText]:
-        found = pooler_for("embed", state.pooler, state.llm.config.name)
+        found = pooler_for("embed", served.pooler, served.llm.config.name)
         check_dimensions(body.dimensions, found)
         return body.texts()
 
-    body, inputs = await read(request, state, EMBED, prepare)
+    body, inputs = await read(request, served, EMBED, prepare)
     normalize = body.normalize is not False
     with TEI_EMBED_FIELDS.told():
         pooled = await pool(
-            request, state, body, "embed", inputs, normalize=normalize, prompt_name=body.prompt_name
+            request,
+            served,
+            body,
+            "embed",
+            inputs,
+            normalize=normalize,
+            prompt_name=body.prompt_name,
         )
     rows = (
         shortened(each.values, body.dimensions, normalize=normalize).tolist() for each in pooled
@@ -63,15 +69,15 @@ def _meant(names: Collection[str]) -> Endpoint:
 
 
 async def _rank_texts(request: Request) -> Response:
-    state = served_of(request)
+    served = served_of(request)
 
     def prepare(body: RankTextsRequest) -> list[PoolingText]:
-        pooler_for("score", state.pooler, state.llm.config.name)
+        pooler_for("score", served.pooler, served.llm.config.name)
         return body.pairs()
 
-    body, pairs = await read(request, state, RANK_TEXTS, prepare)
+    body, pairs = await read(request, served, RANK_TEXTS, prepare)
     with TEI_RERANK_FIELDS.told():
-        pooled = await pool(request, state, body, "score", pairs, normalize=not body.raw_scores)
+        pooled = await pool(request, served, body, "score", pairs, normalize=not body.raw_scores)
     scores = np.array([each.values[0] for each in pooled])
     order = np.argsort(-scores, kind="stable")
 

@@ -43,12 +43,12 @@ class ResponseAnswer:
 
     def __init__(
         self,
-        state: Served,
+        served: Served,
         owner: str,
         body: ResponsesRequest,
         generation: Generation | ToolRounds,
     ) -> None:
-        self._state = state
+        self._served = served
         self._owner = owner
         self._body = body
         self._generation = generation
@@ -64,7 +64,7 @@ class ResponseAnswer:
         self._number = 0
         self.is_cancelled = False
         self.stored = StoredResponse(
-            response=_fields(body, state.llm.config.name), input=named(items_of(body))
+            response=_fields(body, served.llm.config.name), input=named(items_of(body))
         )
         self._response = self.stored.response
 
@@ -136,14 +136,14 @@ class ResponseAnswer:
         streamed."""
         if self._body.is_stored:
             told = events if self._body.stream else ()
-            await self._state.store(KeptResponses).responses.save(self._owner, self.stored, told)
+            await self._served.store(KeptResponses).responses.save(self._owner, self.stored, told)
 
     async def _converse(self) -> None:
         """Adds what was asked and answered to the conversation, unless that was deleted
         meanwhile."""
         name = self._body.conversation_id
         if name is not None:
-            conversations = self._state.store(KeptResponses).conversations
+            conversations = self._served.store(KeptResponses).conversations
             with contextlib.suppress(ConversationNotKnownError):
                 await conversations.add(self._owner, name, self.stored.items(), spare=MAX_ITEMS)
 

@@ -51,18 +51,18 @@ def _place(request: Request) -> tuple[Conversations, str, str]:
 
 async def create(request: Request) -> Response:
     """Creates a conversation, with items if some are given."""
-    state = served_of(request)
+    served = served_of(request)
 
     def parse(data: bytes) -> CreateConversation:
-        body = checked(data, state, CREATE)
+        body = checked(data, served, CREATE)
         check_items(body.items or (), "items")
         return body
 
-    state.check_admission()
-    body = await read_json(request, state, parse)
+    served.check_admission()
+    body = await read_json(request, served, parse)
     made = ConversationObject(id=new_id("conv_"), created_at=now(), metadata=body.metadata or {})
     items = named(body.items or ())
-    await state.store(KeptResponses).conversations.create(owner_of(request), made, items)
+    await served.store(KeptResponses).conversations.create(owner_of(request), made, items)
     return answer(made)
 
 
@@ -74,8 +74,8 @@ async def retrieve(request: Request) -> Response:
 
 async def update(request: Request) -> Response:
     """Replaces the metadata of a conversation."""
-    state = served_of(request)
-    body = await read_json(request, state, partial(checked, state=state, decoder=UPDATE))
+    served = served_of(request)
+    body = await read_json(request, served, partial(checked, served=served, decoder=UPDATE))
     conversations, owner, name = _place(request)
     return answer(await conversations.update(owner, name, body.metadata or {}))
 
@@ -90,15 +90,15 @@ async def delete(request: Request) -> Response:
 async def add_items(request: Request) -> Response:
     """Appends items to a conversation."""
     check_query(request, *_INCLUDE)
-    state = served_of(request)
+    served = served_of(request)
 
     def parse(data: bytes) -> AddItems:
-        body = checked(data, state, ADD)
+        body = checked(data, served, ADD)
         check_items(body.items, "items")
         return body
 
-    state.check_admission()
-    body = await read_json(request, state, parse)
+    served.check_admission()
+    body = await read_json(request, served, parse)
     conversations, owner, name = _place(request)
     items = await conversations.add(owner, name, named(body.items))
     return await _listed(request, items, False, body_bytes(request))

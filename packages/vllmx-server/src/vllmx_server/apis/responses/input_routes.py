@@ -45,17 +45,17 @@ _KEPT = ("user", "system", "developer")
 
 async def input_tokens(request: Request) -> Response:
     """Counts the tokens of the prompt that a response would have."""
-    state, client = served_of(request), client_of(request)
+    served, client = served_of(request), client_of(request)
 
     def parse(data: bytes) -> tuple[ResponsesRequest, Asked]:
-        body = checked(data, state, INPUT_TOKENS).request()
-        return body, asked_of(request, state, body)
+        body = checked(data, served, INPUT_TOKENS).request()
+        return body, asked_of(request, served, body)
 
-    body, asked = await read_json(request, state, parse)
+    body, asked = await read_json(request, served, parse)
     async with counted(request) as admitted:
-        call = await call_of(request, state, body, asked)
-        encoding = state.llm.encode_chat(
-            call.conversation, call.options, False, client, body_bytes(request), most_tokens(state)
+        call = await call_of(request, served, body, asked)
+        encoding = served.llm.encode_chat(
+            call.conversation, call.options, False, client, body_bytes(request), most_tokens(served)
         )
         with RESPONSES_FIELDS.told():
             tokens = await while_there(request.receive, encoding)
@@ -78,29 +78,29 @@ class _Compaction:
         self._kept: list[InputItem] = []
         self._generation: Generation
 
-    def asked(self, state: Served, body: CompactRequest) -> ResponsesRequest:
+    def asked(self, served: Served, body: CompactRequest) -> ResponsesRequest:
         """The request for the summary. Raises InvalidRequestError for items that are not served."""
         asked = body.request()
         chat_of(asked, ())
         return asked
 
     async def submit(
-        self, request: Request, state: Served, body: CompactRequest, asked: ResponsesRequest
+        self, request: Request, served: Served, body: CompactRequest, asked: ResponsesRequest
     ) -> list[RequestStream]:
         """Starts the summary. Raises what the engine refuses."""
-        before = await items_before(request, state, asked)
+        before = await items_before(request, served, asked)
         items = named([*before, *items_of(body.past())])
         self._kept = [item for item in items if item.role in _KEPT]
         with RESPONSES_FIELDS.told():
-            call = await state.llm.text.run(
+            call = await served.llm.text.run(
                 client_of(request),
                 body_bytes(request),
-                lambda _: chat_call(state, chat_of(asked, before), fit=True),
+                lambda _: chat_call(served, chat_of(asked, before), fit=True),
             )
-            return await submit_chat(request, state, call, by_events=True)
+            return await submit_chat(request, served, call, by_events=True)
 
     def answer(
-        self, state: Served, body: CompactRequest, request_id: str, generation: Generation
+        self, served: Served, body: CompactRequest, request_id: str, generation: Generation
     ) -> _Compaction:
         """See `generate`."""
         self._generation = generation

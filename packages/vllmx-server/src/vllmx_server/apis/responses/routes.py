@@ -86,40 +86,40 @@ Asked: TypeAlias = "ChatCall | ToolRequest | None"
 
 async def create(request: Request) -> Response | HeldResponse:
     """Answers, streamed or not, or goes on in the background."""
-    state, owner, started_s = served_of(request), owner_of(request), time.monotonic()
-    deadline = deadline_of(request, state.config)
+    served, owner, started_s = served_of(request), owner_of(request), time.monotonic()
+    deadline = deadline_of(request, served.config)
 
     def parse(data: bytes) -> tuple[ResponsesRequest, Asked]:
-        body = checked(data, state, RESPONSES)
-        info = state.llm.info
+        body = checked(data, served, RESPONSES)
+        info = served.llm.info
         resolve_logprobs("top_logprobs", body.top_logprobs, info.max_logprobs, info.vocab_size)
-        if body.background and not state.processes.leads:
+        if body.background and not served.processes.leads:
             raise _ElsewhereError(data)
-        return body, asked_of(request, state, body)
+        return body, asked_of(request, served, body)
 
-    state.check_admission()
+    served.check_admission()
     try:
-        body, asked = await read_json(request, state, parse)
+        body, asked = await read_json(request, served, parse)
     except _ElsewhereError as found:
-        return await state.processes.relay(request, found.data)
-    release = await state.admit(request, expected_tokens(body_bytes(request), body))
+        return await served.processes.relay(request, found.data)
+    release = await served.admit(request, expected_tokens(body_bytes(request), body))
     try:
-        submit = _submit(request, state, body, asked)
+        submit = _submit(request, served, body, asked)
         streams = await unless_gone(request.receive, submit, deadline)
     except BaseException:
         release()
         raise
     generation: Generation | ToolRounds
     if asked is None or isinstance(asked, ChatCall):
-        generation = Generation(streams, state.metrics, started_s, deadline)
+        generation = Generation(streams, served.metrics, started_s, deadline)
     else:
         generation = asked.rounds(streams, started_s, deadline)
     release.usage = generation.usage
     if (trace := trace_of(request)) is not None:
         trace.generation = generation
-    made = ResponseAnswer(state, owner, body, generation)
+    made = ResponseAnswer(served, owner, body, generation)
     if not body.background:
-        return held(state, bool(body.stream), made, generation, release, FRAMING)
+        return held(served, bool(body.stream), made, generation, release, FRAMING)
     try:
         await made.keep()
     except BaseException:
@@ -128,57 +128,59 @@ async def create(request: Request) -> Response | HeldResponse:
         raise
     begun = answer(made.stored.response)
     running = Running(made, generation, release)
-    state.store(BackgroundResponses).begin(running)
+    served.store(BackgroundResponses).begin(running)
     return _followed(running, -1) if body.stream else begun
 
 
-def asked_of(request: Request, state: Served, body: ResponsesRequest) -> Asked:
+def asked_of(request: Request, served: Served, body: ResponsesRequest) -> Asked:
     """Prepares the call of a checked body; None: stored items are needed first. Raises
     InvalidRequestError, ForbiddenError."""
-    servers = state.store(KeptResponses).tool_servers
+    servers = served.store(KeptResponses).tool_servers
     names = None if servers is None else servers.names
     wanted = requested_servers(body, names, served_of(request).holder(request))
     if wanted:  # imported where there are servers of tools, at the start
         from vllmx_server.apis.responses.tool_request import ToolRequest
 
-        return ToolRequest(request, state, body, wanted, items_before)
-    return None if body.has_past else _call(state, body, ())
+        return ToolRequest(request, served, body, wanted, items_before)
+    return None if body.has_past else _call(served, body, ())
 
 
 async def call_of(
-    request: Request, state: Served, body: ResponsesRequest, asked: Asked
+    request: Request, served: Served, body: ResponsesRequest, asked: Asked
 ) -> ChatCall:
     """The first call of the model, after what is stored of the conversation and with the tools of
     servers."""
     if asked is None:
-        return await _continued(request, state, body)
+        return await _continued(request, served, body)
     return asked if isinstance(asked, ChatCall) else await asked.first_call()
 
 
 async def _submit(
-    request: Request, state: Served, body: ResponsesRequest, asked: Asked
+    request: Request, served: Served, body: ResponsesRequest, asked: Asked
 ) -> list[RequestStream]:
-    call = await call_of(request, state, body, asked)
+    call = await call_of(request, served, body, asked)
     with RESPONSES_FIELDS.told():
-        return await submit_chat(request, state, call, by_events=True)
+        return await submit_chat(request, served, call, by_events=True)
 
 
-def _call(state: Served, body: ResponsesRequest, before: Sequence[InputItem]) -> ChatCall:
+def _call(served: Served, body: ResponsesRequest, before: Sequence[InputItem]) -> ChatCall:
     chat = chat_of(body, before)
     with RESPONSES_FIELDS.told():
-        return chat_call(state, chat)
+        return chat_call(served, chat)
 
 
-async def _continued(request: Request, state: Served, body: ResponsesRequest) -> ChatCall:
+async def _continued(request: Request, served: Served, body: ResponsesRequest) -> ChatCall:
     """The call after the conversation that came before it."""
-    before = await items_before(request, state, body)
+    before = await items_before(request, served, body)
     size = body_bytes(request)
-    return await state.llm.text.run(client_of(request), size, lambda _: _call(state, body, before))
+    return await served.llm.text.run(
+        client_of(request), size, lambda _: _call(served, body, before)
+    )
 
 
-async def items_before(request: Request, state: Served, body: ResponsesRequest) -> list[InputItem]:
+async def items_before(request: Request, served: Served, body: ResponsesRequest) -> list[InputItem]:
     """The conversation that came before; its bytes are counted as the body's."""
-    kept, owner, most = state.store(KeptResponses), owner_of(request), state.config.max_body_bytes
+    kept, owner, most = served.store(KeptResponses), owner_of(request), served.config.max_body_bytes
     if body.conversation_id is not None:
         before, num_bytes = await kept.conversations.items(owner, body.conversation_id, most)
     elif body.previous_response_id is not None:
@@ -236,28 +238,28 @@ def _streamed(events: AsyncIterator[bytes]) -> Response:
 
 async def cancel(request: Request) -> Response:
     """Ends one in the background."""
-    state, name = served_of(request), request.path_params["id"]
-    found = await state.store(KeptResponses).responses.get(owner_of(request), name)
+    served, name = served_of(request), request.path_params["id"]
+    found = await served.store(KeptResponses).responses.get(owner_of(request), name)
     if not found.response["background"]:
         raise InvalidRequestError(
             f"response {found.id} was not made in the background: only those can be cancelled"
         )
-    running = state.store(BackgroundResponses).get(found.id)
+    running = served.store(BackgroundResponses).get(found.id)
     if running is not None:
         await running.cancel()
-        found = await state.store(KeptResponses).responses.get(owner_of(request), name)
+        found = await served.store(KeptResponses).responses.get(owner_of(request), name)
     return answer(found.response)
 
 
 async def delete(request: Request) -> Response:
     """Forgets one; one in the background ends."""
-    state, name = served_of(request), request.path_params["id"]
+    served, name = served_of(request), request.path_params["id"]
     owner = owner_of(request)
-    found = await state.store(KeptResponses).responses.get(owner, name)
-    running = state.store(BackgroundResponses).get(found.id)
+    found = await served.store(KeptResponses).responses.get(owner, name)
+    running = served.store(BackgroundResponses).get(found.id)
     if running is not None:
         await running.cancel()
-    await state.store(KeptResponses).responses.delete(owner, name)
+    await served.store(KeptResponses).responses.delete(owner, name)
     return answer(Deleted(id=found.id, object="response"))
 
 

@@ -42,15 +42,15 @@ class ToolRequest:
     def __init__(
         self,
         request: Request,
-        state: Served,
+        served: Served,
         body: ResponsesRequest,
         wanted: Sequence[RequestedServer],
         before: Before,
     ) -> None:
-        servers = state.store(KeptResponses).tool_servers
+        servers = served.store(KeptResponses).tool_servers
         assert servers is not None
         self._request = request
-        self._state = state
+        self._served = served
         self._body = body
         self._wanted = wanted
         self._read = before
@@ -69,7 +69,7 @@ class ToolRequest:
         offered = {label: self._servers.tools(label) for label in labels}
         self._tools = RequestTools(self._body, self._wanted, offered)
         self._check_choice()
-        self._before = await self._read(self._request, self._state, self._body)
+        self._before = await self._read(self._request, self._served, self._body)
         self._num_bytes = body_bytes(self._request)
         self._num_bytes += len(msgspec.json.encode(self._tools.functions))
         return await self._built((), 0, False)
@@ -89,7 +89,7 @@ class ToolRequest:
         self, streams: list[RequestStream], started_s: float, deadline: Deadline
     ) -> ToolRounds:
         """What follows on the first answer."""
-        body, config = self._body, self._state.config
+        body, config = self._body, self._served.config
         known = {
             item.server_label
             for item in (*self._before, *items_of(body))
@@ -101,7 +101,7 @@ class ToolRequest:
             self._tools,
             self._servers,
             {label: fault for label, fault in self._faults.items() if label not in known or fault},
-            metrics=self._state.metrics,
+            metrics=self._served.metrics,
             started_s=started_s,
             deadline=deadline,
             max_rounds=config.mcp_max_rounds,
@@ -114,12 +114,12 @@ class ToolRequest:
     ) -> list[RequestStream]:
         call = await self._built(after, used, is_last)
         with RESPONSES_FIELDS.told():
-            return await submit_chat(self._request, self._state, call, by_events=True)
+            return await submit_chat(self._request, self._served, call, by_events=True)
 
     async def _built(self, after: Sequence[ChatMessage], used: int, is_last: bool) -> ChatCall:
         size = self._num_bytes + sum(len(each.content or ()) for each in after)
         self._request.scope["state"]["body_bytes"] = size
-        return await self._state.llm.text.run(
+        return await self._served.llm.text.run(
             client_of(self._request), size, lambda _: self._call(after, used, is_last)
         )
 
@@ -138,4 +138,4 @@ class ToolRequest:
         body = msgspec.structs.replace(self._body, tool_choice=choice)
         chat = chat_of(body, self._before, extend)
         with RESPONSES_FIELDS.told():
-            return chat_call(self._state, chat)
+            return chat_call(self._served, chat)

@@ -18,14 +18,14 @@ async def usage(request: Request) -> Response:
     """Answers the usage of the key that asks; of all keys for one with `admin`, and on the socket
     of operators."""
     check_query(request)
-    state, client = served_of(request), owner_of(request)
-    holder = state.keys.holder(client)
-    found = await state.usage.all()
+    served, client = served_of(request), owner_of(request)
+    holder = served.keys.holder(client)
+    found = await served.usage.all()
     is_admin = holder.record is not None and holder.record.admin
     is_admin = is_admin or "is_operator" in request.scope["state"]
     clients = sorted({*found, client}) if is_admin else [client]
     rows = [
-        KeyUsed(key=state.keys.holder(each).name, **asdict(found.get(each, KeyUsage())))
+        KeyUsed(key=served.keys.holder(each).name, **asdict(found.get(each, KeyUsage())))
         for each in clients
     ]
     return answer(KeyUsedList(data=rows))

@@ -28,17 +28,17 @@ def _json(value: object, status: int = 200) -> Response:
     return Response(_encode(value), status, headers=headers, media_type="application/json")
 
 
-def _card(state: Served) -> ModelCard:
-    model, info = state.llm.config.model, state.llm.info
+def _card(served: Served) -> ModelCard:
+    model, info = served.llm.config.model, served.llm.info
     return ModelCard(
-        id=state.llm.config.name,
-        created=state.created,
+        id=served.llm.config.name,
+        created=served.created,
         root=info.path if model == DEMO_MODEL else model,
         max_model_len=info.max_model_len,
         input_modalities=_modalities(info.takes_images),
         permission=[],
-        aliases=() if state.models is None else state.models.aliases(state.llm.config.name),
-        state="unloaded" if state.llm.is_asleep else "loaded",
+        aliases=() if served.models is None else served.models.aliases(served.llm.config.name),
+        state="unloaded" if served.llm.is_asleep else "loaded",
         size_bytes=info.weight_bytes + info.kv_cache_bytes,
     )
 
@@ -52,9 +52,9 @@ async def models(request: Request) -> Response:
     return _json(ModelList(data=await _cards(served_of(request))))
 
 
-async def _cards(state: Served) -> list[ModelCard]:
+async def _cards(served: Served) -> list[ModelCard]:
     """A card for each name, as clients look for the one that they were given."""
-    cards = [_card(state), *await _others(state)]
+    cards = [_card(served), *await _others(served)]
     return [_called(name, card) for card in cards for name in (card.id, *card.aliases)]
 
 
@@ -63,14 +63,14 @@ def _called(name: str, card: ModelCard) -> ModelCard:
     return msgspec.structs.replace(card, id=name, aliases=others)
 
 
-async def _others(state: Served) -> list[ModelCard]:
+async def _others(served: Served) -> list[ModelCard]:
     """The models beside the default one, loaded or not."""
-    if state.models is None:
+    if served.models is None:
         return []
     return [
         ModelCard(
             id=card.name,
-            created=state.created,
+            created=served.created,
             root=card.root,
             max_model_len=card.max_model_len,
             input_modalities=None if card.takes_images is None else _modalities(card.takes_images),
@@ -80,15 +80,15 @@ async def _others(state: Served) -> list[ModelCard]:
             size_bytes=card.num_bytes,
             error=card.error,
         )
-        for card in await state.models.host.cards()
+        for card in await served.models.host.cards()
     ]
 
 
 async def model(request: Request) -> Response:
     """One model."""
-    state = served_of(request)
+    served = served_of(request)
     name = request.path_params["name"]
-    cards = {card.id: card for card in await _cards(state)}
+    cards = {card.id: card for card in await _cards(served)}
     if name not in cards:
         raise ModelNotFoundError(
             f"model {shown(name)} is not served here; served: {listing(cards)}", param="model"
@@ -98,25 +98,26 @@ async def model(request: Request) -> Response:
 
 async def live(request: Request) -> Response:
     """200 while the process answers, unless the engine is gone for good."""
-    state = served_of(request)
-    if state.llm.errored:
-        return _json(Health(status="dead", message=state.llm.trouble), 503)
+    served = served_of(request)
+    if served.llm.errored:
+        return _json(Health(status="dead", message=served.llm.trouble), 503)
     return _json(Health(status="live"))
 
 
 async def ready(request: Request) -> Response:
     """200 when requests are served; 503 while the core restarts or does not answer, or the server
     drains."""
-    state = served_of(request)
-    if state.admission.draining:
+    served = served_of(request)
+    if served.admission.draining:
         return _json(Health(status="draining"), 503)
-    if not state.llm.is_ready and not state.sleeps_idle:
+    if not served.llm.is_ready and not served.sleeps_idle:
         shown = Health(
-            status="unresponsive" if state.llm.is_silent else "starting", message=state.llm.trouble
+            status="unresponsive" if served.llm.is_silent else "starting",
+            message=served.llm.trouble,
         )
-        if state.llm.errored:
+        if served.llm.errored:
             shown.status = "dead"
-        elif state.llm.is_asleep:
+        elif served.llm.is_asleep:
             shown.status = "asleep"
         return _json(shown, 503)
     return _json(Health(status="ready"))
@@ -124,9 +125,9 @@ async def ready(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """Counters and histograms for Prometheus."""
-    state = served_of(request)
-    found = [state.metrics] if state.models is None else state.models.metrics()
-    counts = await state.processes.metric_counts({each.model: each.counts() for each in found})
+    served = served_of(request)
+    found = [served.metrics] if served.models is None else served.models.metrics()
+    counts = await served.processes.metric_counts({each.model: each.counts() for each in found})
     if counts:
         own = {each.model for each in found}
         others = dict.fromkeys(model for one in counts for model in one if model not in own)

@@ -27,37 +27,37 @@ _encode = msgspec.json.Encoder().encode
 
 async def tokenize(request: Request) -> Response:
     """Token ids of a text or of a rendered conversation."""
-    state = served_of(request)
+    served = served_of(request)
     client = client_of(request)
 
     def parse(data: bytes) -> tuple[TokenizeRequest, list[dict[str, Any]]]:
-        body = checked(data, state, TOKENIZE)
-        check_template(state, body.chat_template)
+        body = checked(data, served, TOKENIZE)
+        check_template(served, body.chat_template)
         return body, [each.for_template(index) for index, each in enumerate(body.messages or ())]
 
-    body, conversation = await read_json(request, state, parse)
+    body, conversation = await read_json(request, served, parse)
     async with counted(request) as admitted:
-        encoding = _tokens_of(state, body, conversation, client, body_bytes(request))
+        encoding = _tokens_of(served, body, conversation, client, body_bytes(request))
         tokens = await while_there(request.receive, encoding)
         admitted.num_tokens = len(tokens)
 
     def answer(_: object) -> bytes:
-        made = _tokenized(state, tokens, bool(body.return_token_strs))
+        made = _tokenized(served, tokens, bool(body.return_token_strs))
         # Here, for to free a million small values takes the loop as long as to make them.
         for values in (tokens, conversation, body.messages or []):
             values.clear()
         return made
 
     return Response(
-        await state.llm.text.run(client, len(tokens), answer), media_type="application/json"
+        await served.llm.text.run(client, len(tokens), answer), media_type="application/json"
     )
 
 
-def _tokenized(state: Served, tokens: list[int], with_strings: bool) -> bytes:
+def _tokenized(served: Served, tokens: list[int], with_strings: bool) -> bytes:
     made = _encode(
         Tokenized(
             count=len(tokens),
-            max_model_len=state.llm.info.max_model_len,
+            max_model_len=served.llm.info.max_model_len,
             tokens=tokens,
             token_strs=None,
         )
@@ -65,13 +65,13 @@ def _tokenized(state: Served, tokens: list[int], with_strings: bool) -> bytes:
     if not with_strings:
         return made
     # The last field, in pieces: a million texts at once would hold up all other threads.
-    entry = state.llm.tokenizer.id_to_token
+    entry = served.llm.tokenizer.id_to_token
     strings = json_pieces(Items(entry(token) or "" for token in tokens))
     return b"".join((made.removesuffix(b"null}"), *strings, b"}"))
 
 
 async def _tokens_of(
-    state: Served,
+    served: Served,
     body: TokenizeRequest,
     conversation: list[dict[str, Any]],
     client: str,
@@ -79,31 +79,31 @@ async def _tokens_of(
 ) -> list[int]:
     if body.prompt is not None:
         special = body.add_special_tokens is not False
-        limit = most_tokens(state)
-        return await state.llm.encode(body.prompt, special, client=client, limit=limit)
-    return await state.llm.encode_chat(
+        limit = most_tokens(served)
+        return await served.llm.encode(body.prompt, special, client=client, limit=limit)
+    return await served.llm.encode_chat(
         conversation,
         body.chat_options(),
         bool(body.add_special_tokens),
         client,
         num_bytes,
-        most_tokens(state),
+        most_tokens(served),
     )
 
 
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
-    state = served_of(request)
+    served = served_of(request)
     client = client_of(request)
 
     def parse(data: bytes) -> DetokenizeRequest:
-        body = checked(data, state, DETOKENIZE)
-        check_ids(body.tokens, state.llm.info.vocab_size)
+        body = checked(data, served, DETOKENIZE)
+        check_ids(body.tokens, served.llm.info.vocab_size)
         return body
 
-    body = await read_json(request, state, parse)
+    body = await read_json(request, served, parse)
     async with counted(request) as admitted:
-        text = await state.llm.decode(body.tokens, bool(body.skip_special_tokens), client=client)
+        text = await served.llm.decode(body.tokens, bool(body.skip_special_tokens), client=client)
         admitted.num_tokens = len(body.tokens)
 
     def answer(_: object) -> bytes:
@@ -111,7 +111,7 @@ async def detokenize(request: Request) -> Response:
         return _encode(Detokenized(prompt=text))
 
     return Response(
-        await state.llm.text.run(client, len(text), answer), media_type="application/json"
+        await served.llm.text.run(client, len(text), answer), media_type="application/json"
     )
 
 

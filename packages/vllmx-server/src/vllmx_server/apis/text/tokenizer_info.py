@@ -21,19 +21,19 @@ _FOLDERS = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file", "cach
 async def tokenizer_info(request: Request) -> Response:
     """The configuration of the tokenizer, as tokenizer_config.json has it, and the chat template
     that is in use. Raises ForbiddenError for a key that may not use the model."""
-    state = served_of(request)
-    served_of(request).holder(request).check_model(*state.names)
-    data = await state.llm.text.run(client_of(request), 0, lambda _: _encoded(state))
+    served = served_of(request)
+    served_of(request).holder(request).check_model(*served.names)
+    data = await served.llm.text.run(client_of(request), 0, lambda _: _encoded(served))
     return Response(data, media_type="application/json")
 
 
-def _encoded(state: Served) -> bytes:
-    tokenizer = state.llm.tokenizer
+def _encoded(served: Served) -> bytes:
+    tokenizer = served.llm.tokenizer
     found: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.config}
     for name in _FOLDERS:
         found.pop(name, None)
-    if state.llm.chat_template is not None:
-        found["chat_template"] = state.llm.chat_template
+    if served.llm.chat_template is not None:
+        found["chat_template"] = served.llm.chat_template
     # The standard library's, for such files hold integers of more than 64 bits.
     return json.dumps(found).encode()
 

@@ -42,7 +42,7 @@ class _Entry:
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
-        self.state: Served | None = None
+        self.served: Served | None = None
         self.metrics: Metrics | None = None
         """Kept while it is unloaded: counters never fall."""
         self.opening: asyncio.Task[Served] | None = None
@@ -50,14 +50,14 @@ class _Entry:
 
     @property
     def is_open(self) -> bool:
-        return self.state is not None and not self.state.llm.errored
+        return self.served is not None and not self.served.llm.errored
 
 
 class Models:
-    """Finds the state that answers for a model.
+    """Finds the `Served` of each model.
 
     Args:
-        default: the state of the model that requests without one get, always there.
+        default: of the model that requests without one get, always there.
         models: the configurations of all, the default's first.
         wait_s: how long a request waits for a model that loads.
 
@@ -102,7 +102,7 @@ class Models:
         entry = self._entries.get(name)
         return not self.sleeps_idle if entry is None else entry.is_open
 
-    async def state(self, name: str) -> Served:
+    async def served(self, name: str) -> Served:
         """What answers for a model, by its own name. Waits while it loads. Raises what loading
         met, and OverloadedError when that takes too long."""
         entry = self._entries.get(name)
@@ -110,8 +110,8 @@ class Models:
             await self._wake_idle()
             return self.default
         entry.used_s = time.monotonic()
-        if entry.is_open and entry.state is not None:
-            return entry.state
+        if entry.is_open and entry.served is not None:
+            return entry.served
         if entry.opening is None:
             entry.opening = asyncio.ensure_future(self._open(entry))
             entry.opening.add_done_callback(lambda task: _closed(entry, task))
@@ -126,16 +126,16 @@ class Models:
         if name not in self._entries:
             return self._leave_default()
         entry = self._entries[name]
-        state = entry.state
+        served = entry.served
         if entry.opening is not None or time.monotonic() - entry.used_s < _GRACE_S:
             return False
-        if state is None:
+        if served is None:
             return True
-        if state.llm.num_in_flight:
+        if served.llm.num_in_flight:
             return False
-        entry.state = None
-        state.metrics.is_open = False
-        await state.llm.shutdown()
+        entry.served = None
+        served.metrics.is_open = False
+        await served.llm.shutdown()
         return True
 
     async def close(self) -> None:
@@ -144,14 +144,14 @@ class Models:
             if entry.opening is not None:
                 entry.opening.cancel()
                 await asyncio.wait((entry.opening,))
-            if entry.state is not None:
-                await entry.state.llm.shutdown()
+            if entry.served is not None:
+                await entry.served.llm.shutdown()
 
     async def loaded(self) -> list[Served]:
-        """The states of all models that are loaded, whichever process had them loaded."""
+        """All models that are loaded, whichever process had them loaded."""
         names = [card.name for card in await self.host.cards() if card.state == "loaded"]
         default = [] if self.sleeps_idle else [self.default]
-        return default + [await self.state(name) for name in names]
+        return default + [await self.served(name) for name in names]
 
     def metrics(self) -> list[Metrics]:
         """The metrics of all models that were ever open here."""
@@ -189,13 +189,13 @@ class Models:
         attachment = await self.host.load(entry.config.name)
         async with await attach(attachment.core, attachment.door) as core:
             llm = await AsyncLLM.over(core)
-        previous, entry.state = entry.state, self._state(entry, llm)
+        previous, entry.served = entry.served, self._copy(entry, llm)
         if previous is not None:
             await previous.llm.shutdown()
-        return entry.state
+        return entry.served
 
-    def _state(self, entry: _Entry, llm: AsyncLLM) -> Served:
-        """Makes a state like the default's, but for what is the model's own."""
+    def _copy(self, entry: _Entry, llm: AsyncLLM) -> Served:
+        """Copies the default's for another model."""
         default = self.default
         llm.share(default.sharing.sequences(entry.config.name), default.sharing.texts)
         llm.divide(lambda: default.keys.has_several)
@@ -205,10 +205,10 @@ class Models:
             entry.metrics.follow(lambda: llm.stats, cache_labels(llm))
             entry.metrics.is_open = True
         llm.grammars.observer = entry.metrics
-        state = copy.copy(default)
-        state.llm, state.metrics, state.pooler = llm, entry.metrics, pooler_of(llm)
-        state.fingerprint = fingerprint(llm.info)
-        return state
+        served = copy.copy(default)
+        served.llm, served.metrics, served.pooler = llm, entry.metrics, pooler_of(llm)
+        served.fingerprint = fingerprint(llm.info)
+        return served
 
 
 def _closed(entry: _Entry, task: asyncio.Task[Served]) -> None:

@@ -1,4 +1,4 @@
-"""Finds the state that answers for the model that a body names, loading it where need be."""
+"""Finds the served that answers for the model that a body names, loading it where need be."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ def of_model(endpoint: Endpoint) -> Endpoint:
     body is left alone."""
 
     async def routed(request: Request) -> Any:
-        state = served_of(request)
-        if state.models is None:
+        served = served_of(request)
+        if served.models is None:
             return await endpoint(request)
-        state.admission.check()
-        with state.bodies.hold(client_of(request)) as held:
-            data = await read_body(request, state.config, held)
+        served.admission.check()
+        with served.bodies.hold(client_of(request)) as held:
+            data = await read_body(request, served.config, held)
             is_short = len(data) <= INLINE_BYTES
             peek = _peeked(data) if is_short else await asyncio.to_thread(_peeked, data)
-            name = state.models.name_of(peek.model)
+            name = served.models.name_of(peek.model)
             # before anything is loaded for it
-            served_of(request).holder(request).check_model(name, *state.models.aliases(name))
-            interval_s = state.config.sse_ping_interval_s
-            waiting = deadline_of(request, state.config).bound(state.models.state(name))
-            if not state.models.is_open(name) and peek.stream and interval_s:
+            served_of(request).holder(request).check_model(name, *served.models.aliases(name))
+            interval_s = served.config.sse_ping_interval_s
+            waiting = deadline_of(request, served.config).bound(served.models.served(name))
+            if not served.models.is_open(name) and peek.stream and interval_s:
                 opening = asyncio.ensure_future(waiting)
                 return _WaitingStream(opening, interval_s, endpoint, request, data)
             found = await waiting
@@ -77,9 +77,9 @@ def _peeked(data: bytes) -> _Peek:
         return _Peek()  # the route says what is wrong with it
 
 
-def _again(request: Request, data: bytes, state: Served) -> Request:
+def _again(request: Request, data: bytes, served: Served) -> Request:
     """The request as it came, its body unread, for one model."""
-    request.scope["state"]["server"] = state
+    request.scope["state"]["server"] = served
     return unread(request, data)
 
 
