@@ -26,7 +26,7 @@ REMAINING = {
     "vllmx-metal": 38,
     "vllmx-models": 227,
     "vllmx-server": 372,
-    "vllmx-testing": 35,
+    "vllmx-testing": 0,
     "vllmx-torch": 39,
     "vllmx-tp": 0,
     "docs": 309,
