@@ -26,7 +26,7 @@ REMAINING = {
     "vllmx-metal": 38,
     "vllmx-models": 227,
     "vllmx-server": 360,
-    "vllmx-testing": 36,
+    "vllmx-testing": 0,
     "vllmx-torch": 39,
     "vllmx-tp": 0,
     "docs": 280,

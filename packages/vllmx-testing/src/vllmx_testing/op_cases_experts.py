@@ -149,7 +149,7 @@ def _route_experts(builder: Builder, count: int) -> None:
 
 
 def _route_routed(ops: Ops, w: Weights, x: Value, spec: RouteSpec) -> Value:
-    """What reaches the logits tells which experts were asked, in proportion to their weights."""
+    """The logits depend on the chosen experts, in proportion to their weights."""
     logits = ops.linear(x, w["router"])
     ids, weights = ops.route(logits, spec, bias=w.get("bias"), factor=w.get("factor"))
     return ops.experts(x, ids, weights, w["gate_up"], w["down"], ExpertsSpec())

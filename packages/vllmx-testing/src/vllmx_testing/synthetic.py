@@ -37,7 +37,7 @@ from vllmx_core.weights.part import (
 )
 
 _SHARDS: Mapping[str, Shard] = {"out": "row", "down": "row", "head": "vocab"}
-"""How ranks divide matrices, by the end of their names; others are cut along their rows."""
+"""Axis that ranks cut a matrix along, by the end of its name; the default is its rows."""
 Body = Callable[[Ops, Mapping[str, Weight], StepInputs], Array]
 
 
