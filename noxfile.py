@@ -54,6 +54,17 @@ def installed(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """Builds the site into build/site, with the pages that are made from the code. A link that
+    leads nowhere is an error."""
+    session.install("-r", "requirements.txt", "mkdocs-material==9.8.2")
+    for name in ("api", "flags", "models", "modules"):
+        session.run("python", f"docs/list_{name}.py")
+    session.run("python", "docs/make_site.py")
+    session.run("mkdocs", "build", "--strict")
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """One benchmark: `nox -s bench -- host`, `-- serve`, `-- startup`, `-- peers_cpu`."""
     session.install("-r", "requirements-dev.txt")
