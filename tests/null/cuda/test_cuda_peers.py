@@ -17,7 +17,7 @@ from vllmx_cuda.device.nccl import NcclRanks
 from vllmx_cuda.device.peers import UnreachableError
 from vllmx_cuda.device.ranks import Share, Ties
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS
-from vllmx_cuda.kernel_specs.one_shot import MAX_RANKS, parts_at
+from vllmx_cuda.kernel_specs.ranks import MAX_RANKS, parts_at
 from vllmx_cuda.program.one_shot import OneShot
 
 from .cupy_fakes import CUDARuntimeError

@@ -21,7 +21,7 @@ from vllmx_cuda.device.device import Device
 from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.device.ranks import Peers, Share
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant
-from vllmx_cuda.kernel_specs.one_shot import MAX_RANKS
+from vllmx_cuda.kernel_specs.ranks import MAX_RANKS
 
 logger = logging.getLogger("vllmx.cuda")
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from vllmx_core.plan import AnyArray
 
 from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs import vector_width
-from vllmx_cuda.kernel_specs.one_shot import blocks_at_once, parts_at
+from vllmx_cuda.kernel_specs.ranks import blocks_at_once, parts_at
 
 MOST_BYTES = 512 << 10
 """What a sum must stay below: of more, NCCL reads less over the links."""

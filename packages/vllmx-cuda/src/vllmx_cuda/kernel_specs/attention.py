@@ -5,16 +5,18 @@ from __future__ import annotations
 from vllmx_core.errors import ConfigError
 
 from vllmx_cuda.kernel_specs.types import (
-    DTYPES,
+    ANY_DTYPE,
+    HALF_DTYPES,
+    VECTORS,
     Kernel,
     Launch,
     Options,
     Sizes,
-    arguments,
     at_least,
     at_most,
     ceil_div,
     has_tensor_cores,
+    kernel,
     multiple_of,
     shared_bytes,
     vector_width,
@@ -159,46 +161,30 @@ def _prefill_wgmma(sizes: Sizes, options: Options) -> Launch:
 
 
 _HEAD_OPTIONS = {
-    "VX_DTYPE": tuple(DTYPES.values()),
+    "VX_DTYPE": ANY_DTYPE,
     "VX_HEAD": HEAD_SIZES,
     "VX_KV": KV_TYPES,
-    "VX_VEC": (8, 4, 2, 1),
+    "VX_VEC": VECTORS,
 }
 _DECODE_OPTIONS = {**_HEAD_OPTIONS, "VX_VEC": (16, 8, 4, 2, 1), "VX_GROUP": _GROUPS}
 
-KV_STORE = Kernel(
-    entry="kv_store",
-    source="kv_store.cu",
-    options=_HEAD_OPTIONS,
-    arguments=arguments(
-        "in elem* qkv, in i32* positions, in i32* slots, in f32* q_norm?, in f32* k_norm?,"
-        "in f32* rope?, out elem* q, inout kv* k_pages, inout kv* v_pages, inout f32* k_scales?,"
-        "inout f32* v_scales?, i32 heads, i32 kv_heads, i32 rotary_dim, i32 interleaved,"
-        "i32 page_shift, f32 eps"
-    ),
-    sizes=("tokens", "heads", "kv_heads"),
-    rule=_store,
-)
 
-PAGED_DECODE = Kernel(
-    entry="paged_decode",
-    source="paged_decode.cu",
-    options=_DECODE_OPTIONS,
-    arguments=arguments(
-        "in elem* q, in kv* k_pages, in kv* v_pages, in f32* k_scales?, in f32* v_scales?,"
-        "in i32* items, in i32* first_item, in i32* positions, in i32* block_table,"
-        "in f32* sinks?, out elem* out, out f32* partial, out f32* weights, i32 heads,"
-        "i32 kv_heads, i32 table_stride, i32 page_shift, i32 window, f32 scale, f32 softcap"
-    ),
-    sizes=("items", "heads", "kv_heads"),
-    rule=_decode,
+PAGED_DECODE = kernel(
+    "paged_decode.cu",
+    "paged_decode(in elem* q, in kv* k_pages, in kv* v_pages, in f32* k_scales?, in f32* v_scales?,"
+    " in i32* items, in i32* first_item, in i32* positions, in i32* block_table, in f32* sinks?,"
+    " out elem* out, out f32* partial, out f32* weights, i32 heads, i32 kv_heads, i32 table_stride,"
+    " i32 page_shift, i32 window, f32 scale, f32 softcap)",
+    "items heads kv_heads",
+    _decode,
+    _DECODE_OPTIONS,
 )
 
 PAGED_DECODE_MMA = Kernel(
     entry="paged_decode_mma",
     source="paged_decode_mma.cu",
     options={
-        "VX_DTYPE": (DTYPES["f16"], DTYPES["bf16"]),
+        "VX_DTYPE": HALF_DTYPES,
         "VX_HEAD": _MMA_HEAD_SIZES,
         "VX_KV": KV_TYPES,
         "VX_GROUP": _MMA_GROUPS,
@@ -209,36 +195,22 @@ PAGED_DECODE_MMA = Kernel(
     tensor_cores=True,
 )
 
-PAGED_COMBINE = Kernel(
-    entry="paged_combine",
-    source="paged_decode.cu",
-    options=_DECODE_OPTIONS,
-    arguments=arguments(
-        "in f32* partial, in f32* weights, in i32* first_item, in f32* sinks?, inout elem* out,"
-        "i32 heads"
-    ),
-    sizes=("tokens", "heads"),
-    rule=_combine,
-)
 
-PAGED_PREFILL = Kernel(
-    entry="paged_prefill",
-    source="paged_prefill.cu",
-    options={
-        "VX_DTYPE": (DTYPES["f16"], DTYPES["bf16"]),
+PAGED_PREFILL = kernel(
+    "paged_prefill.cu",
+    "paged_prefill(in elem* q, in kv* k_pages, in kv* v_pages, in f32* k_scales?,"
+    " in f32* v_scales?, in i32* tiles, in i32* context_len, in i32* block_table, in f32* sinks?,"
+    " in i32* seen?, out elem* out, i32 heads, i32 kv_heads, i32 table_stride, i32 page_shift,"
+    " i32 window, i32 causal, f32 scale, f32 softcap)",
+    "tiles heads kv_heads",
+    _prefill,
+    {
+        "VX_DTYPE": HALF_DTYPES,
         "VX_HEAD": HEAD_SIZES,
         "VX_KV": KV_TYPES,
         "VX_GROUP": _MMA_GROUPS,
         "VX_KEYS": _PREFILL_KEYS,
     },
-    arguments=arguments(
-        "in elem* q, in kv* k_pages, in kv* v_pages, in f32* k_scales?, in f32* v_scales?,"
-        "in i32* tiles, in i32* context_len, in i32* block_table, in f32* sinks?, in i32* seen?,"
-        "out elem* out, i32 heads, i32 kv_heads, i32 table_stride, i32 page_shift, i32 window,"
-        "i32 causal, f32 scale, f32 softcap"
-    ),
-    sizes=("tiles", "heads", "kv_heads"),
-    rule=_prefill,
     tensor_cores=True,
 )
 
@@ -246,7 +218,7 @@ PAGED_PREFILL_WGMMA = Kernel(
     entry="paged_prefill_wgmma",
     source="paged_prefill_wgmma.cu",
     options={
-        "VX_DTYPE": (DTYPES["f16"], DTYPES["bf16"]),
+        "VX_DTYPE": HALF_DTYPES,
         "VX_HEAD": _WGMMA_HEAD_SIZES,
         "VX_GROUP": _MMA_GROUPS,
     },
@@ -258,10 +230,26 @@ PAGED_PREFILL_WGMMA = Kernel(
 )
 
 KERNELS = (
-    KV_STORE,
+    kernel(
+        "kv_store.cu",
+        "kv_store(in elem* qkv, in i32* positions, in i32* slots, in f32* q_norm?, in f32* k_norm?,"
+        " in f32* rope?, out elem* q, inout kv* k_pages, inout kv* v_pages, inout f32* k_scales?,"
+        " inout f32* v_scales?, i32 heads, i32 kv_heads, i32 rotary_dim, i32 interleaved,"
+        " i32 page_shift, f32 eps)",
+        "tokens heads kv_heads",
+        _store,
+        _HEAD_OPTIONS,
+    ),
     PAGED_DECODE,
     PAGED_DECODE_MMA,
-    PAGED_COMBINE,
+    kernel(
+        "paged_decode.cu",
+        "paged_combine(in f32* partial, in f32* weights, in i32* first_item, in f32* sinks?,"
+        " inout elem* out, i32 heads)",
+        "tokens heads",
+        _combine,
+        _DECODE_OPTIONS,
+    ),
     PAGED_PREFILL,
     PAGED_PREFILL_WGMMA,
 )

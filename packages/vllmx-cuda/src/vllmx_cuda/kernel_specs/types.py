@@ -24,6 +24,12 @@ DTYPES = {"f32": 0, "f16": 1, "bf16": 2}
 """Element types by the value of VX_DTYPE; vx.h has the same numbers."""
 ITEM_BYTES = {0: 4, 1: 2, 2: 2}
 """Bytes of an element by the value of VX_DTYPE."""
+ANY_DTYPE = tuple(DTYPES.values())
+HALF_DTYPES = DTYPES["f16"], DTYPES["bf16"]
+"""The types that our kernels multiply on tensor cores."""
+VECTORS = (8, 4, 2, 1)
+"""Values of VX_VEC: elements that a thread reads at once."""
+ROW_OPTIONS = {"VX_DTYPE": ANY_DTYPE, "VX_VEC": VECTORS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +162,33 @@ def arguments(text: str) -> tuple[Argument, ...]:
         direction: Direction = match["mode"] or "value"  # type: ignore[assignment]
         parsed.append(Argument(match["name"], match["type"], direction, match["opt"] is not None))
     return tuple(parsed)
+
+
+def kernel(
+    source: str,
+    signature: str,
+    sizes: str,
+    rule: Callable[[Sizes, Options], Launch],
+    options: Mapping[str, tuple[int, ...]] = {},
+    *,
+    tensor_cores: bool = False,
+    architectures: tuple[int, ...] = (),
+    meets: bool = False,
+) -> Kernel:
+    """A `Kernel` from its signature, `entry(in elem* x, ...)`, and the names of its sizes in one
+    string. For the arguments see `arguments`."""
+    entry, _, rest = signature.removesuffix(")").partition("(")
+    return Kernel(
+        entry,
+        source,
+        options,
+        arguments(rest),
+        tuple(sizes.split()),
+        rule,
+        tensor_cores,
+        architectures,
+        meets,
+    )
 
 
 def vector_width(*sizes: int) -> int:
