@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from vllmx_core.errors import ConfigError, RankLostError
 from vllmx_cuda.device import cupy_device, nccl, peers
-from vllmx_cuda.device.cuda_ipc import CudaIpc
 from vllmx_cuda.device.cupy_device import CupyDevice
 from vllmx_cuda.device.nccl import NcclRanks
-from vllmx_cuda.device.peers import UnreachableError
+from vllmx_cuda.device.peers import CudaIpc, UnreachableError
 from vllmx_cuda.device.ranks import Share, Ties
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS
 from vllmx_cuda.kernel_specs.ranks import MAX_RANKS, parts_at

@@ -24,13 +24,12 @@ from vllmx_cuda.loaded import CudaLoadedModel
 from vllmx_cuda.loading.tuning import Tunable, tune
 from vllmx_cuda.loading.weights import Weight, load_weights
 from vllmx_cuda.matrices.form import ProductScratch
-from vllmx_cuda.program.graphs import Graphs
+from vllmx_cuda.program.attention_ops import wants_wgmma
 from vllmx_cuda.program.kv_cache import CODES, allocate, kind_of
 from vllmx_cuda.program.lower import OPS, lower
 from vllmx_cuda.program.lowering import Lowering
 from vllmx_cuda.program.planning import LoadSizes, load_sizes
-from vllmx_cuda.program.prefill import wants_wgmma
-from vllmx_cuda.program.program import Program
+from vllmx_cuda.program.program import Graphs, Program
 from vllmx_cuda.program.rank_ops import ties_of
 from vllmx_cuda.program.sampler import DeviceSampler
 from vllmx_cuda.program.staging import Staging
@@ -56,7 +55,7 @@ class CudaBackend:
         tune_s: seconds of loading for measuring cuBLASLt's algorithms.
         capture_s: seconds of loading for the capture of decode steps.
         wgmma: whether prompts go through paged_prefill_wgmma on the GPUs that have its
-            instructions; None: as `vllmx_cuda.program.prefill.WGMMA_SWITCH` says.
+            instructions; None: as `vllmx_cuda.program.attention_ops.WGMMA_SWITCH` says.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllmx_core.errors import ConfigError
+from vllmx_core.errors import BackendUnavailableError, CapacityError, ConfigError, VllmxError
 
 DEVICE_VARIABLE = "VLLMX_CUDA_DEVICE"
 MIN_CAPABILITY = (7, 5)
@@ -162,3 +162,27 @@ def unavailable_reason(open_library: Callable[[], Library] = open_libcuda) -> st
     except (DriverError, ConfigError) as error:
         return str(error)
     return None
+
+
+def open_error(error: Exception, chosen: DeviceFacts, facts: DriverFacts) -> VllmxError:
+    """Returns the error for a GPU that CUDA could not open, with the remedy."""
+    text = str(error)
+    if "InsufficientDriver" in text:
+        version = ".".join(map(str, facts.cuda_version))
+        return BackendUnavailableError(
+            f"CuPy needs a newer driver than this one, which runs up to CUDA {version} ({text}):"
+            " update NVIDIA's driver, or pip install 'vllmx[cuda]' for CUDA 12"
+        )
+    if "MemoryAllocation" in text:
+        return CapacityError(
+            f"{chosen.name} has no memory left for a CUDA context ({text}): end what else runs"
+            f" there (nvidia-smi), or choose another GPU by {DEVICE_VARIABLE}"
+        )
+    if "DevicesUnavailable" in text or "Prohibited" in text:
+        return BackendUnavailableError(
+            f"{chosen.name} is taken by another process ({text}): its compute mode is exclusive or"
+            f" prohibited (nvidia-smi -q -d COMPUTE); choose another by {DEVICE_VARIABLE}"
+        )
+    return BackendUnavailableError(
+        f"CUDA cannot open {chosen.name} ({text}): see nvidia-smi and dmesg, or use --backend cpu"
+    )

@@ -24,9 +24,9 @@ from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs.attention import KV_ELEM, mma_group
 from vllmx_cuda.matrices.form import ProductScratch, ScratchBytes
 from vllmx_cuda.program import latent_ops
+from vllmx_cuda.program.attention_ops import prefill_kernel
 from vllmx_cuda.program.expert_ops import Spaces
 from vllmx_cuda.program.lowering import Rotation, Scratch
-from vllmx_cuda.program.prefill import prefill_kernel
 from vllmx_cuda.program.rank_ops import combined_bytes
 from vllmx_cuda.program.step_arrays import Segments, arrays_of, segments_of_op
 from vllmx_cuda.program.work import TileKind, Visibility, WorkKinds, item_capacity

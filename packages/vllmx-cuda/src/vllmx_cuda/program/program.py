@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,22 +12,49 @@ from vllmx_core.plan import I32, SamplingRows, StepPlan
 from vllmx_core.system.progress import show_progress
 
 from vllmx_cuda.device.buckets import bucket_of
-from vllmx_cuda.device.device import Device
+from vllmx_cuda.device.device import Device, Graph
 from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.device.ranks import DeviceRanks
 from vllmx_cuda.kernel_specs import Variant
-from vllmx_cuda.program.graphs import Graphs
 from vllmx_cuda.program.layout import max_items
 from vllmx_cuda.program.lowering import Enqueue
-from vllmx_cuda.program.parameters import is_plain
 from vllmx_cuda.program.planning import LoadSizes
 from vllmx_cuda.program.sampler import DeviceSampler, Sampled
-from vllmx_cuda.program.staging import Layout, Staging, StepMemory
+from vllmx_cuda.program.staging import Layout, Staging, StepMemory, is_plain
 from vllmx_cuda.program.step_arrays import StepSizes
 from vllmx_cuda.program.vectors import DeviceVectors, Vectors
 from vllmx_cuda.program.work import StepWork, item_tokens, plan_all_items, plan_tiles
 
 logger = logging.getLogger("vllmx.cuda")
+
+
+class Graphs:
+    """Captured pieces by key.
+
+    Args:
+        enabled: False: every piece is enqueued launch by launch, for debugging.
+    """
+
+    def __init__(self, device: Device, *, enabled: bool) -> None:
+        self._device, self._enabled = device, enabled
+        self._graphs: dict[Hashable, Graph] = {}
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(self, key: Hashable, enqueue: Callable[[], None]) -> None:
+        """Enqueues a piece that is always the same for its key. The first time it runs as it is, so
+        that algorithms are chosen, and is captured behind that."""
+        graph = self._graphs.get(key)
+        if graph is not None:
+            graph.launch()
+            return
+        if not self._enabled:
+            enqueue()
+            return
+        with self._device.tuning():
+            enqueue()
+        self._graphs[key] = self._device.capture(enqueue)
 
 
 @dataclass(frozen=True, slots=True)

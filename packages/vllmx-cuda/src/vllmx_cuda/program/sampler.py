@@ -18,8 +18,7 @@ from vllmx_cuda.device.device import Device
 from vllmx_cuda.device.memory import Bytes, Memory
 from vllmx_cuda.kernel_specs import KERNELS, Variant
 from vllmx_cuda.kernel_specs.sampling import num_chunks
-from vllmx_cuda.program.parameters import is_plain
-from vllmx_cuda.program.staging import ALIGNMENT, SLOTS, StepMemory
+from vllmx_cuda.program.staging import ALIGNMENT, SLOTS, StepMemory, is_plain
 
 _ENTRIES = (
     "mask_logits",
