@@ -138,7 +138,7 @@ def test_nccl_makes_all_sums_where_memory_is_not_to_be_had(
     reasons = {
         "no peer access": "GPU 1 cannot read the memory of GPU 7",
         "no handles": "cudaErrorNotSupported",
-        "another rank says no": "another rank could not go along",
+        "another rank says no": "another rank could not share memory",
     }
     assert f"go through NCCL: {reasons[what]}" in caplog.text.replace(
         "GPU memory cannot be shared: ", ""
@@ -178,7 +178,7 @@ def test_a_sum_that_waited_for_too_long_ends_the_group(
     ranks.peers.end()
     log.clear()
     for is_over in (False, True):
-        with pytest.raises(RankLostError, match="did not come to a sum"):
+        with pytest.raises(RankLostError, match="did not take part in a sum"):
             ranks.wait(lambda over=is_over: over)
     ranks.close()
     assert log == [("abort",)] * 3

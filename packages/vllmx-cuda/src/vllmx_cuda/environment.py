@@ -1,5 +1,5 @@
-"""What `vllmx env` shows of the CUDA backend: what was found, and for what is missing, the
-remedy."""
+"""The CUDA section of `vllmx env`: libraries and GPUs that were found, and a remedy for each
+missing one."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def private_folder(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is compiled at once: one source with one set of definitions."""
+    """One compilation: a source with one set of definitions."""
 
     source: Path
     defines: tuple[str, ...] = ()

@@ -372,7 +372,7 @@ class CupyDevice:
         except refusals as error:
             if _is_out_of_memory(error):
                 raise CapacityError(
-                    f"{self.info.name} has no memory left beside what is planned for ({error}):"
+                    f"{self.info.name} has no memory left beyond what is planned for ({error}):"
                     " lower --memory-fraction, or end what else runs there (nvidia-smi)"
                 ) from error
             try:
@@ -401,7 +401,7 @@ class CupyDevice:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether the runtime, the driver or cuBLASLt could not allocate."""
+    """True if the runtime, the driver or cuBLASLt could not allocate."""
     if isinstance(error, CublasLtError):
         return error.status == ALLOC_FAILED
     return "MemoryAllocation" in str(error) or "OUT_OF_MEMORY" in str(error)

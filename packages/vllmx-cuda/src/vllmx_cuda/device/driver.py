@@ -1,5 +1,5 @@
-"""What NVIDIA's driver says of this machine, by ctypes on libcuda alone: no context is made and
-nothing heavy is imported, so that a probe costs milliseconds."""
+"""Queries NVIDIA's driver through ctypes on libcuda alone: no context is created and nothing heavy
+is imported, so a probe takes milliseconds."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def _check(status: int) -> None:
 
 
 def check_major(found: tuple[int, int], library: str, version: tuple[int, int]) -> None:
-    """Raises DriverError for a library of a newer CUDA than the driver runs: what it makes or does
-    is refused. A newer minor version is no trouble."""
+    """Raises DriverError if the library belongs to a newer major version of CUDA than the driver,
+    which would reject its output. A newer minor version works."""
     if version[0] > found[0]:
         extra = "vllmx[cuda]" if found[0] == 12 else "vllmx[cpu]"
         raise DriverError(
@@ -134,7 +134,7 @@ def _first_device(facts: DriverFacts) -> DeviceFacts:
         known = [str(device.ordinal) for device in facts.devices]
         if wanted not in known:
             raise ConfigError(
-                f"{DEVICE_VARIABLE}={wanted} is no GPU of this machine: choose"
+                f"{DEVICE_VARIABLE}={wanted} is not a GPU of this machine: choose"
                 f" {', '.join(known) or 'none, there is no GPU'}",
                 param=DEVICE_VARIABLE,
             )

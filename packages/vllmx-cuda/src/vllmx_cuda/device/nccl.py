@@ -233,7 +233,7 @@ class NcclRanks:
 
     @property
     def _lost(self) -> bool:
-        """Whether another rank will not come: so its process or a sum of this one says."""
+        """True if another rank is lost, according to its process or to a sum of this rank."""
         gave_up = self.peers is not None and self.peers.ended
         return gave_up or (self._aborted is not None and bool(self._aborted.value))
 

@@ -1,4 +1,4 @@
-"""Everything between the QKV projection and the output projection of an attention layer."""
+"""Kernels between the QKV projection and the output projection of an attention layer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MMA_HEAD_SIZES = (*range(16, 128, 16), *range(128, 257, 32))
 
 
 def store_vector(head_size: int) -> int:
-    """VX_VEC of kv_store: a warp covers the head in one go where that is possible."""
+    """VX_VEC of kv_store: a warp covers the head in one pass if possible."""
     return min(vector_width(head_size), max(1, vector_width(head_size // 32 or 1)))
 
 
@@ -48,9 +48,9 @@ def decode_vector(head_size: int) -> int:
 
 
 def group_tile(group: int, head_size: int) -> int:
-    """VX_GROUP: how many of the `group` query heads of a kv head share a block: the greatest
-    divisor up to 4, or the group itself where that is a prime below 8; up to 2 where heads take
-    the registers."""
+    """VX_GROUP: how many of the `group` query heads of a KV head share a block: the greatest
+    divisor up to 4, or the group itself if it is below 8; up to 2 for large heads, which take the
+    registers."""
     if head_size > 256:
         return 2 - group % 2
     return group if group in _GROUPS else max(n for n in (4, 3, 2, 1) if group % n == 0)
@@ -62,7 +62,7 @@ def mma_group(group: int) -> int:
 
 
 def decode_group(group: int, head_size: int) -> int:
-    """VX_GROUP of paged_decode_mma: as many query heads as there are registers for."""
+    """VX_GROUP of paged_decode_mma: as many query heads as fit into registers."""
     most = _most_decode_heads(head_size)
     return max(n for n in range(1, most + 1) if group % n == 0)
 
@@ -72,33 +72,33 @@ def _most_decode_heads(head_size: int) -> int:
 
 
 def decodes_by_mma(dtype: str, head_size: int, arch: int) -> bool:
-    """Whether paged_decode_mma can take the place of paged_decode; `arch` as 75 or 90."""
+    """True if paged_decode_mma can replace paged_decode; `arch`: 75, 90, ..."""
     return head_size in _MMA_HEAD_SIZES and has_tensor_cores(dtype, arch)
 
 
 def _prefill_queries(head_size: int) -> int:
-    """Query rows of a block of paged_prefill: where two warps share the dimensions, half of 64."""
+    """Query rows of a block of paged_prefill: 64, or half where two warps share the dimensions."""
     return 32 if head_size > 256 else 64
 
 
 def prefill_tile_tokens(tile_group: int, head_size: int) -> int:
-    """How many tokens of a row a tile of paged_prefill holds at most."""
+    """The most tokens of a row in a tile of paged_prefill."""
     return _prefill_queries(head_size) // tile_group
 
 
 def prefills_by_wgmma(dtype: str, head_size: int, kv: int, arch: int) -> bool:
-    """Whether paged_prefill_wgmma can take the place of paged_prefill; `kv`: of KV_TYPES."""
+    """True if paged_prefill_wgmma can replace paged_prefill; `kv`: of KV_TYPES."""
     able = arch == 90 and has_tensor_cores(dtype, arch)
     return able and kv == KV_ELEM and head_size in _WGMMA_HEAD_SIZES
 
 
 def wgmma_tile_tokens(tile_group: int) -> int:
-    """How many tokens of a row a tile of paged_prefill_wgmma holds at most."""
+    """The most tokens of a row in a tile of paged_prefill_wgmma."""
     return _WGMMA_QUERIES // tile_group
 
 
 def prefill_keys(head_size: int, arch: int) -> int:
-    """VX_KEYS: as many keys at a time as there is shared memory for; 0: no variant fits."""
+    """VX_KEYS: as many keys at a time as fit into shared memory; 0: no variant fits."""
     most = 64 if head_size <= 128 else 32
     fitting = (n for n in _PREFILL_KEYS if _prefill_bytes(head_size, n) <= shared_bytes(arch))
     return next((keys for keys in fitting if keys <= most), 0)

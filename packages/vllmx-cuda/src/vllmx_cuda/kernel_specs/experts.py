@@ -1,5 +1,4 @@
-"""Experts of a mixture: which a token goes to, products with theirs, and what stands around
-them."""
+"""Mixtures of experts: routing, the order of tokens by expert, products and weighted sums."""
 
 from __future__ import annotations
 
@@ -70,7 +69,8 @@ def _gemv(sizes: Sizes, options: Options) -> Launch:
 
 
 def _like(kernel: Kernel) -> Callable[[Sizes, Options], Launch]:
-    """The launch rule of a product with one matrix, but for the tiles of tokens."""
+    """The launch rule of the product with one matrix, with tiles of tokens in its second
+    dimension."""
 
     def rule(sizes: Sizes, options: Options) -> Launch:
         shape = {"tokens": 1, "splits": 1, "outputs": sizes["outputs"], "width": sizes["width"]}

@@ -1,4 +1,4 @@
-"""Models that see images: patches, mixed positions, features and rotations with axes."""
+"""Kernels for images: patches, interpolated positions, features and rotations with axes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllmx_cuda.kernel_specs.types import (
 )
 
 MAX_AXES, MAX_FREQUENCIES = 4, 128
-"""What the four words of `axis_words` have room for."""
+"""The limits of the four words of `axis_words`."""
 
 
 def axis_words(axes: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: what is kept, what is attended to, products of each head."""
+"""Multi-head latent attention: cache writes, decoding, products per head."""
 
 from __future__ import annotations
 

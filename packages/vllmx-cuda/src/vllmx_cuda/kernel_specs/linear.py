@@ -44,7 +44,7 @@ def row_tiles(outputs: int, num_processors: int) -> int:
 def splits(outputs: int, width: int, num_processors: int) -> int:
     """Blocks that share an output of linear_mma: more than one where half of the processors or more
     would have none, and what is taken off a block takes longer than adding the sums. The number of
-    tokens has no say, so that it does not change the order of sums."""
+    tokens does not matter, so that it cannot change the order of sums."""
     blocks, found = ceil_div(outputs, _MMA_ROWS), 1
     most = min(num_processors, SPLIT_BLOCKS)
     while 2 * found * blocks <= most and width >= 2 * found * _LEAST_COLS:

@@ -17,7 +17,7 @@ MAX_RANKS = 8
 """RANKS in one_shot.cu."""
 _MOST_THREADS = 512
 _MOST_BLOCKS = 16
-"""The blocks of a processor, at most, on every architecture."""
+"""The most blocks per processor on every architecture."""
 _PEERS = (
     "in u64* peers, inout u32* stop, i32 width,{} i32 blocks, i32 slot, i32 rank, i32 ranks,"
     " u32 patience"
@@ -25,7 +25,7 @@ _PEERS = (
 
 
 def parts_at(blocks: int) -> int:
-    """Bytes of words in what a rank shares, before the parts."""
+    """Bytes of flags before the rows in a rank's shared memory."""
     return -(-4 * blocks * (1 + MAX_RANKS) // 256) * 256
 
 
@@ -34,7 +34,7 @@ def _threads(width: int, vec: int) -> int:
 
 
 def blocks_at_once(width: int, vec: int, num_processors: int) -> int:
-    """How many rows of this width are under way at once for certain."""
+    """The number of rows of this width whose blocks are sure to run at the same time."""
     return num_processors * min(_MOST_BLOCKS, _MOST_THREADS // _threads(width, vec))
 
 

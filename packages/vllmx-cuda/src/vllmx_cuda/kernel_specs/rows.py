@@ -1,4 +1,4 @@
-"""Rows in, rows out: activations, sums, gathers."""
+"""Elementwise and row kernels: activations, sums, gathers."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ GATES = {
 """Values of VX_ACT."""
 GATED = ("silu", "gelu", "gelu_tanh", "relu")
 ACTIVATIONS = {kind: GATES[kind] for kind in (*GATED, "tanh", "relu2")}
-"""Activations that stand alone; gated layers have `GATED`."""
+"""Activations without a gate; gated layers use `GATED`."""
 _THREADS = 256
 
 
 def by_rows(sizes: Sizes, options: Options) -> Launch:
-    """A block of a row's features, a grid of them and of the rows."""
+    """Launch rule: the grid is rows x blocks of a row's features."""
     at_least("rows", sizes["rows"], 1)
     pieces = ceil_div(sizes["width"], _THREADS * options["VX_VEC"])
     return Launch((sizes["rows"], pieces, 1), _THREADS)
 
 
 def flat(sizes: Sizes, options: Options) -> Launch:
-    """A thread for each VX_VEC of all elements."""
+    """Launch rule: a thread for every VX_VEC elements."""
     at_least("count", sizes["count"], 1)
     return Launch((ceil_div(sizes["count"], _THREADS * options["VX_VEC"]), 1, 1), _THREADS)
 

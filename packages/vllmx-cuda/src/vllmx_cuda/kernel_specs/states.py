@@ -1,4 +1,4 @@
-"""Recurrent layers: what a token makes of the states that its row keeps."""
+"""Recurrent layers: convolutions and recurrences over the states of each row."""
 
 from __future__ import annotations
 

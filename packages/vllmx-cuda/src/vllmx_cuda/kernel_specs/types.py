@@ -1,4 +1,4 @@
-"""What one kernel is to its callers: source, entry, options, arguments, launch rule.
+"""The description of a kernel: source, entry, options, arguments, launch rule.
 
 The launcher on the device and the emulator read the same description, so a wrapper that names an
 argument wrongly, in a wrong order or of a wrong type fails on both in the same way.
@@ -67,18 +67,18 @@ class Kernel:
     source: str
     """File name below `kernels`, without folder."""
     options: Mapping[str, tuple[int, ...]]
-    """Every definition that the source takes, with the values that are tested."""
+    """The definitions that the source takes, with the values that are tested."""
     arguments: tuple[Argument, ...]
     sizes: tuple[str, ...]
     """Names that `rule` reads."""
     rule: Callable[[Sizes, Options], Launch]
     """Launch shape; raises ConfigError beyond a limit."""
     tensor_cores: bool = False
-    """Whether it multiplies on them: see `has_tensor_cores`."""
+    """True if it multiplies on them; see `has_tensor_cores`."""
     architectures: tuple[int, ...] = ()
-    """The only compute capabilities, as 90, whose instructions it is made of; none: any."""
+    """The only compute capabilities that have its instructions; empty: any."""
     meets: bool = False
-    """Whether its blocks wait for those of other ranks, in memory that all of them share."""
+    """True if its blocks wait for those of other ranks through shared memory."""
 
     def ordered(self, **named: Any) -> list[Any]:
         """The arguments of a launch by their names: what may be null may be left out.
@@ -125,11 +125,11 @@ class Variant:
 
     @property
     def module_key(self) -> tuple[str, tuple[str, ...]]:
-        """What must be compiled: (source, definitions). Entries of one source share it."""
+        """The compilation unit, (source, definitions), which entries of one source share."""
         return self.kernel.source, self.defines
 
     def runs_on(self, arch: int) -> bool:
-        """Whether a GPU of this compute capability, as 75 or 90, has what it needs."""
+        """True if a GPU of this compute capability (75, 90, ...) can run it."""
         if self.kernel.architectures and arch not in self.kernel.architectures:
             return False
         if not self.kernel.tensor_cores:
@@ -201,13 +201,13 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def has_tensor_cores(dtype: str, arch: int) -> bool:
-    """Whether our kernels multiply this type on tensor cores there; those of sm_75 know f16
-    alone."""
+    """True if our kernels multiply this type on tensor cores of `arch`; those of sm_75 support f16
+    only."""
     return dtype == "f16" or (dtype == "bf16" and arch >= 80)
 
 
 def shared_bytes(arch: int) -> int:
-    """Shared memory that a block may have: of sm_75, of sm_90, and what all from sm_80 on have."""
+    """Bytes of shared memory that a block may use; from sm_80 on, the size that all GPUs offer."""
     return {75: 64, 90: 227}.get(arch, 99) << 10
 
 

@@ -77,7 +77,7 @@ def folds(group_shift: int) -> int:
 
 def splits(outputs: int, width: int, num_processors: int) -> int:
     """Blocks that share a row of tiles: more than one where the rows alone leave processors without
-    work. The number of tokens has no say, so that it does not change the order of sums."""
+    work. The number of tokens does not matter, so that it cannot change the order of sums."""
     blocks = ceil_div(outputs, TILE_ROWS * ROW_TILES[-1])
     tiles, found = ceil_div(width, TILE_COLS), 1
     while 2 * found * blocks <= num_processors and tiles >= 2 * found * WARPS * _LEAST_TILES:
@@ -108,7 +108,7 @@ def _linear(sizes: Sizes, options: Options) -> Launch:
         at_most("VX_TILES", options["VX_TILES"], _FEWER_TILES, why)
     rows, tokens = TILE_ROWS * options["VX_ROWS"], 8 * options["VX_TILES"]
     if (options["VX_BITS"] == 6) != (options["VX_FOLDS"] == 4):
-        raise ConfigError("6 bits and groups of 16 columns (VX_FOLDS=4) have each other alone")
+        raise ConfigError("6 bits and groups of 16 columns (VX_FOLDS=4) only go together")
     stages = max(3, 32 // (options["VX_BITS"] * options["VX_ROWS"]))
     record = record_bytes(options["VX_SCALE"], options["VX_ZERO"])
     tile = tile_bytes(options["VX_BITS"]) + options["VX_FOLDS"] * record

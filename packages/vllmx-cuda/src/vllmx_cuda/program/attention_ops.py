@@ -49,8 +49,8 @@ HEAD_SIZES = KERNELS["paged_decode"].options["VX_HEAD"]
 
 
 WGMMA_SWITCH = "VLLMX_CUDA_WGMMA"
-"""1: prompts through paged_prefill_wgmma where it can take them, 0 or unset: never, for no GPU has
-run it yet, and a product that waits for ever would take the whole device with it."""
+"""1: prompts run through paged_prefill_wgmma where it supports them. 0 or unset: never, because no
+GPU has run it yet, and a product that waits for ever would block the whole device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +59,15 @@ class PrefillKernel:
 
     entry: str
     options: Mapping[str, int]
-    """The compile options but for VX_DTYPE."""
+    """Compile options except VX_DTYPE."""
     tile_tokens: int
     """Query tokens of a tile, at most."""
     spans: bool = True
-    """Whether it takes the last position that each token sees."""
+    """True if it accepts the last position that each token sees."""
 
 
 def wants_wgmma() -> bool:
-    """What `WGMMA_SWITCH` says. Raises ConfigError for anything but 0 and 1."""
+    """Reads `WGMMA_SWITCH`. Raises ConfigError for values other than 0 and 1."""
     value = os.environ.get(WGMMA_SWITCH, "")
     if value not in ("", "0", "1"):
         raise ConfigError(
@@ -79,11 +79,11 @@ def wants_wgmma() -> bool:
 def prefill_kernel(
     spec: AttentionSpec, dtype: str, kv: int, arch: str, *, wgmma: bool
 ) -> PrefillKernel | None:
-    """None where none multiplies this layer on tensor cores: its prompts go token by token.
+    """Returns None if no kernel supports this layer on tensor cores: prompts run token by token.
 
     Args:
         kv: value of VX_KV.
-        wgmma: whether paged_prefill_wgmma may be chosen.
+        wgmma: True if paged_prefill_wgmma may be chosen.
     """
     group, size = mma_group(spec.num_heads // spec.num_kv_heads), spec.head_size
     head = {"VX_HEAD": size, "VX_GROUP": group}
@@ -99,7 +99,7 @@ def prefill_kernel(
 
 @dataclass(frozen=True, slots=True)
 class KeyRows:
-    """How a layer finds keys and values in one step."""
+    """A layer's keys and values in one step."""
 
     slots: Memory
     """The places where each token's K and V go."""
@@ -312,5 +312,5 @@ def _sinks(layer: Layer, to: Lowering) -> Memory | None:
 
 
 def decodes_on_tensor_cores(spec: AttentionSpec, dtype: str, arch: str) -> bool:
-    """Whether paged_decode_mma takes this layer."""
+    """True if paged_decode_mma supports this layer."""
     return decodes_by_mma(dtype, spec.head_size, number(arch))

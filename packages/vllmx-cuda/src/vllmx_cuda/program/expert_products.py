@@ -38,7 +38,7 @@ class Product:
     layout: tuple[int, ...] = ()
     """Further arguments."""
     by_width: bool = True
-    """Whether a launch depends on the columns."""
+    """True if a launch depends on the columns."""
 
     def launch(
         self,

@@ -29,10 +29,10 @@ logger = logging.getLogger("vllmx.cuda")
 
 
 class Graphs:
-    """Captured pieces by key.
+    """Captured graphs by key.
 
     Args:
-        enabled: False: every piece is enqueued launch by launch, for debugging.
+        enabled: False: nothing is captured, for debugging.
     """
 
     def __init__(self, device: Device, *, enabled: bool) -> None:
@@ -43,8 +43,8 @@ class Graphs:
         return len(self._graphs)
 
     def run(self, key: Hashable, enqueue: Callable[[], None]) -> None:
-        """Enqueues a piece that is always the same for its key. The first time it runs as it is, so
-        that algorithms are chosen, and is captured behind that."""
+        """Runs launches that are always the same for their key. The first time they run uncaptured,
+        so that algorithms are chosen, and are then captured."""
         graph = self._graphs.get(key)
         if graph is not None:
             graph.launch()
@@ -64,7 +64,7 @@ class PlacedStep:
     layout: Layout
     memory: StepMemory
     captured: bool
-    """Whether it is a bucket, whose launches are always the same."""
+    """True for a bucket, whose launches are always the same."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Program:
     ending: DeviceSampler | DeviceVectors
     graphs: Graphs
     ranks: DeviceRanks | None = None
-    """The others of a model on several."""
+    """The other ranks of a model on several devices."""
     _buckets: dict[int, PlacedStep] = field(default_factory=dict)
 
     def run(self, plan: StepPlan, rows: SamplingRows) -> Sampled | Vectors:
@@ -104,7 +104,7 @@ class Program:
         begin, total = time.perf_counter(), len(self.recorded.buckets)
         for done, size in enumerate(reversed(self.recorded.buckets)):
             is_over = time.perf_counter() - begin >= limit_s
-            if self.ranks is not None:  # who went on alone would wait for the others
+            if self.ranks is not None:  # a rank that goes on alone would wait for the others
                 is_over = not self.ranks.agree(wanted=not is_over)
             if is_over:
                 logger.info("captured %d of %d batch sizes, the rest at first use", done, total)

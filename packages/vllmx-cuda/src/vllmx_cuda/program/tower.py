@@ -30,10 +30,10 @@ from vllmx_cuda.program.step_arrays import StepSizes
 from vllmx_cuda.program.work import StepWork, WorkKinds, item_tokens, plan_all_items, plan_tiles
 
 PASS_PATCHES = 8192
-"""Patches of several images that go through the tower together: enough for any GPU, and no more
-memory than it takes. Room for a single image that is larger is made when it comes."""
+"""Patches of several images that go through the tower together: enough to fill any GPU. Buffers
+grow when a larger single image arrives."""
 _FEATURE_ROWS = 4
-"""Some products want whole fours of rows; the rest is padding."""
+"""Some products need a multiple of four rows; the rest is padding."""
 _TAPS = 4
 
 
@@ -47,18 +47,18 @@ class TowerSizes:
     num_processors: int
     work: WorkKinds
     products: Callable[[int], ScratchBytes]
-    """What products with so many rows need."""
+    """Returns the scratch of products with a number of rows."""
     num_patches: int
-    """Room that is made while the model is loaded."""
+    """Patches that the buffers hold once the model is loaded."""
 
     def layout(self, num_patches: int) -> StepLayout:
-        """Room for so many patches, a multiple of four features."""
+        """The layout for so many patches, a multiple of four features."""
         max_rows: dict[Rows, int] = {"T": num_patches, "L": num_patches // self.patches_per_token}
         products = self.products(num_patches)
         return lay_out(self.ops, max_rows, self.dtype, self.num_processors, products)
 
     def rounded(self, num_patches: int) -> int:
-        """What `layout` is asked for."""
+        """The number of patches, rounded up for `layout`."""
         return -(-num_patches // (unit := _FEATURE_ROWS * self.patches_per_token)) * unit
 
     def sizes(self, plan: StepPlan, tiles: Sequence[I32]) -> StepSizes:
@@ -75,7 +75,7 @@ class TowerSizes:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the room that is made at load, with the arrays of a pass."""
+        """Bytes of the buffers made at load, with the arrays of a pass."""
         patches = self.num_patches
         largest = StepSizes(
             patches,
@@ -89,7 +89,7 @@ class TowerSizes:
         return self.layout(patches).num_bytes + Layout.of(largest, self.work).num_bytes
 
     def groups(self, plan: StepPlan) -> list[StepPlan]:
-        """A pass in parts that `PASS_PATCHES` hold, or one image."""
+        """Splits a pass into groups of at most `PASS_PATCHES` patches, or one larger image."""
         ends, groups, first = plan.query_start[1:], [], 0
         while first < plan.num_rows:
             begin = int(plan.query_start[first])
@@ -100,7 +100,7 @@ class TowerSizes:
         return groups
 
     def _images(self, plan: StepPlan, first: int, end: int) -> StepPlan:
-        """Some of a pass."""
+        """Returns the images `first` to `end` of a pass."""
         if end - first == plan.num_rows:
             return plan
         rows = plan.patches
@@ -135,8 +135,7 @@ class TowerSizes:
 
 
 def _cost(op: Op, patches: int, longest: float) -> float:
-    """A number that is read or written takes memory as long as tensor cores take hundreds of
-    products."""
+    """Reading or writing a number takes as long as hundreds of products on tensor cores."""
     if isinstance(op, Linear):
         return float(patches) * op.w.rows * op.w.cols
     if isinstance(op, SegmentAttention):
@@ -155,7 +154,7 @@ def tower_sizes(
     *,
     wgmma: bool,
 ) -> TowerSizes | None:
-    """None for a model that sees no images."""
+    """Returns None for a model without an image encoder."""
     ops, encoder = recording.tower, encoder_of(model)
     if ops is None or encoder is None:
         return None
@@ -185,14 +184,14 @@ class _Group:
 
 @dataclass(slots=True)
 class _Pass:
-    """Launches of all groups, one behind the other."""
+    """Launches of all groups, one after the other."""
 
     groups: Sequence[_Group]
     ends: Sequence[float]
     """The end of each launch, as a share of the pass."""
 
     def place(self, share: float) -> int:
-        """How many launches are over when so much of the pass is."""
+        """The number of launches in this share of the pass."""
         if share >= 1.0:
             return len(self.ends)
         return int(np.searchsorted(self.ends, share, side="right"))
@@ -200,8 +199,8 @@ class _Pass:
 
 @dataclass
 class Tower:
-    """The launches of a tower over buffers of its own, which are made anew for an image larger than
-    those before.
+    """The launches of a tower over its own buffers, which are replaced by larger ones when a larger
+    image arrives.
 
     Args:
         model: what the model's own ops are lowered against; weights and the store of features are
@@ -218,17 +217,17 @@ class Tower:
     _pass: _Pass | None = None
 
     def __post_init__(self) -> None:
-        self.make_room(self.recorded.num_patches)
+        self.reserve(self.recorded.num_patches)
 
     @property
     def variants(self) -> Sequence[Variant]:
         """All kernels that the tower launches."""
-        assert self._lowering is not None, "there is room for a pass"
+        assert self._lowering is not None, "buffers are reserved"
         return self._lowering.variants
 
     def take_tunables(self) -> list[Tunable]:
         """See `Lowering.take_tunables`."""
-        assert self._lowering is not None, "there is room for a pass"
+        assert self._lowering is not None, "buffers are reserved"
         features = self._num_patches // self.recorded.patches_per_token
         return self._lowering.take_tunables({"T": self._num_patches, "L": features})
 
@@ -246,7 +245,7 @@ class Tower:
         if end >= 1.0:
             self._pass = None
 
-    def make_room(self, num_patches: int) -> None:
+    def reserve(self, num_patches: int) -> None:
         """Makes the buffers large enough for groups of so many patches. Raises CapacityError."""
         if num_patches <= self._num_patches:
             return
@@ -275,7 +274,7 @@ class Tower:
 
     def _begin(self, plan: StepPlan) -> _Pass:
         groups = self.recorded.groups(plan)
-        self.make_room(max(group.num_tokens for group in groups))
+        self.reserve(max(group.num_tokens for group in groups))
         costs = []
         for group in groups:
             found = self.recorded.costs(group)
