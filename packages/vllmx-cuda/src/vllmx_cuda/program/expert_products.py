@@ -1,4 +1,4 @@
-"""Rows times the matrices of their experts, tile by tile: one kernel for each form of a stack."""
+"""Products of rows with their experts' matrices, by tiles: one kernel for each form of a stack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMS norms as launches, straight to codes where the product behind one wants them."""
+"""RMS norms as launches, with 8-bit codes as output if the product that follows reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tower of a loaded model on its device: passes over images, in parts."""
+"""The image encoder of a loaded model: plans its passes and runs them in parts."""
 
 from __future__ import annotations
 
