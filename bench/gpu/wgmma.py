@@ -22,7 +22,7 @@ from vllmx_cuda.device.device import Device
 from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant
 from vllmx_cuda.kernel_specs.attention import KV_ELEM
-from vllmx_cuda.program.prefill import prefill_kernel
+from vllmx_cuda.program.attention_ops import prefill_kernel
 
 PAGE_SHIFT, ARCH = 4, "sm_90a"
 TOLERANCE = {"bf16": 0.05, "f16": 0.006}

@@ -10,7 +10,7 @@ import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.plugins.checkpoint import open_checkpoint
 from vllmx_cuda.backend import CudaBackend
-from vllmx_cuda.program import tower_sizes
+from vllmx_cuda.program import tower as tower_module
 from vllmx_testing.cuda.emulated_device import EmulatedDevice
 from vllmx_testing.cuda.emulator import Emulator
 from vllmx_testing.plans import sampling_rows
@@ -109,7 +109,7 @@ def test_several_images(
 ) -> None:
     """The images have no room together, and one alone is larger than that; the device does nothing
     before somebody waits, and the pass is overwritten by then."""
-    monkeypatch.setattr(tower_sizes, "PASS_PATCHES", 16)
+    monkeypatch.setattr(tower_module, "PASS_PATCHES", 16)
     images = [family.image(*size) for size in ((2, 4, 0), (2, 4, 1), (4, 6, 2), (2, 2, 3))]
     ids, (model, _) = prompt(images)[0], given
     loaded = load(given, "f32", EmulatedDevice(emulator=EMULATOR, deferred=True))

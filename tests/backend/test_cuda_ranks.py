@@ -321,7 +321,7 @@ def test_a_rank_that_stays_away_ends_the_step(monkeypatch: pytest.MonkeyPatch) -
     ranks = ranks_of(model, source, 2, "f32", peers=group)
 
     def alone() -> None:
-        with pytest.raises(RankLostError, match="did not come to a sum"):
+        with pytest.raises(RankLostError, match="did not take part in a sum"):
             logits(ranks.ranks[0][0], [7, 3], 0)
 
     ranks.all([alone, lambda: None])

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from vllmx_cuda.kernel_specs import KERNELS, vector_width
-from vllmx_cuda.kernel_specs.one_shot import parts_at
+from vllmx_cuda.kernel_specs.ranks import parts_at
 from vllmx_testing.cuda.emulator import Emulator, empty
 from vllmx_testing.cuda.emulator.peers import PeerGroup
 

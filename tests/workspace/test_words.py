@@ -20,7 +20,7 @@ REMAINING = {
     "vllmx": 0,
     "vllmx-core": 183,
     "vllmx-cpu": 38,
-    "vllmx-cuda": 134,
+    "vllmx-cuda": 36,
     "vllmx-demo": 1,
     "vllmx-engine": 476,
     "vllmx-metal": 38,

@@ -263,7 +263,7 @@ def test_a_launch_of_nothing_is_none(
 
 @pytest.mark.parametrize("status", [2, 35, 46, 700])
 def test_texts_of_the_real_runtime(status: int) -> None:
-    """The words that `refusal` and `faults` look for."""
+    """The words that `open_error` and `faults` look for."""
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
     words = {2: "MemoryAllocation", 35: "InsufficientDriver", 46: "DevicesUnavailable"}
     text = str(cupy.cuda.runtime.CUDARuntimeError(status))

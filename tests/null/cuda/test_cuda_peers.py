@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from vllmx_core.errors import ConfigError, RankLostError
 from vllmx_cuda.device import cupy_device, nccl, peers
-from vllmx_cuda.device.cuda_ipc import CudaIpc
 from vllmx_cuda.device.cupy_device import CupyDevice
 from vllmx_cuda.device.nccl import NcclRanks
-from vllmx_cuda.device.peers import UnreachableError
+from vllmx_cuda.device.peers import CudaIpc, UnreachableError
 from vllmx_cuda.device.ranks import Share, Ties
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS
-from vllmx_cuda.kernel_specs.one_shot import MAX_RANKS, parts_at
+from vllmx_cuda.kernel_specs.ranks import MAX_RANKS, parts_at
 from vllmx_cuda.program.one_shot import OneShot
 
 from .cupy_fakes import CUDARuntimeError
@@ -139,7 +138,7 @@ def test_nccl_makes_all_sums_where_memory_is_not_to_be_had(
     reasons = {
         "no peer access": "GPU 1 cannot read the memory of GPU 7",
         "no handles": "cudaErrorNotSupported",
-        "another rank says no": "another rank could not go along",
+        "another rank says no": "another rank could not share memory",
     }
     assert f"go through NCCL: {reasons[what]}" in caplog.text.replace(
         "GPU memory cannot be shared: ", ""
@@ -179,7 +178,7 @@ def test_a_sum_that_waited_for_too_long_ends_the_group(
     ranks.peers.end()
     log.clear()
     for is_over in (False, True):
-        with pytest.raises(RankLostError, match="did not come to a sum"):
+        with pytest.raises(RankLostError, match="did not take part in a sum"):
             ranks.wait(lambda over=is_over: over)
     ranks.close()
     assert log == [("abort",)] * 3

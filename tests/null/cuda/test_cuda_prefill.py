@@ -6,7 +6,7 @@ import pytest
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import AttentionSpec
 from vllmx_cuda.kernel_specs.attention import KV_E4M3, KV_ELEM
-from vllmx_cuda.program.prefill import WGMMA_SWITCH, prefill_kernel, wants_wgmma
+from vllmx_cuda.program.attention_ops import WGMMA_SWITCH, prefill_kernel, wants_wgmma
 
 
 def spec(size: int = 128, heads: int = 8, kv_heads: int = 2) -> AttentionSpec:

@@ -24,13 +24,12 @@ from vllmx_cuda.loaded import CudaLoadedModel
 from vllmx_cuda.loading.tuning import Tunable, tune
 from vllmx_cuda.loading.weights import Weight, load_weights
 from vllmx_cuda.matrices.form import ProductScratch
-from vllmx_cuda.program.graphs import Graphs
+from vllmx_cuda.program.attention_ops import wants_wgmma
 from vllmx_cuda.program.kv_cache import CODES, allocate, kind_of
 from vllmx_cuda.program.lower import OPS, lower
 from vllmx_cuda.program.lowering import Lowering
 from vllmx_cuda.program.planning import LoadSizes, load_sizes
-from vllmx_cuda.program.prefill import wants_wgmma
-from vllmx_cuda.program.program import Program
+from vllmx_cuda.program.program import Graphs, Program
 from vllmx_cuda.program.rank_ops import ties_of
 from vllmx_cuda.program.sampler import DeviceSampler
 from vllmx_cuda.program.staging import Staging
@@ -41,22 +40,20 @@ from vllmx_cuda.program.vectors import DeviceVectors
 logger = logging.getLogger("vllmx.cuda")
 NAME = "cuda"
 TUNE_SECONDS = 10.0
-"""The seconds of a start that go at most into measuring cuBLASLt's algorithms; a GPU is measured
-once."""
+"""The most seconds of a start for measuring cuBLASLt's algorithms; each GPU is measured once."""
 CAPTURE_SECONDS = 5.0
-"""The seconds of a start that go into capturing decode steps; what is left then is captured at
-first use."""
+"""The most seconds of a start for capturing decode steps; the rest are captured at first use."""
 
 
 class CudaBackend:
     """`vllmx_core.backend.Backend`.
 
     Args:
-        open_device: makes the device that a model is loaded on; a GPU by default.
+        open_device: opens the device that a model is loaded on; a GPU by default.
         tune_s: seconds of loading for measuring cuBLASLt's algorithms.
         capture_s: seconds of loading for the capture of decode steps.
-        wgmma: whether prompts go through paged_prefill_wgmma on the GPUs that have its
-            instructions; None: as `vllmx_cuda.program.prefill.WGMMA_SWITCH` says.
+        wgmma: True if prompts run through paged_prefill_wgmma on the GPUs that have its
+            instructions; None: as `vllmx_cuda.program.attention_ops.WGMMA_SWITCH` says.
     """
 
     def __init__(
@@ -80,7 +77,7 @@ class CudaBackend:
         return OPS.supports(op)
 
     def environment(self) -> dict[str, str]:
-        """Driver, GPUs, libraries, where compiled kernels are; what is missing says so."""
+        """Driver, GPUs, libraries and the folder of compiled kernels, or why each is missing."""
         from vllmx_cuda.environment import facts
 
         return facts()
@@ -140,7 +137,7 @@ def _load(
     *,
     wgmma: bool,
 ) -> tuple[CudaLoadedModel, list[Tunable]]:
-    # first, for what the calls between ranks take of the memory is no longer free then
+    # first, because communication between ranks takes memory
     ranks = _join(model, options, device, dtype) if options.communicator else None
     sizes = load_sizes(model, source, options, dtype, kv, device, wgmma=wgmma)
     products = sizes.layout.product_scratch(device)
@@ -191,7 +188,7 @@ def _load(
 
 def _join(model: Model, options: LoadOptions, device: Device, dtype: str) -> DeviceRanks:
     steps = prepare(model, options.max_model_len, NAME, OPS.supports).steps
-    assert options.communicator is not None, "a model of one has nobody to join"
+    assert options.communicator is not None, "a model on one device has no ranks to join"
     return device.join(options.communicator, ties_of(steps.ops, dtype))
 
 
@@ -205,7 +202,7 @@ def _lowering(
     wgmma: bool,
     ranks: DeviceRanks | None,
 ) -> Lowering:
-    """Allocates the caches and buffers that ops are lowered against."""
+    """Allocates the caches and buffers that the launches use."""
     return Lowering(
         device,
         sizes.dtype,
@@ -254,7 +251,7 @@ def _info(sizes: LoadSizes, device: Device, weights_s: float) -> LoadedInfo:
 
 
 def _place_of(communicator: Communicator) -> int:
-    """The number of the process among the ranks of all stages, each of which has a GPU."""
+    """The number of this process among the ranks of all stages: one GPU for each."""
     shared = communicator.shared
     return communicator.rank if shared is None else shared.place
 

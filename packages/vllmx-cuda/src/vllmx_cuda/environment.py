@@ -1,5 +1,5 @@
-"""What `vllmx env` shows of the CUDA backend: what was found, and for what is missing, the
-remedy."""
+"""The CUDA section of `vllmx env`: libraries and GPUs that were found, and a remedy for each
+missing one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 
 
 def facts() -> dict[str, str]:
-    """Describes driver, device and libraries by name; it never raises for what this machine
-    lacks."""
+    """Describes driver, device and libraries by name. Never raises for a missing one."""
     found = {
         "driver": _driver,
         "device": _device,
@@ -43,7 +42,7 @@ def _tell(ask: Callable[[], str]) -> str:
 
 
 def _newest() -> int:
-    """The major version of CUDA that the driver runs, or the newest where there is no driver."""
+    """The major version of CUDA that the driver supports, or the newest if there is no driver."""
     try:
         return driver.query().cuda_version[0]
     except driver.DriverError:
@@ -77,7 +76,7 @@ def _cupy() -> str:
 
 
 def _check_with_driver(library: str, version: tuple[int, int]) -> None:
-    """Nothing without a driver: the line above says so."""
+    """Does nothing without a driver: its own line reports that."""
     try:
         found = driver.query().cuda_version
     except driver.DriverError:

@@ -1,4 +1,4 @@
-"""A loaded model: steps are enqueued one ahead, and read in their order."""
+"""A loaded model: the next step is enqueued before the current one is read."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from vllmx_cuda.program.tower import Tower
 from vllmx_cuda.program.vectors import Vectors
 
 Span = tuple[Event, Event]
-"""The span of what was enqueued between two events."""
+"""Two events around enqueued work."""
 
 
 class CudaLoadedModel:
     """`vllmx_core.backend.SeeingModel`. At most two steps are in flight.
 
     Args:
-        tower: of a model that sees images.
+        tower: the image encoder, if the model has one.
     """
 
     def __init__(self, info: LoadedInfo, program: Program, tower: Tower | None = None) -> None:
         self._info = info
         self._tower = tower
         self._passes: list[Span] = []
-        """Parts of passes of the tower since the last step."""
+        """Passes of the tower, or parts of them, since the last step."""
         self._device = program.device
         self._program: Program | None = program
         self._in_flight: InFlight[CudaStep] = InFlight(info, samples=program.recorded.steps.samples)
@@ -68,7 +68,7 @@ class CudaLoadedModel:
             self._passes.append((started, self._device.event()))
 
     def _spans(self, begin: Event, end: Event) -> list[Span]:
-        """The spans of a step, with the passes before it."""
+        """Returns the spans of a step and of the passes before it."""
         spans, self._passes = [*self._passes, (begin, end)], []
         return spans
 
@@ -100,7 +100,7 @@ class CudaLoadedModel:
                 step.finish_sampling(sampled, begin, self._device.event())
             except BaseException:
                 with suppress(VllmxError):
-                    self._device.synchronize()  # its pinned memory is used again from here on
+                    self._device.synchronize()  # its pinned memory may be reused from here on
                 raise
 
     def read(self, step: CudaStep) -> StepResult:
@@ -110,7 +110,7 @@ class CudaLoadedModel:
             with self._device.faults():
                 elapsed_s = step.wait()
             result = step.read()
-        finally:  # until here the step owns its pinned memory, whatever thread enqueues the next
+        finally:  # until here the step owns its pinned memory, whichever thread enqueues the next
             self._in_flight.remove_oldest()
         result.elapsed_s = elapsed_s
         return result
@@ -131,8 +131,8 @@ class CudaStep:
     """`vllmx_core.backend.ForwardStep` and its `StepHandle`.
 
     Args:
-        spans: of what was enqueued of it.
-        sampled: None until it was sampled.
+        spans: of the work enqueued for it.
+        sampled: None until the step is sampled.
     """
 
     def __init__(
@@ -145,12 +145,12 @@ class CudaStep:
         self.placed: PlacedStep | None = None
 
     def finish_sampling(self, sampled: Sampled | Vectors, begin: Event, end: Event) -> None:
-        """The sampler was enqueued, between these events."""
+        """Records the sampler's launches, enqueued between these events."""
         self._sampled = sampled
         self._spans.append((begin, end))
 
     def wait(self) -> float:
-        """Waits until the device has run all of it; how long that took in seconds."""
+        """Waits until the device has run it all. Returns its device time in seconds."""
         self._spans[-1][1].wait()
         return sum(end.seconds_since(begin) for begin, end in self._spans)
 

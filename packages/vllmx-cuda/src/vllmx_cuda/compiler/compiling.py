@@ -1,7 +1,7 @@
-"""All kernels of a model, compiled side by side at its first start.
+"""Compiles all kernels of a model in parallel at its first start.
 
 NVRTC lets one thread of a process compile at a time, so the work goes to worker processes
-(`python -m vllmx_cuda.compiler.compiling`), which leave their cubins in the cache.
+(`python -m vllmx_cuda.compiler.compiling`), which store their cubins in the cache.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Compiled kernels, cached between starts in the user's cache folder.
 
-The key of a cubin is all that decides its bytes: the source, the content of every header that it
-includes, directly or not, the compiler's options, the architecture and NVRTC's version. Files
-appear by rename and carry a digest, so that no process ever loads half of one; where several
-processes start at once, the first compiles and the others wait for its file. A GPU runs what lies
-there, so a folder that another user could write to is not used at all.
+The key of a cubin covers everything that decides its bytes: the source, the content of all headers
+that it includes, the compiler's options, the architecture and NVRTC's version. Files are renamed
+into place and carry a digest, so no process loads a partial one. If several processes start at
+once, the first compiles and the others wait for its file. The GPU runs these files, so a folder
+that another user can write to is never used.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def private_folder(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is compiled at once: one source with one set of definitions."""
+    """One compilation: a source with one set of definitions."""
 
     source: Path
     defines: tuple[str, ...] = ()

@@ -45,13 +45,14 @@ def open_library(stem: str, newest: int = MAJORS[0]) -> tuple[ctypes.CDLL, str]:
     cu12, cu13 = _WHEELS[stem]
     raise BackendUnavailableError(
         f"lib{stem} of CUDA 12 or 13 was not found (tried {', '.join(tried)}): pip install {cu13},"
-        f" or {cu12} beside cupy-cuda12x, or set CUDA_HOME to a toolkit"
+        f" or {cu12} with cupy-cuda12x, or set CUDA_HOME to a toolkit"
     )
 
 
 def open_companion(path: str, stem: str) -> None:
-    """Loads lib<stem> from beside a library that opens it by its bare name: NVRTC of CUDA 13.0 does
-    not look into its own folder, and finds what is loaded already. Nothing where there is none."""
+    """Loads lib<stem> from the folder of the library at `path`, if it is there. NVRTC of CUDA 13.0
+    opens it by its bare name, does not search its own folder, but finds a library that is already
+    loaded."""
     folder = glob.escape(os.path.dirname(path))
     for companion in sorted(glob.glob(f"{folder}/lib{stem}.so*")) if folder else ():
         with suppress(OSError):
@@ -68,7 +69,7 @@ def include_folders(*also: str, newest: int = MAJORS[0]) -> list[str]:
         raise BackendUnavailableError(
             f"CUDA's headers ({', '.join(wanted)}) were not found: pip install nvidia-cuda-runtime"
             f"{' nvidia-cuda-crt nvidia-cuda-cccl' if also else ''}, or"
-            " nvidia-cuda-runtime-cu12 beside cupy-cuda12x, or set CUDA_HOME to a toolkit"
+            " nvidia-cuda-runtime-cu12 with cupy-cuda12x, or set CUDA_HOME to a toolkit"
         )
     return found[:1]
 

@@ -1,7 +1,7 @@
 """NVRTC by ctypes: CUDA source text to a cubin. Needs no GPU and no CuPy.
 
-CuPy's own compile helper asks for the current device, adds an architecture of its own and caches
-without looking into headers; see `vllmx_cuda.compiler.cubins` for what is cached how.
+CuPy's own compile helper needs a current device, adds an architecture of its own and ignores
+headers in its cache key; see `vllmx_cuda.compiler.cubins` for our cache.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which of cuBLASLt's algorithms computes which product: measured once a machine, then remembered.
+"""Chooses a cuBLASLt algorithm for each product: measured once per machine, then cached on disk.
 
-What was measured (while `measuring`) for one number of rows serves all that `measured_rows` makes
-the same. It is kept beside the compiled kernels, so that the next start has no timing noise in its
-choice: the same algorithm gives the same bits. A process does not change its mind either: what was
-multiplied by the library's favourite once is not measured any more.
+One measurement (taken while `measuring`) serves all numbers of rows that `measured_rows` maps to
+the same value. The choice is stored next to the compiled kernels, so timing noise cannot change it
+at the next start: the same algorithm gives the same bits. It does not change within a process
+either: a product that has run with the library's default is not measured later.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class AlgorithmFile:
         }
 
     def get(self, product: Product) -> Algorithm | None:
-        """What was chosen for its number of rows."""
+        """Returns the algorithm chosen for its number of rows."""
         return self._known.get(_key(product))
 
     def put(self, product: Product, algorithm: Algorithm) -> None:
@@ -122,11 +122,11 @@ class Algorithms:
         self._decided: set[str] = set()
         """Keys that are not measured any more."""
         self.measuring = False
-        """Whether a product that was not seen before is measured."""
+        """True if products that were not seen before are measured."""
 
     def exists(self, product: Product) -> bool:
-        """Whether the library has an algorithm for it on this GPU: asked once, and logged where it
-        has none."""
+        """True if the library has an algorithm for it on this GPU. Queried once; a missing one is
+        logged."""
         if product not in self._exists:
             if len(self._exists) == MOST_PRODUCTS:
                 self._exists.clear()
@@ -134,7 +134,7 @@ class Algorithms:
         return self._exists[product]
 
     def unmeasured(self, product: Product) -> bool:
-        """Whether it would be measured, if it were asked for now and while `measuring`."""
+        """True if a call now would measure it, given `measuring`."""
         if product in self._ready or _key(product) in self._decided:
             return False
         stored = self._file.get(product)

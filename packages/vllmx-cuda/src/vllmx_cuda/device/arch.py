@@ -5,8 +5,8 @@ from __future__ import annotations
 from vllmx_core.errors import BackendUnavailableError
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
-"""What kernels are compiled for and held to the budget. An "a" architecture has instructions that
-no other has (wgmma, tcgen05), and its cubins run nowhere else."""
+"""The architectures that kernels are compiled for and checked against the budget. An "a"
+architecture has instructions of its own (wgmma, tcgen05), and its cubins run on no other."""
 _BY_CAPABILITY = {
     (int(name[3:].rstrip("a")[:-1]), int(name[3:].rstrip("a")[-1])): name for name in ARCHITECTURES
 }

@@ -1,5 +1,5 @@
-"""Which batch sizes a captured decode step is kept for, and which numbers of rows an algorithm of
-cuBLASLt is chosen for."""
+"""Batch sizes of captured decode steps, and numbers of rows for which cuBLASLt algorithms are
+measured."""
 
 from __future__ import annotations
 

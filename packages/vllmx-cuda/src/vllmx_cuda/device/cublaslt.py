@@ -36,7 +36,7 @@ _SCALE_128X128, _SCALE_1X128 = 5, 4  # of w, of x: Hopper alone
 _SCALES_OF_BLOCKS = 120900
 """The first version with them."""
 WORKSPACE_BYTES = 32 << 20
-"""What NVIDIA recommends for Hopper."""
+"""NVIDIA's recommendation for Hopper."""
 _HANDLE, _OUT = c_void_p, POINTER(c_void_p)
 
 

@@ -36,13 +36,11 @@ from vllmx_cuda.device.cublaslt import (
     CublasLtError,
     Matmul,
 )
-from vllmx_cuda.device.cuda_ipc import CudaIpc
 from vllmx_cuda.device.device import DeviceInfo, Product
 from vllmx_cuda.device.memory import Bytes, Memory
 from vllmx_cuda.device.nccl import NcclRanks, load_nccl
-from vllmx_cuda.device.peers import open_peers
+from vllmx_cuda.device.peers import CudaIpc, open_peers
 from vllmx_cuda.device.ranks import Ties
-from vllmx_cuda.device.refusal import refusal
 from vllmx_cuda.kernel_specs import Variant
 
 logger = logging.getLogger("vllmx.cuda")
@@ -123,7 +121,7 @@ class CupyDevice:
         try:
             return cls(cupy, chosen, nvrtc, partial(CublasLt.open, newest))
         except cupy.cuda.runtime.CUDARuntimeError as error:
-            raise refusal(error, chosen, facts) from error
+            raise driver.open_error(error, chosen, facts) from error
 
     def __init__(
         self,
@@ -374,7 +372,7 @@ class CupyDevice:
         except refusals as error:
             if _is_out_of_memory(error):
                 raise CapacityError(
-                    f"{self.info.name} has no memory left beside what is planned for ({error}):"
+                    f"{self.info.name} has no memory left beyond what is planned for ({error}):"
                     " lower --memory-fraction, or end what else runs there (nvidia-smi)"
                 ) from error
             try:
@@ -403,7 +401,7 @@ class CupyDevice:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether the runtime, the driver or cuBLASLt could not allocate."""
+    """True if the runtime, the driver or cuBLASLt could not allocate."""
     if isinstance(error, CublasLtError):
         return error.status == ALLOC_FAILED
     return "MemoryAllocation" in str(error) or "OUT_OF_MEMORY" in str(error)

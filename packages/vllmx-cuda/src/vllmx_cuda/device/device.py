@@ -1,7 +1,7 @@
-"""The face of a device: memory, copies, launches, products, events, captured graphs.
+"""The interface of a device: memory, copies, launches, products, events, captured graphs.
 
-Two things have it: `vllmx_cuda.device.cupy_device` is a GPU; `vllmx_testing.cuda.emulated_device`
-runs the same kernels on the CPU, for tests. All that is enqueued runs in order on one stream.
+`vllmx_cuda.device.cupy_device` implements it for a GPU; `vllmx_testing.cuda.emulated_device` runs
+the same kernels on the CPU, for tests. All work runs in order on one stream.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllmx_cuda.kernel_specs import Variant
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """What plans are made from."""
+    """The properties of a device that plans depend on."""
 
     name: str
     arch: str
@@ -55,7 +55,7 @@ class Event(Protocol):
     """A point in the stream."""
 
     def wait(self) -> None:
-        """Blocks the host until the stream has come here."""
+        """Blocks the host until the stream has reached this point."""
         ...
 
     def seconds_since(self, earlier: Event) -> float:
@@ -76,8 +76,8 @@ class Device(Protocol):
     def info(self) -> DeviceInfo: ...
 
     def activate(self) -> None:
-        """Makes it the device of this thread; whoever enqueues from another thread than the one
-        that opened it calls this first."""
+        """Makes it the current device of this thread. Call it first on every thread that enqueues
+        work, except the one that opened the device."""
         ...
 
     def free_bytes(self) -> int:
@@ -98,11 +98,12 @@ class Device(Protocol):
         ...
 
     def trim_pinned(self) -> None:
-        """Gives page-locked memory that nobody holds any more back to the system."""
+        """Returns unused page-locked memory to the system."""
         ...
 
     def upload(self, target: Memory, source: Bytes) -> None:
-        """Enqueues a copy of `source`, which must be pinned and stay as it is until it has run."""
+        """Enqueues a copy of `source`, which must be pinned and unchanged until the copy has
+        run."""
         ...
 
     def upload_rows(self, target: Memory, pitch: int, source: Bytes, width: int) -> None:
@@ -132,8 +133,8 @@ class Device(Protocol):
         ...
 
     def can_multiply(self, product: Product) -> bool:
-        """Whether `multiply` has a way to compute it: not every GPU and library multiplies codes
-        of every size."""
+        """True if `multiply` can compute it: not every GPU and library multiplies codes of every
+        size."""
         ...
 
     def multiply(
@@ -150,13 +151,13 @@ class Device(Protocol):
         ...
 
     def unmeasured(self, enqueue: Callable[[], None]) -> bool:
-        """Whether `enqueue`, which launches and multiplies, would do so with something whose
-        algorithm `tuning` would choose by measuring. Enqueues nothing."""
+        """True if `enqueue` runs a product whose algorithm `tuning` would choose by measuring.
+        Enqueues nothing."""
         ...
 
     def tuning(self) -> AbstractContextManager[None]:
         """A context in which products that were not seen before choose their algorithm by
-        measuring."""
+        measurement."""
         ...
 
     def event(self) -> Event:
@@ -169,22 +170,21 @@ class Device(Protocol):
         ...
 
     def join(self, communicator: Communicator, ties: Ties) -> DeviceRanks:
-        """This device's end among those of all ranks, which call this at once; the device closes
-        it. From then on whatever waits for the device raises RankLostError where a rank is gone.
-        Raises BackendUnavailableError where something is missing for it."""
+        """Returns this device's end of the group of ranks, which the device closes. All ranks call
+        this at the same time. From then on, waiting for the device raises RankLostError if a rank
+        is gone. Raises BackendUnavailableError if a library is missing."""
         ...
 
     def synchronize(self) -> None:
-        """Waits for all that was enqueued."""
+        """Waits for all enqueued work."""
         ...
 
     def faults(self) -> AbstractContextManager[None]:
-        """A context in which what the device refuses is raised as CapacityError where memory ran
-        out, and as EngineDeadError where nothing can run on it any more; anything else stays as it
-        is."""
+        """A context that turns device errors into CapacityError (out of memory) and
+        EngineDeadError (the device can run nothing any more). Other errors pass unchanged."""
         ...
 
     def close(self) -> None:
-        """Gives pooled memory back; all `Memory` must be gone. Raises nothing for a device that is
-        beyond use."""
+        """Frees pooled memory; all `Memory` must be gone. Never raises, even if the device is
+        lost."""
         ...

@@ -1,5 +1,5 @@
-"""What NVIDIA's driver says of this machine, by ctypes on libcuda alone: no context is made and
-nothing heavy is imported, so that a probe costs milliseconds."""
+"""Queries NVIDIA's driver through ctypes on libcuda alone: no context is created and nothing heavy
+is imported, so a probe takes milliseconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllmx_core.errors import ConfigError
+from vllmx_core.errors import BackendUnavailableError, CapacityError, ConfigError, VllmxError
 
 DEVICE_VARIABLE = "VLLMX_CUDA_DEVICE"
 MIN_CAPABILITY = (7, 5)
@@ -100,8 +100,8 @@ def _check(status: int) -> None:
 
 
 def check_major(found: tuple[int, int], library: str, version: tuple[int, int]) -> None:
-    """Raises DriverError for a library of a newer CUDA than the driver runs: what it makes or does
-    is refused. A newer minor version is no trouble."""
+    """Raises DriverError if the library belongs to a newer major version of CUDA than the driver,
+    which would reject its output. A newer minor version works."""
     if version[0] > found[0]:
         extra = "vllmx[cuda]" if found[0] == 12 else "vllmx[cpu]"
         raise DriverError(
@@ -134,7 +134,7 @@ def _first_device(facts: DriverFacts) -> DeviceFacts:
         known = [str(device.ordinal) for device in facts.devices]
         if wanted not in known:
             raise ConfigError(
-                f"{DEVICE_VARIABLE}={wanted} is no GPU of this machine: choose"
+                f"{DEVICE_VARIABLE}={wanted} is not a GPU of this machine: choose"
                 f" {', '.join(known) or 'none, there is no GPU'}",
                 param=DEVICE_VARIABLE,
             )
@@ -162,3 +162,27 @@ def unavailable_reason(open_library: Callable[[], Library] = open_libcuda) -> st
     except (DriverError, ConfigError) as error:
         return str(error)
     return None
+
+
+def open_error(error: Exception, chosen: DeviceFacts, facts: DriverFacts) -> VllmxError:
+    """Returns the error for a GPU that CUDA could not open, with the remedy."""
+    text = str(error)
+    if "InsufficientDriver" in text:
+        version = ".".join(map(str, facts.cuda_version))
+        return BackendUnavailableError(
+            f"CuPy needs a newer driver than this one, which runs up to CUDA {version} ({text}):"
+            " update NVIDIA's driver, or pip install 'vllmx[cuda]' for CUDA 12"
+        )
+    if "MemoryAllocation" in text:
+        return CapacityError(
+            f"{chosen.name} has no memory left for a CUDA context ({text}): end what else runs"
+            f" there (nvidia-smi), or choose another GPU by {DEVICE_VARIABLE}"
+        )
+    if "DevicesUnavailable" in text or "Prohibited" in text:
+        return BackendUnavailableError(
+            f"{chosen.name} is taken by another process ({text}): its compute mode is exclusive or"
+            f" prohibited (nvidia-smi -q -d COMPUTE); choose another by {DEVICE_VARIABLE}"
+        )
+    return BackendUnavailableError(
+        f"CUDA cannot open {chosen.name} ({text}): see nvidia-smi and dmesg, or use --backend cpu"
+    )

@@ -6,6 +6,6 @@ ITEM_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 
 
 def automatic(checkpoint: str, capability: tuple[int, int]) -> str:
-    """What auto means: the checkpoint's dtype, but f16 instead of bf16 before 8.0 (Ampere), where
-    tensor cores do not know bf16."""
+    """Resolves dtype auto: the checkpoint's dtype, but f16 instead of bf16 before 8.0 (Ampere),
+    whose tensor cores lack bf16."""
     return "f16" if checkpoint == "bf16" and capability < (8, 0) else checkpoint

@@ -1,5 +1,5 @@
-"""Ranks through NCCL, on the stream of their device. CuPy's wheel has the binding; the library
-comes with a wheel of NVIDIA's."""
+"""Communication between ranks through NCCL, on the stream of their device. CuPy's wheel has the
+binding; the library comes from NVIDIA's wheel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SUM = 0
 _ID_BYTES = 128
 _LOOK_S = 20e-6
 _END_S = 2.0
-"""Seconds that the end of a group may take before the rank goes on without it."""
+"""The most seconds to wait for the end of a group."""
 _SENDER, _RECEIVER = 0, 1
 """The ranks of two neighbouring stages."""
 
@@ -233,7 +233,7 @@ class NcclRanks:
 
     @property
     def _lost(self) -> bool:
-        """Whether another rank will not come: so its process or a sum of this one says."""
+        """True if another rank is lost, according to its process or to a sum of this rank."""
         gave_up = self.peers is not None and self.peers.ended
         return gave_up or (self._aborted is not None and bool(self._aborted.value))
 

@@ -1,8 +1,8 @@
-"""Memory of the GPUs of a model's ranks that all of them read: small sums without NCCL.
+"""Sets up GPU memory that all ranks of a model can read, for small sums without NCCL.
 
-`one_shot.cu` adds up what lies there in one launch. Which GPUs can do that, the driver says; and
-since drivers have said so of machines where it did not work, ranks first try it with numbers whose
-sums they know. Where it does not work, NCCL makes all sums.
+`one_shot.cu` adds the shared rows in one launch. The driver reports which GPUs support peer access.
+Some drivers report it on machines where it does not work, so the ranks first run a trial with known
+sums. If the trial fails, NCCL computes all sums.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from vllmx_core.communicator import Communicator
@@ -21,28 +21,30 @@ from vllmx_cuda.device.device import Device
 from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.device.ranks import Peers, Share
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant
-from vllmx_cuda.kernel_specs.one_shot import MAX_RANKS
+from vllmx_cuda.kernel_specs.ranks import MAX_RANKS
 
 logger = logging.getLogger("vllmx.cuda")
 T = TypeVar("T")
 
 SWITCH = "VLLMX_CUDA_ONE_SHOT"
-"""Which way sums go. 0: all by NCCL; 1 or unset: small ones through memory that all ranks read,
-where that works."""
+"""Selects how ranks sum. 0: always NCCL; 1 or unset: small sums through shared memory, if that
+works."""
 PATIENCE = 1 << 26
-"""How often a block looks for another rank before it gives up: half a minute or more. A rank that
-dies is seen by the hosts long before."""
+"""Polls for another rank before a block gives up: half a minute or more. The hosts notice a dead
+rank long before."""
 TRIAL_PATIENCE = 1 << 22
 _TRIAL_WIDTH = 64
 _NAME_BYTES = 64
+_UNIT = 2 << 20
+"""The driver's allocation unit: a whole one, so that others cannot open unrelated memory."""
 
 
 class UnreachableError(Exception):
-    """Why a rank cannot read the memory of another one."""
+    """A rank cannot read the memory of another one; the message says why."""
 
 
 class Reach(Protocol):
-    """How a rank comes to device memory of others. All raise UnreachableError."""
+    """Access to the device memory of other ranks. All methods raise UnreachableError."""
 
     @property
     def place(self) -> int:
@@ -50,20 +52,68 @@ class Reach(Protocol):
         ...
 
     def check(self, place: int) -> None:
-        """Whether memory of that device can be read at all."""
+        """Checks that this device can read the memory of that one."""
         ...
 
     def share(self, num_bytes: int) -> tuple[Memory, bytes]:
-        """Makes memory of zeros that others may open, and its name, of at most 64 bytes."""
+        """Allocates zeroed memory that others may open. Returns it with its name, at most 64
+        bytes."""
         ...
 
     def open(self, name: bytes) -> int:
-        """The address, here, of what another rank shares."""
+        """Returns the local address of another rank's shared memory."""
         ...
 
 
+class CudaIpc:
+    """`vllmx_cuda.device.peers.Reach`.
+
+    Args:
+        runtime: `cupy.cuda.runtime`; the GPU `place` must be the thread's device.
+    """
+
+    def __init__(self, runtime: Any, place: int) -> None:
+        self._runtime = runtime
+        self._place = place
+
+    @property
+    def place(self) -> int:
+        return self._place
+
+    def check(self, place: int) -> None:
+        """See `Reach.check`."""
+        ask = self._runtime.deviceCanAccessPeer
+        if place != self._place and not self._call(lambda: ask(self._place, place)):
+            raise UnreachableError(
+                f"GPU {self._place} cannot read the memory of GPU {place} (nvidia-smi topo -p2p r)"
+            )
+
+    def share(self, num_bytes: int) -> tuple[Memory, bytes]:
+        """See `Reach.share`. Not from a pool, for a handle opens a whole allocation."""
+        size = -(-num_bytes // _UNIT) * _UNIT
+
+        def make() -> tuple[int, bytes]:
+            address = int(self._runtime.malloc(size))
+            self._runtime.memset(address, 0, size)
+            self._runtime.deviceSynchronize()  # before another rank writes there
+            return address, bytes(self._runtime.ipcGetMemHandle(address))
+
+        address, name = self._call(make)
+        return Memory(address, num_bytes, self._runtime), name
+
+    def open(self, name: bytes) -> int:
+        """See `Reach.open`."""
+        return int(self._call(lambda: self._runtime.ipcOpenMemHandle(name)))
+
+    def _call(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except self._runtime.CUDARuntimeError as error:
+            raise UnreachableError(f"GPU memory cannot be shared: {error}") from error
+
+
 def is_wanted() -> bool:
-    """What `SWITCH` says. Raises ConfigError for anything but 0 and 1."""
+    """Reads `SWITCH`. Raises ConfigError for values other than 0 and 1."""
     value = os.environ.get(SWITCH, "")
     if value not in ("", "0", "1"):
         raise ConfigError(f"{SWITCH}={value}: set it to 1 or 0, or leave it out", param=SWITCH)
@@ -78,8 +128,8 @@ def open_peers(
     item: int,
     patience: int = PATIENCE,
 ) -> Peers | None:
-    """Opens memory for sums of rows of so many elements, on all ranks at once. None where NCCL must
-    make them, and the log says why.
+    """Opens shared memory for sums of rows of `width` elements, on all ranks at once. Returns None
+    if NCCL must compute them; the log says why.
 
     Args:
         item: bytes of an element.
@@ -98,7 +148,7 @@ def open_peers(
         return reach.share(share.num_bytes)
 
     def opened(names: AnyArray) -> list[int]:
-        device.prepare([_trial_kernel()])  # now, for on trial nobody waits long for the others
+        device.prepare([_trial_kernel()])  # now: the trial does not wait long for others
         return [
             own.address if other == rank else reach.open(name.tobytes())
             for other, name in enumerate(names)
@@ -118,7 +168,7 @@ def open_peers(
 
 
 def _gather(communicator: Communicator, row: Sequence[int] | AnyArray) -> AnyArray:
-    """(ranks, N): what each rank has."""
+    """Returns the rows of all ranks, (ranks, N)."""
     mine = np.atleast_2d(np.asarray(row, getattr(row, "dtype", np.int32)))
     ranks = communicator.num_ranks
     rows: AnyArray = communicator.all_gather(mine, [mine.shape[1]] * ranks)
@@ -126,9 +176,9 @@ def _gather(communicator: Communicator, row: Sequence[int] | AnyArray) -> AnyArr
 
 
 def _all(communicator: Communicator, call: Callable[[], T]) -> T:
-    """What the call gives on this rank. Raises UnreachableError on all ranks where it does so on
-    one of them."""
-    problem = UnreachableError("another rank could not go along")
+    """Returns the result of `call` on this rank. Raises UnreachableError on all ranks if one of
+    them fails."""
+    problem = UnreachableError("another rank could not share memory")
     found: list[T] = []
     try:
         found.append(call())
@@ -164,8 +214,8 @@ def _trial_kernel() -> Variant:
 
 
 def _try(device: Device, peers: Peers) -> None:
-    """Adds numbers whose sums are known, in each block and through both buffers. Raises
-    UnreachableError where something else comes out."""
+    """Adds numbers with known sums, in each block and through both buffers. Raises UnreachableError
+    if a result is wrong."""
     width = min(_TRIAL_WIDTH, peers.share.slot_bytes // 4)
     shape = peers.share.blocks, width
     numbers = np.arange(shape[0] * width, dtype=np.float32).reshape(shape)

@@ -1,6 +1,6 @@
-"""The face of one rank's end on its device.
+"""The interface for communication between the devices of a model's ranks.
 
-`vllmx_cuda.device.nccl` is that of GPUs; the emulated device has one of its own.
+`vllmx_cuda.device.nccl` implements it for GPUs; the emulated device has its own.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from vllmx_core.plan import AnyArray
 
 from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs import vector_width
-from vllmx_cuda.kernel_specs.one_shot import blocks_at_once, parts_at
+from vllmx_cuda.kernel_specs.ranks import blocks_at_once, parts_at
 
 MOST_BYTES = 512 << 10
-"""What a sum must stay below: of more, NCCL reads less over the links."""
+"""Sums must be smaller than this: for larger ones NCCL transfers less over the links."""
 _ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Ties:
-    """What a model on several devices has to do with those of the others."""
+    """The kinds of communication that a rank's ops need."""
 
     meets: bool = True
-    """Whether it computes layers together with other ranks."""
+    """True if it computes layers together with other ranks (tensor parallelism)."""
     exchanges: bool = False
-    """Whether it sends each of those something of its own."""
+    """True if it sends each of those ranks different data (all-to-all)."""
     sends: bool = False
-    """Whether a stage comes behind it."""
+    """True if a pipeline stage follows."""
     receives: bool = False
-    """Whether a stage is before it."""
+    """True if a pipeline stage precedes it."""
     sums: int = 0
-    """The width of the widest rows that are summed; 0: none are."""
+    """Width of the widest rows that are summed; 0: none."""
     item: int = 0
-    """Bytes of an element of those."""
+    """Bytes of an element of these rows."""
 
 
 class DeviceRanks(Protocol):
-    """Calls are enqueued on the device's stream, and captured with what stands around them. Ranks
-    that meet enqueue the same ones in the same order, and a stage receives what the one before it
-    sends. Raises RankLostError where one will not come."""
+    """One rank's end. Calls are enqueued on the device's stream and captured with the launches
+    around them. Ranks that compute layers together must enqueue the same calls in the same order; a
+    stage receives what the previous stage sends. Raises RankLostError if a rank is lost."""
 
     @property
     def rank(self) -> int:
-        """Which one this is of those that meet."""
+        """The rank among those that compute layers together."""
         ...
 
     @property
     def peers(self) -> Peers | None:
-        """The memory that all of them read, for small sums; None: there is none."""
+        """The memory that all of them read, for small sums; None if unavailable."""
         ...
 
     def all_reduce(self, x: Memory, y: Memory, count: int, dtype: str) -> None:
@@ -61,30 +61,30 @@ class DeviceRanks(Protocol):
         ...
 
     def all_gather(self, x: Memory, y: Memory, counts: Sequence[int], dtype: str) -> None:
-        """y: every rank's x of counts[rank] elements, one behind the other."""
+        """y: every rank's x of counts[rank] elements, one after the other."""
         ...
 
     def all_to_all(self, x: Memory, y: Memory, counts: Sequence[int], dtype: str) -> None:
-        """x: what each rank is sent, counts[rank] elements one behind the other. y: what each rank
-        sent to this one."""
+        """x: the data for each rank, counts[rank] elements one after the other. y: the data that
+        each rank sent to this one."""
         ...
 
     def send(self, x: Memory, count: int, dtype: str) -> None:
-        """The `count` elements of x, to the next stage."""
+        """Sends the `count` elements of x to the next stage."""
         ...
 
     def recv(self, y: Memory, count: int, dtype: str) -> None:
-        """y: what the stage before sent next, which were as many."""
+        """y: the next `count` elements that the previous stage sent."""
         ...
 
     def agree(self, *, wanted: bool) -> bool:
-        """Whether every rank wants it, after all have said so; of stages, whether the first one
-        does. Enqueues nothing."""
+        """True if all ranks want it; for stages, if the first one does. Waits for their votes and
+        enqueues nothing."""
         ...
 
 
 def agreed(communicator: Communicator, ties: Ties, *, wanted: bool) -> bool:
-    """See `DeviceRanks.agree`: through the host."""
+    """`DeviceRanks.agree` through the host."""
     if ties.meets:
         votes = communicator.all_reduce(np.array([float(wanted)], np.float32))
         wanted = bool(votes[0] == communicator.num_ranks)
@@ -97,7 +97,7 @@ def agreed(communicator: Communicator, ties: Ties, *, wanted: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What each rank shares: words, and two rows of `width` elements for each block."""
+    """The layout of a rank's shared memory: flags, and two rows of `width` elements per block."""
 
     width: int
     item: int
@@ -106,7 +106,8 @@ class Share:
 
     @classmethod
     def of(cls, width: int, item: int, num_processors: int) -> Share:
-        """The one for rows of this width; `num_processors` are those of the smallest device."""
+        """Returns the layout for rows of this width; `num_processors` is that of the smallest
+        device."""
         at_once = blocks_at_once(width, vector_width(width), num_processors)
         return cls(width, item, min(at_once, (MOST_BYTES - 1) // (width * item)))
 
@@ -122,40 +123,40 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The ranks as `one_shot.cu` knows them. What this one shares lives as long as the process: who
-    closes first cannot know whether the others still read."""
+    """The ranks as `one_shot.cu` sees them. Shared memory lives as long as the process, because a
+    rank that closes cannot know whether others still read it."""
 
     own: Memory
-    table: Memory  # (ranks,) u64: where each rank's share lies for this one
-    stop: Memory  # u32 of the host; not zero: nobody waits any more
+    table: Memory  # (ranks,) u64: address of each rank's share on this one
+    stop: Memory  # u32 of the host; not zero: waits have ended
     share: Share
     rank: int
     num_ranks: int
     patience: int
 
     def takes(self, rows: int, width: int) -> bool:
-        """Whether a sum of rows of the model's dtype may be made here."""
+        """True if it can sum such rows of the model's dtype."""
         return width == self.share.width and 0 < rows <= self.share.blocks
 
     def arguments(self, item: int, patience: int | None = None) -> tuple[int, ...]:
-        """The last arguments of a launch, in which an element has so many bytes."""
+        """The last arguments of a launch for elements of `item` bytes."""
         slot = self.share.slot_bytes // item
         ranks = self.rank, self.num_ranks
         return self.share.blocks, slot, *ranks, patience or self.patience
 
     def end(self) -> None:
-        """Ends the waits of this rank's launches, whose results are worth nothing."""
+        """Ends the waits of this rank's launches; their results are invalid."""
         self._stop[0] = 1
 
     @property
     def ended(self) -> bool:
-        """Whether waits were ended."""
+        """True if waits were ended."""
         return bool(self._stop[0])
 
     def check(self) -> None:
         """Raises RankLostError if waits were ended."""
         if self.ended:
-            raise RankLostError("another rank did not come to a sum that this one made")
+            raise RankLostError("another rank did not take part in a sum of this one")
 
     @property
     def _stop(self) -> AnyArray:

@@ -1,20 +1,22 @@
-"""Everything between the QKV projection and the output projection of an attention layer."""
+"""Kernels between the QKV projection and the output projection of an attention layer."""
 
 from __future__ import annotations
 
 from vllmx_core.errors import ConfigError
 
 from vllmx_cuda.kernel_specs.types import (
-    DTYPES,
+    ANY_DTYPE,
+    HALF_DTYPES,
+    VECTORS,
     Kernel,
     Launch,
     Options,
     Sizes,
-    arguments,
     at_least,
     at_most,
     ceil_div,
     has_tensor_cores,
+    kernel,
     multiple_of,
     shared_bytes,
     vector_width,
@@ -36,7 +38,7 @@ _MMA_HEAD_SIZES = (*range(16, 128, 16), *range(128, 257, 32))
 
 
 def store_vector(head_size: int) -> int:
-    """VX_VEC of kv_store: a warp covers the head in one go where that is possible."""
+    """VX_VEC of kv_store: a warp covers the head in one pass if possible."""
     return min(vector_width(head_size), max(1, vector_width(head_size // 32 or 1)))
 
 
@@ -46,9 +48,9 @@ def decode_vector(head_size: int) -> int:
 
 
 def group_tile(group: int, head_size: int) -> int:
-    """VX_GROUP: how many of the `group` query heads of a kv head share a block: the greatest
-    divisor up to 4, or the group itself where that is a prime below 8; up to 2 where heads take
-    the registers."""
+    """VX_GROUP: how many of the `group` query heads of a KV head share a block: the greatest
+    divisor up to 4, or the group itself if it is below 8; up to 2 for large heads, which take the
+    registers."""
     if head_size > 256:
         return 2 - group % 2
     return group if group in _GROUPS else max(n for n in (4, 3, 2, 1) if group % n == 0)
@@ -60,7 +62,7 @@ def mma_group(group: int) -> int:
 
 
 def decode_group(group: int, head_size: int) -> int:
-    """VX_GROUP of paged_decode_mma: as many query heads as there are registers for."""
+    """VX_GROUP of paged_decode_mma: as many query heads as fit into registers."""
     most = _most_decode_heads(head_size)
     return max(n for n in range(1, most + 1) if group % n == 0)
 
@@ -70,33 +72,33 @@ def _most_decode_heads(head_size: int) -> int:
 
 
 def decodes_by_mma(dtype: str, head_size: int, arch: int) -> bool:
-    """Whether paged_decode_mma can take the place of paged_decode; `arch` as 75 or 90."""
+    """True if paged_decode_mma can replace paged_decode; `arch`: 75, 90, ..."""
     return head_size in _MMA_HEAD_SIZES and has_tensor_cores(dtype, arch)
 
 
 def _prefill_queries(head_size: int) -> int:
-    """Query rows of a block of paged_prefill: where two warps share the dimensions, half of 64."""
+    """Query rows of a block of paged_prefill: 64, or half where two warps share the dimensions."""
     return 32 if head_size > 256 else 64
 
 
 def prefill_tile_tokens(tile_group: int, head_size: int) -> int:
-    """How many tokens of a row a tile of paged_prefill holds at most."""
+    """The most tokens of a row in a tile of paged_prefill."""
     return _prefill_queries(head_size) // tile_group
 
 
 def prefills_by_wgmma(dtype: str, head_size: int, kv: int, arch: int) -> bool:
-    """Whether paged_prefill_wgmma can take the place of paged_prefill; `kv`: of KV_TYPES."""
+    """True if paged_prefill_wgmma can replace paged_prefill; `kv`: of KV_TYPES."""
     able = arch == 90 and has_tensor_cores(dtype, arch)
     return able and kv == KV_ELEM and head_size in _WGMMA_HEAD_SIZES
 
 
 def wgmma_tile_tokens(tile_group: int) -> int:
-    """How many tokens of a row a tile of paged_prefill_wgmma holds at most."""
+    """The most tokens of a row in a tile of paged_prefill_wgmma."""
     return _WGMMA_QUERIES // tile_group
 
 
 def prefill_keys(head_size: int, arch: int) -> int:
-    """VX_KEYS: as many keys at a time as there is shared memory for; 0: no variant fits."""
+    """VX_KEYS: as many keys at a time as fit into shared memory; 0: no variant fits."""
     most = 64 if head_size <= 128 else 32
     fitting = (n for n in _PREFILL_KEYS if _prefill_bytes(head_size, n) <= shared_bytes(arch))
     return next((keys for keys in fitting if keys <= most), 0)
@@ -159,46 +161,30 @@ def _prefill_wgmma(sizes: Sizes, options: Options) -> Launch:
 
 
 _HEAD_OPTIONS = {
-    "VX_DTYPE": tuple(DTYPES.values()),
+    "VX_DTYPE": ANY_DTYPE,
     "VX_HEAD": HEAD_SIZES,
     "VX_KV": KV_TYPES,
-    "VX_VEC": (8, 4, 2, 1),
+    "VX_VEC": VECTORS,
 }
 _DECODE_OPTIONS = {**_HEAD_OPTIONS, "VX_VEC": (16, 8, 4, 2, 1), "VX_GROUP": _GROUPS}
 
-KV_STORE = Kernel(
-    entry="kv_store",
-    source="kv_store.cu",
-    options=_HEAD_OPTIONS,
-    arguments=arguments(
-        "in elem* qkv, in i32* positions, in i32* slots, in f32* q_norm?, in f32* k_norm?,"
-        "in f32* rope?, out elem* q, inout kv* k_pages, inout kv* v_pages, inout f32* k_scales?,"
-        "inout f32* v_scales?, i32 heads, i32 kv_heads, i32 rotary_dim, i32 interleaved,"
-        "i32 page_shift, f32 eps"
-    ),
-    sizes=("tokens", "heads", "kv_heads"),
-    rule=_store,
-)
 
-PAGED_DECODE = Kernel(
-    entry="paged_decode",
-    source="paged_decode.cu",
-    options=_DECODE_OPTIONS,
-    arguments=arguments(
-        "in elem* q, in kv* k_pages, in kv* v_pages, in f32* k_scales?, in f32* v_scales?,"
-        "in i32* items, in i32* first_item, in i32* positions, in i32* block_table,"
-        "in f32* sinks?, out elem* out, out f32* partial, out f32* weights, i32 heads,"
-        "i32 kv_heads, i32 table_stride, i32 page_shift, i32 window, f32 scale, f32 softcap"
-    ),
-    sizes=("items", "heads", "kv_heads"),
-    rule=_decode,
+PAGED_DECODE = kernel(
+    "paged_decode.cu",
+    "paged_decode(in elem* q, in kv* k_pages, in kv* v_pages, in f32* k_scales?, in f32* v_scales?,"
+    " in i32* items, in i32* first_item, in i32* positions, in i32* block_table, in f32* sinks?,"
+    " out elem* out, out f32* partial, out f32* weights, i32 heads, i32 kv_heads, i32 table_stride,"
+    " i32 page_shift, i32 window, f32 scale, f32 softcap)",
+    "items heads kv_heads",
+    _decode,
+    _DECODE_OPTIONS,
 )
 
 PAGED_DECODE_MMA = Kernel(
     entry="paged_decode_mma",
     source="paged_decode_mma.cu",
     options={
-        "VX_DTYPE": (DTYPES["f16"], DTYPES["bf16"]),
+        "VX_DTYPE": HALF_DTYPES,
         "VX_HEAD": _MMA_HEAD_SIZES,
         "VX_KV": KV_TYPES,
         "VX_GROUP": _MMA_GROUPS,
@@ -209,36 +195,22 @@ PAGED_DECODE_MMA = Kernel(
     tensor_cores=True,
 )
 
-PAGED_COMBINE = Kernel(
-    entry="paged_combine",
-    source="paged_decode.cu",
-    options=_DECODE_OPTIONS,
-    arguments=arguments(
-        "in f32* partial, in f32* weights, in i32* first_item, in f32* sinks?, inout elem* out,"
-        "i32 heads"
-    ),
-    sizes=("tokens", "heads"),
-    rule=_combine,
-)
 
-PAGED_PREFILL = Kernel(
-    entry="paged_prefill",
-    source="paged_prefill.cu",
-    options={
-        "VX_DTYPE": (DTYPES["f16"], DTYPES["bf16"]),
+PAGED_PREFILL = kernel(
+    "paged_prefill.cu",
+    "paged_prefill(in elem* q, in kv* k_pages, in kv* v_pages, in f32* k_scales?,"
+    " in f32* v_scales?, in i32* tiles, in i32* context_len, in i32* block_table, in f32* sinks?,"
+    " in i32* seen?, out elem* out, i32 heads, i32 kv_heads, i32 table_stride, i32 page_shift,"
+    " i32 window, i32 causal, f32 scale, f32 softcap)",
+    "tiles heads kv_heads",
+    _prefill,
+    {
+        "VX_DTYPE": HALF_DTYPES,
         "VX_HEAD": HEAD_SIZES,
         "VX_KV": KV_TYPES,
         "VX_GROUP": _MMA_GROUPS,
         "VX_KEYS": _PREFILL_KEYS,
     },
-    arguments=arguments(
-        "in elem* q, in kv* k_pages, in kv* v_pages, in f32* k_scales?, in f32* v_scales?,"
-        "in i32* tiles, in i32* context_len, in i32* block_table, in f32* sinks?, in i32* seen?,"
-        "out elem* out, i32 heads, i32 kv_heads, i32 table_stride, i32 page_shift, i32 window,"
-        "i32 causal, f32 scale, f32 softcap"
-    ),
-    sizes=("tiles", "heads", "kv_heads"),
-    rule=_prefill,
     tensor_cores=True,
 )
 
@@ -246,7 +218,7 @@ PAGED_PREFILL_WGMMA = Kernel(
     entry="paged_prefill_wgmma",
     source="paged_prefill_wgmma.cu",
     options={
-        "VX_DTYPE": (DTYPES["f16"], DTYPES["bf16"]),
+        "VX_DTYPE": HALF_DTYPES,
         "VX_HEAD": _WGMMA_HEAD_SIZES,
         "VX_GROUP": _MMA_GROUPS,
     },
@@ -258,10 +230,26 @@ PAGED_PREFILL_WGMMA = Kernel(
 )
 
 KERNELS = (
-    KV_STORE,
+    kernel(
+        "kv_store.cu",
+        "kv_store(in elem* qkv, in i32* positions, in i32* slots, in f32* q_norm?, in f32* k_norm?,"
+        " in f32* rope?, out elem* q, inout kv* k_pages, inout kv* v_pages, inout f32* k_scales?,"
+        " inout f32* v_scales?, i32 heads, i32 kv_heads, i32 rotary_dim, i32 interleaved,"
+        " i32 page_shift, f32 eps)",
+        "tokens heads kv_heads",
+        _store,
+        _HEAD_OPTIONS,
+    ),
     PAGED_DECODE,
     PAGED_DECODE_MMA,
-    PAGED_COMBINE,
+    kernel(
+        "paged_decode.cu",
+        "paged_combine(in f32* partial, in f32* weights, in i32* first_item, in f32* sinks?,"
+        " inout elem* out, i32 heads)",
+        "tokens heads",
+        _combine,
+        _DECODE_OPTIONS,
+    ),
     PAGED_PREFILL,
     PAGED_PREFILL_WGMMA,
 )

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from vllmx_cuda.kernel_specs.norms import ROW_OPTIONS, one_block_a_row
+from vllmx_cuda.kernel_specs.norms import one_block_a_row
 from vllmx_cuda.kernel_specs.types import (
-    DTYPES,
-    Kernel,
+    ANY_DTYPE,
+    HALF_DTYPES,
+    ROW_OPTIONS,
     Launch,
     Options,
     Sizes,
     along_rows,
-    arguments,
     at_least,
     by_outputs,
     ceil_div,
+    kernel,
     multiple_of,
 )
 from vllmx_cuda.kernel_specs.w4 import ROW_TILES, TILES, WARPS
@@ -34,7 +35,7 @@ E4M3_ARCHITECTURES = (89, 120, 121)
 """The architectures whose `mma` multiplies FP8. sm_90 and sm_100 have other instructions for it."""
 _CODE_OPTIONS = {**ROW_OPTIONS, "VX_CODE": tuple(CODES.values()), "VX_GROUPS": (0, 1)}
 _LINEAR_OPTIONS = {
-    "VX_DTYPE": tuple(DTYPES.values()),
+    "VX_DTYPE": ANY_DTYPE,
     "VX_CODE": tuple(CODES.values()),
     "VX_TOKENS": GEMV_TOKENS,
     "VX_OUT": (0, 1),
@@ -78,109 +79,80 @@ def _mma(sizes: Sizes, options: Options) -> Launch:
     return Launch(grid, 32 * WARPS, WARPS * max(ring, tokens * (rows + 4) * 4))
 
 
-QUANTIZE_ROWS = Kernel(
-    entry="quantize_rows",
-    source="quantize_rows.cu",
-    options=_CODE_OPTIONS,
-    arguments=arguments(
-        "in elem* x, out u8* codes, out f32* scales, i32 width, f32 fixed, i32 pitch"
-    ),
-    sizes=("rows", "width"),
-    rule=_coded_rows,
-)
-RMS_NORM_CODES = Kernel(
-    entry="rms_norm_codes",
-    source="rms_norm_codes.cu",
-    options=_CODE_OPTIONS,
-    arguments=arguments(
-        "in elem* x, in f32* weight, out u8* codes, out f32* scales, i32 width, f32 eps, f32 fixed,"
-        " i32 pitch"
-    ),
-    sizes=("rows", "width"),
-    rule=_coded_rows,
-)
-ADD_RMS_NORM_CODES = Kernel(
-    entry="add_rms_norm_codes",
-    source="rms_norm_codes.cu",
-    options=_CODE_OPTIONS,
-    arguments=arguments(
-        "in elem* x, inout elem* residual, in f32* weight, out u8* codes, out f32* scales,"
-        " i32 width, f32 eps, f32 fixed,"
-        " i32 pitch"
-    ),
-    sizes=("rows", "width"),
-    rule=_coded_rows,
-)
-CODES8_DEQUANTIZE = Kernel(
-    entry="codes8_dequantize",
-    source="codes8_linear.cu",
-    options=_LINEAR_OPTIONS,
-    arguments=arguments(
-        "in u8* w, in f32* scales, out elem* y, i32 k, i32 first, i32 block_rows, i32 block_cols"
-    ),
-    sizes=("rows", "width"),
-    rule=_dequantize,
-)
-CODES8_GEMV = Kernel(
-    entry="codes8_gemv",
-    source="codes8_linear.cu",
-    options=_LINEAR_OPTIONS,
-    arguments=arguments(
-        "in elem* x, in u8* w, in f32* scales, in f32* bias?, out out* y, i32 m, i32 n, i32 k,"
-        " i32 pitch, i32 block_rows, i32 block_cols"
-    ),
-    sizes=("tokens", "outputs"),
-    rule=_gemv,
-)
-CODES8_RESCALE = Kernel(
-    entry="codes8_rescale",
-    source="codes8_linear.cu",
-    options=_LINEAR_OPTIONS,
-    arguments=arguments(
-        "in u32* sums, in f32* x_scales, in f32* w_scales, in f32* bias?, out out* y, i32 n,"
-        " i32 pitch"
-    ),
-    sizes=("tokens", "outputs"),
-    rule=_rescale,
-)
-CODES8_MMA = Kernel(
-    entry="codes8_mma",
-    source="codes8_mma.cu",
-    options={
-        "VX_DTYPE": (DTYPES["f16"], DTYPES["bf16"]),
+CODES8_MMA = kernel(
+    "codes8_mma.cu",
+    "codes8_mma(in elem* x, in u8* w, in f32* scales, in f32* bias?, out out* y,"
+    " inout f32* partial?, inout u32* arrivals?, i32 m, i32 n, i32 k, i32 pitch, i32 block_rows,"
+    " i32 group_shift)",
+    "tokens outputs width splits",
+    _mma,
+    {
+        "VX_DTYPE": HALF_DTYPES,
         "VX_TILES": TILES,
         "VX_ROWS": ROW_TILES,
         "VX_OUT": (0, 1),
     },
-    arguments=arguments(
-        "in elem* x, in u8* w, in f32* scales, in f32* bias?, out out* y, inout f32* partial?,"
-        " inout u32* arrivals?, i32 m, i32 n, i32 k, i32 pitch, i32 block_rows, i32 group_shift"
-    ),
-    sizes=("tokens", "outputs", "width", "splits"),
-    rule=_mma,
     tensor_cores=True,
-)
-CODES8_BLOCKS = Kernel(
-    entry="codes8_blocks",
-    source="codes8_blocks.cu",
-    options={"VX_DTYPE": (DTYPES["f16"], DTYPES["bf16"]), "VX_OUT": (0, 1)},
-    arguments=arguments(
-        "in u8* x, in f32* x_scales, in u8* w, in f32* w_scales, in f32* bias?, out out* y, i32 m,"
-        " i32 n, i32 k, i32 x_pitch, i32 pitch"
-    ),
-    sizes=("tokens", "outputs", "width"),
-    rule=_blocks,
-    tensor_cores=True,
-    architectures=E4M3_ARCHITECTURES,
 )
 
 KERNELS = (
-    QUANTIZE_ROWS,
-    RMS_NORM_CODES,
-    ADD_RMS_NORM_CODES,
-    CODES8_DEQUANTIZE,
-    CODES8_GEMV,
-    CODES8_RESCALE,
+    kernel(
+        "quantize_rows.cu",
+        "quantize_rows(in elem* x, out u8* codes, out f32* scales, i32 width, f32 fixed,"
+        " i32 pitch)",
+        "rows width",
+        _coded_rows,
+        _CODE_OPTIONS,
+    ),
+    kernel(
+        "rms_norm_codes.cu",
+        "rms_norm_codes(in elem* x, in f32* weight, out u8* codes, out f32* scales, i32 width,"
+        " f32 eps, f32 fixed, i32 pitch)",
+        "rows width",
+        _coded_rows,
+        _CODE_OPTIONS,
+    ),
+    kernel(
+        "rms_norm_codes.cu",
+        "add_rms_norm_codes(in elem* x, inout elem* residual, in f32* weight, out u8* codes,"
+        " out f32* scales, i32 width, f32 eps, f32 fixed, i32 pitch)",
+        "rows width",
+        _coded_rows,
+        _CODE_OPTIONS,
+    ),
+    kernel(
+        "codes8_linear.cu",
+        "codes8_dequantize(in u8* w, in f32* scales, out elem* y, i32 k, i32 first, i32 block_rows,"
+        " i32 block_cols)",
+        "rows width",
+        _dequantize,
+        _LINEAR_OPTIONS,
+    ),
+    kernel(
+        "codes8_linear.cu",
+        "codes8_gemv(in elem* x, in u8* w, in f32* scales, in f32* bias?, out out* y, i32 m, i32 n,"
+        " i32 k, i32 pitch, i32 block_rows, i32 block_cols)",
+        "tokens outputs",
+        _gemv,
+        _LINEAR_OPTIONS,
+    ),
+    kernel(
+        "codes8_linear.cu",
+        "codes8_rescale(in u32* sums, in f32* x_scales, in f32* w_scales, in f32* bias?,"
+        " out out* y, i32 n, i32 pitch)",
+        "tokens outputs",
+        _rescale,
+        _LINEAR_OPTIONS,
+    ),
     CODES8_MMA,
-    CODES8_BLOCKS,
+    kernel(
+        "codes8_blocks.cu",
+        "codes8_blocks(in u8* x, in f32* x_scales, in u8* w, in f32* w_scales, in f32* bias?,"
+        " out out* y, i32 m, i32 n, i32 k, i32 x_pitch, i32 pitch)",
+        "tokens outputs width",
+        _blocks,
+        {"VX_DTYPE": HALF_DTYPES, "VX_OUT": (0, 1)},
+        tensor_cores=True,
+        architectures=E4M3_ARCHITECTURES,
+    ),
 )

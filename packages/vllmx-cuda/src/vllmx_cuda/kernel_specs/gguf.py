@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from vllmx_cuda.kernel_specs.types import (
-    DTYPES,
-    Kernel,
+    ANY_DTYPE,
     Launch,
     Options,
     Sizes,
     along_rows,
-    arguments,
     by_outputs,
     ceil_div,
+    kernel,
 )
 
 BLOCKS = {
@@ -76,47 +75,39 @@ def _experts(sizes: Sizes, options: Options) -> Launch:
     return Launch((ceil_div(sizes["outputs"], _GEMV_ROWS), sizes["tiles"], 1), 128)
 
 
-_DEQUANTIZE_OPTIONS = {"VX_DTYPE": tuple(DTYPES.values()), "VX_BLOCK": tuple(BLOCKS.values())}
+_DEQUANTIZE_OPTIONS = {"VX_DTYPE": ANY_DTYPE, "VX_BLOCK": tuple(BLOCKS.values())}
 _GEMV_OPTIONS = {**_DEQUANTIZE_OPTIONS, "VX_TOKENS": GEMV_TOKENS, "VX_OUT": (0, 1)}
 
-GGUF_DEQUANTIZE = Kernel(
-    entry="gguf_dequantize",
-    source="gguf_dequantize.cu",
-    options=_DEQUANTIZE_OPTIONS,
-    arguments=arguments("in u8* blocks, in i32* ids?, out elem* y, i32 k"),
-    sizes=("rows", "width"),
-    rule=_dequantize,
-)
-QUANTIZE_Q8 = Kernel(
-    entry="quantize_q8",
-    source="quantize_q8.cu",
-    options={"VX_DTYPE": tuple(DTYPES.values())},
-    arguments=arguments("in elem* x, out i8* codes, out f32* scales, i32 k"),
-    sizes=("rows", "width"),
-    rule=_quantize,
-)
-GGUF_GEMV = Kernel(
-    entry="gguf_gemv",
-    source="gguf_linear.cu",
-    options=_GEMV_OPTIONS,
-    arguments=arguments(
-        "in i8* codes, in f32* scales, in u8* w, in f32* bias?, out out* y, i32 m, i32 n, i32 k,"
-        " i32 pitch"
-    ),
-    sizes=("tokens", "outputs"),
-    rule=_gemv,
-)
 
-EXPERTS_GGUF = Kernel(
-    entry="experts_gguf",
-    source="gguf_linear.cu",
-    options=_GEMV_OPTIONS,
-    arguments=arguments(
-        "in i8* codes, in f32* scales, in u8* w, in f32* bias?, in i32* order?, in i32* tiles,"
-        " out out* y, i32 share, i32 n, i32 k"
+KERNELS = (
+    kernel(
+        "gguf_dequantize.cu",
+        "gguf_dequantize(in u8* blocks, in i32* ids?, out elem* y, i32 k)",
+        "rows width",
+        _dequantize,
+        _DEQUANTIZE_OPTIONS,
     ),
-    sizes=("outputs", "tiles"),
-    rule=_experts,
+    kernel(
+        "quantize_q8.cu",
+        "quantize_q8(in elem* x, out i8* codes, out f32* scales, i32 k)",
+        "rows width",
+        _quantize,
+        {"VX_DTYPE": ANY_DTYPE},
+    ),
+    kernel(
+        "gguf_linear.cu",
+        "gguf_gemv(in i8* codes, in f32* scales, in u8* w, in f32* bias?, out out* y, i32 m, i32 n,"
+        " i32 k, i32 pitch)",
+        "tokens outputs",
+        _gemv,
+        _GEMV_OPTIONS,
+    ),
+    kernel(
+        "gguf_linear.cu",
+        "experts_gguf(in i8* codes, in f32* scales, in u8* w, in f32* bias?, in i32* order?,"
+        " in i32* tiles, out out* y, i32 share, i32 n, i32 k)",
+        "outputs tiles",
+        _experts,
+        _GEMV_OPTIONS,
+    ),
 )
-
-KERNELS = (GGUF_DEQUANTIZE, QUANTIZE_Q8, GGUF_GEMV, EXPERTS_GGUF)

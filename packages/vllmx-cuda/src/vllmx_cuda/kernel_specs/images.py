@@ -1,15 +1,20 @@
-"""Models that see images: patches, mixed positions, features and rotations with axes."""
+"""Kernels for images: patches, interpolated positions, features and rotations with axes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllmx_cuda.kernel_specs.norms import ROW_OPTIONS
-from vllmx_cuda.kernel_specs.rows import by_rows, flat
-from vllmx_cuda.kernel_specs.types import Kernel, Launch, Options, Sizes, arguments
+from vllmx_cuda.kernel_specs.rows import flat, flat_kernel, row_kernel
+from vllmx_cuda.kernel_specs.types import (
+    ROW_OPTIONS,
+    Launch,
+    Options,
+    Sizes,
+    kernel,
+)
 
 MAX_AXES, MAX_FREQUENCIES = 4, 128
-"""What the four words of `axis_words` have room for."""
+"""The limits of the four words of `axis_words`."""
 
 
 def axis_words(axes: Sequence[int]) -> list[int]:
@@ -24,50 +29,23 @@ def _turn(sizes: Sizes, options: Options) -> Launch:
     return flat(sizes, {"VX_VEC": 1})
 
 
-TURN = Kernel(
-    entry="turn",
-    source="images.cu",
-    options=ROW_OPTIONS,
-    arguments=arguments(
-        "in f32* rope, in i32* positions, out f32* y, i32 count, i32 half, i32 lines, u64 axes0,"
-        " u64 axes1, u64 axes2, u64 axes3"
+KERNELS = (
+    kernel(
+        "images.cu",
+        "turn(in f32* rope, in i32* positions, out f32* y, i32 count, i32 half, i32 lines,"
+        " u64 axes0, u64 axes1, u64 axes2, u64 axes3)",
+        "count",
+        _turn,
+        ROW_OPTIONS,
     ),
-    sizes=("count",),
-    rule=_turn,
-)
-PATCHES = Kernel(
-    entry="patches",
-    source="images.cu",
-    options=ROW_OPTIONS,
-    arguments=arguments("in f32* x, out elem* y, u64 count"),
-    sizes=("count",),
-    rule=flat,
-)
-MIX = Kernel(
-    entry="mix",
-    source="images.cu",
-    options=ROW_OPTIONS,
-    arguments=arguments(
-        "in elem* table, in i32* rows, in f32* weights, out elem* y, i32 width, i32 taps"
+    flat_kernel("images.cu", "patches(in f32* x, out elem* y, u64 count)"),
+    row_kernel(
+        "images.cu",
+        "mix(in elem* table, in i32* rows, in f32* weights, out elem* y, i32 width, i32 taps)",
     ),
-    sizes=("rows", "width"),
-    rule=by_rows,
+    row_kernel("images.cu", "keep(in elem* x, in i32* to, inout f32* kept, i32 width)"),
+    row_kernel(
+        "images.cu",
+        "place(in elem* x, in i32* rows, in f32* kept, out elem* y, i32 width, i32 adds)",
+    ),
 )
-KEEP = Kernel(
-    entry="keep",
-    source="images.cu",
-    options=ROW_OPTIONS,
-    arguments=arguments("in elem* x, in i32* to, inout f32* kept, i32 width"),
-    sizes=("rows", "width"),
-    rule=by_rows,
-)
-PLACE = Kernel(
-    entry="place",
-    source="images.cu",
-    options=ROW_OPTIONS,
-    arguments=arguments("in elem* x, in i32* rows, in f32* kept, out elem* y, i32 width, i32 adds"),
-    sizes=("rows", "width"),
-    rule=by_rows,
-)
-
-KERNELS = (TURN, PATCHES, MIX, KEEP, PLACE)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from vllmx_core.errors import ConfigError
 
 from vllmx_cuda.kernel_specs.types import (
-    DTYPES,
-    Kernel,
+    ANY_DTYPE,
+    HALF_DTYPES,
+    VECTORS,
     Launch,
     Options,
     Sizes,
-    arguments,
     at_least,
     by_outputs,
     ceil_div,
+    kernel,
 )
 
 GEMV_TOKENS = (1, 2, 4, 8)
@@ -43,7 +44,7 @@ def row_tiles(outputs: int, num_processors: int) -> int:
 def splits(outputs: int, width: int, num_processors: int) -> int:
     """Blocks that share an output of linear_mma: more than one where half of the processors or more
     would have none, and what is taken off a block takes longer than adding the sums. The number of
-    tokens has no say, so that it does not change the order of sums."""
+    tokens does not matter, so that it cannot change the order of sums."""
     blocks, found = ceil_div(outputs, _MMA_ROWS), 1
     most = min(num_processors, SPLIT_BLOCKS)
     while 2 * found * blocks <= most and width >= 2 * found * _LEAST_COLS:
@@ -68,37 +69,35 @@ def _mma(sizes: Sizes, options: Options) -> Launch:
     return Launch((x, y, sizes["splits"]), 256)
 
 
-LINEAR_GEMV = Kernel(
-    entry="linear_gemv",
-    source="linear_gemv.cu",
-    options={
-        "VX_DTYPE": tuple(DTYPES.values()),
-        "VX_VEC": (8, 4, 2, 1),
+LINEAR_GEMV = kernel(
+    "linear_gemv.cu",
+    "linear_gemv(in elem* x, in elem* w, in f32* bias?, out out* y, i32 m, i32 n, i32 k,"
+    " i32 pitch)",
+    "tokens outputs",
+    _gemv,
+    {
+        "VX_DTYPE": ANY_DTYPE,
+        "VX_VEC": VECTORS,
         "VX_TOKENS": GEMV_TOKENS,
         "VX_OUT": (0, 1),
     },
-    arguments=arguments(
-        "in elem* x, in elem* w, in f32* bias?, out out* y, i32 m, i32 n, i32 k, i32 pitch"
-    ),
-    sizes=("tokens", "outputs"),
-    rule=_gemv,
 )
-LINEAR_MMA = Kernel(
-    entry="linear_mma",
-    source="linear_mma.cu",
-    options={
-        "VX_DTYPE": (DTYPES["f16"], DTYPES["bf16"]),
+LINEAR_MMA = kernel(
+    "linear_mma.cu",
+    "linear_mma(in elem* x, in elem* w, in f32* bias?, out out* y, inout f32* partial?,"
+    " inout u32* arrivals?, i32 m, i32 n, i32 k, i32 pitch)",
+    "tokens outputs width splits",
+    _mma,
+    {
+        "VX_DTYPE": HALF_DTYPES,
         "VX_TILES": MMA_TILES,
         "VX_ROWS": MMA_ROWS,
         "VX_OUT": (0, 1),
     },
-    arguments=arguments(
-        "in elem* x, in elem* w, in f32* bias?, out out* y, inout f32* partial?,"
-        " inout u32* arrivals?, i32 m, i32 n, i32 k, i32 pitch"
-    ),
-    sizes=("tokens", "outputs", "width", "splits"),
-    rule=_mma,
     tensor_cores=True,
 )
 
-KERNELS = (LINEAR_GEMV, LINEAR_MMA)
+KERNELS = (
+    LINEAR_GEMV,
+    LINEAR_MMA,
+)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from vllmx_cuda.kernel_specs.types import (
-    DTYPES,
-    Kernel,
+    ROW_OPTIONS,
     Launch,
     Options,
     Sizes,
-    arguments,
     at_least,
     ceil_div,
+    kernel,
 )
-
-ROW_OPTIONS = {"VX_DTYPE": tuple(DTYPES.values()), "VX_VEC": (8, 4, 2, 1)}
 
 
 def row_block(width: int, vec: int) -> int:
@@ -39,47 +36,35 @@ def _head_norm(sizes: Sizes, options: Options) -> Launch:
     return Launch((sizes["rows"], sizes["runs"], 1), threads)
 
 
-RMS_NORM = Kernel(
-    entry="rms_norm",
-    source="rms_norm.cu",
-    options=ROW_OPTIONS,
-    arguments=arguments("in elem* x, in f32* weight, out elem* y, i32 width, f32 eps"),
-    sizes=("rows", "width"),
-    rule=one_block_a_row,
-)
-
-ADD_RMS_NORM = Kernel(
-    entry="add_rms_norm",
-    source="rms_norm.cu",
-    options=ROW_OPTIONS,
-    arguments=arguments(
-        "in elem* x, inout elem* residual, in f32* weight, out elem* y, i32 width, f32 eps"
+KERNELS = (
+    kernel(
+        "rms_norm.cu",
+        "rms_norm(in elem* x, in f32* weight, out elem* y, i32 width, f32 eps)",
+        "rows width",
+        one_block_a_row,
+        ROW_OPTIONS,
     ),
-    sizes=("rows", "width"),
-    rule=one_block_a_row,
-)
-
-LAYER_NORM = Kernel(
-    entry="layer_norm",
-    source="layer_norm.cu",
-    options=ROW_OPTIONS,
-    arguments=arguments(
-        "in elem* x, in f32* weight, in f32* bias?, out elem* y, i32 width, f32 eps"
+    kernel(
+        "rms_norm.cu",
+        "add_rms_norm(in elem* x, inout elem* residual, in f32* weight, out elem* y, i32 width,"
+        " f32 eps)",
+        "rows width",
+        one_block_a_row,
+        ROW_OPTIONS,
     ),
-    sizes=("rows", "width"),
-    rule=one_block_a_row,
-)
-
-HEAD_NORM = Kernel(
-    entry="head_norm",
-    source="head_norm.cu",
-    options=ROW_OPTIONS,
-    arguments=arguments(
-        "in elem* qkv, in f32* q_norm?, in f32* k_norm?, out elem* out, i32 heads, i32 kv_heads,"
-        " i32 size, i32 across, i32 layer, i32 values, f32 eps"
+    kernel(
+        "layer_norm.cu",
+        "layer_norm(in elem* x, in f32* weight, in f32* bias?, out elem* y, i32 width, f32 eps)",
+        "rows width",
+        one_block_a_row,
+        ROW_OPTIONS,
     ),
-    sizes=("rows", "runs", "width"),
-    rule=_head_norm,
+    kernel(
+        "head_norm.cu",
+        "head_norm(in elem* qkv, in f32* q_norm?, in f32* k_norm?, out elem* out, i32 heads,"
+        " i32 kv_heads, i32 size, i32 across, i32 layer, i32 values, f32 eps)",
+        "rows runs width",
+        _head_norm,
+        ROW_OPTIONS,
+    ),
 )
-
-KERNELS = (RMS_NORM, ADD_RMS_NORM, LAYER_NORM, HEAD_NORM)

@@ -1,16 +1,16 @@
-"""Rows in, rows out: activations, sums, gathers."""
+"""Elementwise and row kernels: activations, sums, gathers."""
 
 from __future__ import annotations
 
-from vllmx_cuda.kernel_specs.norms import ROW_OPTIONS
 from vllmx_cuda.kernel_specs.types import (
+    ROW_OPTIONS,
     Kernel,
     Launch,
     Options,
     Sizes,
-    arguments,
     at_least,
     ceil_div,
+    kernel,
 )
 
 GATES = {
@@ -26,21 +26,31 @@ GATES = {
 """Values of VX_ACT."""
 GATED = ("silu", "gelu", "gelu_tanh", "relu")
 ACTIVATIONS = {kind: GATES[kind] for kind in (*GATED, "tanh", "relu2")}
-"""Activations that stand alone; gated layers have `GATED`."""
+"""Activations without a gate; gated layers use `GATED`."""
 _THREADS = 256
 
 
 def by_rows(sizes: Sizes, options: Options) -> Launch:
-    """A block of a row's features, a grid of them and of the rows."""
+    """Launch rule: the grid is rows x blocks of a row's features."""
     at_least("rows", sizes["rows"], 1)
     pieces = ceil_div(sizes["width"], _THREADS * options["VX_VEC"])
     return Launch((sizes["rows"], pieces, 1), _THREADS)
 
 
 def flat(sizes: Sizes, options: Options) -> Launch:
-    """A thread for each VX_VEC of all elements."""
+    """Launch rule: a thread for every VX_VEC elements."""
     at_least("count", sizes["count"], 1)
     return Launch((ceil_div(sizes["count"], _THREADS * options["VX_VEC"]), 1, 1), _THREADS)
+
+
+def row_kernel(source: str, signature: str, **options: tuple[int, ...]) -> Kernel:
+    """A kernel with the launch rule `by_rows`."""
+    return kernel(source, signature, "rows width", by_rows, {**ROW_OPTIONS, **options})
+
+
+def flat_kernel(source: str, signature: str, **options: tuple[int, ...]) -> Kernel:
+    """A kernel with the launch rule `flat`."""
+    return kernel(source, signature, "count", flat, {**ROW_OPTIONS, **options})
 
 
 def _begin(sizes: Sizes, options: Options) -> Launch:
@@ -49,117 +59,42 @@ def _begin(sizes: Sizes, options: Options) -> Launch:
     return Launch((ceil_div(entries, _THREADS), 1, 1), _THREADS)
 
 
-GATED_ACT = Kernel(
-    entry="gated_act",
-    source="gated_act.cu",
-    options={**ROW_OPTIONS, "VX_ACT": tuple(GATES[kind] for kind in GATED)},
-    arguments=arguments("in elem* gate_up, out elem* y, i32 width"),
-    sizes=("rows", "width"),
-    rule=by_rows,
-)
-ACTIVATION = Kernel(
-    entry="activation",
-    source="gated_act.cu",
-    options={**ROW_OPTIONS, "VX_ACT": tuple(ACTIVATIONS.values())},
-    arguments=arguments("in elem* x, out elem* y, i32 width"),
-    sizes=("rows", "width"),
-    rule=by_rows,
-)
-ADD = Kernel(
-    entry="add",
-    source="elementwise.cu",
-    options=ROW_OPTIONS,
-    arguments=arguments("in elem* x, in elem* y, out elem* z, u64 count"),
-    sizes=("count",),
-    rule=flat,
-)
-SCALE = Kernel(
-    entry="scale",
-    source="elementwise.cu",
-    options=ROW_OPTIONS,
-    arguments=arguments("in elem* x, out elem* y, u64 count, f32 factor"),
-    sizes=("count",),
-    rule=flat,
-)
-SCALE_BY = Kernel(
-    entry="scale_by",
-    source="scale_by.cu",
-    options=ROW_OPTIONS,
-    arguments=arguments("in elem* x, in f32* w, out elem* y, i32 width, i32 span"),
-    sizes=("rows", "width"),
-    rule=by_rows,
-)
-CLIP = Kernel(
-    entry="clip",
-    source="clip.cu",
-    options=ROW_OPTIONS,
-    arguments=arguments("in elem* x, in f32* bounds, out elem* y, i32 width, i32 pitch"),
-    sizes=("rows", "width"),
-    rule=by_rows,
-)
-GATE = Kernel(
-    entry="gate",
-    source="gate.cu",
-    options={**ROW_OPTIONS, "VX_ACT": tuple(GATES.values())},
-    arguments=arguments("in elem* x, in elem* g, out elem* y, i32 width, i32 span"),
-    sizes=("rows", "width"),
-    rule=by_rows,
-)
-SOFTCAP = Kernel(
-    entry="softcap",
-    source="elementwise.cu",
-    options=ROW_OPTIONS,
-    arguments=arguments("inout f32* logits, u64 count, f32 cap"),
-    sizes=("count",),
-    rule=flat,
-)
-GATHER_ROWS = Kernel(
-    entry="gather_rows",
-    source="gather.cu",
-    options=ROW_OPTIONS,
-    arguments=arguments("in i32* ids, in elem* table, out elem* y, i32 width"),
-    sizes=("rows", "width"),
-    rule=by_rows,
-)
-POOL_MEAN = Kernel(
-    entry="pool_mean",
-    source="pool.cu",
-    options=ROW_OPTIONS,
-    arguments=arguments("in elem* x, in i32* first, in i32* last, out elem* y, i32 width"),
-    sizes=("rows", "width"),
-    rule=by_rows,
-)
-GATHER_COLUMNS = Kernel(
-    entry="gather_columns",
-    source="gather.cu",
-    options={**ROW_OPTIONS, "VX_VEC": (1,)},
-    arguments=arguments("in elem* x, in i32* columns, out elem* y, i32 width, i32 pitch"),
-    sizes=("rows", "width"),
-    rule=by_rows,
-)
-BEGIN_STEP = Kernel(
-    entry="begin_step",
-    source="gather.cu",
-    options=ROW_OPTIONS,
-    arguments=arguments(
-        "inout i32* tokens, in i32* sampled, inout i32* block_table, in i32* patches, i32 count,"
-        "i32 num_patches"
-    ),
-    sizes=("count", "patches"),
-    rule=_begin,
-)
-
 KERNELS = (
-    GATED_ACT,
-    ACTIVATION,
-    ADD,
-    SCALE,
-    SCALE_BY,
-    CLIP,
-    GATE,
-    SOFTCAP,
-    GATHER_ROWS,
-    POOL_MEAN,
-    GATHER_COLUMNS,
-    BEGIN_STEP,
+    row_kernel(
+        "gated_act.cu",
+        "gated_act(in elem* gate_up, out elem* y, i32 width)",
+        VX_ACT=tuple(GATES[kind] for kind in GATED),
+    ),
+    row_kernel(
+        "gated_act.cu",
+        "activation(in elem* x, out elem* y, i32 width)",
+        VX_ACT=tuple(ACTIVATIONS.values()),
+    ),
+    flat_kernel("elementwise.cu", "add(in elem* x, in elem* y, out elem* z, u64 count)"),
+    flat_kernel("elementwise.cu", "scale(in elem* x, out elem* y, u64 count, f32 factor)"),
+    row_kernel("scale_by.cu", "scale_by(in elem* x, in f32* w, out elem* y, i32 width, i32 span)"),
+    row_kernel("clip.cu", "clip(in elem* x, in f32* bounds, out elem* y, i32 width, i32 pitch)"),
+    row_kernel(
+        "gate.cu",
+        "gate(in elem* x, in elem* g, out elem* y, i32 width, i32 span)",
+        VX_ACT=tuple(GATES.values()),
+    ),
+    flat_kernel("elementwise.cu", "softcap(inout f32* logits, u64 count, f32 cap)"),
+    row_kernel("gather.cu", "gather_rows(in i32* ids, in elem* table, out elem* y, i32 width)"),
+    row_kernel(
+        "pool.cu", "pool_mean(in elem* x, in i32* first, in i32* last, out elem* y, i32 width)"
+    ),
+    row_kernel(
+        "gather.cu",
+        "gather_columns(in elem* x, in i32* columns, out elem* y, i32 width, i32 pitch)",
+        VX_VEC=(1,),
+    ),
+    kernel(
+        "gather.cu",
+        "begin_step(inout i32* tokens, in i32* sampled, inout i32* block_table, in i32* patches,"
+        " i32 count, i32 num_patches)",
+        "count patches",
+        _begin,
+        ROW_OPTIONS,
+    ),
 )

@@ -8,19 +8,17 @@ sample_pick; where somebody asked, logprob_chunks and logprob_rows on the logits
 from __future__ import annotations
 
 from vllmx_cuda.kernel_specs.types import (
-    Kernel,
     Launch,
     Options,
     Sizes,
-    arguments,
     at_least,
     ceil_div,
+    kernel,
 )
 
 CHUNK = 8192
 """Ids that one block looks at; results of chunks are (L, num_chunks(V)) arrays."""
 _CHUNK_THREADS = 256
-_OPTIONS: dict[str, tuple[int, ...]] = {}
 
 
 def num_chunks(vocab: int) -> int:
@@ -44,104 +42,65 @@ def _pick(sizes: Sizes, options: Options) -> Launch:
     return Launch((sizes["rows"], 1, 1), 32)
 
 
-MASK_LOGITS = Kernel(
-    entry="mask_logits",
-    source="sample_edit.cu",
-    options=_OPTIONS,
-    arguments=arguments(
-        "in f32* logits, in i32* mask_index?, in u32* masks?, in i32* target, out f32* out,"
-        "i32 vocab, i32 words"
-    ),
-    sizes=("rows", "vocab"),
-    rule=_chunks,
-)
-EDIT_LOGITS = Kernel(
-    entry="edit_logits",
-    source="sample_edit.cu",
-    options=_OPTIONS,
-    arguments=arguments(
-        "inout f32* logits, in i32* edit_start?, in i32* edit_ids?, in f32* edit_values?,"
-        "in i32* count_start?, in i32* count_ids?, in i32* counts?, in u8* pending?,"
-        "in i32* tokens, in i32* logit_rows, in f32* repetition, in f32* frequency,"
-        "in f32* presence, in i32* target, i32 vocab"
-    ),
-    sizes=("rows",),
-    rule=_one_block,
-)
-SAMPLE_MAX = Kernel(
-    entry="sample_max",
-    source="sample.cu",
-    options=_OPTIONS,
-    arguments=arguments("in f32* logits, out f32* chunk_max, out i32* chunk_argmax, i32 vocab"),
-    sizes=("rows", "vocab"),
-    rule=_chunks,
-)
-SAMPLE_THRESHOLD = Kernel(
-    entry="sample_threshold",
-    source="sample.cu",
-    options=_OPTIONS,
-    arguments=arguments(
-        "in f32* logits, in f32* chunk_max, in i32* chunk_argmax, in f32* temperature,"
-        "in f32* min_x, in i32* top_k, in f32* top_p, in i32* target, out f32* threshold,"
-        "i32 vocab, i32 chunks"
-    ),
-    sizes=("rows",),
-    rule=_threshold,
-)
-SAMPLE_DRAW = Kernel(
-    entry="sample_draw",
-    source="sample.cu",
-    options=_OPTIONS,
-    arguments=arguments(
-        "in f32* logits, in f32* chunk_max, in i32* chunk_argmax, in f32* temperature,"
-        "in f32* threshold, in u64* seed, in i32* position, in i32* target, out f32* chunk_score,"
-        "out i32* chunk_id, i32 vocab"
-    ),
-    sizes=("rows", "vocab"),
-    rule=_chunks,
-)
-SAMPLE_PICK = Kernel(
-    entry="sample_pick",
-    source="sample.cu",
-    options=_OPTIONS,
-    arguments=arguments(
-        "in f32* chunk_max, in i32* chunk_argmax, in f32* chunk_score, in i32* chunk_id,"
-        "in f32* temperature, in i32* target, out i32* ids, i32 chunks"
-    ),
-    sizes=("rows",),
-    rule=_pick,
-)
-LOGPROB_CHUNKS = Kernel(
-    entry="logprob_chunks",
-    source="logprobs.cu",
-    options=_OPTIONS,
-    arguments=arguments(
-        "in f32* logits, in i32* num_logprobs, out f32* chunk_max, out f32* chunk_sum,"
-        "out f32* chunk_top?, out i32* chunk_top_ids?, i32 vocab, i32 width"
-    ),
-    sizes=("rows", "vocab"),
-    rule=_chunks,
-)
-LOGPROB_ROWS = Kernel(
-    entry="logprob_rows",
-    source="logprobs.cu",
-    options=_OPTIONS,
-    arguments=arguments(
-        "in f32* logits, in i32* num_logprobs, in i32* ids, in f32* chunk_max, in f32* chunk_sum,"
-        "in f32* chunk_top?, in i32* chunk_top_ids?, out f32* chosen, out i32* rank,"
-        "out i32* top_ids?, out f32* top?, i32 vocab, i32 chunks, i32 width"
-    ),
-    sizes=("rows",),
-    rule=_one_block,
-)
-
 KERNELS = (
-    MASK_LOGITS,
-    EDIT_LOGITS,
-    SAMPLE_MAX,
-    SAMPLE_THRESHOLD,
-    SAMPLE_DRAW,
-    SAMPLE_PICK,
-    LOGPROB_CHUNKS,
-    LOGPROB_ROWS,
+    kernel(
+        "sample_edit.cu",
+        "mask_logits(in f32* logits, in i32* mask_index?, in u32* masks?, in i32* target,"
+        " out f32* out, i32 vocab, i32 words)",
+        "rows vocab",
+        _chunks,
+    ),
+    kernel(
+        "sample_edit.cu",
+        "edit_logits(inout f32* logits, in i32* edit_start?, in i32* edit_ids?,"
+        " in f32* edit_values?, in i32* count_start?, in i32* count_ids?, in i32* counts?,"
+        " in u8* pending?, in i32* tokens, in i32* logit_rows, in f32* repetition,"
+        " in f32* frequency, in f32* presence, in i32* target, i32 vocab)",
+        "rows",
+        _one_block,
+    ),
+    kernel(
+        "sample.cu",
+        "sample_max(in f32* logits, out f32* chunk_max, out i32* chunk_argmax, i32 vocab)",
+        "rows vocab",
+        _chunks,
+    ),
+    kernel(
+        "sample.cu",
+        "sample_threshold(in f32* logits, in f32* chunk_max, in i32* chunk_argmax,"
+        " in f32* temperature, in f32* min_x, in i32* top_k, in f32* top_p, in i32* target,"
+        " out f32* threshold, i32 vocab, i32 chunks)",
+        "rows",
+        _threshold,
+    ),
+    kernel(
+        "sample.cu",
+        "sample_draw(in f32* logits, in f32* chunk_max, in i32* chunk_argmax, in f32* temperature,"
+        " in f32* threshold, in u64* seed, in i32* position, in i32* target, out f32* chunk_score,"
+        " out i32* chunk_id, i32 vocab)",
+        "rows vocab",
+        _chunks,
+    ),
+    kernel(
+        "sample.cu",
+        "sample_pick(in f32* chunk_max, in i32* chunk_argmax, in f32* chunk_score,"
+        " in i32* chunk_id, in f32* temperature, in i32* target, out i32* ids, i32 chunks)",
+        "rows",
+        _pick,
+    ),
+    kernel(
+        "logprobs.cu",
+        "logprob_chunks(in f32* logits, in i32* num_logprobs, out f32* chunk_max,"
+        " out f32* chunk_sum, out f32* chunk_top?, out i32* chunk_top_ids?, i32 vocab, i32 width)",
+        "rows vocab",
+        _chunks,
+    ),
+    kernel(
+        "logprobs.cu",
+        "logprob_rows(in f32* logits, in i32* num_logprobs, in i32* ids, in f32* chunk_max,"
+        " in f32* chunk_sum, in f32* chunk_top?, in i32* chunk_top_ids?, out f32* chosen,"
+        " out i32* rank, out i32* top_ids?, out f32* top?, i32 vocab, i32 chunks, i32 width)",
+        "rows",
+        _one_block,
+    ),
 )

@@ -1,17 +1,17 @@
-"""Recurrent layers: what a token makes of the states that its row keeps."""
+"""Recurrent layers: convolutions and recurrences over the states of each row."""
 
 from __future__ import annotations
 
 from vllmx_cuda.kernel_specs.types import (
-    DTYPES,
-    Kernel,
+    ANY_DTYPE,
+    VECTORS,
     Launch,
     Options,
     Sizes,
-    arguments,
     at_least,
     at_most,
     ceil_div,
+    kernel,
 )
 
 _PARTS, _THREADS = 8, 128
@@ -19,7 +19,7 @@ KEYS = (8, 16)
 """Values of VX_KEYS: rows of a state that each of the eight threads of a column has. For 32 not all
 architectures have the registers."""
 MAX_KEYS = _PARTS * KEYS[-1]
-_CONV_OPTIONS = {"VX_DTYPE": tuple(DTYPES.values())}
+_CONV_OPTIONS = {"VX_DTYPE": ANY_DTYPE}
 
 
 def keys_of(size: int) -> int:
@@ -39,43 +39,32 @@ def _recurrence(sizes: Sizes, options: Options) -> Launch:
     return Launch((sizes["rows"], sizes["heads"], columns), _THREADS)
 
 
-SHORT_CONV = Kernel(
-    entry="short_conv",
-    source="short_conv.cu",
-    options=_CONV_OPTIONS,
-    arguments=arguments(
-        "in elem* x, in f32* w, in f32* bias?, in i32* token_rows, in i32* query_start,"
+KERNELS = (
+    kernel(
+        "short_conv.cu",
+        "short_conv(in elem* x, in f32* w, in f32* bias?, in i32* token_rows, in i32* query_start,"
         " in i32* state_from, in f32* states, inout elem* y, i32 channels, i32 kernel,"
-        " i32 activates, i64 slot_floats"
+        " i32 activates, i64 slot_floats)",
+        "count width",
+        _conv,
+        _CONV_OPTIONS,
     ),
-    sizes=("count", "width"),
-    rule=_conv,
-)
-
-SHORT_CONV_KEEP = Kernel(
-    entry="short_conv_keep",
-    source="short_conv.cu",
-    options=_CONV_OPTIONS,
-    arguments=arguments(
-        "in elem* x, in i32* query_start, in i32* state_from, in i32* state_to, inout f32* states,"
-        " i32 channels, i32 kernel, i64 slot_floats"
+    kernel(
+        "short_conv.cu",
+        "short_conv_keep(in elem* x, in i32* query_start, in i32* state_from, in i32* state_to,"
+        " inout f32* states, i32 channels, i32 kernel, i64 slot_floats)",
+        "count width",
+        _conv,
+        _CONV_OPTIONS,
     ),
-    sizes=("count", "width"),
-    rule=_conv,
-)
-
-RECURRENCE = Kernel(
-    entry="recurrence",
-    source="recurrence.cu",
-    options=_CONV_OPTIONS | {"VX_KEYS": KEYS, "VX_VEC": (8, 4, 2, 1)},
-    arguments=arguments(
-        "in elem* qkv, in elem* a, in elem* b?, in f32* a_log, in f32* dt_bias, in f32* d?,"
-        " in i32* query_start, in i32* state_from, in i32* state_to, inout f32* states,"
+    kernel(
+        "recurrence.cu",
+        "recurrence(in elem* qkv, in elem* a, in elem* b?, in f32* a_log, in f32* dt_bias,"
+        " in f32* d?, in i32* query_start, in i32* state_from, in i32* state_to, inout f32* states,"
         " inout elem* out, i32 heads, i32 key_heads, i32 keys, i32 values, i32 channels, i32 tiled,"
-        " i64 slot_floats, f32 scale, f32 norm_eps, f32 dt_min, f32 dt_max"
+        " i64 slot_floats, f32 scale, f32 norm_eps, f32 dt_min, f32 dt_max)",
+        "rows heads keys values",
+        _recurrence,
+        _CONV_OPTIONS | {"VX_KEYS": KEYS, "VX_VEC": VECTORS},
     ),
-    sizes=("rows", "heads", "keys", "values"),
-    rule=_recurrence,
 )
-
-KERNELS = (SHORT_CONV, SHORT_CONV_KEEP, RECURRENCE)

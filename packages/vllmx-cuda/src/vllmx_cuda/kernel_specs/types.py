@@ -1,4 +1,4 @@
-"""What one kernel is to its callers: source, entry, options, arguments, launch rule.
+"""The description of a kernel: source, entry, options, arguments, launch rule.
 
 The launcher on the device and the emulator read the same description, so a wrapper that names an
 argument wrongly, in a wrong order or of a wrong type fails on both in the same way.
@@ -24,6 +24,12 @@ DTYPES = {"f32": 0, "f16": 1, "bf16": 2}
 """Element types by the value of VX_DTYPE; vx.h has the same numbers."""
 ITEM_BYTES = {0: 4, 1: 2, 2: 2}
 """Bytes of an element by the value of VX_DTYPE."""
+ANY_DTYPE = tuple(DTYPES.values())
+HALF_DTYPES = DTYPES["f16"], DTYPES["bf16"]
+"""The types that our kernels multiply on tensor cores."""
+VECTORS = (8, 4, 2, 1)
+"""Values of VX_VEC: elements that a thread reads at once."""
+ROW_OPTIONS = {"VX_DTYPE": ANY_DTYPE, "VX_VEC": VECTORS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +67,18 @@ class Kernel:
     source: str
     """File name below `kernels`, without folder."""
     options: Mapping[str, tuple[int, ...]]
-    """Every definition that the source takes, with the values that are tested."""
+    """The definitions that the source takes, with the values that are tested."""
     arguments: tuple[Argument, ...]
     sizes: tuple[str, ...]
     """Names that `rule` reads."""
     rule: Callable[[Sizes, Options], Launch]
     """Launch shape; raises ConfigError beyond a limit."""
     tensor_cores: bool = False
-    """Whether it multiplies on them: see `has_tensor_cores`."""
+    """True if it multiplies on them; see `has_tensor_cores`."""
     architectures: tuple[int, ...] = ()
-    """The only compute capabilities, as 90, whose instructions it is made of; none: any."""
+    """The only compute capabilities that have its instructions; empty: any."""
     meets: bool = False
-    """Whether its blocks wait for those of other ranks, in memory that all of them share."""
+    """True if its blocks wait for those of other ranks through shared memory."""
 
     def ordered(self, **named: Any) -> list[Any]:
         """The arguments of a launch by their names: what may be null may be left out.
@@ -119,11 +125,11 @@ class Variant:
 
     @property
     def module_key(self) -> tuple[str, tuple[str, ...]]:
-        """What must be compiled: (source, definitions). Entries of one source share it."""
+        """The compilation unit, (source, definitions), which entries of one source share."""
         return self.kernel.source, self.defines
 
     def runs_on(self, arch: int) -> bool:
-        """Whether a GPU of this compute capability, as 75 or 90, has what it needs."""
+        """True if a GPU of this compute capability (75, 90, ...) can run it."""
         if self.kernel.architectures and arch not in self.kernel.architectures:
             return False
         if not self.kernel.tensor_cores:
@@ -158,6 +164,33 @@ def arguments(text: str) -> tuple[Argument, ...]:
     return tuple(parsed)
 
 
+def kernel(
+    source: str,
+    signature: str,
+    sizes: str,
+    rule: Callable[[Sizes, Options], Launch],
+    options: Mapping[str, tuple[int, ...]] = {},
+    *,
+    tensor_cores: bool = False,
+    architectures: tuple[int, ...] = (),
+    meets: bool = False,
+) -> Kernel:
+    """A `Kernel` from its signature, `entry(in elem* x, ...)`, and the names of its sizes in one
+    string. For the arguments see `arguments`."""
+    entry, _, rest = signature.removesuffix(")").partition("(")
+    return Kernel(
+        entry,
+        source,
+        options,
+        arguments(rest),
+        tuple(sizes.split()),
+        rule,
+        tensor_cores,
+        architectures,
+        meets,
+    )
+
+
 def vector_width(*sizes: int) -> int:
     """VX_VEC: the most elements (8, 4, 2, 1) that divide every size: rows stay aligned."""
     return next(width for width in (8, 4, 2, 1) if all(size % width == 0 for size in sizes))
@@ -168,13 +201,13 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def has_tensor_cores(dtype: str, arch: int) -> bool:
-    """Whether our kernels multiply this type on tensor cores there; those of sm_75 know f16
-    alone."""
+    """True if our kernels multiply this type on tensor cores of `arch`; those of sm_75 support f16
+    only."""
     return dtype == "f16" or (dtype == "bf16" and arch >= 80)
 
 
 def shared_bytes(arch: int) -> int:
-    """Shared memory that a block may have: of sm_75, of sm_90, and what all from sm_80 on have."""
+    """Bytes of shared memory that a block may use; from sm_80 on, the size that all GPUs offer."""
     return {75: 64, 90: 227}.get(arch, 99) << 10
 
 

@@ -6,16 +6,17 @@ from vllmx_core.errors import ConfigError
 
 from vllmx_cuda.kernel_specs.gguf import BLOCKS
 from vllmx_cuda.kernel_specs.types import (
+    ANY_DTYPE,
     DTYPES,
-    Kernel,
+    HALF_DTYPES,
     Launch,
     Options,
     Sizes,
     along_rows,
-    arguments,
     at_least,
     at_most,
     ceil_div,
+    kernel,
 )
 
 TILES = (1, 2, 4, 8)
@@ -76,7 +77,7 @@ def folds(group_shift: int) -> int:
 
 def splits(outputs: int, width: int, num_processors: int) -> int:
     """Blocks that share a row of tiles: more than one where the rows alone leave processors without
-    work. The number of tokens has no say, so that it does not change the order of sums."""
+    work. The number of tokens does not matter, so that it cannot change the order of sums."""
     blocks = ceil_div(outputs, TILE_ROWS * ROW_TILES[-1])
     tiles, found = ceil_div(width, TILE_COLS), 1
     while 2 * found * blocks <= num_processors and tiles >= 2 * found * WARPS * _LEAST_TILES:
@@ -107,7 +108,7 @@ def _linear(sizes: Sizes, options: Options) -> Launch:
         at_most("VX_TILES", options["VX_TILES"], _FEWER_TILES, why)
     rows, tokens = TILE_ROWS * options["VX_ROWS"], 8 * options["VX_TILES"]
     if (options["VX_BITS"] == 6) != (options["VX_FOLDS"] == 4):
-        raise ConfigError("6 bits and groups of 16 columns (VX_FOLDS=4) have each other alone")
+        raise ConfigError("6 bits and groups of 16 columns (VX_FOLDS=4) only go together")
     stages = max(3, 32 // (options["VX_BITS"] * options["VX_ROWS"]))
     record = record_bytes(options["VX_SCALE"], options["VX_ZERO"])
     tile = tile_bytes(options["VX_BITS"]) + options["VX_FOLDS"] * record
@@ -134,75 +135,66 @@ def _gather(sizes: Sizes, options: Options) -> Launch:
 
 
 _OPTIONS = {
-    "VX_DTYPE": tuple(DTYPES.values()),
+    "VX_DTYPE": ANY_DTYPE,
     "VX_BITS": (4, 6, 8),
-    "VX_SCALE": tuple(DTYPES.values()),
+    "VX_SCALE": ANY_DTYPE,
     "VX_ZERO": (ZERO_MIDDLE, ZERO_CODES, MINIMA),
 }
 
-W4_LINEAR = Kernel(
-    entry="w4_linear",
-    source="w4_linear.cu",
-    options={
+W4_LINEAR = kernel(
+    "w4_linear.cu",
+    "w4_linear(in elem* x, in u8* data, in f32* bias?, out out* y, inout f32* partial?,"
+    " inout u32* arrivals?, i32 m, i32 n, i32 k, i32 pitch, i32 group_shift)",
+    "tokens outputs width splits",
+    _linear,
+    {
         **_OPTIONS,
-        "VX_DTYPE": (DTYPES["f16"], DTYPES["bf16"]),
+        "VX_DTYPE": HALF_DTYPES,
         "VX_TILES": TILES,
         "VX_ROWS": ROW_TILES,
         "VX_FOLDS": (1, 2, 4),
         "VX_OUT": (0, 1),
     },
-    arguments=arguments(
-        "in elem* x, in u8* data, in f32* bias?, out out* y, inout f32* partial?,"
-        "inout u32* arrivals?, i32 m, i32 n, i32 k, i32 pitch, i32 group_shift"
-    ),
-    sizes=("tokens", "outputs", "width", "splits"),
-    rule=_linear,
     tensor_cores=True,
 )
-W4_DEQUANTIZE = Kernel(
-    entry="w4_dequantize",
-    source="w4_dequantize.cu",
-    options=_OPTIONS,
-    arguments=arguments("in u8* data, out elem* y, i32 n, i32 k, i32 group_shift"),
-    sizes=("outputs", "width"),
-    rule=_dequantize,
-)
 
-W4_GATHER = Kernel(
-    entry="w4_gather",
-    source="w4_dequantize.cu",
-    options=_OPTIONS,
-    arguments=arguments("in u8* data, in i32* ids, out elem* y, i32 k, i32 group_shift"),
-    sizes=("rows", "width"),
-    rule=_gather,
-)
 
-W4_REPACK_BLOCKS = Kernel(
-    entry="w4_repack_blocks",
-    source="w4_repack_blocks.cu",
-    options={"VX_BLOCK": tuple(BLOCKS[name] for name in BLOCK_FORMS)},
-    arguments=arguments("in u8* blocks, out u8* data, inout u32* fault, i32 k"),
-    sizes=("outputs", "width"),
-    rule=_repack,
-)
-
-W4_REPACK_WORDS = Kernel(
-    entry="w4_repack_words",
-    source="w4_repack_words.cu",
-    options={
-        "VX_BITS": (4, 8),
-        "VX_SCALE": tuple(DTYPES.values()),
-        "VX_ZERO": (ZERO_MIDDLE, ZERO_CODES),
-        "VX_PACKED": (TRANSPOSED, PACKED_ROWS, PACKED_COLUMNS),
-        "VX_ZERO_BYTES": (0, 1),
-    },
-    arguments=arguments(
-        "in u32* words, in u8* scales, in u8* zeros?, in i32* columns?, out u8* data,"
-        " inout u32* fault, i32 k, i32 group_shift, i32 pitch, i32 scale_row_step,"
-        " i32 scale_group_step, i32 zero_row_step, i32 zero_group_step, i32 zero_add"
+KERNELS = (
+    W4_LINEAR,
+    kernel(
+        "w4_dequantize.cu",
+        "w4_dequantize(in u8* data, out elem* y, i32 n, i32 k, i32 group_shift)",
+        "outputs width",
+        _dequantize,
+        _OPTIONS,
     ),
-    sizes=("outputs", "width"),
-    rule=_repack,
+    kernel(
+        "w4_dequantize.cu",
+        "w4_gather(in u8* data, in i32* ids, out elem* y, i32 k, i32 group_shift)",
+        "rows width",
+        _gather,
+        _OPTIONS,
+    ),
+    kernel(
+        "w4_repack_blocks.cu",
+        "w4_repack_blocks(in u8* blocks, out u8* data, inout u32* fault, i32 k)",
+        "outputs width",
+        _repack,
+        {"VX_BLOCK": tuple(BLOCKS[name] for name in BLOCK_FORMS)},
+    ),
+    kernel(
+        "w4_repack_words.cu",
+        "w4_repack_words(in u32* words, in u8* scales, in u8* zeros?, in i32* columns?,"
+        " out u8* data, inout u32* fault, i32 k, i32 group_shift, i32 pitch, i32 scale_row_step,"
+        " i32 scale_group_step, i32 zero_row_step, i32 zero_group_step, i32 zero_add)",
+        "outputs width",
+        _repack,
+        {
+            "VX_BITS": (4, 8),
+            "VX_SCALE": ANY_DTYPE,
+            "VX_ZERO": (ZERO_MIDDLE, ZERO_CODES),
+            "VX_PACKED": (TRANSPOSED, PACKED_ROWS, PACKED_COLUMNS),
+            "VX_ZERO_BYTES": (0, 1),
+        },
+    ),
 )
-
-KERNELS = (W4_LINEAR, W4_DEQUANTIZE, W4_GATHER, W4_REPACK_BLOCKS, W4_REPACK_WORDS)

@@ -6,27 +6,33 @@ token is a page of one, and the block table of a row is the numbers of its token
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from vllmx_core.errors import ConfigError
 from vllmx_core.ops.attention import Attention, AttentionSpec
 from vllmx_core.ops.segment_attention import SegmentAttention
 
 from vllmx_cuda.device.arch import number
 from vllmx_cuda.device.memory import Memory
-from vllmx_cuda.kernel_specs import KERNELS
+from vllmx_cuda.kernel_specs import KERNELS, has_tensor_cores
 from vllmx_cuda.kernel_specs.attention import (
     KV_ELEM,
     decode_group,
     decode_vector,
     decodes_by_mma,
     group_tile,
+    mma_group,
+    prefill_keys,
+    prefill_tile_tokens,
+    prefills_by_wgmma,
     store_vector,
+    wgmma_tile_tokens,
 )
 from vllmx_cuda.kernel_specs.images import MAX_AXES, MAX_FREQUENCIES
 from vllmx_cuda.program.kv_cache import LayerPages
 from vllmx_cuda.program.lowering import Enqueue, Lowering
-from vllmx_cuda.program.prefill import PrefillKernel, prefill_kernel
 from vllmx_cuda.program.staging import StepMemory
 from vllmx_cuda.program.step_arrays import (
     LastSeen,
@@ -42,9 +48,58 @@ HEAD_SIZES = KERNELS["paged_decode"].options["VX_HEAD"]
 """Heads that attention was written for."""
 
 
+WGMMA_SWITCH = "VLLMX_CUDA_WGMMA"
+"""1: prompts run through paged_prefill_wgmma where it supports them. 0 or unset: never, because no
+GPU has run it yet, and a product that waits for ever would block the whole device."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillKernel:
+    """The kernel for the prompts of a layer."""
+
+    entry: str
+    options: Mapping[str, int]
+    """Compile options except VX_DTYPE."""
+    tile_tokens: int
+    """Query tokens of a tile, at most."""
+    spans: bool = True
+    """True if it accepts the last position that each token sees."""
+
+
+def wants_wgmma() -> bool:
+    """Reads `WGMMA_SWITCH`. Raises ConfigError for values other than 0 and 1."""
+    value = os.environ.get(WGMMA_SWITCH, "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(
+            f"{WGMMA_SWITCH}={value}: set it to 1 or 0, or leave it out", param=WGMMA_SWITCH
+        )
+    return value == "1"
+
+
+def prefill_kernel(
+    spec: AttentionSpec, dtype: str, kv: int, arch: str, *, wgmma: bool
+) -> PrefillKernel | None:
+    """Returns None if no kernel supports this layer on tensor cores: prompts run token by token.
+
+    Args:
+        kv: value of VX_KV.
+        wgmma: True if paged_prefill_wgmma may be chosen.
+    """
+    group, size = mma_group(spec.num_heads // spec.num_kv_heads), spec.head_size
+    head = {"VX_HEAD": size, "VX_GROUP": group}
+    if wgmma and not spec.spans and prefills_by_wgmma(dtype, size, kv, number(arch)):
+        tokens = wgmma_tile_tokens(group)
+        return PrefillKernel("paged_prefill_wgmma", head, tokens, spans=False)
+    keys = prefill_keys(size, number(arch))
+    if size % 16 or not keys or not has_tensor_cores(dtype, number(arch)):
+        return None
+    options = {**head, "VX_KV": kv, "VX_KEYS": keys}
+    return PrefillKernel("paged_prefill", options, prefill_tile_tokens(group, size))
+
+
 @dataclass(frozen=True, slots=True)
 class KeyRows:
-    """How a layer finds keys and values in one step."""
+    """A layer's keys and values in one step."""
 
     slots: Memory
     """The places where each token's K and V go."""
@@ -257,5 +312,5 @@ def _sinks(layer: Layer, to: Lowering) -> Memory | None:
 
 
 def decodes_on_tensor_cores(spec: AttentionSpec, dtype: str, arch: str) -> bool:
-    """Whether paged_decode_mma takes this layer."""
+    """True if paged_decode_mma supports this layer."""
     return decodes_by_mma(dtype, spec.head_size, number(arch))

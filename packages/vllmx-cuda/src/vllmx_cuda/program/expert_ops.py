@@ -135,7 +135,7 @@ def _tile(slots: int, experts: int, widths: Sequence[int]) -> int:
 
 
 def _activate(spec: ExpertsSpec, width: int, to: Lowering) -> Callable[[Memory, Memory, int], None]:
-    """What stands between an expert's matrices, over so many rows."""
+    """The activation between an expert's matrices, as a launch over a number of rows."""
     options, more = {"VX_VEC": vector_width(width)}, tuple[float, ...]()
     if spec.clamp is not None:
         kernel = to.variant("clamped_swiglu", **options)

@@ -1,4 +1,4 @@
-"""Rows times the matrices of their experts, tile by tile: one kernel for each form of a stack."""
+"""Products of rows with their experts' matrices, by tiles: one kernel for each form of a stack."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Product:
     layout: tuple[int, ...] = ()
     """Further arguments."""
     by_width: bool = True
-    """Whether a launch depends on the columns."""
+    """True if a launch depends on the columns."""
 
     def launch(
         self,

@@ -65,7 +65,7 @@ def mix(op: Mix, to: Lowering) -> Enqueue:
 
 
 def merge(op: Merge, to: Lowering) -> Enqueue:
-    """Rows beside each other lie in memory as they do below each other."""
+    """Merges neighbouring rows: their mean, or joined, which is a copy as they are contiguous."""
     x, y, width = to.place(op.x), to.place(op.out), op.x.width
     if op.kind == "join":
         row_bytes = to.item_bytes(op.out.width)

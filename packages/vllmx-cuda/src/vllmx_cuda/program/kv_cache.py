@@ -1,8 +1,8 @@
-"""KV pages on the device: how many blocks there are, and where each layer's lie.
+"""KV pages on the device: the number of blocks, and the memory of each layer.
 
 A place has one buffer of keys and one of values, (blocks, K, P, D) each: the tokens of a page that
-one head reads are neighbours. Codes of 8 bits have a float32 scale for each token and head beside
-them, (blocks, K, P); `vllmx_core.kv_dtypes` is their rule.
+one head reads are neighbours. Codes of 8 bits come with a float32 scale for each token and head,
+(blocks, K, P); `vllmx_core.kv_dtypes` is their rule.
 """
 
 from __future__ import annotations

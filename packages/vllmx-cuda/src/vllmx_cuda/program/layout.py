@@ -1,4 +1,4 @@
-"""Decides once, for the largest step, where a step's arrays lie and how large they are."""
+"""Places a step's arrays in memory, once, for the largest step."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs.attention import KV_ELEM, mma_group
 from vllmx_cuda.matrices.form import ProductScratch, ScratchBytes
 from vllmx_cuda.program import latent_ops
+from vllmx_cuda.program.attention_ops import prefill_kernel
 from vllmx_cuda.program.expert_ops import Spaces
 from vllmx_cuda.program.lowering import Rotation, Scratch
-from vllmx_cuda.program.prefill import prefill_kernel
 from vllmx_cuda.program.rank_ops import combined_bytes
 from vllmx_cuda.program.step_arrays import Segments, arrays_of, segments_of_op
 from vllmx_cuda.program.work import TileKind, Visibility, WorkKinds, item_capacity
@@ -172,7 +172,7 @@ def attention_specs(ops: Sequence[Op]) -> list[AttentionSpec]:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What attention's work is planned by."""
+    """The properties of a layer that decide its attention work."""
 
     spec: AttentionSpec
     segments: Segments | None
@@ -199,8 +199,8 @@ def latent_specs(ops: Sequence[Op]) -> list[LatentSpec]:
 def work_kinds(
     ops: Sequence[Op], dtype: str, kv: int, arch: str, *, wgmma: bool = False
 ) -> WorkKinds:
-    """What a step's attention work must be planned for. Tensor cores take the prompts where they
-    can take those of every layer. For `kv` and `wgmma` see `prefill_kernel`."""
+    """Returns the kinds of attention work in a step. Prompts run on tensor cores if every layer
+    supports it. For `kv` and `wgmma` see `prefill_kernel`."""
     layers, latents = _attention(ops), [latent_ops.VISIBILITY for _ in latent_specs(ops)]
     tiles: dict[TileKind, None] = {}
     by_tiles = not latents

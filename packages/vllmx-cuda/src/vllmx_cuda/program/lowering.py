@@ -27,7 +27,7 @@ Enqueue = Callable[[StepSizes, StepMemory], None]
 
 @dataclass(frozen=True)
 class Lowering:
-    """What ops are lowered against."""
+    """The target of lowering: a model's device, weights, memory and kernels."""
 
     device: Device
     dtype: str
@@ -43,11 +43,11 @@ class Lowering:
     scratch: Scratch
     products: ProductScratch
     max_tokens: int
-    """The most tokens that a step may have."""
+    """The most tokens of a step."""
     wgmma: bool = False
-    """Whether paged_prefill_wgmma takes the prompts that it can take."""
+    """True if paged_prefill_wgmma runs the prompts that it supports."""
     variants: list[Variant] = field(default_factory=list)
-    """Every kernel that was lowered to."""
+    """Every kernel that the launches use."""
     features: Sequence[Memory] = ()
     """The store of features of images, part by part."""
     ranks: DeviceRanks | None = None
@@ -57,7 +57,7 @@ class Lowering:
     shapes: dict[Hashable, tuple[Rows, Callable[[int], None]]] = field(default_factory=dict)
     """One product of each shape, and what its rows are."""
     rotations: dict[Rotation, Memory] = field(default_factory=dict)
-    """What each rotation with axes is for the tokens of the step."""
+    """The values of each rotation with axes for the tokens of the step."""
 
     def take_tunables(self, max_rows: Mapping[Rows, int]) -> list[Tunable]:
         """One product of each shape that was lowered; once, for products know this object."""
@@ -71,7 +71,7 @@ class Lowering:
 
     @property
     def target(self) -> Target:
-        """What forms of matrices are lowered for."""
+        """The dtype and architecture that forms of matrices depend on."""
         return Target(self.dtype, number(self.device.info.arch))
 
     @property

@@ -1,4 +1,4 @@
-"""RMS norms as launches, straight to codes where the product behind one wants them."""
+"""RMS norms as launches, with 8-bit codes as output if the product that follows reads them."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def add_rms_norm(op: AddRmsNorm, to: Lowering) -> Enqueue:
 
 
 def coded(entry: str, out: Value, to: Lowering) -> Callable[[int], CodedNorm | None]:
-    """What writes a norm's result as the codes that the product behind it wants for so many
-    rows, and into its scratch; None: it wants the values."""
+    """Returns a function from a number of rows to the kernel that writes a norm's result as codes
+    for the product that reads it, into its scratch; None if that product reads values."""
     product, vec = to.fed.get(out), vector_width(out.width)
     if product is None:
         return lambda m: None

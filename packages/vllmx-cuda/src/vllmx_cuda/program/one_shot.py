@@ -1,4 +1,4 @@
-"""Sums over ranks, and the norms behind them: through memory that all ranks read, or NCCL."""
+"""Sums over ranks and the norms that follow: through memory that all ranks read, or NCCL."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class OneShot:
 
 
 def one_shot_of(x: Value, to: Lowering) -> OneShot | None:
-    """What makes small sums of this value; None: NCCL makes all."""
+    """Returns the launches for small sums of this value; None if NCCL computes all."""
     peers = to.others().peers
     if peers is None or x.dtype != "model" or x.width != peers.share.width:
         return None

@@ -1,4 +1,4 @@
-"""What loading a model will take, decided before a single weight is read."""
+"""Plans the memory of a model before any weight is read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from vllmx_cuda.program.rank_ops import ties_of
 from vllmx_cuda.program.sampler import sampler_bytes
 from vllmx_cuda.program.staging import Layout
 from vllmx_cuda.program.step_arrays import StepSizes
-from vllmx_cuda.program.tower_sizes import TowerSizes, tower_sizes
+from vllmx_cuda.program.tower import TowerSizes, tower_sizes
 from vllmx_cuda.program.work import WorkKinds
 
 logger = logging.getLogger("vllmx.cuda")

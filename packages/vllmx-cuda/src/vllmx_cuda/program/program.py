@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,22 +12,49 @@ from vllmx_core.plan import I32, SamplingRows, StepPlan
 from vllmx_core.system.progress import show_progress
 
 from vllmx_cuda.device.buckets import bucket_of
-from vllmx_cuda.device.device import Device
+from vllmx_cuda.device.device import Device, Graph
 from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.device.ranks import DeviceRanks
 from vllmx_cuda.kernel_specs import Variant
-from vllmx_cuda.program.graphs import Graphs
 from vllmx_cuda.program.layout import max_items
 from vllmx_cuda.program.lowering import Enqueue
-from vllmx_cuda.program.parameters import is_plain
 from vllmx_cuda.program.planning import LoadSizes
 from vllmx_cuda.program.sampler import DeviceSampler, Sampled
-from vllmx_cuda.program.staging import Layout, Staging, StepMemory
+from vllmx_cuda.program.staging import Layout, Staging, StepMemory, is_plain
 from vllmx_cuda.program.step_arrays import StepSizes
 from vllmx_cuda.program.vectors import DeviceVectors, Vectors
 from vllmx_cuda.program.work import StepWork, item_tokens, plan_all_items, plan_tiles
 
 logger = logging.getLogger("vllmx.cuda")
+
+
+class Graphs:
+    """Captured graphs by key.
+
+    Args:
+        enabled: False: nothing is captured, for debugging.
+    """
+
+    def __init__(self, device: Device, *, enabled: bool) -> None:
+        self._device, self._enabled = device, enabled
+        self._graphs: dict[Hashable, Graph] = {}
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(self, key: Hashable, enqueue: Callable[[], None]) -> None:
+        """Runs launches that are always the same for their key. The first time they run uncaptured,
+        so that algorithms are chosen, and are then captured."""
+        graph = self._graphs.get(key)
+        if graph is not None:
+            graph.launch()
+            return
+        if not self._enabled:
+            enqueue()
+            return
+        with self._device.tuning():
+            enqueue()
+        self._graphs[key] = self._device.capture(enqueue)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +64,7 @@ class PlacedStep:
     layout: Layout
     memory: StepMemory
     captured: bool
-    """Whether it is a bucket, whose launches are always the same."""
+    """True for a bucket, whose launches are always the same."""
 
 
 @dataclass
@@ -55,7 +82,7 @@ class Program:
     ending: DeviceSampler | DeviceVectors
     graphs: Graphs
     ranks: DeviceRanks | None = None
-    """The others of a model on several."""
+    """The other ranks of a model on several devices."""
     _buckets: dict[int, PlacedStep] = field(default_factory=dict)
 
     def run(self, plan: StepPlan, rows: SamplingRows) -> Sampled | Vectors:
@@ -77,7 +104,7 @@ class Program:
         begin, total = time.perf_counter(), len(self.recorded.buckets)
         for done, size in enumerate(reversed(self.recorded.buckets)):
             is_over = time.perf_counter() - begin >= limit_s
-            if self.ranks is not None:  # who went on alone would wait for the others
+            if self.ranks is not None:  # a rank that goes on alone would wait for the others
                 is_over = not self.ranks.agree(wanted=not is_over)
             if is_over:
                 logger.info("captured %d of %d batch sizes, the rest at first use", done, total)

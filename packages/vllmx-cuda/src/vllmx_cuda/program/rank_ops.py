@@ -1,4 +1,4 @@
-"""What ranks of a model say to each other, on the step's stream and so in captured graphs."""
+"""Communication between a model's ranks, on the step's stream and so in captured graphs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ALIGNMENT = 256
 
 
 def all_gather(op: AllGather, to: Lowering) -> Enqueue:
-    """Whole parts one behind the other, then side by side."""
+    """Gathers whole parts one after the other, then joins their columns."""
     ranks, x, y = to.others(), to.place(op.x), to.place(op.out)
     dtype, parts, pitch = _dtype(op.x, to), to.scratch.gathered, op.out.width
     item, firsts = ITEM_BYTES[dtype], [0, *accumulate(op.widths)]
@@ -72,13 +72,13 @@ def combine(op: Combine, to: Lowering) -> Enqueue:
 
 
 def combined_bytes(op: Combine, tokens: int, item: int) -> int:
-    """Bytes of what a rank is sent, and of its sums."""
+    """Bytes of the rows that a rank receives, and of its sums."""
     most = -(-tokens // len(op.ends))
     return (len(op.ends) + 1) * most * op.x.width * item + _ALIGNMENT
 
 
 def _stretch(whole: int, rank: int, count: int) -> tuple[int, int]:
-    """The part of a rank where all have about as much."""
+    """The rank's part of an even split."""
     return whole * rank // count, whole * (rank + 1) // count
 
 
@@ -101,7 +101,7 @@ def recv(op: Recv, to: Lowering) -> Enqueue:
 
 
 def ties_of(ops: Sequence[Op], dtype: str) -> Ties:
-    """What a model of these ops has to do with others of it."""
+    """Returns the kinds of communication that these ops need."""
     sums = (op.x.width for op in ops if isinstance(op, AllReduce) and op.x.dtype == "model")
 
     def has(*kinds: type[Op]) -> bool:

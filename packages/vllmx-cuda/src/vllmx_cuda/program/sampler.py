@@ -1,9 +1,9 @@
 """The sampler on the device: a few launches, one download.
 
 `kernel_specs.sampling` gives the order of launches. The parameters of each row come with the step's
-other arrays; what few requests bring (edits, penalties, masks) goes in a copy of its own. Nothing
-here waits: a step's results are read when its event has happened, and its ids stay on the device
-for the step behind it.
+other arrays; edits, penalties and masks, which few requests have, go in a copy of their own.
+Nothing here waits: a step's results are read when its event has happened, and its ids stay on the
+device for the next step.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from vllmx_cuda.device.device import Device
 from vllmx_cuda.device.memory import Bytes, Memory
 from vllmx_cuda.kernel_specs import KERNELS, Variant
 from vllmx_cuda.kernel_specs.sampling import num_chunks
-from vllmx_cuda.program.parameters import is_plain
-from vllmx_cuda.program.staging import ALIGNMENT, SLOTS, StepMemory
+from vllmx_cuda.program.staging import ALIGNMENT, SLOTS, StepMemory, is_plain
 
 _ENTRIES = (
     "mask_logits",
@@ -324,7 +323,7 @@ class DeviceSampler:
 
 
 def _sparse(rows: SamplingRows) -> dict[str, AnyArray]:
-    """What few rows bring, by the kernels' names for it."""
+    """The arrays of edits, penalties and masks, which few rows have, by kernel argument."""
     arrays: dict[str, AnyArray] = {}
     if rows.edits is not None:
         arrays |= {

@@ -1,28 +1,76 @@
-"""A step's arrays on their way to the device: packed into one pinned buffer, copied at once.
+"""Copies a step's arrays to the device: packed into one pinned buffer, in one copy.
 
-A `Layout` depends on the padded sizes alone, so the addresses that a captured graph has read from
-once stay right for every step of its bucket. The block table stays on the device: of it a step
-sends the entries that changed, which its first kernel puts in place. Where too many did, the table
-goes on its own, row by row to a fixed pitch.
+A `Layout` depends only on the padded sizes, so the addresses in a captured graph stay valid for
+every step of its bucket. The block table stays on the device: a step sends the entries that
+changed, and its first kernel writes them. If too many changed, the table is sent in a copy of its
+own, row by row to a fixed pitch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from vllmx_core.plan import I32, AnyArray, SamplingRows, StepPlan
+import numpy.typing as npt
+from vllmx_core.plan import F32, I32, AnyArray, SamplingRows, StepPlan
 
 from vllmx_cuda.device.device import Device
 from vllmx_cuda.device.memory import Bytes, Memory
-from vllmx_cuda.program.parameters import PARAMETERS, parameter, parameter_bytes, read_parameters
 from vllmx_cuda.program.step_arrays import StepArray, StepSizes
 from vllmx_cuda.program.work import StepWork, TileKind, Visibility, WorkKinds
 
 ALIGNMENT = 256
 SLOTS = 2
 """Steps in flight, each with a pinned buffer of its own."""
+
+
+PARAMETERS: dict[str, tuple[npt.DTypeLike, float]] = {
+    "temperature": (np.float32, 0),
+    "target": (np.int32, -1),
+    "top_k": (np.int32, 0),
+    "top_p": (np.float32, 1),
+    "min_x": (np.float32, -np.inf),
+    "seed": (np.uint64, 0),
+    "position": (np.int32, 0),
+    "repetition_penalty": (np.float32, 1),
+    "frequency_penalty": (np.float32, 0),
+    "presence_penalty": (np.float32, 0),
+    "num_logprobs": (np.int32, -1),
+}
+"""Name -> type, and the value of padding rows, which are greedy and never read."""
+_GREEDY = ("temperature", "target")
+
+
+def parameter_bytes(name: str, rows: int) -> int:
+    return np.dtype(PARAMETERS[name][0]).itemsize * rows
+
+
+def is_plain(rows: SamplingRows) -> bool:
+    """True if ids depend only on the logits and the parameters of each row, so that the launches
+    are the same at every step."""
+    return rows.edits is None and rows.counts is None and rows.masks is None
+
+
+def read_parameters(rows: SamplingRows) -> Sequence[str]:
+    """Parameters that the kernels of this step read."""
+    if rows.all_greedy and rows.max_logprobs < 0 and is_plain(rows):
+        return _GREEDY
+    return tuple(PARAMETERS)
+
+
+def parameter(rows: SamplingRows, name: str) -> AnyArray:
+    """(L,) as the kernels read it."""
+    if name == "min_x":
+        return _min_x(rows.min_p)
+    values: AnyArray = getattr(rows, name)
+    return values
+
+
+def _min_x(min_p: F32) -> F32:
+    """ln(min_p) as the reference rounds it; -inf: off."""
+    with np.errstate(divide="ignore"):
+        return np.log(min_p.astype(np.float64)).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +286,8 @@ class Staging:
         self._device.upload(self._packed, packed[:end])
 
     def upload_parameters(self, rows: SamplingRows, layout: Layout) -> None:
-        """What `upload` left out for the step that it packed last: the same pinned buffer, in a
-        part that its copy does not read."""
+        """Enqueues the copy of the parameters that the last `upload` left out: they are in the same
+        pinned buffer, in a part that its copy does not read."""
         packed, begin = self._pinned[self._next - 1], layout.parameters_begin
         _put_parameters(packed, layout, rows)
         target = self._packed.at(begin, layout.num_bytes - begin)
@@ -286,7 +334,7 @@ def _state_counts(sizes: StepSizes) -> tuple[int, ...]:
 
 
 def _put_states(packed: Bytes, layout: Layout, plan: StepPlan) -> None:
-    """Padding tokens are of no row, padding rows have no tokens and leave nothing."""
+    """Padding tokens belong to no row; padding rows have no tokens and write no state."""
     token_rows = np.repeat(np.arange(plan.num_rows), np.diff(plan.query_start))
     none = np.zeros(0, np.int32)  # of a step that is padding alone
     source = none if plan.state_from is None else plan.state_from

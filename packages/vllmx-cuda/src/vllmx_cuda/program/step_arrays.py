@@ -1,6 +1,5 @@
-"""Arrays of a step that few models read: numbers of table rows, ends of texts, segments, images. A
-model's ops say which it has (`arrays_of`); `Staging` makes them on the host and sends them with the
-rest.
+"""Arrays of a step that few models read: table rows, ends of texts, segments, images. `arrays_of`
+lists those of a model's ops; `Staging` builds them on the host and sends them with the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     pass
 
 Segments = Literal["rows", "windows"]
-"""What attention without pages keeps within: rows of the step, or windows of images."""
+"""The bounds of attention without pages: rows of the step, or windows of images."""
 
 
 class StepArray(Protocol):
@@ -121,7 +120,7 @@ class SegmentLengths(OneColumn):
 
 
 def segment_arrays(segments: Segments) -> tuple[StepArray, ...]:
-    """What `segment_attention` reads."""
+    """The arrays that `segment_attention` reads."""
     return TokenNumbers(), Places(segments), SegmentLengths(segments)
 
 
@@ -259,7 +258,7 @@ def segments_of_op(op: SegmentAttention) -> Segments:
 
 
 def axis_positions(axes: Sequence[int]) -> AxisPositions:
-    """What a rotation with these axes reads."""
+    """The array that a rotation with these axes reads."""
     return AxisPositions(max(axes) + 1)
 
 
@@ -308,7 +307,7 @@ class StepSizes:
     groups: int = 1
     """Cache groups, each with slots and a block table of its own."""
     has_states: bool = False
-    """Whether rows keep states of recurrent layers."""
+    """True if rows keep states of recurrent layers."""
     taps: int = 0
     """Rows of the table of positions that each patch of a tower mixes."""
 

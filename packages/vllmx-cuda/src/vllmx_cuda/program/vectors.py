@@ -1,4 +1,4 @@
-"""The end of a step that samples nothing: its vectors on their way to the host."""
+"""The end of a step without sampling: its vectors are copied to the host."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Vectors:
 
 
 class DeviceVectors:
-    """Copies out what each step came to, before the next one may write there.
+    """Copies each step's vectors to the host before the next step overwrites them.
 
     Args:
         vectors: (L, width) of the model's dtype.

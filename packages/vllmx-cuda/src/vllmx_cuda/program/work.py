@@ -1,8 +1,8 @@
-"""Attention's work, planned on the host: which block of the device reads which part of the context.
+"""Plans attention on the host: assigns parts of the context to blocks of the device.
 
 A work item is one query token and one range of positions (`kernels/paged_decode.cu`). Items are
-data, not launch parameters: a captured graph launches as many as its bucket can have, and those
-that a step leaves unused say so.
+data, not launch parameters: a captured graph launches as many as its bucket can have, and marks
+unused ones.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from vllmx_core.plan import I32, I64, StepPlan
 from vllmx_cuda.program.step_arrays import Places, Segments, StepArray, segment_starts
 
 MIN_SPLIT = 128
-"""Positions that are worth a block of their own, a multiple of every page."""
+"""The fewest positions worth a block of their own; a multiple of every page size."""
 WAVES = 4
-"""Blocks of attention for each processor, where the context is long enough to be split so far."""
+"""Blocks of attention per processor, if the context is long enough to be split so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """What a query token of a layer may look at."""
+    """The positions that a query token of a layer sees."""
 
     window: int | None = None
     causal: bool = True
@@ -31,7 +31,7 @@ class Visibility:
     """The segments of `segments_of`, where a token sees those of its own in this step instead of
     pages."""
     spans: bool = False
-    """Whether tokens of one image see each other, see `AttentionSpec.spans`."""
+    """True if tokens of one image see each other; see `AttentionSpec.spans`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class TileKind:
 
 @dataclass(frozen=True, slots=True)
 class WorkKinds:
-    """What the layers of a model need: items for each visibility, and for each kind of tile the
-    tiles of the rows that bring more than one token; no kind: items for those too."""
+    """The kinds of work in a model's layers: items for each visibility, and tiles of each kind for
+    rows with more than one token; without tiles, items for those rows too."""
 
     visibilities: tuple[Visibility, ...]
     tiles: tuple[TileKind, ...]
