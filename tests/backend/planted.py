@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from vllmx_core import kv_dtypes as kv_quant
 from vllmx_core.backend import Backend
-from vllmx_core.cache import dtypes as kv_quant
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.formulas import NumpyFrame
 from vllmx_core.ops.op import Op

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import Model
+from vllmx_core.plugins.checkpoint import Checkpoint, quantise_in_situ
 from vllmx_core.sharding.model import sharded
-from vllmx_core.weights.checkpoint import Checkpoint, quantise_in_situ
 from vllmx_core.weights.part import QuantLayout, RawTensor, WeightPart, WeightSource
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
 from vllmx_models.quantization.matrices import decode_fp8, fp4_part

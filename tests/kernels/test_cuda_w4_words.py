@@ -12,7 +12,7 @@ import pytest
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.weights.part import DENSE, RankShare, RawTensor, WeightPart
 from vllmx_core.weights.picks import share_of
-from vllmx_cuda.device.device import Memory
+from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.loading.streaming import stream
 from vllmx_cuda.matrices import pieces
 from vllmx_cuda.matrices.w4_packing import packed_rows, packing_of

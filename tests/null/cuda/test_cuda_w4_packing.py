@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from vllmx_core.weights.coded import CodedRows
 from vllmx_core.weights.part import QuantLayout, RawTensor, WeightPart
-from vllmx_cuda.device.device import Memory
+from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs.types import DTYPES
 from vllmx_cuda.kernel_specs.w4 import ZERO_CODES, ZERO_MIDDLE
 from vllmx_cuda.matrices import pieces, w4

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from vllmx_core.backend import Backend, LoadedModel, LoadOptions
-from vllmx_core.cache.dtypes import KV_DTYPES
+from vllmx_core.kv_dtypes import KV_DTYPES
 from vllmx_core.model import Model
 from vllmx_core.plan import F32, LogprobRows, StepPlan
 from vllmx_core.reference.backend import ReferenceBackend

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllmx_core.cache.dtypes import KV_DTYPES, LIMITS
 from vllmx_core.errors import ConfigError
+from vllmx_core.kv_dtypes import KV_DTYPES, LIMITS
 from vllmx_core.model import Model
 from vllmx_core.reference.backend import ReferenceBackend
 from vllmx_core.weights.part import WeightSource

@@ -18,10 +18,10 @@ from functools import partial
 import numpy as np
 from vllmx_core.errors import ConfigError, UnsupportedModelError, WeightFormatError
 from vllmx_core.model import Model
+from vllmx_core.plugins.checkpoint import Checkpoint
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.records import Record
 from vllmx_core.system.processors import available_processors
-from vllmx_core.weights.checkpoint import Checkpoint
 from vllmx_core.weights.encoding import Encoder
 from vllmx_core.weights.map import name_in
 from vllmx_core.weights.part import (

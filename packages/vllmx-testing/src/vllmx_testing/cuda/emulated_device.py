@@ -19,9 +19,10 @@ from vllmx_core.communicator import Communicator
 from vllmx_core.errors import CapacityError
 from vllmx_core.system.memory import format_bytes
 from vllmx_cuda.device.arch import number
-from vllmx_cuda.device.device import Bytes, DeviceInfo, Memory, Product
-from vllmx_cuda.device.peers import Peers, open_peers
-from vllmx_cuda.device.ranks import Ties, agreed
+from vllmx_cuda.device.device import DeviceInfo, Product
+from vllmx_cuda.device.memory import Bytes, Memory
+from vllmx_cuda.device.peers import open_peers
+from vllmx_cuda.device.ranks import Peers, Ties, agreed
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.kernel_specs.types import shared_bytes
 

@@ -127,7 +127,7 @@ def _machine(
     registry: Registry, on: str, backend_name: str, facts: Facts
 ) -> tuple[str, float, Rates]:
     """(what it is called, its free memory, how fast it is)."""
-    from vllmx_core.system.memory import free_memory
+    from vllmx_core.backend import free_memory
 
     from vllmx.sizing.fixed_costs import measure_fixed
     from vllmx.sizing.machines import machine

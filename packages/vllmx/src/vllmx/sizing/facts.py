@@ -9,9 +9,9 @@ from typing import Literal
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import Model, ModelShape, encoder_of
 from vllmx_core.ops.experts import Experts
+from vllmx_core.plugins.checkpoint import Checkpoint, build_model
 from vllmx_core.plugins.registry import Registry, architecture_names
 from vllmx_core.recorded.recording import record
-from vllmx_core.weights.checkpoint import Checkpoint, build_model
 from vllmx_core.weights.map import name_in, parts_of, tie_key
 from vllmx_core.weights.part import WeightSource, WeightSpec
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME

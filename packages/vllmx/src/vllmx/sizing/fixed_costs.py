@@ -16,9 +16,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from vllmx_core.plugins.checkpoint import resolve_path
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.records import Record
-from vllmx_core.weights.checkpoint import resolve_path
 from vllmx_models.formats.header_only import opened_header
 
 from vllmx.bench.offline import decode_rate, random_prompts

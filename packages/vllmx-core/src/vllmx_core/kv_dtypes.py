@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllmx_core.backend_kit.dtypes import short_dtype
+from vllmx_core.dtypes import short_dtype
 from vllmx_core.errors import ConfigError
 from vllmx_core.plan import F32
 from vllmx_core.weights.part import bf16_to_f32, f32_to_bf16, float8_to_f32

@@ -1,7 +1,7 @@
-"""Whether ranks drew the same ids, as they do unless there is a bug.
+"""Checks that ranks sampled the same ids, as they do unless there is a bug.
 
-Those of a host read each other's checksums, and a step with a difference has no result. Where there
-are other hosts, rank 0 sends what it drew and each rank compares: the group ends a moment later.
+Ranks of one host read each other's checksums, and a step with a difference has no result. With
+other hosts, rank 0 sends its ids and each rank compares: the group ends a moment later.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _WAIT_S = 50e-6
 
 
 def compares() -> bool:
-    """Whether that was asked for."""
+    """True if the comparison was asked for."""
     return os.environ.get(COMPARE_VARIABLE) == "1"
 
 
-class DrawnIds:
-    """What one rank drew, step by step, as a checksum each that the others read."""
+class SampledIds:
+    """The checksums of one rank's ids, step by step, which the others read."""
 
     def __init__(self, region: Region, rank: int) -> None:
         self._region, self._rank = region, rank
@@ -58,11 +58,11 @@ class DrawnIds:
         return None
 
 
-def drawn_frame(number: int, ids: I32) -> SentFrame:
-    """What rank 0 drew in a step, counted from 1."""
+def sampled_frame(number: int, ids: I32) -> SentFrame:
+    """The ids that rank 0 sampled in a step, counted from 1."""
     return SentFrame(np.concatenate([np.array([number], np.int64).view(np.int32), ids]))
 
 
-def read_drawn(words: I32) -> tuple[int, I32]:
-    """See `drawn_frame`."""
+def read_sampled(words: I32) -> tuple[int, I32]:
+    """See `sampled_frame`."""
     return int(words[:2].view(np.int64)[0]), words[2:]
