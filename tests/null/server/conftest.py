@@ -30,7 +30,7 @@ from vllmx_server.host.app import build_app
 from vllmx_server.host.process import Serve, connection_limits, hypercorn_config
 from vllmx_server.host.server import Server
 from vllmx_server.http.connections import serving
-from vllmx_server.http.connections.timeouts import Timeouts
+from vllmx_server.http.connections.settings import Timeouts
 from vllmx_testing.fake_checkpoint import FakePlugin, make_fake_checkpoint
 
 from tests.waiting import PATIENCE_S, until

@@ -17,7 +17,7 @@ from vllmx_core.sampling import MAX_STOP_IDS
 from vllmx_server.apis.completions import schema as completions
 from vllmx_server.schema import decode_apart
 from vllmx_server.schema.decode import decode
-from vllmx_server.schema.json_strings import parts_of
+from vllmx_server.schema.json_weight import parts_of
 
 CHARACTERS = (
     *("a", "é", "中", "😀", " ", ":", "{", "[1,2]", "\\n", '\\"', "\\\\", "\\/"),

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 from vllmx_server.http.connections.connection import Connection
-from vllmx_server.http.connections.timeouts import Timeouts
+from vllmx_server.http.connections.settings import Timeouts
 from vllmx_server.http.disconnect import unless_gone
 
 from tests.waiting import PATIENCE_S, until

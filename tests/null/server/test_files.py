@@ -218,7 +218,7 @@ async def test_files_expire(served: Served, monkeypatch: pytest.MonkeyPatch) -> 
     file_id = (await upload(served, fields={"expires_after[seconds]": "60"})).json()["id"]
     kept = (await upload(served)).json()["id"]
     from vllmx_server.apis.batches import files
-    from vllmx_server.store import ids
+    from vllmx_server.store import database as ids
 
     later = ids.now() + 61
     monkeypatch.setattr(files, "now", lambda: later)

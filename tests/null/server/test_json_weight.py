@@ -15,7 +15,6 @@ from vllmx_server.generating import chat_body as chat
 from vllmx_server.host.models.routing import _peeked
 from vllmx_server.schema import json_weight
 from vllmx_server.schema.decode import decode
-from vllmx_server.schema.json_strings import parts_of
 from vllmx_server.schema.json_weight import (
     MAX_ESCAPES,
     MAX_WEIGHT,
@@ -23,6 +22,7 @@ from vllmx_server.schema.json_weight import (
     _count_outside_strings,
     check_escapes,
     check_weight,
+    parts_of,
 )
 
 from .conftest import JSON, Served

@@ -30,7 +30,7 @@ from vllmx_server.apis.responses.events import ResponsesEvent
 from vllmx_server.apis.responses.output import Output
 from vllmx_server.apis.responses.routes import FRAMING
 from vllmx_server.apis.responses.tools import ToolForm
-from vllmx_server.generating.chat_answer import ChatChunk, ChatCompletion
+from vllmx_server.generating.answers import ChatChunk, ChatCompletion
 from vllmx_server.host.apis import all_routes
 from vllmx_server.http.operation import Operation
 from vllmx_server.http.route import Right, Route

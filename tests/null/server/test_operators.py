@@ -14,9 +14,8 @@ from vllmx_core.errors import ConfigError
 from vllmx_server.config import ServerConfig
 from vllmx_server.host.address import bind_operators
 from vllmx_server.host.operators import LIMITS, operators_app
-from vllmx_server.http.connections.safe_headers import AnswerConfig
 from vllmx_server.http.connections.serving import serve
-from vllmx_server.http.connections.timeouts import Timeouts
+from vllmx_server.http.connections.settings import AnswerConfig, Timeouts
 
 from .conftest import MakeServer
 from .test_keys import ask, key_file

@@ -11,8 +11,7 @@ import pytest
 from starlette.types import Message
 from vllmx_core.errors import EngineDeadError
 from vllmx_server.generating.generation import Generation
-from vllmx_server.http.event_stream import DONE, EventStream
-from vllmx_server.http.pings import PING, Pings
+from vllmx_server.http.event_stream import DONE, PING, EventStream, Pings
 
 from tests.waiting import PATIENCE_S, until
 

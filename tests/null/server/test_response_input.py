@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from vllmx_server.apis.responses.compaction import REQUEST, item_of, summary_of
+from vllmx_server.apis.responses.items import REQUEST, item_of, summary_of
 from vllmx_server.apis.responses.schema import InputItem
 
 from .conftest import MakeServer, Served

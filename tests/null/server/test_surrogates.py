@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from vllmx_server.schema.surrogates import lone_surrogate
+from vllmx_server.schema.decode import lone_surrogate
 
 from .conftest import JSON, Served
 

@@ -22,8 +22,7 @@ from vllmx_server.config import ServerConfig
 from vllmx_server.generating.api import Api
 from vllmx_server.host.apis import load_apis
 from vllmx_server.host.app import build_app
-from vllmx_server.store.database import StorageError
-from vllmx_server.store.ids import new_id, now
+from vllmx_server.store.database import StorageError, new_id, now
 from vllmx_server.store.storage import Storage
 
 _CENTURY_S = 100 * 365 * 86400

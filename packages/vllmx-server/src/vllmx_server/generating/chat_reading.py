@@ -16,7 +16,7 @@ from vllmx_engine.formats.events import (
 )
 from vllmx_engine.wire.outputs import CompletionOutput
 
-from vllmx_server.generating.chat_answer import (
+from vllmx_server.generating.answers import (
     AssistantMessage,
     CalledFunction,
     CalledTool,

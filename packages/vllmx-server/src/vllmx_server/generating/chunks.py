@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from vllmx_server.generating.answers import RequestTimings
 from vllmx_server.generating.generation import Usage
 from vllmx_server.generating.sampling import StreamOptions
-from vllmx_server.generating.usage_answer import RequestTimings
-from vllmx_server.schema.json_pieces import json_pieces
+from vllmx_server.schema.record import json_pieces
 
 encode = msgspec.json.Encoder().encode
 

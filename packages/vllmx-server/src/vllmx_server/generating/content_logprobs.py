@@ -11,8 +11,8 @@ from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_engine.wire.messages import TokenLogprobs
 from vllmx_engine.wire.outputs import CompletionOutput
 
+from vllmx_server.generating.answers import TokenLogprob
 from vllmx_server.generating.logprobs import chat_entry
-from vllmx_server.generating.logprobs_answer import TokenLogprob
 
 
 class ContentLogprobs:

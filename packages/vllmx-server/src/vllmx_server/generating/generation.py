@@ -14,7 +14,7 @@ from vllmx_engine.client.request import Request
 from vllmx_engine.client.request_stream import RequestStream
 from vllmx_engine.wire.outputs import RequestMetrics, RequestOutput
 
-from vllmx_server.generating.usage_answer import CompletionTokens, PromptTokens, TokenUsage
+from vllmx_server.generating.answers import CompletionTokens, PromptTokens, TokenUsage
 from vllmx_server.http.deadline import NEVER, Deadline
 from vllmx_server.watch.metrics import Metrics
 

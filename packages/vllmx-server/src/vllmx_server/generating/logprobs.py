@@ -11,7 +11,7 @@ from vllmx_engine.client.logprob_rows import LogprobRows, decode_logprobs
 from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_engine.wire.messages import TokenLogprobs
 
-from vllmx_server.generating.logprobs_answer import (
+from vllmx_server.generating.answers import (
     ChatLogprobs,
     PromptLogprob,
     PromptLogprobs,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from msgspec import UNSET, UnsetType
 
 from vllmx_server.config import ServerConfig
+from vllmx_server.generating.answers import RequestTimings
 from vllmx_server.generating.generation import Generation
-from vllmx_server.generating.usage_answer import RequestTimings
 
 
 def request_timings(config: ServerConfig, generation: Generation) -> RequestTimings | UnsetType:

@@ -1,4 +1,4 @@
-"""The server from its engine's start to its end: what `run` imports while the model loads."""
+"""The server from its engine's start to its end; `run` imports it while the model loads."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ from vllmx_server.config import ServerConfig
 from vllmx_server.host.address import check_certificate, listen
 from vllmx_server.host.apis import load_apis
 from vllmx_server.host.app import build_app
-from vllmx_server.host.loop_errors import on_loop_error
 from vllmx_server.host.server import Server
 from vllmx_server.host.signals import CLOSE_S, Serving
 from vllmx_server.http.connections.descriptors import connection_limit, raise_descriptor_limit
 from vllmx_server.http.connections.listening import ConnectionLimits
-from vllmx_server.http.connections.safe_headers import AnswerConfig
-from vllmx_server.http.connections.timeouts import Timeouts
+from vllmx_server.http.connections.settings import AnswerConfig, Timeouts
 from vllmx_server.http.connections.versions import untested
 from vllmx_server.limits.sharing import ALONE, Sharing
 from vllmx_server.store.storage import Storage
@@ -38,6 +36,22 @@ if TYPE_CHECKING:
     from vllmx_server.host.models.host import CoreHost
     from vllmx_server.host.models.registry import Models
     from vllmx_server.host.workers.peers import Peers
+
+
+from vllmx_core.system.private_traceback import private_traceback
+
+logger = logging.getLogger("vllmx.server")
+
+
+def on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """The handler of an event loop for errors that nobody awaits. The usual one prints the task,
+    and with it the exception's text. A connection that is cut when the server stops is no error;
+    Python 3.11 reports each as one."""
+    error = context.get("exception")
+    if not isinstance(error, asyncio.CancelledError):
+        stack = private_traceback(error) if error is not None else "no exception"
+        logger.error("%s\n%s", context.get("message"), stack)
+
 
 logger = logging.getLogger("vllmx.server")
 

@@ -22,7 +22,7 @@ from vllmx_core.system.standard_error import StandardError
 from vllmx_engine.wire.ipc import ErrorRecord
 from vllmx_engine.wire.messages import CoreInfo
 
-from vllmx_server.host.attaching import attach
+from vllmx_server.host.models.registry import attach
 from vllmx_server.host.process import serve_until_stopped
 from vllmx_server.host.server import Server
 from vllmx_server.host.signals import Serving

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import re
+import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from vllmx_core.config_values import nearest
@@ -15,9 +16,7 @@ from vllmx_core.errors import InvalidRequestError, listing, shown
 from vllmx_server.schema.decode_apart import decode_apart
 from vllmx_server.schema.intervals import outside
 from vllmx_server.schema.json_weight import check_weight
-from vllmx_server.schema.surrogates import lone_surrogate
 from vllmx_server.schema.whole_numbers import misses_whole_number, with_whole_numbers
-from vllmx_server.schema.words import words_of
 
 T = TypeVar("T")
 MAX_DEPTH = 32
@@ -138,3 +137,68 @@ def check_free_form(value: Any, name: str, limit: int = MAX_DEPTH) -> None:
             return
         level = inner
     raise InvalidRequestError(f"{name} is nested more than {limit} levels deep", param=name)
+
+
+def words_of(kind: Any, path: str) -> list[str]:
+    """The words at a path within a type as msgspec writes it, `a.b[0].c` say; none where the type
+    lists none."""
+    kinds = [kind]
+    for name in path.split("."):
+        field, *items = name.split("[")
+        structs = [each for one in kinds for each in _plain(one) if field and _is_struct(each)]
+        if field:
+            kinds = [hint for each in structs if (hint := _hint(each, field)) is not None]
+        for _ in items:
+            kinds = [
+                typing.get_args(each)[-1]
+                for one in kinds
+                for each in _plain(one)
+                if typing.get_origin(each) in (list, dict)
+            ]
+    found = [each for one in kinds for each in _plain(one) if typing.get_origin(each) is Literal]
+    return [str(word) for each in found for word in typing.get_args(each)]
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _hint(kind: Any, field: str) -> Any:
+    return typing.get_type_hints(kind, include_extras=True).get(field)
+
+
+def _plain(kind: Any) -> Iterator[Any]:
+    """The types that a value may have."""
+    if typing.get_origin(kind) is typing.Annotated:
+        yield from _plain(typing.get_args(kind)[0])
+    elif typing.get_origin(kind) in (typing.Union, type(int | str)):
+        for each in typing.get_args(kind):
+            yield from _plain(each)
+    else:
+        yield kind
+
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+_LAST_HALF = re.compile(rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_FIRST_HALVES = b"89abAB"
+
+
+def lone_surrogate(body: bytes) -> int | None:
+    """The place of the first escape of a surrogate that has no other half; None without one."""
+    at = -1
+    while (at := body.find(b"\\u", at + 1)) >= 0:
+        if not _SURROGATE.match(body, at) or _is_escaped(body, at):
+            continue
+        is_first = body[at + 3] in _FIRST_HALVES
+        if not (is_first and _LAST_HALF.match(body, at + 6)):
+            return at
+        at += 6
+    return None
+
+
+def _is_escaped(body: bytes, at: int) -> bool:
+    """Whether an odd number of backslashes stands before."""
+    begin = at
+    while begin and body[begin - 1] == ord("\\"):
+        begin -= 1
+    return (at - begin) % 2 == 1

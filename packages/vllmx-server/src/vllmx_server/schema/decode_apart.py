@@ -18,8 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from vllmx_server.schema.json_strings import parts_of
-from vllmx_server.schema.json_weight import check_escapes
+from vllmx_server.schema.json_weight import check_escapes, parts_of
 
 T = TypeVar("T")
 _LONG_BYTES = 4 << 10

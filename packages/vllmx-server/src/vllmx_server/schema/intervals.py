@@ -1,4 +1,4 @@
-"""Intervals that stand in the types of fields, and what is said of a number outside of one."""
+"""Types of fields with bounds, and the errors for values outside of them."""
 
 from __future__ import annotations
 
@@ -113,3 +113,10 @@ def _metas(hint: Any) -> Iterator[Meta]:
         for meta in getattr(each, "__metadata__", ()):
             if isinstance(meta, Meta) and meta.ge is not None:
                 yield meta
+
+
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
+]
+"""OpenAI's limits."""

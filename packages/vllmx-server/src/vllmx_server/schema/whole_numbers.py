@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from vllmx_server.schema.json_strings import parts_of
+from vllmx_server.schema.json_weight import parts_of
 
 _MISSED = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
 _MARKS = np.zeros(256, np.bool_)

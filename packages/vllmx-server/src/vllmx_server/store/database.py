@@ -1,11 +1,13 @@
-"""SQLite on a thread of its own."""
+"""SQLite on a thread of its own; ids and times of stored objects."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+import secrets
 import sqlite3
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -14,6 +16,17 @@ from vllmx_core.errors import ConfigError, VllmxError
 from vllmx_core.system.private_traceback import private_traceback
 
 from vllmx_server.store.folder import TEMPORARY
+
+
+def new_id(prefix: str) -> str:
+    """Makes an id that cannot be guessed: 128 bits."""
+    return prefix + secrets.token_hex(16)
+
+
+def now() -> int:
+    """Seconds since 1970, as OpenAI's API counts."""
+    return int(time.time())
+
 
 T = TypeVar("T")
 logger = logging.getLogger("vllmx.server")

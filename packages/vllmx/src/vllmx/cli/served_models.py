@@ -11,8 +11,7 @@ from typing import Any
 from vllmx_core.config import EngineConfig
 from vllmx_core.config_values import Written, as_text, nearest
 from vllmx_core.errors import ConfigError, shown
-from vllmx_server.host.models.config import ModelConfig, check_models
-from vllmx_server.host.models.parts import with_parts
+from vllmx_server.host.models.config import ModelConfig, check_models, with_parts
 
 _ENGINE_KEYS = tuple(field.name for field in dataclasses.fields(EngineConfig))
 _KEYS = ("load", "alias", *_ENGINE_KEYS)

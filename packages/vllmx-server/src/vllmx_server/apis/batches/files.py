@@ -15,9 +15,8 @@ import msgspec
 from vllmx_core.errors import VllmxError, shown
 
 from vllmx_server.apis.batches.answers import FileObject
-from vllmx_server.store.database import LOOK, Database, StorageError, logger
+from vllmx_server.store.database import LOOK, Database, StorageError, logger, new_id, now
 from vllmx_server.store.folder import Folder
-from vllmx_server.store.ids import new_id, now
 
 T = TypeVar("T")
 _LIST = (

@@ -9,7 +9,7 @@ from vllmx_server.apis.batches.runner import BatchRunner
 from vllmx_server.apis.batches.store import Batches
 from vllmx_server.config import ServerConfig
 from vllmx_server.generating.served import Served
-from vllmx_server.store.ids import now
+from vllmx_server.store.database import now
 from vllmx_server.store.storage import Storage
 
 

@@ -1,4 +1,4 @@
-"""The lines of a batch, answered as there are slots for them."""
+"""Answers the lines of a batch and writes the answers to the database."""
 
 from __future__ import annotations
 
@@ -7,12 +7,54 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from vllmx_server.apis.batches.answer_writer import AnswerWriter
 from vllmx_server.apis.batches.files import Files
 from vllmx_server.apis.batches.input import read_line
 from vllmx_server.apis.batches.line import Answer, LineAnswerer, unanswered
 from vllmx_server.apis.batches.line_slots import LineSlots
 from vllmx_server.apis.batches.store import Batch, Batches, Line, LineState
+
+Item = tuple[str, int, LineState, bytes]
+_GATHER_S = 0.05
+"""How long answers wait for others: a transaction costs as much as a part of each."""
+
+
+class AnswerWriter:
+    """Writes answers together: they gather for a moment, and while others are being written."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+        self._items: list[Item] = []
+        self._writing: asyncio.Task[None] | None = None
+        self._next: asyncio.Task[None] | None = None
+
+    async def write(self, item: Item) -> None:
+        """Returns when it is kept; cancelling does not take it back. Raises StorageError."""
+        self._items.append(item)
+        if self._next is None:
+            self._next = asyncio.ensure_future(self._flush(self._writing))
+            self._next.add_done_callback(_retrieve)
+        await asyncio.shield(self._next)
+
+    async def finish(self) -> None:
+        """Returns when all is kept that can be, whether or not anybody waits for it."""
+        under_way = [task for task in (self._writing, self._next) if task is not None]
+        if under_way:
+            await asyncio.wait(under_way)
+
+    async def _flush(self, before: asyncio.Task[None] | None) -> None:
+        await asyncio.sleep(_GATHER_S)
+        if before is not None:
+            await asyncio.wait((before,))
+        items, self._items = self._items, []
+        self._writing, self._next = self._next, None
+        await self._batches.add_answers(items)
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    """An error that all who waited for it have left is not reported."""
+    if not task.cancelled():
+        task.exception()
+
 
 _PAGE = 64
 _PAUSE_S = 0.2

@@ -25,7 +25,7 @@ from vllmx_server.http.client import owner_of
 from vllmx_server.http.operation import BODY, HELLO, LIMIT, Media, Operation, Query
 from vllmx_server.http.pages import answer, check_query, number, page
 from vllmx_server.http.route import Right, Route
-from vllmx_server.store.ids import new_id, now
+from vllmx_server.store.database import new_id, now
 
 _WINDOW_S = 24 * 3600
 """The time limit of a batch, as in Anthropic's API."""

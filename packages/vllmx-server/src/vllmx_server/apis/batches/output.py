@@ -14,7 +14,7 @@ from vllmx_server.apis.batches.files import Files, StoredFile
 from vllmx_server.apis.batches.line import unanswered
 from vllmx_server.apis.batches.messages import PURPOSE as MESSAGES
 from vllmx_server.apis.batches.store import PREFIX, Batch, Batches, LineState, save
-from vllmx_server.store.ids import now
+from vllmx_server.store.database import now
 
 _PAGE = 256
 _REASONS = {

@@ -20,7 +20,7 @@ from vllmx_server.http.client import owner_of
 from vllmx_server.http.operation import AFTER, BODY, LIMIT, Operation, Query
 from vllmx_server.http.pages import answer, check_query, number, page
 from vllmx_server.http.route import Right, Route
-from vllmx_server.store.ids import new_id, now
+from vllmx_server.store.database import new_id, now
 
 MAX_OPEN = 100
 """Batches of one key that are worked on."""

@@ -9,17 +9,15 @@ from functools import partial
 from vllmx_core.errors import InvalidRequestError, VllmxError
 from vllmx_core.system.private_traceback import private_traceback
 
-from vllmx_server.apis.batches.answer_writer import AnswerWriter
 from vllmx_server.apis.batches.answers import BatchError, Status
 from vllmx_server.apis.batches.files import FileNotKnownError, Files
 from vllmx_server.apis.batches.input import InputReader
 from vllmx_server.apis.batches.line import LineAnswerer
 from vllmx_server.apis.batches.line_slots import LineSlots
-from vllmx_server.apis.batches.lines import LineRunner
+from vllmx_server.apis.batches.lines import AnswerWriter, LineRunner
 from vllmx_server.apis.batches.output import finish
 from vllmx_server.apis.batches.store import Batch, Batches
-from vllmx_server.store.database import logger
-from vllmx_server.store.ids import now
+from vllmx_server.store.database import logger, now
 
 _PAGE = 1000
 _TRY_AGAIN_S = 5.0

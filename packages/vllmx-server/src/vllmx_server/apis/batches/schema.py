@@ -11,7 +11,7 @@ from vllmx_core.bounds import MAX_LIFETIME_S
 from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.schema import intervals as limits
-from vllmx_server.schema.metadata import Metadata
+from vllmx_server.schema.intervals import Metadata
 
 ENDPOINTS = (
     "/v1/chat/completions",

@@ -12,14 +12,15 @@ from starlette.requests import Request
 from vllmx_engine.client.request_stream import RequestStream
 from vllmx_engine.wire.outputs import CompletionOutput
 
-from vllmx_server.generating.api import Api
-from vllmx_server.generating.chat_answer import (
+from vllmx_server.generating.answers import (
     AssistantMessage,
     ChatChoice,
     ChatChunk,
     ChatCompletion,
+    ChatLogprobs,
     FinishReason,
 )
+from vllmx_server.generating.api import Api
 from vllmx_server.generating.chat_body import DECODER, ChatCompletionRequest
 from vllmx_server.generating.chat_call import ChatCall, chat_call, submit_chat
 from vllmx_server.generating.chat_reading import PlainChunks, ReadStream, WholeAnswer, deltas
@@ -27,7 +28,6 @@ from vllmx_server.generating.chunks import Chunks
 from vllmx_server.generating.generate import generate
 from vllmx_server.generating.generation import Generation
 from vllmx_server.generating.logprobs import chat_logprobs, prompt_logprobs
-from vllmx_server.generating.logprobs_answer import ChatLogprobs
 from vllmx_server.generating.request_timings import request_timings
 from vllmx_server.generating.sampling import stream_options
 from vllmx_server.generating.served import Served
@@ -35,8 +35,7 @@ from vllmx_server.generating.tools import is_named_tool
 from vllmx_server.http.event_stream import DONE, HeldResponse
 from vllmx_server.http.operation import GENERATES, GENERATING, HELLO, Events, Operation
 from vllmx_server.http.route import Right, Route
-from vllmx_server.schema.json_pieces import json_pieces
-from vllmx_server.schema.record import lazily
+from vllmx_server.schema.record import json_pieces, lazily
 
 
 async def chat_completions(request: Request) -> HeldResponse:

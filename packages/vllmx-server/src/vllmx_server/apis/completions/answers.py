@@ -6,8 +6,12 @@ from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
-from vllmx_server.generating.logprobs_answer import PromptLogprobs, TextLogprobs
-from vllmx_server.generating.usage_answer import RequestTimings, TokenUsage
+from vllmx_server.generating.answers import (
+    PromptLogprobs,
+    RequestTimings,
+    TextLogprobs,
+    TokenUsage,
+)
 from vllmx_server.schema.record import Record
 
 FinishReason = Literal["stop", "length", "abort", "error"]

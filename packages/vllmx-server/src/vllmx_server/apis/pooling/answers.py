@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
-from vllmx_server.generating.usage_answer import PoolingUsage
+from vllmx_server.generating.answers import PoolingUsage
 from vllmx_server.schema.record import Record
 
 

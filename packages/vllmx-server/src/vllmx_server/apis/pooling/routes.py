@@ -44,6 +44,7 @@ from vllmx_server.apis.pooling.schema import (
     ScoreRequest,
     is_activated,
 )
+from vllmx_server.generating.answers import PoolingUsage
 from vllmx_server.generating.caller import caller_of, request_id_of
 from vllmx_server.generating.chat_call import check_template
 from vllmx_server.generating.field_names import RERANK_FIELDS
@@ -58,7 +59,6 @@ from vllmx_server.generating.pooling import (
 )
 from vllmx_server.generating.reading import CheckedBody, body_bytes, checked, most_tokens, read_json
 from vllmx_server.generating.served import Served, served_of
-from vllmx_server.generating.usage_answer import PoolingUsage
 from vllmx_server.http.client import client_of
 from vllmx_server.http.deadline import deadline_of
 from vllmx_server.http.disconnect import while_there
@@ -66,8 +66,7 @@ from vllmx_server.http.operation import GENERATES, VECTORS, Endpoint, Operation
 from vllmx_server.http.operation import Task as ModelTask
 from vllmx_server.http.route import Right, Route
 from vllmx_server.limits.admitted import BYTES_OF_TOKEN
-from vllmx_server.schema.json_pieces import json_pieces
-from vllmx_server.schema.record import lazily
+from vllmx_server.schema.record import json_pieces, lazily
 from vllmx_server.watch.tracing import trace_of
 
 

@@ -28,7 +28,7 @@ from vllmx_server.generating.by_shape import Endpoint, by_shape
 from vllmx_server.generating.field_names import TEI_EMBED_FIELDS, TEI_RERANK_FIELDS
 from vllmx_server.generating.pooling import pooler_for
 from vllmx_server.generating.served import served_of
-from vllmx_server.schema.json_pieces import Items, json_pieces
+from vllmx_server.schema.record import Items, json_pieces
 
 
 async def embed(request: Request) -> Response:

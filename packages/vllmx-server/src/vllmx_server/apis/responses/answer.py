@@ -24,8 +24,7 @@ from vllmx_server.generating.chat_events import ChatEvents
 from vllmx_server.generating.content_logprobs import ContentLogprobs
 from vllmx_server.generating.generation import Generation, Usage
 from vllmx_server.generating.served import Served
-from vllmx_server.store.database import logger
-from vllmx_server.store.ids import new_id, now
+from vllmx_server.store.database import logger, new_id, now
 
 if TYPE_CHECKING:
     from vllmx_server.apis.responses.rounds import ToolRounds

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 
-from vllmx_server.generating.logprobs_answer import TokenLogprob
+from vllmx_server.generating.answers import TokenLogprob
 from vllmx_server.http.answers import Page
 from vllmx_server.schema.record import Record
 

@@ -38,7 +38,7 @@ from vllmx_server.http.operation import (
 )
 from vllmx_server.http.pages import answer, check_query, newest_first, number, page
 from vllmx_server.http.route import Right, Route
-from vllmx_server.store.ids import new_id, now
+from vllmx_server.store.database import new_id, now
 
 _INCLUDE = ("include", "include[]")
 

@@ -10,7 +10,7 @@ from msgspec import Meta
 from vllmx_core.errors import InvalidRequestError
 
 from vllmx_server.apis.responses.schema import InputItem
-from vllmx_server.schema.metadata import Metadata
+from vllmx_server.schema.intervals import Metadata
 
 MAX_ADDED = 20
 """Items in one request, as in OpenAI's API."""

@@ -13,8 +13,7 @@ from vllmx_server.apis.responses.conversation_answers import ConversationObject
 from vllmx_server.apis.responses.items import new_item_id
 from vllmx_server.apis.responses.schema import InputItem
 from vllmx_server.generating.chat_body import MAX_MESSAGES
-from vllmx_server.store.database import Database
-from vllmx_server.store.ids import now
+from vllmx_server.store.database import Database, now
 
 MAX_ITEMS = MAX_MESSAGES
 """Items of one conversation, which a response must read in one go."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllmx_server.apis.responses.answers import OutputItem, OutputText, ReasoningText, Response
-from vllmx_server.generating.logprobs_answer import TokenLogprob
+from vllmx_server.generating.answers import TokenLogprob
 from vllmx_server.schema.record import Record
 
 

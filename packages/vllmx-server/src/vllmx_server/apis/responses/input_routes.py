@@ -13,14 +13,13 @@ from vllmx_engine.client.request_stream import RequestStream
 from vllmx_server.apis.responses.answer import usage_of
 from vllmx_server.apis.responses.answers import Compaction, CountedInput
 from vllmx_server.apis.responses.as_chat import chat_of, items_of
-from vllmx_server.apis.responses.compaction import item_of
 from vllmx_server.apis.responses.input_schema import (
     COMPACT,
     INPUT_TOKENS,
     CompactRequest,
     InputTokensRequest,
 )
-from vllmx_server.apis.responses.items import named, shown
+from vllmx_server.apis.responses.items import item_of, named, shown
 from vllmx_server.apis.responses.routes import FRAMING, Asked, asked_of, call_of, items_before
 from vllmx_server.apis.responses.schema import InputItem, ResponsesRequest
 from vllmx_server.generating.chat_call import chat_call, submit_chat
@@ -36,8 +35,8 @@ from vllmx_server.http.event_stream import HeldResponse
 from vllmx_server.http.operation import BODY, GENERATES, GENERATING, TEXT, Operation
 from vllmx_server.http.pages import answer
 from vllmx_server.http.route import Right, Route
-from vllmx_server.schema.json_pieces import Items, json_pieces
-from vllmx_server.store.ids import new_id, now
+from vllmx_server.schema.record import Items, json_pieces
+from vllmx_server.store.database import new_id, now
 
 _KEPT = ("user", "system", "developer")
 """The roles of messages that a compacted conversation keeps as they are."""

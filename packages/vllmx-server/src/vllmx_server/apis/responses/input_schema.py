@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from vllmx_server.apis.responses.compaction import MAX_SUMMARY_TOKENS, REQUEST
+from vllmx_server.apis.responses.items import MAX_SUMMARY_TOKENS, REQUEST
 from vllmx_server.apis.responses.schema import (
     MAX_TOOLS,
     ConversationName,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllmx_server.generating.chat_events import ChatEvent
-from vllmx_server.store.ids import new_id
+from vllmx_server.store.database import new_id
 
 if TYPE_CHECKING:
     from vllmx_server.mcp.offered import OfferedTool

@@ -15,6 +15,7 @@ from vllmx_server.apis.responses.mcp_items import (
     new_call,
 )
 from vllmx_server.apis.responses.tools import ToolForm, free_form
+from vllmx_server.generating.answers import TokenLogprob
 from vllmx_server.generating.chat_events import (
     AnswerEnd,
     ArgumentsPiece,
@@ -24,8 +25,7 @@ from vllmx_server.generating.chat_events import (
     ReasoningPiece,
 )
 from vllmx_server.generating.content_logprobs import ContentLogprobs
-from vllmx_server.generating.logprobs_answer import TokenLogprob
-from vllmx_server.store.ids import new_id
+from vllmx_server.store.database import new_id
 
 if TYPE_CHECKING:
     from vllmx_server.apis.responses.mcp_tools import RequestTools

@@ -12,7 +12,7 @@ from vllmx_server.generating.chat_body import MAX_MESSAGES, Effort
 from vllmx_server.generating.fields import GeneratingFields
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.decode import check_free_form
-from vllmx_server.schema.metadata import Metadata
+from vllmx_server.schema.intervals import Metadata
 
 MAX_TOOLS = 1024
 

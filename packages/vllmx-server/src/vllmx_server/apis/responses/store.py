@@ -11,8 +11,7 @@ import msgspec
 from vllmx_core.errors import InvalidRequestError, VllmxError, shown
 
 from vllmx_server.apis.responses.schema import InputItem
-from vllmx_server.store.database import Database
-from vllmx_server.store.ids import now
+from vllmx_server.store.database import Database, now
 
 MAX_EVENTS_BYTES = 32 << 20
 """The events of a longer stream are not kept."""

@@ -1,7 +1,8 @@
-"""Models, health, metrics, version: what operators and clients look up."""
+"""Models, health, metrics, usage of keys, version."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Literal
 
 import msgspec
@@ -11,14 +12,34 @@ from vllmx_core.config import DEMO_MODEL
 from vllmx_core.errors import ModelNotFoundError, listing, shown
 
 from vllmx_server import __version__
-from vllmx_server.apis.status.answers import KeyUsedList, ModelCard, ModelList, Version
-from vllmx_server.apis.status.key_usage import usage
+from vllmx_server.apis.status.answers import KeyUsed, KeyUsedList, ModelCard, ModelList, Version
 from vllmx_server.generating.api import Api
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.answers import Health
+from vllmx_server.http.client import owner_of
 from vllmx_server.http.operation import STATUS, Endpoint, Media, Operation
+from vllmx_server.http.pages import answer, check_query
 from vllmx_server.http.route import Right, Route
+from vllmx_server.limits.usage import KeyUsage
 from vllmx_server.watch.metrics import CONTENT_TYPE, Metrics, render_all
+
+
+async def usage(request: Request) -> Response:
+    """Answers the usage of the key that asks; of all keys for one with `admin`, and on the socket
+    of operators."""
+    check_query(request)
+    served, client = served_of(request), owner_of(request)
+    holder = served.keys.holder(client)
+    found = await served.usage.all()
+    is_admin = holder.record is not None and holder.record.admin
+    is_admin = is_admin or "is_operator" in request.scope["state"]
+    clients = sorted({*found, client}) if is_admin else [client]
+    rows = [
+        KeyUsed(key=served.keys.holder(each).name, **asdict(found.get(each, KeyUsage())))
+        for each in clients
+    ]
+    return answer(KeyUsedList(data=rows))
+
 
 _encode = msgspec.json.Encoder().encode
 

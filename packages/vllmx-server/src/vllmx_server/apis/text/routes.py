@@ -20,7 +20,7 @@ from vllmx_server.http.client import client_of
 from vllmx_server.http.disconnect import while_there
 from vllmx_server.http.operation import BODY, TEXT, Operation
 from vllmx_server.http.route import Right, Route
-from vllmx_server.schema.json_pieces import Items, json_pieces
+from vllmx_server.schema.record import Items, json_pieces
 
 _encode = msgspec.json.Encoder().encode
 

@@ -33,9 +33,8 @@ from vllmx_engine.wire.messages import CoreInfo, CoreStats
 
 from vllmx_server.errors import OverloadedError
 from vllmx_server.generating.models import ModelInfo, State
-from vllmx_server.host.models.config import ModelConfig
+from vllmx_server.host.models.config import ModelConfig, engine_of, part_bytes
 from vllmx_server.host.models.device_memory import DeviceMemory, FreeMemory
-from vllmx_server.host.models.parts import engine_of, part_bytes
 
 logger = logging.getLogger("vllmx.supervisor")
 

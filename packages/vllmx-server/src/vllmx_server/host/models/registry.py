@@ -1,4 +1,4 @@
-"""The models of a server, as the process sees them that answers requests."""
+"""The models of a server, as a process that answers requests sees them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,40 @@ import asyncio
 import copy
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from vllmx_core.errors import ModelNotFoundError, listing, shown
+from vllmx_core.plugins.registry import load_registry
 from vllmx_engine.async_llm import AsyncLLM
+from vllmx_engine.core.found_model import FoundModel
+from vllmx_engine.link.attached_frontend import AttachedFrontend
+from vllmx_engine.link.core_start import CoreStart
+from vllmx_engine.link.frontend import Frontend
+from vllmx_engine.wire.ipc import Start
 
 from vllmx_server.errors import OverloadedError
 from vllmx_server.generating.engine_pooler import pooler_of
 from vllmx_server.generating.models import ModelInfo
 from vllmx_server.generating.served import Served, cache_labels, fingerprint
-from vllmx_server.host.attaching import attach
 from vllmx_server.host.models.config import ModelConfig
 from vllmx_server.host.models.host import Attachment
 from vllmx_server.watch.metrics import Metrics
+
+
+async def attach(core: Start, door: str) -> CoreStart:
+    """Begins to reach a core by its door, told what it loads. All plugins are looked for: a core
+    knows only of those that load models, but not of formats of answers."""
+    registry = await asyncio.to_thread(load_registry)
+    if core.config.prefer:
+        registry.prefer(core.config.prefer)
+    found = FoundModel(core.config, Path(core.path), registry, progress=False)
+    return CoreStart(found, asyncio.ensure_future(_attached(door)))
+
+
+async def _attached(door: str) -> Frontend:
+    return await AttachedFrontend.start(Path(door))
+
 
 _LOOK_S = 0.02
 _GRACE_S = 1.0

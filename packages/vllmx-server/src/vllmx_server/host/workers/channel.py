@@ -1,7 +1,7 @@
-"""Questions and answers between the supervisor and a worker, over a socket that both have.
+"""Questions and answers between the supervisor and a worker, over a socket pair.
 
-Either side may ask. What is asked for is a name and plain msgspec data; what a side answers to it
-is a function that it registered. A name that is added needs nothing here.
+Either side may ask. A question is a name and plain msgspec data; the other side answers with the
+function that it registered under the name. Errors cross as data.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import itertools
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,7 +20,55 @@ from vllmx_core.system.private_traceback import private_traceback
 from vllmx_engine.wire.ipc import FrameError, FrameReader, encode_frame
 
 from vllmx_server.errors import internal_error
-from vllmx_server.host.workers.refusal import ErrorSent
+
+
+class ErrorSent(msgspec.Struct, frozen=True):
+    """An error as it is shown to the client."""
+
+    type: str
+    message: str
+    code: str
+    http_status: int
+    param: str | None = None
+    retry_after_s: float | None = None
+    headers: dict[str, str] | None = None
+
+    @classmethod
+    def of(cls, error: VllmxError) -> ErrorSent:
+        return cls(
+            type(error).__name__,
+            error.message,
+            error.code,
+            error.http_status,
+            error.param,
+            getattr(error, "retry_after_s", None),
+            getattr(error, "headers", None),
+        )
+
+    def rebuild(self) -> VllmxError:
+        """The same error; a VllmxError where its type is not known here."""
+        error = _kinds().get(self.type, VllmxError)(self.message, param=self.param)
+        error.code, error.http_status = self.code, self.http_status
+        if self.retry_after_s is not None:
+            error.retry_after_s = self.retry_after_s  # type: ignore[attr-defined]
+        if self.headers is not None:
+            error.headers = self.headers  # type: ignore[attr-defined]
+        return error
+
+
+@cache
+def _kinds() -> dict[str, type[VllmxError]]:
+    from vllmx_core import errors as core
+
+    from vllmx_server import errors as server
+
+    return {
+        name: kind
+        for module in (core, server)
+        for name, kind in vars(module).items()
+        if isinstance(kind, type) and issubclass(kind, VllmxError)
+    }
+
 
 logger = logging.getLogger("vllmx.server")
 

@@ -28,7 +28,7 @@ from vllmx_server.errors import HeaderTimeoutError
 from vllmx_server.http.connections.applications import Applications
 from vllmx_server.http.connections.http1 import Http1
 from vllmx_server.http.connections.http2 import Http2
-from vllmx_server.http.connections.timeouts import Timeouts, least_taken
+from vllmx_server.http.connections.settings import Timeouts, least_taken
 
 logger = logging.getLogger("vllmx.server")
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -46,8 +47,31 @@ from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.utils import filter_pseudo_headers
 from vllmx_core.system.private_traceback import private_traceback
 
-from vllmx_server.http.connections.frame_budget import FrameBudget
-from vllmx_server.http.connections.timeouts import least_taken
+from vllmx_server.http.connections.settings import least_taken
+
+
+class FrameBudget:
+    """A token bucket: `burst` at once, and `per_s` again each second."""
+
+    def __init__(
+        self, burst: float, per_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._burst, self._per_s, self._clock = burst, per_s, clock
+        self._left, self._seen_s = burst, clock()
+
+    def take(self, count: int) -> bool:
+        """False when more was taken than there was."""
+        if not count:
+            return True
+        now_s = self._clock()
+        refill = (now_s - self._seen_s) * self._per_s
+        self._left = min(self._burst, self._left + refill) - count
+        self._seen_s = now_s
+        return self._left >= 0
+
+    def give(self, count: int) -> None:
+        self._left = min(self._burst, self._left + count)
+
 
 logger = logging.getLogger("vllmx.server")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllmx_server.errors import OverloadedError, error_body
-from vllmx_server.http.connections.safe_headers import SAFE_HEADERS
+from vllmx_server.http.connections.settings import SAFE_HEADERS
 from vllmx_server.limits.sharing import ALONE, Sharing
 
 logger = logging.getLogger("vllmx.server")

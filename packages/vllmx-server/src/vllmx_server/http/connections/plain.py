@@ -16,7 +16,7 @@ from hypercorn.asyncio import serve as hypercorn_serve
 from hypercorn.config import Config
 
 from vllmx_server.http.connections.listening import ConnectionLimits
-from vllmx_server.http.connections.timeouts import Timeouts
+from vllmx_server.http.connections.settings import Timeouts
 
 
 async def serve(

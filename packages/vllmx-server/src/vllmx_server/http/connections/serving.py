@@ -13,7 +13,7 @@ from hypercorn.config import Config
 
 from vllmx_server.http.connections.connection import Connection, Shared
 from vllmx_server.http.connections.listening import ConnectionLimits, Listener, Place, refusal
-from vllmx_server.http.connections.timeouts import Timeouts
+from vllmx_server.http.connections.settings import Timeouts
 
 
 async def serve(

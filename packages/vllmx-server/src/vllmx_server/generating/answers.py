@@ -1,4 +1,4 @@
-"""Answers of POST /v1/chat/completions."""
+"""Structs of chat completions, token counts and log-probabilities."""
 
 from __future__ import annotations
 
@@ -6,9 +6,89 @@ from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
-from vllmx_server.generating.logprobs_answer import ChatLogprobs, PromptLogprobs
-from vllmx_server.generating.usage_answer import RequestTimings, TokenUsage
 from vllmx_server.schema.record import Record
+
+
+class TopLogprob(Record, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    """The token's own, which may be a part of a character."""
+
+
+class TokenLogprob(TopLogprob, kw_only=True):
+    """One token of a chat's answer."""
+
+    top_logprobs: list[TopLogprob]
+    """The likeliest, the first one first."""
+
+
+class ChatLogprobs(Record, kw_only=True):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class TextLogprobs(Record, kw_only=True):
+    """One entry for each token; with `echo` those of the prompt come first."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+    """The offset in the text at which each token begins."""
+
+
+class PromptLogprob(Record, kw_only=True):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""A mapping by token id for each token of the prompt, null for the first."""
+
+
+class PromptTokens(Record, kw_only=True):
+    cached_tokens: int
+    """Found in the prefix cache."""
+
+
+class CompletionTokens(Record, kw_only=True):
+    reasoning_tokens: int
+    """The tokens of thoughts."""
+
+
+class TokenUsage(Record, kw_only=True):
+    """Counts of tokens over all prompts and choices of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokens
+    completion_tokens_details: CompletionTokens | UnsetType = UNSET
+    """The details of the completion, where thoughts are separated from content."""
+
+
+class PoolingUsage(Record, kw_only=True):
+    """The usage of a request that generates nothing."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class RequestTimings(Record, kw_only=True):
+    """The times of a request; null: that did not happen."""
+
+    time_to_first_token_ms: float | None = None
+    """The time from the end of the queue to the first token."""
+    generation_time_ms: float | None = None
+    """The time from the first token to the last."""
+    queue_time_ms: float | None = None
+    mean_itl_ms: float | None = None
+    """The mean time between two tokens, of an answer with at least two."""
+    tokens_per_second: float | None = None
+    """The tokens over the time from the end of the queue to the last one."""
+
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 

@@ -1,8 +1,9 @@
-"""Headers of every answer: of routes, of errors, and of what is refused on a connection."""
+"""Headers of every answer, and the timeouts of a connection."""
 
 from __future__ import annotations
 
 import ssl
+from dataclasses import dataclass
 
 from hypercorn.config import Config
 
@@ -29,3 +30,22 @@ class AnswerConfig(Config):
             value = b"max-age=%d" % self.hsts_max_age_s
             found.append((b"strict-transport-security", value))
         return found
+
+
+SLOWEST = 240
+"""Bytes per second that a slow client must at least take: one byte now and then would hold a
+request for days."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds that a client gets: for the headers of a request that has begun, and for taking its
+    part of an answer that waits, see `least_taken`."""
+
+    header_s: float
+    send_s: float
+
+
+def least_taken(seconds: float) -> int:
+    """The bytes that a client must take in this time."""
+    return max(1, int(seconds * SLOWEST))
