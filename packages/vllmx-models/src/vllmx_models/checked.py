@@ -1,7 +1,7 @@
-"""What the tests compare of each architecture, and the backends that they find to have its ops.
+"""The tests that verify each architecture, and the backends that implement its ops.
 
-`vllmx models` and docs/models.md print it. The tests take what they run from here, or compare it
-with what they run, so that nothing stands here that no test does.
+`vllmx models` and docs/models.md print them. The tests read their cases from here, or compare their
+cases with these lists, so that each claim has a test.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _EXPERTS = tuple(
 
 
 def with_record(spec: ModelSpec) -> ModelSpec:
-    """Adds what the tests say of a model."""
+    """Adds the verified properties and tested backends of a model."""
     (name,) = spec.architectures
     return replace(spec, backends=EVERYWHERE, checked=_checked(name))
 

@@ -1,4 +1,4 @@
-"""Reads config.json into layers of latent attention: what DeepSeek and its kin read alike."""
+"""Config keys of latent attention, shared by DeepSeek, GLM-5 and Kimi."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ logger = logging.getLogger("vllmx.models")
 
 
 def latent_decoder(read: ConfigReader, feed_forwards: tuple[FeedForward, ...]) -> DecoderSpec:
-    """A decoder whose layers have one latent mixer, and each its feed-forward.
+    """A decoder with the same latent mixer in each layer.
 
-    Sparse attention picks `index_topk` tokens for each query: as long as there are no more it is
-    attention to all, and so far the model is served."""
+    Sparse attention picks `index_topk` tokens for each query. Up to that context length it equals
+    full attention, so the maximum context is limited to it."""
     mixer = latent_mixer(read)
     layers = tuple(LayerSpec(mixer, feed_forward) for feed_forward in feed_forwards)
     spec = decoder_spec(read, layers, default_positions=read.integer("max_position_embeddings"))
@@ -61,8 +61,8 @@ def latent_mixer(read: ConfigReader) -> LatentMixer:
 
 
 def softmax_warmth(rope: Rope) -> float:
-    """What a longer context by yarn multiplies queries and keys by each, beside the factor of the
-    rotated part that the table has."""
+    """YaRN's factor of queries and of keys (`mscale_all_dim`), in addition to the factor in the
+    RoPE table."""
     if rope.kind == "default" or not rope.options.get("mscale_all_dim"):
         return 1.0
     factor = rope.number("factor")
@@ -70,7 +70,7 @@ def softmax_warmth(rope: Rope) -> float:
 
 
 def sparse_layers(read: ConfigReader) -> list[bool]:
-    """Which layers have experts: what `mlp_layer_types` says, else all but the first."""
+    """True for each layer with experts, by `mlp_layer_types` or `first_k_dense_replace`."""
     count = num_layers(read)
     if read.has("mlp_layer_types"):
         types: Any = read.config["mlp_layer_types"]

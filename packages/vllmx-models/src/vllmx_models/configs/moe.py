@@ -1,4 +1,4 @@
-"""What the configs of models with experts say alike."""
+"""Config keys shared by models with experts."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from vllmx_models.config import ConfigReader
 from vllmx_models.trunks.decoder import LayerSpec
 
 EXPERT_KEYS = ("num_experts", "num_local_experts")
-"""Two names of the same; transformers writes one for the other."""
+"""Synonyms: transformers maps one to the other."""
 MOST_EXPERTS = 1 << 14
 SPLIT = "split_experts"
-"""Set by readers of GGUF files, which have gate and up apart where checkpoints have them as one."""
+"""Set for GGUF files, which store gate and up apart where checkpoints fuse them."""
 
 
 def num_experts(read: ConfigReader, keys: Sequence[str] = EXPERT_KEYS) -> int:
-    """The number of experts, under the first of these keys that is there."""
+    """The number of experts, from the first key that is present."""
     return read.integer(next((key for key in keys if read.has(key)), keys[0]), high=MOST_EXPERTS)
 
 
 def chosen_experts(read: ConfigReader, count: int) -> int:
-    """How many of `count` experts a token asks."""
+    """The number of experts that process a token, at most `count`."""
     chosen = read.integer("num_experts_per_tok")
     if chosen > count:
         raise read.error("num_experts_per_tok", f"must be at most {count}, the number of experts")
@@ -49,7 +49,7 @@ def layer_numbers(read: ConfigReader, key: str) -> frozenset[int]:
 def with_feed_forward(
     layers: Iterable[LayerSpec], numbers: Collection[int], feed_forward: FeedForward
 ) -> tuple[LayerSpec, ...]:
-    """The same layers, those of `numbers` with another feed-forward."""
+    """The layers with `feed_forward` in those at `numbers`."""
     return tuple(
         replace(layer, feed_forward=feed_forward) if number in numbers else layer
         for number, layer in enumerate(layers)

@@ -1,4 +1,4 @@
-"""What stands behind a trunk of layers and makes one row of each text: a pooled vector, or scores.
+"""Pooling heads: reduce the hidden states of each text to one vector or to scores.
 
 E hidden size, T tokens of a step, L texts.
 """
