@@ -14,13 +14,13 @@ from vllmx_core.plugins.specs import (
     WeightFormatSpec,
 )
 
-from vllmx_models.checked import with_record
 from vllmx_models.parsers import PARSERS
+from vllmx_models.verified import with_verification
 
 
 @hookimpl
 def vllmx_models() -> tuple[ModelSpec, ...]:
-    return tuple(with_record(spec) for spec in _models())
+    return tuple(with_verification(spec) for spec in _models())
 
 
 def _models() -> tuple[ModelSpec, ...]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
-from typing import Any
 
 from vllmx_models.blocks.latent import LatentMixer
 from vllmx_models.blocks.layer import FeedForward
 from vllmx_models.blocks.rope import Rope, read_rope
 from vllmx_models.config import ConfigReader
-from vllmx_models.configs.decoder import decoder_spec, num_layers
+from vllmx_models.configs.decoder import decoder_spec
 from vllmx_models.trunks.decoder import DecoderSpec, LayerSpec
 
 logger = logging.getLogger("vllmx.models")
@@ -67,20 +66,3 @@ def softmax_warmth(rope: Rope) -> float:
         return 1.0
     factor = rope.number("factor")
     return 1.0 if factor <= 1 else 0.1 * rope.number("mscale_all_dim") * math.log(factor) + 1.0
-
-
-def sparse_layers(read: ConfigReader) -> list[bool]:
-    """True for each layer with experts, by `mlp_layer_types` or `first_k_dense_replace`."""
-    count = num_layers(read)
-    if read.has("mlp_layer_types"):
-        types: Any = read.config["mlp_layer_types"]
-        known = ("dense", "sparse")
-        if not isinstance(types, list) or any(kind not in known for kind in types):
-            raise read.error("mlp_layer_types", f"must be a list of {' or '.join(known)}")
-        if len(types) < count:
-            raise read.error("mlp_layer_types", f"must have an entry for each of {count} layers")
-        return [kind == "sparse" for kind in types[:count]]
-    if read.integer("moe_layer_freq", 1) != 1:
-        raise read.error("moe_layer_freq", "is not known here: experts in each layer, 1")
-    dense = read.integer("first_k_dense_replace", low=0)
-    return [layer >= dense for layer in range(count)]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from vllmx_core.ops.experts import ExpertsSpec
 
 from vllmx_models.blocks.layer import FeedForward
 from vllmx_models.config import ConfigReader
+from vllmx_models.configs.decoder import num_layers
 from vllmx_models.trunks.decoder import LayerSpec
 
 EXPERT_KEYS = ("num_experts", "num_local_experts")
@@ -54,3 +56,20 @@ def with_feed_forward(
         replace(layer, feed_forward=feed_forward) if number in numbers else layer
         for number, layer in enumerate(layers)
     )
+
+
+def sparse_layers(read: ConfigReader) -> list[bool]:
+    """True for each layer with experts, by `mlp_layer_types` or `first_k_dense_replace`."""
+    count = num_layers(read)
+    if read.has("mlp_layer_types"):
+        types: Any = read.config["mlp_layer_types"]
+        known = ("dense", "sparse")
+        if not isinstance(types, list) or any(kind not in known for kind in types):
+            raise read.error("mlp_layer_types", f"must be a list of {' or '.join(known)}")
+        if len(types) < count:
+            raise read.error("mlp_layer_types", f"must have an entry for each of {count} layers")
+        return [kind == "sparse" for kind in types[:count]]
+    if read.integer("moe_layer_freq", 1) != 1:
+        raise read.error("moe_layer_freq", "is not known here: experts in each layer, 1")
+    dense = read.integer("first_k_dense_replace", low=0)
+    return [layer >= dense for layer in range(count)]

@@ -16,7 +16,7 @@ from vllmx_models.formats.gguf.encoders import encoder_config, labels
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.trunks.decoder import LayerSpec
 from vllmx_models.trunks.encoder import Encoder, EncoderNames, EncoderSpec
-from vllmx_models.trunks.tails import ClassHead, num_labels, pooled
+from vllmx_models.trunks.pooling_heads import ClassHead, num_labels, pooled
 
 ATTENTION = AttentionNames("attention", "self.query", "self.key", "self.value", "output.dense")
 MLP = MLPNames("", up="intermediate.dense", down="output.dense")

@@ -18,8 +18,8 @@ from vllmx_models.blocks.layer import FeedForward
 from vllmx_models.blocks.moe import MoE, Router
 from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import dense_mlp
-from vllmx_models.configs.latent import latent_decoder, sparse_layers
-from vllmx_models.configs.moe import chosen_experts, experts_spec, num_experts
+from vllmx_models.configs.latent import latent_decoder
+from vllmx_models.configs.moe import chosen_experts, experts_spec, num_experts, sparse_layers
 from vllmx_models.formats.gguf.architecture import DECODER_TENSORS, EXPERT_TENSORS, GGUFArchitecture
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.formats.gguf.rope import rope_config

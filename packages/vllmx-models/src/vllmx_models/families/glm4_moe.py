@@ -16,8 +16,7 @@ from vllmx_models.configs.decoder import (
     layer_specs,
     rms,
 )
-from vllmx_models.configs.latent import sparse_layers
-from vllmx_models.configs.moe import EXPERT_KEYS, with_feed_forward
+from vllmx_models.configs.moe import EXPERT_KEYS, sparse_layers, with_feed_forward
 from vllmx_models.families.deepseek import (
     DEEPSEEK_EXPERTS,
     expert_states,

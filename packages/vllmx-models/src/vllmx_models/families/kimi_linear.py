@@ -15,8 +15,14 @@ from vllmx_models.blocks.rope import still
 from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import decoder_spec, dense_mlp
 from vllmx_models.configs.hybrid import hybrid_layers, layer_kinds
-from vllmx_models.configs.latent import latent_mixer, sparse_layers
-from vllmx_models.configs.moe import EXPERT_KEYS, experts_spec, layer_numbers, num_experts
+from vllmx_models.configs.latent import latent_mixer
+from vllmx_models.configs.moe import (
+    EXPERT_KEYS,
+    experts_spec,
+    layer_numbers,
+    num_experts,
+    sparse_layers,
+)
 from vllmx_models.families.deepseek import sigmoid_router
 from vllmx_models.trunks.decoder import Decoder
 

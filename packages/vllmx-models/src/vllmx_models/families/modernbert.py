@@ -26,7 +26,7 @@ from vllmx_models.formats.gguf.encoders import encoder_config
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.trunks.decoder import LayerSpec
 from vllmx_models.trunks.encoder import Encoder, EncoderNames, EncoderSpec
-from vllmx_models.trunks.tails import ClassHead, num_labels, pooled
+from vllmx_models.trunks.pooling_heads import ClassHead, num_labels, pooled
 
 DEFAULT_POSITIONS = 8192
 GLOBAL_THETA, LOCAL_THETA = 160_000.0, 10_000.0

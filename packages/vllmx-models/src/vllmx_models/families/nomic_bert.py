@@ -16,7 +16,7 @@ from vllmx_models.formats.gguf.architecture import GGUFArchitecture
 from vllmx_models.formats.gguf.encoders import encoder_config
 from vllmx_models.trunks.decoder import LayerSpec
 from vllmx_models.trunks.encoder import Encoder, EncoderNames, EncoderSpec
-from vllmx_models.trunks.tails import ClassHead, num_labels, pooled
+from vllmx_models.trunks.pooling_heads import ClassHead, num_labels, pooled
 
 _NOMIC = EncoderNames(
     embedding_norm="emb_ln", layers="encoder.layers", prefixes=("nomic_bert.", "bert.")

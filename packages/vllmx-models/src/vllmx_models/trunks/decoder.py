@@ -40,7 +40,7 @@ from vllmx_models.blocks.layer import Block, FeedForward, LayerNames, LayerScope
 from vllmx_models.blocks.norms import PRE, LayerNorms, Norm, ResidualStream
 from vllmx_models.blocks.rope import Rope
 from vllmx_models.config import ConfigReader
-from vllmx_models.trunks.tails import End, num_labels, read_modules
+from vllmx_models.trunks.pooling_heads import LinearHead, num_labels, read_modules
 
 logger = logging.getLogger("vllmx.models")
 HEAD = "lm_head.weight"
@@ -362,27 +362,27 @@ class PooledDecoder:
     (Qwen3-Reranker), and `...ForSequenceClassification` over any decoder.
     """
 
-    def __init__(self, spec: DecoderSpec, end: End) -> None:
-        self.spec, self._decoder, self._end = spec, Decoder(spec), end
+    def __init__(self, spec: DecoderSpec, head: LinearHead) -> None:
+        self.spec, self._decoder, self._head = spec, Decoder(spec), head
 
     @property
     def shape(self) -> ModelShape:
-        shape, end = self._decoder.shape, self._end
+        shape, head = self._decoder.shape, self._head
         return replace(
             shape,
-            output=end.output,
-            output_size=end.size(shape.hidden_size),
-            whole_prompts=end.pooling != "last" or not (shape.caches or shape.states),
+            output=head.output,
+            output_size=head.size(shape.hidden_size),
+            whole_prompts=head.pooling != "last" or not (shape.caches or shape.states),
         )
 
     def weights(self) -> tuple[WeightSpec, ...]:
-        return (*self._decoder.trunk_weights(), *self._end.weights(self.shape.hidden_size))
+        return (*self._decoder.trunk_weights(), *self._head.weights(self.shape.hidden_size))
 
     def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
         return self._decoder.constants(max_model_len)
 
     def forward(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
-        return self._end.record(ops, w, self._decoder.hidden(ops, w, step), step)
+        return self._head.record(ops, w, self._decoder.hidden(ops, w, step), step)
 
 
 def pooled_decoder(spec: DecoderSpec, output: Output, config: Mapping[str, Any]) -> PooledDecoder:
@@ -392,7 +392,7 @@ def pooled_decoder(spec: DecoderSpec, output: Output, config: Mapping[str, Any])
         spec = replace(spec, names=replace(spec.names, also=("model.", "")))
     pooling, dense = read_modules(config, spec.hidden_size)
     if output == "vectors":
-        return PooledDecoder(spec, End("vectors", pooling or "last", dense))
+        return PooledDecoder(spec, LinearHead("vectors", pooling or "last", dense))
     tokens = config.get("score_tokens")
     if tokens is None:
         head = _labels(spec, config)
@@ -400,7 +400,7 @@ def pooled_decoder(spec: DecoderSpec, output: Output, config: Mapping[str, Any])
         head = _rows(spec, PartSpec("score.weight", 1), config["score_rows"])
     else:
         head = _token_rows(spec, tokens)
-    return PooledDecoder(spec, End("scores", "last", ((head, "identity"),)))
+    return PooledDecoder(spec, LinearHead("scores", "last", ((head, "identity"),)))
 
 
 def _labels(spec: DecoderSpec, config: Mapping[str, Any]) -> WeightSpec:

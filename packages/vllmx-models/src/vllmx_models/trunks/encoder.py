@@ -18,7 +18,7 @@ from vllmx_core.weights.part import PartSpec, WeightSpec
 from vllmx_models.blocks.layer import LayerNames, LayerScope
 from vllmx_models.blocks.norms import Norm
 from vllmx_models.trunks.decoder import LayerSpec, rope_tables
-from vllmx_models.trunks.tails import Tail
+from vllmx_models.trunks.pooling_heads import PoolingHead
 
 _OLD_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 """The names of norm weights in early BERT checkpoints."""
@@ -61,8 +61,8 @@ class EncoderSpec(Record):
 class Encoder:
     """A `vllmx_core.model.Model` over an `EncoderSpec`, with a pooling head."""
 
-    def __init__(self, spec: EncoderSpec, tail: Tail) -> None:
-        self.spec, self.tail = spec, tail
+    def __init__(self, spec: EncoderSpec, head: PoolingHead) -> None:
+        self.spec, self.head = spec, head
         self._tables = rope_tables(spec.layers)
 
     @property
@@ -74,21 +74,21 @@ class Encoder:
             spec.max_model_len,
             (),
             spec.dtype,
-            output=self.tail.output,
-            output_size=self.tail.size(spec.hidden_size),
+            output=self.head.output,
+            output_size=self.head.size(spec.hidden_size),
             whole_prompts=True,
         )
 
     def weights(self) -> tuple[WeightSpec, ...]:
         """The weight map, by the names that the architecture's checkpoints have."""
-        found = (*self._weights(), *self.tail.weights(self.spec.hidden_size))
+        found = (*self._weights(), *self.head.weights(self.spec.hidden_size))
         return tuple(_renamed(one, self.spec.names.prefixes) for one in found)
 
     def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
         return {name: rope.table(max_model_len) for name, rope in self._tables.items()}
 
     def forward(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
-        return self.tail.record(ops, w, self.hidden(ops, w, step), step)
+        return self.head.record(ops, w, self.hidden(ops, w, step), step)
 
     def hidden(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
         """(T, E) the hidden states after the last layer."""

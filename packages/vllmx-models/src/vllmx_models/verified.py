@@ -21,7 +21,7 @@ KINDS: Mapping[str, str] = {
 }
 EVERYWHERE = ("cpu", "cuda", "metal", "numpy", "torch")
 
-_OF_OTHERS = (
+_LLAMA_LAYOUTS = (
     "AquilaForCausalLM",
     "AquilaModel",
     "InternLM3ForCausalLM",
@@ -75,14 +75,14 @@ _EXPERTS = tuple(
 )
 
 
-def with_record(spec: ModelSpec) -> ModelSpec:
+def with_verification(spec: ModelSpec) -> ModelSpec:
     """Adds the verified properties and tested backends of a model."""
     (name,) = spec.architectures
     return replace(spec, backends=EVERYWHERE, checked=_checked(name))
 
 
 def _checked(name: str) -> tuple[str, ...]:
-    if name in _OF_OTHERS:
+    if name in _LLAMA_LAYOUTS:
         return (LAYOUT,)
     if name in _ENCODERS:
         return (VECTORS,)
