@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vllmx.cli.models import architectures, cells
-from vllmx_models.checked import KINDS
+from vllmx_models.verified import KINDS
 
 TARGET = Path(__file__).parent / "models.md"
 HEAD = """\

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from vllmx_core.model import Model
 from vllmx_core.weights.part import DENSE, QuantLayout, RawTensor, WeightPart
-from vllmx_models.families.qwen3 import qwen3
+from vllmx_models.families.qwen import qwen3
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
 from vllmx_models.formats.gguf.quantize.mixes import Layers, type_of
 from vllmx_models.quantization.matrices import decode_fp8

@@ -13,7 +13,7 @@ import pytest
 from device_suite import OnDevice
 from vllmx_core.plan import F32
 from vllmx_core.weights.part import WeightPart
-from vllmx_models.families.qwen3 import qwen3
+from vllmx_models.families.qwen import qwen3
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
 from vllmx_models.formats.gguf.quantize.encode import encode
 from vllmx_models.quantization.eight_bits import fp8_codes, fp8_part, int8_codes, int8_part

@@ -10,7 +10,7 @@ from devices import REHEARSED, opener
 from vllmx_core.backend import LoadOptions
 from vllmx_cuda.backend import CudaBackend
 from vllmx_models.families.llama import llama
-from vllmx_models.families.qwen3 import qwen3
+from vllmx_models.families.qwen import qwen3
 from vllmx_models.formats.safetensors import open_checkpoint
 from vllmx_testing.harness import all_logprobs
 from vllmx_testing.plans import Row, make_plan

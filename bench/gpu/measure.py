@@ -29,7 +29,7 @@ from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device.device import Device, Product
 from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS
-from vllmx_models.families.qwen3 import qwen3
+from vllmx_models.families.qwen import qwen3
 from vllmx_testing.plans import Row, make_plan, sampling_rows
 
 STARTED_S = time.perf_counter()

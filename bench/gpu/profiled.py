@@ -15,7 +15,7 @@ from checkpoints import SHAPES, RandomSource
 from devices import opener
 from vllmx_core.backend import LoadOptions
 from vllmx_cuda.backend import CudaBackend
-from vllmx_models.families.qwen3 import qwen3
+from vllmx_models.families.qwen import qwen3
 from vllmx_testing.plans import Row, make_plan, sampling_rows
 
 PAGE = 16

@@ -39,7 +39,7 @@ from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.device.peers import SWITCH
 from vllmx_cuda.device.ranks import Ties
 from vllmx_cuda.program.one_shot import OneShot
-from vllmx_models.families.qwen3 import qwen3
+from vllmx_models.families.qwen import qwen3
 from vllmx_testing.plans import Row, make_plan, sampling_rows
 from vllmx_testing.synthetic import ArraySource
 from vllmx_tp.communicator import SharedMemoryCommunicator

@@ -20,7 +20,7 @@ from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.compiler.compiling import compiled
 from vllmx_cuda.compiler.cubins import KERNELS_FOLDER, Unit, kernel_cache
 from vllmx_cuda.kernel_specs import KERNELS, Variant
-from vllmx_models.families.qwen3 import qwen3
+from vllmx_models.families.qwen import qwen3
 from vllmx_testing.attention_checks import FEATURES, attention_model
 
 MODELS = (("0.6b", "bf16"), ("8b", "bf16"), ("8b", "q4_k_m"), ("8b", "fp8 blocks"))

@@ -18,7 +18,7 @@ from vllmx_core.weights.part import QuantLayout, RawTensor, WeightPart, WeightSo
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device.device import Product
 from vllmx_cuda.kernel_specs import Variant
-from vllmx_models.families.qwen3 import qwen3
+from vllmx_models.families.qwen import qwen3
 from vllmx_models.quantization.eight_bits import (
     e4m3_codes,
     fp8_codes,

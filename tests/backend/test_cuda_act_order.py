@@ -19,7 +19,7 @@ from vllmx_cuda.matrices.form import Operands, ProductScratch, Segment, Target
 from vllmx_cuda.matrices.kinds import form_of
 from vllmx_cuda.matrices.pieces import PIECE_BYTES
 from vllmx_cuda.matrices.w4 import W4
-from vllmx_models.families.qwen3 import qwen3
+from vllmx_models.families.qwen import qwen3
 from vllmx_models.quantization.gptq import gptq
 from vllmx_testing.cuda.emulated_products import array
 from vllmx_testing.cuda.emulator import Emulator

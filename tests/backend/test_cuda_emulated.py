@@ -17,7 +17,7 @@ from vllmx_core.weights.part import DType
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.program import expert_ops
-from vllmx_models.families.qwen3 import qwen3
+from vllmx_models.families.qwen import qwen3
 from vllmx_testing.attention_checks import FEATURES, attention_model
 from vllmx_testing.backend_suite import BackendSuite
 from vllmx_testing.cuda.emulated_device import EmulatedDevice

@@ -13,7 +13,7 @@ from vllmx_core.plan import F32
 from vllmx_core.weights.part import RawTensor, WeightPart
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.matrices import codes8
-from vllmx_models.families.qwen3 import qwen3
+from vllmx_models.families.qwen import qwen3
 
 from .cuda_models import (
     EIGHT_BITS,

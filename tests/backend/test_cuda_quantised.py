@@ -14,7 +14,7 @@ from vllmx_core.weights.part import DENSE, WeightPart
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device.device import Product
 from vllmx_cuda.matrices import codes8, pieces
-from vllmx_models.families.qwen3 import qwen3
+from vllmx_models.families.qwen import qwen3
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
 from vllmx_models.formats.gguf.quantize.encode import encode
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from vllmx_cuda.device.device import Product
 from vllmx_cuda.kernel_specs import Variant
-from vllmx_models.families.qwen3 import qwen3
+from vllmx_models.families.qwen import qwen3
 from vllmx_testing.cuda.emulated_device import EmulatedDevice
 from vllmx_testing.cuda.emulated_products import array
 

@@ -24,7 +24,7 @@ REMAINING = {
     "vllmx-demo": 1,
     "vllmx-engine": 476,
     "vllmx-metal": 38,
-    "vllmx-models": 227,
+    "vllmx-models": 99,
     "vllmx-server": 360,
     "vllmx-testing": 0,
     "vllmx-torch": 39,

@@ -20,7 +20,7 @@ from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.plugins.specs import BackendSpec, ModelSpec
 from vllmx_models.trunks.decoder import PooledDecoder
 from vllmx_models.trunks.encoder import Encoder
-from vllmx_models.trunks.tails import End
+from vllmx_models.trunks.pooling_heads import LinearHead
 from vllmx_testing.harness import all_vectors
 from vllmx_testing.plans import Row, Wanted, make_plan
 
@@ -202,11 +202,11 @@ def _answer(model: Any, row: Row, case: Case) -> F32:
     return answer
 
 
-def replace_end(model: Encoder | PooledDecoder, end: End) -> Model:
+def replace_head(model: Encoder | PooledDecoder, head: LinearHead) -> Model:
     """The same trunk."""
     if isinstance(model, Encoder):
-        return Encoder(model.spec, end)
-    return PooledDecoder(model.spec, end)
+        return Encoder(model.spec, head)
+    return PooledDecoder(model.spec, head)
 
 
 @contextmanager
@@ -218,7 +218,7 @@ def loading(name: str, path: Path, labels: int) -> Iterator[LoadedModel]:
         assert model.shape.max_model_len == LONGEST
         if not labels:  # the last token of a text that ends with each of its tokens
             assert isinstance(model, Encoder | PooledDecoder)
-            model = replace_end(model, End("vectors", "last"))
+            model = replace_head(model, LinearHead("vectors", "last"))
         options = LoadOptions(
             dtype="f32",
             kv_cache_dtype="f32",

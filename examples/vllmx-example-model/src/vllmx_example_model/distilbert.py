@@ -13,7 +13,7 @@ from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import attention_mixer, dense_mlp, head_size, num_layers
 from vllmx_models.trunks.decoder import LayerSpec
 from vllmx_models.trunks.encoder import Encoder, EncoderNames, EncoderSpec
-from vllmx_models.trunks.tails import ClassHead, num_labels, pooled
+from vllmx_models.trunks.pooling_heads import ClassHead, num_labels, pooled
 
 KEYS = {
     "hidden_size": ("dim", 768),

@@ -87,7 +87,7 @@ class ConfigReader:
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(key, "must be a number above 0")
-        if not 0 < value <= LARGEST_FLOAT:  # also an integer that is no float
+        if not 0 < value <= LARGEST_FLOAT:  # also an integer beyond float's range
             raise self.error(key, "must be a finite number above 0")
         return float(value)
 
@@ -107,7 +107,7 @@ class ConfigReader:
         return value[:length]
 
     def part(self, key: str) -> ConfigReader:
-        """Reads an object within; one that is absent is empty."""
+        """Reads a nested object; an absent key counts as an empty object."""
         value = self._value(key, {})
         if not isinstance(value, Mapping):
             raise self.error(key, "must be an object")
@@ -136,8 +136,8 @@ class ConfigReader:
         return _DTYPES[name]
 
     def refuse_quirks(self, *honoured: str) -> None:
-        """Refuses every set key of `_NEUTRAL` whose value changes the result, except `honoured`
-        ones."""
+        """Raises UnsupportedModelError if a key of `_NEUTRAL`, other than those `honoured`, changes
+        the result."""
         for key, neutral in _NEUTRAL.items():
             value = self.config.get(key)
             if key in honoured or value is None or value in neutral:

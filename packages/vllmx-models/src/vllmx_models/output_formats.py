@@ -1,4 +1,4 @@
-"""How families of models write thoughts and calls of tools; `vllmx_models.parsers` names them."""
+"""The formats in which models write reasoning and tool calls; `vllmx_models.parsers` names them."""
 
 from __future__ import annotations
 

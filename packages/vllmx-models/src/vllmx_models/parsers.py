@@ -1,4 +1,5 @@
-"""The formats of `vllmx_models.output_formats` by name, and what tells them in a chat template."""
+"""The formats of `vllmx_models.output_formats` by name, and texts that identify them in a chat
+template."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ Texts = tuple[str, ...]
 
 
 def _parser(name: str, names: str = "", *, tools: Texts = (), reasoning: Texts = ()) -> ParserSpec:
-    """`names`: other ones, vLLM's and SGLang's among them."""
+    """`names`: aliases, including those of vLLM and SGLang, separated by spaces."""
     place = f"vllmx_models.output_formats:{name.upper().replace('-', '_')}"
     return ParserSpec(name, place, tools, reasoning, tuple(names.split()))
 

@@ -1,4 +1,4 @@
-"""What this distribution brings; see `vllmx_core.plugins.hooks`."""
+"""This distribution's plugin hooks, see `vllmx_core.plugins.hooks`."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from vllmx_core.plugins.specs import (
     WeightFormatSpec,
 )
 
-from vllmx_models.checked import with_record
 from vllmx_models.parsers import PARSERS
+from vllmx_models.verified import with_verification
 
 
 @hookimpl
 def vllmx_models() -> tuple[ModelSpec, ...]:
-    return tuple(with_record(spec) for spec in _models())
+    return tuple(with_verification(spec) for spec in _models())
 
 
 def _models() -> tuple[ModelSpec, ...]:
     return (
         _model("bamba", "BambaForCausalLM", gguf=False),
         _model("cohere", "CohereForCausalLM", gguf="command-r"),
-        _model("cohere2", "Cohere2ForCausalLM", gguf=True),
-        _model("cwm", "CwmForCausalLM", "twins", gguf=False),
+        _model("cohere2", "Cohere2ForCausalLM", "cohere", gguf=True, table="COHERE2_GGUF"),
+        _model("cwm", "CwmForCausalLM", "llama_variants", gguf=False),
         _model("deepseek_v2", "DeepseekV2ForCausalLM", "deepseek", gguf="deepseek2"),
         _model("deepseek_v3", "DeepseekV3ForCausalLM", "deepseek", among="deepseek2"),
         _model("deepseek_v32", "DeepseekV32ForCausalLM", "deepseek", gguf="deepseek32"),
-        _model("ernie4_5", "Ernie4_5ForCausalLM", "twins", gguf=False),
+        _model("ernie4_5", "Ernie4_5ForCausalLM", "llama_variants", gguf=False),
         _model("gemma", "GemmaForCausalLM", gguf=True),
-        _model("gemma2", "Gemma2ForCausalLM", gguf=True),
+        _model("gemma2", "Gemma2ForCausalLM", "gemma", gguf=True, table="GEMMA2_GGUF"),
         _model("gemma3", "Gemma3ForConditionalGeneration", gguf=False),
         _model("gemma3_text", "Gemma3ForCausalLM", "gemma3", gguf="gemma3"),
         _model("gemma4", "Gemma4ForConditionalGeneration", gguf=False),
@@ -45,54 +45,55 @@ def _models() -> tuple[ModelSpec, ...]:
         _model("glm_moe_dsa", "GlmMoeDsaForCausalLM", "deepseek", gguf="glm-dsa"),
         _model("gpt_oss", "GptOssForCausalLM", gguf="gpt-oss"),
         _model("granite", "GraniteForCausalLM", gguf=True),
-        _model("granitemoe", "GraniteMoeForCausalLM", gguf=True),
+        _model("granitemoe", "GraniteMoeForCausalLM", "granite", gguf=True, table="MOE_GGUF"),
         _model("granitemoehybrid", "GraniteMoeHybridForCausalLM", gguf="granitehybrid"),
-        _model("helium", "HeliumForCausalLM", "twins", gguf=False),
-        _model("internlm", "InternLMForCausalLM", "twins", gguf=False),
-        _model("internlm3", "InternLM3ForCausalLM", "twins", gguf=False),
+        _model("helium", "HeliumForCausalLM", "llama_variants", gguf=False),
+        _model("internlm", "InternLMForCausalLM", "llama_variants", gguf=False),
+        _model("internlm3", "InternLM3ForCausalLM", "llama_variants", gguf=False),
         _model("kimi_linear", "KimiLinearForCausalLM", gguf=False),
         _model("lfm2", "Lfm2ForCausalLM", gguf=True),
-        replace(
-            _model("lfm2_moe", "Lfm2MoeForCausalLM", "lfm2", gguf="lfm2moe"),
-            gguf="vllmx_models.families.lfm2:GGUF_MOE",
-        ),
+        _model("lfm2_moe", "Lfm2MoeForCausalLM", "lfm2", gguf="lfm2moe", table="MOE_GGUF"),
         _model("llama", "LlamaForCausalLM", gguf=True),
-        _model("mimo", "MiMoForCausalLM", "twins", gguf=False),
+        _model("mimo", "MiMoForCausalLM", "llama_variants", gguf=False),
         _model("minimax_m2", "MiniMaxM2ForCausalLM", gguf="minimax-m2"),
         _model("mistral", "MistralForCausalLM", among="llama"),
-        _model("mixtral", "MixtralForCausalLM", among="llama"),
+        _model("mixtral", "MixtralForCausalLM", "mistral", among="llama"),
         replace(
             _model("nemotron_h", "NemotronHForCausalLM", gguf=True),
             gguf_names=("nemotron_h", "nemotron_h_moe"),
         ),
-        _model("olmo2", "Olmo2ForCausalLM", gguf=True),
-        _model("olmo3", "Olmo3ForCausalLM", among="olmo2"),
+        _model("olmo2", "Olmo2ForCausalLM", "olmo", gguf=True),
+        _model("olmo3", "Olmo3ForCausalLM", "olmo", among="olmo2"),
         _model("olmoe", "OlmoeForCausalLM", gguf=True),
         _model("phi3", "Phi3ForCausalLM", gguf=True),
-        _model("qwen2", "Qwen2ForCausalLM", gguf=True),
+        _model("qwen2", "Qwen2ForCausalLM", "qwen", gguf=True),
         _model("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", gguf="qwen2vl"),
-        _model("qwen2_moe", "Qwen2MoeForCausalLM", gguf="qwen2moe"),
-        _model("qwen3", "Qwen3ForCausalLM", gguf=True),
+        _model("qwen2_moe", "Qwen2MoeForCausalLM", "qwen_moe", gguf="qwen2moe"),
+        _model("qwen3", "Qwen3ForCausalLM", "qwen", gguf=True, table="QWEN3_GGUF"),
         _model("qwen3_5", "Qwen3_5ForConditionalGeneration", gguf=False),
         _model("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "qwen3_5", gguf=False),
-        replace(
-            _model("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", "qwen3_5", gguf="qwen35moe"),
-            gguf="vllmx_models.families.qwen3_5:GGUF_MOE",
+        _model(
+            "qwen3_5_moe_text",
+            "Qwen3_5MoeForCausalLM",
+            "qwen3_5",
+            gguf="qwen35moe",
+            table="MOE_GGUF",
         ),
         _model("qwen3_5_text", "Qwen3_5ForCausalLM", "qwen3_5", gguf="qwen35"),
         _model("qwen3_vl", "Qwen3VLForConditionalGeneration", gguf="qwen3vl"),
-        replace(
-            _model(
-                "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "qwen3_vl", gguf="qwen3vlmoe"
-            ),
-            gguf="vllmx_models.families.qwen3_vl:GGUF_MOE",
+        _model(
+            "qwen3_vl_moe",
+            "Qwen3VLMoeForConditionalGeneration",
+            "qwen3_vl",
+            gguf="qwen3vlmoe",
+            table="MOE_GGUF",
         ),
-        _model("qwen3_moe", "Qwen3MoeForCausalLM", gguf="qwen3moe"),
+        _model("qwen3_moe", "Qwen3MoeForCausalLM", "qwen_moe", gguf="qwen3moe", table="QWEN3_GGUF"),
         _model("qwen3_next", "Qwen3NextForCausalLM", gguf="qwen3next"),
-        _model("seed_oss", "SeedOssForCausalLM", "twins", gguf=False),
+        _model("seed_oss", "SeedOssForCausalLM", "llama_variants", gguf=False),
         _model("smollm3", "SmolLM3ForCausalLM", gguf=True),
         _model("stablelm", "StableLmForCausalLM", gguf=True),
-        _model("yi", "YiForCausalLM", "twins", gguf=False),
+        _model("yi", "YiForCausalLM", "llama_variants", gguf=False),
         ModelSpec(
             "gemma3_embedder",
             "vllmx_models.families.gemma3:gemma3_embedder",
@@ -106,7 +107,7 @@ def _models() -> tuple[ModelSpec, ...]:
 
 
 def _llamas() -> tuple[ModelSpec, ...]:
-    """Names that other releases have for the layout of Llama."""
+    """Architectures that are Llama under another class name."""
     names = ("AquilaForCausalLM", "AquilaModel", "LLaMAForCausalLM", "XverseForCausalLM")
     return tuple(
         ModelSpec(name.lower(), "vllmx_models.families.llama:llama", (name,)) for name in names
@@ -114,7 +115,7 @@ def _llamas() -> tuple[ModelSpec, ...]:
 
 
 def _encoders() -> tuple[ModelSpec, ...]:
-    """Trunks that give vectors, and their cross-encoders and classifiers."""
+    """Encoders for embeddings, and their cross-encoders and classifiers."""
     modules = {
         "Bert": ("bert", "bert"),
         "Gte": ("nomic_bert", "gte"),
@@ -147,10 +148,14 @@ def _model(
     file: str | None = None,
     *,
     gguf: bool | str = False,
+    table: str = "GGUF",
     among: str = "",
 ) -> ModelSpec:
-    """The module (unless it is `file`), its constructor and the model_type are named alike, and the
-    GGUF architecture too, unless `gguf` is its name; or its files are those of `among`."""
+    """A model whose module, constructor, model_type and GGUF architecture are all called `name`.
+
+    `file` overrides the module, `gguf` the architecture and `table` the module's GGUFArchitecture.
+    `among`: GGUF files of another architecture hold the model, and its table reads them.
+    """
     module = f"vllmx_models.families.{file or name}"
     return ModelSpec(
         name,
@@ -158,7 +163,7 @@ def _model(
         (architecture,),
         (name,),
         gguf_names=(gguf if isinstance(gguf, str) else name,) if gguf else (),
-        gguf=f"{module}:GGUF" if gguf else "",
+        gguf=f"{module}:{table}" if gguf else "",
         gguf_among=(among,) if among else (),
     )
 
@@ -200,7 +205,7 @@ IN_SITU = (
     "q8_0", "q6_k", "q5_k", "q5_k_m", "q5_k_s", "q4_k", "q4_k_m", "q4_k_s", "q3_k", "q3_k_l",
     "q3_k_m", "q3_k_s", "q2_k", "q2_k_s", "q5_1", "q5_0", "q4_1", "q4_0", "int8", "fp8",
 )  # fmt: skip
-"""What `vllmx_models.quantization.isq` makes; it is not imported for this list."""
+"""The names of `vllmx_models.quantization.isq`, listed here to avoid its import."""
 
 
 @hookimpl

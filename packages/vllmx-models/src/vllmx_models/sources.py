@@ -14,8 +14,8 @@ from vllmx_models.formats.gguf.shards import projector_among
 from vllmx_models.formats.safetensors import weight_files
 from vllmx_models.formats.shard_names import first_shard, shard_names
 
-# A snapshot takes what serving needs and nothing else: no second copies of the weights in other
-# formats or namings, no folders of other runtimes.
+# A snapshot takes only what serving needs: no copies of the weights in other formats or layouts,
+# no folders of other runtimes.
 ALLOW = (
     "*.json",
     "*.jinja",
@@ -28,7 +28,7 @@ IGNORE = ("original/*", "onnx/*", "openvino/*", "coreml/*", "*/model*.safetensor
 MAX_ID_LENGTH = 128
 MAX_LISTED = 20
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_GGUF_NAME = re.compile(r"[\w.+-][\w.+ /-]{0,250}\.gguf")  # no pattern's signs
+_GGUF_NAME = re.compile(r"[\w.+-][\w.+ /-]{0,250}\.gguf")  # no glob characters
 _ACCESS_REMEDY = "set HF_TOKEN to a token that has access (https://huggingface.co/settings/tokens)"
 
 
@@ -62,13 +62,12 @@ def hub_snapshot(model: str, revision: str | None, progress: bool) -> Path | Non
 
 
 def _refuse_choice(repo: str, revision: str | None) -> None:
-    """Raises ModelNotFoundError for a model that is there as GGUF files alone, which one has to
-    choose from; passes over everything else."""
+    """Raises ModelNotFoundError, with a list of files, if a model consists only of GGUF files."""
     from huggingface_hub import list_repo_files
 
     try:
         files = list_repo_files(repo, revision=revision)
-    except Exception:  # offline, say: the message is not worth another error
+    except Exception:  # for example offline: a better message is not worth another error
         return
     models = sorted({first_shard(name) for name in files if _is_model_file(name)})
     if models:
@@ -81,7 +80,7 @@ def _refuse_choice(repo: str, revision: str | None) -> None:
 
 
 def _is_model_file(name: str) -> bool:
-    """Whether a file is a model, and not a tower for images."""
+    """True if the GGUF file is a model, not a vision tower."""
     return name.endswith(".gguf") and not name.rpartition("/")[2].startswith("mmproj")
 
 
@@ -106,9 +105,9 @@ def hub_file(model: str, revision: str | None, progress: bool) -> Path | None:
 
 
 def hub_tower(path: Path) -> Path | None:
-    """The tower for images (mmproj*.gguf) of a repository whose file `path` the cache holds,
-    downloaded unless it is there. None: `path` is no such file, the hub cannot be asked, or it has
-    no tower, or a choice.
+    """The vision tower (mmproj*.gguf) for a GGUF file in the hub's cache, downloaded if missing.
+
+    None if `path` is not in the cache, the hub cannot be reached, or it has no tower or several.
 
     Raises:
         ModelNotFoundError: it cannot be downloaded.
@@ -122,7 +121,7 @@ def hub_tower(path: Path) -> Path | None:
     repo = repo.replace("--", "/", 1)
     try:
         files = list_repo_files(repo, revision=folder.name)
-    except Exception:  # offline, say: text is served all the same
+    except Exception:  # for example offline: the model still serves text
         return None
     name = projector_among([file for file in files if "/" not in file and file.endswith(".gguf")])
     if name is None:
@@ -132,17 +131,17 @@ def hub_tower(path: Path) -> Path | None:
 
 
 def is_repo_id(text: str) -> bool:
-    """Whether it may be the id of a model on the hub."""
+    """True if the text may be the id of a model on the hub."""
     return _REPO_ID.fullmatch(text) is not None and len(text) <= MAX_ID_LENGTH
 
 
 def is_gguf_name(name: str) -> bool:
-    """Whether it may be the path of a GGUF file in a repository."""
+    """True if the name may be the path of a GGUF file in a repository."""
     return _GGUF_NAME.fullmatch(name) is not None and ".." not in name
 
 
 def unreachable_model(repo: str, revision: str | None, error: Exception) -> ModelNotFoundError:
-    """What to say where the hub's client raised `error`."""
+    """Makes the error for an exception of the hub's client."""
     label = repr(repo) if revision is None else f"{repo!r} at revision {revision!r}"
     return ModelNotFoundError(f"model {label} {_reason(error)}", param="model")
 
@@ -150,7 +149,7 @@ def unreachable_model(repo: str, revision: str | None, error: Exception) -> Mode
 def _download(
     repo: str, revision: str | None, progress: bool, allow: Sequence[str], ignore: Sequence[str]
 ) -> Path | None:
-    """The snapshot's folder with the files whose names match; None for an impossible id."""
+    """Downloads matching files and returns the snapshot's folder; None for an invalid id."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -169,7 +168,7 @@ def _download(
         whole = _whole_snapshots(repo, allow)
         if not whole:
             raise reason from error
-        if revision in whole:  # the hub's client asks the network what such a name is
+        if revision in whole:  # offline the client cannot resolve a branch or tag
             return whole[revision]
         raise ModelNotFoundError(
             f"{reason.message}; {_which_loads(whole)}", param="model"
@@ -185,7 +184,7 @@ def _which_loads(whole: Mapping[str, Path]) -> str:
 
 def _whole_snapshots(repo: str, wanted: Sequence[str]) -> dict[str, Path]:
     """Folders by the commits of which the cache has a model, the newest first: all files of
-    `wanted` that are no patterns, else config.json and the weights."""
+    `wanted` that are not patterns, else config.json and the weights."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "snapshots"
@@ -199,7 +198,7 @@ def _whole_snapshots(repo: str, wanted: Sequence[str]) -> dict[str, Path]:
 
 
 def _is_whole(snapshot: Path, named: Sequence[str] = ()) -> bool:
-    """Whether a folder has the files `named`; without any, config.json and the weights."""
+    """True if a folder has the files `named`, by default config.json and the weights."""
     if named:
         return all((snapshot / name).is_file() for name in named)
     if not (snapshot / "config.json").is_file():
@@ -212,7 +211,7 @@ def _is_whole(snapshot: Path, named: Sequence[str] = ()) -> bool:
 
 
 def _silent_bar() -> type[Any]:
-    """A progress bar that shows nothing: the switch of huggingface_hub itself is a global."""
+    """A hidden progress bar: huggingface_hub's own switch is global."""
     from huggingface_hub import utils
 
     shown: Any = utils.tqdm  # type: ignore[attr-defined]
@@ -225,7 +224,7 @@ def _silent_bar() -> type[Any]:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong and what to do, without the internals of the hub's client."""
+    """The cause and the remedy, without the internals of the hub's client."""
     from huggingface_hub import errors as hub
 
     if isinstance(error, hub.GatedRepoError):
@@ -246,7 +245,7 @@ def _reason(error: Exception) -> str:
 
 
 def _unreachable(error: Exception) -> str:
-    """The hub did not answer, or with an error of its own, and the cache did not help."""
+    """The cause and the remedy if the hub failed and the cache has no copy."""
     from huggingface_hub import errors as hub
 
     remedy = "give the path of a local copy, or download it once where there is a network"

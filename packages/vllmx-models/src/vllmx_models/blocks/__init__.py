@@ -1,1 +1,1 @@
-"""What decoder layers are built of: mixers, feed-forwards and norms, each a file of its own."""
+"""The blocks of decoder layers: mixers, feed-forwards and norms, each a file of its own."""

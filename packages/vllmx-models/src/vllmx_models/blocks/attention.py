@@ -1,4 +1,4 @@
-"""The attention mixer: queries, keys and values in one matrix, pages of them, and a matrix out.
+"""The attention mixer: a fused q, k, v projection, attention over the paged KV cache, a projection.
 
 H query heads, K key/value heads, D head size.
 """
@@ -53,32 +53,32 @@ class AttentionMixer(Record):
     """None: no position embedding (NoPE)."""
     window: int | None = None
     scale: float | None = None
-    """What scores are multiplied by; None: 1 / sqrt(D)."""
+    """The factor of scores; None: 1 / sqrt(D)."""
     softcap: float | None = None
     rope_axes: tuple[int, ...] = ()
-    """The axis that turns each frequency, see `AttentionSpec.rope_axes`."""
+    """The position axis of each frequency, see `AttentionSpec.rope_axes`."""
     interleaved: bool = False
-    """Whether neighbouring dimensions are rotated together, as GLM's and Cohere's are."""
+    """True if RoPE rotates neighbouring dimensions, as in GLM and Cohere."""
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: Norm | None = None
-    """The norm of each query and key head before the rotation."""
+    """The norm of query and key heads, before RoPE."""
     norm_weights: Literal["shared", "each", "across"] = "shared"
-    """The form of the weights of `qk_norm`: one weight (D) for all heads; (heads, D), each head its
-    own; or one norm over all heads of q and one over those of k."""
+    """The weights of `qk_norm`: one (D) shared by all heads, one for each head (heads, D), or one
+    norm across all heads of q and one across those of k."""
     v_norm: bool = False
-    """Whether each value head is scaled to a root mean square of one."""
+    """True if value heads get an RMS norm without a weight."""
     shared_with: int | None = None
-    """The earlier layer whose keys and values this one reads, having none of its own."""
+    """An earlier layer; this one reads its keys and values and has none of its own."""
     sinks: bool = False
-    """Whether each head has a logit of its own beside those of the tokens."""
+    """True if each head has a learned logit in addition to those of the tokens."""
     spans: bool = False
-    """Whether the tokens of an image see each other both ways: `AttentionSpec.spans`."""
+    """True if attention within an image is bidirectional: `AttentionSpec.spans`."""
     both_ways: bool = False
-    """Whether tokens see later ones too: then nothing is kept, and a text is one step."""
+    """True if attention is bidirectional: there is no KV cache and a step holds whole texts."""
     gated: bool = False
-    """Whether answers are multiplied by the sigmoid of a gate, whose rows (D) stand in the matrix
-    of the queries behind those of each head."""
+    """True if the output is multiplied by the sigmoid of a gate. In the query matrix the D rows of
+    each head's gate follow the head's D query rows."""
     names: AttentionNames = AttentionNames()
 
     @property
@@ -110,7 +110,7 @@ class AttentionMixer(Record):
         return tuple(specs)
 
     def _half_of_queries(self, theirs: str, *, behind: bool) -> PartSpec:
-        """The rows of the queries, or those of the gate behind each head."""
+        """The query rows of each head, or (`behind`) the gate rows that follow them."""
         whole = part(f"{theirs}.{self.names.q}", self.num_heads * self.head_size, self.qkv_bias)
         size = self.head_size
         return replace(whole, runs=RowRuns(size if behind else 0, size, 2 * size))
@@ -118,7 +118,7 @@ class AttentionMixer(Record):
     def record(self, x: Array, scope: LayerScope) -> Array:
         ops = scope.ops
         gate = ops.linear(x, scope.weight("gate")) if self.gated else None  # (T, H * D)
-        qkv = ops.linear(x, scope.weight("qkv"))  # (T, (H + 2K) * D), queries alone where shared
+        qkv = ops.linear(x, scope.weight("qkv"))  # (T, (H + 2K) * D); if shared, only queries
         q_norm, k_norm = self._norm(scope, "q_norm"), self._norm(scope, "k_norm")
         if self._normed_before:
             qkv, q_norm, k_norm = self._normed(ops, qkv, q_norm, k_norm)
@@ -172,20 +172,20 @@ class AttentionMixer(Record):
 
     @property
     def _own_norms(self) -> bool:
-        """Whether `qk_norm` has more than one weight for all heads."""
+        """True if the norm's weight is not a single one shared by all heads."""
         return self.both_ways or self.norm_weights != "shared"
 
     @property
     def _normed_before(self) -> bool:
-        """Whether heads are normed by an op of its own: attention over pages alone has norms, with
-        one weight for all heads."""
+        """True if a separate op normalises heads: `ops.attention` only fuses norms of queries and
+        keys with one weight for all heads."""
         own = self.qk_norm is not None and self._own_norms
         return own or (self.v_norm and self.shared_with is None)
 
     def _normed(
         self, ops: Ops, qkv: Array, q_norm: Weight | None, k_norm: Weight | None
     ) -> tuple[Array, Weight | None, Weight | None]:
-        """The heads normed, and what is left for attention to norm by."""
+        """Returns the normalised heads and the norm weights that `ops.attention` still applies."""
         norm = self.qk_norm
         assert norm is not None
         spec = HeadNormSpec(
@@ -206,7 +206,7 @@ class AttentionMixer(Record):
         return None if self.qk_norm is None or shared else scope.weight(name)
 
     def _norms(self, ours: str, theirs: str) -> Iterator[WeightSpec]:
-        """The vectors of `qk_norm`."""
+        """The weights of `qk_norm`."""
         if self.qk_norm is None:
             return
         size, offset = self.head_size, self.qk_norm.offset

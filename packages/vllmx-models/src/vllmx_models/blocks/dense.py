@@ -24,7 +24,7 @@ class MLPNames(Record):
     up_gate: str | None = None
     """One matrix with the rows of up, then those of gate."""
     also: str | None = None
-    """What checkpoints may have in place of `module`; for matrices without a bias."""
+    """An alternative to `module` in checkpoints; only for matrices without a bias."""
 
 
 class DenseMLP(Record):
@@ -32,11 +32,11 @@ class DenseMLP(Record):
 
     intermediate_size: int  # F
     activation: Activation | Literal["relu2"] = "silu"
-    """relu2, the square of relu, is for those without a gate."""
+    """relu2, squared ReLU, requires `gated` = False."""
     gated: bool = True
     bias: bool = False
     down_bias: bool | None = None
-    """Whether the last matrix has a bias; None: as `bias`."""
+    """True if the down projection has a bias; None: as `bias`."""
     names: MLPNames = MLPNames()
 
     def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:

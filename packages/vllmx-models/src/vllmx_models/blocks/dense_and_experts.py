@@ -1,4 +1,4 @@
-"""A dense feed-forward and experts beside it, each with norms of its own.
+"""A dense feed-forward and experts in parallel, each with its own norms.
 
 X experts, F features inside of each, E hidden size, T tokens, k experts of a token.
 """
@@ -17,7 +17,7 @@ from vllmx_models.blocks.moe import EachExpert, EitherExperts, StackedExperts, e
 from vllmx_models.blocks.norms import Norm
 
 _TENSORS = EitherExperts(StackedExperts(), EachExpert())
-"""Quantised checkpoints have a tensor for each expert."""
+"""Quantised checkpoints have one tensor for each expert."""
 
 
 class DenseAndExperts(Record):

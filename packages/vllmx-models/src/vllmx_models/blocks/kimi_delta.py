@@ -14,7 +14,8 @@ from vllmx_models.blocks.recurrent import repeated, runs_norm, taps
 
 
 class KimiDeltaMixer(Record):
-    """Decays and gates come out of rows of D numbers; answers are normed and gated by sigmoid."""
+    """Decays and gates are low-rank projections (rank D); the output is normalised and gated by
+    sigmoid."""
 
     num_heads: int  # H
     head_size: int  # D

@@ -1,7 +1,8 @@
-"""The latent mixer: multi-head latent attention (DeepSeek-V2), which keeps one row for all heads.
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): all heads share one cached latent a
+token.
 
-H heads, C rank of the latents, Dn and Dr the parts of a query head without and with rotation, Dv
-the size of a head's answer.
+H heads, C rank of the latents, Dn and Dr the parts of a query head without and with RoPE, Dv the
+size of a value head.
 """
 
 from __future__ import annotations
@@ -15,25 +16,25 @@ from vllmx_models.blocks.rope import Rope
 
 
 class LatentMixer(Record):
-    """Queries of H heads over latents, and a matrix out."""
+    """Attention of H heads over a cache of latents, and an output projection."""
 
     num_heads: int  # H
     rank: int  # C
     nope_size: int  # Dn
     value_size: int  # Dv
     rope: Rope
-    """The rotation, over Dr dimensions."""
+    """RoPE over Dr dimensions."""
     scale: float
-    """What scores are multiplied by."""
+    """The factor of scores."""
     q_rank: int | None = None
-    """The width of the normed row from which queries come; None: they come from the stream."""
+    """The rank of the query latents; None: queries are projected from the stream directly."""
     interleaved: bool = True
     bias: bool = False
-    """Whether all matrices that read or write the stream have one."""
+    """True if all projections from and to the residual stream have a bias."""
     norm_eps: float = 1e-6
     """The epsilon of the norms of latents and queries."""
     cut_heads: bool = False
-    """Whether the checkpoint has two matrices of each head, k_b and v_b, and not all in kv_b."""
+    """True if the checkpoint has two matrices for each head, k_b and v_b, instead of one kv_b."""
 
     @property
     def cache(self) -> LatentKV:

@@ -1,7 +1,7 @@
-"""The face of a block: what mixers and feed-forwards have in common.
+"""The interface of a block: common to mixers and feed-forwards.
 
-A block is data that an architecture fills in. It lists its weights once and records its ops once
-for each layer that it stands in; E is the hidden size, T the tokens of a step.
+A block is data that an architecture fills in. It lists its weights and records its ops once for
+each layer that uses it; E is the hidden size, T the tokens of a step.
 """
 
 from __future__ import annotations
@@ -33,38 +33,38 @@ class LayerNames(Record):
 
 
 class LayerScope(Record):
-    """What a block of one layer records its ops with."""
+    """The ops, weights and inputs that a block of one layer records with."""
 
     ops: Ops
     weights: Mapping[str, Weight]
     step: StepInputs
     layer: int
     cache: int
-    """Number of the layer's KV cache, where it has one: `ModelShape.caches`."""
+    """Index of the layer's KV cache, if any, in `ModelShape.caches`."""
     state: int
-    """Number of the first of its states, where it has some: `ModelShape.states`."""
+    """Index of the layer's first state, if any, in `ModelShape.states`."""
     tables: Mapping[str, Rope]
-    """The model's rotations by the names of their tables among `weights`."""
+    """The model's RoPEs by the names of their tables in `weights`."""
     embedded: Array
     """(T, E) the embeddings of the tokens, as the first layer reads them."""
     spans: bool = False
-    """Whether an image's tokens see each other, see `FeatureSpec.spans`."""
+    """True if attention within an image is bidirectional, see `FeatureSpec.spans`."""
     stream: Array | None = None
-    """(T, E) what the feed-forward reads, before its norm."""
+    """(T, E) the residual stream at the feed-forward, before its norm."""
 
     def weight(self, name: str) -> Weight:
         """The weight of a logical name without the layer's prefix."""
         return self.weights[f"layers.{self.layer}.{name}"]
 
     def rope(self, rope: Rope | None) -> Weight | None:
-        """The table of a rotation."""
+        """The cos/sin table of a RoPE."""
         if rope is None:
             return None
         return self.weights[next(name for name, one in self.tables.items() if one == rope)]
 
 
 class Block(Protocol):
-    """Maps the stream, normed or not, to what is added to it."""
+    """Maps the stream, normalised or not, to an update that is added to it."""
 
     def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:
         """The block's lines of the weight map, in the order of use."""
@@ -76,35 +76,35 @@ class Block(Protocol):
 
 
 FeedForward = Block
-"""A block that looks at one token at a time."""
+"""A block that treats each token independently."""
 
 
 class Mixer(Block, Protocol):
-    """A block through which tokens see earlier ones."""
+    """A block that mixes information across tokens: attention or a recurrence."""
 
     @property
     def cache(self) -> CacheSpec | None:
-        """What it keeps for each token; None: nothing."""
+        """The cache entry of a token; None: no KV cache."""
         ...
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
-        """What it keeps of a sequence, however long that is."""
+        """The recurrent states of a sequence, of constant size."""
         ...
 
     @property
     def rope(self) -> Rope | None:
-        """The rotation whose table it needs."""
+        """The RoPE that it uses."""
         ...
 
 
 def part(module: str, rows: int, bias: bool) -> PartSpec:
-    """All rows of a module's matrix, and of its bias if it has one."""
+    """All rows of a module's matrix and, if `bias`, of its bias."""
     return PartSpec(f"{module}.weight", rows, f"{module}.bias" if bias else None)
 
 
 def packed_parts(module: str, rows: tuple[int, ...], bias: bool) -> tuple[PartSpec, ...]:
-    """The parts of a matrix that holds several of them, one below the other."""
+    """The parts of a fused matrix: consecutive blocks of `rows`."""
     name, with_bias = f"{module}.weight", f"{module}.bias" if bias else None
     starts = (sum(rows[:index]) for index in range(len(rows)))
     return tuple(

@@ -1,4 +1,4 @@
-"""The Mamba-2 mixer: state space duality behind a convolution.
+"""The Mamba-2 mixer (arXiv:2405.21060): a short convolution, then a state space recurrence.
 
 H heads of P features, G groups with N state features each, I = H * P, K taps, T tokens. Files have
 z | x | B | C | dt in one matrix and x | B | C in the convolution; the weight map makes C | B | x of
@@ -25,7 +25,7 @@ from vllmx_models.blocks.recurrent import runs_norm, taps
 
 
 class MambaMixer(Record):
-    """Mamba-2, its answers gated by silu and normed group by group."""
+    """Mamba-2 with an output gated by SiLU and normalised group by group."""
 
     num_heads: int  # H
     head_size: int  # P
@@ -35,7 +35,7 @@ class MambaMixer(Record):
     norm_eps: float
     conv_bias: bool = True
     bias: bool = False
-    """Whether the matrices in and out have a bias."""
+    """True if the input and output projections have a bias."""
     dt_min: float = 0.0
     dt_max: float = math.inf
     module: str = "mamba"

@@ -1,4 +1,4 @@
-"""The mixture of experts: a router, stacks of experts and perhaps one expert that all tokens share.
+"""The mixture of experts: a router, stacked experts and optionally a shared expert.
 
 X experts, F features inside of each, E hidden size, T tokens.
 """
@@ -22,7 +22,7 @@ SWIGLU = ExpertsSpec()
 
 
 class ExpertTensors(Protocol):
-    """How experts lie in a checkpoint."""
+    """The layout of experts in a checkpoint."""
 
     def first(self, module: str, expert: int, rows: int) -> tuple[PartSpec, ...]:
         """The parts of an expert's first matrix: gate (rows, E) and up (rows, E)."""
@@ -56,11 +56,11 @@ class StackedExperts(Record):
     gate_up: str = "experts.gate_up_proj"
     down_name: str = "experts.down_proj"
     interleaved: bool = False
-    """Whether a row of the gate and one of up take turns; else all rows of the gate come first."""
+    """True if rows of gate and up alternate; else all rows of gate come first."""
     transposed: bool | None = False
-    """Whether both are stored as (X, input features, output features); None: by their shapes."""
+    """True if both are stored as (X, input features, output features); None: the shapes tell."""
     bias: bool = False
-    """Named as the tensor with "_bias" behind it."""
+    """Named as the tensor plus "_bias"."""
 
     def first(self, module: str, expert: int, rows: int) -> tuple[PartSpec, ...]:
         halves = (
@@ -79,7 +79,7 @@ class StackedExperts(Record):
 
 
 class JoinedExperts(Record):
-    """Two tensors for every expert, the first with its gate above up: input_linear.5.weight"""
+    """Two tensors for every expert, the first with gate and up fused: input_linear.5.weight"""
 
     gate_up: str
     down_name: str
@@ -93,7 +93,7 @@ class JoinedExperts(Record):
 
 
 class EitherExperts(Record):
-    """Tensors of one form or of another, for checkpoints that differ."""
+    """Two alternative layouts, for checkpoints that differ."""
 
     usual: ExpertTensors = EachExpert()
     other: ExpertTensors = StackedExperts()
@@ -115,28 +115,28 @@ class EitherExperts(Record):
 
 
 class Router(Record):
-    """The matrix that gives each expert a score, and how experts are chosen by it."""
+    """The matrix that scores experts, and the rule that selects them."""
 
     route: RouteSpec
     name: str = "gate"
     """The module's name within the feed-forward's."""
     bias: bool = False
     choice_bias: str | None = None
-    """A vector within the feed-forward's module that takes part in the choice alone."""
+    """A bias vector in the feed-forward's module that affects only the selection."""
 
 
 class LatentExperts(Record):
-    """Experts that read and write fewer features than the stream has."""
+    """Experts of a smaller hidden size than the stream, between two projections."""
 
     size: int
     before: str
-    """The module of the matrix to so many features."""
+    """The module of the down projection to the latent size."""
     after: str
-    """The module of the matrix back."""
+    """The module of the projection back."""
 
 
 class MoE(Record):
-    """A `FeedForward` of `count` experts, of which each token asks a few."""
+    """A `FeedForward` of `count` experts, a few of which process each token."""
 
     count: int  # X
     intermediate_size: int  # F
@@ -144,9 +144,9 @@ class MoE(Record):
     spec: ExpertsSpec = SWIGLU
     tensors: ExpertTensors = EachExpert()
     shared: DenseMLP | None = None
-    """What every token goes through beside its experts."""
+    """The shared expert, which every token uses in addition to its routed experts."""
     shared_gate: str | None = None
-    """The module of a matrix (1, E) whose sigmoid says how much the shared expert counts."""
+    """The module of a matrix (1, E); its sigmoid weights the shared expert."""
     latent: LatentExperts | None = None
     module: str = "mlp"
 

@@ -1,4 +1,4 @@
-"""Norms of the residual stream: their kind, and where in a layer they stand."""
+"""Norms of the residual stream: their kind and their places in a layer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from vllmx_models.blocks.layer import vector
 
 
 class Norm(Record):
-    """How every norm of a model computes."""
+    """The kind and options of a model's norms."""
 
     eps: float
     kind: Literal["rms", "layer"] = "rms"
     bias: bool = False
-    """Whether a layer norm has a bias."""
+    """True if a layer norm has a bias."""
     offset: float = 0.0
-    """Added to the weights of the checkpoint: 1 for Gemma, which stores them so much smaller."""
+    """Added to the checkpoint's weights: 1 for Gemma, which stores weights minus one."""
 
     def weights(self, name: str, source: str, size: int) -> tuple[WeightSpec, ...]:
         """The norm's lines of the weight map; `source` is the module in the checkpoint."""
@@ -35,20 +35,19 @@ class Norm(Record):
 
 
 class LayerNorms(Record):
-    """The norms of a layer by their modules in the checkpoint; None: there is none at that place.
-    Those before a block norm what it reads, those after it what it gives back."""
+    """The norms of a layer by their modules in the checkpoint; None: no norm at that place."""
 
     before_mixer: str | None = "input_layernorm"
     after_mixer: str | None = None
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
     parallel: bool = False
-    """Whether the feed-forward reads what the layer began with, and not what the mixer added.
-    Without a norm of its own it takes the mixer's."""
+    """True if the feed-forward reads the layer's input in parallel to the mixer. Without its own
+    norm it shares the mixer's."""
 
     @property
     def named(self) -> dict[str, str]:
-        """Norms that there are, by their logical names."""
+        """The layer's norms by their logical names."""
         places = {
             "attn_norm": self.before_mixer,
             "attn_post_norm": self.after_mixer,
@@ -70,8 +69,8 @@ PARALLEL = LayerNorms(before_mlp=None, parallel=True)
 
 
 class ResidualStream:
-    """(T, E) what runs past the blocks. What the last block gave is added when somebody reads, so
-    that the sum and the norm that follows it are one op."""
+    """(T, E) the residual stream. It adds the last block's output at the next read, so that the sum
+    and the following norm fuse into one op."""
 
     def __init__(self, ops: Ops, w: Mapping[str, Weight], norm: Norm, x: Array) -> None:
         self._ops, self._w, self._norm = ops, w, norm
@@ -79,7 +78,7 @@ class ResidualStream:
         self._last = x
 
     def add(self, x: Array) -> None:
-        """A block's answer."""
+        """Adds a block's output."""
         self._sum, self._last = self.read(), x
 
     def read(self) -> Array:
@@ -89,7 +88,7 @@ class ResidualStream:
         return self._last
 
     def replace(self, x: Array) -> None:
-        """Replaces the stream by what came of reading it."""
+        """Replaces the stream by x."""
         self._last, self._sum = x, None
 
     def scale(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Per-layer embeddings tell every layer anew what a token is, and what it was embedded as.
+"""Per-layer embeddings (Gemma 3n and 4): each layer gets its own small embedding of each token.
 
 P features a layer, E hidden size, T tokens, V vocabulary.
 """

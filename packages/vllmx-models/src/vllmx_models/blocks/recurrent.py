@@ -42,7 +42,8 @@ class DeltaNames(Record):
 
 
 class DeltaMixer(Record):
-    """Gated DeltaNet: the delta rule with one decay a head, answers normed and gated by silu."""
+    """Gated DeltaNet (arXiv:2412.06464): the delta rule with one decay a head; the output is
+    normalised and gated by SiLU."""
 
     num_heads: int  # H
     num_key_heads: int  # Hk
@@ -51,7 +52,7 @@ class DeltaMixer(Record):
     kernel: int  # K
     norm_eps: float
     tiled: bool = False
-    """Whether head h reads key head h % Hk, as GGUF files have them; else h // (H / Hk)."""
+    """True if head h reads key head h % Hk, as in GGUF files; else h // (H / Hk)."""
     names: DeltaNames = DeltaNames()
 
     @property
@@ -153,12 +154,12 @@ def taps(name: str, parts: tuple[PartSpec, ...], channels: int, kernel: int) -> 
 
 
 def repeated(name: str, source: str, rows: int, count: int) -> WeightSpec:
-    """A norm's weight that all heads share, once for each."""
+    """A norm weight shared by all heads, repeated for each."""
     return WeightSpec(name, "vector", (PartSpec(source, rows),) * count)
 
 
 def runs_norm(count: int, size: int, eps: float) -> HeadNormSpec:
-    """The norm of each of `count` runs of features."""
+    """The norm over each of `count` runs of features."""
     return HeadNormSpec(count, 0, size, eps)
 
 

@@ -110,7 +110,7 @@ class Rope(Record):
 
 
 def still(rotary_dim: int, max_positions: int) -> Rope:
-    """A table that turns nothing, for attention whose rotated part has no positions."""
+    """A table without rotation, for attention without position embedding."""
     return Rope(_STILL, 1.0, rotary_dim, max_positions)
 
 
@@ -232,7 +232,7 @@ def _longrope_factors(rope: Rope, which: str) -> F32:
 
 
 def _proportional(rope: Rope, max_model_len: int) -> tuple[F32, float]:
-    """The frequencies of a whole head, of which the slower ones do not turn at all."""
+    """The frequencies of a whole head; the slower ones are zero."""
     inverse = _inverse(rope) / np.float32(rope.number("factor", 1.0))
     turned = int(rope.number("partial_rotary_factor", 1.0) * rope.rotary_dim // 2)
     inverse[turned:] = 0
@@ -281,7 +281,7 @@ def read_rope(
         options["original_max_position_embeddings"] = outside
     base = Rope(kind, 1.0, 2, max_positions, {**config, **_set(parameters)})
     partial = base.number("partial_rotary_factor", 1.0)
-    if kind == "proportional":  # pairs are those of the whole head, of which the first are turned
+    if kind == "proportional":  # pairs span the whole head; the first ones rotate
         options["partial_rotary_factor"], partial = partial, 1.0
     rotary_dim = int(head_size * min(partial, 2.0))
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_size:

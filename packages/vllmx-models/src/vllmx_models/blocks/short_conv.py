@@ -1,4 +1,4 @@
-"""The convolution mixer: a short convolution between two gates, as LFM2 has it.
+"""The convolution mixer of LFM2: a short convolution between two gates.
 
 E hidden size, K taps, T tokens.
 """

@@ -1,4 +1,4 @@
-"""What the towers for images have in common."""
+"""Parts shared by the vision towers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllmx_models.blocks.layer import part, vector
 
 
 def merge_order(tall: int, wide: int, merge: int) -> tuple[I32, I32]:
-    """(N,) row and column of each patch, where merge x merge neighbours lie together."""
+    """(N,) row and column of each patch, ordered so that merge x merge neighbours are adjacent."""
     places = np.arange(tall * wide, dtype=np.int32).reshape(
         tall // merge, merge, wide // merge, merge
     )
@@ -29,17 +29,17 @@ def norm(name: str, source: str, size: int) -> tuple[WeightSpec, WeightSpec]:
 
 
 def normed(ops: Ops, x: Array, w: Mapping[str, Weight], name: str, eps: float) -> Array:
-    """Records the layer norm of x whose lines of the weight map `norm` makes."""
+    """Records the layer norm of x with the weights that `norm` lists."""
     return ops.layer_norm(x, w[name], w[f"{name}.bias"], eps)
 
 
 def linear(name: str, source: str, rows: int, cols: int, *, bias: bool = True) -> WeightSpec:
-    """A matrix of a tower, which no shard splits."""
+    """A matrix of a tower; towers are not sharded."""
     return WeightSpec(name, "linear", (part(source, rows, bias=bias),), cols)
 
 
 def prefixed(spec: WeightSpec, prefix: str, others: tuple[str, ...]) -> WeightSpec:
-    """Adds the other prefixes that checkpoints have in place of one."""
+    """Adds alternative names with each of the `others` in place of `prefix`."""
     return replace(spec, parts=tuple(_prefixed(one, prefix, others) for one in spec.parts))
 
 

@@ -1,7 +1,7 @@
-"""Experts that are stored with their input features first, in the form that blocks can lie in.
+"""Transposes experts that are stored with their input features first, for quantisation in blocks.
 
-Blocks and scales lie along the input features, so each matrix becomes a tensor of its own with its
-output features first, under the name that a weight map has for that form.
+Blocks and scales run along the input features, so each matrix becomes a separate tensor with its
+output features first, under the weight map's name for that layout.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from vllmx_core.weights.part import PartSpec, WeightPart, WeightSource, WeightSp
 
 
 class UprightExperts:
-    """A `WeightSource` that has some matrices, and their biases, by other names of the map."""
+    """A `WeightSource` that renames some matrices and their biases."""
 
     def __init__(self, source: WeightSource, matrices: Mapping[str, WeightSpec]) -> None:
-        """`matrices` has, by the name that a matrix gets, the line of a map that picks it out of
-        the source's tensors."""
+        """`matrices` maps each new name to the spec that reads the matrix from the source."""
         self._source = source
         self._matrices = matrices
         self._biases = {_bias_of(name): spec for name, spec in matrices.items()}
@@ -29,7 +28,7 @@ class UprightExperts:
         self._names = {*source.names(), *matrices, *self._biases} - hidden
 
     def names(self) -> Collection[str]:
-        """All names but those of the tensors that lie the other way round."""
+        """All names except those of transposed tensors."""
         return self._names
 
     def part(self, name: str) -> WeightPart:
@@ -49,8 +48,8 @@ class UprightExperts:
 
 
 def upright(source: WeightSource, specs: Iterable[WeightSpec]) -> WeightSource:
-    """The source, or where these lines of a map know another form of what lies the other way round
-    in it, one that has that form."""
+    """Returns the source, wrapped if it stores matrices of `specs` transposed and the map knows
+    another layout of them."""
     found: dict[str, WeightSpec] = {}
     for spec in specs:
         for part in spec.parts:
@@ -62,7 +61,7 @@ def upright(source: WeightSource, specs: Iterable[WeightSpec]) -> WeightSource:
 
 
 def lies_across(source: WeightSource, part: PartSpec, cols: int) -> bool:
-    """Whether the tensor has its input features first."""
+    """True if the tensor has its input features first."""
     found = resolved(source, part)
     if found.transposed is None:
         return source.part(found.name).shape[-1] != cols
@@ -70,7 +69,7 @@ def lies_across(source: WeightSource, part: PartSpec, cols: int) -> bool:
 
 
 def _upright_form(part: PartSpec) -> PartSpec | None:
-    """The form of the map in which the matrix is a tensor of its own."""
+    """The map's layout in which the matrix is a separate tensor."""
     forms = (one for one in choices(part) if one.transposed is False and one.entry is None)
     return next(forms, None)
 

@@ -1,5 +1,4 @@
-"""Reads config.json into a `DecoderSpec`: what the architectures of the shared decoder read
-alike."""
+"""Reads config.json into a `DecoderSpec`: the keys that decoder architectures share."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from vllmx_models.trunks.decoder import DecoderSpec, LayerSpec
 logger = logging.getLogger("vllmx.models")
 MAX_LAYERS = 1024
 PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-"""How many layers a checkpoint has that predict further tokens; nobody reads them."""
+"""Keys with the number of multi-token prediction layers, which are not loaded."""
 
 
 def num_layers(read: ConfigReader) -> int:
@@ -48,7 +47,7 @@ def layer_ropes(
     default_positions: int,
     default_theta: float = 10000.0,
 ) -> list[Rope | None]:
-    """The rotation of each layer: one for all, or one for each layer type."""
+    """The RoPE of each layer: one for all, or one for each layer type."""
     positions = read.integer("max_position_embeddings", default_positions)
     full, window = (
         read_rope(
@@ -64,7 +63,7 @@ def layer_ropes(
 
 
 def sliding_layers(read: ConfigReader, by_default: Sequence[bool]) -> list[bool]:
-    """Which layers attend through a window: what `layer_types` says, else `by_default`."""
+    """True for each layer with a sliding window, from `layer_types`, else `by_default`."""
     if not read.has("layer_types"):
         return list(by_default)
     types, count = read.config["layer_types"], len(by_default)
@@ -77,13 +76,13 @@ def sliding_layers(read: ConfigReader, by_default: Sequence[bool]) -> list[bool]
 
 
 def sliding_pattern(read: ConfigReader, every: int) -> list[bool]:
-    """`layer_types`, or a window in all layers but each `every`-th."""
+    """`layer_types`, else a window in all layers except each `every`-th."""
     return sliding_layers(read, [(layer + 1) % every != 0 for layer in range(num_layers(read))])
 
 
 def scaled_where_full(read: ConfigReader, full_theta: float, sliding_theta: float) -> ConfigReader:
-    """A config in which `rope_scaling` is for layers without a window alone, and the others may
-    have a base of their own, in the form that names each layer type."""
+    """Returns a config with one RoPE for each layer type: `rope_scaling` applies to full attention,
+    and sliding layers may have their own base."""
     config = read.config
     given = config.get("rope_parameters")
     if isinstance(given, dict) and any(key in LAYER_TYPES for key in given):
@@ -102,7 +101,7 @@ def scaled_where_full(read: ConfigReader, full_theta: float, sliding_theta: floa
 
 
 def switched_window(read: ConfigReader, default: int | None) -> int | None:
-    """`sliding_window` where `use_sliding_window` turns it on."""
+    """`sliding_window` if `use_sliding_window` is set, else None."""
     if not read.flag("use_sliding_window", False):
         return None
     if "sliding_window" in read.config and not read.has("sliding_window"):
@@ -115,7 +114,7 @@ def switched_window(read: ConfigReader, default: int | None) -> int | None:
 def attention_mixer(
     read: ConfigReader, head: int, *, default_kv_heads: int | None = None, **options: Any
 ) -> AttentionMixer:
-    """The heads that every architecture names alike; `options` are `AttentionMixer`'s."""
+    """The mixer with the config's head counts; `options` are `AttentionMixer`'s."""
     heads = read.integer("num_attention_heads", high=1 << 16)
     kv_heads = read.integer("num_key_value_heads", default_kv_heads or heads, high=1 << 16)
     if heads % kv_heads:
@@ -142,7 +141,8 @@ def layer_specs(
     window: int | None,
     norms: LayerNorms = PRE,
 ) -> tuple[LayerSpec, ...]:
-    """Layers that differ in rotation and window alone; refuses such as slide through no window."""
+    """Layers that differ only in RoPE and window. Raises UnsupportedModelError for sliding layers
+    without a window."""
     if window is None and any(sliding):
         raise read.error(
             "layer_types", "has sliding layers, but sliding_window is not set or not in use"
@@ -163,10 +163,10 @@ def decoder_spec(
     context: int | None = None,
     **options: Any,
 ) -> DecoderSpec:
-    """What all architectures name alike; an RMS norm by default; `options` are `DecoderSpec`'s. The
-    context that is claimed is `context`, or that of the longest rotation.
+    """The decoder with the keys that all architectures share; `options` are `DecoderSpec`'s.
 
-    Layers of multi-token prediction, which lie behind the others in a checkpoint, are passed over.
+    `norm` defaults to an RMS norm. The maximum context is `context`, or that of the longest RoPE.
+    Multi-token prediction layers, the last ones in a checkpoint, are ignored.
     """
     for key in PREDICTION:
         if extra := read.integer(key, 0, low=0):

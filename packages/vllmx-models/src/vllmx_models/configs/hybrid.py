@@ -1,4 +1,4 @@
-"""What the configs of models with recurrent layers beside attention say alike."""
+"""Config keys shared by hybrids of attention and recurrent layers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MAMBA_DEFAULTS: Mapping[str, Any] = {
     "mamba_d_conv": 4,
     "mamba_expand": 2,
 }
-"""What transformers takes where a config.json is silent."""
+"""The defaults of transformers for absent keys."""
 
 
 def layer_kinds(
     read: ConfigReader, known: Sequence[str], by_default: Sequence[str], key: str = "layer_types"
 ) -> list[str]:
-    """The kind of each layer: what `key` says, else `by_default`, which has one for each layer."""
+    """The kind of each layer, from `key`, else `by_default`, which has an entry for each layer."""
     if not read.has(key):
         return list(by_default)
     kinds = read.config[key]
@@ -37,7 +37,7 @@ def layer_kinds(
 
 
 def dt_limits(read: ConfigReader) -> tuple[float, float]:
-    """`time_step_limit` of Mamba-2: the least and the greatest step size."""
+    """The minimum and maximum step size of Mamba-2, from `time_step_limit`."""
     given = read.config.get("time_step_limit")
     if given is None:
         return 0.0, math.inf
@@ -56,7 +56,7 @@ def hybrid_layers(
     feed_forwards: Sequence[FeedForward],
     norms: LayerNorms = PRE,
 ) -> tuple[LayerSpec, ...]:
-    """Layers whose mixers are told by their kinds."""
+    """Layers with the mixer of each layer's kind."""
     return tuple(
         LayerSpec(mixers[kind], feed_forward, norms)
         for kind, feed_forward in zip(kinds, feed_forwards, strict=True)
@@ -64,7 +64,7 @@ def hybrid_layers(
 
 
 def mamba_mixer(read: ConfigReader, **options: Any) -> MambaMixer:
-    """The Mamba-2 of Granite 4, Bamba and Falcon-H1, which name its sizes alike; `options` are
+    """The Mamba-2 mixer by the keys of Granite 4, Bamba and Falcon-H1; `options` are
     `MambaMixer`'s."""
     heads = read.integer("mamba_n_heads", high=1 << 16)
     width = read.integer("mamba_expand") * read.integer("hidden_size")

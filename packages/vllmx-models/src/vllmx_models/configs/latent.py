@@ -1,27 +1,26 @@
-"""Reads config.json into layers of latent attention: what DeepSeek and its kin read alike."""
+"""Config keys of latent attention, shared by DeepSeek, GLM-5 and Kimi."""
 
 from __future__ import annotations
 
 import logging
 import math
 from dataclasses import replace
-from typing import Any
 
 from vllmx_models.blocks.latent import LatentMixer
 from vllmx_models.blocks.layer import FeedForward
 from vllmx_models.blocks.rope import Rope, read_rope
 from vllmx_models.config import ConfigReader
-from vllmx_models.configs.decoder import decoder_spec, num_layers
+from vllmx_models.configs.decoder import decoder_spec
 from vllmx_models.trunks.decoder import DecoderSpec, LayerSpec
 
 logger = logging.getLogger("vllmx.models")
 
 
 def latent_decoder(read: ConfigReader, feed_forwards: tuple[FeedForward, ...]) -> DecoderSpec:
-    """A decoder whose layers have one latent mixer, and each its feed-forward.
+    """A decoder with the same latent mixer in each layer.
 
-    Sparse attention picks `index_topk` tokens for each query: as long as there are no more it is
-    attention to all, and so far the model is served."""
+    Sparse attention picks `index_topk` tokens for each query. Up to that context length it equals
+    full attention, so the maximum context is limited to it."""
     mixer = latent_mixer(read)
     layers = tuple(LayerSpec(mixer, feed_forward) for feed_forward in feed_forwards)
     spec = decoder_spec(read, layers, default_positions=read.integer("max_position_embeddings"))
@@ -61,26 +60,9 @@ def latent_mixer(read: ConfigReader) -> LatentMixer:
 
 
 def softmax_warmth(rope: Rope) -> float:
-    """What a longer context by yarn multiplies queries and keys by each, beside the factor of the
-    rotated part that the table has."""
+    """YaRN's factor of queries and of keys (`mscale_all_dim`), in addition to the factor in the
+    RoPE table."""
     if rope.kind == "default" or not rope.options.get("mscale_all_dim"):
         return 1.0
     factor = rope.number("factor")
     return 1.0 if factor <= 1 else 0.1 * rope.number("mscale_all_dim") * math.log(factor) + 1.0
-
-
-def sparse_layers(read: ConfigReader) -> list[bool]:
-    """Which layers have experts: what `mlp_layer_types` says, else all but the first."""
-    count = num_layers(read)
-    if read.has("mlp_layer_types"):
-        types: Any = read.config["mlp_layer_types"]
-        known = ("dense", "sparse")
-        if not isinstance(types, list) or any(kind not in known for kind in types):
-            raise read.error("mlp_layer_types", f"must be a list of {' or '.join(known)}")
-        if len(types) < count:
-            raise read.error("mlp_layer_types", f"must have an entry for each of {count} layers")
-        return [kind == "sparse" for kind in types[:count]]
-    if read.integer("moe_layer_freq", 1) != 1:
-        raise read.error("moe_layer_freq", "is not known here: experts in each layer, 1")
-    dense = read.integer("first_k_dense_replace", low=0)
-    return [layer >= dense for layer in range(count)]

@@ -1,4 +1,4 @@
-"""The text model inside a config for text and images."""
+"""The text model within a multimodal config."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from vllmx_core.errors import UnsupportedModelError, shown
 from vllmx_models.trunks.decoder import ModelNames
 
 _OUTER = ("torch_dtype", "dtype", "tie_word_embeddings")
-"""Keys that may stand beside `text_config` and hold for it."""
+"""Top-level keys that apply to `text_config`."""
 
 
 def has_text_config(config: Mapping[str, Any]) -> bool:
-    """Whether the text model is a part of a larger one."""
+    """True if the text model is part of a multimodal one."""
     return config.get("text_config") is not None
 
 
 def text_config(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config itself, or its `text_config` over `defaults`, which such configs leave out."""
+    """The config itself, or its `text_config` over `defaults` for keys that it omits."""
     if not has_text_config(config):
         return config
     inner = config["text_config"]
@@ -33,8 +33,7 @@ def text_config(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mappi
 
 
 def inside_images(config: Mapping[str, Any]) -> ModelNames:
-    """The names of the text's tensors: in files as they were published, or as transformers writes
-    them."""
+    """Names of the text model's tensors, as published and (`also`) as transformers saves them."""
     if not has_text_config(config):
         return ModelNames()
     prefix = "language_model.model."

@@ -1,5 +1,5 @@
-"""Bamba of IBM (BambaForCausalLM): Mamba-2 beside a few layers of attention, half of whose heads
-turn."""
+"""IBM's Bamba (BambaForCausalLM): Mamba-2 with a few attention layers, whose RoPE rotates half of
+each head."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ DEFAULTS: Mapping[str, Any] = {
     "rms_norm_eps": 1e-5,
     "num_key_value_heads": 8,
 }
-"""What transformers takes where a config.json is silent."""
+"""The defaults of transformers for absent keys."""
 
 
 def bamba(config: Mapping[str, Any]) -> Decoder:
-    """Half of each head is rotated, whatever the config says: transformers has it so."""
+    """RoPE rotates half of each head, whatever the config says, as in transformers."""
     config = {**DEFAULTS, **config, "partial_rotary_factor": 0.5}
     read = ConfigReader(_without_factor(config), "BambaForCausalLM")
     read.refuse_quirks("attention_bias", "mlp_bias", "layer_types", "partial_rotary_factor")
@@ -56,7 +56,7 @@ def bamba(config: Mapping[str, Any]) -> Decoder:
 
 
 def _without_factor(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`partial_rotary_factor` at the top alone."""
+    """Returns the config with `partial_rotary_factor` 0.5, if it has `rope_parameters`."""
     given = config.get("rope_parameters")
     if not isinstance(given, Mapping):
         return config

@@ -1,5 +1,5 @@
 """BERT, RoBERTa and XLM-RoBERTa (BGE, E5, MiniLM, BGE-M3 and its reranker): learned positions, and
-a norm of the stream behind each block."""
+post-norm: a layer norm after each residual sum (arXiv:1810.04805)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllmx_models.formats.gguf.encoders import encoder_config, labels
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.trunks.decoder import LayerSpec
 from vllmx_models.trunks.encoder import Encoder, EncoderNames, EncoderSpec
-from vllmx_models.trunks.tails import ClassHead, num_labels, pooled
+from vllmx_models.trunks.pooling_heads import ClassHead, num_labels, pooled
 
 ATTENTION = AttentionNames("attention", "self.query", "self.key", "self.value", "output.dense")
 MLP = MLPNames("", up="intermediate.dense", down="output.dense")
@@ -25,26 +25,26 @@ MOST_POSITIONS = 1 << 20
 
 
 def bert(config: Mapping[str, Any]) -> Encoder:
-    """The mean of a text's tokens, unless its modules say otherwise."""
+    """An embedder: mean pooling unless modules.json says otherwise."""
     spec = _spec(ConfigReader(config, "BertModel"))
     return Encoder(spec, pooled(config, spec.hidden_size, "mean"))
 
 
 def bert_classifier(config: Mapping[str, Any]) -> Encoder:
-    """Scores of labels from the first token, through the layer that BERT was trained with."""
+    """A classifier on the first token, through BERT's pooler."""
     read = ConfigReader(config, "BertForSequenceClassification")
     head = ClassHead(num_labels(read), "pooler.dense", "classifier")
     return Encoder(_spec(read), head)
 
 
 def roberta(config: Mapping[str, Any]) -> Encoder:
-    """BERT whose positions begin behind the padding's row."""
+    """BERT with positions that start after the padding row."""
     spec = _roberta(ConfigReader(config, "XLMRobertaModel"))
     return Encoder(spec, pooled(config, spec.hidden_size, "mean"))
 
 
 def roberta_classifier(config: Mapping[str, Any]) -> Encoder:
-    """Scores of labels from the first token, through a layer of their own."""
+    """A classifier on the first token, through its own dense layer."""
     read = ConfigReader(config, "XLMRobertaForSequenceClassification")
     head = ClassHead(num_labels(read), "classifier.dense", "classifier.out_proj")
     return Encoder(_roberta(read), head)
@@ -102,8 +102,7 @@ _TENSORS: Mapping[str, str] = {
 
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
-    """The config that a GGUF file stands for. Of RoBERTa's positions the file has those from the
-    first token's on."""
+    """The config.json of a GGUF header. Files omit RoBERTa's position rows before the first."""
     scores = labels(header)
     architecture = "BertForSequenceClassification" if scores else "BertModel"
     return {**encoder_config(header), **scores, "architectures": [architecture]}

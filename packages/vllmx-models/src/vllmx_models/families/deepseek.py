@@ -1,7 +1,8 @@
-"""DeepSeek V2, V2-Lite, V3, V3.1, V3.2 and R1, and what is built like V3: Kimi K2, Moonlight,
+"""DeepSeek V2, V2-Lite, V3, V3.1, V3.2 and R1, and models in V3's layout: Kimi K2, Moonlight,
 GLM-4.7-Flash, GLM-5.
 
-Layers have latent attention; all but the first have experts beside some that every token asks.
+Unlike Llama, layers have latent attention and, except the first ones, routed plus shared experts
+(V2: arXiv:2405.04434, V3: arXiv:2412.19437).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from vllmx_models.blocks.layer import FeedForward
 from vllmx_models.blocks.moe import MoE, Router
 from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import dense_mlp
-from vllmx_models.configs.latent import latent_decoder, sparse_layers
-from vllmx_models.configs.moe import chosen_experts, experts_spec, num_experts
+from vllmx_models.configs.latent import latent_decoder
+from vllmx_models.configs.moe import chosen_experts, experts_spec, num_experts, sparse_layers
 from vllmx_models.formats.gguf.architecture import DECODER_TENSORS, EXPERT_TENSORS, GGUFArchitecture
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.formats.gguf.rope import rope_config
@@ -35,7 +36,7 @@ V2: Mapping[str, Any] = {
     "routed_scaling_factor": 1.0,
     "norm_topk_prob": False,
 }
-"""What transformers takes where a config.json is silent."""
+"""The defaults of transformers for absent keys."""
 V3: Mapping[str, Any] = {
     "first_k_dense_replace": 3,
     "max_position_embeddings": 4096,
@@ -51,12 +52,12 @@ GLM_LITE = {**GLM, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8}
 
 
 def deepseek_v2(config: Mapping[str, Any]) -> Decoder:
-    """Experts by softmax; where they lie in groups, out of those with the best single expert."""
+    """Experts with softmax scores, from the groups with the best single expert."""
     return _decoder(ConfigReader({**V2, **config}, "DeepseekV2ForCausalLM"), _softmax_router)
 
 
 def deepseek_v3(config: Mapping[str, Any]) -> Decoder:
-    """Experts by sigmoid, chosen with a bias out of the groups whose best two are best."""
+    """Experts with sigmoid scores plus a selection bias, from the groups with the best pairs."""
     return _decoder(ConfigReader({**V3, **config}, "DeepseekV3ForCausalLM"), sigmoid_router)
 
 
@@ -66,7 +67,7 @@ def deepseek_v32(config: Mapping[str, Any]) -> Decoder:
 
 
 def glm4_moe_lite(config: Mapping[str, Any]) -> Decoder:
-    """GLM-4.7-Flash, which has the layers of DeepSeek-V3."""
+    """GLM-4.7-Flash, with the layers of DeepSeek V3."""
     return _decoder(ConfigReader({**GLM_LITE, **config}, "Glm4MoeLiteForCausalLM"), sigmoid_router)
 
 
@@ -90,7 +91,7 @@ def _decoder(read: ConfigReader, router: Callable[[ConfigReader, int], Router]) 
 
 
 def shared_experts(read: ConfigReader, router: Callable[[ConfigReader, int], Router]) -> MoE:
-    """Experts beside some that every token asks, which are one MLP as wide as all of them."""
+    """Routed experts and shared ones; the latter are fused into a single MLP."""
     count, inner = num_experts(read, ("n_routed_experts",)), read.integer("moe_intermediate_size")
     every = read.integer("n_shared_experts", 0, low=0, high=256)
     shared = DenseMLP(every * inner, read.activation(), names=SHARED) if every else None
@@ -101,7 +102,7 @@ def _softmax_router(read: ConfigReader, count: int) -> Router:
     method = _only(read, "topk_method", "greedy", "group_limited_greedy")
     _only(read, "scoring_func", "softmax")
     if read.flag("norm_topk_prob", False):
-        raise read.error("norm_topk_prob", "is not known here beside softmax: false")
+        raise read.error("norm_topk_prob", "is not known here with softmax: false")
     groups, kept = _groups(read, count) if method == "group_limited_greedy" else (1, 1)
     scale = read.number("routed_scaling_factor")
     return Router(
@@ -110,7 +111,7 @@ def _softmax_router(read: ConfigReader, count: int) -> Router:
 
 
 def sigmoid_router(read: ConfigReader, count: int) -> Router:
-    """V3's: a bias takes part in the choice, and weights add up to the scaling factor."""
+    """V3's router: a bias affects only the selection, and weights sum to the scaling factor."""
     _only(read, "topk_method", "noaux_tc")
     _only(read, "scoring_func", "sigmoid")
     groups, kept = _groups(read, count)
@@ -128,7 +129,7 @@ def sigmoid_router(read: ConfigReader, count: int) -> Router:
 
 
 def _only(read: ConfigReader, key: str, *known: str) -> str:
-    """The value of a key, the first that is known where it is absent."""
+    """The value of a key, by default the first known one."""
     value = read.config.get(key)
     if value is not None and value not in known:
         raise read.error(key, f"is not known here; known: {', '.join(known)}")
@@ -136,7 +137,7 @@ def _only(read: ConfigReader, key: str, *known: str) -> str:
 
 
 def _groups(read: ConfigReader, count: int) -> tuple[int, int]:
-    """How many equal groups the experts lie in, and how many of them take part."""
+    """The number of expert groups, and how many of them a token may choose from."""
     groups = read.integer("n_group")
     if count % groups or (groups > 1 and count // groups < 2):
         raise read.error("n_group", f"must part {count} experts into equal groups of two or more")
@@ -147,7 +148,7 @@ def _groups(read: ConfigReader, count: int) -> tuple[int, int]:
 
 
 def _chosen(read: ConfigReader, count: int, groups: int, kept: int) -> int:
-    """How many experts a token asks, out of the groups that take part."""
+    """The number of experts that process a token, out of the `kept` groups."""
     return chosen_experts(read, kept * (count // groups))
 
 
@@ -157,7 +158,7 @@ INDEXER: Mapping[str, str] = {
     "index_head_dim": "attention.indexer.key_length",
     "index_topk": TOP_K,
 }
-"""What picks the tokens of sparse attention, in config.json and in a file."""
+"""Keys of the indexer of sparse attention, in config.json and in GGUF files."""
 
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
@@ -236,7 +237,7 @@ def _architecture(header: GGUFHeader, gating: int) -> str:
 
 
 def expert_states(spec: DecoderSpec) -> dict[str, Any]:
-    """The metadata of experts beside shared ones, after layers without any."""
+    """GGUF metadata of routed and shared experts, and of the dense layers before them."""
     numbers = [n for n, layer in enumerate(spec.layers) if isinstance(layer.feed_forward, MoE)]
     if not numbers:
         return {}
@@ -257,7 +258,7 @@ def expert_states(spec: DecoderSpec) -> dict[str, Any]:
 
 
 def indexer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata of what picks tokens, and of the layers that pick for themselves."""
+    """GGUF metadata of the indexer, and of the layers with their own."""
     found: dict[str, Any] = {key: config[ours] for ours, key in INDEXER.items() if ours in config}
     types = config.get("indexer_types")
     if found and isinstance(types, list):

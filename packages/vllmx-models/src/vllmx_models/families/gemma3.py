@@ -24,8 +24,7 @@ from vllmx_models.configs.decoder import (
     sliding_pattern,
 )
 from vllmx_models.configs.text import inside_images, text_config
-from vllmx_models.families.gemma import HEAD_SIZE, gemma_activation, gemma_config
-from vllmx_models.families.gemma2 import query_scalar
+from vllmx_models.families.gemma import HEAD_SIZE, gemma_activation, gemma_config, query_scalar
 from vllmx_models.formats.gguf.architecture import (
     HEAD_NORM_TENSORS,
     SANDWICH_TENSORS,
@@ -48,16 +47,16 @@ _DEFAULTS: Mapping[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
-"""What configs with images leave out."""
+"""Defaults of keys that multimodal configs omit."""
 
 
 def gemma3_text(config: Mapping[str, Any]) -> Decoder:
-    """The text model alone."""
+    """The text model."""
     return gemma3(config)
 
 
 def gemma3(config: Mapping[str, Any]) -> Decoder:
-    """The text model alone, or behind SigLIP's tower."""
+    """The text model, with SigLIP's vision tower if the config has one."""
     read = ConfigReader(text_config(config, _DEFAULTS), "Gemma3ForCausalLM")
     decoder = _decoder(read, inside_images(config))
     if config.get("vision_config") is None:
@@ -96,7 +95,7 @@ def _tower(config: Mapping[str, Any], width: int) -> SiglipTower:
 
 
 def gemma3_embedder(config: Mapping[str, Any]) -> Model:
-    """EmbeddingGemma: tokens see each other both ways, and the mean of a text is its vector."""
+    """EmbeddingGemma: bidirectional attention and mean pooling."""
     read = ConfigReader(config, "Gemma3TextModel")
     both_ways = read.flag("use_bidirectional_attention", False)
     decoder = _decoder(read, ModelNames(), both_ways=both_ways)

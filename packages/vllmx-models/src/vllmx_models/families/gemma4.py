@@ -1,6 +1,9 @@
-"""Gemma 4 (Gemma4ForCausalLM and Gemma4ForConditionalGeneration, without sound): large heads whose
-keys are their values in layers without a window, per-layer embeddings, experts beside the MLP. The
-tokens of an image may see each other both ways in layers with a window."""
+"""Gemma 4 (Gemma4ForCausalLM, Gemma4ForConditionalGeneration), without audio.
+
+Unlike Gemma 3, full-attention layers have larger heads and use keys as values, layers get per-layer
+embeddings, and experts run in parallel to the MLP. Sliding layers may attend bidirectionally within
+an image.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ _ROPES: Mapping[str, Any] = {
 
 
 def gemma4_text(config: Mapping[str, Any]) -> Decoder:
-    """The text model alone."""
+    """The text model."""
     return gemma4(config)
 
 
@@ -110,7 +113,7 @@ def _layers(read: ConfigReader, sliding: list[bool], names: ModelNames) -> list[
 
 
 def _owner(read: ConfigReader, owners: list[bool], slides: bool) -> int:
-    """The last layer of the same kind that has pages of its own."""
+    """The last layer of the same kind with its own KV cache."""
     same = [layer for layer, kind in enumerate(owners) if kind == slides]
     if not same:
         raise read.error("num_kv_shared_layers", "leaves a kind of layer without keys and values")
@@ -139,8 +142,7 @@ def _mixer(read: ConfigReader, layer: int, slides: bool, shared: int | None) -> 
 
 
 def _sizes(read: ConfigReader, layer: int, slides: bool, same: bool) -> Mapping[str, Any]:
-    """What heads of this layer have otherwise than the config says of all: by layer, as new
-    configs do, or by the kind of layer."""
+    """The head options that this layer overrides: by layer in new configs, else by layer type."""
     by_layer = read.config.get("per_layer_config")
     if by_layer is not None:
         own = by_layer.get(str(layer), {}) if isinstance(by_layer, Mapping) else None
@@ -156,7 +158,7 @@ def _sizes(read: ConfigReader, layer: int, slides: bool, same: bool) -> Mapping[
 
 
 def _feed_forward(read: ConfigReader, *, shares: bool) -> FeedForward:
-    """Layers that share keys and values may have an MLP of twice the width."""
+    """Layers that share keys and values may have an MLP of double width."""
     wide = 2 if shares and read.flag("use_double_wide_mlp", False) else 1
     dense = DenseMLP(wide * read.integer("intermediate_size"), gemma_activation(read))
     if not read.flag("enable_moe_block", False):

@@ -29,7 +29,7 @@ NORMS = LayerNorms(
 
 
 def glm4(config: Mapping[str, Any]) -> Decoder:
-    """`post_attention_layernorm` is the norm before the MLP, as its name was in Llama."""
+    """`post_attention_layernorm` is the norm before the MLP, as in Llama."""
     read = ConfigReader({"partial_rotary_factor": 0.5, **config}, "Glm4ForCausalLM")
     read.refuse_quirks("attention_bias", "partial_rotary_factor")
     head, sliding = head_size(read, 128), [False] * num_layers(read)

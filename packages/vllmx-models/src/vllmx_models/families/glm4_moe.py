@@ -16,8 +16,7 @@ from vllmx_models.configs.decoder import (
     layer_specs,
     rms,
 )
-from vllmx_models.configs.latent import sparse_layers
-from vllmx_models.configs.moe import EXPERT_KEYS, with_feed_forward
+from vllmx_models.configs.moe import EXPERT_KEYS, sparse_layers, with_feed_forward
 from vllmx_models.families.deepseek import (
     DEEPSEEK_EXPERTS,
     expert_states,
@@ -44,12 +43,12 @@ DEFAULTS: Mapping[str, Any] = {
     "routed_scaling_factor": 1.0,
     "topk_group": 1,
 }
-"""What transformers takes where a config.json is silent."""
+"""The defaults of transformers for absent keys."""
 HONOURED = ("attention_bias", "partial_rotary_factor", "use_qk_norm", *EXPERT_KEYS)
 
 
 def glm4_moe(config: Mapping[str, Any]) -> Decoder:
-    """Half of each head rotates; the first layers have no experts."""
+    """RoPE rotates half of each head; the first layers have no experts."""
     read = ConfigReader({**DEFAULTS, **config}, "Glm4MoeForCausalLM")
     read.refuse_quirks(*HONOURED)
     mixer = attention_mixer(
@@ -71,7 +70,7 @@ def glm4_moe(config: Mapping[str, Any]) -> Decoder:
 
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
-    """Layers of multi-token prediction are counted among the others."""
+    """The config.json of a GGUF header; its layer count includes multi-token prediction."""
     config = decoder_config(header, "expert_count", "nextn_predict_layers")
     config |= experts_config(header)
     if header.integer("expert_gating_func", 2) != 2:

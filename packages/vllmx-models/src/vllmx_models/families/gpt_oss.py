@@ -53,11 +53,11 @@ YARN: Mapping[str, Any] = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""What transformers takes where config.json has no rotation."""
+"""The RoPE of transformers for configs without one."""
 
 
 def gpt_oss(config: Mapping[str, Any]) -> Decoder:
-    """Biases everywhere, the router's among them; softmax over the chosen experts alone."""
+    """All matrices have biases. Expert weights are a softmax over the selected experts only."""
     if not config.get("rope_parameters") and not config.get("rope_scaling"):
         config = {**config, "rope_scaling": YARN}
     read = ConfigReader({"torch_dtype": "bfloat16", **config}, "GptOssForCausalLM")
@@ -104,7 +104,7 @@ def _tensors(read: ConfigReader) -> ExpertTensors:
 
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
-    """A file does not say that the ends of yarn's ramp are no whole numbers here."""
+    """Adds what files omit: the ends of YaRN's ramp are not rounded here."""
     window = "attention.sliding_window"
     config = decoder_config(header, window, f"{window}_pattern", "expert_count")
     if header.integer(f"{window}_pattern", 2) != 2:

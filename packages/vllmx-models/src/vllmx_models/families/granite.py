@@ -1,12 +1,27 @@
-"""Granite 3 and 4, dense (GraniteForCausalLM): Llama with four multipliers."""
+"""Dense Granite 3 and 4 (GraniteForCausalLM) and Granite 3 MoE such as 1B-A400M
+(GraniteMoeForCausalLM).
+
+Llama with four multipliers: of embeddings, of scores, of each block's output and (a divisor) of
+logits. The MoE models store gate and up of all experts as one tensor; GGUF files store them apart.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from vllmx_core.ops.route import RouteSpec
+
 from vllmx_models.blocks.attention import AttentionMixer
 from vllmx_models.blocks.layer import FeedForward
+from vllmx_models.blocks.moe import (
+    EachExpert,
+    EitherExperts,
+    JoinedExperts,
+    MoE,
+    Router,
+    StackedExperts,
+)
 from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import (
     attention_mixer,
@@ -17,7 +32,20 @@ from vllmx_models.configs.decoder import (
     layer_specs,
     num_layers,
 )
-from vllmx_models.formats.gguf.architecture import INTERLEAVED, GGUFArchitecture, decoder_config
+from vllmx_models.configs.moe import (
+    EXPERT_KEYS,
+    SPLIT,
+    chosen_experts,
+    experts_spec,
+    num_experts,
+)
+from vllmx_models.formats.gguf.architecture import (
+    DECODER_TENSORS,
+    INTERLEAVED,
+    GGUFArchitecture,
+    decoder_config,
+    experts_config,
+)
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.trunks.decoder import Decoder, DecoderSpec
 
@@ -28,19 +56,17 @@ MULTIPLIERS = (
     "attention_multiplier",
     "logits_scaling",
 )
-"""The multipliers of the embeddings, of what blocks add and of the scores, and what logits are
-divided by."""
 
 
 def granite(config: Mapping[str, Any]) -> Decoder:
-    """Embeddings, scores and what blocks add are multiplied, logits are divided."""
+    """Granite's multipliers with an MLP in each layer."""
     read = ConfigReader(config, "GraniteForCausalLM")
     read.refuse_quirks("attention_bias", "mlp_bias", *MULTIPLIERS)
     return granite_decoder(read, dense_mlp(read, bias=read.flag("mlp_bias", False)))
 
 
 def granite_decoder(read: ConfigReader, feed_forward: FeedForward) -> Decoder:
-    """Layers of one feed-forward between the multipliers."""
+    """A decoder with Granite's multipliers and `feed_forward` in each layer."""
     bias, head = read.flag("attention_bias", False), head_size(read)
     sliding = [False] * num_layers(read)
     mixer = attention_mixer(
@@ -60,7 +86,7 @@ def granite_decoder(read: ConfigReader, feed_forward: FeedForward) -> Decoder:
 
 
 def granite_config(header: GGUFHeader, *honoured: str) -> dict[str, Any]:
-    """The keys of config.json; `honoured` as in `decoder_config`."""
+    """The config.json of a Granite's GGUF header; `honoured` as in `decoder_config`."""
     keys = "embedding_scale", "residual_scale", "attention.scale", "logit_scale"
     config = decoder_config(header, *keys, *honoured)
     embedding, residual, _, logits = keys
@@ -76,7 +102,7 @@ def granite_config(header: GGUFHeader, *honoured: str) -> dict[str, Any]:
 
 
 def granite_states(spec: DecoderSpec) -> dict[str, Any]:
-    """What `granite_config` reads beside the keys of every decoder."""
+    """GGUF metadata specific to Granite."""
     mixer = next(one for one in spec.mixers if isinstance(one, AttentionMixer))
     return {
         "embedding_scale": spec.embedding_scale,
@@ -88,4 +114,48 @@ def granite_states(spec: DecoderSpec) -> dict[str, Any]:
 
 GGUF = GGUFArchitecture(
     "GraniteForCausalLM", interleaved=INTERLEAVED, config=granite_config, states=granite_states
+)
+
+
+TENSORS = EitherExperts(
+    StackedExperts("input_linear.weight", "output_linear.weight"),
+    JoinedExperts("input_linear", "output_linear"),
+)
+"""Quantised checkpoints have two tensors per expert."""
+
+
+def granitemoe(config: Mapping[str, Any]) -> Decoder:
+    """Expert weights are a softmax over the selected experts only."""
+    read = ConfigReader(config, "GraniteMoeForCausalLM")
+    read.refuse_quirks("attention_bias", *MULTIPLIERS, *EXPERT_KEYS)
+    count = num_experts(read)
+    moe = MoE(
+        count,
+        read.integer("intermediate_size"),
+        Router(RouteSpec(chosen_experts(read, count), renormalise=True), "router.layer"),
+        experts_spec(read),
+        EachExpert() if read.flag(SPLIT, False) else TENSORS,
+        module="block_sparse_moe",
+    )
+    return granite_decoder(read, moe)
+
+
+def _granitemoe_config(header: GGUFHeader) -> dict[str, Any]:
+    config = granite_config(header, "expert_count") | experts_config(header)
+    return config | {"intermediate_size": config["moe_intermediate_size"], SPLIT: True}
+
+
+_MODULE = "model.layers.{}.block_sparse_moe"
+MOE_GGUF = GGUFArchitecture(
+    "GraniteMoeForCausalLM",
+    {
+        **DECODER_TENSORS,
+        "blk.{}.ffn_gate_inp": f"{_MODULE}.router.layer",
+        "blk.{}.ffn_gate_exps": f"{_MODULE}.experts.{{}}.gate_proj",
+        "blk.{}.ffn_up_exps": f"{_MODULE}.experts.{{}}.up_proj",
+        "blk.{}.ffn_down_exps": f"{_MODULE}.experts.{{}}.down_proj",
+    },
+    interleaved=INTERLEAVED,
+    config=_granitemoe_config,
+    states=granite_states,
 )

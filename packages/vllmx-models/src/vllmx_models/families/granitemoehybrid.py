@@ -1,5 +1,5 @@
-"""Granite 4 (GraniteMoeHybridForCausalLM): Mamba-2 beside attention without positions, between
-Granite's multipliers; experts, where there are some, beside an MLP that all tokens share."""
+"""Granite 4 (GraniteMoeHybridForCausalLM): a hybrid of Mamba-2 and attention without position
+embedding, with Granite's multipliers, and optional experts in addition to a shared MLP."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from vllmx_models.configs.moe import EXPERT_KEYS, SPLIT, chosen_experts, experts
 from vllmx_models.families.granite import (
     DEFAULT_POSITIONS,
     MULTIPLIERS,
+    TENSORS,
     granite_config,
     granite_states,
 )
-from vllmx_models.families.granitemoe import TENSORS
 from vllmx_models.formats.gguf.architecture import (
     DECODER_TENSORS,
     INTERLEAVED,
@@ -48,7 +48,7 @@ from vllmx_models.trunks.decoder import Decoder, DecoderSpec
 
 _SHARED_LENGTH = "expert_shared_feed_forward_length"
 KINDS = ("linear_attention", "full_attention", "mamba", "attention")
-"""The last two are the names that published files have."""
+"""The last two names occur in published files."""
 SHARED = MLPNames("shared_mlp", down="output_linear", gate_up="input_linear")
 APART = MLPNames("shared_mlp", down="output_linear")
 HONOURED = ("attention_bias", "layer_types", "position_embedding_type", *EXPERT_KEYS, *MULTIPLIERS)
@@ -58,11 +58,11 @@ DEFAULTS: Mapping[str, Any] = {
     "shared_intermediate_size": 1024,
     "num_experts_per_tok": 2,
 }
-"""What transformers takes where a config.json is silent."""
+"""The defaults of transformers for absent keys."""
 
 
 def granitemoehybrid(config: Mapping[str, Any]) -> Decoder:
-    """Attention turns nothing unless `position_embedding_type` is rope."""
+    """Attention has no position embedding unless `position_embedding_type` is rope."""
     read = ConfigReader({**DEFAULTS, **config}, "GraniteMoeHybridForCausalLM")
     read.refuse_quirks(*HONOURED)
     bias, head, count = read.flag("attention_bias", False), head_size(read), num_layers(read)
@@ -112,7 +112,7 @@ def _feed_forward(read: ConfigReader) -> FeedForward:
 
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
-    """A layer without key/value heads is Mamba-2; gates lie apart."""
+    """Layers without key/value heads are Mamba-2; gates are separate tensors."""
     config = granite_config(alike(header, KV_HEADS), "expert_count")
     heads, inner = header.integer("ssm.time_step_rank"), header.integer("ssm.inner_size")
     dense = config["intermediate_size"]

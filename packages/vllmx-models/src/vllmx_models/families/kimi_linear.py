@@ -1,5 +1,5 @@
-"""Kimi Linear (KimiLinearForCausalLM): three layers of Kimi Delta Attention for each one of latent
-attention, which turns nothing; experts as DeepSeek V3's."""
+"""Kimi Linear (KimiLinearForCausalLM, arXiv:2510.26692): three layers of Kimi Delta Attention for
+each one of latent attention without RoPE, and DeepSeek V3's experts."""
 
 from __future__ import annotations
 
@@ -15,15 +15,21 @@ from vllmx_models.blocks.rope import still
 from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import decoder_spec, dense_mlp
 from vllmx_models.configs.hybrid import hybrid_layers, layer_kinds
-from vllmx_models.configs.latent import latent_mixer, sparse_layers
-from vllmx_models.configs.moe import EXPERT_KEYS, experts_spec, layer_numbers, num_experts
+from vllmx_models.configs.latent import latent_mixer
+from vllmx_models.configs.moe import (
+    EXPERT_KEYS,
+    experts_spec,
+    layer_numbers,
+    num_experts,
+    sparse_layers,
+)
 from vllmx_models.families.deepseek import sigmoid_router
 from vllmx_models.trunks.decoder import Decoder
 
 KINDS = ("linear_attention", "full_attention")
 MODULE = "block_sparse_moe"
 DENSE = MLPNames(also=MODULE)
-"""The dense feed-forward as transformers writes it, named like the experts."""
+"""The dense feed-forward as transformers saves it, under the experts' name."""
 RENAMED = {
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",
@@ -31,7 +37,7 @@ RENAMED = {
     "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
 }
-"""What published files call otherwise."""
+"""Names of keys in published files, by transformers' names."""
 DEFAULTS: Mapping[str, Any] = {
     "max_position_embeddings": 1048576,
     "num_experts": 256,
@@ -51,11 +57,11 @@ DEFAULTS: Mapping[str, Any] = {
     "linear_num_heads": 32,
     "linear_conv_kernel_dim": 4,
 }
-"""What transformers takes where a config.json is silent."""
+"""The defaults of transformers for absent keys."""
 
 
 def kimi_linear(config: Mapping[str, Any]) -> Decoder:
-    """Which layers are which the config says, counted from one in published files."""
+    """The config lists the layers of each kind; published files count them from one."""
     older = {new: config[old] for old, new in RENAMED.items() if config.get(old) is not None}
     read = ConfigReader({**DEFAULTS, **older, **config, **_linear(config)}, "KimiLinearForCausalLM")
     read.refuse_quirks("layer_types", *EXPERT_KEYS)
@@ -75,7 +81,7 @@ def kimi_linear(config: Mapping[str, Any]) -> Decoder:
 
 
 def _linear(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What published files say of these layers in an object of its own."""
+    """The keys of linear attention that published files nest in `linear_attn_config`."""
     given = config.get("linear_attn_config")
     if not isinstance(given, Mapping):
         return {}

@@ -48,18 +48,18 @@ DEFAULTS: Mapping[str, Any] = {
     "block_multiple_of": 256,
     "block_ffn_dim_multiplier": 1.0,
 }
-"""What transformers takes where a config.json is silent."""
+"""The defaults of transformers for absent keys."""
 
 
 def lfm2(config: Mapping[str, Any]) -> Decoder:
-    """A dense feed-forward in each layer, whose size may be a bound that is rounded."""
+    """A dense feed-forward in each layer; its size may be derived by rounding `block_ff_dim`."""
     read = _read(config, "Lfm2ForCausalLM")
     mlp = DenseMLP(_inner_size(read), names=MLP)
     return _decoder(read, [mlp] * num_layers(read))
 
 
 def lfm2_moe(config: Mapping[str, Any]) -> Decoder:
-    """Experts by sigmoid in all layers but the first ones."""
+    """Experts with sigmoid scores in all layers except the first ones."""
     read = _read(config, "Lfm2MoeForCausalLM")
     layers = num_layers(read)
     dense = read.integer("num_dense_layers", 2, low=0, high=layers)
@@ -69,7 +69,7 @@ def lfm2_moe(config: Mapping[str, Any]) -> Decoder:
 
 
 def _read(config: Mapping[str, Any], architecture: str) -> ConfigReader:
-    """Older files have other names for three of the keys."""
+    """Maps three keys of older files to their current names."""
     names = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
     older = {new: config[old] for old, new in names.items() if config.get(old) is not None}
     read = ConfigReader({**DEFAULTS, **config, **older}, architecture)
@@ -101,7 +101,7 @@ def _decoder(read: ConfigReader, feed_forwards: list[FeedForward]) -> Decoder:
 
 
 def _inner_size(read: ConfigReader) -> int:
-    """Two thirds of what is said, times a factor, up to the next multiple."""
+    """Two thirds of `intermediate_size` times a factor, rounded up to a multiple."""
     size = read.integer("intermediate_size")
     if not read.flag("block_auto_adjust_ff_dim", True):
         return size
@@ -130,7 +130,7 @@ def _experts(read: ConfigReader) -> MoE:
 
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
-    """A layer without key/value heads is a convolution."""
+    """Layers without key/value heads are convolutions."""
     config = decoder_config(alike(header, KV_HEADS), "expert_count")
     kinds = [KINDS[heads > 0] for heads in of_each_layer(header, KV_HEADS)]
     found = {
@@ -190,7 +190,7 @@ def _states(spec: DecoderSpec) -> Mapping[str, Any]:
 GGUF = GGUFArchitecture(
     "Lfm2ForCausalLM", _TENSORS, config=_gguf_config, states=_states, read_only=("output_norm",)
 )
-GGUF_MOE = GGUFArchitecture(
+MOE_GGUF = GGUFArchitecture(
     "Lfm2MoeForCausalLM",
     {
         **_TENSORS,

@@ -1,4 +1,5 @@
-"""Llama 2, 3, 3.1, 3.2, 3.3 and the many models in their layout (LlamaForCausalLM)."""
+"""Llama 2, 3, 3.1, 3.2, 3.3 and the many models in their layout (LlamaForCausalLM,
+arXiv:2302.13971): pre-norm decoders with RMS norms, RoPE, grouped-query attention and SwiGLU."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ def llama(config: Mapping[str, Any]) -> Decoder:
 
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
-    """Mistral's models are stored as Llama's; those with a window are told apart by it, and those
-    with experts by these."""
+    """Mistral and Mixtral share the architecture llama in files: experts identify Mixtral, a window
+    Mistral."""
     config = decoder_config(header, "attention.sliding_window", "expert_count")
     if header.integer("expert_count", 0, low=0):
         window = header.integer("attention.sliding_window", 0, low=0) or None

@@ -39,11 +39,11 @@ FIXED: Mapping[str, Any] = {
     "scoring_func": "sigmoid",
     "shared_intermediate_size": 0,
 }
-"""Traits that a config.json states and no released model lacks."""
+"""Required values: every released model has these."""
 
 
 def minimax_m2(config: Mapping[str, Any]) -> Decoder:
-    """A part of each head rotates, `rotary_dim` dimensions of it."""
+    """RoPE rotates `rotary_dim` dimensions of each head."""
     config = {"torch_dtype": "bfloat16", **config}
     read = ConfigReader(config, "MiniMaxM2ForCausalLM")
     read.refuse_quirks("partial_rotary_factor", "use_qk_norm", *EXPERT_KEYS)
@@ -73,7 +73,7 @@ def minimax_m2(config: Mapping[str, Any]) -> Decoder:
 
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
-    """Scores are a sigmoid's."""
+    """Files have sigmoid scores."""
     config = decoder_config(header, "expert_count") | experts_config(header)
     if header.integer("expert_gating_func", 2) != 2:
         raise header.error("expert_gating_func", "must be 2, sigmoid")

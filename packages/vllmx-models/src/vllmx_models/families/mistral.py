@@ -1,11 +1,17 @@
-"""Mistral 7B, Nemo, Small, Large (MistralForCausalLM): every layer attends through one window, if
-there is one."""
+"""Mistral 7B, Nemo, Small, Large (MistralForCausalLM) and Mixtral 8x7B, 8x22B (MixtralForCausalLM).
+
+Llama's layout; a sliding window, if set, applies to every layer (arXiv:2310.06825). Mixtral has a
+few large experts in place of the MLP (arXiv:2401.04088).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from vllmx_core.ops.route import RouteSpec
+
+from vllmx_models.blocks.moe import EachExpert, MoE, Router
 from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import (
     attention_mixer,
@@ -16,23 +22,50 @@ from vllmx_models.configs.decoder import (
     layer_specs,
     num_layers,
 )
+from vllmx_models.configs.moe import EXPERT_KEYS, chosen_experts, experts_spec, num_experts
 from vllmx_models.trunks.decoder import Decoder
 
 DEFAULT_POSITIONS = 4096 * 32
 DEFAULT_WINDOW = 4096
-"""transformers' value for a config without the key; null turns the window off."""
+"""The default of transformers; null turns the window off."""
 
 
 def mistral(config: Mapping[str, Any]) -> Decoder:
-    """Llama's layout with a sliding window and its own defaults."""
+    """Llama's layers with a sliding window."""
     read = ConfigReader(config, "MistralForCausalLM")
     read.refuse_quirks("sliding_window")
     window = None
     if read.has("sliding_window") or "sliding_window" not in config:
         window = read.integer("sliding_window", DEFAULT_WINDOW, high=1 << 31)
     head, sliding = head_size(read), [window is not None] * num_layers(read)
-    # one rotation for all layers: the window is no layer type here
+    # one RoPE for all layers: the window is not a layer type here
     ropes = layer_ropes(read, head, [False] * len(sliding), default_positions=DEFAULT_POSITIONS)
     mixer = attention_mixer(read, head, default_kv_heads=8)
     layers = layer_specs(read, mixer, dense_mlp(read), ropes, sliding, window)
+    return Decoder(decoder_spec(read, layers, default_positions=DEFAULT_POSITIONS))
+
+
+def mixtral(config: Mapping[str, Any]) -> Decoder:
+    """Expert weights are a softmax over the selected experts only."""
+    read = ConfigReader(config, "MixtralForCausalLM")
+    read.refuse_quirks(*EXPERT_KEYS, "sliding_window")
+    window = None
+    if read.has("sliding_window"):
+        window = read.integer("sliding_window", high=1 << 31)
+    head, sliding = head_size(read), [window is not None] * num_layers(read)
+    unwindowed = [False] * len(sliding)  # one RoPE for all layers
+    ropes = layer_ropes(
+        read, head, unwindowed, default_positions=DEFAULT_POSITIONS, default_theta=1e6
+    )
+    mixer = attention_mixer(read, head, default_kv_heads=8)
+    count = num_experts(read)
+    moe = MoE(
+        count,
+        read.integer("intermediate_size"),
+        Router(RouteSpec(chosen_experts(read, count), renormalise=True)),
+        experts_spec(read),
+        EachExpert("w1", "w3", "w2"),
+        module="block_sparse_moe",
+    )
+    layers = layer_specs(read, mixer, moe, ropes, sliding, window)
     return Decoder(decoder_spec(read, layers, default_positions=DEFAULT_POSITIONS))

@@ -1,5 +1,5 @@
-"""ModernBERT (ModernBertModel and its classifier): norms before blocks, rotations, and windows in
-all layers but each third."""
+"""ModernBERT (ModernBertModel and its classifier): pre-norm, RoPE, and a window in two of three
+layers (arXiv:2412.13663)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllmx_models.formats.gguf.encoders import encoder_config
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.trunks.decoder import LayerSpec
 from vllmx_models.trunks.encoder import Encoder, EncoderNames, EncoderSpec
-from vllmx_models.trunks.tails import ClassHead, num_labels, pooled
+from vllmx_models.trunks.pooling_heads import ClassHead, num_labels, pooled
 
 DEFAULT_POSITIONS = 8192
 GLOBAL_THETA, LOCAL_THETA = 160_000.0, 10_000.0
@@ -41,13 +41,13 @@ _NORMS = LayerNorms("attn_norm", None, "mlp_norm", None)
 
 
 def modernbert(config: Mapping[str, Any]) -> Encoder:
-    """The mean of a text's tokens."""
+    """An embedder with mean pooling."""
     spec = _spec(ConfigReader(config, "ModernBertModel"))
     return Encoder(spec, pooled(config, spec.hidden_size, "mean"))
 
 
 def modernbert_classifier(config: Mapping[str, Any]) -> Encoder:
-    """Scores of labels, by the first token or the mean of all."""
+    """A classifier on the first token or the mean of all."""
     read = ConfigReader(config, "ModernBertForSequenceClassification")
     spec, kind = _spec(read), config.get("classifier_pooling") or "cls"
     if kind not in ("cls", "mean"):
@@ -104,7 +104,7 @@ def _spec(read: ConfigReader) -> EncoderSpec:
 
 
 def _by_type(read: ConfigReader) -> ConfigReader:
-    """A config that names the rotation of each layer type, as those of today do."""
+    """Returns a config with one RoPE for each layer type, the current form."""
     given = read.config.get("rope_parameters")
     if isinstance(given, Mapping) and given:
         return read

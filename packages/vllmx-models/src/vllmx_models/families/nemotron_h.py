@@ -67,11 +67,11 @@ DEFAULTS: Mapping[str, Any] = {
     "moe_shared_expert_intermediate_size": 7688,
     "routed_scaling_factor": 1.0,
 }
-"""What transformers takes where a config.json is silent."""
+"""The defaults of transformers for absent keys."""
 
 
 def nemotron_h(config: Mapping[str, Any]) -> Decoder:
-    """Layers of multi-token prediction, which lie behind the others, are passed over."""
+    """Multi-token prediction layers, the last ones in a checkpoint, are ignored."""
     head = config.get("attention_head_dim", DEFAULTS["head_dim"])  # its name in older files
     read = ConfigReader({**DEFAULTS, "head_dim": head, **config}, "NemotronHForCausalLM")
     read.refuse_quirks("layer_types", "mlp_bias", *EXPERT_KEYS)
@@ -210,7 +210,7 @@ def _gguf_experts(header: GGUFHeader) -> dict[str, Any]:
 
 
 def _states(spec: DecoderSpec) -> Mapping[str, Any]:
-    """The keys of a GGUF file. Both epsilons are one, and llama.cpp asks for either."""
+    """GGUF metadata. Both epsilon keys are the same value: llama.cpp reads either."""
     feeds = [layer.feed_forward for layer in spec.layers]
     inner = [one.intermediate_size if isinstance(one, DenseMLP | MoE) else 0 for one in feeds]
     moe = next((one for one in feeds if isinstance(one, MoE)), None)
@@ -268,4 +268,4 @@ GGUF = GGUFArchitecture(
     with_experts="nemotron_h_moe",
     decays=("blk.{}.ssm_a",),
 )
-"""Files of models with experts have an architecture of their own, of the same names."""
+"""Files with experts have another architecture name but the same tensor names."""

@@ -1,5 +1,5 @@
-"""Nomic BERT (nomic-embed-text) and GTE (gte-multilingual, gte-v1.5): BERT's norms around rotated
-queries and keys and a gated feed-forward."""
+"""Nomic BERT (nomic-embed-text, arXiv:2402.01613) and GTE (gte-multilingual, gte-v1.5,
+arXiv:2407.19669): BERT's post-norm layers with RoPE and a gated feed-forward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllmx_models.formats.gguf.architecture import GGUFArchitecture
 from vllmx_models.formats.gguf.encoders import encoder_config
 from vllmx_models.trunks.decoder import LayerSpec
 from vllmx_models.trunks.encoder import Encoder, EncoderNames, EncoderSpec
-from vllmx_models.trunks.tails import ClassHead, num_labels, pooled
+from vllmx_models.trunks.pooling_heads import ClassHead, num_labels, pooled
 
 _NOMIC = EncoderNames(
     embedding_norm="emb_ln", layers="encoder.layers", prefixes=("nomic_bert.", "bert.")
@@ -46,7 +46,7 @@ _NOMIC_FIXED: Mapping[str, Any] = {
     "parallel_block": False,
     "moe_every_n_layers": 0,
 }
-"""What configs as they were published say of the layers; the others are other models."""
+"""Required values of keys in published configs; others mean a different model."""
 _NEW_FIXED: Mapping[str, Any] = {
     "layer_norm_type": "layer_norm",
     "logn_attention_clip1": False,
@@ -54,7 +54,7 @@ _NEW_FIXED: Mapping[str, Any] = {
     "pack_qkv": True,
     "position_embedding_type": "rope",
 }
-"""The same of GTE's first files."""
+"""Required values of keys in GTE's first configs."""
 _GTE = EncoderNames(prefixes=("gte.", "new."))
 _GTE_ATTENTION = AttentionNames("attention", qkv="qkv_proj", o="o_proj")
 _GTE_MLP = MLPNames("mlp", up_gate="up_gate_proj", down="down_proj")
@@ -62,32 +62,32 @@ _GTE_NORMS = LayerNorms(None, "attn_ln", None, "mlp_ln")
 
 
 def nomic_bert(config: Mapping[str, Any]) -> Encoder:
-    """The mean of a text's tokens."""
+    """An embedder with mean pooling."""
     spec = _nomic(_nomic_config(config, "NomicBertModel"))
     return Encoder(spec, pooled(config, spec.hidden_size, "mean"))
 
 
 def nomic_bert_classifier(config: Mapping[str, Any]) -> Encoder:
-    """Scores of labels from the first token."""
+    """A classifier on the first token."""
     read = _nomic_config(config, "NomicBertForSequenceClassification")
     head = ClassHead(num_labels(read), "pooler.dense", "classifier")
     return Encoder(_nomic(read), head)
 
 
 def gte(config: Mapping[str, Any]) -> Encoder:
-    """The first token."""
+    """An embedder that takes the first token's vector."""
     spec = _gte(_gte_config(config, "GteModel"))
     return Encoder(spec, pooled(config, spec.hidden_size, "cls"))
 
 
 def gte_classifier(config: Mapping[str, Any]) -> Encoder:
-    """Scores of labels from the first token."""
+    """A classifier on the first token."""
     read = _gte_config(config, "GteForSequenceClassification")
     return Encoder(_gte(read), ClassHead(num_labels(read), "pooler.dense", "classifier"))
 
 
 def _nomic_config(config: Mapping[str, Any], architecture: str) -> ConfigReader:
-    """Reads a config by the names of today, whatever its age."""
+    """Reads old and new configs by the current key names."""
     _check(ConfigReader(config, architecture), _NOMIC_FIXED)
     renamed = {_NOMIC_KEYS.get(key, key): value for key, value in config.items()}
     return ConfigReader(renamed, architecture)
@@ -115,7 +115,7 @@ def _gte_config(config: Mapping[str, Any], architecture: str) -> ConfigReader:
 
 
 def _check(read: ConfigReader, fixed: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError for another model."""
+    """Raises UnsupportedModelError if a key has another value."""
     for key, value in fixed.items():
         if read.config.get(key, value) not in (value, None):
             raise read.error(key, f"must be {value}")

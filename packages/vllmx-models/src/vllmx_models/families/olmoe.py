@@ -17,7 +17,7 @@ from vllmx_models.configs.decoder import (
     rms,
 )
 from vllmx_models.configs.moe import EXPERT_KEYS
-from vllmx_models.families.qwen2_moe import qwen_moe
+from vllmx_models.families.qwen_moe import qwen_moe
 from vllmx_models.formats.gguf.architecture import (
     DECODER_TENSORS,
     EXPERT_TENSORS,
@@ -33,7 +33,7 @@ DEFAULT_POSITIONS = 4096
 
 
 def olmoe(config: Mapping[str, Any]) -> Decoder:
-    """Scores by softmax over all experts, renormalised where the config says so."""
+    """Expert scores are a softmax over all experts, renormalised if `norm_topk_prob`."""
     read = ConfigReader({"rms_norm_eps": 1e-5, **config}, "OlmoeForCausalLM")
     read.refuse_quirks("attention_bias", *EXPERT_KEYS)
     bias = read.flag("attention_bias", False)
@@ -48,7 +48,7 @@ def olmoe(config: Mapping[str, Any]) -> Decoder:
 
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
-    """Weights are scores of all experts."""
+    """Expert weights in files are not renormalised."""
     config = decoder_config(header, "expert_count") | experts_config(header)
     return config | {"intermediate_size": config["moe_intermediate_size"]}
 

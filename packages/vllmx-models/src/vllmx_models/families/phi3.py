@@ -27,14 +27,14 @@ DEFAULT_POSITIONS = 4096
 
 
 def phi3(config: Mapping[str, Any]) -> Decoder:
-    """A window, where there is one, is every layer's; Phi-4-mini rotates a part of each head."""
+    """A window, if set, applies to every layer; Phi-4-mini rotates part of each head."""
     read = ConfigReader(config, "Phi3ForCausalLM")
     read.refuse_quirks("sliding_window", "partial_rotary_factor")
     window = read.integer("sliding_window", high=1 << 31) if read.has("sliding_window") else None
     head, count = head_size(read), num_layers(read)
     mixer = attention_mixer(read, head, names=AttentionNames(qkv="qkv_proj"))
     mlp = dense_mlp(read, names=MLPNames(gate_up="gate_up_proj"))
-    # one rotation for all layers: the window is no layer type here
+    # one RoPE for all layers: the window is not a layer type here
     ropes = layer_ropes(read, head, [False] * count, default_positions=DEFAULT_POSITIONS)
     layers = layer_specs(read, mixer, mlp, ropes, [window is not None] * count, window)
     norm = Norm(read.number("rms_norm_eps", 1e-5))
@@ -50,7 +50,7 @@ _TENSORS = {name: one for name, one in DECODER_TENSORS.items() if name not in _A
 
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
-    """A window of 0 is none."""
+    """A window of 0 means full attention."""
     config = decoder_config(header, "attention.sliding_window")
     window = header.integer("attention.sliding_window", 0, low=0)
     return config | {"sliding_window": window or None}

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllmx_models.config import ConfigReader
 from vllmx_models.configs.text import text_config
-from vllmx_models.families.qwen2 import qwen2
+from vllmx_models.families.qwen import qwen2
 from vllmx_models.families.qwen_images import (
     sectioned_axes,
     sees_images,
@@ -28,7 +28,7 @@ _SECTIONS = [16, 24, 24]
 
 
 def qwen2_5_vl(config: Mapping[str, Any]) -> Decoder:
-    """Images come as patches; videos are not taken."""
+    """Images are supported, videos are not."""
     text, sections = without_sections({**_DEFAULTS, **text_config(config, {})})
     decoder = qwen2(text)
     names = ModelNames(also=("model.", "model.language_model."))

@@ -38,7 +38,7 @@ from vllmx_models.formats.gguf.rope import SECTIONS, stated_sections, with_secti
 from vllmx_models.trunks.decoder import Decoder, ModelNames
 
 NAMES = ModelNames(also=("model.", "model.language_model."))
-"""Published files have the text beside the part for images, in a module of its own."""
+"""Published files have the text model in a module next to the vision tower."""
 _SECTIONS = [11, 11, 10]
 
 
@@ -50,11 +50,11 @@ def qwen3_5(config: Mapping[str, Any]) -> Decoder:
 
 
 qwen3_5_text = qwen3_5
-"""The text model alone."""
+"""The text model."""
 
 
 def qwen3_5_moe(config: Mapping[str, Any]) -> Decoder:
-    """Experts in each layer, as one tensor or as one for each."""
+    """Experts in each layer, stored as one tensor or one for each expert."""
     read, sections = _read(config, "Qwen3_5MoeForCausalLM")
     moe = gated_moe(read, tensors=EitherExperts())
     moes: list[FeedForward] = [moe] * num_layers(read)
@@ -62,11 +62,11 @@ def qwen3_5_moe(config: Mapping[str, Any]) -> Decoder:
 
 
 qwen3_5_moe_text = qwen3_5_moe
-"""The text model alone."""
+"""The text model."""
 
 
 def _seeing(config: Mapping[str, Any], text: Decoder, sections: Any) -> Decoder:
-    """Adds the tower, where the config has one."""
+    """Adds the vision tower, if the config has one."""
     if not sees_images(config):
         return text
     outer = ConfigReader(config, "Qwen3_5ForConditionalGeneration")
@@ -75,7 +75,7 @@ def _seeing(config: Mapping[str, Any], text: Decoder, sections: Any) -> Decoder:
 
 
 def _read(config: Mapping[str, Any], architecture: str) -> tuple[ConfigReader, Any]:
-    """The text model's config, and how its rotations turn the tokens of images."""
+    """Returns the text model's config and its multimodal RoPE sections."""
     text, sections = without_sections({**DEFAULTS, **text_config(config, {})})
     read = ConfigReader(text, architecture)
     read.refuse_quirks(*HONOURED)
@@ -85,7 +85,7 @@ def _read(config: Mapping[str, Any], architecture: str) -> tuple[ConfigReader, A
 
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
-    """Heads lie so that head h reads key head h % Hk."""
+    """Files order heads so that head h reads key head h % Hk."""
     config = with_sections(delta_config(header, SECTIONS), header)
     return config | {"vllmx_tiled_heads": True}
 
@@ -103,6 +103,6 @@ GGUF = GGUFArchitecture(
     tiled_heads=True,
     **CONVERTED,
 )
-GGUF_MOE = replace(
+MOE_GGUF = replace(
     GGUF, architecture="Qwen3_5MoeForCausalLM", tensors={**_TENSORS, **SHARED_EXPERT_TENSORS}
 )

@@ -1,5 +1,8 @@
-"""Qwen3-Next, such as 80B-A3B (Qwen3NextForCausalLM): three layers of gated delta nets for each one
-of attention, whose answers are gated too, and experts beside a shared one."""
+"""Qwen3-Next such as 80B-A3B (Qwen3NextForCausalLM).
+
+Three of four layers are gated delta nets (arXiv:2412.06464), the others attention with a gated
+output; each layer has routed experts and a shared one.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from vllmx_models.configs.decoder import (
 )
 from vllmx_models.configs.hybrid import hybrid_layers, layer_kinds
 from vllmx_models.configs.moe import EXPERT_KEYS, layer_numbers
-from vllmx_models.families.qwen2_moe import SHARED, qwen_moe
+from vllmx_models.families.qwen_moe import SHARED, qwen_moe
 from vllmx_models.formats.gguf.architecture import (
     DECODER_TENSORS,
     EXPERT_TENSORS,
@@ -53,12 +56,12 @@ DEFAULTS: Mapping[str, Any] = {
     "shared_expert_intermediate_size": 512,
     "norm_topk_prob": True,
 }
-"""What transformers takes where a config.json is silent."""
+"""The defaults of transformers for absent keys."""
 INTERLEAVED = DeltaNames(qkvz="in_proj_qkvz", ba="in_proj_ba")
 
 
 def qwen3_next(config: Mapping[str, Any]) -> Decoder:
-    """A layer of multi-token prediction, which lies behind the others, is passed over."""
+    """The multi-token prediction layer at the end of checkpoints is ignored."""
     read = ConfigReader({**DEFAULTS, **config}, "Qwen3NextForCausalLM")
     read.refuse_quirks(*HONOURED)
     count, step = num_layers(read), read.integer("decoder_sparse_step", 1)
@@ -73,7 +76,7 @@ def qwen3_next(config: Mapping[str, Any]) -> Decoder:
 
 
 def gated_moe(read: ConfigReader, **options: Any) -> MoE:
-    """Experts beside one that all tokens share, weighed by a sigmoid."""
+    """Routed experts and a shared one, weighted by a sigmoid gate."""
     inner = read.integer("shared_expert_intermediate_size")
     shared = DenseMLP(inner, read.activation(), names=SHARED)
     return qwen_moe(read, shared=shared, shared_gate="shared_expert_gate", **options)
@@ -82,7 +85,7 @@ def gated_moe(read: ConfigReader, **options: Any) -> MoE:
 def qwen_hybrid(
     read: ConfigReader, feed_forwards: list[FeedForward], delta: DeltaNames, **options: Any
 ) -> Decoder:
-    """Delta nets and gated attention, with norms that are stored minus one; `options` are
+    """Delta nets and gated attention, with norm weights stored minus one; `options` are
     `DecoderSpec`'s."""
     every = read.integer("full_attention_interval")
     by_default = [KINDS[(layer + 1) % every == 0] for layer in range(len(feed_forwards))]
@@ -103,7 +106,7 @@ def qwen_hybrid(
 
 
 def delta_mixer(read: ConfigReader, names: DeltaNames) -> DeltaMixer:
-    """The gated delta net of all layers that have one."""
+    """The gated delta net mixer."""
     heads = read.integer("linear_num_value_heads", high=1 << 16)
     key_heads = read.integer("linear_num_key_heads", high=1 << 16)
     if heads % key_heads:
@@ -123,7 +126,7 @@ def delta_mixer(read: ConfigReader, names: DeltaNames) -> DeltaMixer:
 
 
 def delta_config(header: GGUFHeader, *honoured: str) -> dict[str, Any]:
-    """The keys of config.json; layers of multi-token prediction are counted among the others."""
+    """The config.json of a GGUF header; its layer count includes multi-token prediction."""
     config = decoder_config(header, "expert_count", "nextn_predict_layers", *honoured)
     heads, size = header.integer("ssm.time_step_rank"), config["head_dim"]
     experts = experts_config(header) if header.has("expert_count") else {}
@@ -167,8 +170,7 @@ SHARED_EXPERT_TENSORS: Mapping[str, str] = {
 
 
 def delta_states(spec: DecoderSpec) -> dict[str, Any]:
-    """What `delta_config` reads beside the keys of every decoder. Raises UnsupportedModelError
-    where no layer is a delta net."""
+    """GGUF metadata of gated delta nets. Raises UnsupportedModelError if no layer is one."""
     kinds = [isinstance(mixer, DeltaMixer) for mixer in spec.mixers]
     mixer = next((one for one in spec.mixers if isinstance(one, DeltaMixer)), None)
     if mixer is None:
@@ -191,7 +193,7 @@ CONVERTED: Mapping[str, Any] = {
     "plain_norms": ("blk.{}.ssm_norm",),
     "decays": ("blk.{}.ssm_a",),
 }
-"""What files have otherwise than the originals."""
+"""Tensors that GGUF files store differently from the checkpoints."""
 GGUF = GGUFArchitecture(
     "Qwen3NextForCausalLM",
     {

@@ -11,8 +11,7 @@ from typing import Any
 from vllmx_models.blocks.moe import EachExpert, EitherExperts, MoE, StackedExperts
 from vllmx_models.config import ConfigReader
 from vllmx_models.configs.text import text_config
-from vllmx_models.families.qwen3 import qwen3
-from vllmx_models.families.qwen3_moe import qwen3_moe
+from vllmx_models.families.qwen import qwen3
 from vllmx_models.families.qwen_images import (
     interleaved_axes,
     qwen_tower,
@@ -20,6 +19,7 @@ from vllmx_models.families.qwen_images import (
     with_images,
     without_sections,
 )
+from vllmx_models.families.qwen_moe import qwen3_moe
 from vllmx_models.formats.gguf.architecture import (
     DECODER_TENSORS,
     EXPERT_TENSORS,
@@ -37,16 +37,16 @@ _NAMES = ModelNames(also=("model.", "model.language_model."))
 _DEEPSTACK = [8, 16, 24]
 _SECTIONS = [24, 20, 20]
 _EXPERTS = EitherExperts(EachExpert(), StackedExperts(transposed=None))
-"""Published files have stacks that lie the other way round than those that transformers writes."""
+"""Stacks in published files are transposed relative to those that transformers saves."""
 
 
 def qwen3_vl(config: Mapping[str, Any]) -> Decoder:
-    """Images come as patches; videos are not taken."""
+    """Images are supported, videos are not."""
     return _seeing(config, "Qwen3VLForConditionalGeneration", qwen3)
 
 
 def qwen3_vl_moe(config: Mapping[str, Any]) -> Decoder:
-    """The weights of a token's experts always add up to one."""
+    """Expert weights are always renormalised."""
     return _seeing(config, "Qwen3VLMoeForConditionalGeneration", _with_experts)
 
 
@@ -92,7 +92,7 @@ GGUF = GGUFArchitecture(
     config=_gguf_config,
     kept=_kept,
 )
-GGUF_MOE = replace(
+MOE_GGUF = replace(
     GGUF,
     architecture="Qwen3VLMoeForConditionalGeneration",
     tensors={**GGUF.tensors, **EXPERT_TENSORS},

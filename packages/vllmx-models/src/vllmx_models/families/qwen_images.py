@@ -20,7 +20,7 @@ Axes = Callable[[int], tuple[int, ...]]
 
 
 def sees_images(config: Mapping[str, Any]) -> bool:
-    """Whether the config has a part for images."""
+    """True if the config describes a vision tower."""
     return config.get("vision_config") is not None
 
 
@@ -33,7 +33,7 @@ def vision_reader(outer: ConfigReader) -> ConfigReader:
 
 
 def without_sections(text: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """The config with a rotation that says nothing of axes, and what it said: `mrope_section`."""
+    """Returns the config without its multimodal RoPE options, and `mrope_section`."""
     for key in ("rope_scaling", "rope_parameters"):
         given = text.get(key)
         if isinstance(given, Mapping):
@@ -46,7 +46,7 @@ def without_sections(text: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
 
 
 def interleaved_axes(outer: ConfigReader, found: Any, default: list[int]) -> Axes:
-    """Time, row and column take turns as long as their sections last, and time has the rest."""
+    """Interleaved: time, row and column alternate up to their sections; time takes the rest."""
 
     def axes(half: int) -> tuple[int, ...]:
         sections, axes = _sections(outer, half, found, default), [0] * half
@@ -59,7 +59,7 @@ def interleaved_axes(outer: ConfigReader, found: Any, default: list[int]) -> Axe
 
 
 def sectioned_axes(outer: ConfigReader, found: Any, default: list[int]) -> Axes:
-    """Time has the first frequencies, row the next ones, column the rest."""
+    """Sectioned: time has the first frequencies, row the next ones, column the rest."""
 
     def axes(half: int) -> tuple[int, ...]:
         sections = _sections(outer, half, found, default)
@@ -74,7 +74,7 @@ def _sections(outer: ConfigReader, half: int, found: Any, default: list[int]) ->
     sections = default if found is None else found
     given = isinstance(sections, list) and len(sections) == 3
     if not given or any(type(size) is not int or not 0 <= size <= half for size in sections):
-        raise outer.error("text_config", f"has a mrope_section that is no three parts of {half}")
+        raise outer.error("text_config", f"has a mrope_section that is not three parts of {half}")
     checked: list[int] = sections
     return checked
 
@@ -82,7 +82,7 @@ def _sections(outer: ConfigReader, half: int, found: Any, default: list[int]) ->
 def with_images(
     text: Decoder, tower: QwenTower | WindowTower, axes: Axes, outer: ConfigReader
 ) -> Decoder:
-    """A text model that sees the images of a tower."""
+    """A text model with a vision tower."""
     spec, features = text.spec, FeatureSpec(1 + len(tower.deepstack), tower.out_size)
     if features.width != spec.hidden_size or len(tower.deepstack) > len(spec.layers):
         raise outer.error("vision_config", "makes features that the decoder cannot take")
@@ -98,7 +98,7 @@ def _turned(layer: LayerSpec, axes: Axes) -> LayerSpec:
 
 
 def qwen_tower(outer: ConfigReader, deepstack: list[int]) -> QwenTower:
-    """The tower of Qwen3-VL and Qwen3.5; `deepstack` is what a config means that is silent."""
+    """The tower of Qwen3-VL and Qwen3.5; `deepstack` is the default for absent keys."""
     read = vision_reader(outer)
     depth, size = read.integer("depth", high=1024), read.integer("hidden_size")
     heads = read.integer("num_heads")

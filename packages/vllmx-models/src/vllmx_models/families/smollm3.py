@@ -1,4 +1,4 @@
-"""SmolLM3 (SmolLM3ForCausalLM): every fourth layer has no position embedding (NoPE)."""
+"""SmolLM3 (SmolLM3ForCausalLM): Llama without position embedding in every fourth layer (NoPE)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ DEFAULT_THETA = 2_000_000.0
 
 
 def smollm3(config: Mapping[str, Any]) -> Decoder:
-    """`no_rope_layers` has a 1 for each layer that rotates; a window, where one is in use, belongs
-    to the layers that do not."""
+    """`no_rope_layers` has a 1 for each layer with RoPE; a window, if enabled, applies to the
+    layers without."""
     read = ConfigReader(config, "SmolLM3ForCausalLM")
     read.refuse_quirks(
         "attention_bias",
@@ -59,5 +59,5 @@ def _rotating_layers(read: ConfigReader) -> list[bool]:
     return [(layer + 1) % interval != 0 for layer in range(layers)]
 
 
-# which layers rotate is not in the file: always three of four
+# files do not list the layers with RoPE: always three of four
 GGUF = GGUFArchitecture("SmolLM3ForCausalLM", interleaved=INTERLEAVED)

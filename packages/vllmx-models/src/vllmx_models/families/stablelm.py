@@ -27,7 +27,7 @@ NAMES = AttentionNames(q_norm="q_layernorm.norms.{}", k_norm="k_layernorm.norms.
 
 
 def stablelm(config: Mapping[str, Any]) -> Decoder:
-    """The 12B has blocks side by side, and a norm for each query and key head."""
+    """The 12B runs its blocks in parallel and has a norm for each query and key head."""
     read = ConfigReader({"partial_rotary_factor": 0.25, **config}, "StableLmForCausalLM")
     read.refuse_quirks("partial_rotary_factor", "qk_layernorm")
     eps, head = read.number("layer_norm_eps", 1e-5), head_size(read)
@@ -54,7 +54,7 @@ _TENSORS: Mapping[str, str] = {
     "blk.{}.attn_q_norm": f"{_ATTENTION}.q_layernorm.norms.{{}}",
     "blk.{}.attn_k_norm": f"{_ATTENTION}.k_layernorm.norms.{{}}",
 }
-"""The norms of a layer's heads are one tensor there."""
+"""Files fuse the norms of a layer's heads into one tensor."""
 
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""The tower of Gemma 4: the decoder's layers, both ways over patches that are rotated by column and
-row, whose answers are averaged over squares of patches."""
+"""The vision tower of Gemma 4: the decoder's layers with bidirectional attention and 2D RoPE; the
+output is averaged over squares of patches."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class Gemma4Tower(Record):
     activation: Activation
     patch: int
     merge: int
-    """Patches in a row and in a column that come to one token."""
+    """Side of the square of patches that form one token."""
     longest_side: int
-    """The longest side that an image may have, in patches."""
+    """The maximum side of an image in patches."""
     out_size: int
     eps: float
     theta: float
     standardised: bool
     clipped: bool = False
-    """Whether what goes into each matrix of a layer and what comes out is held between bounds."""
+    """True if inputs and outputs of each layer's matrices are clipped to stored bounds."""
     colours_last: bool = True
 
     @property
@@ -102,8 +102,8 @@ class Gemma4Tower(Record):
     def _together(
         self, ours: str, modules: Mapping[str, tuple[PartSpec, ...]], cols: int
     ) -> Iterator[WeightSpec]:
-        """Matrices that read the same values: one below the other, or each by itself with the
-        bounds of what goes in, where those are not the same, and the bounds of what comes out."""
+        """Matrices with the same input: fused into one, or, if clipped, each with its own input
+        bounds, and the bounds of all outputs."""
         if not self.clipped:
             parts = tuple(part for each in modules.values() for part in each)
             yield WeightSpec(ours, "linear", parts, cols)
@@ -114,8 +114,8 @@ class Gemma4Tower(Record):
         yield _bounds(f"{ours}.out", modules, "output")
 
     def _halves(self, name: str, heads: int) -> tuple[PartSpec, ...]:
-        """The rows of each head with those first that are turned with one of the second half: the
-        file has column and row one after the other, each with its pairs."""
+        """The rows of each head, reordered so that RoPE pairs dimension i with i + D / 2: the file
+        has the pairs of the column axis first, then those of the row axis."""
         quarter, head = self.head_size // 4, self.head_size
         return tuple(
             PartSpec(name, quarter, runs=RowRuns(number * head + place * quarter, quarter, head))
@@ -124,8 +124,7 @@ class Gemma4Tower(Record):
         )
 
     def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
-        """Frequencies of the column, then those of the row, and a norm's weight that does
-        nothing."""
+        """RoPE tables of the column axis, then of the row axis, and a norm weight of ones."""
         longest = min(self.longest_side, max_model_len * self.merge)
         half = Rope("default", self.theta, self.head_size // 2, longest).table(longest)
         cos, sin = np.split(half, 2, axis=1)
@@ -140,7 +139,7 @@ class Gemma4Tower(Record):
         for index in range(self.depth):
             x = self._through(ops, x, w, step, f"visual.{index}")
         x = ops.scale(x, self.hidden_size**0.5)
-        if self.standardised:  # a table of one row, which all tokens of a pass name
+        if self.standardised:  # a table of one row, looked up by all tokens
             bias = ops.embedding(step.tokens, w["visual.std_bias"])
             x = ops.add(x, ops.scale(bias, -1.0))
         x = ops.merge(x, self.patches_per_token, "mean")
@@ -172,7 +171,7 @@ class Gemma4Tower(Record):
         return ops.add(x, normed(fed, "post_feedforward"))
 
     def _product(self, ops: Ops, x: Array, w: Mapping[str, Weight], ours: str, count: int) -> Array:
-        """What `_together` laid out, times x; the results side by side."""
+        """x times the matrices of `_together`; the results are concatenated."""
         if not self.clipped:
             return ops.linear(x, w[ours])
         first, *others = (
@@ -183,7 +182,7 @@ class Gemma4Tower(Record):
 
     # --- places -----------------------------------------------------------------------------------
     def places(self, grid: tuple[int, int, int]) -> ImagePlaces:
-        """See `vllmx_core.model.Encoder`: tokens of an image count on like those of text."""
+        """See `vllmx_core.model.Encoder`: positions of image tokens continue those of text."""
         frames, tall, wide = grid
         merge, most = self.merge, self.longest_side
         whole = frames == 1 and tall % merge == 0 and wide % merge == 0
@@ -200,7 +199,7 @@ class Gemma4Tower(Record):
 
 
 def gemma4_tower(config: Mapping[str, Any], width: int) -> Gemma4Tower | None:
-    """What `vision_config` describes; None where there is none, or one that is not known here."""
+    """Reads `vision_config`. None if it is absent or unsupported."""
     vision = config.get("vision_config")
     if vision is None:
         return None
@@ -241,6 +240,6 @@ def _linear(name: str, modules: tuple[str, ...], rows: int, cols: int) -> Weight
 
 
 def _bounds(name: str, modules: Iterable[str], side: str) -> WeightSpec:
-    """The lowest and the highest number of one side of each of the modules."""
+    """The clipping bounds, minimum and maximum, of each module's input or output."""
     parts = (PartSpec(f"{one}.{side}_{end}", 1) for one in modules for end in ("min", "max"))
     return WeightSpec(name, "vector", tuple(parts), shape=(1,))

@@ -1,5 +1,5 @@
-"""The tower of Qwen2.5-VL (arXiv 2502.13923): a transformer over patches that are rotated by row
-and column, most of whose layers see windows of an image alone."""
+"""The vision tower of Qwen2.5-VL (arXiv:2502.13923): a transformer over patches with 2D RoPE; most
+layers attend within windows of the image."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class WindowTower(Record):
     frames: int
     merge: int
     window: int
-    """Tokens in a row and in a column of a window."""
+    """Side of a window in tokens."""
     whole: frozenset[int]
-    """Layers that see all of an image."""
+    """Layers that attend to the whole image."""
     out_size: int
     theta: float
     deepstack: tuple[int, ...] = ()
@@ -77,7 +77,7 @@ class WindowTower(Record):
         yield linear("visual.merger.down", "visual.merger.mlp.2", self.out_size, joined)
 
     def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
-        """Frequencies of the row, then those of the column."""
+        """RoPE tables of the row axis, then of the column axis."""
         longest = min(max_model_len * self.merge, _LONGEST_SIDE)
         quarter = self.hidden_size // self.num_heads // 2
         cos, sin = np.split(Rope("default", self.theta, quarter, longest).table(longest), 2, axis=1)
@@ -111,8 +111,8 @@ class WindowTower(Record):
 
     # --- places -----------------------------------------------------------------------------------
     def places(self, grid: tuple[int, int, int]) -> ImagePlaces:
-        """See `vllmx_core.model.Encoder`: time stands still in an image, rows and columns count
-        from its first token, and the text goes on behind the greater of them."""
+        """See `vllmx_core.model.Encoder`: time is constant within an image, rows and columns
+        count from its first token, and text continues after the maximum."""
         frames, tall, wide = grid
         merge, most = self.merge, _LONGEST_SIDE
         whole = frames == 1 and tall % merge == 0 and wide % merge == 0
@@ -137,7 +137,7 @@ _GATED = ("gate", "up")
 
 
 def _windows(tall: int, wide: int, side: int) -> tuple[I32, I32]:
-    """Tokens window by window, and how many are in each; those at the end are smaller."""
+    """The tokens in window order, and the size of each window; the last ones are smaller."""
     row, column = np.divmod(np.arange(tall * wide, dtype=np.int32), np.int32(wide))
     window = row // side * -(-wide // side) + column // side
     order = np.argsort(window, kind="stable").astype(np.int32)

@@ -34,11 +34,11 @@ class QwenTower(Record):
     frames: int
     merge: int
     table_side: int
-    """The side of the square table of positions."""
+    """Side of the square position table."""
     out_size: int
     theta: float
     deepstack: tuple[int, ...]
-    """Layers behind which features are made for the decoder's first layers."""
+    """Layers whose output is merged into features for the decoder's first layers."""
     module: str = "model.visual"
     colours_last: bool = False
 
@@ -129,8 +129,8 @@ class QwenTower(Record):
 
     # --- places -----------------------------------------------------------------------------------
     def places(self, grid: tuple[int, int, int]) -> ImagePlaces:
-        """See `vllmx_core.model.Encoder`: time stands still in an image, rows and columns count
-        from its first token, and the text goes on behind the greater of them."""
+        """See `vllmx_core.model.Encoder`: time is constant within an image, rows and columns
+        count from its first token, and text continues after the maximum."""
         frames, tall, wide = grid
         merge, most = self.merge, _LONGEST_SIDE
         whole = frames == 1 and tall % merge == 0 and wide % merge == 0

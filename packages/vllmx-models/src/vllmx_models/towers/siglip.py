@@ -33,7 +33,7 @@ class SiglipTower(Record):
     side: int
     """Patches in a row and in a column of every image."""
     merge: int
-    """The side of the square of patches that come to one token."""
+    """Side of the square of patches that form one token."""
     out_size: int
     eps: float
     colours_last: bool = False
@@ -83,7 +83,7 @@ class SiglipTower(Record):
         yield WeightSpec("visual.out", "linear", (out,), size)
 
     def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
-        """Nothing is rotated."""
+        """No RoPE, so no tables."""
         return {}
 
     # --- the pass ---------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class SiglipTower(Record):
 
     # --- places -----------------------------------------------------------------------------------
     def places(self, grid: tuple[int, int, int]) -> ImagePlaces:
-        """See `vllmx_core.model.Encoder`: tokens of an image count on like those of text."""
+        """See `vllmx_core.model.Encoder`: positions of image tokens continue those of text."""
         if grid != (1, self.side, self.side):
             raise InvalidRequestError(f"the model cannot see an image of {grid} patches")
         row, column = merge_order(self.side, self.side, self.merge)

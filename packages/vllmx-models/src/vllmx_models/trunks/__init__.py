@@ -1,1 +1,1 @@
-"""What families share as a whole: decoder, encoder, pooled decoder, and their output heads."""
+"""Whole models that families share: decoder, encoder, pooled decoder, and their output heads."""

@@ -40,7 +40,7 @@ from vllmx_models.blocks.layer import Block, FeedForward, LayerNames, LayerScope
 from vllmx_models.blocks.norms import PRE, LayerNorms, Norm, ResidualStream
 from vllmx_models.blocks.rope import Rope
 from vllmx_models.config import ConfigReader
-from vllmx_models.trunks.tails import End, num_labels, read_modules
+from vllmx_models.trunks.pooling_heads import LinearHead, num_labels, read_modules
 
 logger = logging.getLogger("vllmx.models")
 HEAD = "lm_head.weight"
@@ -56,9 +56,9 @@ class LayerSpec(Record):
     feed_forward: FeedForward | None
     norms: LayerNorms = PRE
     extra: Block | None = None
-    """What reads the stream behind the feed-forward, without a norm, and adds to it."""
+    """A block after the feed-forward that reads the stream without a norm."""
     scalar: str | None = None
-    """A tensor of one value, by which the stream is multiplied at the layer's end."""
+    """A tensor with one value that scales the stream at the end of the layer."""
 
     @property
     def both(self) -> tuple[Mixer, FeedForward]:
@@ -76,11 +76,11 @@ class ModelNames(Record):
     norm: str = "model.norm"
     head: str = "lm_head"
     also: tuple[str, str] | None = None
-    """(prefix, another prefix that checkpoints have in its place)."""
+    """(prefix, alternative prefix in other checkpoints)."""
 
 
 class DecoderSpec(Record):
-    """One decoder model."""
+    """The architecture of a decoder as data."""
 
     vocab_size: int  # V
     hidden_size: int  # E
@@ -91,12 +91,11 @@ class DecoderSpec(Record):
     tied_embeddings: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
-    """The scale of what a block adds to the stream."""
+    """The factor of each block's output."""
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     features: FeatureSpec | None = None
-    """The features of images: the first part replaces embeddings, each other one is added behind a
-    layer, the first behind the first."""
+    """Image features: the first part replaces embeddings, part i is added after layer i - 1."""
     names: ModelNames = ModelNames()
 
     @property
@@ -106,7 +105,7 @@ class DecoderSpec(Record):
 
 
 class Decoder:
-    """A `vllmx_core.model.Model` over a `DecoderSpec`, with a tower where it sees images."""
+    """A `vllmx_core.model.Model` over a `DecoderSpec`, optionally with a vision tower."""
 
     def __init__(self, spec: DecoderSpec, encoder: Encoder | None = None) -> None:
         self.spec = spec
@@ -127,11 +126,11 @@ class Decoder:
         )
 
     def answering(self, output: Output, config: Mapping[str, Any]) -> Model:
-        """The model that gives vectors or scores of texts instead, as its config says."""
+        """The model with a pooling head instead of logits, as its config says."""
         return pooled_decoder(self.text_alone().spec, output, config)
 
     def text_alone(self) -> Decoder:
-        """The same without the tower, for backends that have none of its ops."""
+        """The model without its tower, for backends that lack the tower's ops."""
         return Decoder(replace(self.spec, features=None))
 
     def with_stored_head(self, source: WeightSource) -> Decoder:
@@ -209,7 +208,7 @@ class Decoder:
         return ops.logits(x, step.logit_rows, w["lm_head"], self.spec.logit_softcap)  # (L, V)
 
     def hidden(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
-        """(T, E) what the last norm gives."""
+        """(T, E) the output of the last norm."""
         spec = self.spec
         x = _scaled(ops, ops.embedding(step.tokens, w["embed"]), spec.embedding_scale)  # (T, E)
         num_added = 0
@@ -255,7 +254,7 @@ class Decoder:
         stream.add(self._written("mlp_post_norm", names, fed, scope))
 
     def _parallel(self, layer: LayerSpec, stream: ResidualStream, scope: LayerScope) -> None:
-        """Records a layer both of whose blocks read the stream as it was before the layer."""
+        """Records a layer with both blocks in parallel on the layer's input."""
         (mixer, feed_forward), names = layer.both, layer.norms.named
         x = self._read("attn_norm", names, stream, scope)
         mixed = self._written("attn_post_norm", names, mixer.record(x, scope), scope)
@@ -268,11 +267,11 @@ class Decoder:
     def _read(
         self, name: str, names: Mapping[str, str], stream: ResidualStream, scope: LayerScope
     ) -> Array:
-        """What a block reads: the stream, through a norm where the layer has one there."""
+        """A block's input: the stream, normalised if the layer has the norm `name`."""
         return stream.normed(f"layers.{scope.layer}.{name}") if name in names else stream.read()
 
     def _written(self, name: str, names: Mapping[str, str], x: Array, scope: LayerScope) -> Array:
-        """What is added to the stream of a block's answer."""
+        """A block's update of the stream: its output, normalised and scaled."""
         if name in names:
             x = self.spec.norm.record(scope.ops, x, scope.weights, f"layers.{scope.layer}.{name}")
         return _scaled(scope.ops, x, self.spec.residual_scale)
@@ -298,7 +297,7 @@ class Decoder:
 
 
 def _are_equal(one: WeightPart, other: WeightPart) -> bool:
-    """Whether two weights are stored with equal bytes."""
+    """True if two weights are stored with equal bytes."""
     if one.cut is not None or other.cut is not None:  # computed at each read, not stored
         return False
     if (one.layout, one.shape, one.buffers.keys()) != (
@@ -327,7 +326,7 @@ def _pieces(tensor: RawTensor) -> Iterator[RawTensor]:
 
 
 def rope_tables(layers: Sequence[LayerSpec]) -> dict[str, Rope]:
-    """The rotations of the layers by the names of their tables, each once."""
+    """The distinct RoPEs of the layers by the names of their tables."""
     ropes: list[Rope] = []
     for layer in layers:
         rope = None if layer.mixer is None else layer.mixer.rope
@@ -342,7 +341,7 @@ def _renamed(spec: WeightSpec, prefix: str, other: str) -> WeightSpec:
 
 
 def renamed_part(part: PartSpec, prefix: str, other: str) -> PartSpec:
-    """The same of one part."""
+    """Adds the alternative prefix to a part."""
     others = tuple(
         one if isinstance(one, str) else renamed_part(one, prefix, other)
         for one in part.alternatives
@@ -357,43 +356,43 @@ def _scaled(ops: Ops, x: Array, factor: float) -> Array:
 
 
 class PooledDecoder:
-    """A decoder that answers with vectors or scores: its layers and a pooling head, no logits.
+    """A decoder with a pooling head instead of logits: it returns vectors or scores.
 
     Embedders (Qwen3-Embedding, E5-Mistral), rerankers that score by the logits of "no" and "yes"
     (Qwen3-Reranker), and `...ForSequenceClassification` over any decoder.
     """
 
-    def __init__(self, spec: DecoderSpec, end: End) -> None:
-        self.spec, self._decoder, self._end = spec, Decoder(spec), end
+    def __init__(self, spec: DecoderSpec, head: LinearHead) -> None:
+        self.spec, self._decoder, self._head = spec, Decoder(spec), head
 
     @property
     def shape(self) -> ModelShape:
-        shape, end = self._decoder.shape, self._end
+        shape, head = self._decoder.shape, self._head
         return replace(
             shape,
-            output=end.output,
-            output_size=end.size(shape.hidden_size),
-            whole_prompts=end.pooling != "last" or not (shape.caches or shape.states),
+            output=head.output,
+            output_size=head.size(shape.hidden_size),
+            whole_prompts=head.pooling != "last" or not (shape.caches or shape.states),
         )
 
     def weights(self) -> tuple[WeightSpec, ...]:
-        return (*self._decoder.trunk_weights(), *self._end.weights(self.shape.hidden_size))
+        return (*self._decoder.trunk_weights(), *self._head.weights(self.shape.hidden_size))
 
     def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
         return self._decoder.constants(max_model_len)
 
     def forward(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
-        return self._end.record(ops, w, self._decoder.hidden(ops, w, step), step)
+        return self._head.record(ops, w, self._decoder.hidden(ops, w, step), step)
 
 
 def pooled_decoder(spec: DecoderSpec, output: Output, config: Mapping[str, Any]) -> PooledDecoder:
-    """Makes a decoder that pools as `vllmx_core.text_modules` and the config say; the last token's
-    vector by default. Raises UnsupportedModelError."""
+    """Makes a decoder with the pooling of `vllmx_core.text_modules` and the config, by default of
+    the last token. Raises UnsupportedModelError."""
     if spec.names.also is None:  # saved without the head, its layers have no prefix
         spec = replace(spec, names=replace(spec.names, also=("model.", "")))
     pooling, dense = read_modules(config, spec.hidden_size)
     if output == "vectors":
-        return PooledDecoder(spec, End("vectors", pooling or "last", dense))
+        return PooledDecoder(spec, LinearHead("vectors", pooling or "last", dense))
     tokens = config.get("score_tokens")
     if tokens is None:
         head = _labels(spec, config)
@@ -401,23 +400,23 @@ def pooled_decoder(spec: DecoderSpec, output: Output, config: Mapping[str, Any])
         head = _rows(spec, PartSpec("score.weight", 1), config["score_rows"])
     else:
         head = _token_rows(spec, tokens)
-    return PooledDecoder(spec, End("scores", "last", ((head, "identity"),)))
+    return PooledDecoder(spec, LinearHead("scores", "last", ((head, "identity"),)))
 
 
 def _labels(spec: DecoderSpec, config: Mapping[str, Any]) -> WeightSpec:
-    """The matrix of `...ForSequenceClassification`, a row a label."""
+    """The matrix of `...ForSequenceClassification`, one row for each label."""
     count = num_labels(ConfigReader(config, "ForSequenceClassification"))
     return WeightSpec("score", "linear", (PartSpec("score.weight", count),), spec.hidden_size)
 
 
 def _rows(spec: DecoderSpec, head: PartSpec, rows: Sequence[int]) -> WeightSpec:
-    """Some rows of a head, in this order."""
+    """Selected rows of a head, in this order."""
     parts = tuple(replace(head, rows=1, runs=RowRuns(row, 1, 1)) for row in rows)
     return WeightSpec("score", "linear", parts, spec.hidden_size)
 
 
 def _token_rows(spec: DecoderSpec, tokens: Sequence[object]) -> WeightSpec:
-    """The rows of the head that belong to these tokens."""
+    """The rows of the output head of these tokens."""
     head, rows = Decoder(spec).head_part(), []
     for token in tokens:
         if not isinstance(token, int) or not 0 <= token < spec.vocab_size:

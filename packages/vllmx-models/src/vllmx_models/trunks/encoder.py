@@ -1,8 +1,8 @@
-"""The encoder that embedders, cross-encoders and classifiers share: layers whose tokens see each
-other both ways, and a tail that makes one row of each text.
+"""The encoder of embedders, cross-encoders and classifiers: layers with bidirectional attention and
+a pooling head.
 
-An architecture reads its config.json into an `EncoderSpec`, of the blocks that decoders are built
-of too. E hidden size, T tokens of a step, L texts.
+An architecture reads its config.json into an `EncoderSpec`, made of the same blocks as decoders.
+E hidden size, T tokens of a step, L texts.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from vllmx_core.weights.part import PartSpec, WeightSpec
 from vllmx_models.blocks.layer import LayerNames, LayerScope
 from vllmx_models.blocks.norms import Norm
 from vllmx_models.trunks.decoder import LayerSpec, rope_tables
-from vllmx_models.trunks.tails import Tail
+from vllmx_models.trunks.pooling_heads import PoolingHead
 
 _OLD_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-"""What files of the first BERTs call them."""
+"""The names of norm weights in early BERT checkpoints."""
 
 
 class EncoderNames(Record):
@@ -33,13 +33,13 @@ class EncoderNames(Record):
     embedding_norm: str = "embeddings.LayerNorm"
     layers: str = "encoder.layer"
     norm: str | None = None
-    """The norm behind the last layer."""
+    """The norm after the last layer."""
     prefixes: tuple[str, ...] = ()
-    """What may stand before all of them."""
+    """Optional prefixes of all modules in checkpoints."""
 
 
 class EncoderSpec(Record):
-    """What sets one encoder apart from another."""
+    """The architecture of an encoder as data."""
 
     vocab_size: int
     hidden_size: int  # E
@@ -48,22 +48,21 @@ class EncoderSpec(Record):
     dtype: str
     norm: Norm
     sums_normed: bool = False
-    """Whether the norm after a block is of the stream with the block's answer in it, as in BERT;
-    else blocks read the stream through the norms before them."""
+    """True for post-norm, as in BERT: norms follow each residual sum; else pre-norm."""
     positions: int = 0
-    """Rows of the table of positions; 0: there is none."""
+    """Rows of the position table; 0: no table."""
     first_position: int = 0
-    """The row of a text's first token."""
+    """The position of a text's first token."""
     token_types: int = 0
-    """Rows of the table of token types; 0: there is none."""
+    """Rows of the token type table; 0: no table."""
     names: EncoderNames = EncoderNames()
 
 
 class Encoder:
-    """A `vllmx_core.model.Model` over an `EncoderSpec`, with the tail that it was trained for."""
+    """A `vllmx_core.model.Model` over an `EncoderSpec`, with a pooling head."""
 
-    def __init__(self, spec: EncoderSpec, tail: Tail) -> None:
-        self.spec, self.tail = spec, tail
+    def __init__(self, spec: EncoderSpec, head: PoolingHead) -> None:
+        self.spec, self.head = spec, head
         self._tables = rope_tables(spec.layers)
 
     @property
@@ -75,24 +74,24 @@ class Encoder:
             spec.max_model_len,
             (),
             spec.dtype,
-            output=self.tail.output,
-            output_size=self.tail.size(spec.hidden_size),
+            output=self.head.output,
+            output_size=self.head.size(spec.hidden_size),
             whole_prompts=True,
         )
 
     def weights(self) -> tuple[WeightSpec, ...]:
         """The weight map, by the names that the architecture's checkpoints have."""
-        found = (*self._weights(), *self.tail.weights(self.spec.hidden_size))
+        found = (*self._weights(), *self.head.weights(self.spec.hidden_size))
         return tuple(_renamed(one, self.spec.names.prefixes) for one in found)
 
     def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
         return {name: rope.table(max_model_len) for name, rope in self._tables.items()}
 
     def forward(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
-        return self.tail.record(ops, w, self.hidden(ops, w, step), step)
+        return self.head.record(ops, w, self.hidden(ops, w, step), step)
 
     def hidden(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
-        """(T, E) what the tokens became."""
+        """(T, E) the hidden states after the last layer."""
         norm = self.spec.norm
         x = norm.record(ops, self._embedded(ops, w, step), w, "embed_norm")  # (T, E)
         for index, layer in enumerate(self.spec.layers):

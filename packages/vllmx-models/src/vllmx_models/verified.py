@@ -1,7 +1,7 @@
-"""What the tests compare of each architecture, and the backends that they find to have its ops.
+"""The tests that verify each architecture, and the backends that implement its ops.
 
-`vllmx models` and docs/models.md print it. The tests take what they run from here, or compare it
-with what they run, so that nothing stands here that no test does.
+`vllmx models` and docs/models.md print them. The tests read their cases from here, or compare their
+cases with these lists, so that each claim has a test.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KINDS: Mapping[str, str] = {
 }
 EVERYWHERE = ("cpu", "cuda", "metal", "numpy", "torch")
 
-_OF_OTHERS = (
+_LLAMA_LAYOUTS = (
     "AquilaForCausalLM",
     "AquilaModel",
     "InternLM3ForCausalLM",
@@ -75,14 +75,14 @@ _EXPERTS = tuple(
 )
 
 
-def with_record(spec: ModelSpec) -> ModelSpec:
-    """Adds what the tests say of a model."""
+def with_verification(spec: ModelSpec) -> ModelSpec:
+    """Adds the verified properties and tested backends of a model."""
     (name,) = spec.architectures
     return replace(spec, backends=EVERYWHERE, checked=_checked(name))
 
 
 def _checked(name: str) -> tuple[str, ...]:
-    if name in _OF_OTHERS:
+    if name in _LLAMA_LAYOUTS:
         return (LAYOUT,)
     if name in _ENCODERS:
         return (VECTORS,)

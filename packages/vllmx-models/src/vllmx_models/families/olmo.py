@@ -1,5 +1,9 @@
-"""OLMo 2 (Olmo2ForCausalLM): norms behind the blocks, none before them, and one norm over all query
-heads and one over all key heads."""
+"""OLMo 2 and 3 (Olmo2ForCausalLM, Olmo3ForCausalLM).
+
+Unlike Llama they normalise the output of each block instead of its input, and the queries (and
+keys) of all heads with one RMS norm (arXiv:2501.00656). OLMo 3 adds a sliding window to three of
+four layers; these keep the unscaled RoPE when the context is extended.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,8 @@ from vllmx_models.configs.decoder import (
     layer_ropes,
     layer_specs,
     num_layers,
+    scaled_where_full,
+    sliding_pattern,
 )
 from vllmx_models.formats.gguf.architecture import (
     DECODER_TENSORS,
@@ -30,19 +36,31 @@ from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.trunks.decoder import Decoder, DecoderSpec
 
 DEFAULT_POSITIONS = 2048
+OLMO3_THETA = 500_000.0
+OLMO3_WINDOW = 4096
 
 
 def olmo2(config: Mapping[str, Any]) -> Decoder:
-    """Every layer sees all tokens."""
+    """Full attention in every layer."""
     read = ConfigReader(config, "Olmo2ForCausalLM")
     read.refuse_quirks("attention_bias")
-    return olmo_decoder(read, read, [False] * num_layers(read), None)
+    return _decoder(read, read, [False] * num_layers(read), None)
 
 
-def olmo_decoder(
+def olmo3(config: Mapping[str, Any]) -> Decoder:
+    """Sliding layers keep the RoPE that they were pretrained with."""
+    read = ConfigReader(config, "Olmo3ForCausalLM")
+    read.refuse_quirks("attention_bias", "layer_types", "sliding_window")
+    sliding = sliding_pattern(read, 4)
+    window = read.integer("sliding_window", OLMO3_WINDOW, high=1 << 31)
+    theta = read.number("rope_theta", OLMO3_THETA)
+    return _decoder(read, scaled_where_full(read, theta, theta), sliding, window)
+
+
+def _decoder(
     read: ConfigReader, by_type: ConfigReader, sliding: list[bool], window: int | None
 ) -> Decoder:
-    """OLMo 2 and 3; `by_type` has the rotation of each layer type."""
+    """The decoder of both; `by_type` reads the RoPE of each layer type."""
     bias, head = read.flag("attention_bias", False), head_size(read)
     norm = Norm(read.number("rms_norm_eps", 1e-5))
     mixer = attention_mixer(
@@ -63,7 +81,7 @@ _TENSORS: Mapping[str, str] = {
 
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
-    """OLMo 3's files are those of an OLMo 2 with windows."""
+    """Files with a window are OLMo 3: both share the architecture olmo2."""
     pattern = "attention.sliding_window_pattern"
     config = decoder_config(header, "attention.sliding_window", pattern)
     window = header.integer("attention.sliding_window", 0, low=0)

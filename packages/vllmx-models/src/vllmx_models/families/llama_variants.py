@@ -1,5 +1,5 @@
-"""Families in Llama's layout under names and with defaults of their own: Aquila, CWM, ERNIE 4.5,
-Helium, InternLM and InternLM 3, MiMo, Seed-OSS, Xverse, Yi."""
+"""Models in Llama's layout with class names and defaults of their own: CWM, ERNIE 4.5, Helium,
+InternLM and InternLM 3, MiMo, Seed-OSS, Yi."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllmx_models.configs.decoder import (
     num_layers,
     sliding_layers,
 )
-from vllmx_models.families.qwen2 import qwen2
+from vllmx_models.families.qwen import qwen2
 from vllmx_models.trunks.decoder import Decoder
 
 _CWM_ROPE: Mapping[str, Any] = {

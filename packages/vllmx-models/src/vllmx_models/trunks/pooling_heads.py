@@ -1,4 +1,4 @@
-"""What stands behind a trunk of layers and makes one row of each text: a pooled vector, or scores.
+"""Pooling heads: reduce the hidden states of each text to one vector or to scores.
 
 E hidden size, T tokens of a step, L texts.
 """
@@ -22,8 +22,8 @@ from vllmx_models.config import ConfigReader
 MAX_LABELS = 1 << 16
 
 
-class Tail(Protocol):
-    """Maps (T, E) to what a step gives."""
+class PoolingHead(Protocol):
+    """Maps hidden states (T, E) to the output of a step."""
 
     @property
     def output(self) -> Output:
@@ -35,7 +35,7 @@ class Tail(Protocol):
         ...
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
-        """The tail's lines of the weight map."""
+        """The head's lines of the weight map."""
         ...
 
     def record(self, ops: Ops, w: Mapping[str, Weight], x: Array, step: StepInputs) -> Array:
@@ -43,20 +43,20 @@ class Tail(Protocol):
         ...
 
 
-class End(Record):
-    """Maps (T, E) to a row for each text: pooled, then through matrices."""
+class LinearHead(Record):
+    """Pools each text, then applies linear layers."""
 
     output: Output
     pooling: PoolKind
     matrices: tuple[tuple[WeightSpec, str], ...] = ()
-    """Each with its activation, "identity" for none."""
+    """The linear layers with their activations; "identity" for none."""
 
     def size(self, hidden_size: int) -> int:
-        """See `Tail`."""
+        """See `PoolingHead`."""
         return self.matrices[-1][0].rows if self.matrices else hidden_size
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
-        """See `Tail`."""
+        """See `PoolingHead`."""
         return tuple(spec for spec, _ in self.matrices)
 
     def record(self, ops: Ops, w: Mapping[str, Weight], x: Array, step: StepInputs) -> Array:
@@ -70,7 +70,7 @@ class End(Record):
 
 
 class ClassHead(Record):
-    """Scores of labels: a dense layer over the pooled text, and a matrix with a row a label."""
+    """Scores of labels: a dense layer over the pooled text, then one row for each label."""
 
     labels: int
     dense: str
@@ -128,10 +128,10 @@ def read_modules(
     return pooling, tuple(dense)
 
 
-def pooled(config: Mapping[str, Any], hidden_size: int, default: PoolKind) -> End:
+def pooled(config: Mapping[str, Any], hidden_size: int, default: PoolKind) -> LinearHead:
     """The vector that `modules` describes, or the one that is pooled by `default`."""
     pooling, dense = read_modules(config, hidden_size)
-    return End("vectors", pooling or default, dense)
+    return LinearHead("vectors", pooling or default, dense)
 
 
 def num_labels(read: ConfigReader) -> int:
