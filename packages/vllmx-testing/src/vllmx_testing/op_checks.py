@@ -7,7 +7,8 @@ from vllmx_core.errors import UnsupportedOpError
 from vllmx_core.ops.case import Case
 from vllmx_core.ops.recorder import OPS
 from vllmx_core.recorded.recording import record
-from vllmx_core.weights.part import DType, WeightPart
+from vllmx_core.weights.part import WeightPart
+from vllmx_core.weights.tensor import DType
 
 from vllmx_testing.harness import VOCAB, Harness, load_options
 from vllmx_testing.plans import Row
