@@ -32,7 +32,7 @@ import numpy as np
 from served import running, vllmx
 from vllmx import LLM, EngineConfig, SamplingParams
 from vllmx.bench.figures import show
-from vllmx_server.batches.offline import run_batch
+from vllmx_server.offline import run_batch
 
 _SMALL = 8
 """The smaller batch has one request of so many."""

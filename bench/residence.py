@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_NAMES = {"vllmx_engine.link.process": "core", "vllmx_server.worker": "worker"}
+_NAMES = {"vllmx_engine.link.process": "core", "vllmx_server.host.worker": "worker"}
 
 
 class Residence:

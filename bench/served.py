@@ -27,7 +27,7 @@ class Server:
         workers = [
             child
             for child in _children(self.pid)
-            if b"vllmx_server.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
+            if b"vllmx_server.host.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
         ]
         return workers or [self.pid]
 

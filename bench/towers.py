@@ -175,8 +175,8 @@ def loaded(folder: Path, threads: int) -> tuple[Any, Any]:
     """The model and its tower, on the CPU backend."""
     from vllmx_core.backend import LoadOptions
     from vllmx_core.model import encoder_of
+    from vllmx_core.plugins.checkpoint import open_checkpoint
     from vllmx_core.plugins.registry import load_registry
-    from vllmx_core.weights.checkpoint import open_checkpoint
     from vllmx_cpu.backend import CpuBackend
 
     registry = load_registry()

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from starlette.routing import Route
-from vllmx_server.app import ALL_ROUTES
-from vllmx_server.openapi.document import document
+from vllmx_server.apis.openapi.document import document
+from vllmx_server.host.apis import all_routes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
@@ -103,9 +102,7 @@ def operation(method: str, path: str, asked: Schema) -> Iterator[str]:
 
 def page() -> str:
     """The whole page."""
-    found = document(
-        Route(path, endpoint, methods=[method]) for method, path, endpoint in ALL_ROUTES
-    )
+    found = document(all_routes())
     return "".join(_parts(found)).rstrip("\n") + "\n"
 
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
-from vllmx.cli.command import FAMILIES
-from vllmx.cli.foreign_flags import ForeignFlag
+from vllmx.cli.foreign_flags import ForeignFlag, families
 from vllmx.cli.options import ALIASES
 from vllmx.cli.serve import serve
 
@@ -47,7 +46,7 @@ def page() -> str:
             others = [name for name in (*option.opts, *option.secondary_opts) if name != own]
             also = ", ".join(f"`{name}`" for name in others if name != f"--no-{own[2:]}")
             lines.append(f"| `{own}` | {also} |")
-    for family, flags in FAMILIES.items():
+    for family, flags in families().items():
         lines += ["", f"## {family}", "", "| flag | in vllmx |", "|-|-|", *rows(flags)]
     return "\n".join(lines) + "\n"
 

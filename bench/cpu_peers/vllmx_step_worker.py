@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from vllmx_core.backend import LoadedModel, LoadOptions, StepHandle
 from vllmx_core.plan import I32, SamplingRows, StepPlan
+from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.plugins.registry import load_registry
-from vllmx_core.weights.checkpoint import build_model, open_checkpoint
 
 from cpu_peers.cases import Case, Job
 from cpu_peers.worker import job_from_argv, rate, record

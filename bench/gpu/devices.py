@@ -9,7 +9,8 @@ from typing import Any, cast
 from vllmx_core.plugins.hooks import hookimpl
 from vllmx_core.plugins.specs import BackendSpec
 from vllmx_cuda.backend import CudaBackend
-from vllmx_cuda.device.device import Device, Memory, Product
+from vllmx_cuda.device.device import Device, Product
+from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_testing.cuda.emulated_device import EmulatedDevice
 from vllmx_testing.cuda.emulator import Emulator

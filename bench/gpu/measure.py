@@ -26,7 +26,8 @@ from vllmx_core.backend import LoadedModel, LoadOptions
 from vllmx_core.errors import VllmxError
 from vllmx_core.plan import StepPlan
 from vllmx_cuda.backend import CudaBackend
-from vllmx_cuda.device.device import Device, Memory, Product
+from vllmx_cuda.device.device import Device, Product
+from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS
 from vllmx_models.families.qwen3 import qwen3
 from vllmx_testing.plans import Row, make_plan, sampling_rows

@@ -34,7 +34,8 @@ from vllmx_core.plan import F32
 from vllmx_core.sharding.model import sharded
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device import driver
-from vllmx_cuda.device.device import Device, Memory
+from vllmx_cuda.device.device import Device
+from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.device.peers import SWITCH
 from vllmx_cuda.device.ranks import Ties
 from vllmx_cuda.program.one_shot import OneShot

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from vllmx_core.model import AttentionSpec
 from vllmx_core.weights.tensor import bf16_to_f32, f32_to_bf16
-from vllmx_cuda.device.device import Device, Memory
+from vllmx_cuda.device.device import Device
+from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant
 from vllmx_cuda.kernel_specs.attention import KV_ELEM
 from vllmx_cuda.program.prefill import prefill_kernel

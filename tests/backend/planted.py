@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from vllmx_core import kv_dtypes as kv_quant
 from vllmx_core.backend import Backend
-from vllmx_core.cache import dtypes as kv_quant
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.formulas import NumpyFrame
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.route import Route, route
 from vllmx_core.recorded.interpreter import Interpreter
+from vllmx_core.reference import formulas as reference
 from vllmx_core.reference.backend import ReferenceBackend, ReferenceLoadedModel, ReferenceStep
-from vllmx_core.reference.formulas import formulas as reference
 from vllmx_testing.attention_checks import FEATURES
 from vllmx_testing.backend_suite import BackendSuite
 from vllmx_testing.sampler_checks import CASES

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import BackendUnavailableError, WeightFormatError
+from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.plugins.registry import Registry, load_registry
-from vllmx_core.weights.checkpoint import build_model, open_checkpoint
 from vllmx_core.weights.files import Bytes, WeightFile
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_models.formats.gguf.quantize.convert import quantize

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import Model
+from vllmx_core.plugins.checkpoint import Checkpoint, quantise_in_situ
 from vllmx_core.sharding.model import sharded
-from vllmx_core.weights.checkpoint import Checkpoint, quantise_in_situ
 from vllmx_core.weights.part import StoredPart, WeightPart, WeightSource
 from vllmx_core.weights.tensor import RawTensor
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part

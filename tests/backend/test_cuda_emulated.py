@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.backend import Backend, LoadOptions
-from vllmx_core.cache.dtypes import LIMITS
+from vllmx_core.kv_dtypes import LIMITS
 from vllmx_core.model import Model
-from vllmx_core.ops.case import Case, Weights
 from vllmx_core.ops.experts import ExpertsSpec
 from vllmx_core.ops.recorder import Ops
 from vllmx_core.ops.route import RouteSpec
@@ -25,6 +24,7 @@ from vllmx_testing.cuda.emulated_device import EmulatedDevice
 from vllmx_testing.cuda.emulator import Emulator
 from vllmx_testing.harness import Harness, mixed_steps
 from vllmx_testing.latent_checks import FEATURES as LATENTS
+from vllmx_testing.op_case import Case, Weights
 from vllmx_testing.op_checks import CASES, STEPS, case_model
 from vllmx_testing.plans import Driver, Row
 from vllmx_testing.synthetic import ArraySource, Builder

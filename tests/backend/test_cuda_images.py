@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
-from vllmx_core.weights.checkpoint import open_checkpoint
+from vllmx_core.plugins.checkpoint import open_checkpoint
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.program import tower_sizes
 from vllmx_testing.cuda.emulated_device import EmulatedDevice

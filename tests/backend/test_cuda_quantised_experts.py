@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.backend import Backend
-from vllmx_core.ops.case import Case, Weights
 from vllmx_core.ops.experts import ExpertsSpec
 from vllmx_core.ops.recorder import Ops
 from vllmx_core.ops.route import RouteSpec
@@ -25,6 +24,7 @@ from vllmx_models.quantization.float4 import fp4_part
 from vllmx_models.quantization.float8 import Fp8, e4m3_codes
 from vllmx_testing.cuda.emulator import Emulator
 from vllmx_testing.harness import VOCAB, Harness
+from vllmx_testing.op_case import Case, Weights
 from vllmx_testing.op_checks import STEPS
 from vllmx_testing.synthetic import ArraySource, Builder, SyntheticModel
 

@@ -13,8 +13,8 @@ from vllmx_core.backend import LoadedModel, LoadOptions
 from vllmx_core.errors import RankLostError
 from vllmx_core.model import Model
 from vllmx_core.plan import F32, StepResult
+from vllmx_core.plugins.checkpoint import open_checkpoint
 from vllmx_core.sharding.model import sharded
-from vllmx_core.weights.checkpoint import open_checkpoint
 from vllmx_core.weights.part import WeightSource
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device import peers
@@ -299,7 +299,7 @@ def test_small_sums_go_through_memory_that_ranks_share(
 
 def test_large_sums_go_through_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a prompt are large; behind small ones a norm writes codes in a launch of its own."""
-    monkeypatch.setattr(peers, "MOST_BYTES", 4 * 64 * 2 + 1)
+    monkeypatch.setattr("vllmx_cuda.device.ranks.MOST_BYTES", 4 * 64 * 2 + 1)
     source = STORED["FP8 rows"]()
     expected = text(load(MODEL, source, options("bf16")))
     group = PeerGroup(2, endless=True)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from vllmx_core.backend import Backend
 from vllmx_core.model import Model
+from vllmx_core.plugins.checkpoint import Checkpoint, build_model
 from vllmx_core.plugins.registry import load_registry
-from vllmx_core.weights.checkpoint import Checkpoint, build_model
 from vllmx_cuda.backend import CudaBackend
 from vllmx_testing.cuda.emulator import Emulator
 from vllmx_testing.harness import Harness

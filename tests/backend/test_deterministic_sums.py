@@ -9,9 +9,9 @@ import pytest
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
+from vllmx_core.plugins.checkpoint import open_checkpoint, quantise_in_situ
 from vllmx_core.plugins.registry import load_registry
 from vllmx_core.sharding.model import sharded
-from vllmx_core.weights.checkpoint import open_checkpoint, quantise_in_situ
 from vllmx_core.weights.part import WeightSource
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_testing.model_suite import random_weights

@@ -11,7 +11,6 @@ import pytest
 from vllmx_core.backend import LoadedModel
 from vllmx_core.errors import ConfigError, UnsupportedOpError
 from vllmx_core.model import Array, Ops, Weight
-from vllmx_core.ops.case import Case
 from vllmx_core.ops.experts import Experts, ExpertsSpec
 from vllmx_core.ops.route import RouteSpec
 from vllmx_core.plan import F32
@@ -22,6 +21,7 @@ from vllmx_core.reference.backend import ReferenceBackend
 from vllmx_core.sharding.model import sharded
 from vllmx_core.weights.map import name_in
 from vllmx_testing.harness import VOCAB
+from vllmx_testing.op_case import Case
 from vllmx_testing.plans import Row, make_plan, sampling_rows
 from vllmx_testing.ranks import RankThreads, ThreadCommunicator
 from vllmx_testing.synthetic import ArraySource, Builder

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllmx_core.backend import LoadOptions
+from vllmx_core.backend import LoadOptions, free_memory
 from vllmx_core.cache.capacity import CachePlan
 from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.model import KVSpec, ModelShape
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.plugins.specs import BackendSpec
 from vllmx_core.sampling import gumbel_noise
-from vllmx_core.system.memory import free_memory
 from vllmx_core.weights.part import WeightSource
 from vllmx_testing.harness import PAGE
 from vllmx_testing.plans import Row, make_plan, sampling_rows

@@ -10,7 +10,7 @@ from vllmx_core.model import Activation
 from vllmx_core.ops.attention import NO_WEIGHTS, AttentionSpec, AttentionWeights
 from vllmx_core.ops.formulas import Pages
 from vllmx_core.ops.latent_attention import LatentSpec, LatentWeights, latent_attention
-from vllmx_core.reference.formulas import formulas as reference
+from vllmx_core.reference import formulas as reference
 from vllmx_testing.plans import Row, make_plan
 
 torch = pytest.importorskip("torch", reason="PyTorch is the judge of these tests")

@@ -25,8 +25,8 @@ from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy, scale_by
+from vllmx_core.reference import formulas as reference
 from vllmx_core.reference.backend import ReferenceBackend
-from vllmx_core.reference.formulas import formulas as reference
 from vllmx_testing.cache_group_checks import WINDOWS
 from vllmx_testing.synthetic import ArraySource, Builder, tiny_decoder
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllmx_core.backend import LoadOptions
+from vllmx_core.backend import LoadOptions, free_memory
 from vllmx_core.cache.capacity import CachePlan
 from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.plan import LogitEdits, TokenCounts
 from vllmx_core.sampling import gumbel_noise
-from vllmx_core.system.memory import free_memory
 from vllmx_core.weights.part import Layout, StoredPart, WeightPart, WeightSource
 from vllmx_core.weights.tensor import RawTensor
 from vllmx_testing.harness import PAGE, VOCAB, all_logprobs

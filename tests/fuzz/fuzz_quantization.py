@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 from vllmx_core.errors import VllmxError
-from vllmx_core.weights.checkpoint import open_checkpoint
+from vllmx_core.plugins.checkpoint import open_checkpoint
 
 from .folders import folder_of, registry
 from .mutations import as_json, changed_json

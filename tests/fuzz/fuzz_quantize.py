@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 from vllmx_core.errors import VllmxError
-from vllmx_core.weights.checkpoint import build_model, open_checkpoint
+from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.weights.map import assemble
 from vllmx_engine.text.gguf_tokenizer import gguf_tokenizer
 from vllmx_models.formats.gguf.quantize.convert import quantize

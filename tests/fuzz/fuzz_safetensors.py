@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from vllmx_core.errors import VllmxError
-from vllmx_core.weights.checkpoint import build_model, open_checkpoint
+from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.weights.map import assemble
 
 from .folders import folder_of, registry

@@ -14,7 +14,7 @@ from unittest import mock
 
 from hypothesis import strategies as st
 from vllmx_core.errors import VllmxError
-from vllmx_core.weights.checkpoint import build_model, open_checkpoint
+from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.weights.files import Bytes, WeightFile
 from vllmx_core.weights.map import assemble
 

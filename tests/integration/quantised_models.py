@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
+from vllmx_core.plugins.checkpoint import open_checkpoint
 from vllmx_core.plugins.registry import load_registry
-from vllmx_core.weights.checkpoint import open_checkpoint
 from vllmx_demo.source import MODEL_FOLDER
 
 from . import quantizers

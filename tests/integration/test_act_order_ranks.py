@@ -9,8 +9,8 @@ import pytest
 from vllmx_core.backend import LoadedModel
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
+from vllmx_core.plugins.checkpoint import Checkpoint, open_checkpoint
 from vllmx_core.sharding.model import ShardedModel, sharded
-from vllmx_core.weights.checkpoint import Checkpoint, open_checkpoint
 from vllmx_cpu.kinds import native_kind
 from vllmx_testing.ranks import RankThreads, ThreadCommunicator
 

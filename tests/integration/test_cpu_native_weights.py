@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from vllmx_core.backend import LoadedInfo, LoadOptions
+from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.plugins.registry import load_registry
 from vllmx_core.plugins.specs import BackendSpec
-from vllmx_core.weights.checkpoint import build_model, open_checkpoint
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_models.formats.gguf.quantize.convert import quantize
 from vllmx_testing.plans import Row, make_plan, sampling_rows

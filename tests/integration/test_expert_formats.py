@@ -17,8 +17,8 @@ import pytest
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
+from vllmx_core.plugins.checkpoint import Checkpoint, build_model, open_checkpoint, quantise_in_situ
 from vllmx_core.plugins.specs import ModelSpec
-from vllmx_core.weights.checkpoint import Checkpoint, build_model, open_checkpoint, quantise_in_situ
 from vllmx_core.weights.map import assemble
 from vllmx_core.weights.part import WeightSource
 from vllmx_cpu.backend import CpuBackend

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import Model
+from vllmx_core.plugins.checkpoint import Checkpoint, build_model, open_checkpoint, quantise_in_situ
 from vllmx_core.sharding.model import sharded
-from vllmx_core.weights.checkpoint import Checkpoint, build_model, open_checkpoint, quantise_in_situ
 from vllmx_core.weights.files import FileRange, WeightFile
 from vllmx_core.weights.map import parts_of
 from vllmx_core.weights.part import WeightSource

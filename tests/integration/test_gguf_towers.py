@@ -19,10 +19,10 @@ from vllmx_core.errors import (
     UnsupportedModelError,
     WeightFormatError,
 )
+from vllmx_core.plugins.checkpoint import Checkpoint, open_checkpoint, with_tower
 from vllmx_core.plugins.registry import load_registry
 from vllmx_core.plugins.specs import BackendSpec
 from vllmx_core.reference.backend import ReferenceBackend
-from vllmx_core.weights.checkpoint import Checkpoint, open_checkpoint, with_tower
 from vllmx_engine.core.found_model import find_model
 from vllmx_engine.llm import LLM
 from vllmx_testing.plans import sampling_rows

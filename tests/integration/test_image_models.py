@@ -14,10 +14,10 @@ from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import UnsupportedOpError
 from vllmx_core.image_plan import tower_plan, turns_of
 from vllmx_core.model import encoder_of
+from vllmx_core.plugins.checkpoint import open_checkpoint
 from vllmx_core.plugins.registry import load_registry
 from vllmx_core.plugins.specs import BackendSpec, ModelSpec
 from vllmx_core.recorded.recording import prepare
-from vllmx_core.weights.checkpoint import open_checkpoint
 from vllmx_testing.plans import Row, make_plan, sampling_rows
 
 from .image_models import END, FAMILIES, PAD, START, VARIANTS, Family, colours_last, save

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from vllmx_core.backend import LoadedModel, LoadOptions
 from vllmx_core.errors import UnsupportedOpError, WeightFormatError
+from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.plugins.registry import load_registry
 from vllmx_core.plugins.specs import BackendSpec
-from vllmx_core.weights.checkpoint import build_model, open_checkpoint
 from vllmx_core.weights.tensor import RawTensor
 from vllmx_models.quantization.float4 import fp4_part
 from vllmx_testing.harness import all_logprobs

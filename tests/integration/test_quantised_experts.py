@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from vllmx import LLM, SamplingParams
 from vllmx_core.errors import UnsupportedOpError, WeightFormatError
+from vllmx_core.plugins.checkpoint import open_checkpoint
 from vllmx_core.plugins.registry import load_registry
-from vllmx_core.weights.checkpoint import open_checkpoint
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_models.formats.gguf.quantize.convert import quantize
 from vllmx_testing.model_suite import random_weights

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from vllmx import LLM, Message, SamplingParams
 from vllmx_core.backend import LoadedModel, LoadOptions
+from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.plugins.specs import BackendSpec
-from vllmx_core.weights.checkpoint import build_model, open_checkpoint
 from vllmx_core.weights.part import DENSE, StoredPart, WeightPart, WeightSource
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_testing.plans import Row, make_plan, sampling_rows

@@ -17,7 +17,7 @@ import pytest
 from vllmx import LLM, SamplingParams
 from vllmx_core.errors import ConfigError, RankLostError
 from vllmx_demo.source import MODEL_FOLDER
-from vllmx_tp.drawn import drawn_frame
+from vllmx_tp.sampled_ids import sampled_frame
 
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -116,7 +116,8 @@ def test_what_ranks_of_two_hosts_draw_is_compared(
         with LLM("demo", **more) as llm:  # type: ignore[arg-type]
             answers(llm)
             monkeypatch.setattr(
-                "vllmx_tp.executor.drawn_frame", lambda number, ids: drawn_frame(number, ids + 1)
+                "vllmx_tp.executor.sampled_frame",
+                lambda number, ids: sampled_frame(number, ids + 1),
             )
             told = r"rank 1 drew other ids than rank 0 in step \d+ \(on host 127"
             with pytest.raises(RankLostError, match=told):

@@ -11,9 +11,9 @@ from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
+from vllmx_core.plugins.checkpoint import Checkpoint, open_checkpoint, quantise_in_situ
 from vllmx_core.reference.backend import ReferenceBackend, ReferenceLoadedModel
 from vllmx_core.sharding.model import sharded
-from vllmx_core.weights.checkpoint import Checkpoint, open_checkpoint, quantise_in_situ
 from vllmx_core.weights.map import parts_of
 from vllmx_core.weights.spec import RankShare
 from vllmx_core.weights.views import share_of

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from vllmx_core.cache import dtypes as kv_quant
+from vllmx_core import kv_dtypes as kv_quant
 from vllmx_core.plan import F32, I32, AnyArray
 from vllmx_cpu.memory import allocate
 from vllmx_cpu.native import Isa, library

@@ -8,9 +8,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from vllmx_core.cache import dtypes as kv_quant
+from vllmx_core import kv_dtypes as kv_quant
 from vllmx_core.model import AttentionSpec
-from vllmx_core.reference.formulas import formulas as reference
+from vllmx_core.reference import formulas as reference
 from vllmx_cuda.kernel_specs import KERNELS
 from vllmx_cuda.kernel_specs.attention import (
     KV_E4M3,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from vllmx_core.cache import dtypes as kv_quant
+from vllmx_core import kv_dtypes as kv_quant
 from vllmx_core.model import AttentionSpec
 
 mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")

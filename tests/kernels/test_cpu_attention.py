@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from vllmx_core.cache import dtypes as kv_quant
+from vllmx_core import kv_dtypes as kv_quant
 from vllmx_core.plan import AnyArray
 from vllmx_core.weights.tensor import f32_to_bf16
 from vllmx_cpu.native import Isa

@@ -14,7 +14,7 @@ from vllmx_core.ops.gate import KINDS, GateKind, gate, opening
 from vllmx_core.ops.head_norm import HeadNormSpec, head_norm
 from vllmx_core.ops.scale_by import scale_by
 from vllmx_core.plan import F32, AnyArray
-from vllmx_core.reference.formulas import formulas as reference
+from vllmx_core.reference import formulas as reference
 from vllmx_cpu.lowering.rows import VxClip, VxGate, VxHeadNorm, VxScaleBy
 from vllmx_cpu.native import Isa
 from vllmx_cpu.structs import ACTIVATIONS, GATES, VxElementwise, VxNorm, VxStep

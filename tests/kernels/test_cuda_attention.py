@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from vllmx_core.cache import dtypes as kv_quant
+from vllmx_core import kv_dtypes as kv_quant
 from vllmx_core.model import AttentionSpec
 from vllmx_core.ops.attention import attention_mask
-from vllmx_core.reference.formulas import formulas as reference
+from vllmx_core.reference import formulas as reference
 from vllmx_cuda.kernel_specs import KERNELS, Variant
 from vllmx_cuda.kernel_specs.attention import (
     KV_E4M3,
@@ -105,7 +105,7 @@ def test_kv_store(emulator: Emulator, shape: Shape, tokens: int) -> None:
 
 @pytest.mark.parametrize("kv", [KV_E4M3, KV_INT8])
 def test_vectors_without_a_scale(emulator: Emulator, kv: int) -> None:
-    """Zeros, and what is not finite, as vllmx_core.cache.dtypes defines them."""
+    """Zeros, and what is not finite, as vllmx_core.kv_dtypes defines them."""
     qkv = np.ones((4, 3 * 16), np.float32)
     qkv[0, 32:], qkv[1, 40], qkv[2, 32:] = 0, np.nan, 1e-31
     qkv[3, 47] = -np.inf

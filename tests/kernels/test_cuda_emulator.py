@@ -149,7 +149,7 @@ def test_another_clone_compiles_nothing_again(
     root = build.KERNELS.parent
     for name in ("KERNELS", "NATIVE"):
         folder = getattr(build, name)
-        copy = tmp_path / folder.relative_to(root)
+        copy = tmp_path / folder.name
         shutil.copytree(folder, copy)
         monkeypatch.setattr(build, name, copy)
     again = build.build_module(build.KERNELS / "clip.cu", ["VX_DTYPE=0"], check=False)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.ops.head_norm import HeadNormSpec, head_norm
-from vllmx_core.reference.formulas import formulas as reference
+from vllmx_core.reference import formulas as reference
 from vllmx_cuda.kernel_specs import KERNELS, vector_width
 from vllmx_cuda.kernel_specs.norms import head_runs
 from vllmx_testing.cuda.emulator import Emulator, empty

@@ -9,7 +9,7 @@ import pytest
 from vllmx_core.ops.clip import clip
 from vllmx_core.ops.gate import GateKind, gate, opening
 from vllmx_core.ops.scale_by import scale_by
-from vllmx_core.reference.formulas import formulas as reference
+from vllmx_core.reference import formulas as reference
 from vllmx_cuda.kernel_specs import KERNELS, vector_width
 from vllmx_cuda.kernel_specs.linear import SPLIT_BLOCKS, row_tiles, splits
 from vllmx_cuda.kernel_specs.rows import ACTIVATIONS, GATES

@@ -14,7 +14,7 @@ from vllmx_core.weights.part import DENSE, StoredPart, WeightPart
 from vllmx_core.weights.spec import RankShare
 from vllmx_core.weights.tensor import RawTensor
 from vllmx_core.weights.views import share_of
-from vllmx_cuda.device.device import Memory
+from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.loading.streaming import stream
 from vllmx_cuda.matrices import pieces
 from vllmx_cuda.matrices.w4_packing import packed_rows, packing_of

@@ -16,9 +16,9 @@ import pytest
 import safetensors.numpy
 from tokenizers import Tokenizer
 from vllmx_core.backend import LoadOptions
+from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.plugins.registry import load_registry
 from vllmx_core.reference.backend import ReferenceBackend
-from vllmx_core.weights.checkpoint import build_model, open_checkpoint
 from vllmx_testing.model_suite import random_weights
 from vllmx_testing.plans import Row, make_plan
 

@@ -19,13 +19,13 @@ import pytest
 import yaml
 from vllmx.cli.group import cli
 from vllmx.cli.serve import serve
-from vllmx_server.app import ROUTES
 from vllmx_server.config import ServerConfig
+from vllmx_server.host.apis import all_routes
 
 from tests.http_servers import serving
 from tests.waiting import PATIENCE_S
 
-GET = {path for method, path, _ in ROUTES if method == "GET"}
+GET = {route.path for route in all_routes() if route.method == "GET"}
 
 
 @pytest.fixture(scope="module")

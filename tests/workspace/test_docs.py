@@ -34,7 +34,7 @@ def test_every_module_says_what_it_is(root: Path) -> None:
 
 
 def test_links_between_documents_lead_somewhere(root: Path) -> None:
-    for page in [root / "README.md", *(root / "docs").rglob("*.md")]:
+    for page in [*root.glob("*.md"), *(root / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 

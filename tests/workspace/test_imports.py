@@ -29,7 +29,7 @@ ALLOWED = {
         "h11",
         "h2",
         "prometheus_client",
-        "opentelemetry",  # in vllmx_server.spans alone, see below
+        "opentelemetry",  # in vllmx_server.watch.spans alone, see below
     },
     "vllmx_tp": {"vllmx_core", "vllmx_engine", "numpy", "msgspec"},
     "vllmx_demo": {"vllmx_core"},
@@ -127,20 +127,22 @@ def test_opentelemetry_is_imported_where_it_is_asked_for(root: Path) -> None:
     importing = re.compile(r"^\s*(import|from) opentelemetry", re.MULTILINE)
     found = {path.name for _, path in sources(root) if importing.search(path.read_text())}
     assert found == {"spans.py"}
-    assert "opentelemetry" not in loaded_after("import vllmx_server.running")
+    assert "opentelemetry" not in loaded_after("import vllmx_server.host.process")
 
 
 def test_tools_of_mcp_servers_are_imported_where_there_are_any() -> None:
-    script = "import sys, vllmx_server.running, vllmx_server.worker; print(*sys.modules)"
+    modules = "vllmx_server.host.process, vllmx_server.host.worker, vllmx_server.apis.responses.api"
+    script = f"import sys, {modules}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     loaded = done.stdout.decode().split()
-    assert "vllmx_server.routes.responses" in loaded
+    assert "vllmx_server.apis.responses.routes" in loaded
     assert not [name for name in loaded if name.startswith(("vllmx_server.mcp", "mcp"))]
 
 
 AFTER_THE_CORE_BEGAN = (
-    "vllmx_server.app", "vllmx_server.routes", "vllmx_server.schema", "vllmx_server.store",
-    "vllmx_server.running", "vllmx_engine.async_llm", "vllmx_engine.client",
+    "vllmx_server.host.app", "vllmx_server.apis", "vllmx_server.generating", "vllmx_server.schema",
+    "vllmx_server.store",
+    "vllmx_server.host.process", "vllmx_engine.async_llm", "vllmx_engine.client",
     "vllmx_engine.formats", "vllmx_engine.text", "vllmx_core.ops", "vllmx_models.trunks.decoder",
     "starlette", "hypercorn", "h2", "prometheus_client", "sqlite3", "jinja2", "tokenizers",
     "mcp", "pydantic",
@@ -167,7 +169,7 @@ def test_a_server_imports_what_answers_requests_while_the_core_loads() -> None:
         [sys.executable, "-c", SPAWNING], capture_output=True, text=True, check=True
     )
     imported = set(done.stdout.rsplit("AT SPAWN", 1)[1].split())
-    assert "vllmx_server.run" in imported
+    assert "vllmx_server.host.run" in imported
     assert not imported & set(AFTER_THE_CORE_BEGAN)
 
 
@@ -196,6 +198,20 @@ STREETS = {
         {"program"},
         {"backend", "loaded", "environment", "plugin"},
     ),
+    "vllmx_server": (
+        {"schema"},
+        {"errors"},
+        {"store"},
+        {"limits"},
+        {"watch"},
+        {"config"},
+        {"http"},
+        {"generating"},
+        {"mcp"},
+        {"apis"},
+        {"host"},
+        {"offline", "plugin"},
+    ),
 }
 """Folders of a package from the ground up: whoever stands higher may import from below, nobody from
 above, and neighbours on one floor not from each other."""
@@ -210,7 +226,7 @@ def test_folders_import_downwards(root: Path, package: str) -> None:
         mine = path.relative_to(source).parts[0].removesuffix(".py")
         if mine == "__init__":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text())):  # in functions and for types, too
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             parts = module.split(".")
             if parts[0] != package or len(parts) < 2 or parts[1] == mine:
@@ -218,4 +234,16 @@ def test_folders_import_downwards(root: Path, package: str) -> None:
             alone = floor[mine] == len(STREETS[package]) - 1  # modules at the root see each other
             if floor[parts[1]] > floor[mine] or (floor[parts[1]] == floor[mine] and not alone):
                 wrong.append(f"{path.relative_to(source)} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_apis_do_not_import_each_other(root: Path) -> None:
+    apis = root / "packages" / "vllmx-server" / "src" / "vllmx_server" / "apis"
+    wrong = []
+    for path in sorted(apis.rglob("*.py")):
+        own = path.relative_to(apis).parts[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            if module.startswith("vllmx_server.apis") and module.split(".")[2:3] != [own]:
+                wrong.append(f"{path.relative_to(apis)} imports {module}")
     assert not wrong, "\n".join(wrong)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from vllmx_core.backend import LoadedModel, LoadOptions
 from vllmx_core.plan import F32
+from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.plugins.registry import Registry, load_registry
 from vllmx_core.plugins.specs import BackendSpec
-from vllmx_core.weights.checkpoint import build_model, open_checkpoint
 from vllmx_testing.plans import Driver, Row, make_plan, sampling_rows
 
 BLOCK_SIZE = 16

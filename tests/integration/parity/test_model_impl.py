@@ -22,9 +22,9 @@ from vllmx_core.errors import (
     UnsupportedOpError,
     WeightFormatError,
 )
+from vllmx_core.plugins.checkpoint import open_checkpoint
 from vllmx_core.plugins.model_choice import choose_model
 from vllmx_core.plugins.specs import BackendSpec
-from vllmx_core.weights.checkpoint import open_checkpoint
 from vllmx_demo.source import MODEL_FOLDER
 
 from .conftest import BLOCK_SIZE, Runner, registry

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError
 from vllmx_core.plan import F32
-from vllmx_core.weights.checkpoint import build_model, open_checkpoint
+from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_testing.harness import all_vectors
 from vllmx_testing.plans import make_plan
 

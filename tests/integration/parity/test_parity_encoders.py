@@ -16,8 +16,8 @@ from vllmx_core.backend import LoadedModel, LoadOptions
 from vllmx_core.errors import UnsupportedModelError, UnsupportedOpError
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
+from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.plugins.specs import BackendSpec, ModelSpec
-from vllmx_core.weights.checkpoint import build_model, open_checkpoint
 from vllmx_models.trunks.decoder import PooledDecoder
 from vllmx_models.trunks.encoder import Encoder
 from vllmx_models.trunks.tails import End

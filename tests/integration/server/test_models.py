@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from vllmx_server.keys.records import digest_of
+from vllmx_server.limits.key_records import digest_of
 from vllmx_testing.fake_checkpoint import make_fake_checkpoint
 
 from tests.waiting import PATIENCE_S, wait_until

@@ -16,8 +16,8 @@ import pytest
 from vllmx_core.config import EngineConfig
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_engine.async_llm import AsyncLLM
-from vllmx_server.app import build_app
 from vllmx_server.config import ServerConfig
+from vllmx_server.host.app import build_app
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

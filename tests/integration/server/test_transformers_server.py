@@ -18,8 +18,8 @@ from vllmx_core.plugins.registry import load_registry
 from vllmx_core.plugins.specs import BackendSpec
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_engine.async_llm import AsyncLLM
-from vllmx_server.app import build_app
 from vllmx_server.config import ServerConfig
+from vllmx_server.host.app import build_app
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from vllmx_server.keys.records import digest_of
+from vllmx_server.limits.key_records import digest_of
 
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -39,7 +39,7 @@ def workers(
 
 
 def worker_pids(server: RunningServer) -> list[int]:
-    return server.child_pids("vllmx_server.worker")
+    return server.child_pids("vllmx_server.host.worker")
 
 
 def worker_of(client: httpx.Client, server: RunningServer) -> int:

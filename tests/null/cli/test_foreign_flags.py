@@ -12,7 +12,8 @@ from typing import Any
 
 import click
 import pytest
-from vllmx.cli.command import FAMILIES, FOREIGN, ModelCommand, every_flag
+from vllmx.cli.command import FOREIGN, ModelCommand
+from vllmx.cli.foreign_flags import every_flag, families
 from vllmx.cli.serve import serve
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
@@ -38,7 +39,7 @@ def test_a_command_line_of_each_family_is_taken(caplog: pytest.LogCaptureFixture
     config = engine(*line.split())
     assert (config.model, config.max_model_len, config.dtype) == ("serve-me", 2000, "bfloat16")
     assert (config.backend, config.memory_fraction) == ("cuda", 0.8)
-    assert "--trust-remote-code is taken without effect: it is never needed" in caplog.text
+    assert "--trust-remote-code is taken without effect: not needed" in caplog.text
     config = engine(
         *["--m", "org/repo", "--f", "some.gguf", "--d", "0", "--fp8-kvcache", "--server", "--log"]
     )
@@ -209,7 +210,7 @@ def own_options() -> dict[str, click.Option]:
 def test_no_flag_is_in_two_tables_or_unreachable() -> None:
     names = Counter(name for flag in EVERY for name in flag.names)
     assert not [name for name, count in names.items() if count > 1]
-    tables = {name for family in FAMILIES.values() for line in family for name in line.names}
+    tables = {name for family in families().values() for line in family for name in line.names}
     assert not own_options().keys() & tables, "vllmx has these itself"
     assert isinstance(serve, ModelCommand)
     assert len(serve.foreign) == len(EVERY)

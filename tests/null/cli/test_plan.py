@@ -304,7 +304,7 @@ class Hub(BaseHTTPRequestHandler):
 SCRIPT = """
 import sys
 from vllmx.cli.plan import plan
-from vllmx_models import header_only
+from vllmx_models.formats import header_only
 header_only.FIRST_BYTES = 64  # so that a header must be asked for several times
 plan([*sys.argv[1:], "--on", "h100", "--json"])
 """

@@ -54,7 +54,7 @@ def test_lines_of_an_openai_batch() -> None:
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ('{"prompt": ', "begins with { but is no JSON object"),
+        ('{"prompt": ', "begins with { but is not a JSON object"),
         (
             '{"prompt": "x", "temprature": 1}',
             "'temprature'; did you mean 'temperature'",

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from vllmx.cli.serve import _announce
-from vllmx_server.schema.pooling import CLASSIFY, EMBEDDINGS, RERANK
+from vllmx_server.apis.pooling.schema import CLASSIFY, EMBEDDINGS, RERANK
 
 
 def test_the_line_says_what_loading_came_to() -> None:

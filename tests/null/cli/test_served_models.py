@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from vllmx.cli import serve as serve_module
 from vllmx.cli.serve import serve
 from vllmx_core.errors import ConfigError
-from vllmx_server.models.config import ModelConfig
+from vllmx_server.host.models.config import ModelConfig
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Any, list[ModelConfig]]:
@@ -18,7 +18,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Any, list[M
     found: list[Any] = []
     monkeypatch.setattr(serve_module, "hold_standard_streams", lambda: None)
     monkeypatch.setattr(
-        "vllmx_server.run.run_server",
+        "vllmx_server.host.run.run_server",
         lambda engine, server, *, models, on_ready: found.append((engine, models)),
     )
     done = CliRunner().invoke(serve, list(arguments), catch_exceptions=True)
@@ -83,8 +83,8 @@ def test_an_alias_is_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ali
         (["--model=a=/x,lod=start", "--model=b=/y"], "unknown key 'lod'; did you mean 'load'"),
         (["--model=a=/x,load=never", "--model=b=/y"], "load=never"),
         (["--model=a=/x,load=on-demand"], "first one"),
-        (["--model=a=/x,dtype", "--model=b=/y"], "'dtype' is no key=value"),
-        (["--model=a=/x", "--model=b=/y", "/z"], "'/z' has no name beside others"),
+        (["--model=a=/x,dtype", "--model=b=/y"], "'dtype' is not of the form key=value"),
+        (["--model=a=/x", "--model=b=/y", "/z"], "'/z' needs a name to be served with others"),
         (
             ["--model=a=/x,memory_fraction=0.7", "--model=b=/y,memory_fraction=0.4"],
             r"take 1.1 of the memory by memory_fraction \(a 0.7, b 0.4\).*lower some",

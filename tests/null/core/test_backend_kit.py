@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 from vllmx_core.backend import LoadOptions
-from vllmx_core.backend_kit.dtypes import choose_dtype, short_dtype
 from vllmx_core.backend_kit.in_flight import InFlight
 from vllmx_core.backend_kit.limits import LOGITS_BYTES, check_weights_fit, step_limits
+from vllmx_core.dtypes import choose_dtype, short_dtype
 from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.plan import StepPlan
 from vllmx_testing.fake import FakeLoadedModel

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 from vllmx_core.errors import ConfigError, ModelNotFoundError, PluginError, UnsupportedModelError
-from vllmx_core.plugins.hooks import hookimpl
-from vllmx_core.plugins.registry import Registry
-from vllmx_core.plugins.specs import ModelSourceSpec, QuantizationSpec, WeightFormatSpec
-from vllmx_core.weights.checkpoint import (
+from vllmx_core.plugins.checkpoint import (
     Checkpoint,
     build_model,
     check_quantization,
     open_checkpoint,
     resolve_path,
 )
+from vllmx_core.plugins.hooks import hookimpl
+from vllmx_core.plugins.registry import Registry
+from vllmx_core.plugins.specs import ModelSourceSpec, QuantizationSpec, WeightFormatSpec
 from vllmx_testing.fake_checkpoint import FakePlugin, NoWeights, make_fake_checkpoint
 
 

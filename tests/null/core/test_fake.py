@@ -10,10 +10,10 @@ import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import CapacityError
 from vllmx_core.plan import LogitEdits, TokenCounts
+from vllmx_core.plugins.checkpoint import build_model, open_checkpoint, resolve_path
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.plugins.specs import BackendSpec
 from vllmx_core.sampling import SamplingParams
-from vllmx_core.weights.checkpoint import build_model, open_checkpoint, resolve_path
 from vllmx_testing.fake import (
     FakeBackend,
     FakeError,

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllmx_core.backend import HasMemory
+from vllmx_core.backend import HasMemory, free_memory
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
 from vllmx_core.plugins.hooks import hookimpl
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.plugins.specs import BackendSpec
 from vllmx_core.reference.backend import ReferenceBackend
-from vllmx_core.system.memory import free_memory
 from vllmx_engine.core.found_model import find_model
 from vllmx_engine.core.load import OpenedModel, load_core, open_model
 from vllmx_testing import fake
@@ -67,7 +66,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_device_or_else_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllmx_core.system.memory.free_bytes", lambda: 77)
+    monkeypatch.setattr("vllmx_core.backend.free_bytes", lambda: 77)
     assert not isinstance(ReferenceBackend(), HasMemory)
     assert free_memory(ReferenceBackend()) == 77
     gpu_of(monkeypatch, 1000)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from vllmx_core.errors import ConfigError, UnsupportedModelError
+from vllmx_core.plugins.checkpoint import Checkpoint
 from vllmx_core.plugins.hooks import hookimpl
 from vllmx_core.plugins.model_choice import choose_model
 from vllmx_core.plugins.registry import Registry, nearest_architecture
 from vllmx_core.plugins.specs import ModelImplSpec, ModelSpec
-from vllmx_core.weights.checkpoint import Checkpoint
 from vllmx_testing.fake_checkpoint import FakeModel, NoWeights
 
 FAKE = "vllmx_testing.fake_checkpoint:FakeModel"

@@ -19,8 +19,8 @@ from vllmx_cuda.compiler import libraries
 from vllmx_cuda.device import cupy_device as module
 from vllmx_cuda.device.cublaslt import CublasLtError
 from vllmx_cuda.device.cupy_device import CupyDevice
-from vllmx_cuda.device.device import Memory
 from vllmx_cuda.device.driver import DeviceFacts, DriverFacts
+from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS
 
 from .cupy_fakes import (

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllmx_core.backend import LoadOptions
+from vllmx_core.backend import LoadOptions, free_memory
 from vllmx_core.errors import CapacityError, ConfigError, WeightFormatError
-from vllmx_core.system.memory import format_bytes, free_memory
+from vllmx_core.system.memory import format_bytes
 from vllmx_core.weights.part import Layout, StoredPart, WeightPart
 from vllmx_core.weights.spec import PartSpec, WeightSpec
 from vllmx_core.weights.tensor import bf16_to_f32, f32_to_bf16
 from vllmx_cuda.backend import CudaBackend
-from vllmx_cuda.device.device import Memory
+from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.loading.weights import load_weights
 from vllmx_cuda.matrices import pieces
 from vllmx_cuda.matrices.codes8 import Codes8

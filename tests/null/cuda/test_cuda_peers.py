@@ -14,8 +14,8 @@ from vllmx_cuda.device import cupy_device, nccl, peers
 from vllmx_cuda.device.cuda_ipc import CudaIpc
 from vllmx_cuda.device.cupy_device import CupyDevice
 from vllmx_cuda.device.nccl import NcclRanks
-from vllmx_cuda.device.peers import Share, UnreachableError
-from vllmx_cuda.device.ranks import Ties
+from vllmx_cuda.device.peers import UnreachableError
+from vllmx_cuda.device.ranks import Share, Ties
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS
 from vllmx_cuda.kernel_specs.one_shot import MAX_RANKS, parts_at
 from vllmx_cuda.program.one_shot import OneShot

@@ -19,7 +19,8 @@ from vllmx_core.plan import LogitEdits
 from vllmx_core.sampling import SamplingParams
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device.arch import number
-from vllmx_cuda.device.device import Memory, Product
+from vllmx_cuda.device.device import Product
+from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.loaded import CudaLoadedModel
 from vllmx_engine.core.engine_core import EngineCore

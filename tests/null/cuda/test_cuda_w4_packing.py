@@ -10,7 +10,7 @@ from vllmx_core.weights.coded import CodedRows
 from vllmx_core.weights.part import StoredPart, WeightPart
 from vllmx_core.weights.tensor import RawTensor
 from vllmx_core.weights.views import cols_of
-from vllmx_cuda.device.device import Memory
+from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs.types import DTYPES
 from vllmx_cuda.kernel_specs.w4 import ZERO_CODES, ZERO_MIDDLE
 from vllmx_cuda.matrices import pieces, w4

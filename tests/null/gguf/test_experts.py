@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError
 from vllmx_core.plan import F32
+from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.plugins.registry import Registry, load_registry
-from vllmx_core.weights.checkpoint import build_model, open_checkpoint
 from vllmx_testing.model_suite import random_weights
 
 gguf = pytest.importorskip("gguf")

@@ -11,8 +11,8 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.plugins.registry import Registry, load_registry
-from vllmx_core.weights.checkpoint import build_model, open_checkpoint
 from vllmx_core.weights.map import assemble
 from vllmx_models.formats.gguf.quantize.convert import quantize
 from vllmx_models.trunks.decoder import Decoder

@@ -13,8 +13,8 @@ import pytest
 import safetensors.numpy
 from click.testing import CliRunner
 from vllmx.cli.quantize import quantize as command
+from vllmx_core.plugins.checkpoint import open_checkpoint
 from vllmx_core.plugins.registry import load_registry
-from vllmx_core.weights.checkpoint import open_checkpoint
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_engine.client.model_defaults import eos_ids
 from vllmx_engine.text.gguf_pretokenizers import PRE_TOKENIZERS

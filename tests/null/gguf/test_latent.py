@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError
+from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.plugins.registry import Registry, load_registry
-from vllmx_core.weights.checkpoint import build_model, open_checkpoint
 from vllmx_core.weights.map import assemble
 from vllmx_core.weights.part import WeightSource
 from vllmx_testing.model_suite import random_weights

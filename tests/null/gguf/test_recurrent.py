@@ -12,9 +12,9 @@ import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
+from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.plugins.registry import Registry, load_registry
 from vllmx_core.reference.backend import ReferenceBackend
-from vllmx_core.weights.checkpoint import build_model, open_checkpoint
 from vllmx_core.weights.part import WeightSource
 from vllmx_testing.model_suite import random_weights
 from vllmx_testing.plans import Row, make_plan

@@ -14,8 +14,8 @@ from vllmx_core.errors import (
     UnsupportedModelError,
     WeightFormatError,
 )
+from vllmx_core.plugins.checkpoint import Checkpoint, build_model, open_checkpoint
 from vllmx_core.plugins.registry import Registry, load_registry
-from vllmx_core.weights.checkpoint import Checkpoint, build_model, open_checkpoint
 from vllmx_core.weights.map import assemble
 from vllmx_core.weights.part import DENSE, StoredPart
 from vllmx_core.weights.tensor import RawTensor

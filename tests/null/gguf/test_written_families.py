@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError
+from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.plugins.registry import load_registry
-from vllmx_core.weights.checkpoint import build_model, open_checkpoint
 from vllmx_core.weights.map import assemble
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_models.formats.gguf.file import GGUFFile

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 from vllmx_core.errors import UnsupportedModelError
+from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.plugins.registry import Registry, load_registry
-from vllmx_core.weights.checkpoint import build_model, open_checkpoint
 from vllmx_models.formats.gguf.file import GGUFFile
 from vllmx_models.formats.gguf.quantize.convert import quantize
 

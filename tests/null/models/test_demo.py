@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from vllmx_core.config import DEMO_MODEL
+from vllmx_core.plugins.checkpoint import build_model, open_checkpoint, resolve_path
 from vllmx_core.plugins.registry import load_registry
-from vllmx_core.weights.checkpoint import build_model, open_checkpoint, resolve_path
 from vllmx_demo.source import MODEL_FOLDER, demo_model
 
 

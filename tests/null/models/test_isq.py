@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from vllmx_core.errors import ConfigError, WeightFormatError
+from vllmx_core.plugins.checkpoint import build_model, open_checkpoint, quantise_in_situ
 from vllmx_core.plugins.registry import Registry, load_registry
-from vllmx_core.weights.checkpoint import build_model, open_checkpoint, quantise_in_situ
 from vllmx_core.weights.part import DENSE, WeightSource
 from vllmx_models.formats.gguf.quantize.convert import quantize
 from vllmx_models.formats.gguf.quantize.mixes import MIXES

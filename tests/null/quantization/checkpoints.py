@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
+from vllmx_core.plugins.checkpoint import open_checkpoint
 from vllmx_core.plugins.registry import Registry, load_registry
-from vllmx_core.weights.checkpoint import open_checkpoint
 from vllmx_core.weights.part import WeightPart, WeightSource
 
 Tensors = Mapping[str, NDArray[Any]]

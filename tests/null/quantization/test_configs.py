@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.errors import UnsupportedModelError
+from vllmx_core.plugins.checkpoint import open_checkpoint
 from vllmx_core.plugins.specs import QuantizationSpec
-from vllmx_core.weights.checkpoint import open_checkpoint
 from vllmx_models.quantization.detect import find_quantization
 from vllmx_models.quantization.source import QuantizedSource
 

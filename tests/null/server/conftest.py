@@ -23,13 +23,14 @@ import pytest
 from vllmx_core.config import EngineConfig
 from vllmx_core.plugins.registry import Registry
 from vllmx_engine.async_llm import AsyncLLM
-from vllmx_server.address import bind, listen
-from vllmx_server.app import build_app
 from vllmx_server.config import ServerConfig
-from vllmx_server.connections import serving
-from vllmx_server.connections.timeouts import Timeouts
-from vllmx_server.running import Serve, connection_limits, hypercorn_config
-from vllmx_server.state import ServerState
+from vllmx_server.generating import served as model
+from vllmx_server.host.address import bind, listen
+from vllmx_server.host.app import build_app
+from vllmx_server.host.process import Serve, connection_limits, hypercorn_config
+from vllmx_server.host.server import Server
+from vllmx_server.http.connections import serving
+from vllmx_server.http.connections.timeouts import Timeouts
 from vllmx_testing.fake_checkpoint import FakePlugin, make_fake_checkpoint
 
 from tests.waiting import PATIENCE_S, until
@@ -43,7 +44,8 @@ class Served:
 
     url: str
     llm: AsyncLLM
-    state: ServerState
+    server: Server
+    state: model.Served
     client: httpx.AsyncClient
     writers: list[asyncio.StreamWriter] = field(default_factory=list)
 
@@ -93,11 +95,11 @@ class Served:
 
     async def in_flight_become(self, count: int) -> None:
         """Waits until this many answers are being made."""
-        await until(lambda: self.state.in_flight == count)
+        await until(lambda: self.state.admission.in_flight == count)
 
     async def becomes_idle(self) -> None:
         """Waits until nothing is in flight and the core says that no block is held."""
-        await until(lambda: not (self.state.in_flight or self.llm.num_in_flight))
+        await until(lambda: not (self.state.admission.in_flight or self.llm.num_in_flight))
         async with asyncio.timeout(PATIENCE_S):
             while not await self.llm.reset_prefix_cache():
                 await asyncio.sleep(0.005)
@@ -157,10 +159,10 @@ def make_server(tmp_path: Path) -> MakeServer:
         listener, url = bind(own)
         async with await AsyncLLM.start(config, registry=registry, in_process=True) as llm:
             app = build_app(llm, own)
+            process: Server = app.state.server
             if send_bytes is not None:  # what the kernel holds for a client that does not read
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
-            state: ServerState = app.state.server
-            await state.background.start()
+            await process.start()
             listen(listener, own)
             stop = asyncio.Event()
             running = asyncio.ensure_future(
@@ -177,7 +179,7 @@ def make_server(tmp_path: Path) -> MakeServer:
             try:
                 client = httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, verify=verify)
                 async with client:
-                    served = Served(url, llm, state, client)
+                    served = Served(url, llm, process, process.served, client)
                     try:
                         yield served
                     finally:
@@ -185,8 +187,9 @@ def make_server(tmp_path: Path) -> MakeServer:
             finally:
                 stop.set()
                 await running
-                await state.background.stop()
-                state.storage.close()
+                await process.stop()
+                process.close()
+                process.served.storage.close()
                 listener.close()
 
     return make

@@ -10,8 +10,8 @@ import pytest
 from vllmx_core.errors import QueueFullError
 from vllmx_engine.client import rule_limit
 from vllmx_engine.text.text_threads import Stopped
-from vllmx_server.body_budget import _FREE_BYTES, BodyBudget
 from vllmx_server.errors import OverloadedError
+from vllmx_server.limits.body_budget import _FREE_BYTES, BodyBudget
 
 from tests.waiting import PATIENCE_S, until
 

@@ -13,8 +13,9 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import ResponseReceived
 from vllmx_core.errors import ConfigError
+from vllmx_server.apis.chat import routes as chat
+from vllmx_server.apis.status import routes as status
 from vllmx_server.config import ServerConfig
-from vllmx_server.routes import chat, status
 
 from .conftest import MakeServer, Served
 
@@ -131,7 +132,7 @@ async def test_a_planted_bug_is_an_answer_without_its_traceback(
             check_tells_nothing(response.text)
             check(response.headers)
         with monkeypatch.context() as planting:
-            planting.setattr("vllmx_server.routes.chat.submit_chat", _planted)
+            planting.setattr("vllmx_server.apis.chat.routes.submit_chat", _planted)
             for path, more in (
                 ("/v1/chat/completions", {"stream": True}),
                 ("/v1/chat/completions", {}),

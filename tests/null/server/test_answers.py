@@ -217,7 +217,7 @@ async def test_health_models_and_version(served: Served) -> None:
     assert card["max_model_len"] == 512
     assert (await served.client.get("/v1/models/fake")).json() == card
     assert set((await served.client.get("/version")).json()) == {"version"}
-    served.state.draining = True
+    served.state.admission.draining = True
     response = await served.client.get("/health")
     assert (response.status_code, response.json()) == (503, {"status": "draining"})
     assert (await served.client.get("/health/live")).status_code == 200

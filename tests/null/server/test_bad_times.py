@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 from vllmx_core.errors import ConfigError
-from vllmx_server import background as background_module
+from vllmx_server.apis.batches import files as files_module
+from vllmx_server.apis.batches.kept import KeptFiles
 from vllmx_server.config import ServerConfig
+from vllmx_server.generating.api import Api
+from vllmx_server.host import server as server_module
 from vllmx_server.store import database as database_module
-from vllmx_server.store import files as files_module
 from vllmx_server.store.storage import Storage
 
 from tests.waiting import PATIENCE_S
@@ -40,7 +42,7 @@ async def test_uploads_on_a_full_disk_are_503_and_the_rest_goes_on(
             return None
 
     with monkeypatch.context() as patched:
-        patched.setattr(served.state.storage.files, "new_path", FullDisk)
+        patched.setattr(served.state.store(KeptFiles).files, "new_path", FullDisk)
         for _ in range(2):
             refused = await upload(served, b"{}\n" * 9)
             assert refused.status_code == 503, refused.text
@@ -81,7 +83,7 @@ async def test_a_full_disk_gets_room_by_what_is_deleted(
 ) -> None:
     """A disk without one free byte has no room for the note that a file is gone either."""
     file_id = (await upload(served, b"x" * 5000)).json()["id"]
-    files = served.state.storage.files
+    files = served.state.store(KeptFiles).files
     content, note = files.path(file_id), files_module._delete
 
     def full(connection: sqlite3.Connection, ids: list[str]) -> None:
@@ -106,7 +108,7 @@ async def test_a_data_folder_without_room_is_told_at_the_start(
         raise sqlite3.OperationalError("database or disk is full")
 
     monkeypatch.setattr(database_module, "_open", full)
-    storage = Storage(ServerConfig(data_dir=str(tmp_path)))
+    storage = Storage(str(tmp_path))
     with pytest.raises(ConfigError, match="free some space there, or name another folder"):
         await storage.check()
     storage.close()
@@ -115,7 +117,7 @@ async def test_a_data_folder_without_room_is_told_at_the_start(
 async def test_what_is_no_database_is_told_in_one_sentence(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    storage = Storage(ServerConfig(data_dir=str(tmp_path)))
+    storage = Storage(str(tmp_path))
     Path(storage.folder.database).write_bytes(b"no database" * 400)
     with pytest.raises(ConfigError, match=r"SQLITE_NOTADB\): free some space"):
         await storage.check()
@@ -158,18 +160,20 @@ async def test_what_is_kept_survives_a_clock_that_jumps_and_comes_back(
         return shown[-1]
 
     async with make_server() as served:
-        background = served.state.background
-        await background.stop()
+        server = served.server
+        await server.stop()
         await upload(served)
 
         async def clean() -> None:
             cleaned.append(shown[-1])
 
         clock = SimpleNamespace(time=wall, monotonic=lambda: 0.0)
-        monkeypatch.setattr(background_module, "time", clock)
-        monkeypatch.setattr(background_module, "_CLEAN_EVERY_S", 0.0)
-        monkeypatch.setattr(served.state.storage, "clean", clean)
-        await background.start()
+        monkeypatch.setattr(server_module, "time", clock)
+        monkeypatch.setattr(server_module, "_CLEAN_EVERY_S", 0.0)
+        api = Api(ServerConfig())
+        monkeypatch.setattr(api, "clean", clean)
+        monkeypatch.setattr(server, "apis", [api])
+        await server.start()
         await asyncio.wait_for(ended.wait(), PATIENCE_S)
-        await background.stop()
+        await server.stop()
     assert cleaned[:3] == [0.0, 600.0, 1e9]

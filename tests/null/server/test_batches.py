@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from vllmx_server.batches import input as batch_input
-from vllmx_server.batches.places import Places
-from vllmx_server.state import BATCH_PRIORITY
+from vllmx_server.apis.batches import input as batch_input
+from vllmx_server.apis.batches.line_slots import LineSlots
+from vllmx_server.generating.caller import BATCH_PRIORITY
 
 from tests.waiting import PATIENCE_S, until
 
@@ -265,37 +265,37 @@ async def test_batches_come_behind_everybody_else(make_server: MakeServer) -> No
 
 async def test_places_are_what_others_leave() -> None:
     others = 0
-    places = Places(lambda: 8, lambda: others)
+    slots = LineSlots(lambda: 8, lambda: others)
     for _ in range(13):
-        await asyncio.wait_for(places.take(), PATIENCE_S)
-    waiting = [asyncio.ensure_future(places.take()) for _ in range(6)]
+        await asyncio.wait_for(slots.take(), PATIENCE_S)
+    waiting = [asyncio.ensure_future(slots.take()) for _ in range(6)]
     await asyncio.sleep(0)
     assert not any(task.done() for task in waiting)
     waiting[0].cancel()
     for _ in range(2):
-        places.leave()
+        slots.leave()
         await asyncio.sleep(0)
     assert not any(task.done() for task in waiting[1:]), "they are given several at a time"
-    places.leave()
+    slots.leave()
     await until(lambda: all(task.done() for task in waiting[:4]))
     assert waiting[0].cancelled()
-    assert places.num_taken == 13, "the one that was cancelled took none"
+    assert slots.num_taken == 13, "the one that was cancelled took none"
     others = 6
     for _ in range(9):
-        places.leave()
+        slots.leave()
     await asyncio.sleep(0)
-    assert (places.num_taken, waiting[4].done()) == (4, False)
-    places.leave()
+    assert (slots.num_taken, waiting[4].done()) == (4, False)
+    slots.leave()
     await until(waiting[4].done)
-    assert (places.num_taken, waiting[5].done()) == (4, False)
+    assert (slots.num_taken, waiting[5].done()) == (4, False)
     others = 100
     for _ in range(3):
-        places.leave()
+        slots.leave()
     await asyncio.sleep(0)
     assert not waiting[5].done()
-    places.leave()
+    slots.leave()
     await until(waiting[5].done)
-    assert places.num_taken == 1, "a batch ends some day"
+    assert slots.num_taken == 1, "a batch ends some day"
 
 
 async def test_batches_that_ended_are_bounded(make_server: MakeServer) -> None:
@@ -333,7 +333,7 @@ async def test_a_draining_server_does_not_wait_for_batches(make_server: MakeServ
     async with make_server(step_s=0.01) as served:
         batch = await begin(served, [line(str(i), max_tokens=500) for i in range(50)])
         await reaches(served, batch, lambda b: b["status"] == "in_progress")
-        assert await asyncio.wait_for(served.state.drain(4 * PATIENCE_S), PATIENCE_S)
+        assert await asyncio.wait_for(served.server.drain(4 * PATIENCE_S), PATIENCE_S)
         refused = await served.client.post(f"/v1/batches/{batch['id']}/cancel")
         assert refused.status_code == 503
         await served.becomes_idle()

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from vllmx_server import state
+from vllmx_server.generating import served as state
 
 from .conftest import MakeServer, Served
 

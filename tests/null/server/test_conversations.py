@@ -7,7 +7,9 @@ from urllib.parse import quote
 
 import openai
 import pytest
-from vllmx_server.store import conversations as stored
+from vllmx_server.apis.responses import conversation_store as stored
+from vllmx_server.apis.responses.background import BackgroundResponses
+from vllmx_server.apis.responses.kept import KeptResponses
 
 from tests.waiting import until
 
@@ -92,7 +94,7 @@ async def test_streams_and_unstored_ones_and_the_background_are_added(served: Se
     await served.client.post("/v1/responses", json={**ASK, "conversation": name, "stream": True})
     await create(served, conversation=name, store=False)
     made = await create(served, conversation=name, background=True)
-    await until(lambda: served.state.running_responses.get(made["id"]) is None)
+    await until(lambda: served.state.store(BackgroundResponses).get(made["id"]) is None)
     items = await listed(served, name)
     assert [item["role"] for item in items] == ["user", "assistant"] * 3
 
@@ -274,7 +276,7 @@ async def test_they_outlive_the_server_and_expire(
         later = stored.now() + 31 * 86400
         monkeypatch.setattr(stored, "now", lambda: later)
         assert (await served.client.get(f"/v1/conversations/{name}")).status_code == 404
-        await served.state.storage.conversations.clean()
+        await served.state.store(KeptResponses).conversations.clean()
         count = "SELECT count(*) FROM items"
         rows = await served.state.storage.database.run(lambda c: c.execute(count).fetchone())
         assert rows == (0,)

@@ -22,11 +22,11 @@ from vllmx_core.plugins.specs import BackendSpec
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.wire.messages import CoreStats
 from vllmx_server.errors import OverloadedError
-from vllmx_server.models import device_memory
-from vllmx_server.models import host as host_module
-from vllmx_server.models.config import ModelConfig
-from vllmx_server.models.device_memory import HOST, DeviceMemory, FreeMemory
-from vllmx_server.models.host import CoreHost
+from vllmx_server.host.models import device_memory
+from vllmx_server.host.models import host as host_module
+from vllmx_server.host.models.config import ModelConfig
+from vllmx_server.host.models.device_memory import HOST, DeviceMemory, FreeMemory
+from vllmx_server.host.models.host import CoreHost
 
 from tests.waiting import PATIENCE_S
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from vllmx_core.sampling import SamplingParams
-from vllmx_server.deadline import Deadline
+from vllmx_server.apis.batches.kept import KeptFiles
+from vllmx_server.http.deadline import Deadline
 
 from tests.waiting import until
 
@@ -77,7 +78,7 @@ async def test_a_deadline_counts_the_work_before_the_core(
         response = await served.post("/v1/chat/completions", **CHAT)
         assert response.status_code == 504
         assert ended.is_set()
-        assert served.state.in_flight == 0
+        assert served.state.admission.in_flight == 0
 
 
 async def test_a_request_that_waits_too_long_is_503_with_retry_after(
@@ -96,6 +97,6 @@ async def test_batches_have_no_deadlines(make_server: MakeServer) -> None:
     server = {"queue_timeout_s": 0.001, "request_timeout_s": 0.001}
     async with make_server(server, step_s=0.01) as served:
         body = b'{"model": "fake", "prompt": "a", "max_tokens": 3, "ignore_eos": true}'
-        answerer = served.state.batches._lines._answerer
+        answerer = served.state.store(KeptFiles).runner._lines._answerer
         answer = await answerer.answer("/v1/completions", body, "")
         assert answer.status == 200, answer.body

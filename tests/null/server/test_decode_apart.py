@@ -14,7 +14,8 @@ import pytest
 from msgspec import Meta
 from vllmx_core.errors import InvalidRequestError
 from vllmx_core.sampling import MAX_STOP_IDS
-from vllmx_server.schema import completions, decode_apart
+from vllmx_server.apis.completions import schema as completions
+from vllmx_server.schema import decode_apart
 from vllmx_server.schema.decode import decode
 from vllmx_server.schema.json_strings import parts_of
 

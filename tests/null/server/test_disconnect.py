@@ -11,9 +11,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from vllmx_server.connections.connection import Connection
-from vllmx_server.connections.timeouts import Timeouts
-from vllmx_server.disconnect import unless_gone
+from vllmx_server.http.connections.connection import Connection
+from vllmx_server.http.connections.timeouts import Timeouts
+from vllmx_server.http.disconnect import unless_gone
 
 from tests.waiting import PATIENCE_S, until
 
@@ -137,7 +137,7 @@ async def test_a_client_that_reads_nothing_holds_up_nobody(make_server: MakeServ
         await served.in_flight_become(1)
         await asyncio.gather(*(served.complete(max_tokens=20) for _ in range(8)))
         await until(lambda: not served.llm.num_in_flight)
-        assert served.state.in_flight == 1, "the answer was small enough to be sent"
+        assert served.state.admission.in_flight == 1, "the answer was small enough to be sent"
         writer.transport.resume_reading()  # type: ignore[attr-defined]
         events = events_of((await reader.readuntil(b"[DONE]\n\n")).decode())
         tokens = [event["choices"][0]["token_ids"] for event in events[:-1]]

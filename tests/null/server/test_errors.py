@@ -52,7 +52,7 @@ async def test_bad_completions(served: Served, body: bytes, param: str | None) -
     assert error["type"] == "invalid_request_error"
     if param is not None:
         assert error["param"] == param
-    assert served.state.in_flight == 0
+    assert served.state.admission.in_flight == 0
 
 
 async def test_a_field_that_is_misspelt_has_a_neighbour(served: Served) -> None:
@@ -269,7 +269,7 @@ async def test_a_bug_of_ours_tells_nothing(served: Served, caplog: Any) -> None:
     assert "RuntimeError" in caplog.text
     assert "in broken" in caplog.text
     assert "secret detail" not in caplog.text
-    assert served.state.in_flight == 0
+    assert served.state.admission.in_flight == 0
 
 
 async def test_ids_are_names_not_keys(make_server: MakeServer) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from vllmx_core.errors import ConfigError
+from vllmx_server.apis.batches.kept import KeptFiles
 from vllmx_server.store.folder import Folder, temporary_folder
 
 from tests.waiting import PATIENCE_S
@@ -216,12 +217,13 @@ async def test_the_number_of_files_is_limited(make_server: MakeServer) -> None:
 async def test_files_expire(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     file_id = (await upload(served, fields={"expires_after[seconds]": "60"})).json()["id"]
     kept = (await upload(served)).json()["id"]
-    from vllmx_server.store import files, ids
+    from vllmx_server.apis.batches import files
+    from vllmx_server.store import ids
 
     later = ids.now() + 61
     monkeypatch.setattr(files, "now", lambda: later)
     assert (await served.client.get(f"/v1/files/{file_id}")).status_code == 404
-    await served.state.storage.files.clean()
+    await served.state.store(KeptFiles).files.clean()
     assert [p.name for p in served.state.storage.folder.files().iterdir()] == [kept]
 
 

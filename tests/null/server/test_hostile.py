@@ -6,16 +6,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from vllmx_server.schema.batches import CreateBatch
-from vllmx_server.schema.messages import CountTokensRequest, MessagesRequest
-from vllmx_server.schema.pooling import (
+from vllmx_server.apis.batches.schema import CreateBatch
+from vllmx_server.apis.messages.schema import CountTokensRequest, MessagesRequest
+from vllmx_server.apis.pooling.schema import (
     ClassifyRequest,
     EmbeddingsRequest,
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
 )
-from vllmx_server.schema.responses import ResponsesRequest
+from vllmx_server.apis.responses.schema import ResponsesRequest
 
 from .conftest import Served
 from .test_pooling import LetterPooler

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllmx_server.connections import connection as connection_module
-from vllmx_server.connections.http1 import MAX_AHEAD_BYTES, Http1
+from vllmx_server.http.connections import connection as connection_module
+from vllmx_server.http.connections.http1 import MAX_AHEAD_BYTES, Http1
 
 from tests.waiting import PATIENCE_S, until
 

@@ -15,9 +15,9 @@ import pytest
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from vllmx_server.connections.connection import Connection, Shared
-from vllmx_server.connections.safe_headers import AnswerConfig
-from vllmx_server.connections.timeouts import Timeouts
+from vllmx_server.http.connections.connection import Connection, Shared
+from vllmx_server.http.connections.safe_headers import AnswerConfig
+from vllmx_server.http.connections.timeouts import Timeouts
 
 Asked = tuple[str, str, bytes, list[tuple[bytes, bytes]], bytes | None]
 

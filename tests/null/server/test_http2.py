@@ -37,11 +37,11 @@ from hyperframe.frame import (
     SettingsFrame,
     WindowUpdateFrame,
 )
-from vllmx_server.address import bind
 from vllmx_server.config import ServerConfig
-from vllmx_server.connections.connection import Connection
-from vllmx_server.connections.frame_budget import FrameBudget
-from vllmx_server.connections.http2 import Http2
+from vllmx_server.host.address import bind
+from vllmx_server.http.connections.connection import Connection
+from vllmx_server.http.connections.frame_budget import FrameBudget
+from vllmx_server.http.connections.http2 import Http2
 
 from tests.waiting import PATIENCE_S, until
 
@@ -391,7 +391,7 @@ async def test_a_slow_stream_has_all_the_time_that_it_needs(
         return call_later(delay, callback, *rest, **more)
 
     monkeypatch.setattr(loop, "call_later", noted)
-    monkeypatch.setattr("vllmx_server.connections.timeouts.SLOWEST", slowest)
+    monkeypatch.setattr("vllmx_server.http.connections.timeouts.SLOWEST", slowest)
     async with make_server({"send_timeout_s": 3600.0}) as served, connected(served) as client:
         client.gives_back = False
         client.h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})

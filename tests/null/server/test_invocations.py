@@ -70,7 +70,7 @@ async def test_ping_says_whether_requests_are_served(make_server: MakeServer) ->
         for method in ("GET", "POST"):
             assert (await served.client.request(method, "/ping")).status_code == 200
         assert (await served.client.post("/invocations", json=HELLO)).status_code == 401
-        served.state.draining = True
+        served.state.admission.draining = True
         assert (await served.client.get("/ping")).status_code == 503
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from vllmx_server.json_pieces import Items, Members, json_pieces
+from vllmx_server.schema.json_pieces import Items, Members, json_pieces
 
 
 class Colour(StrEnum):

@@ -10,8 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 from vllmx_core.errors import InvalidRequestError
-from vllmx_server.models.routing import _peeked
-from vllmx_server.schema import chat, completions, json_weight
+from vllmx_server.apis.completions import schema as completions
+from vllmx_server.generating import chat_body as chat
+from vllmx_server.host.models.routing import _peeked
+from vllmx_server.schema import json_weight
 from vllmx_server.schema.decode import decode
 from vllmx_server.schema.json_strings import parts_of
 from vllmx_server.schema.json_weight import (

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from vllmx_server.errors import RateLimitError
-from vllmx_server.keys.limits import KeyDesk
+from vllmx_server.limits.key_limiter import KeyLimiter
 
 from tests.waiting import PATIENCE_S
 
@@ -33,8 +33,8 @@ DETAILS = ("limit", "remaining", "reset")
 
 def stop_time(served: Served) -> None:
     """Nothing comes back while a slow machine runs the test."""
-    assert isinstance(served.state.desk, KeyDesk)
-    served.state.desk.clock = lambda: 0.0
+    assert isinstance(served.state.limiter, KeyLimiter)
+    served.state.limiter.clock = lambda: 0.0
 
 
 async def post(served: Served, path: str) -> httpx.Response:
@@ -65,7 +65,7 @@ async def test_requests_and_tokens_a_minute(
             path, json=ROUTES[path], headers={"x-api-key": "secret-bob"}
         )
         assert other.status_code == 200
-        assert await served.state.drain(PATIENCE_S)
+        assert await served.server.drain(PATIENCE_S)
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/messages/count_tokens"])

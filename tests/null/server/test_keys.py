@@ -17,11 +17,12 @@ from click.testing import CliRunner
 from vllmx.cli.keys import keys
 from vllmx_core.errors import ConfigError
 from vllmx_core.sampling import SamplingParams
-from vllmx_server.desk import RemoteDesk, ServedDesk, Used, Wanted
 from vllmx_server.errors import ForbiddenError, RateLimitError
-from vllmx_server.keys.limits import KeyDesk
-from vllmx_server.keys.records import KeyRecord, digest_of, read_keys
-from vllmx_server.keys.ring import KeyRing
+from vllmx_server.host.workers.remote_limiter import RemoteLimiter, WorkerLimiter
+from vllmx_server.limits.key_limiter import KeyLimiter
+from vllmx_server.limits.key_records import KeyRecord, digest_of, read_keys
+from vllmx_server.limits.keys import ApiKeys
+from vllmx_server.limits.rate_limiter import Reservation, Used
 
 from tests.waiting import PATIENCE_S, until
 
@@ -49,12 +50,12 @@ def key_file(folder: Path, **records: dict[str, Any]) -> str:
     return str(path)
 
 
-def desk_of(folder: Path, clock: Clock, **fields: Any) -> KeyDesk:
-    return KeyDesk(KeyRing(path=key_file(folder, ann=fields)), clock)
+def desk_of(folder: Path, clock: Clock, **fields: Any) -> KeyLimiter:
+    return KeyLimiter(ApiKeys(path=key_file(folder, ann=fields)), clock)
 
 
-def want(num_tokens: int = 0) -> Wanted:
-    return Wanted(key="key-ann", model="m", num_tokens=num_tokens)
+def want(num_tokens: int = 0) -> Reservation:
+    return Reservation(key="key-ann", model="m", num_tokens=num_tokens)
 
 
 async def ask(served: Served, name: str | None, **body: Any) -> httpx.Response:
@@ -65,72 +66,72 @@ async def ask(served: Served, name: str | None, **body: Any) -> httpx.Response:
 
 async def test_requests_a_minute(tmp_path: Path) -> None:
     clock = Clock()
-    desk = desk_of(tmp_path, clock, requests_per_minute=3)
-    granted = [await desk.reserve(want()) for _ in range(3)]
+    limiter = desk_of(tmp_path, clock, requests_per_minute=3)
+    granted = [await limiter.reserve(want()) for _ in range(3)]
     assert granted[-1].headers == {
         "x-ratelimit-limit-requests": "3",
         "x-ratelimit-remaining-requests": "0",
         "x-ratelimit-reset-requests": "60.000s",
     }
     with pytest.raises(RateLimitError, match="3 requests a minute") as caught:
-        await desk.reserve(want())
+        await limiter.reserve(want())
     assert caught.value.retry_after_s == pytest.approx(20)
     clock.now_s += 20
-    await desk.reserve(want())
+    await limiter.reserve(want())
     with pytest.raises(RateLimitError):
-        await desk.reserve(want())
+        await limiter.reserve(want())
     clock.now_s -= 500  # a clock that jumps back gives nothing and takes nothing
     with pytest.raises(RateLimitError):
-        await desk.reserve(want())
+        await limiter.reserve(want())
     clock.now_s += 1e9
     for _ in range(3):
-        await desk.reserve(want())
+        await limiter.reserve(want())
     with pytest.raises(RateLimitError):
-        await desk.reserve(want())
+        await limiter.reserve(want())
 
 
 async def test_tokens_are_reserved_and_settled(tmp_path: Path) -> None:
     clock = Clock()
-    desk = desk_of(tmp_path, clock, tokens_per_minute=600)
-    first = await desk.reserve(want(500))
+    limiter = desk_of(tmp_path, clock, tokens_per_minute=600)
+    first = await limiter.reserve(want(500))
     with pytest.raises(RateLimitError, match="600 tokens a minute") as caught:
-        await desk.reserve(want(200))
+        await limiter.reserve(want(200))
     assert caught.value.retry_after_s == pytest.approx(10)
-    await desk.settle(Used(ticket=first.ticket, num_tokens=100))
-    await desk.settle(Used(ticket=first.ticket, num_tokens=100))  # a second time is ignored
-    second = await desk.reserve(want(500))
+    await limiter.settle(Used(ticket=first.ticket, num_tokens=100))
+    await limiter.settle(Used(ticket=first.ticket, num_tokens=100))  # a second time is ignored
+    second = await limiter.reserve(want(500))
     assert second.headers["x-ratelimit-remaining-tokens"] == "0"
-    await desk.settle(Used(ticket=second.ticket, num_tokens=1100))  # 600 more than reserved
+    await limiter.settle(Used(ticket=second.ticket, num_tokens=1100))  # 600 more than reserved
     with pytest.raises(RateLimitError) as caught:
-        await desk.reserve(want(1))
+        await limiter.reserve(want(1))
     assert caught.value.retry_after_s == pytest.approx(60.1)
     clock.now_s += 1000
-    await desk.reserve(want(10_000))  # more than a minute has: it waits for all of it, no longer
+    await limiter.reserve(want(10_000))  # more than a minute has: it waits for all of it, no longer
 
 
 async def test_requests_at_a_time(tmp_path: Path) -> None:
-    desk = desk_of(tmp_path, Clock(), concurrency=2)
-    first, _ = await desk.reserve(want()), await desk.reserve(want())
+    limiter = desk_of(tmp_path, Clock(), concurrency=2)
+    first, _ = await limiter.reserve(want()), await limiter.reserve(want())
     with pytest.raises(RateLimitError, match="2 requests at a time"):
-        await desk.reserve(want())
-    await desk.settle(Used(ticket=first.ticket, num_tokens=0))
-    await desk.reserve(want())
+        await limiter.reserve(want())
+    await limiter.settle(Used(ticket=first.ticket, num_tokens=0))
+    await limiter.reserve(want())
 
 
 async def test_limits_that_change_keep_what_is_left(tmp_path: Path) -> None:
     clock = Clock()
-    desk = desk_of(tmp_path, clock, requests_per_minute=2)
-    await desk.reserve(want())
+    limiter = desk_of(tmp_path, clock, requests_per_minute=2)
+    await limiter.reserve(want())
     key_file(tmp_path, ann={"requests_per_minute": 20})
-    desk.ring.reload()
-    granted = await desk.reserve(want())
+    limiter.keys.reload()
+    granted = await limiter.reserve(want())
     assert granted.headers["x-ratelimit-remaining-requests"] == "9"
 
 
 async def test_another_process_asks_the_same_desk(tmp_path: Path) -> None:
-    desk = desk_of(tmp_path, Clock(), requests_per_minute=60, concurrency=1)
+    limiter = desk_of(tmp_path, Clock(), requests_per_minute=60, concurrency=1)
     async with channels() as (supervisor, worker):
-        served, remote = ServedDesk(desk, supervisor), RemoteDesk(worker)
+        served, remote = WorkerLimiter(limiter, supervisor), RemoteLimiter(worker)
         granted = await remote.reserve(want(5))
         assert granted.headers["x-ratelimit-limit-requests"] == "60"
         with pytest.raises(RateLimitError, match="at a time") as caught:
@@ -162,31 +163,31 @@ async def test_who_may_and_who_may_not(tmp_path: Path, make_server: MakeServer) 
         plain = {"x-api-key": "plain"}
         body = {"prompt": "a", "max_tokens": 1}
         assert (await served.client.post("/v1/completions", json=body, headers=plain)).is_success
-        assert await served.state.drain(PATIENCE_S)  # nothing is left in flight
+        assert await served.server.drain(PATIENCE_S)  # nothing is left in flight
 
 
 def test_who_may_use_which_mcp_server(tmp_path: Path) -> None:
     """All of them everybody's, until one key names any."""
-    ring = KeyRing(("plain",), key_file(tmp_path, ann={}, bob={}))
+    keys = ApiKeys(("plain",), key_file(tmp_path, ann={}, bob={}))
     for client in ("key-ann", "key-bob", "plain", ""):
-        ring.holder(client).check_mcp_server("tickets", "tools")
+        keys.holder(client).check_mcp_server("tickets", "tools")
     key_file(tmp_path, ann={"mcp_servers": ["tickets"]}, bob={})
-    ring.reload()
-    ring.holder("key-ann").check_mcp_server("tickets", "tools")
-    plain = ring.find(hashlib.sha256(b"plain").digest())
+    keys.reload()
+    keys.holder("key-ann").check_mcp_server("tickets", "tools")
+    plain = keys.find(hashlib.sha256(b"plain").digest())
     assert plain is not None
     for holder, server, allowed in (
-        (ring.holder("key-ann"), "files", "tickets"),
-        (ring.holder("key-bob"), "tickets", "none"),
+        (keys.holder("key-ann"), "files", "tickets"),
+        (keys.holder("key-bob"), "tickets", "none"),
         (plain, "tickets", "none"),
-        (ring.holder("key-gone"), "tickets", "none"),
+        (keys.holder("key-gone"), "tickets", "none"),
     ):
         with pytest.raises(ForbiddenError, match=f"may use: {allowed}"):
             holder.check_mcp_server(server, "tools")
     key_file(tmp_path, ann={"mcp_servers": []}, bob={})
-    ring.reload()
+    keys.reload()
     with pytest.raises(ForbiddenError):
-        ring.holder("key-bob").check_mcp_server("tickets", "tools")
+        keys.holder("key-bob").check_mcp_server("tickets", "tools")
 
 
 async def test_answers_say_what_is_left_and_refusals_when_to_come_back(
@@ -194,7 +195,7 @@ async def test_answers_say_what_is_left_and_refusals_when_to_come_back(
 ) -> None:
     path = key_file(tmp_path, ann={"requests_per_minute": 2, "tokens_per_minute": 1000}, bob={})
     async with make_server({"api_keys_file": path}) as served:
-        served.state.desk.clock = Clock()  # type: ignore[attr-defined]
+        served.state.limiter.clock = Clock()  # type: ignore[attr-defined]
         first = await ask(served, "ann")
         assert first.headers["x-ratelimit-limit-tokens"] == "1000"
         assert first.headers["x-ratelimit-remaining-requests"] == "1"
@@ -214,7 +215,7 @@ async def test_answers_say_what_is_left_and_refusals_when_to_come_back(
         messages = await served.client.post("/v1/messages", json=chat, headers=told)
         assert messages.status_code == 429
         assert messages.json()["error"]["type"] == "rate_limit_error"
-        assert await served.state.drain(PATIENCE_S)  # nothing is left in flight
+        assert await served.server.drain(PATIENCE_S)  # nothing is left in flight
 
 
 async def test_a_batch_gets_no_model_that_its_key_may_not_use(
@@ -234,7 +235,7 @@ async def test_usage_is_counted_and_kept(tmp_path: Path, make_server: MakeServer
     path = key_file(tmp_path, ann={"requests_per_minute": 2}, root={"admin": True}, bob={})
     settings = {"api_keys_file": path, "data_dir": str(tmp_path / "data")}
     async with make_server(settings) as served:
-        served.state.desk.clock = Clock()  # type: ignore[attr-defined]
+        served.state.limiter.clock = Clock()  # type: ignore[attr-defined]
         usage = (await ask(served, "ann")).json()["usage"]
         await ask(served, "ann", stream=True)
         assert (await ask(served, "ann")).status_code == 429
@@ -249,7 +250,7 @@ async def test_usage_is_counted_and_kept(tmp_path: Path, make_server: MakeServer
             "completion_tokens": 2 * usage["completion_tokens"],
         }
         assert own.json() == {"object": "list", "data": [expected]}
-        await served.state.drain(PATIENCE_S)
+        await served.server.drain(PATIENCE_S)
     async with make_server(settings) as served:
         await ask(served, "bob")
         everybody = await served.client.get("/v1/usage", headers={"x-api-key": "secret-root"})
@@ -266,11 +267,11 @@ async def test_a_server_reads_its_keys_again(
     path = key_file(tmp_path, ann={})
     async with make_server({"api_keys_file": path}) as served:
         key_file(tmp_path, bob={"priority_range": "3:4"})
-        served.state.reload()
+        served.server.reload()
         assert (await ask(served, "ann")).status_code == 401
         assert (await ask(served, "bob", priority=3)).status_code == 200
         Path(path).write_text("{")
-        served.state.reload()
+        served.server.reload()
         assert "the keys stay as they are" in caplog.text
         assert (await ask(served, "bob", priority=3)).status_code == 200
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from vllmx_engine.client import logprob_limit
 from vllmx_engine.client.request_state import MAX_DELTA_ROWS
-from vllmx_server.json_pieces import _PIECE_BYTES, Items, Members, json_pieces
+from vllmx_server.schema.json_pieces import _PIECE_BYTES, Items, Members, json_pieces
 
 from .conftest import JSON, MakeServer, Served, events_of, request_bytes
 from .loop_meter import loop_meter, shortest_hold

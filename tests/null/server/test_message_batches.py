@@ -12,10 +12,10 @@ from typing import Any
 import anthropic
 import pytest
 from anthropic.types.messages import MessageBatch
-from vllmx_server.batches import messages as batch_messages
+from vllmx_server.apis.batches import messages as batch_messages
+from vllmx_server.apis.batches import routes as batch_routes
+from vllmx_server.apis.batches.message_schema import CREATE
 from vllmx_server.errors import BodyTooLargeError
-from vllmx_server.routes import batches as batch_routes
-from vllmx_server.schema.message_batches import CREATE
 
 from tests.waiting import PATIENCE_S
 
@@ -123,7 +123,7 @@ async def test_a_cancelled_batch_says_what_became_of_each(make_server: MakeServe
 
 
 async def test_a_batch_expires(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllmx_server.routes.message_batches._WINDOW_S", 1)
+    monkeypatch.setattr("vllmx_server.apis.batches.message_routes._WINDOW_S", 1)
     async with (
         make_server(engine={"max_num_seqs": 2}, step_s=0.02) as served,
         client_of(served) as client,

@@ -13,8 +13,12 @@ import httpx
 import msgspec
 import pytest
 from vllmx_core.errors import InvalidRequestError
-from vllmx_server.answers.messages import Stop
-from vllmx_server.chat_events import (
+from vllmx_server.apis.messages.answers import Stop
+from vllmx_server.apis.messages.as_chat import chat_of
+from vllmx_server.apis.messages.blocks import BlockEvents, Blocks
+from vllmx_server.apis.messages.schema import MESSAGES
+from vllmx_server.generating.chat_body import ChatCompletionRequest
+from vllmx_server.generating.chat_events import (
     AnswerEnd,
     ArgumentsPiece,
     CallBegin,
@@ -23,11 +27,7 @@ from vllmx_server.chat_events import (
     ContentPiece,
     ReasoningPiece,
 )
-from vllmx_server.messages_as_chat import chat_of
-from vllmx_server.messages_blocks import BlockEvents, Blocks
-from vllmx_server.schema.chat import ChatCompletionRequest
 from vllmx_server.schema.decode import decode
-from vllmx_server.schema.messages import MESSAGES
 
 from tests.waiting import PATIENCE_S
 
@@ -341,7 +341,7 @@ async def test_errors_have_anthropics_shape(make_server: MakeServer) -> None:
         await error(404, "not_found_error", "/nothing", json={}, headers=key)
         long = {**HELLO, "messages": [{"role": "user", "content": "x" * 9000}]}
         assert "512" in await error(400, "invalid_request_error", json=long, headers=key)
-        served.state.draining = True
+        served.state.admission.draining = True
         await error(503, "overloaded_error", json=HELLO, headers=key)
 
 

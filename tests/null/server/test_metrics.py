@@ -11,9 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllmx_core.errors import GrammarCheckError
 from vllmx_engine.wire.messages import STEP_TOKENS, CoreStats
 from vllmx_engine.wire.outputs import RequestMetrics
-from vllmx_server.keys.ring import MAX_LABELS
-from vllmx_server.keys.usage import KeyUsage
-from vllmx_server.metrics import BETWEEN_TOKENS_S, Histogram, Metrics
+from vllmx_server.limits.keys import MAX_LABELS
+from vllmx_server.limits.usage import KeyUsage
+from vllmx_server.watch.metrics import BETWEEN_TOKENS_S, Histogram, Metrics
 
 from tests.waiting import PATIENCE_S
 
@@ -165,19 +165,19 @@ async def test_grammars_and_calls_that_are_not_read(
 async def test_keys_have_the_names_of_their_file_and_no_others(
     tmp_path: Path, make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllmx_server.keys.ring.MAX_LABELS", 2)
+    monkeypatch.setattr("vllmx_server.limits.keys.MAX_LABELS", 2)
     limits = {"requests_per_minute": 1}
     flags = {
         "api_keys_file": key_file(tmp_path, ann={}, bob=limits, eve={}),
         "api_key": ("plain",),
     }
     async with make_server(flags) as served:
-        served.state.desk.clock = Clock()  # type: ignore[attr-defined]
+        served.state.limiter.clock = Clock()  # type: ignore[attr-defined]
         for name in ("secret-ann", "secret-bob", "secret-bob", "secret-eve", "plain", "nobody"):
             headers = {"x-api-key": name}
             body = {"prompt": "ab", "max_tokens": 4, "ignore_eos": True, "user": name}
             await served.client.post("/v1/completions", json=body, headers=headers)
-        await served.state.drain(PATIENCE_S)
+        await served.server.drain(PATIENCE_S)
         requests = await values_of(served, "key_requests_total", "key")
         assert requests == {"ann": 1, "bob": 1, "other": 2}
         refusals = await values_of(served, "key_refusals_total", "key")

@@ -10,8 +10,8 @@ import pytest
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import CapacityError
 from vllmx_server.errors import OverloadedError, error_response
-from vllmx_server.models.config import ModelConfig
-from vllmx_server.models.registry import Models
+from vllmx_server.host.models.config import ModelConfig
+from vllmx_server.host.models.registry import Models
 
 from tests.waiting import PATIENCE_S
 
@@ -35,9 +35,9 @@ async def test_a_request_waits_no_longer_than_it_may() -> None:
     default: Any = SimpleNamespace()
     models, host = Models(default, configs, wait_s=0.05), SlowHost()
     models.host = host  # type: ignore[assignment]
-    assert await models.state("one") is default
+    assert await models.served("one") is default
     with pytest.raises(OverloadedError, match=r"takes longer than 0\.05 s: try again") as raised:
-        await models.state("two")
+        await models.served("two")
     answer = error_response(raised.value)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert not models.is_open("two")
@@ -45,11 +45,11 @@ async def test_a_request_waits_no_longer_than_it_may() -> None:
     patient.host = models.host
     models._wait_s = PATIENCE_S
     for each in (models, patient):
-        waits = [asyncio.ensure_future(each.state("two")) for _ in range(2)]
+        waits = [asyncio.ensure_future(each.served("two")) for _ in range(2)]
         await asyncio.sleep(0)
         host.finds_out.set()
         found = await asyncio.gather(*waits, return_exceptions=True)
         assert [type(error) for error in found] == [CapacityError, CapacityError]
     assert host.loads == 2  # one for all who wait
-    assert await models.state("one") is default
+    assert await models.served("one") is default
     await models.close()

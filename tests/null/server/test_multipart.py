@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllmx_core.errors import InvalidRequestError
-from vllmx_server.store.multipart import MultipartReader, Sink, file_name
+from vllmx_server.apis.batches.multipart import MultipartReader, Sink, file_name
 
 TYPE = "multipart/form-data; boundary=xyz"
 

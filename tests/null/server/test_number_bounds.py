@@ -12,10 +12,16 @@ import pytest
 from vllmx_core.bounds import BOUNDS
 from vllmx_core.errors import InvalidRequestError
 from vllmx_core.sampling import SamplingParams
-from vllmx_server.openapi.operations import OPERATIONS
-from vllmx_server.schema import chat, completions, messages, pooling, responses, tei, text
+from vllmx_server.apis.completions import schema as completions
+from vllmx_server.apis.messages import schema as messages
+from vllmx_server.apis.pooling import schema as pooling
+from vllmx_server.apis.pooling import tei_schema as tei
+from vllmx_server.apis.responses import schema as responses
+from vllmx_server.apis.text import schema as text
+from vllmx_server.generating import chat_body as chat
+from vllmx_server.generating.fields import GeneratingFields
+from vllmx_server.host.apis import all_routes
 from vllmx_server.schema.decode import decode
-from vllmx_server.schema.generating import GeneratingFields
 from vllmx_server.schema.whole_numbers import with_whole_numbers
 
 from .conftest import JSON, MakeServer, Served
@@ -89,7 +95,7 @@ def body_with(path: str, name: str, value: str) -> bytes:
 
 
 def test_the_walk_sees_every_route_and_field() -> None:
-    given = [each.body for each in OPERATIONS.values()]
+    given = [each.operation.body for each in all_routes()]
     bodies = {
         kind
         for each in given

@@ -12,42 +12,40 @@ import msgspec
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from vllmx_core.errors import InvalidRequestError
-from vllmx_server.answers.chat import ChatChunk, ChatCompletion
-from vllmx_server.answers.completions import TextChunk, TextCompletion
-from vllmx_server.answers.messages import Message, MessagesEvent
-from vllmx_server.answers.pooling import (
+from vllmx_server.apis.completions.answers import TextChunk, TextCompletion
+from vllmx_server.apis.messages.answers import Message, MessagesEvent
+from vllmx_server.apis.openapi import document as module
+from vllmx_server.apis.openapi.document import UndocumentedRouteError, document
+from vllmx_server.apis.openapi.routes import Document
+from vllmx_server.apis.pooling.answers import (
     ClassifiedList,
     EmbeddingList,
     PooledList,
     Ranking,
     ScoreList,
 )
-from vllmx_server.answers.responses import Response as ResponseShown
-from vllmx_server.answers.responses_events import ResponsesEvent
-from vllmx_server.app import ALL_ROUTES
-from vllmx_server.keys.limits import Bucket, _headers, _Use
-from vllmx_server.openapi import document as module
-from vllmx_server.openapi.document import UndocumentedRouteError, document
-from vllmx_server.responses.output import Output
-from vllmx_server.responses.tools import ToolForm
-from vllmx_server.routes.document import is_page
-from vllmx_server.routes.responses import FRAMING
+from vllmx_server.apis.responses.answers import Response as ResponseShown
+from vllmx_server.apis.responses.events import ResponsesEvent
+from vllmx_server.apis.responses.output import Output
+from vllmx_server.apis.responses.routes import FRAMING
+from vllmx_server.apis.responses.tools import ToolForm
+from vllmx_server.generating.chat_answer import ChatChunk, ChatCompletion
+from vllmx_server.host.apis import all_routes
+from vllmx_server.http.operation import Operation
+from vllmx_server.http.route import Right, Route
+from vllmx_server.limits.key_limiter import Bucket, _headers, _Use
 
 from .conftest import MakeServer, Served
 from .test_messages import EVENTS, named_events
 from .test_pooling import LetterPooler
 
 PAGE = Path(module.__file__).parent / "page"
-REMEDY = "add an Operation in vllmx_server/openapi/operations.py, then run docs/list_api.py"
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return document(
-        Route(path, endpoint, methods=[method]) for method, path, endpoint in ALL_ROUTES
-    )
+    return document(all_routes())
 
 
 def refs(value: Any) -> set[str]:
@@ -59,9 +57,9 @@ def refs(value: Any) -> set[str]:
 
 
 def test_every_route_is_documented(found: dict[str, Any]) -> None:
-    for method, path, _ in ALL_ROUTES:
-        shown = path.replace(":path}", "}")
-        assert method.lower() in found["paths"].get(shown, {}), f"{method} {path}: {REMEDY}"
+    for route in all_routes():
+        shown = route.path.replace(":path}", "}")
+        assert route.method.lower() in found["paths"].get(shown, {}), route
 
 
 def test_a_route_that_is_not_is_named() -> None:
@@ -71,7 +69,7 @@ def test_a_route_that_is_not_is_named() -> None:
     with pytest.raises(
         UndocumentedRouteError, match=r"GET /secret is not documented: give .*secret"
     ):
-        document([Route("/secret", secret)])
+        document([Route("GET", "/secret", secret, Operation("Secrets"), Right.HOLDERS)])
 
 
 def test_schemas_are_sound(found: dict[str, Any]) -> None:
@@ -86,7 +84,7 @@ def test_schemas_are_sound(found: dict[str, Any]) -> None:
 
 
 def test_headers_of_limits(found: dict[str, Any]) -> None:
-    """As `vllmx_server.keys.limits` makes them."""
+    """As `vllmx_server.limits.key_limiter` makes them."""
     use = _Use(Bucket(3, 2, 0.0), Bucket(9, 0.5, 0.0), None)
     shown = {name.lower(): each["schema"] for name, each in found["components"]["headers"].items()}
     for name, value in _headers(use).items():
@@ -116,7 +114,7 @@ async def test_the_document_of_a_server_is_its_own(make_server: MakeServer) -> N
     """Which routes its model answers, which want a key, and how far its fields go."""
 
     async def document_of(served: Served, **headers: str) -> dict[str, Any]:
-        served.state.document = None
+        served.state.store(Document).json = None
         response = await served.client.get("/openapi.json", headers=headers)
         return response.json()  # type: ignore[no-any-return]
 
@@ -261,7 +259,6 @@ def test_an_error_of_a_stream_of_responses() -> None:
 async def test_the_page_needs_nobody_else(make_server: MakeServer) -> None:
     async with make_server({"api_key": ("k",)}) as served:
         for path in ("/docs", "/docs/page.js", "/docs/page.css"):
-            assert is_page(path)
             answer = await served.client.get(path)
             assert answer.status_code == 200, "no key is needed"
             policy = answer.headers["content-security-policy"]

@@ -11,12 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 from vllmx_core.errors import ConfigError
-from vllmx_server.address import bind_operators
 from vllmx_server.config import ServerConfig
-from vllmx_server.connections.safe_headers import AnswerConfig
-from vllmx_server.connections.serving import serve
-from vllmx_server.connections.timeouts import Timeouts
-from vllmx_server.operators import LIMITS, operators_app
+from vllmx_server.host.address import bind_operators
+from vllmx_server.host.operators import LIMITS, operators_app
+from vllmx_server.http.connections.safe_headers import AnswerConfig
+from vllmx_server.http.connections.serving import serve
+from vllmx_server.http.connections.timeouts import Timeouts
 
 from .conftest import MakeServer
 from .test_keys import ask, key_file
@@ -63,7 +63,7 @@ async def test_what_operators_see_and_do(tmp_path: Path, make_server: MakeServer
     async with make_server(server) as served:
         assert (await ask(served, "ann")).status_code == 200
         await served.becomes_idle()
-        transport = httpx.ASGITransport(operators_app(served.state))
+        transport = httpx.ASGITransport(operators_app(served.server))
         async with httpx.AsyncClient(transport=transport, base_url="http://vllmx") as operator:
             rows = (await operator.get("/v1/usage")).json()["data"]
             assert {row["key"]: row["requests"] for row in rows}["ann"] == 1
@@ -84,7 +84,7 @@ async def test_it_answers_while_the_port_is_full(tmp_path: Path, make_server: Ma
         assert isinstance(listener, socket.socket)
         listener.listen()
         stop = asyncio.Event()
-        app = operators_app(served.state)
+        app = operators_app(served.server)
         serving = asyncio.ensure_future(
             serve(app, AnswerConfig(), listener, LIMITS, Timeouts(15, 15), stop)
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from vllmx_server.app import ALL_ROUTES
-from vllmx_server.rights import RIGHTS, Right
+from vllmx_server.host.apis import all_routes
+from vllmx_server.http.route import Right
 
 from .conftest import MakeServer, Served
 
@@ -16,7 +16,8 @@ BODIES = {
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [97]},
 }
-PLAIN = [(method, path) for method, path, _ in ALL_ROUTES if "{" not in path and path != "/"]
+RIGHTS = {(route.method, route.path): route.right for route in all_routes()}
+PLAIN = [(method, path) for method, path in RIGHTS if "{" not in path and path != "/"]
 
 
 async def test_a_slash_at_the_end_changes_nothing(make_server: MakeServer) -> None:

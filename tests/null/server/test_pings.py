@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 from starlette.types import Message
 from vllmx_core.errors import EngineDeadError
-from vllmx_server.event_stream import DONE, EventStream
-from vllmx_server.generation import Generation
-from vllmx_server.pings import PING, Pings
+from vllmx_server.generating.generation import Generation
+from vllmx_server.http.event_stream import DONE, EventStream
+from vllmx_server.http.pings import PING, Pings
 
 from tests.waiting import PATIENCE_S, until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from vllmx_core.errors import ConfigError
 from vllmx_server.config import ServerConfig
-from vllmx_server.priorities import PriorityRange
+from vllmx_server.limits.priorities import PriorityRange
 
 from .conftest import MakeServer
 

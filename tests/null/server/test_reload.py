@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from vllmx_core.errors import ConfigError
-from vllmx_server.address import check_certificate
 from vllmx_server.config import ServerConfig
-from vllmx_server.running import hypercorn_config
+from vllmx_server.host.address import check_certificate
+from vllmx_server.host.process import hypercorn_config
 
 from .conftest import MakeServer
 
@@ -31,8 +31,8 @@ async def test_new_connections_see_a_new_certificate(
     caplog.set_level(logging.INFO, "vllmx.server")
     flags = {"ssl_certfile": str(cert), "ssl_keyfile": str(key)}
     async with make_server(flags) as served:
-        state = served.state
-        state.tls = hypercorn_config(state.config).create_ssl_context()
+        state = served.server
+        state.tls = hypercorn_config(served.state.config).create_ssl_context()
         server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, ssl=state.tls)
         address = server.sockets[0].getsockname()
 

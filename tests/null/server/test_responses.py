@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 from vllmx_core.errors import InvalidRequestError
-from vllmx_server.chat_events import (
+from vllmx_server.apis.responses import store as stored
+from vllmx_server.apis.responses.as_chat import chat_of
+from vllmx_server.apis.responses.kept import KeptResponses
+from vllmx_server.apis.responses.output import Output
+from vllmx_server.apis.responses.schema import RESPONSES
+from vllmx_server.generating.chat_body import ChatCompletionRequest
+from vllmx_server.generating.chat_events import (
     AnswerEnd,
     ArgumentsPiece,
     CallBegin,
@@ -16,12 +22,7 @@ from vllmx_server.chat_events import (
     ContentPiece,
     ReasoningPiece,
 )
-from vllmx_server.responses.as_chat import chat_of
-from vllmx_server.responses.output import Output
-from vllmx_server.schema.chat import ChatCompletionRequest
 from vllmx_server.schema.decode import decode
-from vllmx_server.schema.responses import RESPONSES
-from vllmx_server.store import responses as stored
 
 from .conftest import JSON, MakeServer, Served
 from .loop_meter import shortest_hold
@@ -371,9 +372,9 @@ async def test_what_a_server_left_open_has_failed(make_server: MakeServer, tmp_p
     folder = {"data_dir": str(tmp_path / "data")}
     async with make_server(folder) as served:
         made = await create(served)
-        left = await served.state.storage.responses.get("", made["id"])
+        left = await served.state.store(KeptResponses).responses.get("", made["id"])
         left.response["status"] = "in_progress"
-        await served.state.storage.responses.save("", left)
+        await served.state.store(KeptResponses).responses.save("", left)
     async with make_server(folder) as served:
         found = (await served.client.get(f"/v1/responses/{made['id']}")).json()
         assert found["status"] == "failed"

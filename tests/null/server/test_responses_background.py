@@ -6,7 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from vllmx_server.store import responses as stored
+from vllmx_server.apis.responses import store as stored
+from vllmx_server.apis.responses.kept import KeptResponses
 
 from tests.waiting import PATIENCE_S
 
@@ -81,7 +82,9 @@ async def test_events_of_the_background_are_kept(make_server: MakeServer, tmp_pa
         assert (await served.client.get(f"{path}&starting_after={number + 9}")).text == ""
         await served.client.delete(f"/v1/responses/{made}")
         assert (await served.client.get(path)).status_code == 404
-        assert await served.state.storage.responses.events(made, -1) is None, "gone with it"
+        assert await served.state.store(KeptResponses).responses.events(made, -1) is None, (
+            "gone with it"
+        )
 
 
 async def test_events_count_as_what_is_kept(
@@ -98,7 +101,10 @@ async def test_events_count_as_what_is_kept(
 
     async with make_server({"max_stored_bytes": 20_000}) as served:
         ids = [await made(served, 6) for _ in range(12)]
-        kept = [await served.state.storage.responses.events(each, -1) is not None for each in ids]
+        kept = [
+            await served.state.store(KeptResponses).responses.events(each, -1) is not None
+            for each in ids
+        ]
         assert 0 < sum(kept) < 12
         assert kept == sorted(kept), "the oldest made room"
         monkeypatch.setattr(stored, "MAX_EVENTS_BYTES", 1000)  # less than a response by itself

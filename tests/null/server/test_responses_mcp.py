@@ -13,8 +13,9 @@ import httpx
 import msgspec
 import pytest
 from vllmx_core.errors import ContextLengthError
-from vllmx_server.answers.responses import Response
-from vllmx_server.answers.responses_events import ResponsesEvent
+from vllmx_server.apis.responses.answers import Response
+from vllmx_server.apis.responses.events import ResponsesEvent
+from vllmx_server.apis.responses.kept import KeptResponses
 from vllmx_server.mcp import servers as tool_server_module
 from vllmx_server.mcp import stdio
 from vllmx_server.mcp.servers import ToolServers
@@ -66,7 +67,7 @@ def tool_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToolServe
 @pytest.fixture
 async def served(make_server: MakeServer, tool_servers: ToolServers) -> AsyncIterator[Served]:
     async with make_server({"mcp_max_rounds": 3, "api_key": ("k",)}) as running:
-        running.state.tool_servers = tool_servers
+        running.state.store(KeptResponses).tool_servers = tool_servers
         running.client.headers["authorization"] = "Bearer k"
         yield running
 
@@ -378,7 +379,7 @@ async def test_keys_use_the_servers_that_are_theirs(
 ) -> None:
     path = key_file(tmp_path, ann={"mcp_servers": ["well", "down"]}, bob={})
     async with make_server({"api_keys_file": path, "api_key": ("k",)}) as served:
-        served.state.tool_servers = tool_servers
+        served.state.store(KeptResponses).tool_servers = tool_servers
         for key, label, status in (
             ("secret-ann", "well", 200),
             ("secret-ann", "stands", 403),

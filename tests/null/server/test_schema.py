@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 from vllmx_core.errors import GrammarError, InvalidRequestError
 from vllmx_engine.grammar.spec import grammar_spec
-from vllmx_server.schema import chat, completions, messages, structured, text
+from vllmx_server.apis.completions import schema as completions
+from vllmx_server.apis.messages import schema as messages
+from vllmx_server.apis.text import schema as text
+from vllmx_server.generating import chat_body as chat
+from vllmx_server.generating import structured
 from vllmx_server.schema.decode import decode
 
 _ALLOWED = "tool_choice.allowed_tools"

@@ -10,14 +10,14 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from vllmx_server import signals as module
-from vllmx_server.signals import Signals
+from vllmx_server.host import signals as module
+from vllmx_server.host.signals import Signals
 
 from tests.waiting import PATIENCE_S
 
 TWICE = """
 import asyncio, os, signal, sys
-from vllmx_server.signals import Signals
+from vllmx_server.host.signals import Signals
 
 async def main():
     Signals()

@@ -10,8 +10,8 @@ import pytest
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.client.pooling import PoolingChoice, PoolingText
 from vllmx_engine.wire.pooling import PoolingInfo
-from vllmx_server.engine_pooler import EnginePooler
-from vllmx_server.pooling import Pooled, PoolingOptions, Task
+from vllmx_server.generating.engine_pooler import EnginePooler
+from vllmx_server.generating.pooling import Pooled, PoolingOptions, Task
 
 from .conftest import MakeServer, Served
 from .test_batches import begin, content, ended

@@ -17,8 +17,9 @@ import pytest
 from vllmx_core.errors import ConfigError
 from vllmx_engine.wire.outputs import RequestMetrics
 from vllmx_server.config import ServerConfig
-from vllmx_server.pooling import Pooled, TextTimes
-from vllmx_server.tracing import check_tracing, open_tracer, traces_url
+from vllmx_server.generating.pooling import Pooled
+from vllmx_server.watch.collector import check_tracing, open_tracer, traces_url
+from vllmx_server.watch.tracing import TextTimes
 
 from tests.waiting import PATIENCE_S
 
@@ -107,7 +108,7 @@ def collector() -> Iterator[Collector]:
 
 async def flushed(served: Served, collector: Collector, num_requests: int) -> list[Span]:
     """The spans of so many requests. They are made when the client has its answer already."""
-    tracer: Any = served.state.tracer
+    tracer: Any = served.server.tracer
     async with asyncio.timeout(PATIENCE_S):
         while True:
             await asyncio.to_thread(tracer._provider.force_flush)
@@ -137,7 +138,7 @@ async def test_a_span_for_each_request_with_its_parts(
     async with make_server({"otlp_traces_endpoint": collector.url}, step_s=0.002) as served:
         await ask_all(served)
         spans = await flushed(served, collector, 5)
-        await served.state.tracer.close()  # type: ignore[union-attr]
+        await served.server.tracer.close()  # type: ignore[union-attr]
     assert set(collector.paths) == {"/v1/traces"}
     roots = [span for span in spans if span.kind == 2]
     assert [root.name for root in roots] == [
@@ -196,7 +197,7 @@ async def test_texts_that_become_vectors_have_their_parts(
         answer = await served.post("/v1/embeddings", input=["abc", "de"])
         assert answer.status_code == 200, answer.text
         (root, *parts) = await flushed(served, collector, 1)
-        await served.state.tracer.close()  # type: ignore[union-attr]
+        await served.server.tracer.close()  # type: ignore[union-attr]
         text = (await served.client.get("/metrics")).text
     assert (root.name, root.values["gen_ai.usage.input_tokens"]) == ("embeddings fake", 5)
     assert root.values["gen_ai.latency.time_in_queue"] == pytest.approx(0.002)
@@ -224,7 +225,7 @@ async def test_what_fails_is_an_error(make_server: MakeServer, collector: Collec
         await served.post("/v1/completions", **body)
         found = await flushed(served, collector, 2)
         whole, stream = [span for span in found if span.kind == 2]
-        await served.state.tracer.close()  # type: ignore[union-attr]
+        await served.server.tracer.close()  # type: ignore[union-attr]
     assert (whole.failed, whole.values["http.response.status_code"]) == (True, 500)
     assert stream.failed, "whether its status was sent already or not"
     assert stream.values["gen_ai.response.finish_reasons"] == ["error"]
@@ -244,7 +245,7 @@ async def test_nobody_traces_what_its_client_does_not(
         (root, *parts) = await flushed(served, collector, 1)
         assert not root.parent
         assert len(parts) == 4
-        await served.state.tracer.close()  # type: ignore[union-attr]
+        await served.server.tracer.close()  # type: ignore[union-attr]
 
 
 async def test_a_dead_collector_and_a_slow_one_harm_nothing(
@@ -260,7 +261,7 @@ async def test_a_dead_collector_and_a_slow_one_harm_nothing(
         ("OTEL_EXPORTER_OTLP_TIMEOUT", "1"),
     ):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("vllmx_server.spans.CLOSE_S", 0.2)
+    monkeypatch.setattr("vllmx_server.watch.spans.CLOSE_S", 0.2)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         dead = f"http://127.0.0.1:{nobody.getsockname()[1]}"
@@ -269,7 +270,7 @@ async def test_a_dead_collector_and_a_slow_one_harm_nothing(
             async with make_server({"otlp_traces_endpoint": url}) as served:
                 for _ in range(20):
                     await served.complete(max_tokens=2)
-                tracer: Any = served.state.tracer
+                tracer: Any = served.server.tracer
                 assert len(tracer._processor._batch_processor._queue) <= 8
                 begun_s = time.monotonic()
                 await tracer.close()
@@ -289,7 +290,7 @@ def test_where_spans_go(monkeypatch: pytest.MonkeyPatch) -> None:
         check_tracing("env")
     monkeypatch.setenv(base, "http://b:1")
     assert traces_url(None) is None, "a variable alone starts nothing"
-    assert open_tracer(None) is None
+    assert open_tracer(None, {}) is None
     assert traces_url("env") == "http://b:1/v1/traces"
     monkeypatch.setenv(full, "http://c:1/x")
     assert traces_url("env") == "http://c:1/x"
@@ -305,11 +306,11 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise __import__("importlib").metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr("vllmx_server.tracing.metadata.version", missing)
+    monkeypatch.setattr("vllmx_server.watch.collector.metadata.version", missing)
     with pytest.raises(ConfigError, match=r"vllmx\[otel\]"):
         check_tracing("http://a:1")
 
 
 async def test_without_the_flag_nothing_is_kept(served: Served) -> None:
-    assert served.state.tracer is None
+    assert served.server.tracer is None
     assert json.dumps(await served.complete(max_tokens=1))

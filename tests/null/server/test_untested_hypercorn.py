@@ -6,9 +6,9 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from vllmx_server import running
-from vllmx_server.connections import plain, serving, versions
-from vllmx_server.direct_body import DirectBody
+from vllmx_server.host import process as running
+from vllmx_server.http.connections import plain, serving, versions
+from vllmx_server.http.direct_body import DirectBody
 
 from .conftest import MakeServer
 from .test_direct_body import BODY, ROUTES, told
@@ -56,7 +56,7 @@ async def test_answers_are_the_same(
         refused = await served.post("/v1/completions", prompt="a", temperature=-1)
         assert refused.status_code == 400
         assert refused.headers["x-content-type-options"] == "nosniff"
-        assert served.state.in_flight == 0
+        assert served.state.admission.in_flight == 0
 
 
 async def test_a_client_that_leaves_ends_its_request(

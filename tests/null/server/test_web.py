@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 import vllmx_server
-from vllmx_server.routes import web
+from vllmx_server.apis.web import routes as web
 
 from .conftest import MakeServer, Served
 

@@ -18,17 +18,13 @@ import pytest
 from vllmx_core.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from vllmx_engine.wire.ipc import ErrorRecord
 from vllmx_engine.wire.messages import CoreStats
-from vllmx_server import worker as worker_module
-from vllmx_server.desk import Granted, OpenDesk, RemoteDesk, ServedDesk, Used, Wanted
 from vllmx_server.errors import OverloadedError
-from vllmx_server.keys.usage import KeyUsage, UsageBook
-from vllmx_server.metrics import MetricCounts, Metrics
-from vllmx_server.state import ServerState
-from vllmx_server.workers.channel import Channel, GoneError
-from vllmx_server.workers.counted import Counted, ModelCounts
-from vllmx_server.workers.crew import Crew, Worker, asked_of_all
-from vllmx_server.workers.dispatch import Dispatcher, Mailbox
-from vllmx_server.workers.messages import (
+from vllmx_server.host import worker as worker_module
+from vllmx_server.host.server import Server
+from vllmx_server.host.workers.channel import Channel, GoneError
+from vllmx_server.host.workers.counted import Counted, ModelCounts
+from vllmx_server.host.workers.dispatch import Dispatcher, Mailbox
+from vllmx_server.host.workers.messages import (
     CORE_LOST,
     COUNT,
     COUNTED,
@@ -42,8 +38,13 @@ from vllmx_server.workers.messages import (
     Lead,
     Reload,
 )
-from vllmx_server.workers.peers import RemoteUsage
-from vllmx_server.workers.shared_counts import SharedCounts
+from vllmx_server.host.workers.peers import RemoteUsage
+from vllmx_server.host.workers.pool import Worker, WorkerPool, asked_of_all
+from vllmx_server.host.workers.remote_limiter import RemoteLimiter, WorkerLimiter
+from vllmx_server.host.workers.shared_counts import SharedCounts
+from vllmx_server.limits.rate_limiter import Granted, Reservation, Unlimited, Used
+from vllmx_server.limits.usage import KeyUsage, UsageLedger
+from vllmx_server.watch.metrics import MetricCounts, Metrics
 
 from tests.waiting import until
 
@@ -86,13 +87,13 @@ async def test_a_worker_that_ends_as_it_is_to_lead_is_passed_over() -> None:
             asked.append(body)
 
         other.serve(LEAD, Lead, lead)
-        crew = Crew.__new__(Crew)  # without processes
-        crew._leader, crew._had_leader = None, True
-        crew._workers = {row: worker_over(each) for row, each in enumerate((gone, alive))}
+        pool = WorkerPool.__new__(WorkerPool)  # without processes
+        pool._leader, pool._had_leader = None, True
+        pool._workers = {row: worker_over(each) for row, each in enumerate((gone, alive))}
         end.close()
         await gone.gone.wait()
-        await crew._choose_leader()
-        assert crew.leader is alive
+        await pool._choose_leader()
+        assert pool.leader is alive
         assert [each.is_first for each in asked] == [False]
 
 
@@ -108,7 +109,7 @@ async def test_a_process_that_is_being_started_has_nothing_to_tell(
             supervisor.tell(CORE_LOST, ErrorRecord.of(EngineDeadError("gone")))
             assert await supervisor.ask(LEAVE, "one", bool)
             await supervisor.ask(END, None, type(None))
-            state = Mock(spec=ServerState)
+            state = Mock(spec=Server)
             starting.begin_serving(state)
             state.reload.assert_called_once_with(keys=True, certificate=False, level=logging.DEBUG)
     assert not caplog.messages
@@ -177,14 +178,14 @@ async def test_only_answers_in_time_are_gathered() -> None:
         assert await asked_of_all([], "count", int, 0.05) == []
 
 
-class CountingDesk(OpenDesk):
+class CountingLimiter(Unlimited):
     """Remembers what was settled."""
 
     def __init__(self) -> None:
         super().__init__()
         self.settled: list[Used] = []
 
-    async def reserve(self, wanted: Wanted) -> Granted:
+    async def reserve(self, wanted: Reservation) -> Granted:
         if wanted.num_tokens > 100:
             raise QueueFullError("too many tokens", retry_after_s=3.0)
         return await super().reserve(wanted)
@@ -194,20 +195,20 @@ class CountingDesk(OpenDesk):
 
 
 async def test_a_desk_serves_other_processes_and_settles_for_those_that_die() -> None:
-    desk = CountingDesk()
+    limiter = CountingLimiter()
     async with channels() as (supervisor, worker):
-        served, remote = ServedDesk(desk, supervisor), RemoteDesk(worker)
-        first = await remote.reserve(Wanted(key="a", model="m", num_tokens=50))
-        second = await remote.reserve(Wanted(key="a", model="m", num_tokens=60))
+        served, remote = WorkerLimiter(limiter, supervisor), RemoteLimiter(worker)
+        first = await remote.reserve(Reservation(key="a", model="m", num_tokens=50))
+        second = await remote.reserve(Reservation(key="a", model="m", num_tokens=60))
         with pytest.raises(QueueFullError) as refused:
-            await remote.reserve(Wanted(key="a", model="m", num_tokens=101))
+            await remote.reserve(Reservation(key="a", model="m", num_tokens=101))
         assert refused.value.retry_after_s == 3.0
         await remote.settle(Used(ticket=first.ticket, num_tokens=7))
         await remote.settle(Used(ticket=first.ticket, num_tokens=7))  # once is enough
-        await remote.reserve(Wanted(key="b", model="m"))  # answered behind both
-        assert desk.settled == [Used(ticket=first.ticket, num_tokens=7)]
+        await remote.reserve(Reservation(key="b", model="m"))  # answered behind both
+        assert limiter.settled == [Used(ticket=first.ticket, num_tokens=7)]
         await served.close()
-        assert Used(ticket=second.ticket, num_tokens=60) in desk.settled
+        assert Used(ticket=second.ticket, num_tokens=60) in limiter.settled
 
 
 def test_workers_see_what_the_others_count() -> None:
@@ -276,7 +277,9 @@ async def test_counts_of_a_worker_outlive_it(
     metrics: Metrics, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that it told by itself, those of its own scrape, or those that it was asked for."""
-    monkeypatch.setattr("vllmx_server.workers.counted.COUNT_S", 30.0 if how == "asked" else 0.1)
+    monkeypatch.setattr(
+        "vllmx_server.host.workers.counted.COUNT_S", 30.0 if how == "asked" else 0.1
+    )
     counted, nothing = Counted(), {"m": Metrics("m", CoreStats, {}).counts()}
     for _ in range(3):
         metrics.finish("stop", 3, 5, 0.5)
@@ -307,7 +310,7 @@ async def test_counts_of_a_worker_outlive_it(
 
 
 async def test_usage_of_a_worker_is_with_the_supervisor_as_a_request_ends() -> None:
-    book = UsageBook()
+    book = UsageLedger()
     async with channels() as (supervisor, worker):
         heard = asyncio.Event()
 

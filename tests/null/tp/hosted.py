@@ -16,11 +16,12 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.errors import RankLostError
 from vllmx_core.plugins.registry import load_registry
 from vllmx_engine.core.found_model import FoundModel
-from vllmx_tp import door, hosted_group
+from vllmx_tp import hosted_group
+from vllmx_tp import listener as door
 from vllmx_tp.frames import SentFrame
+from vllmx_tp.hosted_group import listen, serve_ranks
 from vllmx_tp.hosts import RemoteHost
 from vllmx_tp.link import Link
-from vllmx_tp.listener import listen, serve_ranks
 from vllmx_tp.messages import Call, RankReady
 from vllmx_tp.region import Region
 

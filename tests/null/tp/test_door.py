@@ -9,11 +9,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from vllmx_tp import door, handshake
-from vllmx_tp.door import MOST_GREETED, Door
+from vllmx_tp import handshake
+from vllmx_tp import listener as door
 from vllmx_tp.handshake import BusyError, Purpose, call
+from vllmx_tp.hosted_group import listen
 from vllmx_tp.hosts import connect
-from vllmx_tp.listener import listen
+from vllmx_tp.listener import MOST_GREETED, RankListener
 
 from tests.waiting import PATIENCE_S
 
@@ -40,7 +41,7 @@ def called(listener: socket.socket, group: bytes, purpose: Purpose) -> socket.so
 
 def test_the_second_connection_is_of_the_same_group(listener: socket.socket) -> None:
     """Another server's first one was taken for it, and both groups died."""
-    host = Door(listener, KEY)
+    host = RankListener(listener, KEY)
     steps = called(listener, ONE, Purpose.STEPS)
     caller = host.caller()
     assert caller is not None
@@ -67,7 +68,7 @@ def test_the_second_connection_is_of_the_same_group(listener: socket.socket) -> 
 
 
 def test_a_second_connection_that_nobody_took_is_closed(listener: socket.socket) -> None:
-    host = Door(listener, KEY)
+    host = RankListener(listener, KEY)
     with called(listener, ONE, Purpose.STEPS):
         caller = host.caller()
         assert caller is not None
@@ -81,7 +82,7 @@ def test_who_says_nothing_keeps_nobody_out(
 ) -> None:
     """More of them than are greeted at a time, whose time is never over."""
     monkeypatch.setattr(handshake, "HANDSHAKE_S", PATIENCE_S)
-    host = Door(listener, KEY)
+    host = RankListener(listener, KEY)
     with ExitStack() as stack:
         for _ in range(2 * MOST_GREETED):
             stack.enter_context(socket.create_connection(listener.getsockname()))
@@ -107,7 +108,7 @@ def test_no_descriptor_for_a_caller(
             return super().accept()
 
     with listen(("127.0.0.1", 0)) as plain, Full(fileno=plain.detach()) as listener:
-        host = Door(listener, KEY)
+        host = RankListener(listener, KEY)
         with called(listener, ONE, Purpose.STEPS):
             caller = host.caller()
             assert caller is not None
@@ -119,6 +120,6 @@ def test_a_socket_that_is_closed_ends_the_door(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(door, "_LOOK_S", 0.01)
-    host = Door(listener, KEY)
+    host = RankListener(listener, KEY)
     listener.close()
     assert host.caller() is None

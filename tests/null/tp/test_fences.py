@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from vllmx_tp import futex
-from vllmx_tp.communicator import SharedMemoryCommunicator
+from vllmx_tp.communicator import Incoming, Outgoing, SharedMemoryCommunicator
 from vllmx_tp.region import Region, Word
-from vllmx_tp.wire import Incoming, Outgoing
 
 from tests.waiting import PATIENCE_S
 

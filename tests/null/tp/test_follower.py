@@ -15,13 +15,13 @@ from vllmx_core.errors import RankLostError
 from vllmx_core.plan import I32, StepPlan, StepResult
 from vllmx_testing.plans import Row, make_plan, sampling_rows
 from vllmx_tp.channel import Reader, Sender
-from vllmx_tp.drawn import DrawnIds, drawn_frame
 from vllmx_tp.executor import RankedModel
 from vllmx_tp.frames import Frame, SentFrame
 from vllmx_tp.messages import INLINE, NOTICE, Call
 from vllmx_tp.pipeline import PipelinedModel
 from vllmx_tp.rank_process import Follower, StageFollower
 from vllmx_tp.region import NUM_CHECKSUMS, Region
+from vllmx_tp.sampled_ids import SampledIds, sampled_frame
 
 from tests.waiting import PATIENCE_S
 
@@ -240,7 +240,7 @@ def test_rank_0_sees_that_another_one_draws_other_ids(
     monkeypatch.setenv("VLLMX_TP_COMPARE", "1")
     model = RankedModel(Model([]), Sent(region, []), None)  # type: ignore[arg-type]
     plan, rows = make_plan([Row([5], 0, [1])], 16), sampling_rows(1)
-    other = DrawnIds(region, 1)
+    other = SampledIds(region, 1)
     for _ in range(NUM_CHECKSUMS + 1):
         other.tell(SAME)
         model.step(plan, rows).result()
@@ -272,7 +272,7 @@ def test_a_rank_sees_that_rank_0_drew_other_ids(region: Region, late: bool) -> N
     rank = Follower(Model(events), region, 1)
     between = [None] if late else []
     reader = Calls([*calls[:2], *between, *calls[2:]], events)
-    reader.drawn = iter([drawn_frame(1, SAME), drawn_frame(2, OTHER)])
+    reader.drawn = iter([sampled_frame(1, SAME), sampled_frame(2, OTHER)])
     with pytest.raises(RankLostError, match=r"rank 1 drew other ids than rank 0 in step 2$"):
         rank.run(reader)  # type: ignore[arg-type]
     assert events == ["begins 0", "begins 1", "ends 0", "ends 1"]
@@ -284,7 +284,7 @@ def test_the_last_stage_sees_that_its_ranks_draw_other_ids(monkeypatch: pytest.M
     """Its first rank tells rank 0 alone, which has nothing to compare."""
     monkeypatch.setenv("VLLMX_TP_COMPARE", "1")
     region, events = Region.create(4, 2), list[str]()
-    other = DrawnIds(region, 3)
+    other = SampledIds(region, 3)
     for ids in (SAME, OTHER):
         other.tell(ids)
     first = StageFollower(Model(events), region, 2)

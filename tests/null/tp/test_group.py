@@ -25,14 +25,14 @@ from vllmx_engine.wire.ipc import ErrorRecord, Start, encode_frame
 from vllmx_engine.wire.known_specs import KnownSpecs
 from vllmx_testing.synthetic import ArraySource
 from vllmx_tp import rank_process
+from vllmx_tp.communicator import Outgoing
 from vllmx_tp.group import Group, cause_of
 from vllmx_tp.link import Link
+from vllmx_tp.liveness import PollTimer, StallTimer
 from vllmx_tp.messages import Call, RankAnswer, RankReady
 from vllmx_tp.pipeline import PipelinedModel
 from vllmx_tp.region import Region, Word
-from vllmx_tp.stillness import Looks, Stillness
 from vllmx_tp.watched_source import WatchedSource
-from vllmx_tp.wire import Outgoing
 
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -194,7 +194,7 @@ def test_who_waits_for_killed_ranks_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_rank_that_lives_and_lets_others_wait_ends_the_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("vllmx_tp.waits.WAIT_S", 0.3)
+    monkeypatch.setattr("vllmx_tp.liveness.WAIT_S", 0.3)
     with group_of(1, monkeypatch) as (group, _):
         group.region.word(0, Word.ARRIVED)[0] = 1
         assert group._ended.wait(PATIENCE_S)
@@ -268,14 +268,14 @@ def test_a_result_that_cannot_be_read_ends_the_group(
 def test_a_machine_that_stood_still_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([10.0, 10.25, 10.5, 70.0, 70.25])
     clock = SimpleNamespace(monotonic=lambda: next(times))
-    monkeypatch.setattr("vllmx_tp.stillness.time", clock)
-    looks = Looks(0.25)
-    assert [looks.passed_s() for _ in range(4)] == [0.25, 0.25, 0.5, 0.25]
+    monkeypatch.setattr("vllmx_tp.liveness.time", clock)
+    timer = PollTimer(0.25)
+    assert [timer.passed_s() for _ in range(4)] == [0.25, 0.25, 0.5, 0.25]
 
 
 def test_what_moves_again_has_not_stood_still() -> None:
-    stillness = Stillness()
-    found = [stillness.look(count, 0.5) for count in (0, 0, 1, 1, 1, 2, 2)]
+    stall = StallTimer()
+    found = [stall.look(count, 0.5) for count in (0, 0, 1, 1, 1, 2, 2)]
     assert found == [0.5, 1.0, 0.0, 0.5, 1.0, 0.0, 0.5]
-    assert stillness.look(2, 0.5, moves=True) == 0.0
-    assert stillness.look(2, 0.5) == 0.5
+    assert stall.look(2, 0.5, moves=True) == 0.0
+    assert stall.look(2, 0.5) == 0.5

@@ -23,13 +23,12 @@ from vllmx_core.plugins.registry import Registry
 from vllmx_core.system.deadline import Deadline
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_tp import __version__, handshake, hosts
-from vllmx_tp.agreement import agreed_ranks, agreed_stages
-from vllmx_tp.fingerprint import Marks, fingerprint
+from vllmx_tp.executor import agreed_ranks, agreed_stages
 from vllmx_tp.handshake import LET_IN, BusyError, HandshakeError, Purpose, answer, call, read_key
+from vllmx_tp.hosted_group import listen
 from vllmx_tp.hosts import addresses, connect
-from vllmx_tp.listener import listen
 from vllmx_tp.loading import share_of_host
-from vllmx_tp.messages import RankReady
+from vllmx_tp.messages import Marks, RankReady, fingerprint
 
 from tests.waiting import PATIENCE_S
 
@@ -202,7 +201,7 @@ def test_a_version_that_is_no_text(pool: ThreadPoolExecutor) -> None:
 
 def test_what_is_no_hello(pool: ThreadPoolExecutor) -> None:
     for shorter in (b"GET / HTTP/1.1\r\n", b"SSH-2.0-OpenSSH_9\r\n"):
-        with pytest.raises(HandshakeError, match="no host of ranks: check the port"):
+        with pytest.raises(HandshakeError, match="not a host of ranks: check the port"):
             greeted(pool, lambda ours, shorter=shorter: ours.sendall(shorter)).result()
 
 
@@ -220,7 +219,7 @@ def test_hosts_are_written_with_their_ports() -> None:
     assert addresses(None) == []
     assert addresses("a:1, [::1]:7000,") == [("a", 1), ("::1", 7000)]
     for wrong in ("a", "a:", ":5", "a:99999", "a:b", "a:-1"):
-        with pytest.raises(ConfigError, match="is no host:port"):
+        with pytest.raises(ConfigError, match="is not a host:port"):
             addresses(wrong)
 
 

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 from vllmx_tp import futex
 from vllmx_tp.communicator import SharedMemoryCommunicator
-from vllmx_tp.link import Link
-from vllmx_tp.listener import listen
+from vllmx_tp.hosted_group import listen
+from vllmx_tp.link import Link, StageLink
 from vllmx_tp.region import BUFFER_BYTES, Region, Word
-from vllmx_tp.stage_link import StageLink
 
 from tests.waiting import PATIENCE_S, wait_until
 

@@ -22,12 +22,11 @@ from vllmx.cli.rank import rank
 from vllmx_core.errors import CapacityError, ConfigError, RankLostError
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_tp import hosted_group
-from vllmx_tp.fingerprint import Marks
 from vllmx_tp.frames import SentFrame
 from vllmx_tp.handshake import LET_IN, Purpose, answer
+from vllmx_tp.hosted_group import listen
 from vllmx_tp.hosts import RemoteHost, connect
-from vllmx_tp.listener import listen
-from vllmx_tp.messages import INLINE, NOTICE, Begin, Call, RankReady
+from vllmx_tp.messages import INLINE, NOTICE, Begin, Call, Marks, RankReady
 from vllmx_tp.region import Region
 
 from tests.waiting import PATIENCE_S, wait_until
@@ -132,7 +131,7 @@ def test_what_no_rank_0_says(
         NOTICE.pack(77, 0, INLINE): "rank 0 makes call 77, which is not known here",
         NOTICE.pack(Call.BEAT, 0, INLINE): "rank 0 sends BEAT before it has said what to load",
         NOTICE.pack(Call.BEGIN, 1 << 31, INLINE): f"rank 0 sends BEGIN of {1 << 31} bytes",
-        NOTICE.pack(Call.BEGIN, 2, INLINE) + b"no": "rank 0 asks for what is no group",
+        NOTICE.pack(Call.BEGIN, 2, INLINE) + b"no": "rank 0 asks for an invalid group",
         early: "rank 0 sends STEP before the ranks are loaded",
         said: "rank 0 is gone",
     }
@@ -150,7 +149,7 @@ def test_what_no_rank_0_says(
         host.loaded(nothing)
         host.send(NOTICE.pack(Call.STEP, 5, INLINE), b"12345")
         ended(host)
-        wait_until(lambda: "STEP of 5 bytes, which is no step" in caplog.text)
+        wait_until(lambda: "STEP of 5 bytes, which is not a step" in caplog.text)
     with remote(address, found, region) as host:
         assert host.loaded(nothing) == [READY]
 

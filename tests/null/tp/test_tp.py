@@ -18,13 +18,12 @@ from vllmx_core.plan import LogitEdits, PatchRows, SamplingRows, StepPlan, Token
 from vllmx_core.system.processors import available_processors
 from vllmx_testing.plans import Row, make_plan, sampling_rows
 from vllmx_tp import group, loading, rank_process
-from vllmx_tp.channel import Reader, Sender
+from vllmx_tp.channel import Reader, Ring, Sender
 from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.frames import Frame, read_frame
 from vllmx_tp.loading import divide_cores, on_cores, rank_options
 from vllmx_tp.messages import INLINE, NOTICE, Call
 from vllmx_tp.region import BUFFER_BYTES, RING_BYTES, Region
-from vllmx_tp.ring import Ring
 
 I32, F32 = np.int32, np.float32
 

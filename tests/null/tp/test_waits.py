@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from vllmx_tp.liveness import WAIT_S, CallDeadlines
 from vllmx_tp.region import Region, Word
-from vllmx_tp.waits import WAIT_S, Waits
 
 
 def arrive(region: Region, **counts: int) -> None:
@@ -17,7 +17,7 @@ def arrive(region: Region, **counts: int) -> None:
 def test_who_is_waited_for_too_long_is_named(first: int) -> None:
     region = Region.create(3)
     arrive(region, r0=first + 1, r1=first, r2=first + 1)
-    waits = Waits(region)
+    waits = CallDeadlines(region)
     waits.look(0.0)
     assert waits.look(WAIT_S - 1) is None
     assert waits.look(2.0) == "rank 1 lives, but others have waited for it for 60 s within a step"
@@ -26,7 +26,7 @@ def test_who_is_waited_for_too_long_is_named(first: int) -> None:
 
 def test_each_call_begins_a_wait_of_its_own() -> None:
     region = Region.create(2)
-    waits = Waits(region)
+    waits = CallDeadlines(region)
     for count in range(1, 5):
         arrive(region, r0=count, r1=count - 1)
         waits.look(0.0)
@@ -37,7 +37,7 @@ def test_each_call_begins_a_wait_of_its_own() -> None:
 def test_ranks_that_have_nothing_to_do_wait_for_nobody() -> None:
     region = Region.create(2)
     arrive(region, r0=7, r1=7)
-    waits = Waits(region)
+    waits = CallDeadlines(region)
     assert [waits.look(WAIT_S) for _ in range(3)] == [None] * 3
     region.close()
 
@@ -47,7 +47,7 @@ def test_stages_go_on_at_their_own_pace() -> None:
     pieces."""
     region = Region.create(4, 2)
     arrive(region, r0=5, r1=5, r2=2, r3=2)
-    waits = Waits(region)
+    waits = CallDeadlines(region)
     assert [waits.look(WAIT_S) for _ in range(3)] == [None] * 3
     arrive(region, r2=3)
     waits.look(0.0)
@@ -55,5 +55,5 @@ def test_stages_go_on_at_their_own_pace() -> None:
     region.close()
     pieces = Region.create(2, 2)
     arrive(pieces, r0=9)
-    assert [Waits(pieces).look(WAIT_S) for _ in range(3)] == [None] * 3
+    assert [CallDeadlines(pieces).look(WAIT_S) for _ in range(3)] == [None] * 3
     pieces.close()

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from vllmx_core.errors import RankLostError
 from vllmx_core.plan import LogprobRows, StepResult
-from vllmx_tp.communicator import SharedMemoryCommunicator
+from vllmx_tp.communicator import Incoming, Outgoing, SharedMemoryCommunicator
+from vllmx_tp.link import StageLink
+from vllmx_tp.pipeline import decode_result, encode_result
 from vllmx_tp.region import BUFFER_BYTES, Region
-from vllmx_tp.results import decode_result, encode_result
-from vllmx_tp.stage_link import StageLink
-from vllmx_tp.wire import Incoming, Outgoing
 
 from tests.waiting import PATIENCE_S
 

@@ -9,6 +9,7 @@ from vllmx_core.model import Model
 from vllmx_core.ops.op import Op
 from vllmx_core.plan import SamplingRows, StepPlan, StepResult
 from vllmx_core.records import Record
+from vllmx_core.system.memory import free_bytes
 from vllmx_core.weights.part import WeightSource
 
 DEFAULT_NUM_SEQS = 256
@@ -27,7 +28,7 @@ class LoadOptions(Record):
     dtype: str = "auto"
     """auto (the checkpoint's), bf16, f16 or f32."""
     kv_cache_dtype: str = "auto"
-    """auto (the backend's choice beside `dtype`), or one of `vllmx_core.cache.dtypes.KV_DTYPES`."""
+    """auto (the backend's choice beside `dtype`), or one of `vllmx_core.kv_dtypes.KV_DTYPES`."""
     max_model_len: int = 4096
     shrink_to_fit: bool = False
     """`max_model_len` is the model's own, not a wish: where memory holds fewer tokens, load with
@@ -188,3 +189,9 @@ class Backend(Protocol):
     def environment(self) -> dict[str, str]:
         """Versions and device facts for `vllmx env`."""
         ...
+
+
+def free_memory(backend: Backend) -> int:
+    """Memory that a model may take on a backend: the device's where it has its own, else the
+    host's."""
+    return backend.free_bytes() if isinstance(backend, HasMemory) else free_bytes()

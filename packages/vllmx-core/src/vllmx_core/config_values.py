@@ -14,7 +14,7 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from vllmx_core.backend_kit.dtypes import long_dtype
+from vllmx_core.dtypes import long_dtype
 from vllmx_core.errors import ConfigError, shown
 
 AUTOMATIC = frozenset(

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError, shown
+from vllmx_core.plugins.checkpoint import Checkpoint, open_checkpoint
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.records import Record
 from vllmx_core.system.files import open_model_file
-from vllmx_core.weights.checkpoint import Checkpoint, open_checkpoint
 from vllmx_core.weights.part import WeightPart, WeightSource
 
 _MAX_BYTES = 4 << 20

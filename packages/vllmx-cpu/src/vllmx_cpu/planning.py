@@ -8,7 +8,7 @@ from vllmx_core.backend import LoadOptions
 from vllmx_core.backend_kit.features import feature_bytes
 from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
 from vllmx_core.cache.capacity import CachePlan
-from vllmx_core.cache.dtypes import kv_dtype
+from vllmx_core.kv_dtypes import kv_dtype
 from vllmx_core.model import Model, encoder_of
 from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.op import OpList

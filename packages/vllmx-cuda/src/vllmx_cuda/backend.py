@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 
 from vllmx_core.backend import LoadedInfo, LoadOptions
-from vllmx_core.backend_kit.dtypes import choose_dtype
-from vllmx_core.cache.dtypes import kv_dtype
 from vllmx_core.communicator import Communicator
+from vllmx_core.dtypes import choose_dtype
+from vllmx_core.kv_dtypes import kv_dtype
 from vllmx_core.model import Model
 from vllmx_core.ops.op import Op
 from vllmx_core.recorded.recording import prepare
@@ -26,7 +26,8 @@ from vllmx_cuda.loading.weights import Weight, load_weights
 from vllmx_cuda.matrices.form import ProductScratch
 from vllmx_cuda.program.graphs import Graphs
 from vllmx_cuda.program.kv_cache import CODES, allocate, kind_of
-from vllmx_cuda.program.lower import OPS, Lowering
+from vllmx_cuda.program.lower import OPS, lower
+from vllmx_cuda.program.lowering import Lowering
 from vllmx_cuda.program.planning import LoadSizes, load_sizes
 from vllmx_cuda.program.prefill import wants_wgmma
 from vllmx_cuda.program.program import Program
@@ -174,7 +175,7 @@ def _load(
     )
     begin_step = lowering.variant("begin_step", VX_VEC=1)
     graphs = Graphs(device, enabled=not options.enforce_eager)
-    launches = lowering.lower(sizes.steps)
+    launches = lower(sizes.steps, lowering)
     program = Program(
         device, sizes, launches, begin_step, result, last_ids, staging, ending, graphs, ranks
     )

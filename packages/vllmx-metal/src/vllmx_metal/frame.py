@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 
 import mlx.core as mx
-from vllmx_core.ops.values import WeightRef
-from vllmx_core.recorded.interpreter import Frame
+from vllmx_core.ops.values import Frame, WeightRef
 
 from vllmx_metal.kv_cache import LayerPages
 from vllmx_metal.matrices import LinearWeight, Matrix

@@ -1,4 +1,4 @@
-"""`vllmx_core.cache.dtypes` on MLX arrays: keys and values as 8-bit codes with a scale for each
+"""`vllmx_core.kv_dtypes` on MLX arrays: keys and values as 8-bit codes with a scale for each
 vector."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import mlx.core as mx
-from vllmx_core.cache.dtypes import LIMITS
+from vllmx_core.kv_dtypes import LIMITS
 
 from vllmx_metal.fusion import fused
 

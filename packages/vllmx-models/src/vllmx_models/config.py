@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from vllmx_core.backend_kit.dtypes import SHORT_NAMES
+from vllmx_core.dtypes import SHORT_NAMES
 from vllmx_core.errors import UnsupportedModelError, shown_entry
 from vllmx_core.model import Activation
 

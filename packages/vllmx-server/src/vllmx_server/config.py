@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from vllmx_core.errors import ConfigError
 from vllmx_core.system.logs import check_log_format, check_log_level
 
-from vllmx_server.priorities import priority_ranges
-from vllmx_server.tracing import check_endpoint
+from vllmx_server.limits.priorities import priority_ranges
+from vllmx_server.watch.collector import check_endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +159,11 @@ class ServerConfig:
         check_endpoint(self.otlp_traces_endpoint)
         check_log_level(self.log_level)
         check_log_format(self.log_format)
+
+    @property
+    def lifetime_s(self) -> int:
+        """`max_stored_days` in seconds."""
+        return round(self.max_stored_days * 86400)
 
     def _check_interval(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)

@@ -50,7 +50,7 @@ class _Blocks:
         """A block full of NaN for each group, which stands for all that fell out of a window."""
 
     def poison(self) -> list[Row]:
-        """A step that fills the blocks which nobody may read, and has a logit row beside them."""
+        """A step that fills the blocks that nothing may read, and has one logit row besides."""
         other = [[block] for block in self.free[: len(self.gone)]]
         poison = Row([_NAN] * PAGE, 0, [[block] for block in self.gone], "none")
         return [poison, Row([1], 0, other)]

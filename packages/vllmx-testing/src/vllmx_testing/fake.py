@@ -176,7 +176,7 @@ class FakeLoadedModel:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True after `close`."""
         return self.in_flight.closed
 
     def step(self, plan: StepPlan, rows: SamplingRows) -> FakeStep:

@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.model import KVSpec, ModelShape, Ops, StateSpec, StepInputs, Weight
 from vllmx_core.plan import AnyArray
+from vllmx_core.plugins.checkpoint import Checkpoint
 from vllmx_core.plugins.hooks import hookimpl
 from vllmx_core.plugins.specs import BackendSpec, ModelSourceSpec, ModelSpec, WeightFormatSpec
-from vllmx_core.weights.checkpoint import Checkpoint
 from vllmx_core.weights.part import WeightPart
 from vllmx_core.weights.spec import WeightSpec
 

@@ -1,5 +1,5 @@
-"""What the fake backend remembers of sequences: a word for each slot of the KV cache, in each cache
-group, and a word for each slot of states."""
+"""Memory of the fake backend: a word for each slot of the KV cache in each cache group, and a word
+for each state slot."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What `FakeBackend` answers: a pure function of a sequence's tokens and its sampling parameters.
+"""The rule for `FakeBackend`'s ids: a pure function of a sequence's tokens and sampling parameters.
 
-Two implementations stand side by side on purpose: numpy over whole steps for the backend, and
+There are two implementations on purpose: numpy over whole steps for the backend, and
 `expected_tokens` over plain Python integers, one token at a time, for the test that judges it.
 """
 
@@ -30,7 +30,7 @@ FORCING_BIAS = 50.0
 
 @dataclass(frozen=True, slots=True)
 class FakeRules:
-    """Which ids come out, and when."""
+    """Options of the rule."""
 
     vocab_size: int = 1000
     eos_id: int | None = None
@@ -124,7 +124,7 @@ def allowed_ids(rows: SamplingRows, i: int) -> frozenset[int] | None:
 
 
 def biases(rows: SamplingRows, i: int) -> list[tuple[int, float]]:
-    """What is added to the logits of a row."""
+    """The edits of a row's logits: (id, value) pairs."""
     if rows.edits is None:
         return []
     part = slice(int(rows.edits.start[i]), int(rows.edits.start[i + 1]))
@@ -152,7 +152,7 @@ def state_hash(tokens: Sequence[int]) -> int:
 def history_hash(
     tokens: Sequence[int], windows: Sequence[int | None] = (None,), *, has_states: bool = False
 ) -> int:
-    """What the pages of a sequence that holds `tokens` add up to, over all cache groups, and its
+    """The sum of the pages of a sequence that holds `tokens`, over all cache groups, and of its
     state."""
     total = state_hash(tokens) if has_states else 0
     for group, window in enumerate(windows):

@@ -1,4 +1,4 @@
-"""What the parts of `BackendSuite` share: loading, running and comparing with the reference."""
+"""Shared base of the parts of `BackendSuite`: loads, runs and compares with the reference."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from vllmx_core.backend import Backend, LoadedModel, LoadOptions
-from vllmx_core.cache.dtypes import KV_DTYPES
+from vllmx_core.kv_dtypes import KV_DTYPES
 from vllmx_core.model import Model
 from vllmx_core.plan import F32, LogprobRows, StepPlan
 from vllmx_core.reference.backend import ReferenceBackend
@@ -25,7 +25,7 @@ class Harness:
     """A subclass says how to make the backend under test."""
 
     dtype = "f32"
-    """What the backend computes in for the comparisons with the reference."""
+    """The backend's dtype in comparisons with the reference."""
     tolerance = 1e-4
     """Greatest absolute difference of log-probabilities to float64, weights being `dtype`."""
     block_sizes: Collection[int] = (8, 16, 32, 64, 128)
@@ -43,7 +43,7 @@ class Harness:
     kv_dtypes: Collection[str] = KV_DTYPES
     """KV caches that it has; others must be refused by name with ConfigError."""
     kv_share = 0.1
-    """Greatest error beside that of the cache's rounding; see `kv_dtype_checks`."""
+    """Greatest error on top of the cache's rounding error; see `kv_dtype_checks`."""
 
     def make_backend(self) -> Backend:
         """A new backend."""

@@ -1,12 +1,11 @@
-"""KV caches of every dtype: each is what it says, with every feature of attention.
+"""KV caches of every dtype round as their rule says, with every feature of attention.
 
-A backend that computes in float32 finds other last bits than the float64 reference, so now and then
-a value of one lies on the other side of a tie and gets the next code: single log-probabilities may
-differ by such a step. What is compared is therefore how far the backend is from the reference with
-the same cache, beside how far that one is from the reference without rounding. `kv_share` bounds
-the ratio of the two (root mean squares): with float32 all through it is some 1e-5, with bf16 as
-what codes are multiplied in up to 0.7. A backend that rounds in another way, or not at all, or
-takes another vector's scale has 1 and more.
+A float32 backend differs from the float64 reference in the last bits, so a value near a tie may
+round to the next code, and a single log-probability may differ by such a step. The checks therefore
+compare two root mean square errors: the backend's against the reference with the same cache, and
+that reference's against one without rounding. `kv_share` bounds their ratio, which is about 1e-5 in
+float32 and up to 0.7 where codes are multiplied in bf16. A backend that rounds differently, does
+not round, or uses another vector's scale has a ratio of 1 or more.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllmx_core.cache.dtypes import KV_DTYPES, LIMITS
 from vllmx_core.errors import ConfigError
+from vllmx_core.kv_dtypes import KV_DTYPES, LIMITS
 from vllmx_core.model import Model
 from vllmx_core.reference.backend import ReferenceBackend
 from vllmx_core.weights.part import WeightSource

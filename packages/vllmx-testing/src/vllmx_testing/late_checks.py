@@ -1,4 +1,4 @@
-"""A step in two halves (`LoadedModel.forward`, then `sample`) comes to what it is in one."""
+"""A step in two halves (`LoadedModel.forward`, then `sample`) equals a whole step."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllmx_core.cache.dtypes import LIMITS
 from vllmx_core.errors import ConfigError, UnsupportedOpError
+from vllmx_core.kv_dtypes import LIMITS
 from vllmx_core.model import Array, LatentSpec, Ops, StepInputs, Weight
 
 from vllmx_testing.harness import PAGE, VOCAB, Harness, all_logprobs, mixed_steps

@@ -47,7 +47,7 @@ PAGE = 16
 NUM_GREEDY_IDS = 64
 """The number of ids that are compared with those of transformers."""
 MOST_LOGPROBS = 64
-"""What every backend gives."""
+"""The number of listed log-probabilities that every backend must serve."""
 
 
 class ModelSuite:
@@ -193,8 +193,8 @@ class ModelSuite:
         chunk: int,
         expected: Floats,
     ) -> None:
-        """What a backend samples greedily after each token of the text, with the log-probabilities
-        of the likeliest."""
+        """Compares the greedy id after each token of the text, and the log-probabilities of the top
+        ids."""
         peak = np.abs(expected).max()
         logprobs = expected - np.logaddexp.reduce(expected, axis=-1, keepdims=True)
         best = np.sort(expected, axis=-1)
@@ -312,7 +312,7 @@ def _text(model: Model, length: int) -> list[int]:
 
 
 def _saved(twin: Any) -> ArraySource:
-    """What its files hold: experts are named otherwise there than in `state_dict`."""
+    """Reads the weights from saved files, where experts have other names than in `state_dict`."""
     from safetensors.numpy import load_file
 
     with TemporaryDirectory() as folder:

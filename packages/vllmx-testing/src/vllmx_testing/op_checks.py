@@ -1,16 +1,16 @@
-"""Every op but attention, in the smallest models that show it: the cases of the ops' own files."""
+"""Compares a backend with the reference on the cases of every op but attention."""
 
 from __future__ import annotations
 
 import pytest
 from vllmx_core.errors import UnsupportedOpError
-from vllmx_core.ops.case import Case
-from vllmx_core.ops.recorder import OPS
 from vllmx_core.recorded.recording import record
 from vllmx_core.weights.part import WeightPart
 from vllmx_core.weights.tensor import DType
 
+from vllmx_testing import op_cases, op_cases_experts  # noqa: F401  # they register their cases
 from vllmx_testing.harness import VOCAB, Harness, load_options
+from vllmx_testing.op_case import Case, registered_cases
 from vllmx_testing.plans import Row
 from vllmx_testing.synthetic import ArraySource, Builder, SyntheticModel
 
@@ -29,8 +29,7 @@ TEXTS = [
     [Row([8, 0], 3, [1], "none")],
 ]
 """Steps of models that give vectors: a row's last token or none is a logit row."""
-CASES: dict[str, Case] = {f"{op.name}: {case.name}": case for op in OPS for case in op.cases()}
-"""The cases by op and name."""
+CASES = registered_cases()
 
 
 def case_model(case: Case, dtype: DType = "f32") -> tuple[SyntheticModel, ArraySource]:

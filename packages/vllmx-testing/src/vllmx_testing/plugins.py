@@ -68,7 +68,7 @@ class PluginReport:
 
     plugin: str
     provides: tuple[str, ...]
-    """What the plugin provides, in the form of `PluginInfo.provides`."""
+    """Names as in `PluginInfo.provides`."""
     specs: tuple[Spec, ...]
 
 

@@ -25,12 +25,12 @@ from vllmx_core.weights.part import WeightSource
 from vllmx_testing.ranks import RankThreads, ThreadCommunicator
 
 Meeting = Callable[[ThreadCommunicator], Communicator]
-"""What a rank speaks through in the place of its end among threads."""
+"""Makes the communicator that a rank's backend uses out of its end among the threads."""
 
 
 class RankedBackend:
     """A `Backend` whose models are shared by ranks, which are threads of this process; all must
-    come to the same bits.
+    compute the same bits.
 
     Args:
         backend: of each rank.
@@ -84,7 +84,7 @@ class RankedThreads:
 
     @property
     def info(self) -> LoadedInfo:
-        """What all have together."""
+        """The facts of all ranks together."""
         infos = [one.info for one in self._ranks.ranks]
         return replace(
             infos[0],

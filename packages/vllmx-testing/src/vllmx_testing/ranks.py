@@ -21,14 +21,14 @@ B = TypeVar("B")
 
 
 class _Table:
-    """What the ranks put down for each other in one call."""
+    """The arrays that ranks exchange in one call."""
 
     def __init__(self, num_ranks: int, timeout_s: float) -> None:
         self.arrays: list[AnyArray] = [np.zeros(0)] * num_ranks
         self.barrier = threading.Barrier(num_ranks, timeout=timeout_s)
         self.timeout_s = timeout_s
         self.sent: list[Queue[AnyArray | None]] = [Queue() for _ in self.arrays]
-        """What each rank sent to the next one; None: it will send no more."""
+        """Messages from each rank to the next one; None ends them."""
 
 
 class ThreadCommunicator:
@@ -38,7 +38,7 @@ class ThreadCommunicator:
     def __init__(self, table: _Table, rank: int) -> None:
         self._table, self._rank = table, rank
         self.calls: list[tuple[str, tuple[int, ...]]] = []
-        """What was called, and with arrays of which shape."""
+        """Calls so far, with the shapes of their arrays."""
 
     @classmethod
     def group(cls, num_ranks: int, timeout_s: float = 120.0) -> list[ThreadCommunicator]:
@@ -120,7 +120,7 @@ class RankThreads(Generic[A]):
 
     @property
     def calls(self) -> list[tuple[str, tuple[int, ...]]]:
-        """What rank 0 called."""
+        """Calls of rank 0."""
         return self._ends[0].calls
 
     def each(self, work: Callable[[A], B]) -> list[B]:

@@ -154,7 +154,7 @@ class StateChecks(Harness):
 
     @pytest.mark.parametrize("rule", [DELTA, SSD], ids=["delta", "ssd"])
     def test_chunks_do_not_change_what_recurrent_layers_compute(self, rule: dict[str, Any]) -> None:
-        """Chunks of 1, 2, 7, and beside mates; exactly, where the backend says so."""
+        """Chunks of 1, 2 and 7, alone and in a batch; exact if the backend promises that."""
         if self._lacks("recurrence"):
             return
         text = np.random.default_rng(0).integers(0, VOCAB, 40).tolist()

@@ -29,7 +29,7 @@ from vllmx_core.weights.spec import PartSpec, RowRuns, Shard, WeightSpec
 from vllmx_core.weights.tensor import DType, RawTensor, f32_to_bf16
 
 _SHARDS: Mapping[str, Shard] = {"out": "row", "down": "row", "head": "vocab"}
-"""How ranks divide matrices, by the end of their names; others are cut along their rows."""
+"""Axis that ranks cut a matrix along, by the end of its name; the default is its rows."""
 Body = Callable[[Ops, Mapping[str, Weight], StepInputs], Array]
 
 

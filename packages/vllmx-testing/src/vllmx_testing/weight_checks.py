@@ -1,4 +1,4 @@
-"""Weights picked out of tensors that hold more, beside the same weights in tensors of their own."""
+"""Weights picked out of larger tensors equal the same weights in tensors of their own."""
 
 from __future__ import annotations
 

@@ -12,13 +12,13 @@ from vllmx_core.backend import (
     LoadedInfo,
     LoadOptions,
 )
-from vllmx_core.backend_kit.dtypes import choose_dtype
 from vllmx_core.backend_kit.features import feature_bytes, feature_rows, feature_shapes
 from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
 from vllmx_core.cache.capacity import CachePlan
-from vllmx_core.cache.dtypes import kv_dtype
 from vllmx_core.communicator import place_of
+from vllmx_core.dtypes import choose_dtype
 from vllmx_core.errors import ConfigError
+from vllmx_core.kv_dtypes import kv_dtype
 from vllmx_core.model import Model, ModelShape
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.values import Rows

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from torch import Tensor
-from vllmx_core.ops.values import WeightRef
-from vllmx_core.recorded.interpreter import Frame
+from vllmx_core.ops.values import Frame, WeightRef
 
 from vllmx_torch.attention import Scratch
 from vllmx_torch.foreign.op import FOREIGN_MODULE, ForeignModule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from vllmx_core.cache.dtypes import KV_DTYPES, LIMITS
+from vllmx_core.kv_dtypes import KV_DTYPES, LIMITS
 
 CODES = {"int8": torch.int8, "fp8": torch.uint8}
 """What codes are kept as; e4m3 as bytes, because few operations take torch's own type."""

@@ -1,21 +1,64 @@
-"""How frames come from rank 0 to the others: they lie in the ring, and a socket says where."""
+"""Sends frames from rank 0 to the others: a shared ring buffer holds them, a socket says where."""
 
 from __future__ import annotations
 
 import select
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from vllmx_core.plan import I32
 
-from vllmx_tp.fill import fill
 from vllmx_tp.frames import AnyFrame
 from vllmx_tp.futex import publish
-from vllmx_tp.messages import INLINE, NOTICE, Call
+from vllmx_tp.messages import INLINE, NOTICE, Call, fill
 from vllmx_tp.region import RING_BYTES, Region, Word
-from vllmx_tp.ring import Ring
+
+_ALIGNMENT = 64
+
+
+class Ring:
+    """Places for frames, which are taken in the order in which they were placed.
+
+    Args:
+        size: bytes of the ring.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._frames: deque[tuple[int, int]] = deque()
+        """(begin, end) of those that not all have taken, the oldest first."""
+        self._num_released = 0
+
+    def fits(self, size: int) -> bool:
+        """True if a frame of that size fits once readers have taken enough."""
+        return size <= self._size // 2
+
+    def release(self, num_taken: int) -> None:
+        """All readers have taken so many frames since the beginning."""
+        while self._frames and self._num_released < num_taken:
+            self._frames.popleft()
+            self._num_released += 1
+
+    def place(self, size: int) -> int | None:
+        """The first byte of a frame, which counts as placed; None while there is no room. An empty
+        ring begins anew, with what lies in the caches."""
+        size = -(-size // _ALIGNMENT) * _ALIGNMENT
+        begin: int | None = 0
+        if self._frames:
+            oldest, newest = self._frames[0][0], self._frames[-1][1]
+            if newest <= oldest:  # it has begun from the front
+                begin = newest if newest + size < oldest else None
+            elif newest + size <= self._size:
+                begin = newest
+            else:
+                begin = 0 if size < oldest else None
+        if begin is not None:
+            self._frames.append((begin, begin + size))
+        return begin
+
 
 _WAIT_S = 20e-6
 
@@ -92,7 +135,7 @@ class Reader:
 
     @property
     def has_more(self) -> bool:
-        """Whether a call has come that was not read."""
+        """True if a call has arrived that was not read."""
         return bool(self._poll.poll(0))
 
     def read(self, spin_s: float = 0.0, most_s: float | None = None) -> tuple[Call, I32]:

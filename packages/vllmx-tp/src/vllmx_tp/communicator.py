@@ -1,9 +1,16 @@
 """One rank's end of calls between ranks: it puts its part into memory that its host's ranks share,
-and reads all parts when all have arrived. A link brings those of other hosts."""
+and reads all parts when all have arrived. A link brings those of other hosts.
+
+The way from a rank of a stage to that of the next one, and from the last stage to rank 0.
+
+Pieces of bytes lie in the buffers of the rank that sends, two in turn, until the next rank has
+taken them. The CPU backend's native code does the same to the same words.
+"""
 
 from __future__ import annotations
 
 import operator
+import struct
 import time
 from collections.abc import Sequence
 from functools import cached_property
@@ -17,7 +24,104 @@ from vllmx_core.plan import AnyArray
 
 from vllmx_tp import futex
 from vllmx_tp.region import BUFFER_BYTES, RANK_BYTES, Region, Seats, Word
-from vllmx_tp.wire import Incoming, Outgoing
+
+_SPINS = 200
+"""Polls of the others before the first sleep."""
+_SIZE = struct.Struct("<Q")
+Bytes = npt.NDArray[np.uint8]
+
+
+class _End:
+    """The state that both ends share; `sender` and `receiver` are their seats."""
+
+    def __init__(self, region: Region, sender: int, receiver: int) -> None:
+        self._region, self._sender = region, sender
+        self._sent = region.word(sender, Word.ARRIVED)
+        self._taken = region.word(receiver, Word.PIECES)
+        self._buffers = [region.buffer(sender, turn) for turn in (0, 1)]
+        self._aborted = region.aborted
+        self._count = 0
+
+    def _wait(self, word: npt.NDArray[np.uint32], count: int) -> None:
+        """Waits until a word has come so far. Raises RankLostError where it never will."""
+        looks = 0
+        while futex.is_behind(seen := int(word[0]), count):
+            if self._aborted[0]:
+                raise RankLostError("the other ranks have ended")
+            looks += 1
+            if looks < _SPINS:
+                time.sleep(0)
+            else:
+                futex.wait_while(word, seen)
+        futex.fence()
+
+
+class Outgoing(_End):
+    """The end of a rank that sends to the next stage."""
+
+    def __init__(self, region: Region, rank: int) -> None:
+        seats = region.pieces(rank)
+        super().__init__(region, seats.seat, seats.beside(1))
+
+    def send(self, x: AnyArray) -> None:
+        """An array, without its shape."""
+        flat: Bytes = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+        for begin in range(0, len(flat), BUFFER_BYTES):
+            self._put(flat[begin : begin + BUFFER_BYTES])
+
+    def send_message(self, data: bytes) -> None:
+        """Bytes whose number the reader does not know."""
+        self.send(np.frombuffer(_SIZE.pack(len(data)) + data, np.uint8))
+
+    def _put(self, piece: Bytes) -> None:
+        self._count = (self._count + 1) & 0xFFFFFFFF
+        self._wait(self._taken, (self._count - 2) & 0xFFFFFFFF)
+        turn = self._count & 1
+        self._buffers[turn][: len(piece)] = piece
+        self._region.part_bytes(self._sender, turn)[0] = len(piece)
+        futex.publish(self._sent, self._count)
+        futex.wake(self._sent)
+
+
+class Incoming(_End):
+    """The end of a rank that receives from the stage before."""
+
+    def __init__(self, region: Region, rank: int) -> None:
+        seats = region.pieces(rank)
+        super().__init__(region, seats.beside(-1), seats.seat)
+
+    def recv(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> AnyArray:
+        """The next array, which had this shape and type."""
+        found = np.empty(shape, dtype)
+        flat: Bytes = found.reshape(-1).view(np.uint8)
+        for begin in range(0, len(flat), BUFFER_BYTES):
+            self._take(flat[begin : begin + BUFFER_BYTES])
+        return found
+
+    def recv_message(self) -> bytes:
+        """The next message."""
+        self._count = (self._count + 1) & 0xFFFFFFFF
+        self._wait(self._sent, self._count)
+        turn = self._count & 1
+        piece = self._buffers[turn][: int(self._region.part_bytes(self._sender, turn)[0])]
+        (size,) = _SIZE.unpack_from(piece.data)
+        found = np.empty(_SIZE.size + size, np.uint8)
+        found[: len(piece)] = piece
+        self._free()
+        for begin in range(len(piece), len(found), BUFFER_BYTES):
+            self._take(found[begin : begin + BUFFER_BYTES])
+        return found[_SIZE.size :].tobytes()
+
+    def _take(self, room: Bytes) -> None:
+        self._count = (self._count + 1) & 0xFFFFFFFF
+        self._wait(self._sent, self._count)
+        room[:] = self._buffers[self._count & 1][: len(room)]
+        self._free()
+
+    def _free(self) -> None:
+        futex.publish(self._taken, self._count)
+        futex.wake(self._taken)
+
 
 _SPINS = 200
 """Looks at the others before the first sleep."""
@@ -125,7 +229,7 @@ class SharedMemoryCommunicator:
         return self._incoming.recv(shape, dtype)
 
     def _exchange(self, piece: AnyArray, sizes: Sequence[int]) -> list[AnyArray]:
-        """What every rank put down, `sizes` numbers each, until this rank's next call."""
+        """Returns every rank's part, `sizes` numbers each, valid until this rank's next call."""
         assert self.num_ranks > 1, "a rank alone would count pieces for the next stage as its parts"
         self._count = (self._count + 1) & 0xFFFFFFFF
         parts = [of_rank[self._count & 3] for of_rank in self._parts]

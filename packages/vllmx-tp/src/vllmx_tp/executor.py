@@ -1,28 +1,31 @@
-"""Rank 0: a loaded model whose steps the other ranks run too."""
+"""Rank 0: a loaded model whose steps the other ranks run too.
+
+What the ranks or the stages of a group can do together.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from vllmx_core.backend import ForwardStep, LoadedInfo, LoadedModel, SeeingModel, StepHandle
-from vllmx_core.errors import RankLostError
+from vllmx_core.errors import RankLostError, VllmxError
 from vllmx_core.plan import SamplingRows, StepPlan, StepResult
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.load import OpenedModel
 
-from vllmx_tp.agreement import agreed_ranks, agreed_stages
-from vllmx_tp.drawn import DrawnIds, compares, drawn_frame
 from vllmx_tp.frames import Frame, PartFrame
 from vllmx_tp.group import Group
 from vllmx_tp.handshake import read_key
 from vllmx_tp.hosts import RemoteHost, addresses
 from vllmx_tp.loading import divide_cores, load_rank, share_of_host
-from vllmx_tp.messages import Call
+from vllmx_tp.messages import Call, RankReady
 from vllmx_tp.pipeline import PipelinedModel
 from vllmx_tp.region import Region
+from vllmx_tp.sampled_ids import SampledIds, compares, sampled_frame
 from vllmx_tp.stage_times import with_layers
 from vllmx_tp.watched_source import WatchedSource
 
@@ -82,7 +85,7 @@ class RankedModel:
 
     def __init__(self, model: LoadedModel, group: Group, info: LoadedInfo) -> None:
         self._model, self._group, self._info = model, group, info
-        self._drawn = DrawnIds(group.region, 0) if compares() else None
+        self._drawn = SampledIds(group.region, 0) if compares() else None
         self._has_hosts = len(group.ranks) < group.region.num_ranks - 1
         self._num_begun = self._num_read = 0
         self._is_closed = False
@@ -136,7 +139,7 @@ class RankedModel:
         if self._drawn is not None:
             self._drawn.tell(result.ids)
             if self._has_hosts:
-                self._group.send(Call.DREW, drawn_frame(self._num_read, result.ids))
+                self._group.send(Call.DREW, sampled_frame(self._num_read, result.ids))
             difference = self._drawn.difference(self._group.ranks, self._group.check)
             if difference is not None:
                 raise self._group.lost(difference)
@@ -183,3 +186,72 @@ class RankedForward:
     def sample(self, rows: SamplingRows) -> RankedStep:
         """See `vllmx_core.backend.ForwardStep.sample`."""
         return self._owner.sample(self._step, rows)
+
+
+logger = logging.getLogger("vllmx.tp")
+
+_ALIKE_STAGES = ("backend", "dtype", "kv_cache_dtype", "block_size", "cache_windows")
+_ALIKE_RANKS = (*_ALIKE_STAGES, "max_num_batched_tokens", "max_logit_rows", "num_feature_rows")
+
+
+def agreed_ranks(mine: LoadedInfo, others: Sequence[RankReady]) -> LoadedInfo:
+    """Combines the limits of all ranks. Raises VllmxError if they do not fit together."""
+    ranks = [RankReady.of(mine), *others]
+    _compare_bits(ranks)
+    return replace(
+        _together(mine, ranks, "ranks", _ALIKE_RANKS, {"ranks": len(ranks)}),
+        num_state_slots=min(one.num_state_slots for one in ranks),
+    )
+
+
+def agreed_stages(mine: LoadedInfo, others: Sequence[RankReady], num_stages: int) -> LoadedInfo:
+    """Combines the limits of all stages, which have equally many ranks. Raises VllmxError if they
+    do not fit together."""
+    stages = [RankReady.of(mine), *others]
+    slots = [one.num_state_slots for one in stages if one.num_state_slots]
+    details = {"stages": num_stages, "ranks": len(stages)}
+    return replace(
+        _together(mine, stages, "stages", _ALIKE_STAGES, details),
+        max_num_batched_tokens=min(one.max_num_batched_tokens for one in stages),
+        max_logit_rows=stages[-1].max_logit_rows,
+        num_state_slots=min(slots, default=0),
+        num_stages=num_stages,
+    )
+
+
+def _compare_bits(ranks: Sequence[RankReady]) -> None:
+    """Warns where ranks may draw different ids, as each samples by itself."""
+    for name, own in ranks[0].computes_with.items():
+        values = [one.computes_with.get(name, own) for one in ranks]
+        if len(set(values)) > 1:
+            logger.warning(
+                "ranks differ in %s (%s): they may round differently and draw different ids, and"
+                " answers are wrong from there on: use the same on all hosts (instruction sets of"
+                " the CPU backend: set VLLMX_CPU_ISA)",
+                name,
+                ", ".join(values),
+            )
+
+
+def _together(
+    mine: LoadedInfo,
+    everyone: Sequence[RankReady],
+    who: str,
+    alike: Sequence[str],
+    details: dict[str, Any],
+) -> LoadedInfo:
+    for name in alike:
+        values = [getattr(one, name) for one in everyone]
+        if len(set(values)) > 1:
+            raise VllmxError(
+                f"{who} differ in {name}: {values}; set it by its flag, or report this"
+            )
+    return replace(
+        mine,
+        num_kv_blocks=min(one.num_kv_blocks for one in everyone),
+        max_num_seqs=min(one.max_num_seqs for one in everyone),
+        state_slot_bytes=sum(one.state_slot_bytes for one in everyone),
+        weight_bytes=sum(one.weight_bytes for one in everyone),
+        kv_cache_bytes=sum(one.kv_cache_bytes for one in everyone),
+        details=mine.details | details,
+    )

@@ -142,7 +142,7 @@ class PartFrame:
 
 
 def read_part(words: I32) -> tuple[float, float]:
-    """What a `PartFrame` holds."""
+    """Reads a `PartFrame`."""
     begin, end = words.view(np.float64).tolist()
     return begin, end
 
@@ -172,7 +172,7 @@ def _word_type(number: int) -> npt.DTypeLike:
 
 
 def _present(plan: StepPlan | None, rows: SamplingRows | None) -> Iterator[tuple[int, AnyArray]]:
-    """Which of the arrays that a step may have it has, by their numbers."""
+    """The arrays that the step has among those that it may have, by their numbers."""
     owners: list[tuple[str, object | None]] = []
     if plan is not None:
         owners += ("plan", plan), ("patches", plan.patches)

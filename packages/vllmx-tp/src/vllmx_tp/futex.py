@@ -36,9 +36,9 @@ _turn = threading.Lock()
 
 
 def _two_turns() -> None:
-    """A lock keeps in front of its release what stands there, and behind its acquire what stands
-    there. One turn of both would let what stands in front of it and what stands behind it move in,
-    and pass each other there. A release and the next acquire do not pass each other on ARMv8."""
+    """A lock's release keeps earlier accesses before it, its acquire keeps later ones after it.
+    Acquire then release would let accesses from both sides move in and pass each other there. A
+    release and the next acquire do not pass each other on ARMv8."""
     with _turn:
         pass
     with _turn:
@@ -46,8 +46,8 @@ def _two_turns() -> None:
 
 
 def fence_of(system: str, machine: str) -> Callable[[], None]:
-    """What keeps the accesses to memory in front of it before those behind it, seen from other
-    processors. NumPy's are plain ones, which ARM's processors let pass each other."""
+    """A fence: other processors see memory accesses before it ahead of those after it. NumPy's are
+    plain accesses, which ARM processors may reorder."""
     if machine == "x86_64":
         return _nothing
     if system == "darwin":
@@ -68,8 +68,8 @@ def publish(word: npt.NDArray[np.uint32], count: int) -> None:
 
 
 def is_behind(seen: int, count: int) -> bool:
-    """Whether a counter in which `seen` was read has not come to `count`. Counters begin again at 0
-    behind the greatest 32-bit number; what is compared is never half of that apart."""
+    """True if a counter whose value is `seen` has not reached `count`. Counters wrap at 32 bits;
+    compared values never differ by half of that range."""
     return bool((seen - count) & 0x80000000)
 
 

@@ -23,16 +23,15 @@ from vllmx_engine.wire.known_specs import KnownSpecs
 from vllmx_tp.channel import Sender
 from vllmx_tp.frames import AnyFrame
 from vllmx_tp.hosts import RemoteHost
+from vllmx_tp.liveness import CallDeadlines, PollTimer, StallTimer
 from vllmx_tp.messages import INLINE, NOTICE, Call, RankAnswer, RankReady
 from vllmx_tp.region import Region, Word
-from vllmx_tp.stillness import Looks, Stillness
-from vllmx_tp.waits import Waits
 
 logger = logging.getLogger("vllmx.tp")
 
 LOOK_S = 0.2
 HANG_S = 3.0
-"""A rank whose heartbeat stands still for so long hangs, or was stopped."""
+"""Seconds without a heartbeat after which a rank counts as hung or stopped."""
 _FAREWELL_S = 5.0
 _LAST_WORDS_S = 1.0
 """The seconds that a rank which has ended the group may take to be seen to end."""
@@ -145,8 +144,8 @@ class Group:
             raise self._disconnected(f"rank {rank} ended while it started") from error
 
     def loaded(self) -> list[RankReady]:
-        """What each of the other ranks came to, once all are loaded. Raises the VllmxError that one
-        met, RankLostError where one ended without a word."""
+        """Waits until all are loaded and returns what the other ranks report. Raises the VllmxError
+        of a rank, or RankLostError if one ended without a report."""
         for hearer in self._hearers:
             while hearer.is_alive():
                 self.check()
@@ -158,8 +157,8 @@ class Group:
         return found
 
     def _hear(self, rank: int) -> None:
-        """Waits for what a rank came to. One that cannot load its part ends the group at once:
-        rank 0 may load its own for a long time yet."""
+        """Waits for a rank's report. A rank that cannot load its part ends the group at once, as
+        rank 0 may still be loading for a long time."""
         try:
             data = self._line_of(self._sockets[rank - self.ranks.start])
         except OSError:
@@ -267,15 +266,15 @@ class Group:
     def _watch(self) -> None:
         """Looks at processes, heartbeats and waits until the group ends."""
         beats = [self.region.word(rank, Word.HEARTBEAT) for rank in self.ranks]
-        stillness, looks = [Stillness() for _ in self.ranks], Looks(LOOK_S)
-        waits = Waits(self.region)
+        stall, timer = [StallTimer() for _ in self.ranks], PollTimer(LOOK_S)
+        waits = CallDeadlines(self.region)
         while not self._ended.wait(LOOK_S):
-            passed_s, hosts = looks.passed_s(), tuple(self._hosts)
+            passed_s, hosts = timer.passed_s(), tuple(self._hosts)
             ends = [host.look(passed_s, HANG_S) for host in hosts]
             for index, rank in enumerate(self.ranks):
                 beat = int(beats[index][0])
                 moves = not beat and not self._is_stopped(rank)
-                still_s = stillness[index].look(beat, passed_s, moves=moves)
+                still_s = stall[index].look(beat, passed_s, moves=moves)
                 ends.append(self._end_of(rank, still_s))
             ends.append(waits.look(passed_s))
             error = next((host.error for host in hosts if host.error), None)
@@ -286,12 +285,12 @@ class Group:
                 self.lost(end)
 
     def _is_stopped(self, rank: int) -> bool:
-        """Whether a signal has stopped the rank: before its first heartbeat nothing else tells a
-        hang from a slow start."""
+        """True if a signal has stopped the rank: before its first heartbeat nothing else
+        distinguishes a hang from a slow start."""
         return is_stopped(self._processes[rank - self.ranks.start].pid)
 
     def _end_of(self, rank: int, still_s: float) -> str | None:
-        """How a rank has ended, if it has."""
+        """Describes how a rank has ended, or None."""
         process = self._processes[rank - self.ranks.start]
         code = process.poll()
         if code is not None:
@@ -359,8 +358,8 @@ class Group:
 
 
 def cause_of(rank: int, error: BaseException) -> str:
-    """The cause that requests and `/health` are told: of an error that is not meant for users they
-    get the class, the log has the rest."""
+    """The cause for requests and `/health`: the class alone for errors that are not meant for
+    users; the log has the rest."""
     if isinstance(error, VllmxError):
         return f"rank {rank} failed: {error.message}"
     name = type(error).__name__

@@ -1,4 +1,4 @@
-"""How two hosts of one model make sure of each other: both have the same key, which never travels.
+"""Mutual authentication of two hosts of one model: both have the same key, which is never sent.
 
 Each says its version, its protocol and a random number; rank 0, which calls, also says what the
 connection is for and which group it belongs to. Each shows by an HMAC over all of that that it has
@@ -23,7 +23,7 @@ from vllmx_core.errors import ConfigError, shown
 from vllmx_core.system.deadline import Deadline
 
 from vllmx_tp import __version__
-from vllmx_tp.fill import fill
+from vllmx_tp.messages import fill
 
 MAGIC = b"vllmx ranks\n"
 GROUP_BYTES = 16
@@ -133,7 +133,9 @@ def _exchanged(connection: socket.socket, mine: bytes, deadline: Deadline) -> by
     connection.sendall(mine)
     magic = receive(connection, len(MAGIC), deadline)
     if magic != MAGIC:
-        raise HandshakeError("it is no host of ranks: check the port, and that `vllmx rank` runs")
+        raise HandshakeError(
+            "it is not a host of ranks: check the port, and that `vllmx rank` runs"
+        )
     head = magic + receive(connection, _HEAD.size - len(MAGIC), deadline)
     if head != mine[: _HEAD.size]:
         _, version, protocol = _HEAD.unpack(head)

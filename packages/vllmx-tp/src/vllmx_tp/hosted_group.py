@@ -1,8 +1,17 @@
-"""The ranks of a host in a group whose rank 0 is elsewhere, from its first word to their end."""
+"""The ranks of a host in a group whose rank 0 is elsewhere, from its first word to their end.
+
+A host that runs ranks for a rank 0 elsewhere: `vllmx rank`.
+
+It waits for a rank 0 that has its key (`vllmx_tp.listener`) and runs the group that this asks for
+(`vllmx_tp.hosted_group`). Then it waits again: rank 0 is started again after it failed, and asks
+anew.
+"""
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -15,21 +24,28 @@ import numpy as np
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, RankLostError, VllmxError
 from vllmx_core.system.deadline import Deadline
-from vllmx_engine.core.found_model import FoundModel
+from vllmx_engine.core.found_model import FoundModel, find_model
 from vllmx_engine.core.load import free_for_model
 from vllmx_engine.wire.ipc import ErrorRecord, FrameError, encode_frame
 
-from vllmx_tp.door import Caller
-from vllmx_tp.fill import fill
-from vllmx_tp.fingerprint import Marks
 from vllmx_tp.frames import SentFrame
 from vllmx_tp.group import HANG_S, Group
-from vllmx_tp.link import Link
+from vllmx_tp.link import Link, link_of
+from vllmx_tp.listener import Caller, RankListener
+from vllmx_tp.liveness import PollTimer, StallTimer
 from vllmx_tp.loading import divide_cores
-from vllmx_tp.messages import NOTICE, Begin, Call, FromHost, HostBeat, HostEnd, HostLoaded
+from vllmx_tp.messages import (
+    NOTICE,
+    Begin,
+    Call,
+    FromHost,
+    HostBeat,
+    HostEnd,
+    HostLoaded,
+    Marks,
+    fill,
+)
 from vllmx_tp.region import Region, Word
-from vllmx_tp.stage_link import link_of
-from vllmx_tp.stillness import Looks, Stillness
 
 logger = logging.getLogger("vllmx.tp")
 
@@ -62,14 +78,14 @@ class HostedGroup:
         self._cause: Exception | None = None
         self._ended, self._done = threading.Event(), threading.Event()
         self._verdict, self._turn = threading.Lock(), threading.Lock()
-        self._heard, self._silence = 0, Stillness()
+        self._heard, self._silence = 0, StallTimer()
         self._hands_on = False
-        """Whether a step waits until the ranks have room for it, and nothing is read meanwhile."""
+        """True while a step waits for space in the ranks' ring; nothing is read meanwhile."""
 
     def run(self) -> None:
-        """Runs ranks until rank 0 closes. Raises what ends them before: EOFError and OSError where
-        rank 0 is gone, FrameError for what it cannot have meant, or the VllmxError of loading or of
-        a rank, which rank 0 is told."""
+        """Runs ranks until rank 0 closes. Raises what ends them earlier: EOFError and OSError if
+        rank 0 is gone, FrameError for an invalid message, or the VllmxError of loading or of a
+        rank, which is also sent to rank 0."""
         try:
             begin = self._begin()
             self._start(self._follow)
@@ -108,7 +124,7 @@ class HostedGroup:
 
     # --- loading ----------------------------------------------------------------------------------
     def _begin(self) -> Begin:
-        """What rank 0 asks for."""
+        """Reads the group that rank 0 asks for."""
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._deadline = Deadline(LINK_S)
         try:
@@ -124,7 +140,7 @@ class HostedGroup:
         try:
             return msgspec.msgpack.decode(data, type=Begin)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise FrameError(f"rank 0 asks for what is no group: {error}") from error
+            raise FrameError(f"rank 0 asks for an invalid group: {error}") from error
 
     def _load(self, begin: Begin) -> Group:
         """Loads the ranks, and tells rank 0. Raises VllmxError, and why the group has ended."""
@@ -207,7 +223,9 @@ class HostedGroup:
             if call is Call.CLOSE:
                 return
             if call is Call.BEGIN or len(data) % 4:
-                raise FrameError(f"rank 0 sends {call.name} of {len(data)} bytes, which is no step")
+                raise FrameError(
+                    f"rank 0 sends {call.name} of {len(data)} bytes, which is not a step"
+                )
             self._hands_on = True
             self._group.send(call, SentFrame(np.frombuffer(data, np.int32)))
             self._hands_on = False
@@ -250,7 +268,7 @@ class HostedGroup:
             self._say(message)
 
     def _beat(self, passed_s: float) -> None:
-        """Shows rank 0 that the host lives, and the ranks here, whom it stands in for rank 0."""
+        """Sends a heartbeat to rank 0 and, in rank 0's place, to the ranks here."""
         if self._region is not None:
             word = self._region.word(0, Word.HEARTBEAT)
             word[0] = int(word[0]) % 0xFFFFFFFF + 1
@@ -287,10 +305,53 @@ class HostedGroup:
             self._end(EOFError("rank 0 says nothing any more: it hangs, or the network is down"))
 
     def _every(self, work: Callable[[float], None], until: threading.Event) -> None:
-        """Calls it five times a second with the seconds that have passed, as `Looks` counts."""
-        looks = Looks(_LOOK_S)
+        """Calls it five times a second with the seconds that `PollTimer` counts."""
+        timer = PollTimer(_LOOK_S)
         while not until.wait(_LOOK_S):
             try:
-                work(looks.passed_s())
+                work(timer.passed_s())
             except OSError:
                 return
+
+
+logger = logging.getLogger("vllmx.tp")
+
+
+def listen(address: tuple[str, int]) -> socket.socket:
+    """Raises ConfigError where that cannot be."""
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    try:
+        return socket.create_server(address, family=family, backlog=64)
+    except (OSError, OverflowError) as error:
+        number = getattr(error, "errno", None) or 0  # those of resolvers are negative
+        reason = os.strerror(number) if number > 0 else str(error)
+        is_port = number == errno.EADDRINUSE or isinstance(error, OverflowError)
+        remedy = (
+            "choose another port, or end the process that has this one"
+            if is_port
+            else "name an address that this host has, or a port that this user may have"
+        )
+        raise ConfigError(
+            f"--listen {address[0]}:{address[1]}: {reason}: {remedy}", param="listen"
+        ) from error
+
+
+def serve_ranks(listener: socket.socket, config: EngineConfig, key: bytes) -> None:
+    """Runs groups one after the other until the listener is closed.
+
+    Args:
+        config: names the model, and the tower of --mmproj, as they are found on this host; all
+            else is rank 0's to say.
+    """
+    found = find_model(config)
+    host, port = listener.getsockname()[:2]
+    callers = RankListener(listener, key)
+    logger.info("ranks of %s wait at %s:%d", config.model, host, port)
+    while (caller := callers.caller()) is not None:
+        try:
+            HostedGroup(caller, found, f"{host}:{port}").run()
+            logger.info("a group has ended: rank 0 has closed it")
+        except (VllmxError, FrameError, OSError, EOFError) as error:
+            logger.error("a group has ended: %s", error)
+        finally:
+            callers.leave(caller)

@@ -17,9 +17,9 @@ from vllmx_core.errors import ConfigError, RankLostError, VllmxError
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.wire.ipc import FrameError, FrameReader
 
-from vllmx_tp.fingerprint import Marks
 from vllmx_tp.handshake import GROUP_BYTES, BusyError, HandshakeError, Purpose, call
-from vllmx_tp.link import Link, reason_of
+from vllmx_tp.link import Link, link_of, reason_of
+from vllmx_tp.liveness import StallTimer
 from vllmx_tp.messages import (
     INLINE,
     NOTICE,
@@ -29,16 +29,15 @@ from vllmx_tp.messages import (
     HostBeat,
     HostEnd,
     HostLoaded,
+    Marks,
     RankReady,
 )
 from vllmx_tp.region import Region
-from vllmx_tp.stage_link import link_of
-from vllmx_tp.stillness import Stillness
 
 logger = logging.getLogger("vllmx.tp")
 
 PATIENCE_S = 600.0
-"""How long hosts are waited for that do not answer yet."""
+"""Seconds to wait for hosts that do not answer yet."""
 _TELL_S = 30.0
 _AGAIN_S = 0.5
 _LOOK_S = 0.02
@@ -55,7 +54,7 @@ def addresses(text: str | None, param: str = "rank_hosts") -> list[tuple[str, in
         host, colon, port = part.rpartition(":")
         if not (colon and host and port.isdecimal() and int(port) < 65536):
             raise ConfigError(
-                f"{flag} {part!r} is no host:port: give worker1:7000, and commas between several",
+                f"{flag} {part!r} is not a host:port: give worker1:7000, or several with commas",
                 param=param,
             )
         address = host.strip("[]"), int(port)
@@ -152,7 +151,7 @@ class RemoteHost:
         self.name, self.ranks = f"{address[0]}:{address[1]}", ranks
         self._cause: str | None = None
         self._loaded: HostLoaded | None = None
-        self._heard, self._silence = 0, Stillness()
+        self._heard, self._silence = 0, StallTimer()
         self._turn, self._ended = threading.Lock(), threading.Event()
         begin = Begin(
             config=found.config, first=ranks.start, count=len(ranks), marks=Marks.of(found)
@@ -206,7 +205,7 @@ class RemoteHost:
         self._ended.set()
 
     def loaded(self, check: Callable[[], None]) -> list[RankReady]:
-        """What its ranks came to. Raises the VllmxError that one of them met."""
+        """Waits for the reports of its ranks. Raises the VllmxError of one that failed."""
         self._check(check)
         while self._loaded is None:
             time.sleep(_LOOK_S)
@@ -215,7 +214,7 @@ class RemoteHost:
 
     @property
     def error(self) -> VllmxError | None:
-        """What one of its ranks met while it loaded, if one did."""
+        """The error of a rank that failed to load, or None."""
         record = None if self._loaded is None else self._loaded.error
         return None if record is None else record.rebuild()
 

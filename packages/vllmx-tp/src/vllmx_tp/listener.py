@@ -1,63 +1,139 @@
-"""A host that runs ranks for a rank 0 elsewhere: `vllmx rank`.
-
-It waits for a rank 0 that has its key (`vllmx_tp.door`) and runs the group that this asks for
-(`vllmx_tp.hosted_group`). Then it waits again: rank 0 is started again after it failed, and asks
-anew.
-"""
+"""The door of a host of ranks, which lets in one rank 0 at a time that has the key."""
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import socket
+import threading
+import time
+from contextlib import suppress
+from queue import SimpleQueue
 
-from vllmx_core.config import EngineConfig
-from vllmx_core.errors import ConfigError, VllmxError
-from vllmx_engine.core.found_model import find_model
-from vllmx_engine.wire.ipc import FrameError
-
-from vllmx_tp.door import Door
-from vllmx_tp.hosted_group import HostedGroup
+from vllmx_tp.handshake import LET_IN, HandshakeError, Purpose, answer
 
 logger = logging.getLogger("vllmx.tp")
 
-
-def listen(address: tuple[str, int]) -> socket.socket:
-    """Raises ConfigError where that cannot be."""
-    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    try:
-        return socket.create_server(address, family=family, backlog=64)
-    except (OSError, OverflowError) as error:
-        number = getattr(error, "errno", None) or 0  # those of resolvers are negative
-        reason = os.strerror(number) if number > 0 else str(error)
-        is_port = number == errno.EADDRINUSE or isinstance(error, OverflowError)
-        remedy = (
-            "choose another port, or end the process that has this one"
-            if is_port
-            else "name an address that this host has, or a port that this user may have"
-        )
-        raise ConfigError(
-            f"--listen {address[0]}:{address[1]}: {reason}: {remedy}", param="listen"
-        ) from error
+MOST_GREETED = 16
+"""Connections that are greeted at a time."""
+_LOOK_S = 0.5
 
 
-def serve_ranks(listener: socket.socket, config: EngineConfig, key: bytes) -> None:
-    """Runs groups one after the other until the listener is closed.
+class Caller:
+    """A rank 0 that was let in.
 
-    Args:
-        config: names the model, and the tower of --mmproj, as they are found on this host; all
-            else is rank 0's to say.
+    Attributes:
+        group: the name of its group.
+        steps: its first connection.
+        parts: brings its second one, once; None: it is waited for no more.
     """
-    found = find_model(config)
-    host, port = listener.getsockname()[:2]
-    door = Door(listener, key)
-    logger.info("ranks of %s wait at %s:%d", config.model, host, port)
-    while (caller := door.caller()) is not None:
+
+    def __init__(self, group: bytes, steps: socket.socket) -> None:
+        self.group, self.steps = group, steps
+        self.parts: SimpleQueue[socket.socket | None] = SimpleQueue()
+        self.is_whole = False
+
+    def awaits(self, group: bytes) -> bool:
+        """True if the second connection of that group is still missing."""
+        return self.group == group and not self.is_whole
+
+    def close(self) -> None:
+        """Hangs up on what was not taken out of `parts`, too."""
+        with suppress(OSError):  # it is gone
+            self.steps.shutdown(socket.SHUT_RDWR)  # which ends the read that a thread waits in
+        self.steps.close()
+        while not self.parts.empty():
+            connection = self.parts.get()
+            if connection is not None:
+                connection.close()
+
+
+class RankListener:
+    """Listens for as long as its socket is open.
+
+    Who calls is greeted by a thread of his own, as nobody is trusted to be quick before he has
+    proved the key. Of `MOST_GREETED` the one that has taken longest makes room for the next: who
+    has the key needs a moment, and comes again.
+    """
+
+    def __init__(self, listener: socket.socket, key: bytes) -> None:
+        self._listener, self._key = listener, key
+        self._callers: SimpleQueue[Caller | None] = SimpleQueue()
+        self._caller: Caller | None = None
+        self._greeted: list[socket.socket] = []
+        self._turn, self._places = threading.Lock(), threading.Semaphore(MOST_GREETED)
+        listener.settimeout(_LOOK_S)  # nothing wakes `accept` where its socket is closed
+        threading.Thread(target=self._listen, name="vllmx-door", daemon=True).start()
+
+    def caller(self) -> Caller | None:
+        """The next one, to whom the host belongs until `leave`; None: the socket was closed."""
+        return self._callers.get()
+
+    def leave(self, caller: Caller) -> None:
+        """The host is free again."""
+        with self._turn:
+            self._caller = None
+        caller.close()
+
+    def _listen(self) -> None:
+        while self._listener.fileno() >= 0:
+            try:
+                connection, (address, *_) = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                if self._listener.fileno() >= 0:
+                    logger.warning("nobody can be let in: %s", error)
+                    time.sleep(_LOOK_S)
+                continue
+            self._make_room()
+            with self._turn:
+                self._greeted.append(connection)
+            greet = threading.Thread(target=self._greet, args=(connection, address), daemon=True)
+            greet.start()
+        self._callers.put(None)
+
+    def _make_room(self) -> None:
+        """Waits for a place, which the oldest leaves where there is none."""
+        if self._places.acquire(blocking=False):
+            return
+        with self._turn:
+            for oldest in self._greeted[:1]:
+                with suppress(OSError):  # it has hung up
+                    oldest.shutdown(socket.SHUT_RDWR)
+        self._places.acquire()
+
+    def _greet(self, connection: socket.socket, address: str) -> None:
+        is_let_in = False
         try:
-            HostedGroup(caller, found, f"{host}:{port}").run()
-            logger.info("a group has ended: rank 0 has closed it")
-        except (VllmxError, FrameError, OSError, EOFError) as error:
-            logger.error("a group has ended: %s", error)
+            try:
+                purpose, group = answer(connection, self._key)
+            finally:
+                with self._turn:
+                    self._greeted.remove(connection)
+                self._places.release()
+            is_let_in = self._let_in(connection, purpose, group)
+            if not is_let_in:
+                logger.debug("hung up on %s: this host serves another group", address)
+        except (HandshakeError, OSError) as error:
+            logger.warning("refused %s: %s", address, error)
         finally:
-            door.leave(caller)
+            if not is_let_in:
+                connection.close()
+
+    def _let_in(self, connection: socket.socket, purpose: int, group: bytes) -> bool:
+        """True if it is the first connection of a group and the host is free, or the second one of
+        the group that it serves. Raises OSError."""
+        with self._turn:
+            caller = self._caller
+            if purpose == Purpose.STEPS and caller is None:
+                caller = Caller(group, connection)
+                connection.sendall(LET_IN)  # a byte, for which there is room
+                self._caller = caller
+                self._callers.put(caller)
+                return True
+            if purpose == Purpose.PARTS and caller is not None and caller.awaits(group):
+                connection.sendall(LET_IN)
+                caller.is_whole = True
+                caller.parts.put(connection)
+                return True
+        return False

@@ -1,4 +1,4 @@
-"""What every rank does to load its part."""
+"""Loads a rank's part of the model."""
 
 from __future__ import annotations
 
@@ -125,7 +125,8 @@ def _part(
 
 
 def part_of_rank(opened: OpenedModel, config: EngineConfig, number: int) -> Model:
-    """What the rank of that number in each stage has of all layers. Raises what `sharded` does."""
+    """The part of all layers that the rank of that number in each stage has. Raises what `sharded`
+    does."""
     ranks = config.tensor_parallel_size
     if ranks == 1 and not config.deterministic:
         return opened.model

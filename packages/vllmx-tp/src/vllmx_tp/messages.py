@@ -1,16 +1,88 @@
-"""What ranks and hosts tell rank 0 and it tells them, and what stands before each frame."""
+"""Messages between rank 0, ranks and hosts, the head of frames, and fingerprints of model files."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import struct
+from collections.abc import Callable
 from enum import IntEnum
+from pathlib import Path
 
 import msgspec
 from vllmx_core.backend import LoadedInfo
 from vllmx_core.config import EngineConfig
+from vllmx_core.errors import ConfigError
+from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.wire.ipc import ErrorRecord
 
-from vllmx_tp.fingerprint import Marks
+_END_BYTES = 1 << 16
+_SAMPLE_BYTES = 4096
+_NUM_SAMPLES = 256
+"""Samples of a model, and a few more where it has several files. They take 14 ms of an SSD whose
+files nobody has read before."""
+_SUFFIXES = (".safetensors", ".gguf")
+
+
+class Marks(msgspec.Struct, frozen=True):
+    """Fingerprints of what a model is loaded from."""
+
+    model: str
+    tower: str | None = None
+    """The fingerprint of the file of --mmproj; None: there is none."""
+
+    @classmethod
+    def of(cls, found: FoundModel) -> Marks:
+        tower = None if found.mmproj is None else fingerprint(found.mmproj)
+        return cls(fingerprint(found.path), tower)
+
+    def check(self, wanted: Marks, found: FoundModel, place: str) -> None:
+        """Raises ConfigError if the files of the host at `place` differ from rank 0's. A tower that
+        rank 0 does not use may differ."""
+        if wanted.model != self.model:
+            raise ConfigError(
+                f"the host of ranks at {place} has other files of the model in"
+                f" {found.path} than rank 0: copy the same ones to all hosts",
+                param="rank_hosts",
+            )
+        if wanted.tower is None or wanted.tower == self.tower:
+            return
+        wrong = "no --mmproj" if found.mmproj is None else f"another file in {found.mmproj}"
+        raise ConfigError(
+            f"rank 0 has --mmproj, and the host of ranks at {place} has {wrong}: copy the file"
+            " there, and name it by `vllmx rank --mmproj FILE`",
+            param="mmproj",
+        )
+
+
+def fingerprint(path: Path) -> str:
+    """Digests a folder's config and files of weights, or one file: names, sizes and samples, which
+    lie closer together than the layers of any model are long."""
+    files = [path] if path.is_file() else sorted(filter(_is_of_model, path.iterdir()))
+    step = sum(file.stat().st_size for file in files) // _NUM_SAMPLES
+    digest = hashlib.sha256()
+    for file in files:
+        if file != path:
+            digest.update(file.name.encode() + b"\0")
+        _add(digest, file, step)
+    return digest.hexdigest()
+
+
+def _is_of_model(file: Path) -> bool:
+    return file.suffix in _SUFFIXES or file.name == "config.json"
+
+
+def _add(digest: hashlib._Hash, path: Path, step: int) -> None:
+    """Adds both ends, and a sample for each `step` bytes."""
+    with path.open("rb", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        digest.update(size.to_bytes(8, "little"))
+        for at in (0, max(0, size - _END_BYTES)):
+            file.seek(at)
+            digest.update(file.read(_END_BYTES))
+        for at in range(0, size, max(step, _SAMPLE_BYTES)):
+            file.seek(at - at % _SAMPLE_BYTES)  # a page of the disk
+            digest.update(file.read(_SAMPLE_BYTES))
 
 
 class Call(IntEnum):
@@ -31,7 +103,8 @@ class Call(IntEnum):
     BEGIN = 9
     """The first word to a host: what its ranks are to load (`Begin`)."""
     DREW = 10
-    """What rank 0 drew in a step (`vllmx_tp.drawn`), told where ranks compare their ids."""
+    """The ids that rank 0 sampled in a step, sent if ranks compare their ids
+    (`vllmx_tp.sampled_ids`)."""
 
 
 NOTICE = struct.Struct("<IIQ")
@@ -44,7 +117,7 @@ _DECIDE_BITS = ("instruction set", "torch", "mlx")
 
 
 class RankReady(msgspec.Struct, frozen=True):
-    """A rank is loaded; all must have come to the same."""
+    """A rank is loaded; all must report the same."""
 
     backend: str
     dtype: str
@@ -61,7 +134,7 @@ class RankReady(msgspec.Struct, frozen=True):
     weight_bytes: int
     kv_cache_bytes: int
     computes_with: dict[str, str] = {}
-    """What else decides the bits of its results."""
+    """Anything else that determines the bits of its results."""
 
     @classmethod
     def of(cls, info: LoadedInfo) -> RankReady:
@@ -72,7 +145,7 @@ class RankReady(msgspec.Struct, frozen=True):
 
 
 class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """How loading ended, one of both."""
+    """The end of loading; one of both is set."""
 
     ready: RankReady | None = None
     error: ErrorRecord | None = None
@@ -85,13 +158,13 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     first: int
     count: int
-    """How many ranks the host runs, from `first` on."""
+    """Number of ranks that the host runs, from `first` on."""
     marks: Marks
-    """What tells the files of rank 0 from others."""
+    """Fingerprints of rank 0's files."""
 
 
 class HostLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
-    """How loading ended: what all ranks of the host came to, or the error."""
+    """The end of loading: the reports of all ranks of the host, or the error."""
 
     ready: list[RankReady] = []
     error: ErrorRecord | None = None
@@ -108,3 +181,13 @@ class HostEnd(msgspec.Struct, frozen=True, tag="end"):
 
 
 FromHost = HostLoaded | HostBeat | HostEnd
+
+
+def fill(view: memoryview, read: Callable[[memoryview], int]) -> None:
+    """Calls `read`, as `socket.recv_into` is called, until the view is full. Raises EOFError where
+    the other side hangs up before."""
+    while view:
+        count = read(view)
+        if not count:
+            raise EOFError
+        view = view[count:]

@@ -1,11 +1,11 @@
-"""Stages of a model behind one another: what rank 0 does, and what the others do.
+"""Pipeline stages of a model: rank 0's side, the others' side, and the result of a step as bytes.
 
-Rank 0 hands each step to all ranks at once, runs the first stage of it and returns. The stages hand
-on what their layers came to by themselves; the last one samples and tells rank 0. So as many steps
-are computed at once as there are stages, each by another one. A token that a step is to feed must
-have been sampled by then, as the first stage has nothing of the last one: rows of steps in flight
-are different ones (`LoadedInfo.num_stages`). A stage may be several ranks, which
-all have the same ops of it; each hands its part on to the rank at its place in the next stage.
+Rank 0 sends each step to all ranks at once, runs its first stage and returns. Stages pass their
+output to the next stage by themselves; the last one samples and reports to rank 0. So as many steps
+run at once as there are stages, each in another stage. A token that a step feeds must have been
+sampled before, as the first stage does not see the last one's ids: steps in flight have different
+rows (`LoadedInfo.num_stages`). A stage may have several ranks with the same ops; each passes its
+part to the rank at its place in the next stage.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
+from typing import Any
 
+import msgspec
 import numpy as np
 from vllmx_core.backend import ForwardStep, LoadedInfo, LoadedModel, StepHandle
 from vllmx_core.backend_kit.in_flight import MAX_STEPS
 from vllmx_core.errors import RankLostError
-from vllmx_core.plan import SamplingRows, StepPlan, StepResult
+from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepPlan, StepResult
 
+from vllmx_tp.communicator import Incoming, Outgoing
 from vllmx_tp.frames import Frame
 from vllmx_tp.group import Group
 from vllmx_tp.messages import Call
 from vllmx_tp.region import Region
-from vllmx_tp.results import decode_result, encode_result
-from vllmx_tp.wire import Incoming, Outgoing
 
 _LOOK_S = 0.2
 _NO_ROWS = np.zeros(0, np.int32)
@@ -178,3 +179,51 @@ class PipelinedStep:
     def result(self) -> StepResult:
         """See `vllmx_core.backend.StepHandle.result`."""
         return self._owner.read(self._launched_s)
+
+
+_LOGPROBS = ("chosen", "rank", "top_ids", "top")
+_OTHERS = ("ids", "logits", "vectors")
+
+
+class _Array(msgspec.Struct, frozen=True, array_like=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+_Arrays = dict[str, _Array]
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Arrays)
+
+
+def encode_result(result: StepResult) -> bytes:
+    """Bytes of all of the result but the time, which rank 0 knows better."""
+    found = {name: getattr(result, name) for name in _OTHERS}
+    if result.logprobs is not None:
+        found |= {name: getattr(result.logprobs, name) for name in _LOGPROBS}
+    return _encoder.encode(
+        {
+            name: _Array(array.dtype.str, array.shape, array.tobytes())
+            for name, array in found.items()
+            if array is not None
+        }
+    )
+
+
+def decode_result(data: bytes, elapsed_s: float) -> StepResult:
+    """See `encode_result`."""
+    found: dict[str, Any] = {name: _array(one) for name, one in _decoder.decode(data).items()}
+    logprobs = None
+    if "chosen" in found:
+        logprobs = LogprobRows(*(found[name] for name in _LOGPROBS))
+    return StepResult(
+        found["ids"],
+        logprobs,
+        found.get("logits"),
+        elapsed_s=elapsed_s,
+        vectors=found.get("vectors"),
+    )
+
+
+def _array(one: _Array) -> AnyArray:
+    return np.frombuffer(one.data, one.dtype).reshape(one.shape).copy()

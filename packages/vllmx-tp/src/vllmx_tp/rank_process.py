@@ -32,25 +32,25 @@ from vllmx_engine.core.load import open_model
 from vllmx_engine.wire.ipc import ErrorRecord, FrameReader, Start, ToCore, to_core_decoder
 
 from vllmx_tp.channel import Reader
-from vllmx_tp.drawn import DrawnIds, compares, read_drawn
 from vllmx_tp.executor import encode_part
 from vllmx_tp.frames import read_frame, read_part
 from vllmx_tp.group import HANG_S, cause_of
+from vllmx_tp.liveness import PollTimer, StallTimer
 from vllmx_tp.loading import Cores, load_rank
 from vllmx_tp.messages import Call, RankAnswer, RankReady
 from vllmx_tp.pipeline import InnerStage, LastStage
 from vllmx_tp.region import Region, Word
-from vllmx_tp.stillness import Looks, Stillness
+from vllmx_tp.sampled_ids import SampledIds, compares, read_sampled
 
 logger = logging.getLogger("vllmx.tp")
 
 BEAT_S = 0.25
 _MAX_IN_FLIGHT = 2
 SPIN_S = 2e-3
-"""How long a rank whose cores have nothing to do looks for the next step: longer than rank 0 takes
-to read one and to schedule the next."""
+"""Seconds that a rank with idle cores polls for the next step: longer than rank 0 takes to read one
+and to schedule the next."""
 _LATE_S = 0.2
-"""How long a rank with a step in flight waits for the next call before it reads that step."""
+"""Seconds that a rank with a step in flight waits for the next call before it reads that step."""
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
@@ -74,7 +74,7 @@ class Follower:
         self._num_alone = 0
         """Steps in a row that rank 0 began when it had read all before."""
         self._aborted = region.aborted
-        self._drawn = DrawnIds(region, rank) if compares() else None
+        self._drawn = SampledIds(region, rank) if compares() else None
         self._in_flight: deque[StepHandle] = deque()
         self._num_read = 0
         self._last_ids: deque[I32] = deque(maxlen=_MAX_IN_FLIGHT)
@@ -106,7 +106,7 @@ class Follower:
             encode_part(self._model, self._pass, *read_part(words))
             return
         if call is Call.DREW:
-            self._compare_with_rank_0(*read_drawn(words))
+            self._compare_with_rank_0(*read_sampled(words))
             return
         if call is Call.PASS:
             words = words.copy()  # it outlasts its place in the ring
@@ -126,8 +126,8 @@ class Follower:
 
     @property
     def _in_turns(self) -> bool:
-        """Whether the next step is expected behind the end of the last one; the first of steps that
-        overlap begins alone, too."""
+        """True if the next step is expected after the last one has ended; the first of overlapping
+        steps also begins alone."""
         return self._num_alone > 1
 
     def _must_finish(self, reader: Reader) -> bool:
@@ -193,16 +193,15 @@ class StageFollower(Follower):
 
 
 def _beat(region: Region, rank: int, parent: int) -> None:
-    """Shows that this process lives, and ends it with rank 0, or with what stands in for that on
-    another host: it beats in its place. Nobody there could end the ranks of one that is stopped.
-    """
+    """Beats to show that this process lives, and ends it with rank 0 or, on another host, with the
+    process that acts for rank 0: nobody there could end the ranks of a stopped process."""
     word, host = (region.word(one, Word.HEARTBEAT) for one in (rank, 0))
-    stillness, looks, still_s = Stillness(), Looks(BEAT_S), 0.0
+    stall, timer, still_s = StallTimer(), PollTimer(BEAT_S), 0.0
     while os.getppid() == parent and still_s < HANG_S:
         word[0] = int(word[0]) % 0xFFFFFFFF + 1
         time.sleep(BEAT_S)
         beat = int(host[0])
-        still_s = stillness.look(beat, looks.passed_s(), moves=not beat)
+        still_s = stall.look(beat, timer.passed_s(), moves=not beat)
     if still_s >= HANG_S:
         cause = f"`vllmx rank` (process {parent}) hangs or was stopped"
         logger.error("%s: rank %d ends", cause, rank)

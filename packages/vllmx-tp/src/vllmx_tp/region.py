@@ -1,17 +1,17 @@
-"""The memory that all ranks of a group share.
+"""Memory shared by all ranks of a group.
 
-It is a file without a name, which ranks inherit as a descriptor: when the last of them is gone,
-however that came, nothing of it is left. Layout:
+It is an unnamed file whose descriptor ranks inherit: when the last rank is gone, for whatever
+reason, the memory is freed. Layout:
 
     words of the group     the abort word
     words of each seat     one a cache line (see `Word`), written by its rank alone, or by the link
-                           that stands in for a rank of another host
-    causes                 what each rank says of its failure, as text
+                           that acts for a rank of another host
+    causes                 each rank's failure, as text
     buffers                two for each seat, for the communicator
     ring                   frames from rank 0
 
-Rank r has seat r. Where stages have several ranks each, these meet there, and each has one seat
-more, behind those of all ranks, for what it hands on to the next stage.
+Rank r has seat r, where the ranks of a stage exchange parts. If stages have several ranks, each
+rank has one more seat, after those of all ranks, for what it passes to the next stage.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class Word(IntEnum):
     """The words of a rank, by their line."""
 
     HEARTBEAT = 0
-    """The sign of life. Rank 0's stands still on its host; on others it is that of `vllmx rank`."""
+    """The heartbeat. Rank 0's never beats on its own host; on others `vllmx rank` beats for it."""
     TAKEN = 1
     """Frames that it needs no more."""
     ARRIVED = 2
     """Calls of the communicator that it has begun; see also `part_bytes` and `bridged`."""
     IDS = 3
-    """Checksums of the ids of its last steps, `NUM_CHECKSUMS` words in turn, beside `CHECKED`."""
+    """Checksums of the ids of its last steps, `NUM_CHECKSUMS` words in turn, next to `CHECKED`."""
     CHECKED = 4
     """Steps whose checksum was written."""
     PIECES = 5
-    """The pieces of what the rank before sent that a stage needs no more (`vllmx_tp.wire`). What it
-    sends itself it counts in `ARRIVED`."""
+    """The pieces of what the rank before sent that a stage needs no more (`vllmx_tp.communicator`).
+    What it sends itself it counts in `ARRIVED`."""
 
 
 RANK_BYTES = len(Word) * LINE_BYTES
@@ -155,8 +155,8 @@ class Region:
         return self._bytes[at : at + 4 * NUM_CHECKSUMS].view(np.uint32)
 
     def part_bytes(self, seat: int, turn: int) -> npt.NDArray[np.uint32]:
-        """(1,) bytes of the part that lies in a seat's buffer of that turn; beside `ARRIVED`, whose
-        second word counts those who sleep for the first."""
+        """(1,) bytes of the part in a seat's buffer of that turn; next to `ARRIVED`, whose second
+        word counts the sleepers on the first."""
         at = self.word_at(seat, Word.ARRIVED) + 4 * (2 + turn)
         return self._bytes[at : at + 4].view(np.uint32)
 
@@ -176,14 +176,14 @@ class Region:
         publish(self.aborted, 1)
 
     def buffer(self, seat: int, turn: int) -> npt.NDArray[np.uint8]:
-        """What a rank puts down for the others."""
+        """A rank's output buffer for the others."""
         at = self.buffers_at + (2 * seat + turn) * BUFFER_BYTES
         return self._bytes[at : at + BUFFER_BYTES]
 
     def part(self, rank: int, count: int) -> npt.NDArray[np.uint8]:
-        """The memory for a rank's part of call n of the communicator, counted from 1. Of two ranks
-        each writes part n + 2 where it has read the other's part n: its core has that memory in its
-        caches already."""
+        """The memory for a rank's part of call n of the communicator, counted from 1. With two
+        ranks, each writes part n + 2 where it read the other's part n: that memory is already in
+        its core's caches."""
         seats = self.sums(rank)
         swapped = seats.count == 2 and count & 2
         return self.buffer(seats.beside(1) if swapped else seats.seat, count & 1)
@@ -196,7 +196,7 @@ class Region:
             self._bytes[at : at + len(data)] = np.frombuffer(data, np.uint8)
 
     def cause(self, rank: int) -> str:
-        """What a rank said of its failure; empty: nothing."""
+        """A rank's description of its failure; empty: none."""
         at = self._causes + rank * CAUSE_BYTES
         data = self._bytes[at : at + CAUSE_BYTES].tobytes()
         return data.split(b"\0", 1)[0].decode("utf-8", "replace")

@@ -120,7 +120,7 @@ def _of_ranks(
 
 
 def small_options(options: LoadOptions, model: Model) -> LoadOptions:
-    """How a part is loaded: for the rows of a step, of a short context."""
+    """Options to load a part: for the rows of a step with a short context."""
     rows = min(STEP_ROWS, options.num_seqs)
     length = min(_CONTEXT, options.max_model_len)
     groups = len(layout_of(model.shape, options).groups)
@@ -145,7 +145,7 @@ def segment_seconds(
     source: WeightSource,
     options: LoadOptions,
 ) -> list[float]:
-    """What each part of a step takes, between the places `cuts`. Raises what loading raises."""
+    """Seconds of each part of a step between the places `cuts`. Raises what loading raises."""
     specs = {spec.name: spec for spec in recording.specs}
     layout = layout_of(model.shape, options)
     kinds: dict[object, _Kind] = {}

@@ -1,4 +1,4 @@
-"""What was typed into `vllmx chat`, kept over sessions in a file that only its user can read."""
+"""The input history of `vllmx chat`, kept across sessions in a file that only its user can read."""
 
 from __future__ import annotations
 

@@ -24,13 +24,13 @@ _SHOWN = 300
 
 
 class Aside(str):
-    """A piece that is not the answer: a thought, or a call and what it came to."""
+    """A piece that is not the answer: a thought, or a call and its result."""
 
     __slots__ = ()
 
 
 class ChatTools:
-    """What the model may call.
+    """The tools that the model may call.
 
     Args:
         servers: started.
@@ -73,7 +73,7 @@ class ChatTools:
         return Round(seq_id, stream, params)
 
     def results(self, calls: list[ToolCall]) -> Iterator[tuple[ToolCall, ToolResult]]:
-        """What calls come to, which run together. Ctrl-C ends them."""
+        """Runs calls concurrently and yields their results. Ctrl-C ends them."""
         from vllmx_server.mcp.offered import called
         from vllmx_server.mcp.results import REFUSED, failure
 
@@ -155,7 +155,7 @@ def call_message(content: str, calls: list[ToolCall]) -> dict[str, Any]:
 
 
 def result_message(call: ToolCall, result: ToolResult) -> dict[str, Any]:
-    """What a call came to, for the model."""
+    """The result of a call as a message to the model."""
     return {
         "role": "tool",
         "content": result.text,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def records(task: Task, output: RequestOutput, model: str) -> Iterator[dict[str, Any]]:
-    """What stands in the lines of one task: one of a batch, else one for each choice."""
+    """Yields the output lines of one task: one line for a batch, else one for each choice."""
     if task.custom_id is not None:
         yield _batch_record(task, output, model)
         return

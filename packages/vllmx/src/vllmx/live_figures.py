@@ -1,4 +1,4 @@
-"""What a running server does, out of two looks at its /metrics: `vllmx top`."""
+"""Live figures of a running server, from two readings of its /metrics: `vllmx top`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What `vllmx complete` is asked: prompts of a flag, lines of text, JSON lines, OpenAI batches.
+"""Inputs of `vllmx complete`: prompts of a flag, lines of text, JSON lines, OpenAI batches.
 
 A JSON line has "prompt" or "messages" and sampling parameters of its own; a line of an OpenAI batch
-file has them in its "body". What nobody reads is refused with the number of its line.
+file has them in its "body". Unknown keys are refused with the number of their line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Task(Record):
 
     @property
     def shown(self) -> str:
-        """What stands before an answer in a terminal; nothing before that of a chat."""
+        """The text to show before an answer in a terminal; empty for a chat."""
         return self.prompt if isinstance(self.prompt, str) else ""
 
 
@@ -63,8 +63,8 @@ def _object(line: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
-        raise ConfigError("it begins with { but is no JSON object") from None
-    assert isinstance(found, dict), "what begins with { is an object"
+        raise ConfigError("it begins with { but is not a JSON object") from None
+    assert isinstance(found, dict), "JSON that begins with { is an object"
     return found
 
 

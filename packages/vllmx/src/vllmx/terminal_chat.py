@@ -65,7 +65,7 @@ class Conversation:
         self.messages: list[dict[str, Any]] = []
         self.generated_tokens = 0
         self.is_full = False
-        """Whether the last answer ended because the context was full."""
+        """True if the last answer ended because the context was full."""
         self._begin(system)
 
     def _begin(self, system: str | None) -> None:
@@ -123,7 +123,7 @@ class Conversation:
                         yield shown_result(result)
                         results.append(result_message(call, result))
                 except BaseException:
-                    calls = []  # a call without its result is no conversation
+                    calls = []  # a chat must not end with a call that has no result
                     raise
                 finally:
                     self._engine.cancel(made.seq_id)

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vllmx_core.backend import LoadOptions
-from vllmx_core.cache.dtypes import LIMITS
 from vllmx_core.cache.groups import (
     CacheLayout,
     blocks_of,
@@ -17,6 +16,7 @@ from vllmx_core.cache.groups import (
 )
 from vllmx_core.cache.state_capacity import StateSlots, plan_slots
 from vllmx_core.errors import CapacityError, ConfigError
+from vllmx_core.kv_dtypes import LIMITS
 from vllmx_core.model import LatentKV, ModelShape, OwnedKV
 from vllmx_core.records import Record
 from vllmx_core.system.memory import FREE_MEMORY, format_bytes, remedy_for

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
-from vllmx_core.ops.case import Case
 from vllmx_core.ops.formulas import Floats, NumpyFrame, like
 from vllmx_core.ops.op import Op, expect, expect_rows
 from vllmx_core.ops.values import Value
@@ -47,17 +45,6 @@ class Act(Op):
     def compute(self, frame: NumpyFrame) -> None:
         x = frame[self.x]
         frame[self.out] = np.tanh(x) if self.kind == "tanh" else activation(x, self.kind)
-
-    @classmethod
-    def cases(cls) -> Iterator[Case]:
-        return (_case(kind, width) for kind in ACT_KINDS for width in (16, 33))
-
-
-def _case(kind: ActKind, width: int) -> Case:
-    """Far into both tails."""
-    return Case.between(
-        f"{kind}, width {width}", width, lambda ops, w, x: ops.activation(ops.scale(x, 4.0), kind)
-    )
 
 
 def activation(x: Floats, kind: Activation) -> Floats:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from vllmx_core.ops.add import Add
-from vllmx_core.ops.case import Case, Weights
 from vllmx_core.ops.formulas import Floats, NumpyFrame
 from vllmx_core.ops.op import Op, expect, expect_rows, expect_same_width, expect_vector
 from vllmx_core.ops.rms_norm import RmsNorm, rms_norm
 from vllmx_core.ops.values import Value, WeightRef
-
-if TYPE_CHECKING:
-    from vllmx_core.ops.recorder import Ops
 
 
 class AddRmsNorm(Op):
@@ -49,25 +44,6 @@ class AddRmsNorm(Op):
             Add(self.x, self.residual, self.total),
             RmsNorm(self.total, self.w, self.eps, self.out),
         )
-
-    @classmethod
-    def cases(cls) -> Iterator[Case]:
-        return (_case(width, offset) for width in (16, 33, 130) for offset in (0.0, 1.0))
-
-
-def _case(width: int, offset: float) -> Case:
-    return Case.between(
-        f"width {width}, offset {offset}",
-        width,
-        _both_results,
-        lambda b: [b.vector(name, width, offset) for name in "abc"],
-    )
-
-
-def _both_results(ops: Ops, w: Weights, x: Value) -> Value:
-    first, total = ops.add_rms_norm(ops.rms_norm(x, w["a"], 0.3), None, w["b"], 0.1)
-    second, total = ops.add_rms_norm(first, total, w["c"], 1e-6)
-    return ops.add(second, total)
 
 
 def add_rms_norm(

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from vllmx_core.ops.case import Case, Weights
 from vllmx_core.ops.formulas import Floats, NumpyFrame
 from vllmx_core.ops.op import Op, expect, expect_rows, expect_weight
 from vllmx_core.ops.values import Value, WeightRef
-
-if TYPE_CHECKING:
-    from vllmx_core.ops.case import Builder
-    from vllmx_core.ops.recorder import Ops
 
 
 class Clip(Op):
@@ -53,28 +47,6 @@ class Clip(Op):
         bounds = frame.weight(self.bounds).reshape(-1, 2)
         parts = [clip(frame[x], pair) for x, pair in zip(self.reads, bounds, strict=True)]
         frame[self.out] = np.concatenate(parts, axis=-1)
-
-    @classmethod
-    def cases(cls) -> Iterator[Case]:
-        for widths in ((33,), (130, 24), (48, 16, 8), (80, 3, 61)):
-            yield _case(widths)
-
-
-def _case(widths: tuple[int, ...]) -> Case:
-    """The operands are made of one by matrices, and a matrix makes one row of the result."""
-
-    def build(b: Builder) -> None:
-        for index, width in enumerate(widths):
-            b.linear(f"in{index}", width, 16)
-        b.linear("back", 16, sum(widths))
-        b.vector("bounds", 2 * len(widths), centre=0.0, spread=0.7)
-        b.arrays["bounds.weight"].reshape(-1, 2).sort(axis=1)
-
-    def middle(ops: Ops, w: Weights, x: Value) -> Value:
-        first, *others = [ops.linear(x, w[f"in{index}"]) for index in range(len(widths))]
-        return ops.linear(ops.clip(first, w["bounds"], *others), w["back"])
-
-    return Case.between(" and ".join(map(str, widths)), 16, middle, build)
 
 
 def clip(x: Floats, bounds: Floats) -> Floats:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from vllmx_core.ops.case import Case, Weights
 from vllmx_core.ops.formulas import Floats, NumpyFrame
 from vllmx_core.ops.op import Op, expect, expect_weight
-from vllmx_core.ops.values import StepInputs, TokenIds, Value, WeightRef
+from vllmx_core.ops.values import TokenIds, Value, WeightRef
 from vllmx_core.plan import I32, StepPlan
-
-if TYPE_CHECKING:
-    from vllmx_core.ops.case import Builder
-    from vllmx_core.ops.recorder import Ops
 
 
 class Embedding(Op):
@@ -48,12 +42,6 @@ class Embedding(Op):
             ids = np.minimum(ids, self.w.rows - 1)
         frame[self.out] = embedding(ids, frame.weight(self.w))
 
-    @classmethod
-    def cases(cls) -> Iterator[Case]:
-        yield Case("positions, from the third row on", _tables, _positions)
-        yield Case("token types", _tables, _token_types)
-        yield Case("token types of which there is one", _one_type, _token_types)
-
 
 def numbers(plan: StepPlan, ids: TokenIds) -> I32:
     """(T,) what `ids` stands for."""
@@ -66,26 +54,3 @@ def numbers(plan: StepPlan, ids: TokenIds) -> I32:
 def embedding(ids: I32, table: Floats) -> Floats:
     """(T,), (V, E) -> (T, E)."""
     return table[ids]
-
-
-def _one_type(builder: Builder) -> None:
-    _tables(builder, types=1)
-
-
-def _tables(builder: Builder, types: int = 2) -> None:
-    builder.embedding("embed", 24)
-    builder.embedding("places", 24, rows=128)
-    builder.embedding("types", 24, rows=types)
-    builder.linear("head", builder.vocab_size, 24)
-
-
-def _positions(ops: Ops, w: Weights, step: StepInputs) -> Value:
-    x = ops.add(
-        ops.embedding(step.tokens, w["embed"]), ops.embedding(step.positions, w["places"], 2)
-    )
-    return ops.logits(x, step.logit_rows, w["head"])
-
-
-def _token_types(ops: Ops, w: Weights, step: StepInputs) -> Value:
-    x = ops.add(ops.embedding(step.tokens, w["embed"]), ops.embedding(step.token_types, w["types"]))
-    return ops.logits(x, step.logit_rows, w["head"])

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from vllmx_core.ops.activation import KINDS, Activation, activation, expect_activation
-from vllmx_core.ops.case import Case, Weights
+from vllmx_core.ops.activation import Activation, activation, expect_activation
 from vllmx_core.ops.formulas import Floats, NumpyFrame, like
 from vllmx_core.ops.gate import opening
 from vllmx_core.ops.gated_act import gated_act
 from vllmx_core.ops.op import Op, expect, expect_features, expect_stack
 from vllmx_core.ops.values import Value, ValueType, WeightRef
 from vllmx_core.records import Record
-
-if TYPE_CHECKING:
-    from vllmx_core.ops.case import Builder
-    from vllmx_core.ops.recorder import Ops
 
 
 class ExpertsSpec(Record):
@@ -115,78 +108,10 @@ class Experts(Op):
             self.first or 0,
         )
 
-    @classmethod
-    def cases(cls) -> Iterator[Case]:
-        for width, inner, count, chosen in (
-            (16, 24, 4, 2),
-            (33, 17, 5, 3),
-            (48, 64, 6, 6),
-            (130, 20, 3, 1),
-            (24, 1, 1, 1),
-            (20, 259, 2, 2),
-            (16, 8, 40, 1),
-        ):
-            yield _case(width, inner, count, chosen, ExpertsSpec())
-            yield _case(width, inner, count, chosen, ExpertsSpec(), biased=True)
-        for kind in KINDS:
-            yield _case(24, 20, 4, 2, ExpertsSpec(kind, gated=False), biased=True)
-            yield _case(24, 20, 4, 2, ExpertsSpec(kind))
-        yield _case(24, 20, 4, 2, ExpertsSpec("relu2", gated=False))
-        for clamp, alpha in ((7.0, 1.702), (0.5, 1.0)):
-            yield _case(24, 20, 4, 2, ExpertsSpec(clamp=clamp, alpha=alpha), biased=True)
-        for first, held in ((0, 3), (2, 3), (5, 2), (6, 1)):
-            yield _case(24, 20, held, 2, ExpertsSpec(), biased=True, others=(first, 7))
-        yield _case(16, 8, 2, 1, ExpertsSpec(), others=(31, 40))  # most tokens ask none of them
-
 
 def _expect_routed(name: str, value: object, dtype: ValueType) -> None:
     routed = isinstance(value, Value) and value.dtype == dtype
     expect(routed, f"{name} is {value!r}, not what `route` returned")
-
-
-def _case(
-    width: int,
-    inner: int,
-    count: int,
-    chosen: int,
-    spec: ExpertsSpec,
-    biased: bool = False,
-    others: tuple[int, int] | None = None,
-) -> Case:
-    """A model around the op; `others` says that the experts are `count` of more: the number of the
-    first, and of all."""
-    from vllmx_core.ops.route import RouteSpec
-
-    parts = (inner, inner) if spec.gated else (inner,)
-    first, total = others or (None, count)
-
-    def build(builder: Builder) -> None:
-        builder.linear("router", total, width)
-        builder.stack("gate_up", count, parts, width, range(len(parts)) if biased else ())
-        builder.stack("down", count, (width,), inner, (0,) if biased else ())
-
-    def middle(ops: Ops, w: Weights, x: Value) -> Value:
-        """Far into both tails of the activation."""
-        router = ops.linear(x, w["router"])
-        ids, weights = ops.route(router, RouteSpec(chosen, renormalise=True))
-        mine = Experts.of(ops.scale(x, 4.0), ids, weights, w["gate_up"], w["down"], spec)
-        mine = replace(mine, first=first)
-        ops.put(mine)
-        return ops.add(x, mine.out) if others else mine.out
-
-    held = "" if others is None else f" with {count} from {first} on"
-    name = f"{width} by {inner}, {chosen} of {total}{held}"
-    return Case.between(_name(name, spec, biased), width, middle, build)
-
-
-def _name(sizes: str, spec: ExpertsSpec, biased: bool) -> str:
-    words: Sequence[str] = (
-        f"{sizes}, {spec.activation}",
-        "" if spec.gated else "no gate",
-        "" if spec.clamp is None else f"clamp {spec.clamp}",
-        "biased" if biased else "",
-    )
-    return ", ".join(word for word in words if word)
 
 
 def experts(

@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vllmx_core.communicator import Communicator
-from vllmx_core.ops.values import WeightRef
+from vllmx_core.ops.values import Frame, WeightRef
 from vllmx_core.plan import AnyArray, StepPlan
-from vllmx_core.recorded.interpreter import Frame
 from vllmx_core.records import Record
 
 Floats = npt.NDArray[np.floating[Any]]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
 from vllmx_core.ops.activation import Activation, activation
-from vllmx_core.ops.case import Case
 from vllmx_core.ops.formulas import Floats, NumpyFrame, like
 from vllmx_core.ops.op import Op, expect, expect_rows
 from vllmx_core.ops.values import Value
@@ -46,22 +44,6 @@ class Gate(Op):
 
     def compute(self, frame: NumpyFrame) -> None:
         frame[self.out] = gate(frame[self.x], frame[self.g], self.kind)
-
-    @classmethod
-    def cases(cls) -> Iterator[Case]:
-        yield from (_case(33, 33, kind) for kind in KINDS)
-        yield from (_case(48, 3, kind) for kind in KINDS)
-        for width, gates in ((96, 2), (130, 130), (64, 32), (80, 20), (33, 1), (1, 1), (20, 4)):
-            yield _case(width, gates, "sigmoid")
-
-
-def _case(width: int, gates: int, kind: GateKind) -> Case:
-    return Case.between(
-        f"{kind}, {gates} for {width}",
-        width,
-        lambda ops, w, x: ops.gate(x, ops.linear(ops.scale(x, 4.0), w["g"]), kind),
-        lambda b: b.linear("g", gates, width),
-    )
 
 
 def gate(x: Floats, g: Floats, kind: GateKind) -> Floats:

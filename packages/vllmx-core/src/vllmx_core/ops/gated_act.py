@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
 
-from vllmx_core.ops.activation import KINDS, Activation, activation, expect_activation
-from vllmx_core.ops.case import Case
+from vllmx_core.ops.activation import Activation, activation, expect_activation
 from vllmx_core.ops.formulas import Floats, NumpyFrame
 from vllmx_core.ops.op import Op, expect, expect_rows
 from vllmx_core.ops.values import Value
@@ -34,19 +32,6 @@ class GatedAct(Op):
 
     def compute(self, frame: NumpyFrame) -> None:
         frame[self.out] = gated_act(frame[self.gate_up], self.kind)
-
-    @classmethod
-    def cases(cls) -> Iterator[Case]:
-        return (_case(kind, width) for kind in KINDS for width in (16, 33))
-
-
-def _case(kind: Activation, width: int) -> Case:
-    return Case.between(
-        f"{kind}, width {width}",
-        width,
-        lambda ops, w, x: ops.gated_act(ops.linear(ops.scale(x, 4.0), w["gate_up"]), kind),
-        lambda b: b.linear("gate_up", (width, width), width),
-    )
 
 
 def gated_act(gate_up: Floats, kind: Activation) -> Floats:

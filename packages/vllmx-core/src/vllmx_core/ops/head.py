@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from vllmx_core.ops.case import Case, Weights
 from vllmx_core.ops.formulas import Floats, NumpyFrame, like
 from vllmx_core.ops.linear import linear
 from vllmx_core.ops.op import Op, expect, expect_features, expect_matrix, expect_weight
-from vllmx_core.ops.values import LogitRows, StepInputs, Value, WeightRef
+from vllmx_core.ops.values import LogitRows, Value, WeightRef
 from vllmx_core.plan import I32
-
-if TYPE_CHECKING:
-    from vllmx_core.ops.case import Builder
-    from vllmx_core.ops.recorder import Ops
 
 
 class Head(Op):
@@ -45,25 +39,6 @@ class Head(Op):
     def compute(self, frame: NumpyFrame) -> None:
         w, bias, rows = frame.weight(self.w), frame.bias(self.w), frame.plan.logit_rows
         frame[self.out] = logits(frame[self.x], rows, w, bias, self.softcap)
-
-    @classmethod
-    def cases(cls) -> Iterator[Case]:
-        return (_case(softcap, tied) for softcap in (None, 2.5) for tied in (False, True))
-
-
-def _case(softcap: float | None, tied: bool) -> Case:
-    def build(builder: Builder) -> None:
-        builder.embedding("embed", 24)
-        if tied:
-            builder.tied("head", "embed", 24)
-        else:
-            builder.linear("head", builder.vocab_size, 24, biases=[0])
-
-    def body(ops: Ops, w: Weights, step: StepInputs) -> Value:
-        x = ops.embedding(step.tokens, w["embed"])
-        return ops.logits(x, step.logit_rows, w["head"], softcap)
-
-    return Case(f"softcap {softcap}, {'tied' if tied else 'biased'}", build, body)
 
 
 def softcap(x: Floats, cap: float | None) -> Floats:

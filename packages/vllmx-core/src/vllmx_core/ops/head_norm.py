@@ -6,13 +6,10 @@ norm over all heads, weights of each head's own, layer norms, and a norm of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import ClassVar, Literal
 
 import numpy as np
 
-from vllmx_core.ops.case import Case
 from vllmx_core.ops.formulas import Floats, NumpyFrame
 from vllmx_core.ops.layer_norm import layer_norm
 from vllmx_core.ops.op import Op, expect, expect_features, expect_vector
@@ -73,32 +70,6 @@ class HeadNorm(Op):
             None if norm is None else frame.weight(norm) for norm in (self.q_norm, self.k_norm)
         )
         frame[self.out] = head_norm(frame[self.qkv], self.spec, q_norm, k_norm)
-
-    @classmethod
-    def cases(cls) -> Iterator[Case]:
-        for heads, kv_heads, size in ((4, 2, 20), (3, 3, 16), (2, 1, 64)):
-            alone = HeadNormSpec(heads, kv_heads, size, 0.1)
-            yield _case(f"rms, {heads}/{kv_heads}", alone)
-            yield _case(f"rms across, {heads}/{kv_heads}", replace(alone, across=True))
-            yield _case(f"layer, {heads}/{kv_heads}", replace(alone, kind="layer"))
-        spec = HeadNormSpec(4, 2, 20, 1e-6, values=True)
-        yield _case("values alone", spec, q=False, k=False)
-        yield _case("keys and values", spec, q=False)
-        for heads, size in ((6, 12), (2, 96)):
-            yield _case(f"{heads} runs of {size}", HeadNormSpec(heads, 0, size, 0.1), k=False)
-
-
-def _case(name: str, spec: HeadNormSpec, *, q: bool = True, k: bool = True) -> Case:
-    return Case.between(
-        name,
-        spec.width,
-        lambda ops, w, x: ops.head_norm(
-            ops.scale(x, 3.0), spec, w["q"] if q else None, w["k"] if k else None
-        ),
-        lambda b: b.vector("q", spec.num_heads * spec.head_size).vector(
-            "k", max(1, spec.num_kv_heads) * spec.head_size
-        ),
-    )
 
 
 def head_norm(

@@ -15,7 +15,7 @@ from typing import ClassVar, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from vllmx_core.cache import dtypes as kv_quant
+from vllmx_core import kv_dtypes as kv_quant
 from vllmx_core.ops.attention import rotate
 from vllmx_core.ops.formulas import Floats, NumpyFrame, Pages, like
 from vllmx_core.ops.op import Op, expect, expect_features, expect_vector, expect_weight

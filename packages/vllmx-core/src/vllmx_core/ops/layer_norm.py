@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
 
-from vllmx_core.ops.case import Case
 from vllmx_core.ops.formulas import Floats, NumpyFrame, like
 from vllmx_core.ops.op import Op, expect, expect_rows, expect_vector
 from vllmx_core.ops.values import Value, WeightRef
@@ -37,19 +35,6 @@ class LayerNorm(Op):
     def compute(self, frame: NumpyFrame) -> None:
         bias = None if self.bias is None else frame.weight(self.bias)
         frame[self.out] = layer_norm(frame[self.x], frame.weight(self.w), bias, self.eps)
-
-    @classmethod
-    def cases(cls) -> Iterator[Case]:
-        return (_case(width, biased) for width in (16, 33) for biased in (False, True))
-
-
-def _case(width: int, biased: bool) -> Case:
-    return Case.between(
-        f"width {width}, {'biased' if biased else 'plain'}",
-        width,
-        lambda ops, w, x: ops.layer_norm(x, w["weight"], w["bias"] if biased else None, 0.2),
-        lambda b: b.vector("weight", width).vector("bias", width, centre=0.5),
-    )
 
 
 def layer_norm(x: Floats, w: Floats, bias: Floats | None, eps: float) -> Floats:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from vllmx_core.ops.activation import Activation, activation
-from vllmx_core.ops.case import Case
 from vllmx_core.ops.formulas import Floats, NumpyFrame, like
 from vllmx_core.ops.op import Op, expect_matrix, expect_rows, expect_weight
 from vllmx_core.ops.values import Value, WeightRef
@@ -34,22 +32,6 @@ class Linear(Op):
     def compute(self, frame: NumpyFrame) -> None:
         y = linear(frame[self.x], frame.weight(self.w), frame.bias(self.w))
         frame[self.out] = y if self.activation is None else activation(y, self.activation)
-
-    @classmethod
-    def cases(cls) -> Iterator[Case]:
-        for inner, outer in ((16, 32), (48, 80), (33, 17), (1, 7), (130, 259)):
-            yield _case(f"{inner} to {outer}, plain", inner, (outer,), ())
-            yield _case(f"{inner} to {outer}, biased", inner, (outer,), (0,))
-        yield _case("fused parts with some biases", 20, (24, 9, 3), (0, 2))
-
-
-def _case(name: str, inner: int, parts: Sequence[int], biases: Sequence[int]) -> Case:
-    return Case.between(
-        name,
-        inner,
-        lambda ops, w, x: ops.linear(ops.linear(x, w["up"]), w["down"]),
-        lambda b: b.linear("up", parts, inner, biases).linear("down", inner, sum(parts)),
-    )
 
 
 def linear(x: Floats, w: Floats, bias: Floats | None = None) -> Floats:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from vllmx_core.errors import OpError
+from vllmx_core.ops.formulas import NumpyFrame
 from vllmx_core.ops.values import Output, Rows, Value, WeightKind, WeightRef
 from vllmx_core.records import Record
-
-if TYPE_CHECKING:
-    from vllmx_core.ops.case import Case
-    from vllmx_core.ops.formulas import NumpyFrame
 
 
 class Op(Record, eq=False):
@@ -61,11 +58,6 @@ class Op(Record, eq=False):
         """Other ops that compute the same results, for backends that do not have this one; none
         where nothing simpler does."""
         return ()
-
-    @classmethod
-    def cases(cls) -> Iterator[Case]:
-        """Small models that show what it does, run by `BackendSuite`."""
-        return iter(())
 
     def __str__(self) -> str:
         """Name, options and weights, for messages."""

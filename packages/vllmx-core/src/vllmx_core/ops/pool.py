@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
-from vllmx_core.ops.case import Case, Pooling, Weights
 from vllmx_core.ops.formulas import Floats, NumpyFrame
 from vllmx_core.ops.op import Op, expect, expect_features
-from vllmx_core.ops.values import LogitRows, StepInputs, Value
+from vllmx_core.ops.values import LogitRows, Value
 from vllmx_core.plan import StepPlan
-
-if TYPE_CHECKING:
-    from vllmx_core.ops.case import Builder
-    from vllmx_core.ops.recorder import Ops
 
 PoolKind = Literal["last", "mean", "cls"]
 KINDS: tuple[PoolKind, ...] = get_args(PoolKind)
@@ -44,13 +38,6 @@ class Pool(Op):
     def compute(self, frame: NumpyFrame) -> None:
         frame[self.out] = pool(frame[self.x], frame.plan, self.kind)
 
-    @classmethod
-    def cases(cls) -> Iterator[Case]:
-        for kind in KINDS:
-            yield Case.pooled(f"{kind}, width 33", 33, _alone(kind))
-        yield Case.pooled("rows through a dense layer", 24, _dense, _dense_weights, 3)
-        yield Case.pooled("sums, gates and norms of rows", 24, _row_wise, _row_weights)
-
 
 def pool(x: Floats, plan: StepPlan, kind: PoolKind) -> Floats:
     """(T, E) -> (L, E)."""
@@ -63,29 +50,3 @@ def pool(x: Floats, plan: StepPlan, kind: PoolKind) -> Floats:
         return x[first]
     means = [x[begin : end + 1].mean(axis=0) for begin, end in zip(first, last, strict=True)]
     return np.stack(means) if means else x[:0]
-
-
-def _alone(kind: PoolKind) -> Pooling:
-    return lambda ops, w, x, step: ops.pool(x, step, kind)
-
-
-def _dense(ops: Ops, w: Weights, x: Value, step: StepInputs) -> Value:
-    x = ops.activation(ops.linear(ops.pool(x, step, "cls"), w["dense"]), "gelu")
-    return ops.linear(x, w["classes"])
-
-
-def _dense_weights(builder: Builder) -> None:
-    builder.linear("dense", 24, 24, biases=[0]).linear("classes", 3, 24, biases=[0])
-
-
-def _row_wise(ops: Ops, w: Weights, x: Value, step: StepInputs) -> Value:
-    mean, last = ops.pool(x, step, "mean"), ops.pool(ops.scale(x, 0.5), step, "last")
-    x = ops.layer_norm(ops.add(mean, last), w["norm"], w["bias"], 1e-5)
-    x, total = ops.add_rms_norm(ops.gate(x, last, "tanh"), mean, w["norm"], 1e-6)
-    x = ops.gated_act(ops.linear(ops.scale(x, w["bias"]), w["gate_up"]), "silu")
-    return ops.rms_norm(ops.add(x, total), w["norm"], 1e-6)
-
-
-def _row_weights(builder: Builder) -> None:
-    builder.vector("norm", 24).vector("bias", 24, centre=0.5)
-    builder.linear("gate_up", (24, 24), 24)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
 
-from vllmx_core.ops.case import Case
 from vllmx_core.ops.formulas import Floats, NumpyFrame, like
 from vllmx_core.ops.op import Op, expect, expect_rows, expect_vector
 from vllmx_core.ops.values import Value, WeightRef
@@ -33,19 +31,6 @@ class RmsNorm(Op):
 
     def compute(self, frame: NumpyFrame) -> None:
         frame[self.out] = rms_norm(frame[self.x], frame.weight(self.w), self.eps)
-
-    @classmethod
-    def cases(cls) -> Iterator[Case]:
-        return (_case(width, offset) for width in (16, 33, 130) for offset in (0.0, 1.0))
-
-
-def _case(width: int, offset: float) -> Case:
-    return Case.between(
-        f"width {width}, offset {offset}",
-        width,
-        lambda ops, w, x: ops.rms_norm(ops.rms_norm(x, w["a"], 1e-6), w["b"], 0.3),
-        lambda b: b.vector("a", width, offset).vector("b", width, offset),
-    )
 
 
 def rms_norm(x: Floats, w: Floats, eps: float) -> Floats:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from vllmx_core.ops.case import Case, Weights
-from vllmx_core.ops.experts import ExpertsSpec
 from vllmx_core.ops.formulas import Floats, NumpyFrame, like
 from vllmx_core.ops.op import Op, expect, expect_features, expect_vector
-from vllmx_core.ops.values import StepInputs, Value, WeightRef
+from vllmx_core.ops.values import Value, WeightRef
 from vllmx_core.records import Record
-
-if TYPE_CHECKING:
-    from vllmx_core.ops.case import Builder
-    from vllmx_core.ops.recorder import Ops
 
 
 class RouteSpec(Record):
@@ -86,73 +79,6 @@ class Route(Op):
         frame[self.ids], frame[self.slot_weights] = route(
             frame[self.logits], self.spec, bias, factor
         )
-
-    @classmethod
-    def cases(cls) -> Iterator[Case]:
-        for count, chosen in ((8, 2), (7, 3), (33, 5), (128, 8), (5, 5), (1, 1), (2, 1), (259, 9)):
-            yield _case(count, RouteSpec(chosen))
-            yield _case(count, RouteSpec(chosen, "sigmoid", renormalise=True, eps=1e-20, scale=2.5))
-        yield _case(17, RouteSpec(4, renormalise=True, eps=0.25, scale=1.5), "factor")
-        yield _case(17, RouteSpec(17, renormalise=True), "bias")
-        yield _case(48, RouteSpec(6, "sigmoid"), "bias", "factor")
-        yield _case(48, RouteSpec(6), "bias")
-        for groups, kept, chosen in ((4, 2, 3), (8, 3, 9), (8, 1, 3), (2, 2, 20), (12, 5, 4)):
-            yield _case(24, RouteSpec(chosen, groups=groups, groups_kept=kept))
-            spec = RouteSpec(chosen, "sigmoid", groups, kept, "best_two", True, 1e-20, 2.5)
-            if 24 // groups >= 2:
-                yield _case(24, spec, "bias")
-        yield _ties(RouteSpec(3))
-        yield _ties(RouteSpec(3, "sigmoid", 4, 2, "best_two"))
-        yield _ties(RouteSpec(5, groups=6, groups_kept=3, renormalise=True))
-
-
-_WIDTH = 24
-
-
-def _case(count: int, spec: RouteSpec, *vectors: str) -> Case:
-    def build(builder: Builder) -> None:
-        builder.linear("router", count, _WIDTH)
-        _experts(builder, count)
-        for name in vectors:  # scores are probabilities: a bias is as large as they are
-            builder.vector(name, count, centre=0.0 if name == "bias" else 1.0)
-
-    groups = f", {spec.groups_kept} of {spec.groups} groups" if spec.groups > 1 else ""
-    return Case.between(
-        f"{spec.score}, {spec.chosen} of {count}{groups}{''.join(f', {v}' for v in vectors)}",
-        _WIDTH,
-        lambda ops, w, x: _routed(ops, w, x, spec),
-        build,
-    )
-
-
-def _ties(spec: RouteSpec) -> Case:
-    """Logits are small whole numbers, in any order of the sum: most experts have rivals."""
-
-    def build(builder: Builder) -> None:
-        builder.embedding("embed", _WIDTH).linear("router", 12, _WIDTH)
-        _experts(builder, 12)
-        builder.linear("head", builder.vocab_size, _WIDTH)
-        few = builder.random.integers(-1, 2, (12, 2))
-        builder.arrays["router.0.weight"][:] = np.pad(few, ((0, 0), (0, _WIDTH - 2)))
-        table = builder.arrays["embed.weight"]
-        table[:] = builder.random.integers(-1, 2, table.shape)
-
-    def body(ops: Ops, w: Weights, step: StepInputs) -> Value:
-        x = _routed(ops, w, ops.embedding(step.tokens, w["embed"]), spec)
-        return ops.logits(x, step.logit_rows, w["head"])
-
-    return Case(f"ties, {spec.score}, {spec.groups} groups", build, body)
-
-
-def _experts(builder: Builder, count: int) -> None:
-    builder.stack("gate_up", count, (4, 4), _WIDTH).stack("down", count, (_WIDTH,), 4)
-
-
-def _routed(ops: Ops, w: Weights, x: Value, spec: RouteSpec) -> Value:
-    """What reaches the logits tells which experts were asked, in proportion to their weights."""
-    logits = ops.linear(x, w["router"])
-    ids, weights = ops.route(logits, spec, bias=w.get("bias"), factor=w.get("factor"))
-    return ops.experts(x, ids, weights, w["gate_up"], w["down"], ExpertsSpec())
 
 
 def route(

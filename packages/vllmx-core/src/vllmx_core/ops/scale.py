@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar
 
-from vllmx_core.ops.case import Case
 from vllmx_core.ops.formulas import NumpyFrame
 from vllmx_core.ops.op import Op, expect, expect_rows
 from vllmx_core.ops.values import Value
@@ -30,7 +28,3 @@ class Scale(Op):
     def compute(self, frame: NumpyFrame) -> None:
         x = frame[self.x]
         frame[self.out] = x * x.dtype.type(self.factor)
-
-    @classmethod
-    def cases(cls) -> Iterator[Case]:
-        yield Case.between("width 24", 24, lambda ops, w, x: ops.scale(x, -0.75))

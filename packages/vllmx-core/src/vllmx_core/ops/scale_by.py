@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar
 
-from vllmx_core.ops.case import Case
 from vllmx_core.ops.formulas import Floats, NumpyFrame
 from vllmx_core.ops.op import Op, expect, expect_rows, expect_weight
 from vllmx_core.ops.values import Value, WeightRef
@@ -38,20 +36,6 @@ class ScaleBy(Op):
 
     def compute(self, frame: NumpyFrame) -> None:
         frame[self.out] = scale_by(frame[self.x], frame.weight(self.w))
-
-    @classmethod
-    def cases(cls) -> Iterator[Case]:
-        sizes = ((33, 33), (130, 130), (48, 3), (33, 1), (1, 1), (80, 20), (64, 32))
-        return (_case(width, values) for width, values in sizes)
-
-
-def _case(width: int, values: int) -> Case:
-    return Case.between(
-        f"{values} for {width}",
-        width,
-        lambda ops, w, x: ops.scale(x, w["s"]),
-        lambda b: b.vector("s", values),
-    )
 
 
 def scale_by(x: Floats, w: Floats) -> Floats:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -16,16 +15,11 @@ from vllmx_core.ops.attention import (
     rotate,
     rotations,
 )
-from vllmx_core.ops.case import Case, Weights
 from vllmx_core.ops.formulas import Floats, NumpyFrame
 from vllmx_core.ops.op import Op, expect, expect_features, expect_weight
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.plan import I32, StepPlan
 from vllmx_core.records import Record
-
-if TYPE_CHECKING:
-    from vllmx_core.ops.case import Builder
-    from vllmx_core.ops.recorder import Ops
 
 
 class SegmentSpec(Record):
@@ -107,14 +101,6 @@ class SegmentAttention(Op):
         table = None if self.rope is None else frame.weight(self.rope)
         frame[self.out] = segment_attention(frame[self.qkv], self.spec, frame.plan, table)
 
-    @classmethod
-    def cases(cls) -> Iterator[Case]:
-        yield _case("four heads", SegmentSpec(4, 4, 8, 8**-0.5))
-        yield _case("grouped heads, halves rotated", SegmentSpec(4, 2, 16, 0.25, 16))
-        yield _case("one kv head, pairs rotated", SegmentSpec(6, 1, 12, 0.3, 8, interleaved=True))
-        yield _case("a window", SegmentSpec(2, 2, 64, 0.125, 64, window=3))
-        yield _case("a window of the token alone", SegmentSpec(2, 1, 20, 1.0, window=1))
-
 
 def segment_attention(
     qkv: Floats, spec: SegmentSpec, plan: StepPlan, rope: Floats | None = None
@@ -145,22 +131,3 @@ def segments(spec: SegmentSpec, plan: StepPlan) -> list[int]:
     assert starts is not None, "`Encoder.places` says where windows are"
     found: list[int] = starts.tolist()
     return found
-
-
-def _case(name: str, spec: SegmentSpec) -> Case:
-    width, inner = 24, spec.num_heads * spec.head_size
-    parts = (inner, spec.num_kv_heads * spec.head_size, spec.num_kv_heads * spec.head_size)
-
-    def build(builder: Builder) -> None:
-        builder.embedding("embed", width)
-        builder.linear("qkv", parts, width)
-        if spec.rotary_dim:
-            builder.rope("rope", spec.rotary_dim)
-        builder.linear("head", builder.vocab_size, inner)
-
-    def body(ops: Ops, w: Weights, step: StepInputs) -> Value:
-        qkv = ops.linear(ops.embedding(step.tokens, w["embed"]), w["qkv"])
-        x = ops.segment_attention(qkv, spec, step, rope=w["rope"] if spec.rotary_dim else None)
-        return ops.logits(x, step.logit_rows, w["head"])
-
-    return Case(name, build, body)

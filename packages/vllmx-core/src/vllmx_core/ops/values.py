@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from vllmx_core.errors import OpError
 from vllmx_core.records import Record, field
@@ -14,6 +14,7 @@ Output = Literal["tokens", "vectors", "scores"]
 """What comes of a step: logits that ids are drawn from, a vector for each text, or scores of it."""
 ValueType = Literal["model", "f32", "i32"]
 WeightKind = Literal["linear", "embedding", "vector", "stack", "constant"]
+A = TypeVar("A")
 
 
 class Value(Record, eq=False):
@@ -66,3 +67,21 @@ class StepInputs(Record):
     positions: TokenIds = field(default_factory=lambda: TokenIds("positions"))
     token_types: TokenIds = field(default_factory=lambda: TokenIds("token_types"))
     logit_rows: LogitRows = field(default_factory=LogitRows)
+
+
+class Frame(Generic[A]):
+    """The values of one step, as whatever arrays a backend has. A subclass adds what its ops need:
+    weights, KV cache, the plan."""
+
+    def __init__(self) -> None:
+        self._values: dict[Value, A] = {}
+
+    def __getitem__(self, value: Value) -> A:
+        return self._values[value]
+
+    def __setitem__(self, value: Value, array: A) -> None:
+        self._values[value] = array
+
+    def drop(self, value: Value) -> None:
+        """Lets go of an array that nobody reads any more."""
+        del self._values[value]

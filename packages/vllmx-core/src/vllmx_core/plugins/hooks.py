@@ -9,6 +9,7 @@ from __future__ import annotations
 import pluggy
 
 from vllmx_core.plugins.specs import (
+    ApiSpec,
     BackendSpec,
     CommandSpec,
     EncoderSpec,
@@ -83,4 +84,9 @@ class Hooks:
     @hookspec
     def vllmx_parsers(self) -> tuple[ParserSpec, ...]:
         """Formats of answers."""
+        raise NotImplementedError
+
+    @hookspec
+    def vllmx_apis(self) -> tuple[ApiSpec, ...]:
+        """APIs of the HTTP server."""
         raise NotImplementedError

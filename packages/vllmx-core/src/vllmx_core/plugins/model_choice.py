@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from vllmx_core.config_values import nearest
 from vllmx_core.errors import ConfigError, UnsupportedModelError
+from vllmx_core.plugins.checkpoint import Checkpoint, build_model, is_served
 from vllmx_core.plugins.registry import PLUGIN_CAN, Registry
 from vllmx_core.plugins.specs import ModelImplSpec
 from vllmx_core.records import Record
-from vllmx_core.weights.checkpoint import Checkpoint, build_model, is_served
 
 if TYPE_CHECKING:
     from vllmx_core.model import Model

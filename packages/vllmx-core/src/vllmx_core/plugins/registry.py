@@ -20,6 +20,7 @@ import pluggy
 
 from vllmx_core.config_values import nearest
 from vllmx_core.errors import (
+    BackendUnavailableError,
     ConfigError,
     PluginClashError,
     PluginError,
@@ -27,11 +28,17 @@ from vllmx_core.errors import (
     listing,
     shown,
 )
-from vllmx_core.plugins.backend_choice import choose_backend, describe
+from vllmx_core.plugins.backend_choice import (
+    PACKAGED_BACKENDS,
+    best_backend,
+    check_available,
+    describe,
+)
 from vllmx_core.plugins.hooks import GROUP, Hooks
 from vllmx_core.plugins.providers import Provided, choose, claims, kind_name, matches, passed_over
 from vllmx_core.plugins.specs import (
     API_VERSION,
+    ApiSpec,
     BackendSpec,
     CommandSpec,
     EncoderSpec,
@@ -62,6 +69,7 @@ _HOOKS: dict[str, type[Spec]] = {
     "vllmx_commands": CommandSpec,
     "vllmx_model_sources": ModelSourceSpec,
     "vllmx_parsers": ParserSpec,
+    "vllmx_apis": ApiSpec,
 }
 
 
@@ -337,8 +345,18 @@ class Registry:
         return found
 
     def choose_backend(self, wanted: str = "auto") -> tuple[BackendSpec, str]:
-        """A backend and the reason for it; see `vllmx_core.plugins.backend_choice`."""
-        return choose_backend(self, wanted)
+        """A backend and the reason for it: the named one, or for `auto` the best that can run here
+        (see `best_backend`). Raises PluginError or BackendUnavailableError."""
+        if wanted == "auto":
+            installed = {spec.name for _, spec in self.provided(BackendSpec)}
+            return best_backend(self.all(BackendSpec), installed)
+        if self.find(BackendSpec, wanted) is None and wanted in PACKAGED_BACKENDS:
+            raise BackendUnavailableError(
+                f"backend {wanted!r} is not installed: pip install 'vllmx[{wanted}]'"
+            )
+        spec = self.get(BackendSpec, wanted)
+        check_available(spec)
+        return spec, "asked for by name"
 
 
 def load_registry(points: Iterable[EntryPoint] | None = None) -> Registry:

@@ -208,6 +208,17 @@ class ParserSpec(_Spec):
     api: int = API_VERSION
 
 
+@dataclass(frozen=True, slots=True)
+class ApiSpec(_Spec):
+    """An API of the HTTP server: a `vllmx_server.generating.api.Api`, which is made with the
+    server's ServerConfig while the model loads."""
+
+    switch: str = ""
+    """The boolean setting of ServerConfig that switches it on; empty: it is always on. Only then is
+    the implementation imported."""
+    api: int = API_VERSION
+
+
 Spec = (
     BackendSpec
     | ModelSpec
@@ -220,4 +231,5 @@ Spec = (
     | CommandSpec
     | ModelSourceSpec
     | ParserSpec
+    | ApiSpec
 )

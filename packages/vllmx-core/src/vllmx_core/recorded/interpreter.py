@@ -3,34 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from vllmx_core.ops.op import OpList, last_reads
+from vllmx_core.ops.op import Op, OpList, last_reads
+from vllmx_core.ops.values import Frame, Value
 
-if TYPE_CHECKING:
-    from vllmx_core.ops.op import Op
-    from vllmx_core.ops.values import Value
-
-A = TypeVar("A")
 F = TypeVar("F", bound="Frame[Any]")
-
-
-class Frame(Generic[A]):
-    """The values of one step, as whatever arrays a backend has. A subclass adds what its ops need:
-    weights, KV cache, the plan."""
-
-    def __init__(self) -> None:
-        self._values: dict[Value, A] = {}
-
-    def __getitem__(self, value: Value) -> A:
-        return self._values[value]
-
-    def __setitem__(self, value: Value, array: A) -> None:
-        self._values[value] = array
-
-    def drop(self, value: Value) -> None:
-        """Lets go of an array that nobody reads any more."""
-        del self._values[value]
 
 
 class Interpreter(Generic[F]):

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from vllmx_core.backend import Backend, HasMemory
 from vllmx_core.system.processors import CGROUP_ROOT, cgroup_folders
 
 GIB = 1 << 30
@@ -77,12 +76,6 @@ def _left_by_process(status: Path) -> Iterator[FreeBytes]:
             left - min(left // 4, RESERVED_BYTES),
             f"raise `ulimit {option}` (now {format_bytes(limit)})",
         )
-
-
-def free_memory(backend: Backend) -> int:
-    """Memory that a model may take where a backend runs it: what the backend says of it, else the
-    host's."""
-    return backend.free_bytes() if isinstance(backend, HasMemory) else free_bytes()
 
 
 def _kilobytes(path: Path, name: str) -> int:

@@ -1,6 +1,6 @@
 // KV pages of 8-bit codes: what a vector is rounded to, and how a chunk becomes bf16 again.
 //
-// vllmx_core/cache/dtypes.py has the rule. A group holds 32 codes for each vector of bf16 cells that is made
+// vllmx_core/kv_dtypes.py has the rule. A group holds 32 codes for each vector of bf16 cells that is made
 // of them, then a float scale for each of its 16 positions:
 //   K group  [D / 2][2 features][16 positions]          scales [16 positions]
 //   V group  [8][Dp / 16][2 positions][16 features]     scales [16 positions]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from vllmx_cuda.device.device import Memory
+from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.device.peers import UnreachableError
 
 T = TypeVar("T")

@@ -37,7 +37,8 @@ from vllmx_cuda.device.cublaslt import (
     Matmul,
 )
 from vllmx_cuda.device.cuda_ipc import CudaIpc
-from vllmx_cuda.device.device import Bytes, DeviceInfo, Memory, Product
+from vllmx_cuda.device.device import DeviceInfo, Product
+from vllmx_cuda.device.memory import Bytes, Memory
 from vllmx_cuda.device.nccl import NcclRanks, load_nccl
 from vllmx_cuda.device.peers import open_peers
 from vllmx_cuda.device.ranks import Ties

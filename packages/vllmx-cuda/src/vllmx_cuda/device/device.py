@@ -9,33 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
+from vllmx_core.communicator import Communicator
 
-if TYPE_CHECKING:
-    from vllmx_core.communicator import Communicator
-
-    from vllmx_cuda.device.ranks import DeviceRanks, Ties
-    from vllmx_cuda.kernel_specs import Variant
-
-Bytes = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """A span of device memory. `owner` keeps it alive; freed with the last span over it."""
-
-    address: int
-    num_bytes: int
-    owner: Any
-
-    def at(self, offset: int, num_bytes: int | None = None) -> Memory:
-        """A part: `num_bytes` from `offset` on, to the end by default."""
-        size = self.num_bytes - offset if num_bytes is None else num_bytes
-        assert 0 <= offset <= offset + size <= self.num_bytes, (offset, size, self.num_bytes)
-        return Memory(self.address + offset, size, self.owner)
+from vllmx_cuda.device.memory import Bytes, Memory
+from vllmx_cuda.device.ranks import DeviceRanks, Ties
+from vllmx_cuda.kernel_specs import Variant
 
 
 @dataclass(frozen=True, slots=True)

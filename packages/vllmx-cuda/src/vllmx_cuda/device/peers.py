@@ -10,17 +10,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import numpy as np
 from vllmx_core.communicator import Communicator
-from vllmx_core.errors import ConfigError, RankLostError
+from vllmx_core.errors import ConfigError
 from vllmx_core.plan import AnyArray
 
-from vllmx_cuda.device.device import Device, Memory
-from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant, vector_width
-from vllmx_cuda.kernel_specs.one_shot import MAX_RANKS, blocks_at_once, parts_at
+from vllmx_cuda.device.device import Device
+from vllmx_cuda.device.memory import Memory
+from vllmx_cuda.device.ranks import Peers, Share
+from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant
+from vllmx_cuda.kernel_specs.one_shot import MAX_RANKS
 
 logger = logging.getLogger("vllmx.cuda")
 T = TypeVar("T")
@@ -28,15 +29,12 @@ T = TypeVar("T")
 SWITCH = "VLLMX_CUDA_ONE_SHOT"
 """Which way sums go. 0: all by NCCL; 1 or unset: small ones through memory that all ranks read,
 where that works."""
-MOST_BYTES = 512 << 10
-"""What a sum must stay below: of more, NCCL reads less over the links."""
 PATIENCE = 1 << 26
 """How often a block looks for another rank before it gives up: half a minute or more. A rank that
 dies is seen by the hosts long before."""
 TRIAL_PATIENCE = 1 << 22
 _TRIAL_WIDTH = 64
 _NAME_BYTES = 64
-_ALIGNMENT = 256
 
 
 class UnreachableError(Exception):
@@ -62,74 +60,6 @@ class Reach(Protocol):
     def open(self, name: bytes) -> int:
         """The address, here, of what another rank shares."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What each rank shares: words, and two rows of `width` elements for each block."""
-
-    width: int
-    item: int
-    blocks: int
-    """The most rows of a sum."""
-
-    @classmethod
-    def of(cls, width: int, item: int, num_processors: int) -> Share:
-        """The one for rows of this width; `num_processors` are those of the smallest device."""
-        at_once = blocks_at_once(width, vector_width(width), num_processors)
-        return cls(width, item, min(at_once, (MOST_BYTES - 1) // (width * item)))
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes from one row to the next."""
-        return -(-self.width * self.item // _ALIGNMENT) * _ALIGNMENT
-
-    @property
-    def num_bytes(self) -> int:
-        return parts_at(self.blocks) + 2 * self.blocks * self.slot_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Peers:
-    """The ranks as `one_shot.cu` knows them. What this one shares lives as long as the process: who
-    closes first cannot know whether the others still read."""
-
-    own: Memory
-    table: Memory  # (ranks,) u64: where each rank's share lies for this one
-    stop: Memory  # u32 of the host; not zero: nobody waits any more
-    share: Share
-    rank: int
-    num_ranks: int
-    patience: int
-
-    def takes(self, rows: int, width: int) -> bool:
-        """Whether a sum of rows of the model's dtype may be made here."""
-        return width == self.share.width and 0 < rows <= self.share.blocks
-
-    def arguments(self, item: int, patience: int | None = None) -> tuple[int, ...]:
-        """The last arguments of a launch, in which an element has so many bytes."""
-        slot = self.share.slot_bytes // item
-        ranks = self.rank, self.num_ranks
-        return self.share.blocks, slot, *ranks, patience or self.patience
-
-    def end(self) -> None:
-        """Ends the waits of this rank's launches, whose results are worth nothing."""
-        self._stop[0] = 1
-
-    @property
-    def ended(self) -> bool:
-        """Whether waits were ended."""
-        return bool(self._stop[0])
-
-    def check(self) -> None:
-        """Raises RankLostError if waits were ended."""
-        if self.ended:
-            raise RankLostError("another rank did not come to a sum that this one made")
-
-    @property
-    def _stop(self) -> AnyArray:
-        words: AnyArray = self.stop.owner.view(np.uint32)
-        return words
 
 
 def is_wanted() -> bool:

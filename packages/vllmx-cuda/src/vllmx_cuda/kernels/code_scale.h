@@ -1,5 +1,5 @@
 // How a vector of floats becomes codes of 8 bits with one scale: the greatest magnitude gets the
-// greatest code. The rule of vllmx_core.cache.dtypes, to the bit.
+// greatest code. The rule of vllmx_core.kv_dtypes, to the bit.
 #pragma once
 #include "vx.h"
 

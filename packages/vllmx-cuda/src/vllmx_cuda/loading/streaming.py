@@ -17,7 +17,8 @@ import numpy as np
 from vllmx_core.system.processors import available_processors
 from vllmx_core.system.progress import show_progress
 
-from vllmx_cuda.device.device import Bytes, Device, Event, Memory
+from vllmx_cuda.device.device import Device, Event
+from vllmx_cuda.device.memory import Bytes, Memory
 from vllmx_cuda.matrices.pieces import Piece
 
 PIECES_IN_FLIGHT = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from vllmx_cuda.device.device import Memory
+from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs import vector_width
 from vllmx_cuda.kernel_specs.codes8 import CODES, GROUP
 from vllmx_cuda.kernel_specs.gguf import RUN

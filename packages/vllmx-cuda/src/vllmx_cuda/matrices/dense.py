@@ -10,8 +10,8 @@ from vllmx_core.plan import F32
 from vllmx_core.weights.part import WeightPart, is_plain
 from vllmx_core.weights.tensor import f32_to_bf16
 
-from vllmx_cuda.device.device import Bytes, Memory
 from vllmx_cuda.device.dtypes import ITEM_BYTES
+from vllmx_cuda.device.memory import Bytes, Memory
 from vllmx_cuda.kernel_specs import vector_width
 from vllmx_cuda.kernel_specs.linear import MMA_TOKENS, SPLIT_BLOCKS
 from vllmx_cuda.matrices.form import (

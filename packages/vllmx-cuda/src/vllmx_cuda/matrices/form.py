@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from vllmx_core.weights.part import WeightPart
 
-from vllmx_cuda.device.device import Device, Memory
+from vllmx_cuda.device.device import Device
+from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.matrices.pieces import Piece
 
@@ -87,7 +88,7 @@ class Operands:
 
 
 class Launcher(Protocol):
-    """What launches are made with; `vllmx_cuda.program.lower.Lowering` is one."""
+    """What launches are made with; `vllmx_cuda.program.lowering.Lowering` is one."""
 
     @property
     def device(self) -> Device: ...

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllmx_cuda.device.device import Memory, Product
+from vllmx_cuda.device.device import Product
+from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs.codes8 import E4M3_ARCHITECTURES
 from vllmx_cuda.matrices.form import ActivationCodes, Launcher, Operands, Segment
 from vllmx_cuda.matrices.products import alignment

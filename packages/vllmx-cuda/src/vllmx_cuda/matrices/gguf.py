@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from vllmx_core.weights.part import WeightPart
 
-from vllmx_cuda.device.device import Bytes, Memory
+from vllmx_cuda.device.memory import Bytes, Memory
 from vllmx_cuda.kernel_specs.gguf import BLOCKS, GEMV_TOKENS, RUN, block_bytes, block_values
 from vllmx_cuda.matrices.activations import q8_bytes
 from vllmx_cuda.matrices.form import (

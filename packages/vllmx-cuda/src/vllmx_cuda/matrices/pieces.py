@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from vllmx_core.errors import VllmxError
 
-from vllmx_cuda.device.device import Bytes, Device, Memory
+from vllmx_cuda.device.device import Device
+from vllmx_cuda.device.memory import Bytes, Memory
 from vllmx_cuda.kernel_specs import Variant
 
 PIECE_BYTES = 32 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vllmx_cuda.device.device import Memory
+from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.kernel_specs.w4 import TILES, TOKENS, arrival_count, splits
 from vllmx_cuda.matrices.form import Launcher, Operands, Segment

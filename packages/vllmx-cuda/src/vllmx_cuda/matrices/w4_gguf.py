@@ -14,7 +14,8 @@ import numpy as np
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.weights.part import WeightPart
 
-from vllmx_cuda.device.device import Bytes, Device, Memory
+from vllmx_cuda.device.device import Device
+from vllmx_cuda.device.memory import Bytes, Memory
 from vllmx_cuda.kernel_specs import KERNELS, Variant
 from vllmx_cuda.kernel_specs.gguf import BLOCKS, block_bytes, block_values
 from vllmx_cuda.kernel_specs.w4 import BLOCK_FORMS, TILE_ROWS

@@ -9,7 +9,8 @@ from typing import Protocol
 
 from vllmx_core.errors import VllmxError
 
-from vllmx_cuda.device.device import Bytes, Device, Memory
+from vllmx_cuda.device.device import Device
+from vllmx_cuda.device.memory import Bytes, Memory
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.kernel_specs.w4 import TILE_ROWS
 from vllmx_cuda.matrices.pieces import Piece, Stored, runs_of_rows

@@ -15,7 +15,8 @@ from vllmx_core.errors import WeightFormatError
 from vllmx_core.weights.part import StoredPart, WeightPart
 from vllmx_core.weights.tensor import ITEM_BYTES, RawTensor
 
-from vllmx_cuda.device.device import Bytes, Device, Memory
+from vllmx_cuda.device.device import Device
+from vllmx_cuda.device.memory import Bytes, Memory
 from vllmx_cuda.kernel_specs import KERNELS, Variant
 from vllmx_cuda.kernel_specs.w4 import (
     PACKED_COLUMNS,

@@ -8,36 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from vllmx_core.ops.attention import Attention, AttentionSpec
 from vllmx_core.ops.segment_attention import SegmentAttention
 
-from vllmx_cuda.device.device import Memory
+from vllmx_cuda.device.arch import number
+from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs import KERNELS
 from vllmx_cuda.kernel_specs.attention import (
     KV_ELEM,
     decode_group,
     decode_vector,
+    decodes_by_mma,
     group_tile,
     store_vector,
 )
 from vllmx_cuda.kernel_specs.images import MAX_AXES, MAX_FREQUENCIES
 from vllmx_cuda.program.kv_cache import LayerPages
-from vllmx_cuda.program.layout import decodes_on_tensor_cores
+from vllmx_cuda.program.lowering import Enqueue, Lowering
 from vllmx_cuda.program.prefill import PrefillKernel, prefill_kernel
-from vllmx_cuda.program.staging import StepMemory, StepSizes
+from vllmx_cuda.program.staging import StepMemory
 from vllmx_cuda.program.step_arrays import (
     LastSeen,
     Segments,
+    StepSizes,
     TurnedRows,
     segment_arrays,
     segments_of_op,
 )
 from vllmx_cuda.program.work import TileKind, Visibility
-
-if TYPE_CHECKING:
-    from vllmx_cuda.program.lower import Enqueue, Lowering
 
 HEAD_SIZES = KERNELS["paged_decode"].options["VX_HEAD"]
 """Heads that attention was written for."""
@@ -255,3 +254,8 @@ def _prefill(layer: Layer, to: Lowering, chosen: PrefillKernel) -> Enqueue:
 
 def _sinks(layer: Layer, to: Lowering) -> Memory | None:
     return to.vector(layer.op.sinks) if isinstance(layer.op, Attention) else None
+
+
+def decodes_on_tensor_cores(spec: AttentionSpec, dtype: str, arch: str) -> bool:
+    """Whether paged_decode_mma takes this layer."""
+    return decodes_by_mma(dtype, spec.head_size, number(arch))

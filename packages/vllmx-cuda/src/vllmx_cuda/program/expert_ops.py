@@ -5,23 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from vllmx_core.ops.experts import Experts, ExpertsSpec
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.route import Route
 
-from vllmx_cuda.device.device import Memory
+from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs import has_tensor_cores, vector_width
 from vllmx_cuda.kernel_specs.experts import MAX_EXPERTS, MAX_GROUPS, SCORES, max_tiles
 from vllmx_cuda.kernel_specs.gguf import RUN
 from vllmx_cuda.kernel_specs.linear import MMA_K
 from vllmx_cuda.kernel_specs.rows import ACTIVATIONS
 from vllmx_cuda.program.expert_products import GEMV_TILE, expert_product
-from vllmx_cuda.program.staging import StepMemory, StepSizes
-
-if TYPE_CHECKING:
-    from vllmx_cuda.program.lower import Enqueue, Lowering
+from vllmx_cuda.program.lowering import Enqueue, Lowering
+from vllmx_cuda.program.staging import StepMemory
+from vllmx_cuda.program.step_arrays import StepSizes
 
 CHUNK_TOKENS = 1024
 """Tokens that go through the experts at once: what lies between the products is bounded so."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from vllmx_cuda.device.device import Device, Memory
+from vllmx_cuda.device.device import Device
+from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs import Variant, vector_width
 from vllmx_cuda.kernel_specs.experts import CODED_TILES
 from vllmx_cuda.kernel_specs.linear import MMA_TILES, row_tiles
@@ -16,9 +16,7 @@ from vllmx_cuda.matrices.codes8 import Codes8
 from vllmx_cuda.matrices.gguf import GgufBlocks
 from vllmx_cuda.matrices.matrix import Matrix
 from vllmx_cuda.matrices.w4 import W4
-
-if TYPE_CHECKING:
-    from vllmx_cuda.program.lower import Lowering
+from vllmx_cuda.program.lowering import Lowering
 
 GEMV_TILE = 4
 _TOKENS_A_TILE = 8

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from vllmx_core.ops.keep import Keep
 from vllmx_core.ops.merge import Merge
 from vllmx_core.ops.mix import Mix
@@ -12,19 +10,17 @@ from vllmx_core.ops.place import Place
 
 from vllmx_cuda.kernel_specs import vector_width
 from vllmx_cuda.kernel_specs.images import axis_words
-from vllmx_cuda.program.layout import Rotation
-from vllmx_cuda.program.staging import StepMemory, StepSizes
+from vllmx_cuda.program.lowering import Enqueue, Lowering, Rotation
+from vllmx_cuda.program.staging import StepMemory
 from vllmx_cuda.program.step_arrays import (
     FeatureRows,
     KeptRows,
     MixedRows,
     Neighbours,
     PatchValues,
+    StepSizes,
     axis_positions,
 )
-
-if TYPE_CHECKING:
-    from vllmx_cuda.program.lower import Enqueue, Lowering
 
 
 def turn(rotation: Rotation, to: Lowering) -> Enqueue:

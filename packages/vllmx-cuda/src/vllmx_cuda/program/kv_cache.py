@@ -2,7 +2,7 @@
 
 A place has one buffer of keys and one of values, (blocks, K, P, D) each: the tokens of a page that
 one head reads are neighbours. Codes of 8 bits have a float32 scale for each token and head beside
-them, (blocks, K, P); `vllmx_core.cache.dtypes` is their rule.
+them, (blocks, K, P); `vllmx_core.kv_dtypes` is their rule.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from vllmx_core.backend import LoadOptions
 from vllmx_core.cache.capacity import BlockSizes, CachePlan, plan_cache
 from vllmx_core.model import ModelShape, OwnedKV
 
-from vllmx_cuda.device.device import Device, Memory
+from vllmx_cuda.device.device import Device
 from vllmx_cuda.device.dtypes import ITEM_BYTES
+from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs.attention import KV_E4M3, KV_ELEM, KV_INT8
 
 CODES: Mapping[str, int] = {"int8": KV_INT8, "fp8": KV_E4M3}
@@ -61,3 +62,13 @@ def plan_kv(shape: ModelShape, options: LoadOptions, dtype: str, free: int, used
     """Sizes the cache as `plan_cache` does. Kernels find a position's page by shifting, so a page
     must hold a power of two of tokens."""
     return plan_cache(shape, options, dtype, BLOCK_SIZES, free, used)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """The states of one layer."""
+
+    memory: Memory
+    """The memory from that of slot 0 on."""
+    slot_floats: int
+    """The numbers from one slot to the next."""

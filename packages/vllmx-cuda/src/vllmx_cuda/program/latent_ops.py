@@ -5,20 +5,18 @@ answer does not depend on how its prompt was cut."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from vllmx_core.ops.latent_attention import LatentAttention, LatentSpec
 from vllmx_core.ops.values import WeightRef
 
-from vllmx_cuda.device.device import Memory
+from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs import vector_width
 from vllmx_cuda.kernel_specs.latent import HEADS_A_BLOCK, MAX_RANK
 from vllmx_cuda.kernel_specs.linear import GEMV_TOKENS
-from vllmx_cuda.program.staging import StepMemory, StepSizes
+from vllmx_cuda.program.lowering import Enqueue, Lowering
+from vllmx_cuda.program.staging import StepMemory
+from vllmx_cuda.program.step_arrays import StepSizes
 from vllmx_cuda.program.work import Visibility
-
-if TYPE_CHECKING:
-    from vllmx_cuda.program.lower import Enqueue, Lowering
 
 VISIBILITY = Visibility()
 

@@ -14,40 +14,24 @@ from vllmx_core.ops.head import Head
 from vllmx_core.ops.latent_attention import LatentAttention, LatentSpec
 from vllmx_core.ops.op import Op, OpList, last_reads
 from vllmx_core.ops.segment_attention import SegmentAttention
-from vllmx_core.ops.values import Rows, Value, WeightRef
+from vllmx_core.ops.values import Rows, Value
 from vllmx_core.ops.vocab_embedding import VocabEmbedding
 from vllmx_core.recorded.arena import ArenaPlan, plan_arena
 
-from vllmx_cuda.device.arch import number
-from vllmx_cuda.device.device import Device, Memory
+from vllmx_cuda.device.device import Device
 from vllmx_cuda.device.dtypes import ITEM_BYTES
-from vllmx_cuda.kernel_specs.attention import KV_ELEM, decodes_by_mma, mma_group
+from vllmx_cuda.device.memory import Memory
+from vllmx_cuda.kernel_specs.attention import KV_ELEM, mma_group
 from vllmx_cuda.matrices.form import ProductScratch, ScratchBytes
 from vllmx_cuda.program import latent_ops
 from vllmx_cuda.program.expert_ops import Spaces
+from vllmx_cuda.program.lowering import Rotation, Scratch
 from vllmx_cuda.program.prefill import prefill_kernel
 from vllmx_cuda.program.rank_ops import combined_bytes
 from vllmx_cuda.program.step_arrays import Segments, arrays_of, segments_of_op
 from vllmx_cuda.program.work import TileKind, Visibility, WorkKinds, item_capacity
 
 ALIGNMENT = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Scratch:
-    """Buffers that live within one op; every op may use all of them."""
-
-    queries: Memory  # (T, H, D), of latents (T, H, C + Dr)
-    partial: Memory  # (N, H, D or C) float32
-    weights: Memory  # (N, H, 2) float32
-    rows: Memory  # (L, E)
-    found: Memory  # (T, H, C), of latents
-    keys: Memory  # (T, K, D), of segments, as is `values`
-    values: Memory
-    experts: Memory  # see `vllmx_cuda.program.expert_ops.Spaces`
-    turned: Memory  # (T, rotary_dim) float32 of each of `rotations`, which live as long as the step
-    own_ids: Memory  # (T,) int32, of tokens in a rank's table
-    gathered: Memory  # (L, V) of all ranks, or what they send this one of (T, E) and its sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +129,6 @@ def lay_out(
     )
 
 
-Rotation = tuple[WeightRef, tuple[int, ...]]
-"""A table of rotations, and the axis that turns each of its frequencies."""
-
-
 def rotations(ops: Sequence[Op]) -> tuple[Rotation, ...]:
     """Rotations with axes, which layers share."""
     return tuple(
@@ -232,11 +212,6 @@ def work_kinds(
             tiles[TileKind(kernel.tile_tokens, one.segments)] = None
     seen = tuple(dict.fromkeys([*(one.visibility for one in layers), *latents]))
     return WorkKinds(seen, tuple(tiles) if by_tiles else (), arrays_of(ops))
-
-
-def decodes_on_tensor_cores(spec: AttentionSpec, dtype: str, arch: str) -> bool:
-    """Whether paged_decode_mma takes this layer."""
-    return decodes_by_mma(dtype, spec.head_size, number(arch))
 
 
 def max_items(ops: Sequence[Op], num_tokens: int, num_processors: int) -> int:

@@ -6,9 +6,6 @@ lengths: that is what makes a step of one size capturable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-
 from vllmx_core.ops.activation import Act
 from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
@@ -42,143 +39,41 @@ from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.send import Send
 from vllmx_core.ops.short_conv import ShortConv
-from vllmx_core.ops.values import Rows, Value, WeightRef
+from vllmx_core.ops.values import Value
 from vllmx_core.ops.vocab_embedding import VocabEmbedding
 from vllmx_core.recorded.op_table import OpTable
 from vllmx_core.recorded.passes.uses import read_at_once
 
-from vllmx_cuda.device.arch import number
-from vllmx_cuda.device.device import Device, Memory
 from vllmx_cuda.device.dtypes import ITEM_BYTES
-from vllmx_cuda.device.ranks import DeviceRanks
-from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant, vector_width
+from vllmx_cuda.device.memory import Memory
+from vllmx_cuda.kernel_specs import Variant, vector_width
 from vllmx_cuda.kernel_specs.codes8 import CODES
 from vllmx_cuda.kernel_specs.rows import ACTIVATIONS, GATES
-from vllmx_cuda.loading.tuning import Tunable
-from vllmx_cuda.loading.weights import Weight
-from vllmx_cuda.matrices.form import ProductScratch, Target
-from vllmx_cuda.matrices.matrix import Matrix, MatrixProduct
 from vllmx_cuda.program.attention_ops import attention, can_attend, segment_attention
 from vllmx_cuda.program.expert_ops import can_multiply, can_route, experts, route
 from vllmx_cuda.program.image_ops import keep, merge, mix, patches, place, turn
-from vllmx_cuda.program.kv_cache import LayerPages
 from vllmx_cuda.program.latent_ops import can_attend as can_attend_to_latents
 from vllmx_cuda.program.latent_ops import latent_attention
-from vllmx_cuda.program.layout import Rotation, Scratch, place_turned
+from vllmx_cuda.program.layout import place_turned
+from vllmx_cuda.program.lowering import Enqueue, Lowering
 from vllmx_cuda.program.norm_ops import add_rms_norm, head_norm, rms_norm
 from vllmx_cuda.program.one_shot import SummedNorm, all_reduce, summed_norm
 from vllmx_cuda.program.rank_ops import all_gather, combine, recv, send, vocab_embedding
-from vllmx_cuda.program.staging import StepMemory, StepSizes
-from vllmx_cuda.program.state_ops import LayerStates, can_hold, recurrence, short_conv
-from vllmx_cuda.program.step_arrays import FirstTokens, table_rows
-
-Enqueue = Callable[[StepSizes, StepMemory], None]
+from vllmx_cuda.program.staging import StepMemory
+from vllmx_cuda.program.state_ops import can_hold, recurrence, short_conv
+from vllmx_cuda.program.step_arrays import FirstTokens, StepSizes, table_rows
 
 
-@dataclass(frozen=True)
-class Lowering:
-    """What ops are lowered against."""
-
-    device: Device
-    dtype: str
-    weights: Mapping[str, Weight]
-    pages: Sequence[LayerPages]
-    states: Sequence[LayerStates]
-    block_size: int
-    kv: int
-    """Value of VX_KV."""
-    arena: Memory
-    offsets: Mapping[Value, int]
-    in_place: Mapping[Value, Value]
-    scratch: Scratch
-    products: ProductScratch
-    max_tokens: int
-    """The most tokens that a step may have."""
-    wgmma: bool = False
-    """Whether paged_prefill_wgmma takes the prompts that it can take."""
-    variants: list[Variant] = field(default_factory=list)
-    """Every kernel that was lowered to."""
-    features: Sequence[Memory] = ()
-    """The store of features of images, part by part."""
-    ranks: DeviceRanks | None = None
-    """The other ranks of the model, if it has any."""
-    fed: dict[Value, MatrixProduct] = field(default_factory=dict)
-    """Norms' results whose only reader is the linear behind them -> its product."""
-    shapes: dict[Hashable, tuple[Rows, Callable[[int], None]]] = field(default_factory=dict)
-    """One product of each shape, and what its rows are."""
-    rotations: dict[Rotation, Memory] = field(default_factory=dict)
-    """What each rotation with axes is for the tokens of the step."""
-
-    def lower(self, steps: OpList) -> list[Enqueue]:
-        """Rotations with axes first, one each, then the ops in their order. A norm whose result one
-        linear reads, and at once, may write it as codes."""
-        for norm, following in read_at_once(steps):
-            if isinstance(norm, RmsNorm | AddRmsNorm) and isinstance(following, Linear):
-                self.fed[norm.out] = self.product(following)
-        self.rotations.update(place_turned(self.scratch.turned, steps.ops, self.max_tokens))
-        launches = [_where_rows(op, OPS(op, self)) for op in steps.ops]
-        self.fed.clear()  # products know this object: no cycle may keep the device's memory
-        return [*(turn(one, self) for one in self.rotations), *launches]
-
-    def take_tunables(self, max_rows: Mapping[Rows, int]) -> list[Tunable]:
-        """One product of each shape that was lowered; once, for products know this object."""
-        found = [Tunable(enqueue, max_rows[rows]) for rows, enqueue in self.shapes.values()]
-        self.shapes.clear()
-        return found
-
-    def place(self, value: Value) -> Memory:
-        """The memory of a value, from its first row on."""
-        return self.arena.at(self.offsets[value])
-
-    @property
-    def target(self) -> Target:
-        """What forms of matrices are lowered for."""
-        return Target(self.dtype, number(self.device.info.arch))
-
-    @property
-    def page_shift(self) -> int:
-        """Binary logarithm of the tokens of a page."""
-        return self.block_size.bit_length() - 1
-
-    def variant(self, entry: str, **options: int) -> Variant:
-        """A kernel for this model's dtype."""
-        found = KERNELS[entry].variant(VX_DTYPE=DTYPES[self.dtype], **options)
-        self.variants.append(found)
-        return found
-
-    def vector(self, ref: WeightRef | None) -> Memory | None:
-        """A vector or a constant on the device; None for none."""
-        if ref is None:
-            return None
-        weight = self.weights[ref.name]
-        assert isinstance(weight, Memory), f"{ref.name} is a matrix"
-        return weight
-
-    def turned(self, rope: WeightRef, axes: tuple[int, ...]) -> Memory:
-        """The rotation of each token of the step, by `TurnedRows`."""
-        return self.rotations[rope, axes]
-
-    def matrix(self, ref: WeightRef) -> Matrix:
-        """A matrix on the device."""
-        weight = self.weights[ref.name]
-        assert isinstance(weight, Matrix), f"{ref.name} is a vector"
-        return weight
-
-    def others(self) -> DeviceRanks:
-        """The other ranks, for an op between ranks."""
-        assert self.ranks is not None, "an op between ranks needs a communicator"
-        return self.ranks
-
-    def item_bytes(self, width: int) -> int:
-        """Bytes of one row of so many features."""
-        return width * ITEM_BYTES[self.dtype]
-
-    def product(self, op: Linear) -> MatrixProduct:
-        """The product of a linear."""
-        matrix = self.matrix(op.w)
-        product = matrix.product(self, self.place(op.x), self.place(op.out), self.dtype)
-        self.shapes.setdefault((op.x.rows, *matrix.shape), (op.x.rows, product.enqueue))
-        return product
+def lower(steps: OpList, to: Lowering) -> list[Enqueue]:
+    """Launches of the rotations with axes, each once, then of the ops in order. A norm read only by
+    the linear right behind it may write that linear's codes."""
+    for norm, following in read_at_once(steps):
+        if isinstance(norm, RmsNorm | AddRmsNorm) and isinstance(following, Linear):
+            to.fed[norm.out] = to.product(following)
+    to.rotations.update(place_turned(to.scratch.turned, steps.ops, to.max_tokens))
+    launches = [_where_rows(op, OPS(op, to)) for op in steps.ops]
+    to.fed.clear()  # products refer to `to`: a cycle would keep the device's memory
+    return [*(turn(one, to) for one in to.rotations), *launches]
 
 
 def _where_rows(op: Op, enqueue: Enqueue) -> Enqueue:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.head_norm import HeadNorm
@@ -15,10 +14,9 @@ from vllmx_cuda.kernel_specs import Variant, vector_width
 from vllmx_cuda.kernel_specs.codes8 import CODES
 from vllmx_cuda.kernel_specs.norms import head_runs
 from vllmx_cuda.matrices.form import ActivationCodes
-from vllmx_cuda.program.staging import StepMemory, StepSizes
-
-if TYPE_CHECKING:
-    from vllmx_cuda.program.lower import Enqueue, Lowering
+from vllmx_cuda.program.lowering import Enqueue, Lowering
+from vllmx_cuda.program.staging import StepMemory
+from vllmx_cuda.program.step_arrays import StepSizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.all_reduce import AllReduce
@@ -10,15 +10,15 @@ from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.values import Value
 from vllmx_core.recorded.passes.uses import num_reads, read_at_once
 
-from vllmx_cuda.device.device import Device, Memory
-from vllmx_cuda.device.peers import Peers
+from vllmx_cuda.device.device import Device
+from vllmx_cuda.device.memory import Memory
+from vllmx_cuda.device.ranks import Peers
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant, vector_width
 from vllmx_cuda.kernel_specs.types import ITEM_BYTES
+from vllmx_cuda.program.lowering import Enqueue, Lowering
 from vllmx_cuda.program.norm_ops import add_rms_norm, coded
-from vllmx_cuda.program.staging import StepMemory, StepSizes
-
-if TYPE_CHECKING:
-    from vllmx_cuda.program.lower import Enqueue, Lowering
+from vllmx_cuda.program.staging import StepMemory
+from vllmx_cuda.program.step_arrays import StepSizes
 
 
 class SummedNorm(AddRmsNorm):

@@ -33,7 +33,8 @@ from vllmx_cuda.program.lower import OPS
 from vllmx_cuda.program.one_shot import join_norms
 from vllmx_cuda.program.rank_ops import ties_of
 from vllmx_cuda.program.sampler import sampler_bytes
-from vllmx_cuda.program.staging import Layout, StepSizes
+from vllmx_cuda.program.staging import Layout
+from vllmx_cuda.program.step_arrays import StepSizes
 from vllmx_cuda.program.tower_sizes import TowerSizes, tower_sizes
 from vllmx_cuda.program.work import WorkKinds
 

@@ -12,16 +12,18 @@ from vllmx_core.plan import I32, SamplingRows, StepPlan
 from vllmx_core.system.progress import show_progress
 
 from vllmx_cuda.device.buckets import bucket_of
-from vllmx_cuda.device.device import Device, Memory
+from vllmx_cuda.device.device import Device
+from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.device.ranks import DeviceRanks
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.program.graphs import Graphs
 from vllmx_cuda.program.layout import max_items
-from vllmx_cuda.program.lower import Enqueue
+from vllmx_cuda.program.lowering import Enqueue
 from vllmx_cuda.program.parameters import is_plain
 from vllmx_cuda.program.planning import LoadSizes
 from vllmx_cuda.program.sampler import DeviceSampler, Sampled
-from vllmx_cuda.program.staging import Layout, Staging, StepMemory, StepSizes
+from vllmx_cuda.program.staging import Layout, Staging, StepMemory
+from vllmx_cuda.program.step_arrays import StepSizes
 from vllmx_cuda.program.vectors import DeviceVectors, Vectors
 from vllmx_cuda.program.work import StepWork, item_tokens, plan_all_items, plan_tiles
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from vllmx_core.ops.all_gather import AllGather
 from vllmx_core.ops.all_reduce import AllReduce
@@ -18,12 +17,11 @@ from vllmx_core.ops.vocab_embedding import VocabEmbedding
 from vllmx_cuda.device.dtypes import ITEM_BYTES
 from vllmx_cuda.device.ranks import Ties
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, vector_width
-from vllmx_cuda.program.staging import StepMemory, StepSizes
+from vllmx_cuda.program.lowering import Enqueue, Lowering
+from vllmx_cuda.program.staging import StepMemory
+from vllmx_cuda.program.step_arrays import StepSizes
 
 _ALIGNMENT = 256
-
-if TYPE_CHECKING:
-    from vllmx_cuda.program.lower import Enqueue, Lowering
 
 
 def all_gather(op: AllGather, to: Lowering) -> Enqueue:

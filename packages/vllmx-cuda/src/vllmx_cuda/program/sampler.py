@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepResult
 
-from vllmx_cuda.device.device import Bytes, Device, Memory
+from vllmx_cuda.device.device import Device
+from vllmx_cuda.device.memory import Bytes, Memory
 from vllmx_cuda.kernel_specs import KERNELS, Variant
 from vllmx_cuda.kernel_specs.sampling import num_chunks
 from vllmx_cuda.program.parameters import is_plain

@@ -12,50 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from vllmx_core.ops.values import Rows
 from vllmx_core.plan import I32, AnyArray, SamplingRows, StepPlan
 
-from vllmx_cuda.device.device import Bytes, Device, Memory
+from vllmx_cuda.device.device import Device
+from vllmx_cuda.device.memory import Bytes, Memory
 from vllmx_cuda.program.parameters import PARAMETERS, parameter, parameter_bytes, read_parameters
-from vllmx_cuda.program.step_arrays import StepArray
+from vllmx_cuda.program.step_arrays import StepArray, StepSizes
 from vllmx_cuda.program.work import StepWork, TileKind, Visibility, WorkKinds
 
 ALIGNMENT = 256
 SLOTS = 2
 """Steps in flight, each with a pinned buffer of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepSizes:
-    """Sizes of a step with its padding."""
-
-    tokens: int
-    logit_rows: int
-    rows: int
-    items: int
-    """Work items of each visibility; 0: none is launched."""
-    tiles: tuple[int, ...]
-    """Tiles of each kind of tile."""
-    groups: int = 1
-    """Cache groups, each with slots and a block table of its own."""
-    has_states: bool = False
-    """Whether rows keep states of recurrent layers."""
-    taps: int = 0
-    """Rows of the table of positions that each patch of a tower mixes."""
-
-    def of(self, rows: Rows) -> int:
-        """Rows of a value."""
-        return self.tokens if rows == "T" else self.logit_rows
-
-    def words(self, array: StepArray) -> int:
-        """Values of an array."""
-        return self.of(array.rows) * array.columns(self)
-
-    @property
-    def patches(self) -> int:
-        """Entries of the block tables that the step can change: in a step of decode rows each takes
-        a new block of each group at most."""
-        return 2 * self.rows * self.groups + 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from vllmx_core.cache.state_capacity import StateSlots
 from vllmx_core.model import StateSpec
 from vllmx_core.ops.recurrence import Recurrence
 from vllmx_core.ops.short_conv import ShortConv
 
-from vllmx_cuda.device.device import Device, Memory
+from vllmx_cuda.device.device import Device
 from vllmx_cuda.kernel_specs import vector_width
 from vllmx_cuda.kernel_specs.states import MAX_KEYS, keys_of
-from vllmx_cuda.program.staging import StepMemory, StepSizes
-
-if TYPE_CHECKING:
-    from vllmx_cuda.program.lower import Enqueue, Lowering
-
-
-@dataclass(frozen=True, slots=True)
-class LayerStates:
-    """The states of one layer."""
-
-    memory: Memory
-    """The memory from that of slot 0 on."""
-    slot_floats: int
-    """The numbers from one slot to the next."""
+from vllmx_cuda.program.kv_cache import LayerStates
+from vllmx_cuda.program.lowering import Enqueue, Lowering
+from vllmx_cuda.program.staging import StepMemory
+from vllmx_cuda.program.step_arrays import StepSizes
 
 
 def allocate_states(

@@ -24,7 +24,7 @@ from vllmx_core.ops.values import IdSource, Rows, TokenIds
 from vllmx_core.plan import I32, AnyArray, StepPlan
 
 if TYPE_CHECKING:
-    from vllmx_cuda.program.staging import StepSizes
+    pass
 
 Segments = Literal["rows", "windows"]
 """What attention without pages keeps within: rows of the step, or windows of images."""
@@ -292,3 +292,36 @@ def _arrays(op: Op) -> tuple[StepArray, ...]:
 def _turns(op: Attention | SegmentAttention) -> tuple[StepArray, ...]:
     axes = op.spec.rope_axes
     return (axis_positions(axes), TurnedRows()) if axes else ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """Sizes of a step with its padding."""
+
+    tokens: int
+    logit_rows: int
+    rows: int
+    items: int
+    """Work items of each visibility; 0: none is launched."""
+    tiles: tuple[int, ...]
+    """Tiles of each kind of tile."""
+    groups: int = 1
+    """Cache groups, each with slots and a block table of its own."""
+    has_states: bool = False
+    """Whether rows keep states of recurrent layers."""
+    taps: int = 0
+    """Rows of the table of positions that each patch of a tower mixes."""
+
+    def of(self, rows: Rows) -> int:
+        """Rows of a value."""
+        return self.tokens if rows == "T" else self.logit_rows
+
+    def words(self, array: StepArray) -> int:
+        """Values of an array."""
+        return self.of(array.rows) * array.columns(self)
+
+    @property
+    def patches(self) -> int:
+        """Entries of the block tables that the step can change: in a step of decode rows each takes
+        a new block of each group at most."""
+        return 2 * self.rows * self.groups + 64

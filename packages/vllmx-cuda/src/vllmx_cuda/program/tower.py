@@ -12,8 +12,10 @@ from vllmx_core.plan import StepPlan
 from vllmx_cuda.device.device import Event
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.loading.tuning import Tunable
-from vllmx_cuda.program.lower import Enqueue, Lowering
-from vllmx_cuda.program.staging import SLOTS, Layout, Staging, StepMemory, StepSizes
+from vllmx_cuda.program.lower import lower
+from vllmx_cuda.program.lowering import Enqueue, Lowering
+from vllmx_cuda.program.staging import SLOTS, Layout, Staging, StepMemory
+from vllmx_cuda.program.step_arrays import StepSizes
 from vllmx_cuda.program.tower_sizes import TowerSizes
 from vllmx_cuda.program.work import StepWork, plan_all_items, plan_tiles
 
@@ -114,7 +116,7 @@ class Tower:
             shapes={},
             rotations={},
         )
-        self._launches = self._lowering.lower(recorded.ops)
+        self._launches = lower(recorded.ops, self._lowering)
         self._num_patches = num_patches
 
     def _begin(self, plan: StepPlan) -> _Pass:

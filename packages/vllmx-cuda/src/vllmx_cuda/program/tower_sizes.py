@@ -20,7 +20,8 @@ from vllmx_cuda.kernel_specs.attention import KV_ELEM
 from vllmx_cuda.matrices.form import ScratchBytes
 from vllmx_cuda.matrices.plan import WeightPlan
 from vllmx_cuda.program.layout import StepLayout, lay_out, max_items, work_kinds
-from vllmx_cuda.program.staging import Layout, StepSizes
+from vllmx_cuda.program.staging import Layout
+from vllmx_cuda.program.step_arrays import StepSizes
 from vllmx_cuda.program.work import WorkKinds, item_tokens
 
 PASS_PATCHES = 8192

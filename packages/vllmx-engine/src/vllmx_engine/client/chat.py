@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import InvalidRequestError, ModelNotFoundError
 from vllmx_core.output_format import OutputFormat
+from vllmx_core.plugins.checkpoint import open_checkpoint
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.sampling import SamplingParams
-from vllmx_core.weights.checkpoint import open_checkpoint
 
 from vllmx_engine.client.chat_options import (
     ChatMessage,

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 from vllmx_core.backend import LoadedModel
 from vllmx_core.errors import shown
+from vllmx_core.plugins.checkpoint import Checkpoint
 from vllmx_core.plugins.registry import architecture_names
-from vllmx_core.weights.checkpoint import Checkpoint
 
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.generation_config import generation_config

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ModelNotFoundError
+from vllmx_core.plugins.checkpoint import quantizer, resolve_path
 from vllmx_core.plugins.registry import Registry, load_registry
 from vllmx_core.records import Record
-from vllmx_core.weights.checkpoint import quantizer, resolve_path
 
 logger = logging.getLogger("vllmx.load")
 

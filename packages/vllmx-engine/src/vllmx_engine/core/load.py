@@ -8,23 +8,23 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
-from vllmx_core.backend import LoadedModel, LoadOptions
+from vllmx_core.backend import LoadedModel, LoadOptions, free_memory
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, UnsupportedOpError
 from vllmx_core.model import Model, encoder_of, text_alone
-from vllmx_core.plugins.model_choice import OWN, choose_model
-from vllmx_core.plugins.specs import BackendSpec, ExecutorSpec
-from vllmx_core.records import Record
-from vllmx_core.sharding.model import sharded
-from vllmx_core.system.memory import free_memory, return_unused_bytes
-from vllmx_core.text_modules import with_text_modules
-from vllmx_core.weights.checkpoint import (
+from vllmx_core.plugins.checkpoint import (
     Checkpoint,
     check_quantization,
     open_checkpoint,
     quantise_in_situ,
     with_tower,
 )
+from vllmx_core.plugins.model_choice import OWN, choose_model
+from vllmx_core.plugins.specs import BackendSpec, ExecutorSpec
+from vllmx_core.records import Record
+from vllmx_core.sharding.model import sharded
+from vllmx_core.system.memory import return_unused_bytes
+from vllmx_core.text_modules import with_text_modules
 
 from vllmx_engine.core.core_info import core_info, log_info
 from vllmx_engine.core.engine_core import EngineCore

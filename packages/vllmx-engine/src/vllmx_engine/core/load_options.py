@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from vllmx_core.backend import LoadedInfo, LoadOptions
-from vllmx_core.backend_kit.dtypes import short_dtype
 from vllmx_core.cache.groups import blocks_of, cache_layout, fitting_step, longest_sequence
 from vllmx_core.config import EngineConfig
+from vllmx_core.dtypes import short_dtype
 from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.model import Model
 from vllmx_core.system.memory import format_bytes, free_bytes

@@ -8,8 +8,8 @@ from typing import Any
 
 from vllmx_core.errors import UnsupportedModelError, shown
 from vllmx_core.model import ModelShape
+from vllmx_core.plugins.checkpoint import Checkpoint
 from vllmx_core.plugins.registry import architecture_names
-from vllmx_core.weights.checkpoint import Checkpoint
 
 from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_engine.wire.pooling import Activation, PoolingInfo, PoolingTask

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from vllmx_core.errors import VllmxError, listing
 from vllmx_core.model import Model, encoder_of
-from vllmx_core.weights.checkpoint import Checkpoint
+from vllmx_core.plugins.checkpoint import Checkpoint
 from vllmx_core.weights.map import unread_names
 from vllmx_core.weights.part import WeightSource
 

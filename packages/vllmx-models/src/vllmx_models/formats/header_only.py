@@ -17,8 +17,8 @@ from vllmx_core.errors import (
     WeightFormatError,
 )
 from vllmx_core.model import Model
+from vllmx_core.plugins.checkpoint import Checkpoint, model_sources, open_checkpoint
 from vllmx_core.plugins.registry import Registry
-from vllmx_core.weights.checkpoint import Checkpoint, model_sources, open_checkpoint
 from vllmx_core.weights.part import WeightPart
 
 from vllmx_models.formats.gguf.file import GGUFFile

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllmx_core.errors import ModelNotFoundError, WeightFormatError, listing, shown
-from vllmx_core.weights.checkpoint import Checkpoint
+from vllmx_core.plugins.checkpoint import Checkpoint
 from vllmx_core.weights.files import KeptReads
 from vllmx_core.weights.part import DENSE, StoredPart
 

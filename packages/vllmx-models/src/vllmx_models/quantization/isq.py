@@ -18,21 +18,14 @@ from functools import partial
 from vllmx_core.errors import ConfigError, UnsupportedModelError, WeightFormatError
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
+from vllmx_core.plugins.checkpoint import Checkpoint
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.records import Record
 from vllmx_core.system.processors import available_processors
-from vllmx_core.weights.checkpoint import Checkpoint
 from vllmx_core.weights.coded import CodedRows
 from vllmx_core.weights.encoding import Encoder
 from vllmx_core.weights.map import name_in
-from vllmx_core.weights.part import (
-    DENSE,
-    Layout,
-    Span,
-    StoredPart,
-    WeightPart,
-    WeightSource,
-)
+from vllmx_core.weights.part import DENSE, Layout, Span, StoredPart, WeightPart, WeightSource
 from vllmx_core.weights.spec import WeightSpec
 from vllmx_core.weights.tensor import RawTensor
 from vllmx_core.weights.views import View, below, cols_of, entry_of

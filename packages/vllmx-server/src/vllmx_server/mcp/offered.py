@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from vllmx_core.errors import InvalidRequestError, listing
 
+from vllmx_server.generating.tools import check_tools
 from vllmx_server.mcp.settings import ServerSettings
-from vllmx_server.schema.tools import check_tools
 
 if TYPE_CHECKING:
     from mcp_types import Tool

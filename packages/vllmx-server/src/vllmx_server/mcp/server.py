@@ -18,7 +18,7 @@ from vllmx_server.mcp.offered import OfferedTool, offered
 from vllmx_server.mcp.results import TIMED_OUT, ToolResult, failure, read_result
 from vllmx_server.mcp.settings import ServerSettings
 from vllmx_server.mcp.stdio import StdioTransport
-from vllmx_server.tool_counts import ToolCounts
+from vllmx_server.watch.tool_counts import ToolCounts
 
 if TYPE_CHECKING:
     from mcp import ClientSession
@@ -245,17 +245,17 @@ class ToolServer:
         from mcp.shared.exceptions import MCPError
         from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST, EmptyResult, PingRequest
 
-        asking = asyncio.ensure_future(session.send_request(PingRequest(), EmptyResult))
+        pinging = asyncio.ensure_future(session.send_request(PingRequest(), EmptyResult))
         try:
-            done, _ = await asyncio.wait((asking,), timeout=_PING_S)
+            done, _ = await asyncio.wait((pinging,), timeout=_PING_S)
             if not done:
-                asking.cancel()
-                self._left.add(asking)
-                asking.add_done_callback(self._left.discard)
+                pinging.cancel()
+                self._left.add(pinging)
+                pinging.add_done_callback(self._left.discard)
                 if self._is_silent():
                     self._useless.set()
                 return
-            asking.result()
+            pinging.result()
         except MCPError as error:
             if error.code in (CONNECTION_CLOSED, INVALID_REQUEST):
                 self._useless.set()

@@ -15,7 +15,7 @@ from msgspec import Meta
 from vllmx_core.errors import ConfigError, shown
 from vllmx_core.system.files import warn_of_readers
 
-from vllmx_server.json_file import read_json_file
+from vllmx_server.schema.json_file import read_json_file
 
 MAX_FILE_BYTES = 1 << 20
 MAX_SERVERS = 64

@@ -19,9 +19,10 @@ from vllmx_core.communicator import Communicator
 from vllmx_core.errors import CapacityError
 from vllmx_core.system.memory import format_bytes
 from vllmx_cuda.device.arch import number
-from vllmx_cuda.device.device import Bytes, DeviceInfo, Memory, Product
-from vllmx_cuda.device.peers import Peers, open_peers
-from vllmx_cuda.device.ranks import Ties, agreed
+from vllmx_cuda.device.device import DeviceInfo, Product
+from vllmx_cuda.device.memory import Bytes, Memory
+from vllmx_cuda.device.peers import open_peers
+from vllmx_cuda.device.ranks import Peers, Ties, agreed
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.kernel_specs.types import shared_bytes
 
@@ -32,7 +33,7 @@ from vllmx_testing.cuda.emulator.peers import PeerGroup
 
 MEMORY_BYTES = 1 << 28
 PATIENCE = 20_000
-"""How often a rank looks for another one; each look takes milliseconds while that is not there."""
+"""Polls before a rank gives up waiting for another; each takes milliseconds."""
 _CAPTURED = ("launch", "multiply", "copy", "all_reduce", "all_gather", "all_to_all", "send", "recv")
 
 
@@ -91,7 +92,7 @@ class EmulatedDevice:
         self.info = DeviceInfo("emulated GPU", arch, num_processors, memory_bytes)
         self.allocated_bytes = 0
         self.calls: Counter[str] = Counter()
-        """What was asked of the device so far, by method; "graph": launches of graphs."""
+        """Number of calls by method; "graph": launches of graphs."""
         self._emulator = self._meeting = emulator or Emulator(check=check)
         self._group = peers
         self._peers: Peers | None = None
@@ -205,8 +206,8 @@ class EmulatedDevice:
             self._peers.check()
 
     def can_multiply(self, product: Product) -> bool:
-        """What cuBLASLt can: FP8 from sm_89 on in vectors of 16 bytes, int8 in vectors of 4; blocks
-        of scales on sm_90 alone."""
+        """True if cuBLASLt could: FP8 from sm_89 on in vectors of 16 bytes, int8 in vectors of 4,
+        blocks of scales only on sm_90."""
         if product.blocks and (number(self.info.arch) != 90 or product.m % 4):
             return False
         if product.dtype == "f8e4m3" and number(self.info.arch) < 89:
@@ -273,12 +274,12 @@ class EmulatedDevice:
 
 class EmulatedRanks:
     """`vllmx_cuda.device.ranks.DeviceRanks` through a communicator of the host, which is called
-    when the queue comes there. So all ranks must come to the same call, or one waits for ever."""
+    when the queue gets there. So all ranks must make the same call, or one waits for ever."""
 
     def __init__(self, device: EmulatedDevice, communicator: Communicator, ties: Ties) -> None:
         self._device, self._communicator, self._ties = device, communicator, ties
         self.asked: list[str] = []
-        """What was asked, captured or not."""
+        """Calls so far, captured or not."""
         self.peers: Peers | None = None
 
     @property

@@ -19,12 +19,12 @@ EMULATED = 16
 
 
 def are_whole_rows(variant: Variant, arguments: Sequence[Any]) -> bool:
-    """Whether a launch is one of the two that choose the likeliest ids, more of them than that."""
+    """True for a launch that picks the top ids, of either kernel, and more than `EMULATED`."""
     return variant.kernel.source == "logprobs.cu" and arguments[-1] > EMULATED
 
 
 def write_rows(variant: Variant, rows: int, arguments: Sequence[Any]) -> None:
-    """What both kernels do, by the arguments of the second one; the first does nothing."""
+    """Does the work of both kernels in the second one's launch; the first does nothing."""
     if variant.kernel.entry != "logprob_rows":
         return
     logits, wanted, ids, *_, chosen, rank, top_ids, top, vocab, _, width = arguments

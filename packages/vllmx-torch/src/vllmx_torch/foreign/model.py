@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from vllmx_core.backend_kit.dtypes import short_dtype
+from vllmx_core.dtypes import short_dtype
 from vllmx_core.errors import UnsupportedModelError
 from vllmx_core.model import KVSpec, ModelShape, Ops, StepInputs, Weight
 from vllmx_core.ops.values import Value

@@ -34,7 +34,7 @@ async def closed_loop(load: Load, concurrency: int) -> dict[str, float | int]:
 
 
 async def closed_loop_results(load: Load, concurrency: int) -> list[Streamed]:
-    """What the requests of `closed_loop` came to."""
+    """Returns the results of the requests of `closed_loop`."""
     numbers = iter(range(load.num_requests))
     results: list[Streamed] = []
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -13,30 +14,67 @@ from typing import Any
 
 import click
 from vllmx_core.config import EngineConfig
+from vllmx_core.errors import ConfigError
 
-from vllmx.cli.dotted_flags import joined
-from vllmx.cli.flags_llama import LLAMA
-from vllmx.cli.flags_vllm import VLLM
-from vllmx.cli.flags_vllm_rs import VLLM_RS
-from vllmx.cli.foreign_flags import ForeignFlag
+from vllmx.cli.foreign_flags import ForeignFlag, every_flag, families
 
 logger = logging.getLogger("vllmx.flags")
 SERVED_NAME = "served_model_name"
-FAMILIES = {"vLLM": VLLM, "vLLM.rs": VLLM_RS, "llama.cpp": LLAMA}
-DOTTED_NAMES = frozenset(
-    name for flags in FAMILIES.values() for flag in flags for name in flag.names if "." in name
-)
-"""Names that have a dot and no key behind it."""
+_DOTTED = re.compile(r"(--[A-Za-z][\w-]*|-[a-z]c)\.([A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*)*)")
 FOREIGN = "foreign_"
 """Begins the parameters of flags that are not ours, so that they meet none of ours."""
 
 
-def every_flag() -> Iterator[ForeignFlag]:
-    """Each flag of other servers by itself, and vLLM's switches turned off as well."""
-    lines = chain.from_iterable(FAMILIES.values())
-    yield from chain.from_iterable(line.apart() for line in lines)
-    switches = (flag for line in VLLM if line.bare for flag in line.apart())
-    yield from filter(None, map(ForeignFlag.turned_off, switches))
+def _dotted_names() -> frozenset[str]:
+    """Names with a dot that is not followed by a key of a JSON object."""
+    flags = chain.from_iterable(families().values())
+    return frozenset(name for flag in flags for name in flag.names if "." in name)
+
+
+def joined(args: list[str], known: Callable[[], Collection[str]]) -> list[str]:
+    """Replaces dotted flags by one JSON object for each flag, in the place of its last key. Values
+    are JSON, or else text. If a key is given twice, the last value wins, with a warning. Raises
+    ConfigError for a key without a value.
+
+    Args:
+        known: returns the flags that have a dot in their names.
+    """
+    rest: list[str] = []
+    objects: dict[str, dict[str, Any]] = {}
+    places: dict[str, int] = {}
+    waiting = iter(args)
+    for arg in waiting:
+        name, equals, value = arg.partition("=")
+        found = _DOTTED.fullmatch(name)
+        if found is not None and name in known():
+            found = None
+        if found is None:
+            rest.append(arg)
+            continue
+        flag, keys = found[1].replace("_", "-"), found[2].split(".")
+        text = value if equals else next(waiting, None)
+        if text is None:
+            raise ConfigError(f"{name} wants a value")
+        _put_key(objects.setdefault(flag, {}), keys, text, name)
+        places[flag] = len(rest)
+    for flag, place in sorted(places.items(), key=lambda item: -item[1]):
+        rest[place:place] = [flag, json.dumps(objects[flag])]
+    return rest
+
+
+def _put_key(target: dict[str, Any], keys: list[str], text: str, name: str) -> None:
+    *outer, last = keys
+    for key in outer:
+        if not isinstance(target.setdefault(key, {}), dict):
+            logger.warning("%s is given twice, as a value before: its keys are taken", name)
+            target[key] = {}
+        target = target[key]
+    if last in target:
+        logger.warning("%s is given twice, the last one is taken", name)
+    try:
+        target[last] = json.loads(text)
+    except (ValueError, RecursionError):
+        target[last] = text
 
 
 class ModelCommand(click.Command):
@@ -58,7 +96,7 @@ class ModelCommand(click.Command):
         return found
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        args = [_dashed(arg) for arg in joined(args, DOTTED_NAMES)]
+        args = [_dashed(arg) for arg in joined(args, _dotted_names)]
         self._learn(args)
         args = self._names_apart(ctx, args)
         given = self.make_parser(ctx).parse_args(list(args))[2]

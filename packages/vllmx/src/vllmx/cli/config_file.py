@@ -38,7 +38,7 @@ def read_yaml(path: str | Path | None) -> dict[str, Any]:
 
 
 def _load(text: str) -> Any:
-    """What `yaml.safe_load` gives, with numbers that keep their spelling: the name 007 is not 7.
+    """Loads like `yaml.safe_load`, but numbers keep their spelling: the name 007 is not 7.
     Raises yaml.YAMLError and ValueError."""
     import yaml
 

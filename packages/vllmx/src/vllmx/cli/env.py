@@ -96,8 +96,8 @@ def _backends_with(registry: Registry, op: Op) -> list[str]:
 
 
 def _environment(spec: BackendSpec, reason: str | None) -> dict[str, str]:
-    """What a backend says of this machine, also where it cannot run: whoever installs a driver
-    wants to know what else is missing. One that cannot be asked shows no more than its reason."""
+    """Asks a backend about this machine, even if it cannot run here: someone who installs a driver
+    wants to know what else is missing. If it cannot answer, only the reason is shown."""
     try:
         found: dict[str, str] = spec.load()().environment()
     except Exception as error:  # of a plugin, perhaps; a bug report needs the rest all the same

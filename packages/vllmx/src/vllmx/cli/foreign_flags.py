@@ -1,7 +1,8 @@
-"""Flags of other servers that deployments carry over: what each comes to here.
+"""Flags of vLLM, vLLM.rs and llama.cpp's server that vllmx does not have, read from
+foreign_flags.json.
 
-A harmless one is taken with a note in the log, one that means something of ours sets it, and any
-other value is refused with the reason and the remedy. docs/flags.md is made from these tables.
+A harmless flag is accepted with a note in the log; a flag with an equivalent sets it; anything else
+is refused with the reason and the remedy. The reference page of flags is made from these tables.
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
-from vllmx_core.config_values import json_object
+from vllmx_core.config_values import json_object, nearest
 from vllmx_core.errors import ConfigError, shown
 from vllmx_core.records import Record
 
 logger = logging.getLogger("vllmx.flags")
 
 Translation = Mapping[str, Any] | Callable[[str], Any]
-SAID_BY_REQUESTS = "of requests that do not say it"
 
 
 class ForeignFlag(Record):
-    """A flag that vllmx does not have itself. `text` is what its users are told."""
+    """A flag that vllmx does not have itself. Its users see `text`."""
 
     names: tuple[str, ...]
     text: str
@@ -36,7 +39,7 @@ class ForeignFlag(Record):
     accepts: tuple[str, ...] | None = ()
     """Values that are taken and do nothing; None: all."""
     field: str | None = None
-    """What it sets of ours, to `translation` of its value or, of a bare flag, to `value`."""
+    """Our field that it sets, to `translation` of its value or, for a bare flag, to `value`."""
     translation: Translation | None = None
     value: Any = True
     key: str | None = None
@@ -100,67 +103,6 @@ def _opposites(name: str) -> Iterator[str]:
             yield other + name.removeprefix(prefix)
 
 
-def ignored(names: str, text: str, *values: str, optional: bool = False) -> ForeignFlag:
-    """A flag with a value; without `values` any is harmless."""
-    return ForeignFlag(tuple(names.split()), text, optional=optional, accepts=values or None)
-
-
-def switch(names: str, text: str) -> ForeignFlag:
-    """A flag without a value that is harmless."""
-    return ForeignFlag(tuple(names.split()), text, bare=True, accepts=("true",))
-
-
-def refused(names: str, text: str, *, bare: bool = False) -> ForeignFlag:
-    """One whose effect vllmx does not have."""
-    return ForeignFlag(tuple(names.split()), text, bare=bare)
-
-
-def means(names: str, field: str, text: str, translation: Translation) -> ForeignFlag:
-    """One with a value that stands for one of ours."""
-    return ForeignFlag(tuple(names.split()), text, field=field, translation=translation)
-
-
-def switches(names: str, field: str, value: Any, text: str) -> ForeignFlag:
-    """One without a value that stands for one of ours."""
-    return ForeignFlag(tuple(names.split()), text, bare=True, field=field, value=value)
-
-
-def sampling(
-    names: str, key: str, text: str = SAID_BY_REQUESTS, translation: Translation | None = None
-) -> ForeignFlag:
-    """One with the default of a sampling parameter, by its key in generation_config.json."""
-    return ForeignFlag(
-        tuple(names.split()),
-        text,
-        field="override_generation_config",
-        key=key,
-        translation=translation or number,
-    )
-
-
-def template(names: str, key: str, text: str, translation: Translation) -> ForeignFlag:
-    """One with the default of a variable of the chat template."""
-    return ForeignFlag(
-        tuple(names.split()),
-        text,
-        field="default_chat_template_kwargs",
-        key=key,
-        translation=translation,
-    )
-
-
-def template_switch(names: str, key: str, value: Any, text: str) -> ForeignFlag:
-    """One without a value that sets a variable of the chat template."""
-    return ForeignFlag(
-        tuple(names.split()),
-        text,
-        bare=True,
-        field="default_chat_template_kwargs",
-        key=key,
-        value=value,
-    )
-
-
 def number(text: str) -> int | float:
     """Raises ConfigError."""
     try:
@@ -172,9 +114,121 @@ def number(text: str) -> int | float:
     raise ConfigError("a number is wanted")
 
 
-def variable(names: str, name: str, text: str, *, bare: bool = False) -> ForeignFlag:
-    """One that a library of ours knows as an environment variable."""
-    return ForeignFlag(tuple(names.split()), text, bare=bare, variable=name)
+def context(text: str) -> str:
+    """0 is the model's own length."""
+    return "auto" if text == "0" else text
+
+
+def layers(text: str) -> str:
+    """The backend that holds this number of layers. Raises ConfigError for a part of a model: 99 is
+    what people write for all."""
+    if text == "0":
+        return "cpu"
+    if text in ("all", "auto", "-1") or (text.isdecimal() and float(text) >= 99):
+        return "auto"
+    raise ConfigError("the whole model is on one device; --backend names it, 0 is cpu, 99 auto")
+
+
+def answer_tokens(text: str) -> int | float | None:
+    """-1 and -2 are as many as the context holds."""
+    value = number(text)
+    return None if value in (-1, -2) else value
+
+
+def thinking_budget(text: str) -> bool | None:
+    """-1 is none, 0 no thoughts at all. Raises ConfigError for others, which requests set."""
+    if text in ("-1", "0"):
+        return None if text == "-1" else False
+    raise ConfigError("requests set it: thinking_token_budget; -1 and 0 are taken")
+
+
+def keys_of(text: str) -> tuple[str, ...]:
+    """API keys of a file, one a line. Raises ConfigError."""
+    try:
+        lines = Path(text).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the file of keys cannot be read: {error}") from None
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise ConfigError("the file holds no key")
+    return keys
+
+
+def structured_outputs(text: str) -> str | None:
+    """The reasoning parser of vLLM's JSON object. Raises ConfigError for what requests say
+    themselves and for what vllmx does not do; which library holds a structure changes nothing."""
+    config = json_object(text, "structured_outputs_config", '{"reasoning_parser": "qwen3"}')
+    for key, value in config.items():
+        if key not in STRUCTURED_OUTPUTS:
+            raise ConfigError(
+                f"it has the unknown key {shown(key)}{nearest(key, STRUCTURED_OUTPUTS)}"
+            )
+        reason = STRUCTURED_OUTPUTS[key]
+        if reason is not None and value:
+            raise ConfigError(f"{key}: {reason}")
+    parser = config.get("reasoning_parser") or None
+    if not isinstance(parser, str | None):
+        raise ConfigError(f"reasoning_parser must be the name of a format, got {shown(parser)}")
+    return parser
+
+
+ANY_WHITESPACE = "requests say structured_outputs.disable_any_whitespace"
+ADDITIONAL_PROPERTIES = "schemas say additionalProperties"
+STRUCTURED_OUTPUTS = {
+    "backend": None,
+    "disable_fallback": None,
+    "disable_any_whitespace": ANY_WHITESPACE,
+    "disable_additional_properties": ADDITIONAL_PROPERTIES,
+    "reasoning_parser": None,
+    "reasoning_parser_plugin": "plugins bring parsers by the hook vllmx_parsers (docs/plugins.md)",
+    "enable_in_reasoning": "thoughts are free, the answer has the form",
+}
+"""Keys of vLLM's JSON object; with a reason, a value that says something is refused."""
+
+
+TRANSLATIONS: Mapping[str, Callable[[str], Any]] = {
+    "str": str,
+    "number": number,
+    "context": context,
+    "layers": layers,
+    "answer_tokens": answer_tokens,
+    "thinking_budget": thinking_budget,
+    "keys_of": keys_of,
+    "structured_outputs": structured_outputs,
+}
+
+
+@cache
+def families() -> Mapping[str, tuple[ForeignFlag, ...]]:
+    """The flags of foreign_flags.json by the server that has them. A text `$name` is one of the
+    file's `reasons`, a translation that is a text one of `TRANSLATIONS`."""
+    tables = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    reasons = tables.pop("reasons")
+    return {
+        family: tuple(_flag(entry, reasons) for entry in entries)
+        for family, entries in tables.items()
+    }
+
+
+def _flag(entry: dict[str, Any], reasons: Mapping[str, str]) -> ForeignFlag:
+    text, translation = entry["text"], entry.get("translation")
+    read: dict[str, Any] = {"names": tuple(entry["names"].split())}
+    if text.startswith("$"):
+        read["text"] = reasons[text[1:]]
+    if isinstance(translation, str):
+        read["translation"] = TRANSLATIONS[translation]
+    if entry.get("accepts"):
+        read["accepts"] = tuple(entry["accepts"])
+    return ForeignFlag(**(entry | read))
+
+
+def every_flag() -> Iterator[ForeignFlag]:
+    """Each flag of other servers by itself, and vLLM's switches turned off as well."""
+    tables = families()
+    for line in chain.from_iterable(tables.values()):
+        yield from line.apart()
+    switches = (flag for line in tables["vLLM"] if line.bare for flag in line.apart())
+    yield from filter(None, map(ForeignFlag.turned_off, switches))
 
 
 def apply(flag: ForeignFlag, value: Any, fields: dict[str, Any]) -> None:

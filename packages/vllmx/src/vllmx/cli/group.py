@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import os
+import re
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.metadata import entry_points, requires
 
 import click
 from vllmx_core.config_values import nearest
 from vllmx_core.plugins.specs import CommandSpec
+from vllmx_core.system.environment import PREFIX, warnings
 
 BUILT_IN: Mapping[str, tuple[str, str]] = {
     "serve": ("vllmx.cli.serve:serve", "Serve a model over the OpenAI HTTP API."),
@@ -72,14 +78,34 @@ class Commands(click.Group):
 
 
 def _plugin_commands(ctx: click.Context) -> dict[str, CommandSpec]:
-    """Commands of plugins by name. They are loaded once for a command line, so that a plugin that
-    cannot be loaded is told of once."""
+    """Commands of plugins by name. They are loaded once for a command line, so that a broken plugin
+    is reported once."""
     if _COMMANDS not in ctx.meta:
         from vllmx_core.plugins.registry import load_registry
 
         ctx.meta[_COMMANDS] = {spec.name: spec for spec in load_registry().all(CommandSpec)}
     found: dict[str, CommandSpec] = ctx.meta[_COMMANDS]
     return found
+
+
+def _warn_of_unknown_variables() -> None:
+    """Warns on standard error of each VLLMX_ variable that nothing reads."""
+    given = [name for name in os.environ if name.startswith(PREFIX)]
+    if not given:
+        return
+    from vllmx_core.config import EngineConfig
+    from vllmx_core.plugins.hooks import GROUP
+    from vllmx_core.plugins.registry import plugin_key
+    from vllmx_server.config import ServerConfig
+
+    fields = {
+        field.name for cls in (EngineConfig, ServerConfig) for field in dataclasses.fields(cls)
+    }
+    ours = {re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in requires("vllmx") or ()}
+    plugins = {plugin_key(point).partition(":")[0] for point in entry_points(group=GROUP)}
+    for line in warnings(given, fields, plugins - ours):
+        with contextlib.suppress(OSError):  # standard error is closed
+            click.echo(f"warning: {line}", err=True)
 
 
 @click.command(
@@ -90,6 +116,4 @@ def _plugin_commands(ctx: click.Context) -> dict[str, CommandSpec]:
 @click.version_option(package_name="vllmx", message="vllmx %(version)s")
 def cli() -> None:
     """Serves large language models on CPUs and GPUs."""
-    from vllmx.cli.variables import warn_of_unknown_variables
-
-    warn_of_unknown_variables()
+    _warn_of_unknown_variables()

@@ -11,7 +11,7 @@ from vllmx_core.errors import ConfigError
 from vllmx_core.system.files import warn_of_readers
 
 if TYPE_CHECKING:
-    from vllmx_server.keys.records import KeyRecord
+    from vllmx_server.limits.key_records import KeyRecord
 
 _FILE = click.option(
     "--file",
@@ -48,7 +48,7 @@ def keys() -> None:
     "--share",
     type=click.FloatRange(0.001, 1000),
     default=1.0,
-    help="Share of the capacity beside the other keys that wait: 2 gives twice as much.",
+    help="Share of the capacity among keys that wait: 2 gives twice as much as 1.",
 )
 @click.option("--priority-range", help="LEAST:GREATEST, what `priority` may be.")
 def add(
@@ -68,8 +68,8 @@ def add(
     A running server reads the file again at SIGHUP.
     """
     import msgspec
-    from vllmx_server.keys.records import KeyRecord, digest_of, make_key, write_keys
-    from vllmx_server.priorities import parse_range
+    from vllmx_server.limits.key_records import KeyRecord, digest_of, make_key, write_keys
+    from vllmx_server.limits.priorities import parse_range
 
     records = _read(path) if path.exists() else ()
     if any(record.name == name for record in records):
@@ -100,7 +100,7 @@ def add(
 
 
 def _refusal(error: Exception, name: str) -> ConfigError:
-    """What a record may not be, as the flag that says so."""
+    """Names the flag behind a record that was refused."""
     reason, _, field = str(error).partition(" - at `$.")
     if field == "name`":
         return ConfigError(
@@ -116,7 +116,7 @@ def _refusal(error: Exception, name: str) -> ConfigError:
 @_FILE
 def remove(name: str, path: Path) -> None:
     """Take the key of NAME out of the file."""
-    from vllmx_server.keys.records import write_keys
+    from vllmx_server.limits.key_records import write_keys
 
     records = _read(path)
     rest = tuple(record for record in records if record.name != name)
@@ -149,7 +149,7 @@ def list_keys(path: Path, as_json: bool) -> None:
 
 
 def _read(path: Path) -> tuple[KeyRecord, ...]:
-    from vllmx_server.keys.records import read_keys
+    from vllmx_server.limits.key_records import read_keys
 
     records = read_keys(path, "--file")
     warn_of_readers(path, "--file")

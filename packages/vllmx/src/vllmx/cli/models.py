@@ -18,7 +18,7 @@ class Architecture(Record):
     model_type: str
     """The `model_type` of config.json; "-" where the architecture alone tells it."""
     architectures: tuple[str, ...]
-    """What `architectures` in config.json may say."""
+    """Names that `architectures` in config.json may have."""
     gguf: tuple[str, ...]
     """`general.architecture` of GGUF files; none: such files are not read."""
     formats: tuple[str, ...]
@@ -26,13 +26,13 @@ class Architecture(Record):
     backends: tuple[str, ...]
     """Backends that have all its ops; none: its plugin says nothing of it."""
     checked: tuple[str, ...]
-    """What the tests of its plugin compare."""
+    """Properties that its plugin's tests compare."""
     plugin: str
     """Distribution and entry point that provide it."""
 
 
 def architectures() -> list[Architecture]:
-    """What the installed plugins provide, by architecture."""
+    """Lists what the installed plugins provide, by architecture."""
     registry = load_registry()
     quantised = tuple(sorted(spec.name for spec in registry.all(QuantizationSpec)))
     found = []

@@ -54,7 +54,7 @@ HELP: Mapping[str, str] = {
     "revision": "Branch, tag or commit on the hub.",
     "tokenizer": "Folder with another tokenizer.",
     "mmproj": "GGUF file with the tower for images of a GGUF model; without it the mmproj*.gguf"
-    " beside the model.",
+    " next to the model.",
     "chat_template": "File with another chat template.",
     "default_chat_template_kwargs": "Variables of the template as a JSON object, for chats that do"
     " not set them, such as '{\"enable_thinking\": false}'.",
@@ -221,10 +221,10 @@ def log_level_option(default: str) -> Callable[[F], F]:
 
 
 def resolve(
-    classes: tuple[type[Any], ...], flags: dict[str, Any], beside: Collection[str] | None = ()
+    classes: tuple[type[Any], ...], flags: dict[str, Any], extra: Collection[str] | None = ()
 ) -> tuple[Any, ...]:
-    """The config records from flags, environment and `--config` file. Raises ConfigError for a key
-    of the file that no record has, and that is none of `beside`; None: whatever it is."""
+    """Builds the config records from flags, environment and `--config` file. Raises ConfigError for
+    a key of the file that is in no record and not in `extra`; None: any key may be extra."""
     flags = {name: value for name, value in flags.items() if value not in (None, ())}
     if served := served_names(flags.get(SERVED_NAME)):
         flags[SERVED_NAME] = served[0]
@@ -240,11 +240,11 @@ def resolve(
     others: Iterable[ForeignFlag] = ()
     if content and isinstance(command, ModelCommand):
         others = command.foreign.values()
-    if beside is None:
+    if extra is None:
         others = [flag for flag in others if flag.field in names]
     else:
-        content = {key: content[key] for key in content if key not in beside}
-    file = known_keys(content, names, others, ALIASES, takes_all=beside is None)
+        content = {key: content[key] for key in content if key not in extra}
+    file = known_keys(content, names, others, ALIASES, takes_all=extra is None)
     if SERVED_NAME in file:
         file[SERVED_NAME] = next(iter(served_names(file[SERVED_NAME])), None)
     _file_of_model(flags)

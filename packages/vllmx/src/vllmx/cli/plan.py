@@ -74,7 +74,7 @@ def plan(
     from vllmx.sizing.machines import machine
 
     if on != THIS:
-        machine(on)  # a misspelt one is told of before the model is looked for
+        machine(on)  # report a misspelt name before looking for the model
     registry = load_registry()
     model = model or EngineConfig().model
     with opened_header(registry, model, revision) as header:
@@ -127,7 +127,7 @@ def _machine(
     registry: Registry, on: str, backend_name: str, facts: Facts
 ) -> tuple[str, float, Rates]:
     """(what it is called, its free memory, how fast it is)."""
-    from vllmx_core.system.memory import free_memory
+    from vllmx_core.backend import free_memory
 
     from vllmx.sizing.fixed_costs import measure_fixed
     from vllmx.sizing.machines import machine

@@ -49,9 +49,9 @@ def quantize(
     """
     if not overwrite:
         may_replace(output)
+    from vllmx_core.plugins.checkpoint import resolve_path
     from vllmx_core.plugins.registry import load_registry
     from vllmx_core.system.processors import available_processors
-    from vllmx_core.weights.checkpoint import resolve_path
     from vllmx_models.formats.gguf.quantize.convert import quantize as convert
 
     registry = load_registry()

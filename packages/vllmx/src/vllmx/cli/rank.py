@@ -27,7 +27,7 @@ def rank(model: str, listen: str, rank_key_file: str, mmproj: str | None, log_le
     """
     configure_logging(log_level)
     try:
-        listener: Any = import_module("vllmx_tp.listener")
+        listener: Any = import_module("vllmx_tp.hosted_group")
     except ImportError as error:
         raise ConfigError("vllmx rank needs vllmx-tp: pip install 'vllmx[tp]'") from error
     hosts, handshake = (import_module(f"vllmx_tp.{name}") for name in ("hosts", "handshake"))

@@ -17,7 +17,7 @@ from vllmx.cli.options import FILE, HELP, Shown, log_level_option, options_of, r
 from vllmx.cli.quantize import may_replace
 
 if TYPE_CHECKING:
-    from vllmx_server.store.batches import Batch
+    from vllmx_server.apis.batches.store import Batch
 
 
 @click.command("run-batch", cls=ModelCommand)
@@ -55,7 +55,7 @@ def run_batch(
     (config,) = resolve((EngineConfig,), flags)
     if not overwrite:
         may_replace(output)
-    from vllmx_server.batches import offline
+    from vllmx_server import offline
 
     batch = offline.run_batch(config, source, output, _report)
     click.echo(f"{output}: {batch.completed} answered, {batch.failed} failed", err=True)

@@ -29,7 +29,7 @@ from vllmx.cli.served_models import is_one_path, served_models
 
 if TYPE_CHECKING:
     from vllmx_engine.wire.messages import CoreInfo
-    from vllmx_server.models.config import ModelConfig
+    from vllmx_server.host.models.config import ModelConfig
 
 logger = logging.getLogger("vllmx.server")
 
@@ -124,8 +124,8 @@ def serve(**flags: Any) -> None:
     configure_logging(server.log_level, log_format=server.log_format)
     _warn_of_config(flags)
     if server.enable_log_requests:
-        logger.warning("--enable-log-requests: what clients ask stands in this log")
-    from vllmx_server.run import run_server
+        logger.warning("--enable-log-requests: this log will hold what clients ask")
+    from vllmx_server.host.run import run_server
 
     try:
         run_server(
@@ -152,14 +152,14 @@ def _models(flags: dict[str, Any]) -> list[ModelConfig]:
         names = _names(flags, file)
         if len(names) < 2:
             return []
-        from vllmx_server.models.config import ModelConfig
+        from vllmx_server.host.models.config import ModelConfig
 
         (engine,) = resolve((EngineConfig,), flags, None)
         return [ModelConfig(engine=engine, aliases=names[1:])]
     if flags["model_argument"] is not None:
         raise ConfigError(
-            f"the model {flags['model_argument']!r} has no name beside others: give it as --model"
-            " NAME=PATH",
+            f"the model {flags['model_argument']!r} needs a name to be served with others: give it"
+            " as --model NAME=PATH",
             param="model",
         )
 

@@ -11,8 +11,8 @@ from typing import Any
 from vllmx_core.config import EngineConfig
 from vllmx_core.config_values import Written, as_text, nearest
 from vllmx_core.errors import ConfigError, shown
-from vllmx_server.models.config import ModelConfig, check_models
-from vllmx_server.models.parts import with_parts
+from vllmx_server.host.models.config import ModelConfig, check_models
+from vllmx_server.host.models.parts import with_parts
 
 _ENGINE_KEYS = tuple(field.name for field in dataclasses.fields(EngineConfig))
 _KEYS = ("load", "alias", *_ENGINE_KEYS)
@@ -21,7 +21,7 @@ _FORM = "NAME=PATH[,key=value...]"
 
 
 def is_one_path(texts: Sequence[str]) -> bool:
-    """Whether `--model` names one model, without a name of its own."""
+    """True if `--model` gives one model, without a served name."""
     if len(texts) != 1:
         return False
     text = texts[0]
@@ -44,7 +44,8 @@ def served_models(
         configured: an engine's configuration from such flags.
 
     Raises:
-        ConfigError: a text or an entry that is no model, or models that do not go together.
+        ConfigError: a text or an entry that does not name a model, or models that exclude each
+        other.
     """
     found = [_of_text(text) for text in texts]
     if entries is not None:
@@ -73,7 +74,9 @@ def _of_text(text: str) -> tuple[str, dict[str, Any]]:
     for part in rest:
         key, equals, value = part.partition("=")
         if not equals:
-            raise ConfigError(f"--model {text!r}: {part!r} is no key=value", param="model")
+            raise ConfigError(
+                f"--model {text!r}: {part!r} is not of the form key=value", param="model"
+            )
         _put(keys, key, value, text)
     return name, keys
 

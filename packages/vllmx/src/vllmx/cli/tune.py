@@ -122,7 +122,7 @@ def tune(
 
 
 def _server_keys(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """What the file of --config says of the server around the engine, as it stands there."""
+    """The server settings in the file of --config, as written."""
     from vllmx_server.config import ServerConfig
 
     path = flags.get("config_file") or os.environ.get("VLLMX_CONFIG")
@@ -256,7 +256,7 @@ def _plain(value: Any) -> Any:
 
 
 def _table(outcomes: Sequence[Outcome], base: Setting) -> str:
-    """What each setting reached: the trial that kept the promise, or the one that came closest."""
+    """Lists for each setting the trial that kept the promise, or the one that came closest."""
     lines = [["setting", "requests/s", "kept", "tokens/s", *(f"{name}, ms" for name in _FIGURES)]]
     for outcome in outcomes:
         trial = outcome.held or outcome.missed

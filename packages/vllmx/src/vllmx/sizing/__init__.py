@@ -1,2 +1,2 @@
-"""What a model needs of a machine and how fast it will be there, before anything is downloaded or
+"""Estimates what a model needs and how fast it runs on a machine before anything is downloaded or
 loaded: `vllmx plan`."""

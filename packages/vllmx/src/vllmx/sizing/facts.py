@@ -1,4 +1,4 @@
-"""What a step of a model reads: its matrices by size and use, from the weight map alone."""
+"""The bytes that a model's step reads: its matrices by size and use, from the weight map alone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Literal
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import Model, ModelShape, encoder_of
 from vllmx_core.ops.experts import Experts
+from vllmx_core.plugins.checkpoint import Checkpoint, build_model
 from vllmx_core.plugins.registry import Registry, architecture_names
 from vllmx_core.recorded.recording import record
-from vllmx_core.weights.checkpoint import Checkpoint, build_model
 from vllmx_core.weights.map import name_in, parts_of, tie_key
 from vllmx_core.weights.part import DENSE, WeightSource
 from vllmx_core.weights.spec import WeightSpec
@@ -40,7 +40,7 @@ class Matrices:
     bits: float
     """A number takes, scales included."""
     chosen: int = 0
-    """How many of the `count` experts are used for a token."""
+    """Number of the `count` experts that a token uses."""
 
     @property
     def num_bytes(self) -> float:
@@ -194,7 +194,7 @@ def _is_head(spec: WeightSpec) -> bool:
 
 
 def _chosen(model: Model) -> dict[str, int]:
-    """How many experts of each stack a token takes: the recorded step says it."""
+    """Number of experts that a token uses in each stack, read from the recorded step."""
     if not any(spec.role == "experts" for spec in model.weights()):
         return {}
     return {

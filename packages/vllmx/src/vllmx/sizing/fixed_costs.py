@@ -1,8 +1,8 @@
-"""What a step takes beside its products: the host's work, and the small ops of each layer.
+"""The time of a step outside its matrix products: the host's work, and the small ops of each layer.
 
-The demo model runs through the whole engine as it is and with fewer of its layers. What its
-products take by the rates of large matrices is left out; the rest is a part for each layer and one
-for the step. Models as small as the demo spend most of their time so, large ones a few percent.
+The demo model runs through the whole engine, whole and with fewer layers. Subtracting the time of
+its products (by the rates of large matrices) leaves one part for each layer and one for the step.
+Models as small as the demo spend most of their time there, large ones a few percent.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from vllmx_core.plugins.checkpoint import resolve_path
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.records import Record
-from vllmx_core.weights.checkpoint import resolve_path
 from vllmx_models.formats.header_only import opened_header
 
 from vllmx.bench.offline import decode_rate, random_prompts
@@ -37,7 +37,7 @@ _INPUT = 8
 
 
 class FixedCosts(Record):
-    """Seconds beside products, one for each of `ROWS`: of a step, and of each layer in it."""
+    """Seconds outside products for each of `ROWS`: per step, and per layer."""
 
     step: Sequence[float]
     layer: Sequence[float]

@@ -1,6 +1,6 @@
-"""What fits on a machine and how fast it is there, by the bytes that a step reads and the products
-that it computes, and by what each step and layer takes beside. Attention's own arithmetic is left
-out."""
+"""Forecasts what fits on a machine and how fast it runs, from the bytes that a step reads, the
+products that it computes and the fixed costs of each step and layer. Attention's arithmetic is
+ignored."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from vllmx.sizing.facts import Facts, Form, Matrices
 STEP_TOKENS = 2048
 BLOCK_SIZE = 16
 ACTIVATION_WIDTHS = 24
-"""Bytes of activations of a token, in bytes times the hidden size: what the backends' arenas come
-to within a third."""
+"""Bytes of activations of a token, in bytes times the hidden size; within a third of the backends'
+arenas."""
 PROMPT = 512
 BATCHES = (1, 8, 32)
 
 
 class Rates(Protocol):
-    """How fast a machine multiplies."""
+    """The speed of a machine's matrix products."""
 
     def seconds_per_value(self, kind: str, bits: float, rows: float) -> float:
         """The time to multiply `rows` rows by a matrix of a type, for each of its numbers."""
@@ -36,14 +36,14 @@ class Rates(Protocol):
         ...
 
     def fixed_seconds(self, layers: int, rows: float) -> float:
-        """The time of a step with so many tokens beside its products: the host's work, and the
+        """Seconds of a step with so many tokens outside its products: the host's work, and the
         small ops of each layer."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What the user wants to run."""
+    """The model and workload that the user wants to run."""
 
     context: int
     """Tokens of each sequence."""

@@ -16,7 +16,7 @@ _STEP_TOKENS = 512, 4096
 def knobs(
     config: EngineConfig, limits: Sequence[Limit], threads: int, types: Sequence[str]
 ) -> list[Knob]:
-    """What is tried, the values with the widest effect first; a field that was given is left alone.
+    """Lists the settings to try, those with the widest effect first; given fields are not varied.
 
     Args:
         threads: that compute by default; 0 where they do not count, as on a GPU.

@@ -2,7 +2,7 @@
 makers publish it.
 
 Rates of arithmetic are those of 16-bit products without sparsity, summed in 32 bits. Apple
-publishes none; what stands here are the 32-bit rates of the GPUs, cores times clock.
+publishes none; the table has the GPUs' 32-bit rates, cores times clock.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ MEMORY_SHARE = 0.8
 ARITHMETIC_SHARE = 0.5
 """The share of the published rate that products of prompts reach."""
 STEP_S = 100e-6
-"""The seconds of each step beside its layers: the launch, the sampler, and what of the host's work
-is not hidden."""
+"""Seconds of each step outside its layers: launch, sampler, and host work that is not hidden."""
 LAYER_S = 10e-6
-"""The seconds of a layer beside the reading of its weights: some five kernels that wait for each
-other, about 2 us each."""
+"""Seconds of a layer in addition to reading its weights: about five dependent kernels of 2 us."""
 DEVICES_SHARE = 0.85
 """The share of n times one device's speed that n devices reach together."""
 

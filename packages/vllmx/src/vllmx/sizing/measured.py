@@ -1,5 +1,5 @@
-"""How fast this machine multiplies: a small decoder of random weights is run on the chosen backend
-in each type of weights, and timed."""
+"""Measures the speed of this machine's products: times a small decoder of random weights on the
+chosen backend, in each type of weights."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _TILE = 32
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRates:
-    """What was measured: seconds of a step by its tokens, for each number of the weights."""
+    """Measured seconds of a step by its tokens, for each weight type."""
 
     title: str
     seconds: Mapping[str, Sequence[float]]
     """The seconds by type, one for each of `ROWS`."""
     bits: Mapping[str, float]
     beside: Callable[[int, float], float] = lambda layers, rows: 0.0
-    """The seconds of a step beside its products, by its layers and tokens."""
+    """Seconds of a step outside its products, by its layers and tokens."""
 
     def seconds_per_value(self, kind: str, bits: float, rows: float) -> float:
         """See `vllmx.sizing.forecast.Rates`. A type that was not measured is taken for the one of
@@ -101,7 +101,7 @@ def measure(
 
 
 def measurable(kind: str) -> bool:
-    """Whether random weights of the type can be made here."""
+    """True if random weights of the type can be made here."""
     return kind in ("BF16", "F16") or kind in QUANTIZERS
 
 

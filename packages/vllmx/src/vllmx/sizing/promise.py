@@ -23,7 +23,7 @@ _FORM = 'a promise is written as "ttft<500ms,itl.p95<50ms"'
 
 
 class Limit(Record):
-    """What one measure must stay under."""
+    """An upper bound on one figure."""
 
     measure: str
     share: str
@@ -79,8 +79,8 @@ def _parse(part: str) -> Limit:
 
 
 def broken(limits: Sequence[Limit], figures: Mapping[str, float]) -> list[str]:
-    """What is said of each limit that figures do not keep with `MARGIN`; `figures`: seconds by
-    `Limit.name`. A figure that is not there (NaN) keeps nothing."""
+    """Describes each limit that figures do not keep with `MARGIN`; `figures`: seconds by
+    `Limit.name`. A missing figure (NaN) breaks its limit."""
     found = []
     for limit in limits:
         value = figures[limit.name]
@@ -93,6 +93,6 @@ def broken(limits: Sequence[Limit], figures: Mapping[str, float]) -> list[str]:
 
 
 def hopeless(limits: Sequence[Limit], figures: Mapping[str, float]) -> bool:
-    """Whether half of the requests break a limit, as figures of a server without load can show:
-    more load only makes it worse."""
+    """True if half of the requests break a limit without any load: more load only makes it
+    worse."""
     return any(not figures[f"{limit.measure} p50"] < limit.seconds for limit in limits)

@@ -35,7 +35,7 @@ _MODEL = "tuned"
 
 
 class Work(Record):
-    """What a request is, and how many of them make a trial."""
+    """The shape of a request, and how many make a trial."""
 
     input_len: int
     output_len: int
@@ -141,8 +141,8 @@ def trial(rate: float, results: Sequence[Streamed]) -> Trial:
 
 
 def keeps_up(times: Sequence[tuple[float, float]]) -> bool:
-    """Whether of the requests, (sent, ended), about as many ended as came in the second half of
-    their arrivals: a backlog that grows is not seen in latencies before a trial is long."""
+    """True if about as many requests, (sent, ended), ended as arrived in the second half of their
+    arrivals: a growing backlog does not show in the latencies of a short trial."""
     if not times:
         return False
     sent = sorted(begin for begin, _ in times)

@@ -31,21 +31,21 @@ _STEADY = 1.3
 
 
 class Trial(Record):
-    """What requests that arrived at one rate came to."""
+    """The results of requests that arrived at one rate."""
 
     rate: float
     """Requests a second."""
     requests: int
     failed: int
     keeps_up: bool
-    """Whether as many were answered as came: those that wait did not become more and more."""
+    """True if as many were answered as arrived: the backlog did not grow."""
     tokens_per_s: float
     peak: int
     """Greatest number of requests that were in flight together."""
     figures: Mapping[str, float]
     """Seconds by `Limit.name`, of all measures and percentiles."""
     error: str | None = None
-    """What the first request that failed was told."""
+    """The error of the first request that failed."""
 
     def faults(self, limits: Sequence[Limit]) -> list[str]:
         """Why this trial does not keep the promise; empty where it does."""
@@ -65,7 +65,7 @@ class Served(Record):
     """A server that runs with a setting."""
 
     alone: Trial
-    """What requests one behind the other came to; its rate is the one to begin with."""
+    """The results of sequential requests; the search begins with their rate."""
     alone_s: Sequence[float]
     """The whole time of each of them."""
     measure: Measure
@@ -76,7 +76,7 @@ Serve = Callable[[Setting], AbstractContextManager[Served]]
 
 
 class Outcome(MutableRecord):
-    """What one setting reached."""
+    """The results of one setting."""
 
     setting: Setting
     held: Trial | None = None
@@ -96,14 +96,14 @@ class Knob(Record):
 
     name: str
     values: Callable[[Outcome], Sequence[Value]]
-    """Values that are worth a trial, beside what the best setting so far reached."""
+    """Values worth a trial, given the best outcome so far."""
 
 
 class Search(MutableRecord):
     """A search under way.
 
     Args:
-        precision: rates are told apart where they differ by this share.
+        precision: rates that differ by less than this share count as equal.
         max_rate: no higher rate is tried.
         tell: is called before each trial, with the share of the work that is done.
     """
@@ -116,7 +116,7 @@ class Search(MutableRecord):
     outcomes: list[Outcome] = field(default_factory=list)
     share: float = 0.0
     doubts: list[str] = field(default_factory=list)
-    """What shows that the machine was unsteady, for people."""
+    """Signs that the machine was unsteady, for people."""
     num_repeated: int = 0
     """Rates at which more than one trial was made."""
     num_disputed: int = 0
@@ -181,7 +181,7 @@ class Search(MutableRecord):
     def _judged(
         self, measure: Measure, rate: float, first: int, enough: int = 2
     ) -> tuple[bool, Trial]:
-        """Whether a rate is held, and a trial of those that say so: two of three.
+        """Returns whether a rate is held by two of three trials, and a trial that shows it.
 
         Args:
             first: seed of the first trial.

@@ -16,8 +16,8 @@ from vllmx_core.errors import (
     shown,
 )
 from vllmx_core.plan import F32
+from vllmx_core.plugins.checkpoint import Checkpoint
 from vllmx_core.plugins.registry import architecture_names
-from vllmx_core.weights.checkpoint import Checkpoint
 
 from vllmx_models.formats.gguf.blocks import weight_part
 from vllmx_models.formats.gguf.file import GGUFFile

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from vllmx_core.errors import PluginError, UnsupportedModelError, WeightFormatError, shown
 from vllmx_core.plan import F32
+from vllmx_core.plugins.checkpoint import Checkpoint, adapter_error
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.plugins.specs import ModelSpec
-from vllmx_core.weights.checkpoint import Checkpoint, adapter_error
 from vllmx_core.weights.part import WeightPart
 from vllmx_core.weights.views import rows_of
 

@@ -94,8 +94,8 @@ def build_module(
 
 
 def _prelude(how: Sequence[str]) -> Path:
-    """native/prelude.h as g++ has parsed it with these options. Returned is the header's own path:
-    g++ takes the parsed one beside it, or reads the header where that does not fit."""
+    """Precompiles native/prelude.h with these options and returns the header's own path: g++ picks
+    up the precompiled header next to it, or reads the header if that does not match."""
     parsed = _compile(["-x", "c++-header", *how], NATIVE / "prelude.h", (), (), ".h.gch")
     header = parsed.with_suffix("")
     if not header.exists():

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 _PassOn = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
 _QUIET = 2000
-"""How often ranks look, one after the other, before it is sure that nobody tells them anything."""
+"""Polls of all ranks in turn without news before waits are known to be futile."""
 _ALONE_S = 0.005
 
 

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from vllmx_core.errors import UnsupportedModelError, listing, shown
+from vllmx_core.plugins.checkpoint import Checkpoint
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.text_modules import JoinedSource, with_text_modules
-from vllmx_core.weights.checkpoint import Checkpoint
 
 from vllmx_models.formats.gguf.file import GGUFFile
 

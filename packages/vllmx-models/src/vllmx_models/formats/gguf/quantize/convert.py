@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.errors import ConfigError
+from vllmx_core.plugins.checkpoint import Checkpoint, open_checkpoint
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.records import Record
-from vllmx_core.weights.checkpoint import Checkpoint, open_checkpoint
 from vllmx_core.weights.encoding import Encoded
 from vllmx_core.weights.part import WeightPart
 from vllmx_core.weights.tensor import RawTensor

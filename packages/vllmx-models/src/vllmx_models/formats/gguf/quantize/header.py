@@ -9,10 +9,10 @@ from typing import Any
 
 from vllmx_core.errors import UnsupportedModelError, shown
 from vllmx_core.plan import F32
+from vllmx_core.plugins.checkpoint import Checkpoint, build_model
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.plugins.specs import ModelSpec
 from vllmx_core.records import Record
-from vllmx_core.weights.checkpoint import Checkpoint, build_model
 
 from vllmx_models.blocks.attention import AttentionMixer
 from vllmx_models.blocks.dense import DenseMLP

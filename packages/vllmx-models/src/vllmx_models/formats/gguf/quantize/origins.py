@@ -11,8 +11,8 @@ from functools import partial
 
 import numpy as np
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError
+from vllmx_core.plugins.checkpoint import Checkpoint
 from vllmx_core.records import Record
-from vllmx_core.weights.checkpoint import Checkpoint
 from vllmx_core.weights.map import bias_parts, parts_of, resolved
 from vllmx_core.weights.part import WeightPart, WeightSource, dense_part
 from vllmx_core.weights.spec import PartSpec, WeightSpec

@@ -1,0 +1,1 @@
+"""Files, OpenAI's batches, and Anthropic's batches of Messages."""

@@ -1,0 +1,204 @@
+"""/v1/messages/batches: Anthropic's batches of Messages."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from vllmx_core.errors import InvalidRequestError
+
+from vllmx_server.apis.batches.files import FileNotKnownError, StoredFile
+from vllmx_server.apis.batches.kept import KeptFiles
+from vllmx_server.apis.batches.message_answers import (
+    DeletedMessageBatch,
+    MessageBatch,
+    MessageBatchList,
+)
+from vllmx_server.apis.batches.message_schema import CREATE, CreateMessageBatch
+from vllmx_server.apis.batches.messages import PREFIX, PURPOSE, URL, input_lines, results, shown
+from vllmx_server.apis.batches.routes import cancelled, check_room
+from vllmx_server.apis.batches.store import Batch
+from vllmx_server.generating.reading import checked, read_json
+from vllmx_server.generating.served import Served, served_of
+from vllmx_server.http.client import owner_of
+from vllmx_server.http.operation import BODY, HELLO, LIMIT, Media, Operation, Query
+from vllmx_server.http.pages import answer, check_query, number, page
+from vllmx_server.http.route import Right, Route
+from vllmx_server.store.ids import new_id, now
+
+_WINDOW_S = 24 * 3600
+"""The time limit of a batch, as in Anthropic's API."""
+
+
+async def create(request: Request) -> Response:
+    """Creates a batch of Messages."""
+    served, owner = served_of(request), owner_of(request)
+    served.check_admission()
+
+    def parse(data: bytes) -> tuple[int, bytes]:
+        body = checked(data, served, CREATE)
+        return len(body.requests), input_lines(body.requests, served.config.max_body_bytes)
+
+    num_requests, lines = await read_json(request, served, parse)
+    check_room(served, owner)
+    file = await _kept(served, owner, lines)
+    created = now()
+    batch = Batch(
+        id=new_id(PREFIX),
+        owner=owner,
+        endpoint=URL,
+        input_file_id=file.id,
+        completion_window="24h",
+        created_at=created,
+        expires_at=created + _WINDOW_S,
+        model=served.llm.config.name,
+        num_requests=num_requests,
+    )
+    await served.store(KeptFiles).batches.save(batch)
+    begun = answer(shown(batch))
+    served.store(KeptFiles).runner.begin(batch)
+    return begun
+
+
+async def _kept(served: Served, owner: str, lines: bytes) -> StoredFile:
+    """The input file of a batch. Raises StorageFullError, StorageError."""
+    files, size = served.store(KeptFiles).files, len(lines)
+    await files.take(owner, size)
+    try:
+        path = await files.on_thread(files.new_path)
+        await files.on_thread(partial(path.write_bytes, lines))
+        lifetime_s = max(served.config.lifetime_s, _WINDOW_S)
+        file = files.new_file(owner, "requests.jsonl", PURPOSE, size, lifetime_s)
+        await files.keep([(file, path)])
+        return file
+    finally:
+        files.give_back(owner, size)
+
+
+async def list_batches(request: Request) -> Response:
+    """The batches of Messages of this key, the newest first."""
+    check_query(request, "after_id", "before_id", "limit", "beta")
+    served, query = served_of(request), request.query_params
+    after, before = query.get("after_id"), query.get("before_id")
+    if after is not None and before is not None:
+        raise InvalidRequestError("give after_id or before_id, not both", param="before_id")
+    limit = number(request, "limit", 1, 1000, 20)
+    found, has_more = await served.store(KeptFiles).batches.page(
+        owner_of(request), after, limit, PREFIX, before
+    )
+    data = [shown(served.store(KeptFiles).runner.newest(batch)) for batch in found]
+    return page(MessageBatchList, data, has_more)
+
+
+async def _found(request: Request) -> Batch:
+    """The current state of the request's batch. Raises BatchNotKnownError."""
+    served = served_of(request)
+    name = request.path_params["id"]
+    return served.store(KeptFiles).runner.newest(
+        await served.store(KeptFiles).batches.get(owner_of(request), name, PREFIX)
+    )
+
+
+async def retrieve(request: Request) -> Response:
+    """Answers with the state of a batch."""
+    return answer(shown(await _found(request)))
+
+
+async def cancel(request: Request) -> Response:
+    """Cancels the requests of a batch that have not begun."""
+    served, batch = served_of(request), await _found(request)
+    if batch.status != "finalizing":  # its requests are answered
+        batch = await cancelled(served, batch)
+    return answer(shown(batch))
+
+
+async def delete(request: Request) -> Response:
+    """Deletes a batch that has ended, with its requests and results."""
+    batch, storage = await _found(request), served_of(request).store(KeptFiles)
+    if batch.is_open:
+        raise InvalidRequestError(
+            f"batch {batch.id} has not ended: cancel it, and delete it once it has"
+        )
+    await storage.batches.delete(batch.id)
+    for file_id in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
+        if file_id is not None:
+            await storage.files.delete(file_id)
+    return answer(DeletedMessageBatch(id=batch.id))
+
+
+async def show_results(request: Request) -> Response:
+    """The results of a batch that has ended: a line of JSON for each request."""
+    batch, files = await _found(request), served_of(request).store(KeptFiles).files
+    if batch.is_open:
+        raise InvalidRequestError(
+            f"batch {batch.id} has not ended: fetch its results once its processing_status is ended"
+        )
+    for file_id in filter(None, (batch.output_file_id, batch.error_file_id)):
+        try:
+            await files.get(batch.owner, file_id)
+        except FileNotKnownError:
+            raise FileNotKnownError(
+                f"the results of batch {batch.id} have expired and were deleted"
+            ) from None
+    return StreamingResponse(results(batch, files), media_type="application/x-jsonl")
+
+
+_TAG = "Batches of Messages"
+_ONE = "/v1/messages/batches/{id}"
+_PARAMS = {"max_tokens": 16, "messages": HELLO}
+_KNOWN = Operation(_TAG, MessageBatch, statuses=(404,), is_anthropic=True)
+ROUTES = (
+    Route(
+        "POST",
+        "/v1/messages/batches",
+        create,
+        Operation(
+            _TAG,
+            MessageBatch,
+            CreateMessageBatch,
+            statuses=BODY,
+            example={"requests": [{"custom_id": "one", "params": _PARAMS}]},
+            is_anthropic=True,
+        ),
+        led=True,
+        right=Right.HOLDERS,
+    ),
+    Route(
+        "GET",
+        "/v1/messages/batches",
+        list_batches,
+        Operation(
+            _TAG,
+            MessageBatchList,
+            query=(
+                Query("after_id", "The id behind which the page begins."),
+                Query("before_id", "The id in front of which the page ends."),
+                Query("limit", "Batches of a page.", {**LIMIT, "maximum": 1000}),
+                Query("beta", "Accepted and ignored."),
+            ),
+            is_anthropic=True,
+        ),
+        led=True,
+        right=Right.HOLDERS,
+    ),
+    Route("GET", _ONE, retrieve, _KNOWN, led=True, right=Right.HOLDERS),
+    Route(
+        "DELETE",
+        _ONE,
+        delete,
+        Operation(_TAG, DeletedMessageBatch, statuses=(404,), is_anthropic=True),
+        led=True,
+        right=Right.HOLDERS,
+    ),
+    Route(
+        "POST", "/v1/messages/batches/{id}/cancel", cancel, _KNOWN, led=True, right=Right.HOLDERS
+    ),
+    Route(
+        "GET",
+        "/v1/messages/batches/{id}/results",
+        show_results,
+        Operation(_TAG, Media(("application/x-jsonl",)), statuses=(404,), is_anthropic=True),
+        right=Right.HOLDERS,
+    ),
+)

@@ -1,0 +1,322 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from vllmx_core.errors import InvalidRequestError
+from vllmx_core.sampling import SamplingParams
+from vllmx_engine.client.request_state import MAX_DELTA_ROWS
+from vllmx_engine.client.request_stream import RequestStream
+from vllmx_engine.client.rule_limit import check_rules
+from vllmx_engine.text.fim import fim_marks
+from vllmx_engine.text.output import prompt_offsets
+from vllmx_engine.wire.outputs import CompletionOutput, RequestOutput
+
+from vllmx_server.apis.completions.answers import TextChoice, TextChunk, TextCompletion
+from vllmx_server.apis.completions.schema import DECODER, CompletionRequest
+from vllmx_server.generating.api import Api
+from vllmx_server.generating.caller import caller_of
+from vllmx_server.generating.chunks import Chunks, encode
+from vllmx_server.generating.generate import generate
+from vllmx_server.generating.generation import Generation
+from vllmx_server.generating.logprobs import CompletionLogprobs, prompt_logprobs
+from vllmx_server.generating.logprobs_answer import TextLogprobs
+from vllmx_server.generating.request_timings import request_timings
+from vllmx_server.generating.sampling import stream_options
+from vllmx_server.generating.served import Served
+from vllmx_server.http.event_stream import DONE, HeldResponse
+from vllmx_server.http.operation import GENERATES, GENERATING, Events, Operation
+from vllmx_server.http.route import Right, Route
+from vllmx_server.schema.json_pieces import json_pieces
+from vllmx_server.schema.record import lazily
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a body comes to."""
+
+    prompts: list[str | list[int]]
+    params: SamplingParams
+
+
+async def completions(request: Request) -> HeldResponse:
+    """OpenAI's text completion for one or several prompts, streamed or not."""
+    return await generate(request, DECODER, _asked, _submit, CompletionAnswer)
+
+
+def _asked(served: Served, body: CompletionRequest) -> Asked:
+    prompts = body.prompts()
+    if body.suffix:
+        prompts = _filled(served, prompts, body.suffix)
+    asked = Asked(prompts, _params(served, body))
+    check_rules(asked.params, len(asked.prompts))
+    return asked
+
+
+def _filled(served: Served, prompts: list[str | list[int]], suffix: str) -> list[str | list[int]]:
+    """Prompts for what stands between each of these and the suffix. Raises InvalidRequestError."""
+    marks = fim_marks(served.llm.tokenizer)
+    if marks is None:
+        raise InvalidRequestError(
+            f"suffix is not served: model {served.llm.config.name!r} has no tokens for filling into"
+            " the middle of a text; load one that has, such as Qwen/Qwen2.5-Coder-0.5B",
+            param="suffix",
+        )
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise InvalidRequestError(
+            "suffix needs prompts that are texts, not token ids", param="suffix"
+        )
+    return [marks.prompt(str(prompt), suffix) for prompt in prompts]
+
+
+async def _submit(
+    request: Request, served: Served, body: CompletionRequest, asked: Asked
+) -> list[RequestStream]:
+    """One engine request for each prompt; all or none. Raises what the engine refuses."""
+    return await served.llm.submit_all(
+        asked.prompts,
+        asked.params,
+        kind="delta" if body.stream else "final",
+        options=caller_of(request, body),
+        add_special_tokens=body.add_special_tokens is not False,
+        fit_max_tokens=not isinstance(body.max_tokens, int),
+    )
+
+
+def _params(served: Served, body: CompletionRequest) -> SamplingParams:
+    params = body.sampling_params(
+        served.llm.default_sampling_params,
+        max_tokens=body.token_limit,
+        logprobs=body.logprobs,
+    )
+    if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
+        return dataclasses.replace(params, prompt_logprobs=body.logprobs)
+    return params
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that is repeated before each of its choices."""
+
+    output: RequestOutput
+    text: str
+    offsets: Sequence[int]
+    """The offsets in it at which the prompt's tokens begin."""
+
+
+class CompletionAnswer:
+    """Makes the wire format of one request's outputs. Choice j of prompt i has index i * n + j."""
+
+    def __init__(
+        self, served: Served, body: CompletionRequest, request_id: str, generation: Generation
+    ) -> None:
+        self._id = f"cmpl-{request_id}"
+        self._state = served
+        self._body = body
+        self._generation = generation
+        self._n = body.n or 1
+        self._created = int(time.time())
+        self._echoes: list[Echo] = []
+        """What is echoed of each prompt, where `echo` asks for it."""
+        self._chunks = Chunks(
+            "text_completion",
+            self._id,
+            self._created,
+            served.llm.config.name,
+            stream_options(body.stream_options, served.config.enable_force_include_usage),
+            served.fingerprint,
+        )
+        self._begin = b'%b{"index":0,"text":' % self._chunks.head
+        self._end = b',"logprobs":null,"finish_reason":null}' + self._chunks.tail
+
+    async def whole(self) -> Iterator[bytes]:
+        """The body of an answer that is not streamed, in pieces."""
+        finals = await self._generation.finals()
+        if self._body.echo:
+            self._echoes = await asyncio.to_thread(lambda: list(map(self._echo_of, finals)))
+        usage = self._generation.usage
+        if self._body.scores_only:
+            usage.completion_tokens = 0
+        return json_pieces(
+            TextCompletion(
+                id=self._id,
+                created=self._created,
+                model=self._state.llm.config.name,
+                choices=lazily(
+                    self._choice(index, final, choice)
+                    for index, final in enumerate(finals)
+                    for choice in final.outputs
+                ),
+                system_fingerprint=self._state.fingerprint,
+                usage=usage.shown(),
+                metrics=request_timings(self._state.config, self._generation),
+            )
+        )
+
+    def _choice(self, index: int, final: RequestOutput, choice: CompletionOutput) -> TextChoice:
+        echo = self._echoes[index] if self._body.echo else None
+        echoed = "" if echo is None else echo.text
+        asked = self._body.prompt_logprobs is not None  # echo scores the prompt for itself
+        found = TextChoice(
+            index=index * self._n + choice.index,
+            text=echoed if self._body.scores_only else echoed + choice.text,
+            logprobs=self._logprobs(choice, len(echoed), echo),
+            finish_reason="length" if self._body.scores_only else choice.finish_reason,
+            stop_reason=None if self._body.scores_only else choice.stop_reason,
+            prompt_logprobs=prompt_logprobs(final.prompt_logprobs if asked else None),
+            token_ids=None,
+            prompt_token_ids=None,
+        )
+        if self._body.return_token_ids:
+            found.token_ids = [] if self._body.scores_only else choice.token_ids
+            found.prompt_token_ids = final.prompt_token_ids
+        return found
+
+    def _logprobs(
+        self, choice: CompletionOutput, shift: int, echo: Echo | None = None
+    ) -> TextLogprobs | None:
+        """Log-probabilities of the choice's tokens, with echo after those of the prompt. `shift`:
+        characters before the choice's text."""
+        if self._body.logprobs is None or choice.logprobs is None:
+            return None
+        rows = CompletionLogprobs(self._state.llm.tokenizer, self._body.return_tokens_as_token_ids)
+        if echo is not None and echo.output.prompt_logprobs is not None:
+            rows.add(echo.output.prompt_token_ids, echo.output.prompt_logprobs, echo.offsets)
+        if not self._body.scores_only:
+            offsets = choice.text_offsets or [0] * len(choice.token_ids)
+            rows.add(choice.token_ids, choice.logprobs, offsets, shift)
+        return rows.shown()
+
+    def _echo_of(self, output: RequestOutput) -> Echo:
+        text = self._prompt_text(output)
+        offsets: Sequence[int] = ()
+        if self._body.logprobs is not None:
+            offsets = prompt_offsets(self._state.llm.tokenizer, output.prompt_token_ids, text)
+        return Echo(output, text, offsets)
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None:
+            return output.prompt
+        return self._state.llm.tokenizer.decode(output.prompt_token_ids)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The chunks of a streamed answer with their SSE framing; none before the engine's first
+        output."""
+        body, usage, chunks = self._body, self._generation.usage, self._chunks
+        is_plain = self.has_middle
+        begun: set[int] = set()
+        echoes: dict[int, Echo] = {}
+        async with aclosing(self._generation.outputs()) as outputs:
+            async for index, output in outputs:
+                if body.echo and index not in echoes:
+                    echoes[index] = await asyncio.to_thread(self._echo_of, output)
+                num_unsent = sum(len(choice.token_ids) for choice in output.outputs)
+                for choice in output.outputs:
+                    number = index * self._n + choice.index
+                    echo = echoes.get(index)
+                    if echo is not None and number not in begun:
+                        for part in self._echo_parts(number, echo):
+                            yield chunks.chunk(part, usage, num_unsent)
+                            await asyncio.sleep(0)
+                    num_unsent -= len(choice.token_ids)
+                    if choice.finish_reason is not None or not is_plain or number not in begun:
+                        is_first = number not in begun
+                        begun.add(number)
+                        if body.scores_only:
+                            usage.completion_tokens = num_unsent = 0
+                        delta = self._delta(number, choice, output, is_first, echo)
+                        yield chunks.chunk(delta, usage, num_unsent)
+                    elif choice.text:
+                        yield self._plain(number, choice.text)
+        timings = request_timings(self._state.config, self._generation)
+        yield (chunks.usage(usage, timings) if chunks.has_last_usage else b"") + DONE
+
+    @property
+    def has_middle(self) -> bool:
+        """See `Answer.has_middle`."""
+        body = self._body
+        has_more = body.logprobs is not None or body.return_token_ids or self._chunks.has_usage
+        return not has_more
+
+    def middle(self, text: str, ids: list[int]) -> bytes:
+        """See `Answer.middle`."""
+        return b"%b%b%b" % (self._begin, encode(text), self._end) if text else b""
+
+    def _plain(self, number: int, text: str) -> bytes:
+        begin = b'%b{"index":%d,"text":' % (self._chunks.head, number)
+        return b"%b%b%b" % (begin, encode(text), self._end)
+
+    def _echo_parts(self, number: int, echo: Echo) -> Iterator[dict[str, Any]]:
+        """The prompt, with its log-probabilities a few tokens at a time."""
+        rows = echo.output.prompt_logprobs if self._body.logprobs is not None else None
+        if rows is None:
+            yield {"index": number, "text": echo.text, "logprobs": None, "finish_reason": None}
+            return
+        ids, offsets = echo.output.prompt_token_ids, [*echo.offsets, len(echo.text)]
+        offsets[0] = 0
+        for start in range(0, len(ids), MAX_DELTA_ROWS):
+            end = min(len(ids), start + MAX_DELTA_ROWS)
+            found = CompletionLogprobs(
+                self._state.llm.tokenizer, self._body.return_tokens_as_token_ids
+            )
+            found.add(ids[start:end], rows[start:end], echo.offsets[start:end])
+            yield {
+                "index": number,
+                "text": echo.text[offsets[start] : offsets[end]],
+                "logprobs": found.shown(),
+                "finish_reason": None,
+            }
+
+    def _delta(
+        self,
+        number: int,
+        choice: CompletionOutput,
+        output: RequestOutput,
+        is_first: bool,
+        echo: Echo | None,
+    ) -> dict[str, Any]:
+        scores_only = self._body.scores_only
+        found: dict[str, Any] = {
+            "index": number,
+            "text": "" if scores_only else choice.text,
+            "logprobs": self._logprobs(choice, 0 if echo is None else len(echo.text)),
+            "finish_reason": choice.finish_reason,
+        }
+        if choice.finish_reason is not None:
+            found["finish_reason"] = "length" if scores_only else choice.finish_reason
+            found["stop_reason"] = None if scores_only else choice.stop_reason
+        if self._body.return_token_ids:
+            found["token_ids"] = [] if scores_only else choice.token_ids
+            if is_first:
+                found["prompt_token_ids"] = output.prompt_token_ids
+        return found
+
+
+class CompletionsApi(Api):
+    routes = (
+        Route(
+            "POST",
+            "/v1/completions",
+            completions,
+            Operation(
+                GENERATING,
+                TextCompletion,
+                CompletionRequest,
+                events=Events(TextChunk, is_named=False, ends_with="[DONE]"),
+                statuses=GENERATES,
+                example={"prompt": "Once upon a time", "max_tokens": 16},
+                task="generate",
+            ),
+            of_model=True,
+            span="text_completion",
+            right=Right.HOLDERS,
+        ),
+    )

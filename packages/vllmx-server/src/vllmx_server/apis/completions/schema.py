@@ -1,0 +1,95 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from vllmx_core.errors import InvalidRequestError, shown
+
+from vllmx_server.generating.sampling import SamplingFields
+from vllmx_server.schema import intervals as limits
+
+MAX_PROMPTS = 256
+"""Prompts in one call."""
+
+
+class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's text completion with vLLM's extensions."""
+
+    prompt: str | list[str | limits.TokenId | list[limits.TokenId]]
+    """A text, a list of token ids, or a list of either."""
+    max_tokens: limits.MinTokens | msgspec.UnsetType | None = msgspec.UNSET
+    """None: as many as the context holds. Not given: 16, or what the context has room for."""
+    logprobs: limits.Likeliest | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    """None: special tokens are added."""
+
+    suffix: str | None = None
+    """What stands behind the text that is wanted, for models that were trained to fill in."""
+
+    # Taken where they ask for what is done anyway: see `unserved`.
+    prompt_embeds: Any = None
+    thinking_token_budget: Any = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each a text or token ids. Raises InvalidRequestError."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise InvalidRequestError("prompt is an empty list: give a text", param="prompt")
+        if all(isinstance(item, int) for item in prompt):
+            return [[item for item in prompt if isinstance(item, int)]]
+        if any(isinstance(item, int) for item in prompt):
+            raise InvalidRequestError(
+                "prompt mixes token ids with other items: give one list of ids, or a list of texts"
+                " or lists of ids",
+                param="prompt",
+            )
+        if len(prompt) > MAX_PROMPTS:
+            raise InvalidRequestError(
+                f"prompt has {len(prompt)} entries, at most {MAX_PROMPTS} are served in one call:"
+                " split it",
+                param="prompt",
+            )
+        return [item for item in prompt if not isinstance(item, int)]
+
+    @property
+    def token_limit(self) -> int | None:
+        """None: as many as the context holds."""
+        if self.scores_only:
+            return 1  # drawn and dropped: the model must run to score the prompt
+        return 16 if isinstance(self.max_tokens, msgspec.UnsetType) else self.max_tokens
+
+    @property
+    def scores_only(self) -> bool:
+        """Nothing is generated: the prompt comes back, with its logprobs where they are wanted."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def check(self) -> None:
+        SamplingFields.check(self)
+        if self.thinking_token_budget not in (None, -1):
+            raise InvalidRequestError(
+                f"thinking_token_budget = {shown(self.thinking_token_budget)} is not served:"
+                " only the answers of chats have thoughts that are told apart",
+                param="thinking_token_budget",
+            )
+        self.check_streamed("logprobs", self.logprobs)
+        self.check_named(self.logprobs is not None)
+        if self.logprob_token_ids and self.scores_only:
+            raise InvalidRequestError(
+                "logprob_token_ids is about generated tokens, and max_tokens = 0 generates none:"
+                " use prompt_logprobs",
+                param="logprob_token_ids",
+            )
+        if self.suffix and self.echo:
+            raise InvalidRequestError(
+                "echo repeats what stands before the answer, and with suffix that is not all of"
+                " the prompt: leave out one of them",
+                param="echo",
+            )
+
+
+DECODER = msgspec.json.Decoder(CompletionRequest)

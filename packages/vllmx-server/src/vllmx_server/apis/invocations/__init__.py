@@ -1,0 +1,1 @@
+"""SageMaker's route, which stands for several others."""

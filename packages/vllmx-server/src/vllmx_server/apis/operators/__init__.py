@@ -1,0 +1,1 @@
+"""Routes that change a running server, for operators."""

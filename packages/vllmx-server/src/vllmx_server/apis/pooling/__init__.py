@@ -1,0 +1,1 @@
+"""Vectors and scores: OpenAI's, Jina's, Cohere's, vLLM's and TEI's routes."""

@@ -1,0 +1,228 @@
+"""One response: what is shown of it while it comes to be, whole or in events."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllmx_core.errors import VllmxError
+from vllmx_core.system.private_traceback import private_traceback
+
+from vllmx_server.apis.responses.as_chat import items_of
+from vllmx_server.apis.responses.conversation_store import MAX_ITEMS, ConversationNotKnownError
+from vllmx_server.apis.responses.items import named
+from vllmx_server.apis.responses.kept import KeptResponses
+from vllmx_server.apis.responses.output import Output, Told
+from vllmx_server.apis.responses.schema import ResponsesRequest
+from vllmx_server.apis.responses.store import StoredResponse
+from vllmx_server.apis.responses.tools import forms_of
+from vllmx_server.errors import cut_message, internal_error
+from vllmx_server.generating.chat_events import ChatEvents
+from vllmx_server.generating.content_logprobs import ContentLogprobs
+from vllmx_server.generating.generation import Generation, Usage
+from vllmx_server.generating.served import Served
+from vllmx_server.store.database import logger
+from vllmx_server.store.ids import new_id, now
+
+if TYPE_CHECKING:
+    from vllmx_server.apis.responses.rounds import ToolRounds
+
+encode = msgspec.json.Encoder().encode
+
+
+class ResponseAnswer:
+    """Makes one response of a generation, and keeps it at its end where that is wanted.
+
+    Attributes:
+        stored: the response as it is now.
+        is_cancelled: its client wants no more of it; set before the engine gives it up.
+    """
+
+    def __init__(
+        self,
+        served: Served,
+        owner: str,
+        body: ResponsesRequest,
+        generation: Generation | ToolRounds,
+    ) -> None:
+        self._served = served
+        self._owner = owner
+        self._body = body
+        self._generation = generation
+        logprobs, tools = None, None
+        self._events: ChatEvents | ToolRounds
+        if isinstance(generation, Generation):
+            if body.has_logprobs:
+                logprobs = ContentLogprobs(generation.readers, body.top_logprobs or 0)
+            self._events = ChatEvents(generation, logprobs)
+        else:
+            self._events, tools = generation, generation.tools
+        self._output = Output(logprobs, forms_of(body.tools), tools)
+        self._number = 0
+        self.is_cancelled = False
+        self.stored = StoredResponse(
+            response=_fields(body, served.llm.config.name), input=named(items_of(body))
+        )
+        self._response = self.stored.response
+
+    async def whole(self) -> Iterator[bytes]:
+        """The body of an answer that is not streamed. Raises what the engine raises."""
+        async with aclosing(self._events.all()) as events:
+            async for event in events:
+                for _ in self._output.take(event):
+                    pass
+        self._finish()
+        await self._converse()
+        await self.keep()
+        return iter((encode(self._response),))
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The events of a streamed answer; none before the engine's first output. What the engine
+        raises later becomes `response.failed`."""
+        begun = False
+        try:
+            async with aclosing(self._events.all()) as events:
+                async for event in events:
+                    if not begun:
+                        begun = True
+                        yield self.begin()
+                    for told in self._output.take(event):
+                        yield self._event(told)
+            self._finish()
+            await self._converse()
+            await self.keep()
+        except VllmxError as error:
+            if not begun:
+                raise
+            yield self.fail(error)
+        except Exception as error:
+            if not begun:
+                raise
+            logger.error("unhandled error in a response\n%s", private_traceback(error))
+            yield self.fail(internal_error())
+        else:
+            yield self._event((self._response["status"], {"response": self._response}))
+
+    @property
+    def has_middle(self) -> bool:
+        """See `Answer.has_middle`."""
+        return self._events.has_middle
+
+    def middle(self, text: str, ids: list[int]) -> bytes:
+        """See `Answer.middle`."""
+        told = (told for event in self._events.more(text, ids) for told in self._output.take(event))
+        return b"".join(map(self._event, told))
+
+    def begin(self) -> bytes:
+        """The first two events."""
+        self._response["status"] = "in_progress"
+        shown = {"response": self._response}
+        return self._event(("created", shown)) + self._event(("in_progress", shown))
+
+    def fail(self, error: VllmxError) -> bytes:
+        """Ends the response by an error, or as its client wishes; returns the events of that."""
+        closing = b"".join(map(self._event, self._output.close("incomplete")))
+        status = "cancelled" if self.is_cancelled else "failed"
+        if not self.is_cancelled:
+            self._response["error"] = {"code": "server_error", "message": cut_message(error)}
+        self._end(status)
+        return closing + self._event((status, {"response": self._response}))
+
+    async def keep(self, events: Sequence[bytes] = ()) -> None:
+        """Keeps it as it is now, unless the client wants none, with its events where it is to be
+        streamed."""
+        if self._body.is_stored:
+            told = events if self._body.stream else ()
+            await self._served.store(KeptResponses).responses.save(self._owner, self.stored, told)
+
+    async def _converse(self) -> None:
+        """Adds what was asked and answered to the conversation, unless that was deleted
+        meanwhile."""
+        name = self._body.conversation_id
+        if name is not None:
+            conversations = self._served.store(KeptResponses).conversations
+            with contextlib.suppress(ConversationNotKnownError):
+                await conversations.add(self._owner, name, self.stored.items(), spare=MAX_ITEMS)
+
+    def _finish(self) -> None:
+        end = self._output.end
+        if end is not None and end.finish_reason == "length":
+            self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+            self._end("incomplete")
+        else:
+            self._response["completed_at"] = now()
+            self._end("completed")
+
+    def _end(self, status: str) -> None:
+        self._response["output"] = self._output.items
+        self._response["usage"] = usage_of(self._generation.usage)
+        self._response["status"] = status
+
+    def _event(self, told: Told) -> bytes:
+        name, fields = told
+        event = {"type": f"response.{name}", "sequence_number": self._number, **fields}
+        self._number += 1
+        return b"event: response.%b\ndata: %b\n\n" % (name.encode(), encode(event))
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """The token counts in the form of the API."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _format(body: ResponsesRequest) -> dict[str, Any]:
+    wanted = body.text.format if body.text is not None else None
+    if wanted is None:
+        return {"type": "text"}
+    found: dict[str, Any] = msgspec.to_builtins(wanted)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _fields(body: ResponsesRequest, model: str) -> dict[str, Any]:
+    """What is shown from the beginning."""
+    reasoning = body.reasoning
+    return {
+        "id": new_id("resp_"),
+        "object": "response",
+        "created_at": now(),
+        "status": "queued" if body.background else "in_progress",
+        "background": bool(body.background),
+        "completed_at": None,
+        "conversation": None if body.conversation_id is None else {"id": body.conversation_id},
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {
+            "effort": None if reasoning is None else reasoning.effort,
+            "summary": None if reasoning is None else reasoning.summary,
+        },
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.is_stored,
+        "temperature": body.temperature,
+        "text": {"format": _format(body)},
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": body.top_p,
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+        "user": body.user,
+        "metadata": body.metadata or {},
+    }

@@ -1,0 +1,168 @@
+"""/v1/responses/input_tokens and /v1/responses/compact: count or shorten a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from itertools import chain
+
+from starlette.requests import Request
+from starlette.responses import Response
+from vllmx_engine.client.request_stream import RequestStream
+
+from vllmx_server.apis.responses.answer import usage_of
+from vllmx_server.apis.responses.answers import Compaction, CountedInput
+from vllmx_server.apis.responses.as_chat import chat_of, items_of
+from vllmx_server.apis.responses.compaction import item_of
+from vllmx_server.apis.responses.input_schema import (
+    COMPACT,
+    INPUT_TOKENS,
+    CompactRequest,
+    InputTokensRequest,
+)
+from vllmx_server.apis.responses.items import named, shown
+from vllmx_server.apis.responses.routes import FRAMING, Asked, asked_of, call_of, items_before
+from vllmx_server.apis.responses.schema import InputItem, ResponsesRequest
+from vllmx_server.generating.chat_call import chat_call, submit_chat
+from vllmx_server.generating.chat_events import ChatEvents, ContentPiece
+from vllmx_server.generating.field_names import RESPONSES_FIELDS
+from vllmx_server.generating.generate import generate
+from vllmx_server.generating.generation import Generation
+from vllmx_server.generating.reading import body_bytes, checked, counted, most_tokens, read_json
+from vllmx_server.generating.served import Served, served_of
+from vllmx_server.http.client import client_of
+from vllmx_server.http.disconnect import while_there
+from vllmx_server.http.event_stream import HeldResponse
+from vllmx_server.http.operation import BODY, GENERATES, GENERATING, TEXT, Operation
+from vllmx_server.http.pages import answer
+from vllmx_server.http.route import Right, Route
+from vllmx_server.schema.json_pieces import Items, json_pieces
+from vllmx_server.store.ids import new_id, now
+
+_KEPT = ("user", "system", "developer")
+"""The roles of messages that a compacted conversation keeps as they are."""
+
+
+async def input_tokens(request: Request) -> Response:
+    """Counts the tokens of the prompt that a response would have."""
+    served, client = served_of(request), client_of(request)
+
+    def parse(data: bytes) -> tuple[ResponsesRequest, Asked]:
+        body = checked(data, served, INPUT_TOKENS).request()
+        return body, asked_of(request, served, body)
+
+    body, asked = await read_json(request, served, parse)
+    async with counted(request) as admitted:
+        call = await call_of(request, served, body, asked)
+        encoding = served.llm.encode_chat(
+            call.conversation, call.options, False, client, body_bytes(request), most_tokens(served)
+        )
+        with RESPONSES_FIELDS.told():
+            tokens = await while_there(request.receive, encoding)
+        admitted.num_tokens = len(tokens)
+    return answer(CountedInput(input_tokens=len(tokens)))
+
+
+async def compact(request: Request) -> HeldResponse:
+    """Shortens a conversation to the user's messages and a summary that the model writes."""
+    compaction = _Compaction()
+    return await generate(
+        request, COMPACT, compaction.asked, compaction.submit, compaction.answer, FRAMING
+    )
+
+
+class _Compaction:
+    """One request: its conversation, and its answer."""
+
+    def __init__(self) -> None:
+        self._kept: list[InputItem] = []
+        self._generation: Generation
+
+    def asked(self, served: Served, body: CompactRequest) -> ResponsesRequest:
+        """The request for the summary. Raises InvalidRequestError for items that are not served."""
+        asked = body.request()
+        chat_of(asked, ())
+        return asked
+
+    async def submit(
+        self, request: Request, served: Served, body: CompactRequest, asked: ResponsesRequest
+    ) -> list[RequestStream]:
+        """Starts the summary. Raises what the engine refuses."""
+        before = await items_before(request, served, asked)
+        items = named([*before, *items_of(body.past())])
+        self._kept = [item for item in items if item.role in _KEPT]
+        with RESPONSES_FIELDS.told():
+            call = await served.llm.text.run(
+                client_of(request),
+                body_bytes(request),
+                lambda _: chat_call(served, chat_of(asked, before), fit=True),
+            )
+            return await submit_chat(request, served, call, by_events=True)
+
+    def answer(
+        self, served: Served, body: CompactRequest, request_id: str, generation: Generation
+    ) -> _Compaction:
+        """See `generate`."""
+        self._generation = generation
+        return self
+
+    async def whole(self) -> Iterator[bytes]:
+        """The body of the answer."""
+        texts: list[str] = []
+        async with aclosing(ChatEvents(self._generation).all()) as events:
+            async for event in events:
+                if isinstance(event, ContentPiece):
+                    texts.append(event.text)
+        found = {
+            "id": new_id("resp_"),
+            "object": "response.compaction",
+            "created_at": now(),
+            "output": Items(chain(map(shown, self._kept), (item_of("".join(texts)),))),
+            "usage": usage_of(self._generation.usage),
+        }
+        return json_pieces(found)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Nothing is streamed here."""
+        raise NotImplementedError
+        yield b""
+
+    has_middle = False
+
+    def middle(self, text: str, ids: list[int]) -> bytes:
+        """Nothing is streamed here."""
+        return b""
+
+
+ROUTES = (
+    Route(
+        "POST",
+        "/v1/responses/input_tokens",
+        input_tokens,
+        Operation(
+            TEXT,
+            CountedInput,
+            InputTokensRequest,
+            statuses=(*BODY, 404),
+            example={"input": "Hello!"},
+            task="generate",
+        ),
+        of_model=True,
+        right=Right.HOLDERS,
+    ),
+    Route(
+        "POST",
+        "/v1/responses/compact",
+        compact,
+        Operation(
+            GENERATING,
+            Compaction,
+            CompactRequest,
+            statuses=GENERATES,
+            example={"input": "Hello!"},
+            task="generate",
+        ),
+        of_model=True,
+        right=Right.HOLDERS,
+    ),
+)

@@ -1,0 +1,1 @@
+"""Models, health, metrics, usage of keys, version."""

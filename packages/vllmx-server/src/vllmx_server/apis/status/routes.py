@@ -1,0 +1,211 @@
+"""Models, health, metrics, version: what operators and clients look up."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from vllmx_core.config import DEMO_MODEL
+from vllmx_core.errors import ModelNotFoundError, listing, shown
+
+from vllmx_server import __version__
+from vllmx_server.apis.status.answers import KeyUsedList, ModelCard, ModelList, Version
+from vllmx_server.apis.status.key_usage import usage
+from vllmx_server.generating.api import Api
+from vllmx_server.generating.served import Served, served_of
+from vllmx_server.http.answers import Health
+from vllmx_server.http.operation import STATUS, Endpoint, Media, Operation
+from vllmx_server.http.route import Right, Route
+from vllmx_server.watch.metrics import CONTENT_TYPE, Metrics, render_all
+
+_encode = msgspec.json.Encoder().encode
+
+
+def _json(value: object, status: int = 200) -> Response:
+    headers = {"retry-after": "1"} if status == 503 else None
+    return Response(_encode(value), status, headers=headers, media_type="application/json")
+
+
+def _card(served: Served) -> ModelCard:
+    model, info = served.llm.config.model, served.llm.info
+    return ModelCard(
+        id=served.llm.config.name,
+        created=served.created,
+        root=info.path if model == DEMO_MODEL else model,
+        max_model_len=info.max_model_len,
+        input_modalities=_modalities(info.takes_images),
+        permission=[],
+        aliases=() if served.models is None else served.models.aliases(served.llm.config.name),
+        state="unloaded" if served.llm.is_asleep else "loaded",
+        size_bytes=info.weight_bytes + info.kv_cache_bytes,
+    )
+
+
+def _modalities(takes_images: bool) -> list[Literal["text", "image"]]:
+    return ["text", "image"] if takes_images else ["text"]
+
+
+async def models(request: Request) -> Response:
+    """The models that are served, with a card for each of their names."""
+    return _json(ModelList(data=await _cards(served_of(request))))
+
+
+async def _cards(served: Served) -> list[ModelCard]:
+    """A card for each name, as clients look for the one that they were given."""
+    cards = [_card(served), *await _others(served)]
+    return [_called(name, card) for card in cards for name in (card.id, *card.aliases)]
+
+
+def _called(name: str, card: ModelCard) -> ModelCard:
+    others = tuple(each for each in (card.id, *card.aliases) if each != name)
+    return msgspec.structs.replace(card, id=name, aliases=others)
+
+
+async def _others(served: Served) -> list[ModelCard]:
+    """The models beside the default one, loaded or not."""
+    if served.models is None:
+        return []
+    return [
+        ModelCard(
+            id=card.name,
+            created=served.created,
+            root=card.root,
+            max_model_len=card.max_model_len,
+            input_modalities=None if card.takes_images is None else _modalities(card.takes_images),
+            permission=[],
+            aliases=card.aliases,
+            state=card.state,
+            size_bytes=card.num_bytes,
+            error=card.error,
+        )
+        for card in await served.models.host.cards()
+    ]
+
+
+async def model(request: Request) -> Response:
+    """One model."""
+    served = served_of(request)
+    name = request.path_params["name"]
+    cards = {card.id: card for card in await _cards(served)}
+    if name not in cards:
+        raise ModelNotFoundError(
+            f"model {shown(name)} is not served here; served: {listing(cards)}", param="model"
+        )
+    return _json(cards[name])
+
+
+async def live(request: Request) -> Response:
+    """200 while the process answers, unless the engine is gone for good."""
+    served = served_of(request)
+    if served.llm.errored:
+        return _json(Health(status="dead", message=served.llm.trouble), 503)
+    return _json(Health(status="live"))
+
+
+async def ready(request: Request) -> Response:
+    """200 when requests are served; 503 while the core restarts or does not answer, or the server
+    drains."""
+    served = served_of(request)
+    if served.admission.draining:
+        return _json(Health(status="draining"), 503)
+    if not served.llm.is_ready and not served.sleeps_idle:
+        shown = Health(
+            status="unresponsive" if served.llm.is_silent else "starting",
+            message=served.llm.trouble,
+        )
+        if served.llm.errored:
+            shown.status = "dead"
+        elif served.llm.is_asleep:
+            shown.status = "asleep"
+        return _json(shown, 503)
+    return _json(Health(status="ready"))
+
+
+async def metrics(request: Request) -> Response:
+    """Counters and histograms for Prometheus."""
+    served = served_of(request)
+    found = [served.metrics] if served.models is None else served.models.metrics()
+    counts = await served.processes.metric_counts({each.model: each.counts() for each in found})
+    if counts:
+        own = {each.model for each in found}
+        others = dict.fromkeys(model for one in counts for model in one if model not in own)
+        found += map(Metrics.elsewhere, others)
+        found = [
+            each.with_others([one[each.model] for one in counts if each.model in one])
+            for each in found
+        ]
+    body = found[0].render() if len(found) == 1 else render_all(found)
+    return Response(body, headers={"content-type": CONTENT_TYPE})
+
+
+async def version(request: Request) -> Response:
+    """The version of vllmx."""
+    return _json(Version(version=__version__))
+
+
+_READY = Operation(STATUS, Health, answers={503: Health})
+
+
+def _open(method: str, path: str, endpoint: Endpoint, *, for_operators: bool = True) -> Route:
+    """A route of probes, which come often and bring no key."""
+    return Route(
+        method,
+        path,
+        endpoint,
+        _READY,
+        Right.EVERYBODY,
+        for_operators=for_operators,
+        is_logged=False,
+    )
+
+
+class StatusApi(Api):
+    routes = (
+        Route(
+            "GET",
+            "/v1/models",
+            models,
+            Operation(STATUS, ModelList),
+            for_operators=True,
+            right=Right.HOLDERS,
+        ),
+        Route(
+            "GET",
+            "/v1/models/{name:path}",
+            model,
+            Operation(STATUS, ModelCard, statuses=(404,)),
+            for_operators=True,
+            right=Right.HOLDERS,
+        ),
+        _open("GET", "/ping", ready, for_operators=False),
+        _open("POST", "/ping", ready, for_operators=False),
+        _open("GET", "/health", ready),
+        _open("GET", "/health/live", live),
+        _open("GET", "/health/ready", ready),
+        Route(
+            "GET",
+            "/metrics",
+            metrics,
+            Operation(STATUS, Media((CONTENT_TYPE.partition(";")[0],))),
+            for_operators=True,
+            right=Right.HOLDERS,
+        ),
+        Route(
+            "GET",
+            "/version",
+            version,
+            Operation(STATUS, Version),
+            for_operators=True,
+            right=Right.HOLDERS,
+        ),
+        Route(
+            "GET",
+            "/v1/usage",
+            usage,
+            Operation(STATUS, KeyUsedList, text="Of all keys for one that says `admin`."),
+            for_operators=True,
+            right=Right.HOLDERS,
+        ),
+    )

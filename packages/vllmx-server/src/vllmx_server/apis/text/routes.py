@@ -1,0 +1,157 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from vllmx_core.errors import InvalidRequestError
+from vllmx_engine.client.id_lists import id_outside
+
+from vllmx_server.apis.text.answers import Detokenized, Tokenized
+from vllmx_server.apis.text.schema import DETOKENIZE, TOKENIZE, DetokenizeRequest, TokenizeRequest
+from vllmx_server.generating.api import Api
+from vllmx_server.generating.chat_call import check_template
+from vllmx_server.generating.reading import body_bytes, checked, counted, most_tokens, read_json
+from vllmx_server.generating.served import Served, served_of
+from vllmx_server.http.client import client_of
+from vllmx_server.http.disconnect import while_there
+from vllmx_server.http.operation import BODY, TEXT, Operation
+from vllmx_server.http.route import Right, Route
+from vllmx_server.schema.json_pieces import Items, json_pieces
+
+_encode = msgspec.json.Encoder().encode
+
+
+async def tokenize(request: Request) -> Response:
+    """Token ids of a text or of a rendered conversation."""
+    served = served_of(request)
+    client = client_of(request)
+
+    def parse(data: bytes) -> tuple[TokenizeRequest, list[dict[str, Any]]]:
+        body = checked(data, served, TOKENIZE)
+        check_template(served, body.chat_template)
+        return body, [each.for_template(index) for index, each in enumerate(body.messages or ())]
+
+    body, conversation = await read_json(request, served, parse)
+    async with counted(request) as admitted:
+        encoding = _tokens_of(served, body, conversation, client, body_bytes(request))
+        tokens = await while_there(request.receive, encoding)
+        admitted.num_tokens = len(tokens)
+
+    def answer(_: object) -> bytes:
+        made = _tokenized(served, tokens, bool(body.return_token_strs))
+        # Here, for to free a million small values takes the loop as long as to make them.
+        for values in (tokens, conversation, body.messages or []):
+            values.clear()
+        return made
+
+    return Response(
+        await served.llm.text.run(client, len(tokens), answer), media_type="application/json"
+    )
+
+
+def _tokenized(served: Served, tokens: list[int], with_strings: bool) -> bytes:
+    made = _encode(
+        Tokenized(
+            count=len(tokens),
+            max_model_len=served.llm.info.max_model_len,
+            tokens=tokens,
+            token_strs=None,
+        )
+    )
+    if not with_strings:
+        return made
+    # The last field, in pieces: a million texts at once would hold up all other threads.
+    entry = served.llm.tokenizer.id_to_token
+    strings = json_pieces(Items(entry(token) or "" for token in tokens))
+    return b"".join((made.removesuffix(b"null}"), *strings, b"}"))
+
+
+async def _tokens_of(
+    served: Served,
+    body: TokenizeRequest,
+    conversation: list[dict[str, Any]],
+    client: str,
+    num_bytes: int,
+) -> list[int]:
+    if body.prompt is not None:
+        special = body.add_special_tokens is not False
+        limit = most_tokens(served)
+        return await served.llm.encode(body.prompt, special, client=client, limit=limit)
+    return await served.llm.encode_chat(
+        conversation,
+        body.chat_options(),
+        bool(body.add_special_tokens),
+        client,
+        num_bytes,
+        most_tokens(served),
+    )
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    served = served_of(request)
+    client = client_of(request)
+
+    def parse(data: bytes) -> DetokenizeRequest:
+        body = checked(data, served, DETOKENIZE)
+        check_ids(body.tokens, served.llm.info.vocab_size)
+        return body
+
+    body = await read_json(request, served, parse)
+    async with counted(request) as admitted:
+        text = await served.llm.decode(body.tokens, bool(body.skip_special_tokens), client=client)
+        admitted.num_tokens = len(body.tokens)
+
+    def answer(_: object) -> bytes:
+        body.tokens.clear()  # as above
+        return _encode(Detokenized(prompt=text))
+
+    return Response(
+        await served.llm.text.run(client, len(text), answer), media_type="application/json"
+    )
+
+
+def check_ids(tokens: list[int], vocab_size: int) -> None:
+    """Raises InvalidRequestError for an id that is not in the vocabulary."""
+    wrong = id_outside(tokens, vocab_size)
+    if wrong is not None:
+        raise InvalidRequestError(
+            f"token id {wrong} is not in the vocabulary of {vocab_size} tokens", param="tokens"
+        )
+
+
+class TextApi(Api):
+    routes = (
+        Route(
+            "POST",
+            "/tokenize",
+            tokenize,
+            Operation(
+                TEXT,
+                Tokenized,
+                TokenizeRequest,
+                statuses=(*BODY, 404),
+                example={"prompt": "Hello!"},
+            ),
+            of_model=True,
+            right=Right.HOLDERS,
+        ),
+        Route(
+            "POST",
+            "/detokenize",
+            detokenize,
+            Operation(
+                TEXT,
+                Detokenized,
+                DetokenizeRequest,
+                statuses=(*BODY, 404),
+                example={"tokens": [72, 105]},
+            ),
+            of_model=True,
+            right=Right.HOLDERS,
+        ),
+    )

@@ -1,0 +1,39 @@
+"""What an API is to the server that hosts it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllmx_server.config import ServerConfig
+from vllmx_server.generating.served import Served
+from vllmx_server.http.route import Route
+
+
+class Api:
+    """Routes, and what they keep. A plugin names a subclass in an `ApiSpec`; a server makes one
+    object of it while the model loads.
+
+    Endpoints find the server by `served_of(request)`, and an object that `start` has put there by
+    `Served.store`.
+    """
+
+    routes: Sequence[Route] = ()
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+
+    def start(self, served: Served) -> None:
+        """Called once in each process, before its first request."""
+
+    async def lead(self, *, takes_over: bool) -> None:
+        """Begins the work that one process does for the whole server. `takes_over`: another process
+        did that work, and has died."""
+
+    async def clean(self) -> None:
+        """Deletes what is too old. Called every few minutes in the process that leads."""
+
+    async def stop(self) -> None:
+        """Ends the work that `lead` has begun. May be called twice, and without `lead`."""
+
+    def close(self) -> None:
+        """Frees what the process holds, after its last request. May be called twice."""

@@ -1,0 +1,100 @@
+"""The fields of every route that generates text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from vllmx_server.schema import intervals as limits
+
+
+class JSONSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """OpenAI's wrapper of a schema. Answers follow it whatever `strict` says."""
+
+    name: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """What the whole answer is; "text" leaves it free."""
+
+    type: str = "text"
+    json_schema: JSONSchemaFormat | None = None
+    schema: dict[str, Any] | None = None
+    """llama.cpp's way to bring a schema with "json_object" or "json_schema"."""
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's form; null fields are not given."""
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+    # There is one library, so there is nothing to fall back to; and a schema says what it allows.
+    disable_fallback: bool | None = None
+    disable_additional_properties: bool | None = None
+
+
+class GuidedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's fields, old and new, of every route that generates."""
+
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
+    """Accepted and ignored: there is one."""
+
+
+class GeneratingFields(GuidedFields, kw_only=True, forbid_unknown_fields=True):
+    """The fields that chats, completions, Responses and Messages share; None means not given.
+    `MessagesRequest` has another base, so it repeats them, and a test compares both."""
+
+    temperature: limits.Temperature | None = None
+    top_p: limits.TopP | None = None
+    top_k: limits.TopK | None = None
+    min_p: limits.MinP | None = None
+    frequency_penalty: limits.Penalty | None = None
+    presence_penalty: limits.Penalty | None = None
+    repetition_penalty: limits.Factor | None = None
+    logit_bias: limits.Biases | None = None
+    allowed_token_ids: limits.AllowedIds | None = None
+    bad_words: limits.BadWords | None = None
+    seed: limits.Seed | None = None
+    min_tokens: limits.MinTokens | None = None
+    stop_token_ids: limits.StopIds | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: limits.Truncation | None = None
+    priority: limits.Priority | None = None
+    request_id: limits.Name | None = None
+    cache_salt: limits.Name | None = None
+    session_id: limits.Name | None = None
+
+
+GENERATING = GeneratingFields.__struct_fields__
+
+
+class StructuredFields(GeneratingFields, kw_only=True, forbid_unknown_fields=True):
+    """Formats of chats and completions; a request gives at most one."""
+
+    response_format: ResponseFormat | None = None
+    grammar: str | None = None
+    """llama.cpp's field for GBNF; it also takes Lark."""
+    json_schema: dict[str, Any] | None = None
+    """llama.cpp's field."""

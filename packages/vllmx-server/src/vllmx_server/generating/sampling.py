@@ -1,0 +1,146 @@
+"""The sampling fields that chat and text completions share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from vllmx_core.errors import InvalidRequestError, listing
+from vllmx_core.sampling import SamplingParams
+from vllmx_engine.core.generation_config import SAMPLING
+
+from vllmx_server.generating.structured import structured_outputs
+from vllmx_server.generating.unserved import UnservedFields, check_unserved
+from vllmx_server.schema import intervals as limits
+
+MAX_STREAMED_LOGPROBS = 1000
+"""The most log-probabilities for each token; a chunk is encoded at once."""
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    """Send a last chunk with the usage and no choices. Not said: as `continuous_usage_stats`."""
+    continuous_usage_stats: bool | None = None
+    """Send the usage so far with every chunk, unless `include_usage` is false."""
+    include_obfuscation: bool | None = None
+    """Accepted and ignored: nothing is padded."""
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether the stream has the usage, at its end or in each chunk."""
+        asked = self.include_usage
+        return bool(self.continuous_usage_stats if asked is None else asked)
+
+
+def stream_options(asked: StreamOptions | None, has_usage: bool) -> StreamOptions | None:
+    """The stream options of a request; with `has_usage` (`--enable-force-include-usage`), every
+    chunk has the usage."""
+    if not has_usage:
+        return asked
+    return StreamOptions(include_usage=True, continuous_usage_stats=True)
+
+
+class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's fields first, then vLLM's extensions; None always means: not given."""
+
+    model: str | None = None
+    n: limits.Choices | None = None
+    stop: str | limits.Stops | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    best_of: limits.Choices | None = None
+    logprob_token_ids: limits.LogprobIds | None = None
+    """Token ids whose log-probabilities replace those of the likeliest tokens."""
+    prompt_logprobs: limits.Likeliest | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    # Accepted and ignored, because clients send them by default and they change no token.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    stream_interval: int | None = None
+
+    def check(self) -> None:
+        """Cross-field rules. Raises InvalidRequestError."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError(
+                "stream_options is only for stream = true: set stream or leave it out",
+                param="stream_options",
+            )
+        if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
+            raise InvalidRequestError(
+                f"best_of = {self.best_of} cannot be streamed, because the best choices are known"
+                " only at the end: leave out stream or best_of",
+                param="best_of",
+            )
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                "prompt_logprobs cannot be streamed: leave out stream", param="prompt_logprobs"
+            )
+        check_unserved(self)
+
+    def check_streamed(self, name: str, num_logprobs: int | None) -> None:
+        """Raises InvalidRequestError for more log-probabilities than one chunk should hold."""
+        if not self.stream or num_logprobs is None or 0 <= num_logprobs <= MAX_STREAMED_LOGPROBS:
+            return
+        raise InvalidRequestError(
+            f"{name} = {num_logprobs} cannot be streamed, at most {MAX_STREAMED_LOGPROBS} for each"
+            " token can: leave out stream",
+            param=name,
+        )
+
+    def check_named(self, has_logprobs: bool) -> None:
+        """Raises InvalidRequestError for `logprob_token_ids` without log-probabilities."""
+        if self.logprob_token_ids and not has_logprobs:
+            raise InvalidRequestError(
+                "logprob_token_ids selects the log-probabilities of an answer: set logprobs, too",
+                param="logprob_token_ids",
+            )
+
+    def sampling_params(
+        self, defaults: Mapping[str, Any], *, max_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams:
+        """The request's parameters over the model's defaults. Raises InvalidRequestError."""
+        values: dict[str, Any] = {k: v for k, v in defaults.items() if k in SAMPLING}
+        for name in (
+            *SAMPLING,
+            "n",
+            "best_of",
+            "seed",
+            "stop",
+            "min_tokens",
+            "stop_token_ids",
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "prompt_logprobs",
+            "logprob_token_ids",
+            "allowed_token_ids",
+            "bad_words",
+            "truncate_prompt_tokens",
+            "thinking_token_budget",
+        ):
+            value = getattr(self, name, None)
+            if value is not None:
+                values[name] = value
+        if self.logit_bias:
+            values["logit_bias"] = _logit_bias(self.logit_bias)
+        values["structured_outputs"] = structured_outputs(self)
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **values)
+
+
+def _logit_bias(entries: dict[str, float]) -> dict[int, float]:
+    bad = [key for key in entries if not (key.isascii() and key.isdigit() and len(key) < 11)]
+    if bad:
+        raise InvalidRequestError(
+            f"logit_bias keys must be token ids, got {listing(bad)}", param="logit_bias"
+        )
+    return {int(token): value for token, value in entries.items()}

@@ -1,0 +1,60 @@
+"""The APIs of a server: those that plugins bring and its configuration switches on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+from vllmx_core.errors import PluginError
+from vllmx_core.plugins.registry import Registry, load_registry
+from vllmx_core.plugins.specs import ApiSpec
+
+from vllmx_server.config import ServerConfig
+from vllmx_server.generating.api import Api
+from vllmx_server.http.route import Route
+
+
+def load_apis(config: ServerConfig, registry: Registry | None = None) -> list[Api]:
+    """The APIs of a server with this configuration; only those are imported. None: the plugins are
+    those that are installed. Raises PluginError, and ConfigError for what an API cannot use."""
+    specs = (_installed() if registry is None else registry).all(ApiSpec)
+    return [spec.load()(config) for spec in specs if _is_on(spec, config)]
+
+
+def all_routes() -> list[Route]:
+    """The routes of all APIs that are installed, switched on or not."""
+    return [route for spec in _installed().all(ApiSpec) for route in spec.load().routes]
+
+
+def check_routes(apis: Sequence[Api]) -> None:
+    """Raises PluginError if two APIs have the same route."""
+    owners: dict[tuple[str, str], Api] = {}
+    for api in apis:
+        for route in api.routes:
+            other = owners.setdefault((route.method, route.path), api)
+            if other is not api:
+                names = (f"{type(each).__module__}.{type(each).__name__}" for each in (other, api))
+                raise PluginError(
+                    f"{' and '.join(names)} both answer {route.method} {route.path}: uninstall the"
+                    " plugin of one"
+                )
+
+
+def spans_of(routes: Sequence[Route]) -> Mapping[str, str]:
+    """`gen_ai.operation.name` by path."""
+    return {route.path: route.span for route in routes if route.span is not None}
+
+
+@cache
+def _installed() -> Registry:
+    return load_registry()
+
+
+def _is_on(spec: ApiSpec, config: ServerConfig) -> bool:
+    try:
+        return not spec.switch or bool(getattr(config, spec.switch))
+    except AttributeError:
+        raise PluginError(
+            f"API {spec.name!r} is switched by the setting {spec.switch!r}, which servers do not"
+            " have"
+        ) from None

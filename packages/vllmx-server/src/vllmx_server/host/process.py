@@ -1,0 +1,244 @@
+"""The server from its engine's start to its end: what `run` imports while the model loads."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import socket
+import ssl
+from collections.abc import Callable, Coroutine, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hypercorn.config import Config
+from vllmx_core.errors import EngineDeadError
+from vllmx_engine.async_llm import AsyncLLM
+from vllmx_engine.link.core_start import CoreStart
+from vllmx_engine.wire.messages import CoreInfo
+
+from vllmx_server.config import ServerConfig
+from vllmx_server.host.address import check_certificate, listen
+from vllmx_server.host.apis import load_apis
+from vllmx_server.host.app import build_app
+from vllmx_server.host.loop_errors import on_loop_error
+from vllmx_server.host.server import Server
+from vllmx_server.host.signals import CLOSE_S, Serving
+from vllmx_server.http.connections.descriptors import connection_limit, raise_descriptor_limit
+from vllmx_server.http.connections.listening import ConnectionLimits
+from vllmx_server.http.connections.safe_headers import AnswerConfig
+from vllmx_server.http.connections.timeouts import Timeouts
+from vllmx_server.http.connections.versions import untested
+from vllmx_server.limits.sharing import ALONE, Sharing
+from vllmx_server.store.storage import Storage
+
+if TYPE_CHECKING:
+    from vllmx_server.generating.served import Served
+    from vllmx_server.host.models.config import ModelConfig
+    from vllmx_server.host.models.host import CoreHost
+    from vllmx_server.host.models.registry import Models
+    from vllmx_server.host.workers.peers import Peers
+
+logger = logging.getLogger("vllmx.server")
+
+Serve = Callable[
+    [
+        Any,
+        Config,
+        socket.socket,
+        ConnectionLimits,
+        Timeouts,
+        asyncio.Event,
+        ssl.SSLContext | None,
+    ],
+    Coroutine[Any, Any, None],
+]
+"""`connections.serving.serve` or its like."""
+
+
+class Stopping(Protocol):
+    """Says when to stop: signals, or the supervisor."""
+
+    def begin_serving(self, serving: Serving) -> asyncio.Event:
+        """Returns the event that is set when the server must stop."""
+        ...
+
+
+async def serve_until_stopped(
+    core: CoreStart,
+    server: ServerConfig,
+    listener: socket.socket,
+    signals: Stopping,
+    on_ready: Callable[[CoreInfo], None],
+    peers: Peers | None = None,
+    models: Sequence[ModelConfig] = (),
+    operators: socket.socket | None = None,
+) -> None:
+    """Answers requests on a bound socket once the core is ready, beside `peers` if there are any,
+    and `operators` on theirs. `models`: where they are several; `core` is the first one's. Raises
+    what `run_server` does."""
+    serve = way_to_serve()
+    sharing = ALONE if peers is None else peers.sharing
+    config, limits = hypercorn_config(server), connection_limits(server, sharing)
+    timeouts = Timeouts(server.header_timeout_s, server.send_timeout_s)
+    storage = Storage(server.data_dir) if peers is None else peers.storage()
+    asyncio.get_running_loop().set_exception_handler(on_loop_error)
+    running = _Models()
+    apis = await asyncio.to_thread(load_apis, server, core.found.registry)
+    try:
+        async with await AsyncLLM.over(core) as llm:
+            several = is_several(models, server)
+            app = build_app(llm, server, storage, peers, several=several, apis=apis)
+            process: Server = app.state.server
+            await running.open_models(process.served, models, peers)
+            if peers is None:
+                if storage.folder.outlives:
+                    await storage.check()
+                await process.start()
+            tls = process.tls = config.create_ssl_context()
+            if peers is None or not peers.has_mailbox:
+                listen(listener, server)
+            if operators is not None:
+                listen(operators, server)
+            stop = signals.begin_serving(process)
+            on_ready(llm.info)
+            # What is there now stays to the end: each full collection would look through all of it,
+            # and every stream would stand still for 15 to 30 ms.
+            gc.freeze()
+            serving = asyncio.ensure_future(
+                serve(app, config, listener, limits, timeouts, stop, tls)
+            )
+            beside = asyncio.ensure_future(
+                _serve_operators(process, operators, serve, timeouts, stop)
+            )
+            dying = asyncio.ensure_future(llm.until_dead())
+            llm.prepare_grammars_later()
+            await _until_stopped(serving, stop, dying)
+            await beside
+            await process.stop()
+            if process.tracer is not None:
+                await process.tracer.close()
+            if dying.done() and not dying.cancelled():
+                raise dying.result()
+    finally:
+        for api in apis:
+            await asyncio.to_thread(api.close)
+        await running.close()
+        storage.close()
+
+
+def way_to_serve() -> Serve:
+    """What accepts connections: by hypercorn's inside where its release was tested, else by its
+    public interface, and the log says what is off."""
+    trouble = untested()
+    if trouble is not None:
+        logger.warning("%s", trouble)
+    module = "serving" if trouble is None else "plain"
+    found: Serve = import_module(f"vllmx_server.http.connections.{module}").serve
+    return found
+
+
+async def _serve_operators(
+    server: Server,
+    listener: socket.socket | None,
+    serve: Serve,
+    timeouts: Timeouts,
+    stop: asyncio.Event,
+) -> None:
+    """Answers on the socket of operators, if there is one, until `stop` is set."""
+    if listener is None:
+        return
+    from vllmx_server.host.operators import LIMITS, operators_app
+
+    config = AnswerConfig()
+    config.graceful_timeout = CLOSE_S
+    config.errorlog = _hypercorn_log()
+    await serve(operators_app(server), config, listener, LIMITS, timeouts, stop, None)
+
+
+def is_several(models: Sequence[ModelConfig], server: ServerConfig) -> bool:
+    """Whether it has to be asked which model a request means, and whether that one is there."""
+    idle = bool(models and server.idle_unload_s)
+    return len(models) > 1 or idle or any(model.aliases for model in models)
+
+
+class _Models:
+    """Several models of this process, and their cores where it has no supervisor."""
+
+    def __init__(self) -> None:
+        self._models: Models | None = None
+        self._host: CoreHost | None = None
+
+    async def open_models(
+        self, state: Served, configs: Sequence[ModelConfig], peers: Peers | None
+    ) -> None:
+        """Loads those that are there from the start. Raises what loading meets."""
+        if not is_several(configs, state.config):
+            return
+        from vllmx_server.host.models.host import CoreHost
+        from vllmx_server.host.models.registry import Models
+
+        models = Models(state, configs, state.config.model_wait_s)
+        if peers is None:
+            self._host = CoreHost(configs[1:], state.config.idle_unload_s, models.leave)
+            models.host = self._host
+        else:
+            models.host = peers.host
+        state.models = self._models = models
+        if self._host is not None:
+            self._host.first_took(state.llm.info)
+            self._host.watch_first(configs[0].name, state.llm)
+            for config in configs[1:]:
+                if not config.on_demand:
+                    await self._host.load(config.name)
+
+    async def close(self) -> None:
+        if self._models is not None:
+            await self._models.close()
+        if self._host is not None:
+            await self._host.close()
+
+
+async def _until_stopped(
+    serving: asyncio.Future[None], stop: asyncio.Event, dying: asyncio.Future[EngineDeadError]
+) -> None:
+    """A server whose engine is gone for good ends too: whoever supervises it can start another."""
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((serving, stopping, dying), return_when=asyncio.FIRST_COMPLETED)
+    stop.set()
+    await asyncio.wait((serving,), timeout=2 * CLOSE_S)
+    for task in (serving, stopping, dying):
+        task.cancel()
+    await asyncio.wait((serving, stopping, dying))
+    if not serving.cancelled():
+        serving.result()
+
+
+def connection_limits(server: ServerConfig, sharing: Sharing = ALONE) -> ConnectionLimits:
+    """Raises this process's limit of open files, and ConfigError for more connections than it
+    allows."""
+    in_all = connection_limit(server.max_connections, raise_descriptor_limit())
+    per_address = server.max_connections_per_address or max(1, in_all // 2)
+    return ConnectionLimits(in_all, min(per_address, in_all), sharing)
+
+
+def hypercorn_config(server: ServerConfig) -> Config:
+    """All but the socket. Raises ConfigError for a certificate that cannot be used."""
+    config = AnswerConfig()
+    config.hsts_max_age_s = server.hsts_max_age_s
+    config.root_path = server.root_path
+    config.certfile = server.ssl_certfile
+    config.keyfile = server.ssl_keyfile
+    config.graceful_timeout = CLOSE_S
+    config.keep_alive_timeout = 75.0
+    config.include_server_header = False
+    config.accesslog = None
+    config.errorlog = _hypercorn_log()
+    check_certificate(server)
+    return config
+
+
+def _hypercorn_log() -> logging.Logger:
+    found = logging.getLogger("vllmx.hypercorn")
+    found.setLevel(logging.WARNING)
+    return found

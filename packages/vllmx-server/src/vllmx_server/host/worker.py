@@ -1,0 +1,218 @@
+"""A process that answers requests: `python -P -m vllmx_server.host.worker DESCRIPTORS`.
+
+Started by `vllmx_server.host.workers.pool`, with the descriptors of the control channel, the shared
+counts, the listening socket, and the operators' socket if there is one. The process exits at once
+when the control channel ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+
+import msgspec
+from vllmx_core.errors import VllmxError
+from vllmx_core.system.logs import configure_logging
+from vllmx_core.system.standard_error import StandardError
+from vllmx_engine.wire.ipc import ErrorRecord
+from vllmx_engine.wire.messages import CoreInfo
+
+from vllmx_server.host.attaching import attach
+from vllmx_server.host.process import serve_until_stopped
+from vllmx_server.host.server import Server
+from vllmx_server.host.signals import Serving
+from vllmx_server.host.workers.channel import Channel
+from vllmx_server.host.workers.messages import (
+    BEGIN,
+    CORE_LOST,
+    COUNT,
+    COUNTED,
+    END,
+    LEAD,
+    LEAVE,
+    RELOAD,
+    STOP,
+    Begin,
+    Lead,
+    Reload,
+)
+from vllmx_server.host.workers.peers import Peers
+from vllmx_server.watch.metrics import MetricCounts
+
+logger = logging.getLogger("vllmx.server")
+
+_TELL_S = 1.0
+
+
+class Worker:
+    """Does what the supervisor asks.
+
+    Args:
+        listener: descriptor of a mailbox, or of the socket that all workers accept from.
+        operators: that of `--admin-uds`, if there is one.
+        counts: descriptor of the shared counts.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        listener: int,
+        operators: socket.socket | None,
+        counts: int,
+    ) -> None:
+        self._channel = channel
+        self._listener = listener
+        self._operators = operators
+        self._counts = counts
+        self._peers: Peers
+        self._server: Server | None = None
+        """None: the process is being started. What is asked meanwhile finds nothing here."""
+        self._reload_later: Reload | None = None
+        self._stop = asyncio.Event()
+        self._serving: asyncio.Task[None] | None = None
+        self._telling: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        channel.serve(BEGIN, Begin, self._begin)
+        channel.serve(LEAD, Lead, self._lead)
+        channel.serve(END, type(None), self._end)
+        channel.serve(STOP, type(None), self._end_serving)
+        channel.serve(RELOAD, Reload, self._reload)
+        channel.serve(COUNT, type(None), self._count)
+        channel.serve(LEAVE, str, self._leave)
+        channel.serve(CORE_LOST, ErrorRecord, self._core_lost)
+
+    def begin_serving(self, serving: Serving) -> asyncio.Event:
+        """See `vllmx_server.host.process.Stopping`."""
+        assert isinstance(serving, Server)
+        self._server = serving
+        if self._reload_later is not None:  # what was read before may be what it replaced
+            self._reload_now(serving, self._reload_later)
+        return self._stop
+
+    async def run(self) -> int:
+        """Serves until it is told to stop, or has nothing to serve; returns the exit code."""
+        await self._stop.wait()
+        if self._serving is None:
+            return 0
+        if not self._ready.done():
+            self._serving.cancel()
+        await asyncio.wait((self._serving,))
+        if self._telling is not None:
+            self._telling.cancel()
+        if self._serving.cancelled():
+            return 0
+        error = self._serving.exception()
+        if error is not None and not isinstance(error, VllmxError):
+            logger.error("an API process failed", exc_info=error)
+        return 0 if error is None else 1
+
+    # --- what the supervisor asks -----------------------------------------------------------------
+    async def _begin(self, begin: Begin) -> None:
+        logging.getLogger("vllmx").setLevel(begin.server.log_level.upper())
+        self._peers = Peers(self._channel, begin, self._counts)
+        self._serving = asyncio.ensure_future(self._serve(begin))
+        await asyncio.wait((self._serving, self._ready), return_when=asyncio.FIRST_COMPLETED)
+        if self._serving.done():
+            self._stop.set()
+            self._serving.result()
+
+    async def _serve(self, begin: Begin) -> None:
+        async with await attach(begin.core, begin.door) as core:
+            await serve_until_stopped(
+                core,
+                begin.server,
+                self._peers.accepting(self._listener),
+                self,
+                self._on_ready,
+                self._peers,
+                begin.models,
+                self._operators,
+            )
+
+    def _on_ready(self, _: CoreInfo) -> None:
+        self._ready.set_result(None)
+        self._telling = asyncio.ensure_future(self._tell_counts())
+
+    async def _lead(self, lead: Lead) -> None:
+        assert self._server is not None, "a process that is being started does not lead"
+        self._peers.leads = True
+        await self._server.start(takes_over=not lead.is_first)
+
+    async def _end(self, _: None) -> None:
+        if self._server is not None:
+            await self._server.end()
+
+    async def _end_serving(self, _: None) -> None:
+        self._stop.set()
+
+    async def _reload(self, found: Reload) -> None:
+        if self._server is None:
+            self._reload_later = found
+        else:
+            self._reload_now(self._server, found)
+
+    def _reload_now(self, server: Server, found: Reload) -> None:
+        """The supervisor has said in the log what it found."""
+        server.reload(keys=found.keys, certificate=found.certificate, level=logging.DEBUG)
+
+    async def _tell_counts(self) -> None:
+        """Tells the supervisor what was counted, while something is: it keeps that when this
+        process dies."""
+        told = b""
+        while True:
+            await asyncio.sleep(_TELL_S)
+            counts = await self._count(None)
+            now = msgspec.msgpack.encode(counts)
+            if now != told:
+                told = now
+                self._channel.tell(COUNTED, counts)
+
+    async def _count(self, _: None) -> dict[str, MetricCounts]:
+        if self._server is None:
+            return {}
+        served = self._server.served
+        found = [served.metrics] if served.models is None else served.models.metrics()
+        return {each.model: each.counts() for each in found}
+
+    async def _leave(self, name: str) -> bool:
+        models = None if self._server is None else self._server.served.models
+        return models is None or await models.leave(name)
+
+    async def _core_lost(self, cause: ErrorRecord) -> None:
+        if self._server is not None:
+            self._server.served.llm.note(cause.rebuild())
+
+
+async def _run(control: int, counts: int, listener: int, operators: int | None = None) -> int:
+    channel = await Channel.over(socket.socket(fileno=control))
+    admin = None if operators is None else socket.socket(fileno=operators)
+    worker = Worker(channel, listener, admin, counts)
+    running = asyncio.ensure_future(worker.run())
+    leaving = asyncio.ensure_future(channel.gone.wait())
+    await asyncio.wait((running, leaving), return_when=asyncio.FIRST_COMPLETED)
+    if not running.done():
+        logger.warning("the supervisor is gone: exiting")
+        logging.shutdown()
+        os._exit(1)
+    leaving.cancel()
+    return running.result()
+
+
+def main() -> int:
+    """Signals are the supervisor's business."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    configure_logging(stream=StandardError())
+    faulthandler.enable()
+    code = asyncio.run(_run(*map(int, sys.argv[1:])))
+    logging.shutdown()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""The other processes of the server, as a worker sees them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vllmx_server.generating.models import ModelInfo
+from vllmx_server.generating.served import Served
+from vllmx_server.host.models.host import Attachment
+from vllmx_server.host.workers.channel import Channel
+from vllmx_server.host.workers.dispatch import Mailbox
+from vllmx_server.host.workers.messages import (
+    CARDS,
+    LOAD,
+    METRICS,
+    SHUT_DOWN,
+    SLEEP,
+    UNLOAD,
+    USAGE,
+    USED,
+    WAKE,
+    WAKE_IDLE,
+    Begin,
+)
+from vllmx_server.host.workers.relay import Relays, relay
+from vllmx_server.host.workers.remote_limiter import RemoteLimiter
+from vllmx_server.host.workers.shared_counts import SharedCounts
+from vllmx_server.limits.sharing import Sharing
+from vllmx_server.limits.usage import KeyUsage, UsageLedger
+from vllmx_server.store.folder import Folder
+from vllmx_server.store.storage import Storage
+from vllmx_server.watch.metrics import MetricCounts
+
+
+class Peers:
+    """Reached by way of the supervisor.
+
+    Attributes:
+        channel: to the supervisor, which any part of the server may ask.
+        sharing: of limits.
+        host: of the cores of several models.
+        leads: batches and responses of the background are this process's business.
+    """
+
+    def __init__(self, channel: Channel, begin: Begin, descriptor: int) -> None:
+        self.channel = channel
+        self.leads = False
+        self.host = RemoteHost(channel)
+        self._begin = begin
+        self._counts = counts = SharedCounts(descriptor, begin.num_rows, begin.row, begin.seed)
+        self.sharing = Sharing(
+            connections=counts.gauge("connections"),
+            addresses=counts.named("addresses"),
+            requests=counts.gauge("requests"),
+            bodies=counts.gauge("body_bytes"),
+            clients=counts.named("clients"),
+            texts=counts.gauge("text_bytes"),
+            sequences=counts.named("sequences").gauge,
+        )
+
+    @property
+    def has_mailbox(self) -> bool:
+        """Whether connections are handed to this worker, and another process listens."""
+        return self._begin.has_mailboxes
+
+    def accepting(self, descriptor: int) -> socket.socket:
+        """What this worker accepts connections from."""
+        if self.has_mailbox:
+            return Mailbox(descriptor, self._counts.gauge("received"))
+        return socket.socket(fileno=descriptor)
+
+    def storage(self) -> Storage:
+        """The storage of all of them, in one folder that the supervisor holds."""
+        begin = self._begin
+        folder = Folder(begin.data_dir, outlives=begin.outlives, is_locked=True)
+        return Storage(begin.data_dir, folder)
+
+    def join(self, app: Starlette, served: Served) -> None:
+        """Makes an application answer what other workers pass on, and ask for what is theirs."""
+        served.limiter = RemoteLimiter(self.channel)
+        served.usage = RemoteUsage(self.channel)
+        Relays(app, app.router).serve(self.channel)
+
+    async def relay(self, request: Request, body: bytes) -> Response:
+        """The answer of the worker that leads."""
+        return await relay(self.channel, request, body)
+
+    async def metric_counts(self, own: dict[str, MetricCounts]) -> list[dict[str, MetricCounts]]:
+        """The counts of all other workers, by model. `own`: those of this one."""
+        return await self.channel.ask(METRICS, own, list[dict[str, MetricCounts]])
+
+    async def sleep(self) -> None:
+        """See `AsyncLLM.sleep`."""
+        await self.channel.ask(SLEEP, None, type(None))
+
+    async def wake(self) -> None:
+        """See `AsyncLLM.wake`."""
+        await self.channel.ask(WAKE, None, type(None))
+
+    def shut_down(self) -> None:
+        """Ends the whole server, as SIGTERM does."""
+        self.channel.tell(SHUT_DOWN, None)
+
+
+class RemoteUsage(UsageLedger):
+    """A worker's side of the supervisor's book, to which each request is sent as it ends."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+
+    def changed(self) -> None:
+        new = self.take()
+        if new:
+            self._channel.tell(USED, new)
+
+    async def keep(self) -> None:
+        self.changed()
+
+    async def all(self) -> Mapping[str, KeyUsage]:
+        self.changed()
+        return await self._channel.ask(USAGE, None, dict[str, KeyUsage])
+
+
+class RemoteHost:
+    """The cores of several models, which the supervisor has; see `registry.Host`."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    async def load(self, name: str) -> Attachment:
+        return await self._channel.ask(LOAD, name, Attachment)
+
+    async def unload(self, name: str) -> None:
+        await self._channel.ask(UNLOAD, name, type(None))
+
+    async def cards(self) -> list[ModelInfo]:
+        return await self._channel.ask(CARDS, None, list[ModelInfo])
+
+    async def wake_idle(self) -> bool:
+        return await self._channel.ask(WAKE_IDLE, None, bool)

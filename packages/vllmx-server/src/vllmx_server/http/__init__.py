@@ -1,0 +1,1 @@
+"""HTTP: connections, bodies, events, errors, and the description of a route."""

@@ -1,0 +1,87 @@
+"""Reading a request body within its limits of type, size and time."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.types import Message
+from vllmx_core.errors import VllmxError, shown
+
+from vllmx_server.config import ServerConfig
+from vllmx_server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
+from vllmx_server.limits.body_budget import GIVEN_BODY, HeldBody
+
+INLINE_BYTES = 64 << 10
+"""Decoding and checking so much takes about a millisecond."""
+
+
+async def read_body(request: Request, config: ServerConfig, held: HeldBody) -> bytes:
+    """The whole JSON body. One that was given is in memory already, and its sender has checked it.
+
+    Raises:
+        MediaTypeError: it is compressed, or not declared as JSON. Browsers send only other types
+            to foreign servers unasked, so no web page can use a server on its visitor's machine.
+        BodyTooLargeError: it is over `max_body_bytes`.
+        OverloadedError: too much is being read at a time.
+        BodyTimeoutError: it took over `body_timeout_s`.
+    """
+    given: bytes | None = request.scope["state"].get(GIVEN_BODY)
+    if given is not None:
+        return given
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise MediaTypeError(
+            f"the body has the content type {shown(media_type)}: send JSON with the header"
+            " 'Content-Type: application/json'"
+        )
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise MediaTypeError(
+            f"the body has the content encoding {shown(encoding)}: send it uncompressed"
+        )
+    try:
+        async with asyncio.timeout(config.body_timeout_s):
+            return await _read(request, config.max_body_bytes, held)
+    except TimeoutError:
+        raise BodyTimeoutError(
+            f"the body did not arrive within {config.body_timeout_s:g} s: send it faster, or raise"
+            " --body-timeout-s"
+        ) from None
+
+
+def unread(request: Request, data: bytes) -> Request:
+    """The request as it came, with its body unread again."""
+    given = False
+
+    async def receive() -> Message:
+        nonlocal given
+        if given:
+            return await request.receive()
+        given = True
+        return {"type": "http.request", "body": data, "more_body": False}
+
+    return Request(request.scope, receive)
+
+
+async def _read(request: Request, limit: int, held: HeldBody) -> bytes:
+    declared = request.headers.get("content-length", "")
+    chunks, size = [], 0
+    try:
+        _check_size(int(declared) if declared.isdigit() else 0, limit)
+        async for chunk in request.stream():
+            size += len(chunk)
+            _check_size(size, limit)
+            held.grow(len(chunk))
+            chunks.append(chunk)
+    except VllmxError:
+        chunks.clear()  # the error holds on to this frame
+        raise
+    return b"".join(chunks)
+
+
+def _check_size(size: int, limit: int) -> None:
+    if size > limit:
+        raise BodyTooLargeError(
+            f"the body is larger than {limit} bytes: shorten the request, or raise --max-body-bytes"
+        )

@@ -1,0 +1,117 @@
+"""A request that was let in, from there to its end: what its key uses is reserved and counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from starlette.requests import Request
+
+from vllmx_server.errors import RateLimitError
+from vllmx_server.limits.keys import Holder
+from vllmx_server.limits.rate_limiter import RateLimiter, Reservation, Used
+from vllmx_server.limits.usage import KeyUsage
+
+RESERVED_OUTPUT = 2048
+"""Most tokens of an answer that are reserved before it is there: most requests name a max_tokens
+that they never use."""
+USUAL_OUTPUT = 512
+"""The tokens of an answer where a request names no limit."""
+BYTES_OF_TOKEN = 4
+"""The bytes of a body that count as a token; a guess, which the end of the answer corrects."""
+HEADERS = "limit_headers"
+"""The name in a request's state under which stands what the answer says of its key's limits."""
+
+
+class Counted(Protocol):
+    """Tokens of a request, as far as they have come."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(slots=True)
+class Admitted:
+    """Called once, at the end. `usage` is set when there are tokens, `num_tokens` where no model
+    read them: these count against limits alone."""
+
+    leave: Callable[[], None]
+    count: Callable[[KeyUsage], None]
+    settle: Callable[[Used], None] | None = None
+    """The function that settles what was reserved; None: nothing was."""
+    ticket: int = 0
+    usage: Counted | None = None
+    num_tokens: int = 0
+
+    def __call__(self) -> None:
+        self.leave()
+        new, usage = KeyUsage(requests=1), self.usage
+        num_tokens = self.num_tokens
+        if usage is not None:
+            num_tokens += usage.prompt_tokens + usage.completion_tokens
+            new.prompt_tokens = usage.prompt_tokens
+            new.cached_tokens = usage.cached_tokens
+            new.completion_tokens = usage.completion_tokens
+        self.count(new)
+        if self.settle is not None:
+            self.settle(Used(ticket=self.ticket, num_tokens=num_tokens))
+
+
+class Settlements:
+    """What is on its way to a limiter for requests that have ended."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def settle(self, limiter: RateLimiter, used: Used) -> None:
+        """Begins, and waits for nothing."""
+        task = asyncio.ensure_future(limiter.settle(used))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+
+
+def expected_tokens(num_bytes: int, body: object) -> int:
+    """The tokens that a request with a body of so many bytes may come to, prompt and answers
+    together."""
+    named = (getattr(body, name, None) for name in _LIMITS)
+    most = next((value for value in named if isinstance(value, int)), USUAL_OUTPUT)
+    answers = getattr(body, "n", None) or 1
+    return num_bytes // BYTES_OF_TOKEN + answers * min(most, RESERVED_OUTPUT)
+
+
+async def admitted(
+    request: Request,
+    holder: Holder,
+    names: Sequence[str],
+    num_tokens: int,
+    leave: Callable[[], None],
+    limiter: RateLimiter,
+    settlements: Settlements,
+    count: Callable[[KeyUsage], None],
+) -> Admitted:
+    """Lets a request in that `leave` ends, for a model of these names, its own first. The lines of
+    a batch are not counted against limits: they run in what others leave. Raises ForbiddenError for
+    a model that the key may not use and RateLimitError where it has used up what it may; `leave`
+    was called then."""
+    try:
+        holder.check_model(*names)
+        is_batch = "is_batch" in request.scope["state"]
+        if is_batch or holder.record is None or not holder.record.has_limits:
+            return Admitted(leave, count)
+        reservation = Reservation(key=holder.client, model=names[0], num_tokens=num_tokens)
+        granted = await limiter.reserve(reservation)
+    except BaseException as error:
+        leave()
+        if isinstance(error, RateLimitError):
+            count(KeyUsage(refused=1))
+            request.scope["state"][HEADERS] = error.headers or {}
+        raise
+    request.scope["state"][HEADERS] = granted.headers
+    return Admitted(leave, count, partial(settlements.settle, limiter), granted.ticket)

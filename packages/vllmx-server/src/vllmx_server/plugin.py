@@ -1,0 +1,33 @@
+"""The APIs of this distribution; see `vllmx_core.plugins.hooks`."""
+
+from __future__ import annotations
+
+from vllmx_core.plugins.hooks import hookimpl
+from vllmx_core.plugins.specs import ApiSpec
+
+
+@hookimpl
+def vllmx_apis() -> tuple[ApiSpec, ...]:
+    return (
+        _api("chat", "chat.routes:ChatApi"),
+        _api("completions", "completions.routes:CompletionsApi"),
+        _api("documentation", "openapi.routes:DocumentApi"),
+        _api("files and batches", "batches.api:BatchesApi"),
+        _api("invocations", "invocations.routes:InvocationsApi"),
+        _api("messages", "messages.routes:MessagesApi"),
+        _api("operators", "operators.routes:OperatorsApi"),
+        _api("pooling", "pooling.tei_routes:PoolingApi"),
+        _api("responses", "responses.api:ResponsesApi"),
+        _api("status", "status.routes:StatusApi"),
+        _api("text", "text.routes:TextApi"),
+        _api(
+            "tokenizer info",
+            "text.tokenizer_info:TokenizerInfoApi",
+            "enable_tokenizer_info_endpoint",
+        ),
+        _api("web page", "web.routes:WebApi", "web"),
+    )
+
+
+def _api(name: str, where: str, switch: str = "") -> ApiSpec:
+    return ApiSpec(name, f"vllmx_server.apis.{where}", switch)

@@ -1,1 +1,0 @@
-"""OpenAI's Responses over the chat that every route runs."""

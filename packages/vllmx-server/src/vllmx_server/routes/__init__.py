@@ -1,1 +1,0 @@
-"""Endpoints, one module for each family."""

@@ -1,0 +1,1 @@
+"""Metrics, traces and the log of prompts."""
