@@ -18,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from cpu_peers.host_load import available_processors
 from vllmx_core.plan import AnyArray
-from vllmx_core.weights.part import PartSpec, WeightPart, WeightSpec
+from vllmx_core.weights.part import WeightPart
+from vllmx_core.weights.spec import PartSpec, WeightSpec
 from vllmx_cpu.native import Team, instruction_sets
 from vllmx_cpu.packing import load_weights, matrix_shapes
 from vllmx_cpu.structs import BLOCK_KINDS, NO_ACTIVATION, VxJob, VxLinear, VxRecord, VxStep

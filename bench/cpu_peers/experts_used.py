@@ -19,7 +19,7 @@ from vllmx_core.model import ModelShape
 from vllmx_core.plan import AnyArray
 from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.plugins.registry import load_registry
-from vllmx_core.weights.part import WeightSpec
+from vllmx_core.weights.spec import WeightSpec
 from vllmx_models.blocks.layer import LayerScope
 from vllmx_models.blocks.moe import MoE
 from vllmx_models.blocks.norms import ResidualStream

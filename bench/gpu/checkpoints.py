@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.model import Model
-from vllmx_core.weights.part import DENSE, QuantLayout, RawTensor, WeightPart
+from vllmx_core.weights.part import DENSE, StoredPart, WeightPart
+from vllmx_core.weights.tensor import RawTensor
 from vllmx_models.families.qwen import qwen3
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
 from vllmx_models.formats.gguf.quantize.mixes import Layers, type_of
-from vllmx_models.quantization.matrices import decode_fp8
+from vllmx_models.quantization.float8 import Fp8
 
 FORMS = ("bf16", "fp8", "fp8 blocks", "q4_k_m")
 COMMON: dict[str, Any] = {
@@ -109,7 +110,7 @@ class RandomSource:
 
     def _dense(self, name: str, shape: tuple[int, ...]) -> WeightPart:
         data = self._take("bf16", 2 * math.prod(shape))
-        return WeightPart(name, shape, DENSE, {"weight": RawTensor(name, "bf16", shape, data)})
+        return StoredPart(name, shape, DENSE, {"weight": RawTensor(name, "bf16", shape, data)})
 
     def _fp8(self, name: str, shape: tuple[int, ...]) -> WeightPart:
         rows, cols = shape
@@ -128,7 +129,7 @@ class RandomSource:
         scales = np.full(math.prod(grid), 0.01, np.float32).view(np.uint8)
         of_scales = grid if blocks else grid[:1]
         buffers = {"weight": codes, "scale": RawTensor(f"{name}.scale", "f32", of_scales, scales)}
-        return WeightPart(name, shape, QuantLayout("fp8", 8, None, options), buffers, decode_fp8)
+        return StoredPart(name, shape, Fp8(8, None, options), buffers)
 
     def _take(self, kind: str, num_bytes: int) -> npt.NDArray[np.uint8]:
         """The first bytes of the random buffer of a kind, which grows as it must."""

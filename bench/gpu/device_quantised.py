@@ -16,7 +16,8 @@ from vllmx_core.weights.part import WeightPart
 from vllmx_models.families.qwen import qwen3
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
 from vllmx_models.formats.gguf.quantize.encode import encode
-from vllmx_models.quantization.eight_bits import fp8_codes, fp8_part, int8_codes, int8_part
+from vllmx_models.quantization.float8 import fp8_codes, fp8_part
+from vllmx_models.quantization.int8 import int8_codes, int8_part
 from vllmx_testing.plans import Row
 from vllmx_testing.synthetic import ArraySource
 

@@ -17,7 +17,7 @@ from checkpoints import SHAPES
 from devices import opener
 from vllmx_core.backend import LoadedModel, LoadOptions
 from vllmx_core.plan import SamplingRows
-from vllmx_core.weights.part import bf16_to_f32, f32_to_bf16
+from vllmx_core.weights.tensor import bf16_to_f32, f32_to_bf16
 from vllmx_cuda.backend import CudaBackend
 from vllmx_models.families.qwen import qwen3
 from vllmx_testing.plans import Row, make_plan, sampling_rows

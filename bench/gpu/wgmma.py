@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from vllmx_core.model import AttentionSpec
-from vllmx_core.weights.part import bf16_to_f32, f32_to_bf16
+from vllmx_core.weights.tensor import bf16_to_f32, f32_to_bf16
 from vllmx_cuda.device.device import Device
 from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant

@@ -8,7 +8,8 @@ from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from vllmx_core.weights.part import DENSE, DType, RawTensor, WeightPart
+from vllmx_core.weights.part import DENSE, StoredPart, WeightPart
+from vllmx_core.weights.tensor import DType, RawTensor
 from vllmx_models.quantization.compressed_tensors import compressed_tensors
 from vllmx_models.quantization.gptq import gptq
 
@@ -35,7 +36,7 @@ class Tensors:
         array = np.ascontiguousarray(self._arrays[name])
         data = array.reshape(-1).view(np.uint8)
         raw = RawTensor(name, DTYPES[array.dtype.name], array.shape, data)
-        return WeightPart(name, array.shape, DENSE, {"weight": raw})
+        return StoredPart(name, array.shape, DENSE, {"weight": raw})
 
     def close(self) -> None: ...
 

@@ -14,21 +14,17 @@ from vllmx_core.backend import Backend, LoadedInfo, LoadOptions
 from vllmx_core.errors import BackendUnavailableError
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
-from vllmx_core.weights.part import QuantLayout, RawTensor, WeightPart, WeightSource, made_part
+from vllmx_core.weights.part import StoredPart, WeightPart, WeightSource
+from vllmx_core.weights.tensor import RawTensor
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device.device import Product
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_models.families.qwen import qwen3
-from vllmx_models.quantization.eight_bits import (
-    e4m3_codes,
-    fp8_codes,
-    fp8_part,
-    int8_codes,
-    int8_part,
-)
-from vllmx_models.quantization.matrices import decode_fp8
+from vllmx_models.quantization.float8 import Fp8, e4m3_codes, fp8_codes, fp8_part
+from vllmx_models.quantization.int8 import int8_codes, int8_part
 from vllmx_testing.cuda.emulated_device import EmulatedDevice
 from vllmx_testing.cuda.emulator import Emulator, find_cuda_headers
+from vllmx_testing.parts import MadePart
 from vllmx_testing.plans import Driver, Row, make_plan, sampling_rows
 from vllmx_testing.synthetic import ArraySource
 
@@ -103,7 +99,7 @@ class Quantised:
         for name in self.names():
             part = self.part(name)
             if name in self.parts:
-                sizes += sum(raw.data.nbytes for raw in part.buffers.values())
+                sizes += sum(raw.data.nbytes for raw in part.stored().buffers.values())
             else:
                 sizes += part.dequantize().size * (item_bytes if name in MATRICES else 4)
         return sizes
@@ -114,10 +110,7 @@ def made(encode: Encode) -> Encode:
 
     def encoded(name: str, values: F32) -> WeightPart:
         layout = encode(name, values[:1]).layout
-        coded = layout.kind == "int8"
-        return made_part(
-            name, values.shape, layout, lambda b, e: encode(name, values[b:e]), coded=coded
-        )
+        return MadePart(name, values.shape, layout, lambda b, e: encode(name, values[b:e]))
 
     return encoded
 
@@ -214,7 +207,7 @@ def fp8_blocks(name: str, values: F32) -> WeightPart | None:
     scale = np.random.default_rng(rows).random(grid).astype(np.float32) / 100 + 0.005
     whole = np.repeat(np.repeat(scale, 128, 0)[:rows], 128, 1)[:, :cols]
     codes = e4m3_codes(np.clip(values / whole, -448, 448))
-    layout = QuantLayout("fp8", 8, None, {
+    layout = Fp8(8, None, {
         "strategy": "block", "block_rows": 128, "block_cols": 128, "dtype": "f8e4m3",
         "activations": "dynamic", "activation_strategy": "group",
     })  # fmt: skip
@@ -222,7 +215,7 @@ def fp8_blocks(name: str, values: F32) -> WeightPart | None:
         "weight": RawTensor(name, "f8e4m3", values.shape, codes.reshape(-1)),
         "scale": RawTensor(name, "f32", grid, scale.reshape(-1).view(np.uint8)),
     }
-    return WeightPart(name, values.shape, layout, buffers, decode_fp8)
+    return StoredPart(name, values.shape, layout, buffers)
 
 
 def fp8_rows(name: str, values: F32) -> WeightPart:

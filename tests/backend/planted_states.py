@@ -14,7 +14,7 @@ from vllmx_core.ops.pool import Pool
 from vllmx_core.ops.recurrence import Recurrence, recurrence
 from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.short_conv import ShortConv
-from vllmx_core.weights.part import bf16_to_f32, f32_to_bf16
+from vllmx_core.weights.tensor import bf16_to_f32, f32_to_bf16
 from vllmx_testing.state_checks import CONVS, RULES
 
 from .planted import Change, Suite, broken_op, method, op_case

@@ -12,9 +12,11 @@ from vllmx_core.errors import ConfigError
 from vllmx_core.model import Model
 from vllmx_core.plugins.checkpoint import Checkpoint, quantise_in_situ
 from vllmx_core.sharding.model import sharded
-from vllmx_core.weights.part import QuantLayout, RawTensor, WeightPart, WeightSource
+from vllmx_core.weights.part import StoredPart, WeightPart, WeightSource
+from vllmx_core.weights.tensor import RawTensor
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
-from vllmx_models.quantization.matrices import decode_fp8, fp4_part
+from vllmx_models.quantization.float4 import fp4_part
+from vllmx_models.quantization.float8 import Fp8
 from vllmx_testing.model_suite import random_weights
 from vllmx_testing.synthetic import ArraySource
 
@@ -85,7 +87,7 @@ def fp8_blocks(name: str, shape: tuple[int, int], random: np.random.Generator) -
         "scale": RawTensor(name, "f32", scales.shape, scales.view(np.uint8).reshape(-1)),
     }
     options = {"strategy": "block", "block_rows": 128, "block_cols": 128, "dtype": "f8e4m3"}
-    return WeightPart(name, shape, QuantLayout("fp8", 8, None, options), raws, decode_fp8)
+    return StoredPart(name, shape, Fp8(8, None, options), raws)
 
 
 def check(model: Model, source: WeightSource, dtype: str, near: float, **how: bool) -> None:

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from vllmx_core.weights.part import WeightPart
-from vllmx_core.weights.picks import rows_of
+from vllmx_core.weights.views import rows_of
 from vllmx_cuda.loading.streaming import stream
 from vllmx_cuda.matrices import split
 from vllmx_cuda.matrices.dense import Dense

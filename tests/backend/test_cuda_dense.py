@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from vllmx_core.weights.part import bf16_to_f32, f32_to_bf16
+from vllmx_core.weights.tensor import bf16_to_f32, f32_to_bf16
 from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant
 from vllmx_cuda.matrices.dense import Dense

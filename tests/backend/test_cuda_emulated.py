@@ -13,7 +13,7 @@ from vllmx_core.ops.experts import ExpertsSpec
 from vllmx_core.ops.recorder import Ops
 from vllmx_core.ops.route import RouteSpec
 from vllmx_core.ops.values import Value
-from vllmx_core.weights.part import DType
+from vllmx_core.weights.tensor import DType
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.program import expert_ops

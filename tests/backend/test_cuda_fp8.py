@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from vllmx_core.plan import F32
-from vllmx_core.weights.part import RawTensor, WeightPart
+from vllmx_core.weights.part import WeightPart
+from vllmx_core.weights.tensor import RawTensor
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.matrices import codes8
 from vllmx_models.families.qwen import qwen3

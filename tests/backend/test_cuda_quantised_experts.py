@@ -14,13 +14,14 @@ from vllmx_core.ops.recorder import Ops
 from vllmx_core.ops.route import RouteSpec
 from vllmx_core.ops.values import Value
 from vllmx_core.plan import F32
-from vllmx_core.weights.part import QuantLayout, RawTensor, WeightPart
+from vllmx_core.weights.part import StoredPart, WeightPart
+from vllmx_core.weights.tensor import RawTensor
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.program import expert_ops
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
 from vllmx_models.formats.gguf.quantize.encode import encode
-from vllmx_models.quantization.eight_bits import e4m3_codes
-from vllmx_models.quantization.matrices import decode_fp8, fp4_part
+from vllmx_models.quantization.float4 import fp4_part
+from vllmx_models.quantization.float8 import Fp8, e4m3_codes
 from vllmx_testing.cuda.emulator import Emulator
 from vllmx_testing.harness import VOCAB, Harness
 from vllmx_testing.op_case import Case, Weights
@@ -96,8 +97,7 @@ def one_scale(name: str, values: F32) -> WeightPart:
     """FP8 with a scale for each tensor, and one for its activations."""
     step = abs(values).max() / 448
     codes = e4m3_codes(values / step)
-    layout = QuantLayout(
-        "fp8",
+    layout = Fp8(
         8,
         None,
         {
@@ -112,7 +112,7 @@ def one_scale(name: str, values: F32) -> WeightPart:
         for key, size in (("scale", step), ("input_scale", len(name) / 100))
     }
     weight = RawTensor(name, "f8e4m3", values.shape, codes.reshape(-1))
-    return WeightPart(name, values.shape, layout, {"weight": weight, **raw}, decode_fp8)
+    return StoredPart(name, values.shape, layout, {"weight": weight, **raw})
 
 
 def blocks_of(name: str, values: F32) -> WeightPart:

@@ -11,7 +11,8 @@ import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import CapacityError
 from vllmx_core.plugins.registry import load_registry
-from vllmx_core.weights.part import DENSE, DType, RawTensor, WeightPart
+from vllmx_core.weights.part import DENSE, StoredPart, WeightPart
+from vllmx_core.weights.tensor import DType, RawTensor
 from vllmx_models.quantization.mxfp4 import mxfp4
 from vllmx_testing.tensor_shapes import tensor_shapes
 
@@ -43,7 +44,7 @@ class Shapes:
         dtype, shape = self._shapes[name]
         count = int(np.prod(shape)) * (2 if dtype == "bf16" else 1)
         raw = RawTensor(name, dtype, shape, np.broadcast_to(np.uint8(0), (count,)))
-        return WeightPart(name, shape, DENSE, {"weight": raw})
+        return StoredPart(name, shape, DENSE, {"weight": raw})
 
     def close(self) -> None:
         pass

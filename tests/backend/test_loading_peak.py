@@ -16,8 +16,9 @@ from vllmx_core.model import Model
 from vllmx_core.plan import AnyArray
 from vllmx_core.plugins.registry import load_registry
 from vllmx_core.plugins.specs import BackendSpec
-from vllmx_core.weights.part import WeightPart, WeightSource, made_part
+from vllmx_core.weights.part import WeightPart, WeightSource
 from vllmx_testing.model_suite import random_weights
+from vllmx_testing.parts import MadePart
 
 REGISTRY = load_registry()
 SMALL: dict[str, Any] = {
@@ -59,7 +60,7 @@ class CountingSource:
 
     def part(self, name: str) -> WeightPart:
         part = self._source.part(name)
-        return made_part(name, part.shape, part.layout, partial(self._rows, part))
+        return MadePart(name, part.shape, part.layout, partial(self._rows, part))
 
     def close(self) -> None:
         self._source.close()

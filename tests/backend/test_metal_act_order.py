@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from vllmx_core.weights.picks import rows_of
+from vllmx_core.weights.views import rows_of
 
 mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
 pytest.importorskip("vllmx_metal")

@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from vllmx_core.weights.part import QuantLayout, RawTensor, WeightPart
+from vllmx_core.weights.part import StoredPart, WeightPart
+from vllmx_core.weights.tensor import RawTensor
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
-from vllmx_models.quantization.matrices import decode_fp4, decode_fp8
+from vllmx_models.quantization.float4 import fp4_part
+from vllmx_models.quantization.float8 import Fp8
+from vllmx_models.quantization.mlx import Mlx
 
 mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
 pytest.importorskip("vllmx_metal")
@@ -37,17 +40,19 @@ def fp8(
 ) -> WeightPart:
     options = {"strategy": strategy, "dtype": codes, "block_rows": 32, "block_cols": 64}
     buffers = {"weight": raw(codes, e4m3(ROWS, COLS)), "scale": raw(dtype, scale)}
-    return WeightPart("w", (ROWS, COLS), QuantLayout("fp8", 8, None, options), buffers, decode_fp8)
+    return StoredPart("w", (ROWS, COLS), Fp8(8, None, options), buffers)
 
 
 def fp4(group: int, scale: RawTensor, combine: str = "none") -> WeightPart:
     packed = RNG.integers(0, 256, (ROWS, COLS // 2), np.uint8)
-    buffers = {"weight": raw("u8", packed), "scale": scale}
+    whole = None
     if combine != "none":
-        whole = np.float32(0.0017 if combine == "multiply" else 590.0)
-        buffers["global_scale"] = raw("f32", np.array(whole))
-    layout = QuantLayout("fp4", 4, group, {"global_scale": combine})
-    return WeightPart("w", (ROWS, COLS), layout, buffers, decode_fp4)
+        whole = raw("f32", np.array(np.float32(0.0017 if combine == "multiply" else 590.0)))
+    part = fp4_part(
+        "w", raw("u8", packed), scale, (ROWS, COLS), global_scale=whole, combine=combine
+    )
+    assert part.layout.group_size == group
+    return part
 
 
 def exponents(*shape: int) -> NDArray[np.uint8]:
@@ -148,10 +153,10 @@ def test_mlx_checkpoints_stay_as_they_are(mode: str) -> None:
     bits, group = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}[mode]
     weight = mx.array(RNG.standard_normal((ROWS, COLS)).astype(np.float32))
     codes, made = mx.quantize(weight, group_size=group, bits=bits, mode=mode)
-    part = WeightPart(
+    part = StoredPart(
         "w",
         (ROWS, COLS),
-        QuantLayout("mlx", bits, group, {"mode": mode}),
+        Mlx(bits, group, {"mode": mode}),
         {"weight": raw("u32", np.array(codes)), "scales": raw("u8", np.array(made))},
     )
     matrix = matrix_of(part)

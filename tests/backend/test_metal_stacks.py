@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from vllmx_core.weights.part import PartSpec, WeightPart, WeightSpec
+from vllmx_core.weights.part import WeightPart
+from vllmx_core.weights.spec import PartSpec, WeightSpec
 from vllmx_testing.synthetic import ArraySource
 
 mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")

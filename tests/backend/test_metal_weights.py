@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from vllmx_core.backend import LoadOptions
-from vllmx_core.weights.part import QuantLayout, RawTensor, WeightPart
+from vllmx_core.weights.part import Layout, StoredPart, WeightPart
+from vllmx_core.weights.tensor import RawTensor
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
 from vllmx_testing.harness import PAGE, VOCAB, all_logprobs
 from vllmx_testing.plans import Row, make_plan
@@ -203,16 +204,22 @@ class TestModels:
         assert sizes[0] < sizes[1]
 
 
+class Strange(Layout):
+    kind = "strange"
+
+    def decode(self, part: StoredPart, begin: int, end: int) -> Any:
+        return part.buffers["weight"].rows(begin, end).to_f32() / np.float32(64)
+
+
 def test_a_layout_that_mlx_does_not_have_is_dequantised_and_the_log_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     raw = RawTensor("w", "i8", (32, 32), RNG.integers(0, 256, 32 * 32, np.uint8))
-    part = WeightPart(
+    part = StoredPart(
         "w",
         (32, 32),
-        QuantLayout("strange", 8),
+        Strange(8),
         {"weight": raw},
-        lambda part, begin, end: part.buffers["weight"].rows(begin, end).to_f32() / np.float32(64),
     )
     model, dense = decoder()
 

@@ -15,7 +15,8 @@ from vllmx_core.cache.capacity import CachePlan
 from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.plan import LogitEdits, TokenCounts
 from vllmx_core.sampling import gumbel_noise
-from vllmx_core.weights.part import QuantLayout, RawTensor, WeightPart, WeightSource
+from vllmx_core.weights.part import Layout, StoredPart, WeightPart, WeightSource
+from vllmx_core.weights.tensor import RawTensor
 from vllmx_testing.harness import PAGE, VOCAB, all_logprobs
 from vllmx_testing.plans import Row, make_plan, sampling_rows
 from vllmx_testing.step_checks import decoder
@@ -133,11 +134,13 @@ class Int8Source:
             return part
         codes = np.rint(part.dequantize() * 32).clip(-127, 127).astype(np.int8)
         raw = RawTensor(name, "i8", part.shape, codes.reshape(-1).view(np.uint8))
-        layout = QuantLayout("int8", 8)
-        return WeightPart(name, part.shape, layout, {"weight": raw}, self._decode)
+        return StoredPart(name, part.shape, OneFactor(8), {"weight": raw})
 
-    @staticmethod
-    def _decode(part: WeightPart, begin: int, end: int) -> Any:
+
+class OneFactor(Layout):
+    kind = "int8"
+
+    def decode(self, part: StoredPart, begin: int, end: int) -> Any:
         return part.buffers["weight"].rows(begin, end).to_f32() / np.float32(32)
 
     def close(self) -> None:

@@ -14,8 +14,8 @@ from vllmx_core.errors import UnsupportedOpError, WeightFormatError
 from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.plugins.registry import load_registry
 from vllmx_core.plugins.specs import BackendSpec
-from vllmx_core.weights.part import RawTensor
-from vllmx_models.quantization.matrices import fp4_part
+from vllmx_core.weights.tensor import RawTensor
+from vllmx_models.quantization.float4 import fp4_part
 from vllmx_testing.harness import all_logprobs
 from vllmx_testing.model_suite import random_weights
 from vllmx_testing.plans import Row, make_plan

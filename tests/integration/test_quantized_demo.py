@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import shutil
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from vllmx import LLM, Message, SamplingParams
 from vllmx_core.backend import LoadedModel, LoadOptions
 from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.plugins.specs import BackendSpec
-from vllmx_core.weights.part import WeightPart, WeightSource
+from vllmx_core.weights.part import DENSE, StoredPart, WeightPart, WeightSource
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_testing.plans import Row, make_plan, sampling_rows
 
@@ -104,6 +103,15 @@ def test_logits_are_those_of_the_dequantised_twin(
         assert "42 matrices" in lines[0]  # 7 in each of 6 layers
 
 
+class WatchedPart(StoredPart):
+    watch: Callable[[Array], None]
+
+    def dequantize(self, begin: int = 0, end: int | None = None) -> Array:
+        values = super().dequantize(begin, end)
+        self.watch(values)
+        return values
+
+
 class Watched:
     """A source that counts the decoded values that are alive when more are decoded."""
 
@@ -118,18 +126,14 @@ class Watched:
 
     def part(self, name: str) -> WeightPart:
         part = self.source.part(name)
-        decode = part.decode
-        if decode is None:
+        if not isinstance(part, StoredPart) or part.layout == DENSE:
             return part
+        return WatchedPart(part.name, part.shape, part.layout, part.buffers, self._watch)
 
-        def watched(part: WeightPart, begin: int, end: int) -> Array:
-            values = decode(part, begin, end)
-            self.decoded.append(weakref.ref(values))
-            self.total += values.size
-            self.most_alive = max(self.most_alive, self.alive())
-            return values
-
-        return replace(part, decode=watched)
+    def _watch(self, values: Array) -> None:
+        self.decoded.append(weakref.ref(values))
+        self.total += values.size
+        self.most_alive = max(self.most_alive, self.alive())
 
     def alive(self) -> int:
         arrays = (reference() for reference in self.decoded)

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.weights.files import FileRange, WeightFile
-from vllmx_core.weights.part import DENSE, RankShare, RawTensor, WeightPart
-from vllmx_core.weights.picks import entry_of, share_of, transposed
+from vllmx_core.weights.part import DENSE, StoredPart, WeightPart
+from vllmx_core.weights.spec import RankShare
+from vllmx_core.weights.tensor import RawTensor
+from vllmx_core.weights.views import entry_of, share_of, transposed
 from vllmx_models.quantization.encoders import encoder_for
-from vllmx_models.quantization.isq import InSituSource, blocks
+from vllmx_models.quantization.isq import Encoding, InSituSource
 from vllmx_testing.synthetic import ArraySource
 
 from ..null.quantization.checkpoints import open_part  # noqa: TID252 - no package to name
@@ -171,7 +173,7 @@ def test_an_entry_with_its_input_features_first(
 ) -> None:
     values = np.random.default_rng(4).standard_normal((3, 64, 4096)).astype(np.float32)
     raw = RawTensor("m", "f32", values.shape, values.view(np.uint8).reshape(-1))
-    stack, _ = in_file(WeightPart("m", values.shape, DENSE, {"weight": raw}), tmp_path / "buffers")
+    stack, _ = in_file(StoredPart("m", values.shape, DENSE, {"weight": raw}), tmp_path / "buffers")
     part, whole = transposed(entry_of(stack, 1)), np.ascontiguousarray(values[1].T)
     rows, cols = whole.shape
     shares = [RankShare(rows, cols, (span,)) for span in halves(rows)]
@@ -185,7 +187,7 @@ def test_what_is_quantised_while_it_is_read(tmp_path: Path, reads: list[Place]) 
     part, place = in_file(part_of("dense", WIDE, tmp_path), tmp_path / "buffers")
     source = ArraySource({})
     source._parts = {"m": part}
-    encoding = blocks("Q4_K", encoder_for(REGISTRY, "Q4_K"))
+    encoding = Encoding("Q4_K", encoder_for(REGISTRY, "Q4_K"))
     quantised = InSituSource(source, {"m": encoding}).part("m")
     shares = [RankShare(*WIDE, cols=span) for span in halves(WIDE[1])]
     found = check(quantised, quantised.dequantize(), shares, reads, part)

@@ -9,19 +9,14 @@ import numpy as np
 import pytest
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.weights.map import assemble, bias_of, parts_of
-from vllmx_core.weights.part import (
-    DENSE,
-    PartSpec,
-    RawTensor,
-    RowRuns,
-    WeightPart,
-    WeightSource,
-    WeightSpec,
-)
-from vllmx_core.weights.picks import entry_of, rows_of
+from vllmx_core.weights.part import DENSE, StoredPart, WeightPart, WeightSource
+from vllmx_core.weights.spec import PartSpec, RowRuns, WeightSpec
+from vllmx_core.weights.tensor import RawTensor
+from vllmx_core.weights.views import cols_of, entry_of, rows_of
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
 from vllmx_models.formats.gguf.quantize.encode import encode
-from vllmx_models.quantization.eight_bits import fp8_codes, fp8_part, int8_codes, int8_part
+from vllmx_models.quantization.float8 import fp8_codes, fp8_part
+from vllmx_models.quantization.int8 import int8_codes, int8_part
 from vllmx_testing.synthetic import ArraySource
 
 from ..null.quantization.checkpoints import open_part  # noqa: TID252 - no package to name
@@ -116,7 +111,7 @@ def test_rows_are_those_of_the_whole(whole: tuple[str, WeightPart], index: Any) 
         assert picked.layout == part.layout
         np.testing.assert_array_equal(picked.rows(3, 9).dequantize(), wanted[3:9])
         np.testing.assert_array_equal(picked.rows(3, 9).rows(1, 2).dequantize(), wanted[4:5])
-    if part.coded is not None:
+    if part.layout.has_codes:
         np.testing.assert_array_equal(picked.coded_rows(2, 20).to_f32(), wanted[2:20])
 
 
@@ -126,13 +121,13 @@ def test_columns_are_those_of_the_whole(whole: tuple[str, WeightPart]) -> None:
     assert part.col_unit == units.get(layout, 128)
     step = part.col_unit if part.col_unit > 1 else 37
     for begin, end in ((0, step), (step, COLS), (step, 2 * step)):
-        picked, wanted = part.cols(begin, end), part.dequantize()[:, begin:end]
+        picked, wanted = cols_of(part, begin, end), part.dequantize()[:, begin:end]
         assert picked.shape == wanted.shape
         np.testing.assert_array_equal(picked.dequantize(), wanted)
         np.testing.assert_array_equal(picked.dequantize(11, 14), wanted[11:14])
         if layout in STAYS:
             assert picked.layout.kind == part.layout.kind
-        if part.coded is not None:
+        if part.layout.has_codes:
             np.testing.assert_array_equal(picked.coded_rows(1, 9).to_f32(), wanted[1:9])
         both = rows_of(picked, np.arange(8, 24))
         np.testing.assert_array_equal(both.dequantize(), wanted[8:24])
@@ -192,7 +187,7 @@ def test_rows_turned_over_are_those_of_the_whole(whole: tuple[str, WeightPart]) 
     np.testing.assert_array_equal(found.dequantize(), wanted)
     np.testing.assert_array_equal(found.rows(8, 100).dequantize(), wanted[8:100])
     if layout == "dense":
-        assert found.buffers["weight"].dtype == part.buffers["weight"].dtype
+        assert found.stored().buffers["weight"].dtype == part.stored().buffers["weight"].dtype
 
 
 def test_other_names_and_stacks_and_shapes() -> None:
@@ -245,7 +240,7 @@ def test_what_a_tensor_has_not_is_told(part: PartSpec, message: str) -> None:
     codes = RawTensor("i", "i8", (7, 6), np.zeros(42, np.uint8))
     parts = {
         "q": gguf("Q8_0", np.ones((6, 256), np.float32)),
-        "i": WeightPart("i", codes.shape, DENSE, {"weight": codes}),
+        "i": StoredPart("i", codes.shape, DENSE, {"weight": codes}),
     }
     source = Parts(arrays, parts)
     with pytest.raises(WeightFormatError, match=message):

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.plan import F32, I32, AnyArray
-from vllmx_core.weights.part import DENSE, PartSpec, RawTensor, WeightPart, WeightSpec
+from vllmx_core.weights.part import DENSE, StoredPart, WeightPart
+from vllmx_core.weights.spec import PartSpec, WeightSpec
+from vllmx_core.weights.tensor import RawTensor
 from vllmx_cpu.native import Isa
 from vllmx_cpu.packing import PackedMatrix, load_weights, matrix_shapes
 from vllmx_cpu.structs import (
@@ -42,7 +44,7 @@ class Source:
 
 def dense_part(name: str, values: F32) -> WeightPart:
     raw = RawTensor(name, "f32", values.shape, values.view(np.uint8).reshape(-1))
-    return WeightPart(name, values.shape, DENSE, {"weight": raw})
+    return StoredPart(name, values.shape, DENSE, {"weight": raw})
 
 
 @dataclass

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from vllmx_core import kv_dtypes as kv_quant
 from vllmx_core.plan import AnyArray
-from vllmx_core.weights.part import f32_to_bf16
+from vllmx_core.weights.tensor import f32_to_bf16
 from vllmx_cpu.native import Isa
 
 from .cpu_attention import (

@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 from vllmx_core.plan import F32, I32
 from vllmx_core.weights.coded import CodedRows
-from vllmx_core.weights.part import PartSpec, QuantLayout, RawTensor, WeightPart, WeightSpec
+from vllmx_core.weights.part import StoredPart, WeightPart
+from vllmx_core.weights.spec import PartSpec, WeightSpec
+from vllmx_core.weights.tensor import RawTensor
 from vllmx_cpu.coded import COLS_OF
 from vllmx_cpu.kinds import native_kind, packed_columns, segments
 from vllmx_cpu.native import Isa
+from vllmx_models.quantization.float8 import Fp8
+from vllmx_testing.parts import IntegerLayout
 
 from .quantised import (
     Case,
@@ -56,15 +60,12 @@ def integers(
     scales = (random.uniform(0.5, 2, (n, groups)) / 100).astype(np.float32)
     zeros = random.integers(0, (1 << bits) + 1, (n, groups))
 
-    def coded(part: WeightPart, begin: int, end: int) -> CodedRows:
-        return CodedRows(codes[begin:end], scales[begin:end], zeros[begin:end], group_of)
+    def coded(rows: slice) -> CodedRows:
+        return CodedRows(codes[rows], scales[rows], zeros[rows], group_of)
 
-    def decode(part: WeightPart, begin: int, end: int) -> F32:
-        return part.coded_rows(begin, end).to_f32()
-
-    layout = QuantLayout("integers", bits, group, {"act_order": shuffled})
+    layout = IntegerLayout(bits, group, {"act_order": shuffled}, coded)
     g_idx = RawTensor("g_idx", "i32", (k,), group_of.view(np.uint8))
-    return WeightPart("w", (n, k), layout, {"g_idx": g_idx}, decode, coded)
+    return StoredPart("w", (n, k), layout, {"g_idx": g_idx})
 
 
 def padded(values: F32, width: int) -> F32:
@@ -138,12 +139,8 @@ def float8_part(codes: np.ndarray, scales: F32, block: tuple[int, int] | None = 
     weight = RawTensor("w", "f8e4m3", (n, k), codes.reshape(-1))
     scale = RawTensor("s", "f32", scales.shape, scales.view(np.uint8).reshape(-1))
 
-    def decode(part: WeightPart, begin: int, end: int) -> F32:
-        found: F32 = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * spread(part)
-        return found[begin:end]
-
-    layout = QuantLayout("fp8", 8, None, options)
-    return WeightPart("w", (n, k), layout, {"weight": weight, "scale": scale}, decode)
+    layout = Fp8(8, None, options)
+    return StoredPart("w", (n, k), layout, {"weight": weight, "scale": scale})
 
 
 def spread(part: WeightPart) -> F32:

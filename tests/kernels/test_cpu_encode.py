@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.plan import F32, AnyArray
-from vllmx_core.weights.part import DType, RawTensor
+from vllmx_core.weights.tensor import DType, RawTensor
 from vllmx_cpu.encoder import NativeEncoder
 from vllmx_cpu.native import Isa
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME

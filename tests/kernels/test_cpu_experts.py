@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from vllmx_core.ops.experts import ExpertsSpec, experts
 from vllmx_core.plan import F32, I32, AnyArray
-from vllmx_core.weights.part import PartSpec, WeightPart, WeightSpec
+from vllmx_core.weights.part import WeightPart
+from vllmx_core.weights.spec import PartSpec, WeightSpec
 from vllmx_cpu.memory import allocate
 from vllmx_cpu.native import Isa, library
 from vllmx_cpu.packing import PackedMatrix, load_weights, matrix_shapes

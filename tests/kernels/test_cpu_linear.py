@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from vllmx_core.plan import F32, I32, AnyArray
-from vllmx_core.weights.part import DType, PartSpec, WeightSpec, bf16_to_f32, f32_to_bf16
+from vllmx_core.weights.spec import PartSpec, WeightSpec
+from vllmx_core.weights.tensor import DType, bf16_to_f32, f32_to_bf16
 from vllmx_cpu.native import SCRATCH_BYTES, Isa
 from vllmx_cpu.packing import PackedMatrix, load_weights, matrix_shapes
 from vllmx_cpu.structs import (

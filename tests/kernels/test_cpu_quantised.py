@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from vllmx_core.plan import F32, AnyArray
-from vllmx_core.weights.part import PartSpec, RawTensor, WeightPart, WeightSpec
+from vllmx_core.weights.part import WeightPart
+from vllmx_core.weights.spec import PartSpec, WeightSpec
+from vllmx_core.weights.tensor import RawTensor
 from vllmx_cpu.kinds import segments
 from vllmx_cpu.native import Isa
 from vllmx_cpu.packing import matrix_shapes
@@ -17,7 +19,7 @@ from vllmx_cpu.structs import BLOCK_KINDS
 from vllmx_models.formats.gguf.blocks import TENSOR_TYPES, TensorType, weight_part
 from vllmx_models.formats.gguf.k_blocks import _scales_and_minima
 from vllmx_models.formats.gguf.legacy_blocks import half, planes
-from vllmx_models.quantization.matrices import fp4_part
+from vllmx_models.quantization.float4 import fp4_part
 
 from .quantised import (
     Case,

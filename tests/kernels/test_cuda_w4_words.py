@@ -10,8 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from vllmx_core.errors import WeightFormatError
-from vllmx_core.weights.part import DENSE, RankShare, RawTensor, WeightPart
-from vllmx_core.weights.picks import share_of
+from vllmx_core.weights.part import DENSE, StoredPart, WeightPart
+from vllmx_core.weights.spec import RankShare
+from vllmx_core.weights.tensor import RawTensor
+from vllmx_core.weights.views import share_of
 from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.loading.streaming import stream
 from vllmx_cuda.matrices import pieces
@@ -50,7 +52,7 @@ class Tensors:
         values = np.ascontiguousarray(self._arrays[name])
         kind: Any = KINDS[values.dtype.name]
         raw = RawTensor(name, kind, values.shape, values.reshape(-1).view(np.uint8))
-        return WeightPart(name, values.shape, DENSE, {"weight": raw})
+        return StoredPart(name, values.shape, DENSE, {"weight": raw})
 
     def close(self) -> None: ...
 

@@ -12,7 +12,7 @@ import pytest
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.weights import files as weight_files
 from vllmx_core.weights.files import Bytes, KeptReads, ReadingRoom, WeightFile
-from vllmx_core.weights.part import RawTensor
+from vllmx_core.weights.tensor import RawTensor
 
 CONTENT = bytes(range(256)) * 16
 

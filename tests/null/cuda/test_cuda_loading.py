@@ -11,14 +11,9 @@ import pytest
 from vllmx_core.backend import LoadOptions, free_memory
 from vllmx_core.errors import CapacityError, ConfigError, WeightFormatError
 from vllmx_core.system.memory import format_bytes
-from vllmx_core.weights.part import (
-    PartSpec,
-    QuantLayout,
-    WeightPart,
-    WeightSpec,
-    bf16_to_f32,
-    f32_to_bf16,
-)
+from vllmx_core.weights.part import Layout, StoredPart, WeightPart
+from vllmx_core.weights.spec import PartSpec, WeightSpec
+from vllmx_core.weights.tensor import bf16_to_f32, f32_to_bf16
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.loading.weights import load_weights
@@ -113,13 +108,16 @@ def test_other_layouts_are_dequantised_by_rows(
     monkeypatch.setattr(pieces, "PIECE_BYTES", 4 * 6 * 2)
     asked: list[tuple[int, int]] = []
 
+    class Halved(Layout):
+        kind = "halved"
+
+        def decode(self, part: StoredPart, begin: int, end: int) -> Any:
+            asked.append((begin, end))
+            return part.buffers["weight"].rows(begin, end).to_f32() / 2
+
     class Halves(ArraySource):
         def part(self, name: str) -> WeightPart:
-            def decode(part: WeightPart, begin: int, end: int) -> Any:
-                asked.append((begin, end))
-                return part.buffers["weight"].rows(begin, end).to_f32() / 2
-
-            return replace(super().part(name), layout=QuantLayout("halved", 8), decode=decode)
+            return replace(super().part(name), layout=Halved(8))
 
     values = np.arange(54, dtype=np.float32).reshape(9, 6)
     spec = WeightSpec("w", "linear", (PartSpec("w", 9),), 6)

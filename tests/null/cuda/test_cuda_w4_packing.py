@@ -7,13 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.weights.coded import CodedRows
-from vllmx_core.weights.part import QuantLayout, RawTensor, WeightPart
+from vllmx_core.weights.part import StoredPart, WeightPart
+from vllmx_core.weights.tensor import RawTensor
+from vllmx_core.weights.views import cols_of
 from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs.types import DTYPES
 from vllmx_cuda.kernel_specs.w4 import ZERO_CODES, ZERO_MIDDLE
 from vllmx_cuda.matrices import pieces, w4
 from vllmx_cuda.matrices.form import Target
 from vllmx_cuda.matrices.w4_packing import Packing, packed, packed_rows, packing_of
+from vllmx_testing.parts import IntegerLayout
 
 ROWS, COLS = 112, 128
 TARGET = Target("bf16", 90)
@@ -35,10 +38,10 @@ def integers(
     factors = random.uniform(1, 2, (shape[0], groups)).astype(np.float16)
     zeros = random.integers(0, 1 << bits, (shape[0], groups)) if zero is None else None
 
-    def coded(part: WeightPart, begin: int, end: int) -> CodedRows:
-        used = np.full((end - begin, groups), zero) if zeros is None else zeros[begin:end]
-        some = factors[begin:end].astype(np.float32)
-        return CodedRows(codes[begin:end], some, used, group_of)
+    def coded(rows: slice) -> CodedRows:
+        some = factors[rows].astype(np.float32)
+        used = np.full((len(some), groups), zero) if zeros is None else zeros[rows]
+        return CodedRows(codes[rows], some, used, group_of)
 
     raw = RawTensor("s", scales, factors.shape, factors.view(np.uint8).reshape(-1))  # type: ignore[arg-type]
     buffers = {"scales": raw}
@@ -47,8 +50,8 @@ def integers(
     if group_of is not None:
         data = np.asarray(group_of, np.int32).view(np.uint8)
         buffers["g_idx"] = RawTensor("g", "i32", (shape[1],), data)
-    layout = QuantLayout("any", bits, group, {"act_order": group_of is not None})
-    return WeightPart("w", shape, layout, buffers, None, coded)
+    layout = IntegerLayout(bits, group, {"act_order": group_of is not None}, coded)
+    return StoredPart("w", shape, layout, buffers)
 
 
 SHUFFLED = np.random.default_rng(1).permutation(np.arange(COLS) // 32).astype(np.int32)
@@ -68,10 +71,10 @@ def test_a_rank_s_columns_have_zeros_of_their_own() -> None:
     """A row with the middle alone, as the first of few groups may have, tells nothing of others."""
     part = integers(zero=8)
     assert packing_of(part).zero == ZERO_MIDDLE  # type: ignore[union-attr]
-    own = packing_of(part.cols(32, 64))
+    own = packing_of(cols_of(part, 32, 64))
     assert own is not None
     assert own.zero == ZERO_CODES
-    assert packed_rows(part.cols(32, 64), own, 0, ROWS).shape[0] == ROWS // 16
+    assert packed_rows(cols_of(part, 32, 64), own, 0, ROWS).shape[0] == ROWS // 16
 
 
 @pytest.mark.parametrize("part", REFUSED.values(), ids=REFUSED.keys())

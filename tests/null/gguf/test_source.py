@@ -17,7 +17,8 @@ from vllmx_core.errors import (
 from vllmx_core.plugins.checkpoint import Checkpoint, build_model, open_checkpoint
 from vllmx_core.plugins.registry import Registry, load_registry
 from vllmx_core.weights.map import assemble
-from vllmx_core.weights.part import DENSE, RawTensor, WeightPart
+from vllmx_core.weights.part import DENSE, StoredPart
+from vllmx_core.weights.tensor import RawTensor
 
 from .models import TYPES, add_config, convert_tensors, of_type, write_model
 
@@ -59,7 +60,7 @@ class Arrays:
     def part(self, name: str) -> Any:
         values = np.ascontiguousarray(self.arrays[name], np.float32)
         raw = RawTensor(name, "f32", values.shape, values.reshape(-1).view(np.uint8))
-        return WeightPart(name, values.shape, DENSE, {"weight": raw})
+        return StoredPart(name, values.shape, DENSE, {"weight": raw})
 
     def close(self) -> None:
         pass
@@ -130,7 +131,7 @@ def test_rows_of_blocks_are_reordered_exactly(
         np.testing.assert_array_equal(part.dequantize(), expected)
         if part.layout.kind == "gguf":
             assert part.layout.options == {"type": kind}
-            assert part.buffers["weight"].dtype == "u8"
+            assert part.stored().buffers["weight"].dtype == "u8"
     opened.weights.close()
 
 
@@ -173,7 +174,7 @@ def test_whole_blocks_of_256_keep_their_bytes(registry: Registry, tmp_path: Path
         np.testing.assert_array_equal(part.dequantize(begin, end), q[begin:end])
         piece = part.rows(begin, end)
         np.testing.assert_array_equal(piece.dequantize(), q[begin:end])
-        found, whole = piece.buffers["weight"], part.buffers["weight"]
+        found, whole = piece.buffers["weight"], part.stored().buffers["weight"]
         np.testing.assert_array_equal(found.view(), whole.view()[begin:end])
     assert opened.config["torch_dtype"] == "bfloat16"
     opened.weights.close()
@@ -207,7 +208,7 @@ def test_dense_parts_have_the_dtype_of_the_file(registry: Registry, tmp_path: Pa
     tensors = convert_tensors(config, original(registry, config))
     path = write_model(tmp_path / "model.gguf", config, tensors, of_type(TYPES.F16))
     opened = open_checkpoint(registry, path)
-    raw = opened.weights.part("model.layers.0.self_attn.q_proj.weight").buffers["weight"]
+    raw = opened.weights.part("model.layers.0.self_attn.q_proj.weight").stored().buffers["weight"]
     assert raw.dtype == "f16"
     assert opened.config["torch_dtype"] == "float16"
     opened.weights.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from vllmx_core.errors import BackendUnavailableError, WeightFormatError
@@ -9,7 +11,8 @@ from vllmx_core.plugins.hooks import hookimpl
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.plugins.specs import EncoderSpec
 from vllmx_core.weights.encoding import Encoded
-from vllmx_core.weights.part import QuantLayout, RawTensor, WeightPart
+from vllmx_core.weights.part import Layout, StoredPart
+from vllmx_core.weights.tensor import RawTensor
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, decode_blocks
 from vllmx_models.quantization.encoders import NumpyEncoder, encoder_for, float_rows
 
@@ -88,8 +91,14 @@ def test_numpy_names_the_tensor_that_is_not_finite(kind: str) -> None:
 
 def test_rows_of_a_quantised_part_are_dequantised() -> None:
     values = np.arange(12, dtype=np.float32).reshape(3, 4)
-    layout = QuantLayout("mine", 4)
-    part = WeightPart("w", (3, 4), layout, {}, lambda _, begin, end: values[begin:end] * 2)
+
+    class Mine(Layout):
+        kind = "mine"
+
+        def decode(self, part: StoredPart, begin: int, end: int) -> Any:
+            return values[begin:end] * 2
+
+    part = StoredPart("w", (3, 4), Mine(4), {})
     rows = float_rows(part, 1, 3)
     assert (rows.dtype, rows.shape) == ("f32", (2, 4))
     np.testing.assert_array_equal(rows.view(), values[1:3] * 2)

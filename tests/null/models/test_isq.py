@@ -19,13 +19,8 @@ from vllmx_models.formats.gguf.quantize.convert import quantize
 from vllmx_models.formats.gguf.quantize.mixes import MIXES
 from vllmx_models.formats.gguf.quantize.vocabulary import StatedTokenizer
 from vllmx_models.plugin import IN_SITU
-from vllmx_models.quantization.eight_bits import (
-    e4m3_codes,
-    fp8_codes,
-    fp8_part,
-    int8_codes,
-    int8_part,
-)
+from vllmx_models.quantization.float8 import e4m3_codes, fp8_codes, fp8_part
+from vllmx_models.quantization.int8 import int8_codes, int8_part
 from vllmx_models.quantization.isq import ALIASES, ROWS_ALONE
 
 CONFIG: dict[str, Any] = {
@@ -92,8 +87,10 @@ def test_blocks_are_those_of_a_quantised_file(
         assert (ours.shape, ours.layout) == (theirs.shape, theirs.layout), tensor
         if ours.layout != DENSE:
             kinds.add(ours.layout.options["type"])
-            data = ours.buffers["weight"].data
-            np.testing.assert_array_equal(data, theirs.buffers["weight"].data, err_msg=tensor)
+            data = ours.stored().buffers["weight"].data
+            np.testing.assert_array_equal(
+                data, theirs.stored().buffers["weight"].data, err_msg=tensor
+            )
         np.testing.assert_array_equal(ours.dequantize(), theirs.dequantize(), err_msg=tensor)
     assert len(kinds) > 1 or name in ("q8_0", "q6_k")  # the head has more bits than the rest
     found.close()
@@ -116,7 +113,7 @@ def test_rows_are_made_alone(registry: Registry, folder: Path, name: str) -> Non
             piece = part.rows(begin, end)
             assert piece.layout == part.layout
             np.testing.assert_array_equal(piece.dequantize(), whole[begin:end])
-            for key, raw in part.buffers.items():
+            for key, raw in part.stored().buffers.items():
                 np.testing.assert_array_equal(
                     piece.buffers[key].view(), raw.rows(begin, end).view()
                 )
@@ -136,7 +133,7 @@ def test_eight_bits_leave_table_and_head_alone(
             continue
         assert ours.layout.kind == name
         assert ours.layout.options["strategy"] == "channel"
-        assert ours.buffers["scale"].shape == (ours.shape[0], 1)
+        assert ours.stored().buffers["scale"].shape == (ours.shape[0], 1)
         error = np.sqrt(np.square(ours.dequantize() - theirs).mean() / np.square(theirs).mean())
         assert 0.001 < error < relative
     found.close()

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from vllmx_core.errors import UnsupportedModelError, VllmxError, WeightFormatError
 from vllmx_core.plugins.specs import QuantizationSpec
-from vllmx_core.weights.part import DENSE, ITEM_BYTES, DType, RawTensor, WeightPart
+from vllmx_core.weights.part import DENSE, StoredPart, WeightPart
+from vllmx_core.weights.tensor import ITEM_BYTES, DType, RawTensor
 
 from .checkpoints import REGISTRY
 
@@ -95,7 +96,7 @@ class Tensors:
             if name.endswith(("g_idx", "_shape")):
                 data.view(f"u{ITEM_BYTES[dtype]}")[:] = random.integers(0, 40)
             raw = RawTensor(name, dtype, shape, data)
-            self._parts[name] = WeightPart(name, shape, DENSE, {"weight": raw})
+            self._parts[name] = StoredPart(name, shape, DENSE, {"weight": raw})
 
     def names(self) -> Collection[str]:
         return self._parts.keys()

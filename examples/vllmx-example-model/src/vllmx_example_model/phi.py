@@ -19,7 +19,7 @@ from vllmx_core.model import (
     Weight,
 )
 from vllmx_core.plan import AnyArray
-from vllmx_core.weights.part import PartSpec, WeightSpec
+from vllmx_core.weights.spec import PartSpec, WeightSpec
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from vllmx_core.dtypes import short_dtype
 from vllmx_core.errors import ConfigError
 from vllmx_core.plan import F32
-from vllmx_core.weights.part import bf16_to_f32, f32_to_bf16, float8_to_f32
+from vllmx_core.weights.tensor import bf16_to_f32, f32_to_bf16, float8_to_f32
 
 KV_DTYPES = ("bf16", "f16", "f32", "int8", "fp8")
 LIMITS = {"int8": 127.0, "fp8": 448.0}

@@ -20,7 +20,7 @@ from vllmx_core.ops.short_conv import ShortConvSpec
 from vllmx_core.ops.values import Output, StepInputs, Value, WeightRef
 from vllmx_core.plan import F32, I32, AnyArray
 from vllmx_core.records import Record
-from vllmx_core.weights.part import WeightSpec
+from vllmx_core.weights.spec import WeightSpec
 
 __all__ = [
     "Activation", "Array", "AttentionSpec", "CacheGroup", "CacheSpec", "Encoder", "FeatureSpec",

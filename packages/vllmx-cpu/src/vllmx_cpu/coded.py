@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from vllmx_core.plan import F32, AnyArray
 from vllmx_core.records import Record
-from vllmx_core.weights.part import WeightPart, float8_to_f32
+from vllmx_core.weights.part import StoredPart, WeightPart
+from vllmx_core.weights.tensor import float8_to_f32
 
 from vllmx_cpu.kinds import column_order, packed_columns
 from vllmx_cpu.structs import AFFINE_KINDS, FLOAT8_COLS
@@ -45,8 +46,8 @@ def affine_rows(part: WeightPart, kind: str, cols: int, begin: int, end: int) ->
 
 def float8_rows(part: WeightPart, begin: int, end: int) -> UnitRows:
     """Rows of a part of layout "fp8"."""
-    if part.cut is not None:
-        part, begin, end = part.cut(begin, end), 0, end - begin
+    if not isinstance(part, StoredPart):
+        part, begin, end = part.rows(begin, end), 0, end - begin
     raw, options = part.buffers["scale"].in_memory(), part.layout.options
     scales = float8_to_f32(raw.view(), "f8e8m0") if raw.dtype == "u8" else raw.to_f32()  # type: ignore[arg-type]
     row, unit = np.arange(begin, end), np.arange(0, part.shape[1], FLOAT8_COLS)

@@ -9,7 +9,7 @@ import numpy as np
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.plan import F32
 from vllmx_core.weights.encoding import Encoded
-from vllmx_core.weights.part import RawTensor
+from vllmx_core.weights.tensor import RawTensor
 
 from vllmx_cpu.native import Isa, choose_isa, library
 from vllmx_cpu.structs import BLOCK_KINDS, ROW_KINDS, VX_DTYPES, VxEncode

@@ -11,7 +11,8 @@ from vllmx_core.plan import I32, AnyArray
 from vllmx_core.records import Record
 from vllmx_core.weights.coded import FILLED_UNIT, filled_order
 from vllmx_core.weights.map import parts_of
-from vllmx_core.weights.part import WeightPart, WeightSource, WeightSpec
+from vllmx_core.weights.part import WeightPart, WeightSource
+from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_cpu.structs import AFFINE_KINDS, BLOCK_KINDS, FLOAT8_COLS, FLOAT8_KIND
 
@@ -60,7 +61,7 @@ def segments(
 def column_order(part: WeightPart) -> I32 | None:
     """Input features sorted by the group that they belong to, with -1 behind those of a group that
     ends in the middle of a unit of columns (packed columns,); None where they lie so already."""
-    group_of = _group_index(part)
+    group_of = part.group_of
     if group_of is None:
         return None
     if _unit_of(np.bincount(group_of)) is None:
@@ -84,10 +85,6 @@ def packed_columns(part: WeightPart, cols: int) -> I32:
     return np.pad(order, (0, cols - len(order)), constant_values=-1)
 
 
-def _group_index(part: WeightPart) -> AnyArray | None:
-    return np.asarray(part.buffers["g_idx"].view()) if part.is_shuffled else None
-
-
 def _unit_of(sizes: AnyArray) -> int | None:
     """The widest unit of columns that no group of these sizes ends in the middle of."""
     ends = np.cumsum(sizes)[:-1]
@@ -97,17 +94,11 @@ def _unit_of(sizes: AnyArray) -> int | None:
 
 def _part_kind(part: WeightPart) -> NativeKind | None:
     layout = part.layout
-    if layout.kind == "gguf":
-        name = str(layout.options["type"])
-        return NativeKind(name) if name in BLOCK_KINDS else None
-    if (
-        layout.kind == "fp4"
-        and layout.group_size == 32
-        and layout.options["global_scale"] == "none"
-    ):
-        exponents = part.rows(0, 1).buffers["scale"].dtype in ("u8", "f8e8m0")
-        return NativeKind("MXFP4") if exponents else None
-    if part.coded is not None:
+    if layout.gguf_type is not None:
+        return NativeKind(layout.gguf_type) if layout.gguf_type in BLOCK_KINDS else None
+    if layout.is_mxfp4:
+        return NativeKind("MXFP4")
+    if layout.has_codes:
         return _affine_kind(part)
     if layout.kind == "fp8" and layout.options.get("dtype", "f8e4m3") == "f8e4m3":
         in_units = layout.options["strategy"] != "block"
@@ -122,7 +113,7 @@ def _affine_kind(part: WeightPart) -> NativeKind | None:
     cols, bits = part.shape[1], 4 if part.layout.bits <= 4 else 8
     if part.layout.bits > 8:
         return None
-    group_of = _group_index(part)
+    group_of = part.group_of
     in_order = group_of is None
     if group_of is None:
         group_of = np.arange(cols) // (part.layout.group_size or cols)

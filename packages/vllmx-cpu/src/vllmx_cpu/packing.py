@@ -14,7 +14,9 @@ from vllmx_core.records import Record
 from vllmx_core.system.progress import show_progress
 from vllmx_core.weights.files import ReadingRoom
 from vllmx_core.weights.map import bias_of, parts_of
-from vllmx_core.weights.part import DENSE, ITEM_BYTES, WeightPart, WeightSource, WeightSpec
+from vllmx_core.weights.part import DENSE, WeightPart, WeightSource
+from vllmx_core.weights.spec import WeightSpec
+from vllmx_core.weights.tensor import ITEM_BYTES
 
 from vllmx_cpu.coded import affine_rows, float8_rows
 from vllmx_cpu.kinds import column_order, native_kind, packed_cols, packed_columns
@@ -320,7 +322,7 @@ def _piece(
         return pack_coded
     if shape.kind not in BLOCK_KINDS:
         return pack
-    return pack_mxfp4 if part.layout.kind == "fp4" else pack_blocks
+    return pack_mxfp4 if part.layout.is_mxfp4 else pack_blocks
 
 
 def _values(

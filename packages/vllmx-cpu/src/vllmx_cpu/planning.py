@@ -19,7 +19,8 @@ from vllmx_core.recorded.passes.gated_linear import fuse_gated_linears, gated_we
 from vllmx_core.recorded.recording import prepare
 from vllmx_core.records import Record
 from vllmx_core.system.memory import free_bytes
-from vllmx_core.weights.part import WeightSource, WeightSpec
+from vllmx_core.weights.part import WeightSource
+from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_cpu.kinds import segments
 from vllmx_cpu.kv_cache import plan_kv

@@ -16,7 +16,8 @@ from vllmx_core.model import Model, ModelShape
 from vllmx_core.ops.op import Op
 from vllmx_core.recorded.recording import prepare
 from vllmx_core.system.memory import format_bytes
-from vllmx_core.weights.part import WeightSource, WeightSpec
+from vllmx_core.weights.part import WeightSource
+from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_metal import step
 from vllmx_metal.device import Device, current_device, keep_resident

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import mlx.core as mx
 import numpy as np
-from vllmx_core.weights.part import RawTensor
+from vllmx_core.weights.tensor import RawTensor
 
 DTYPES: Mapping[str, mx.Dtype] = {"bf16": mx.bfloat16, "f16": mx.float16, "f32": mx.float32}
 

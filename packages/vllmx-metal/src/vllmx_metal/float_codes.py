@@ -7,7 +7,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.plan import F32
-from vllmx_core.weights.part import RawTensor, WeightPart
+from vllmx_core.weights.part import WeightPart
+from vllmx_core.weights.tensor import RawTensor
 
 from vllmx_metal.matrices import Form, QuantisedMatrix
 
@@ -24,15 +25,12 @@ def float_form(part: WeightPart) -> Form | None:
     """The form of a part of kind "fp8" or "fp4", or of GGUF's MXFP4; None: no mode has its
     values."""
     layout, cols = part.layout, part.shape[1]
-    if layout.kind == "gguf":
-        return _MXFP4
     if layout.kind == "fp8":
         return _MXFP8 if cols % 32 == 0 and _fp8_fits(part) else None
-    scale = part.rows(0, 1).buffers["scale"].dtype
-    whole = layout.options["global_scale"] == "none"
-    if layout.group_size == 32 and whole and scale in _EXPONENTS:
+    if layout.is_mxfp4 or layout.gguf_type == "MXFP4":
         return _MXFP4
-    return _NVFP4 if layout.group_size == 16 and scale == "f8e4m3" else None
+    nvfp4 = layout.group_size == 16 and layout.options.get("scale") == "f8e4m3"
+    return _NVFP4 if nvfp4 else None
 
 
 def _fp8_fits(part: WeightPart) -> bool:
@@ -41,12 +39,15 @@ def _fp8_fits(part: WeightPart) -> bool:
         return False
     if options["strategy"] != "block":
         return True
-    return part.buffers["scale"].dtype in _EXPONENTS and int(options["block_cols"]) % 32 == 0
+    return (
+        part.rows(0, 1).buffers["scale"].dtype in _EXPONENTS
+        and int(options["block_cols"]) % 32 == 0
+    )
 
 
 def float_matrix(part: WeightPart, form: Form, dtype: mx.Dtype) -> QuantisedMatrix:
     """The part in its `float_form`."""
-    if part.layout.kind == "gguf":
+    if part.layout.gguf_type is not None:
         return _of_blocks(part, form, dtype)
     if part.layout.kind == "fp4":
         return _fp4(part, form, dtype)
@@ -58,17 +59,18 @@ def float_matrix(part: WeightPart, form: Form, dtype: mx.Dtype) -> QuantisedMatr
 def _of_blocks(part: WeightPart, form: Form, dtype: mx.Dtype) -> QuantisedMatrix:
     """GGUF: an exponent, then 16 bytes whose low halves are the first 16 values."""
     rows = part.shape[0]
-    blocks = part.buffers["weight"].data.reshape(-1, 17)
+    blocks = part.stored().buffers["weight"].data.reshape(-1, 17)
     halves = np.concatenate([blocks[:, 1:] & 15, blocks[:, 1:] >> 4], axis=1)  # (blocks, 32)
     codes = halves[:, 0::2] | halves[:, 1::2] << 4
     return form.matrix(_words(codes, rows), mx.array(blocks[:, 0].reshape(rows, -1)), dtype)
 
 
 def _fp4(part: WeightPart, form: Form, dtype: mx.Dtype) -> QuantisedMatrix:
-    codes, scales = _bytes(part.buffers["weight"]), _bytes(part.buffers["scale"])
+    buffers = part.stored().buffers
+    codes, scales = _bytes(buffers["weight"]), _bytes(buffers["scale"])
     rows, factor = part.shape[0], None
     if part.layout.options["global_scale"] != "none":
-        whole = part.buffers["global_scale"].to_f32().reshape(())
+        whole = buffers["global_scale"].to_f32().reshape(())
         if part.layout.options["global_scale"] == "divide":
             whole = np.float32(1) / whole
         factor = mx.array(np.full(rows, whole, np.float32))
@@ -99,11 +101,11 @@ def _fp8_rows(part: WeightPart, form: Form, dtype: mx.Dtype) -> QuantisedMatrix:
 
 def _fp8_blocks(part: WeightPart, form: Form, dtype: mx.Dtype) -> QuantisedMatrix:
     rows, cols = part.shape
-    options = part.layout.options
-    scales = _bytes(part.buffers["scale"])
+    options, buffers = part.layout.options, part.stored().buffers
+    scales = _bytes(buffers["scale"])
     scales = scales.repeat(int(options["block_rows"]), axis=0)[:rows]
     scales = scales.repeat(int(options["block_cols"]) // 32, axis=1)[:, : cols // 32]
-    codes = _bytes(part.buffers["weight"])
+    codes = _bytes(buffers["weight"])
     return form.matrix(_words(codes, rows), mx.array(np.ascontiguousarray(scales)), dtype)
 
 

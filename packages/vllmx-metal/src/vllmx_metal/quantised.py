@@ -37,12 +37,12 @@ def native_form(part: WeightPart) -> Form | None:
     if layout.kind == "mlx":
         mode, group_size = str(layout.options["mode"]), layout.group_size or 1
         return Form(mode, bits, group_size) if mode != "affine" or group_size in GROUPS else None
-    if layout.kind in ("fp8", "fp4") or layout.options.get("type") == "MXFP4":
-        return float_form(part)
-    if layout.kind == "gguf":
-        kind = KINDS.get(str(layout.options["type"]))
+    if layout.gguf_type is not None and layout.gguf_type != "MXFP4":
+        kind = KINDS.get(layout.gguf_type)
         return None if kind is None else Form("affine", kind.bits, GROUP)
-    return None if part.coded is None else _integer_form(part, 8 if bits == 7 else bits)
+    if layout.has_codes:
+        return _integer_form(part, 8 if bits == 7 else bits)
+    return float_form(part)
 
 
 def _integer_form(part: WeightPart, bits: int) -> Form | None:
@@ -51,9 +51,9 @@ def _integer_form(part: WeightPart, bits: int) -> Form | None:
     rows, cols = part.shape
     given = min(part.layout.group_size or cols, cols)
     size = next((size for size in GROUPS if given % size == 0 and cols % given == 0), None)
-    if not part.is_shuffled:
+    group_of = part.group_of
+    if group_of is None:
         return None if size is None else Form("affine", bits, size)
-    group_of = np.asarray(part.buffers["g_idx"].view())
     sizes = np.bincount(group_of)
     if size is not None and (sizes[sizes > 0] == given).all():
         in_order = (np.diff(group_of) >= 0).all()
@@ -69,24 +69,25 @@ def quantised_matrix(part: WeightPart, form: Form, dtype: mx.Dtype) -> Quantised
         return _as_it_is(part, form, dtype)
     if form.mode != "affine":
         return float_matrix(part, form, dtype)
-    if part.layout.kind == "gguf":
+    if part.layout.gguf_type is not None:
         return _joined(_gguf_rows(part), form, dtype, None)
     order = np.frombuffer(form.order, np.int32) if form.order else None
     return _joined(_integer_rows(part, form, order), form, dtype, order)
 
 
 def _as_it_is(part: WeightPart, form: Form, dtype: mx.Dtype) -> QuantisedMatrix:
-    codes = mx.array(np.ascontiguousarray(part.buffers["weight"].view()))
+    buffers = part.stored().buffers
+    codes = mx.array(np.ascontiguousarray(buffers["weight"].view()))
     if form.mode == "affine":
-        scales, biases = (to_mlx(part.buffers[key]) for key in ("scales", "biases"))
+        scales, biases = (to_mlx(buffers[key]) for key in ("scales", "biases"))
         scales, biases = _narrowed(scales, biases, dtype)
         return QuantisedMatrix(codes, scales, biases, form.group_size, form.bits, "affine", dtype)
-    return form.matrix(codes, mx.array(np.ascontiguousarray(part.buffers["scales"].view())), dtype)
+    return form.matrix(codes, mx.array(np.ascontiguousarray(buffers["scales"].view())), dtype)
 
 
 def _gguf_rows(part: WeightPart) -> Iterator[Affine]:
     """Some rows after the other."""
-    kind = KINDS[str(part.layout.options["type"])]
+    kind = KINDS[part.layout.gguf_type or ""]
     rows, cols = part.shape
     step = max(1, MOST_VALUES // cols)
     for begin in range(0, rows, step):

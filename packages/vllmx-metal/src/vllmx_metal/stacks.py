@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import mlx.core as mx
-from vllmx_core.weights.part import WeightPart, WeightSpec
+from vllmx_core.weights.part import WeightPart
+from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_metal.matrices import (
     DenseMatrix,

@@ -13,7 +13,8 @@ from vllmx_core.plan import AnyArray
 from vllmx_core.system.memory import format_bytes
 from vllmx_core.system.progress import show_progress
 from vllmx_core.weights.map import TieKey, bias_of, has_bias, parts_of, tie_key
-from vllmx_core.weights.part import DENSE, WeightPart, WeightSource, WeightSpec
+from vllmx_core.weights.part import DENSE, WeightPart, WeightSource, is_plain
+from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_metal.dtypes import DTYPES, to_mlx
 from vllmx_metal.matrices import DenseMatrix, Form, LinearWeight, Matrix, stacked
@@ -123,9 +124,9 @@ class WeightLoader:
         return DenseMatrix(self._dense(part, offset, self.dtype))
 
     def _dense(self, part: WeightPart, offset: float, dtype: mx.Dtype) -> mx.array:
-        plain = part.layout == DENSE and part.decode is None and part.cut is None and not offset
-        if plain and part.buffers["weight"].dtype in DTYPES:
-            array = to_mlx(part.buffers["weight"]).reshape(part.shape)
+        raw = part.stored().buffers["weight"] if is_plain(part) and not offset else None
+        if raw is not None and raw.dtype in DTYPES:
+            array = to_mlx(raw).reshape(part.shape)
         else:
             if part.layout != DENSE:
                 self._dequantised[part.layout.kind] += int(np.prod(part.shape))

@@ -18,7 +18,8 @@ from vllmx_core.plan import AnyArray
 from vllmx_core.plugins.checkpoint import Checkpoint
 from vllmx_core.plugins.hooks import hookimpl
 from vllmx_core.plugins.specs import BackendSpec, ModelSourceSpec, ModelSpec, WeightFormatSpec
-from vllmx_core.weights.part import WeightPart, WeightSpec
+from vllmx_core.weights.part import WeightPart
+from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_testing.fake_rules import FakeRules
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from vllmx_core.errors import UnsupportedOpError
 from vllmx_core.recorded.recording import record
-from vllmx_core.weights.part import DType, WeightPart
+from vllmx_core.weights.part import WeightPart
+from vllmx_core.weights.tensor import DType
 
 from vllmx_testing import op_cases, op_cases_experts  # noqa: F401  # they register their cases
 from vllmx_testing.harness import VOCAB, Harness, load_options

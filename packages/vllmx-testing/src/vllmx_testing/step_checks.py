@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from vllmx_core.backend import LoadedModel
 from vllmx_core.errors import CapacityError, WeightFormatError
-from vllmx_core.weights.part import DType
+from vllmx_core.weights.tensor import DType
 
 from vllmx_testing.harness import PAGE, VOCAB, Harness, all_logprobs, mixed_steps
 from vllmx_testing.plans import Driver, Row, make_plan, sampling_rows

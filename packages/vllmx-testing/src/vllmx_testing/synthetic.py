@@ -24,17 +24,9 @@ from vllmx_core.model import (
     Weight,
 )
 from vllmx_core.plan import F32, AnyArray
-from vllmx_core.weights.part import (
-    DENSE,
-    DType,
-    PartSpec,
-    RawTensor,
-    RowRuns,
-    Shard,
-    WeightPart,
-    WeightSpec,
-    f32_to_bf16,
-)
+from vllmx_core.weights.part import DENSE, StoredPart, WeightPart
+from vllmx_core.weights.spec import PartSpec, RowRuns, Shard, WeightSpec
+from vllmx_core.weights.tensor import DType, RawTensor, f32_to_bf16
 
 _SHARDS: Mapping[str, Shard] = {"out": "row", "down": "row", "head": "vocab"}
 """Axis that ranks cut a matrix along, by the end of its name; the default is its rows."""
@@ -70,7 +62,7 @@ def _part(name: str, array: F32, dtype: DType) -> WeightPart:
         encoded = array.astype("<f2")
     data = np.ascontiguousarray(encoded).reshape(-1).view(np.uint8)
     data.flags.writeable = False  # as a mapped file would be
-    return WeightPart(
+    return StoredPart(
         name, array.shape, DENSE, {"weight": RawTensor(name, dtype, array.shape, data)}
     )
 

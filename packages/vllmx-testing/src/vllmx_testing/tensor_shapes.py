@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vllmx_core.model import Model
-from vllmx_core.weights.part import PartSpec, WeightSpec
+from vllmx_core.weights.spec import PartSpec, WeightSpec
 
 Shape = tuple[int, ...]
 

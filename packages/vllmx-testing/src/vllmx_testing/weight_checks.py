@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from vllmx_core.plan import F32
-from vllmx_core.weights.part import DType, PartSpec, RowRuns
+from vllmx_core.weights.spec import PartSpec, RowRuns
+from vllmx_core.weights.tensor import DType
 
 from vllmx_testing.harness import VOCAB, Harness, all_logprobs, mixed_steps
 from vllmx_testing.plans import make_plan

@@ -25,7 +25,8 @@ from vllmx_core.ops.values import Rows
 from vllmx_core.recorded.recording import prepare
 from vllmx_core.system.memory import format_bytes
 from vllmx_core.system.processors import available_processors
-from vllmx_core.weights.part import WeightSource, WeightSpec
+from vllmx_core.weights.part import WeightSource
+from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_torch import step
 from vllmx_torch.device import (

@@ -15,7 +15,8 @@ from vllmx_core.plan import AnyArray
 from vllmx_core.system.memory import format_bytes
 from vllmx_core.system.progress import show_progress
 from vllmx_core.weights.map import TieKey, bias_of, has_bias, parts_of, tie_key
-from vllmx_core.weights.part import DENSE, WeightPart, WeightSource, WeightSpec
+from vllmx_core.weights.part import DENSE, WeightPart, WeightSource
+from vllmx_core.weights.spec import WeightSpec
 
 logger = logging.getLogger("vllmx.torch")
 
@@ -113,13 +114,13 @@ class WeightLoader:
 
     def _copy(self, out: Tensor, part: WeightPart, offset: float) -> None:
         """Copies a part into `out`, rounded to its dtype."""
-        dense = part.layout == DENSE and part.decode is None
-        if dense and not offset and part.buffers["weight"].dtype in DTYPES:
-            raw = part.buffers["weight"]
-            step = max(1, _COPY_BYTES // max(1, raw.num_bytes // part.shape[0]))
+        if part.layout == DENSE and not offset:
+            step = max(1, _COPY_BYTES // max(1, 4 * out[:1].numel()))
             for begin in range(0, part.shape[0], step):
-                rows = raw.rows(begin, min(begin + step, part.shape[0]))
-                out[begin : begin + step].copy_(tensor_of(rows.view(), raw.dtype))
+                raw = part.rows(begin, min(begin + step, part.shape[0])).buffers["weight"]
+                held = raw.dtype in DTYPES
+                rows = tensor_of(raw.view(), raw.dtype) if held else torch.from_numpy(raw.to_f32())
+                out[begin : begin + step].copy_(rows)
             return
         if part.layout != DENSE:
             self._dequantised[part.layout.kind] += out.numel()

@@ -16,7 +16,7 @@ from vllmx_core.plugins.specs import BackendSpec
 from vllmx_core.recorded.passes import Pass
 from vllmx_core.recorded.passes.expand import expand_unsupported, unsupported_ops
 from vllmx_core.records import Record
-from vllmx_core.weights.part import WeightSpec
+from vllmx_core.weights.spec import WeightSpec
 
 
 class Recording(Record):

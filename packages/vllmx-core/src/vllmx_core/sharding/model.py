@@ -22,7 +22,8 @@ from vllmx_core.recorded.recording import record
 from vllmx_core.sharding.parts import Parts, fits, parts_of_rank
 from vllmx_core.sharding.plan import Columns, ShardPlan, plan_shards
 from vllmx_core.sharding.weights import columns_of, narrowed
-from vllmx_core.weights.part import WeightSource, WeightSpec
+from vllmx_core.weights.part import WeightSource
+from vllmx_core.weights.spec import WeightSpec
 
 MOST_RANKS = 64
 IN_PLACE_RANKS = 8

@@ -23,7 +23,7 @@ from vllmx_core.ops.values import Value, WeightRef
 from vllmx_core.sharding.cuts import Share
 from vllmx_core.sharding.plan import ShardPlan, WeightCut
 from vllmx_core.sharding.weights import narrowed
-from vllmx_core.weights.part import WeightSpec
+from vllmx_core.weights.spec import WeightSpec
 
 COUNTS = (4, 2)
 """The numbers of parts, the best first: the first one into which all sums of the model can be cut

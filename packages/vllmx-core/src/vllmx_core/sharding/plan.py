@@ -24,7 +24,7 @@ from vllmx_core.ops.values import Value, WeightRef
 from vllmx_core.records import MutableRecord, Record, field
 from vllmx_core.sharding.cuts import Piece, Share, Units, divided
 from vllmx_core.sharding.rules import RULES, Options
-from vllmx_core.weights.part import WeightSpec
+from vllmx_core.weights.spec import WeightSpec
 
 VOCABULARY_UNIT = 64
 """Rows of the vocabulary that stay together where there are many."""

@@ -13,7 +13,8 @@ from vllmx_core.ops.values import Value
 from vllmx_core.recorded.recording import Recording
 from vllmx_core.sharding.stage_cuts import Cut, balanced
 from vllmx_core.weights.map import parts_of
-from vllmx_core.weights.part import WeightSource, WeightSpec
+from vllmx_core.weights.part import WeightSource
+from vllmx_core.weights.spec import WeightSpec
 
 STEP_ROWS = 16
 """Rows of the step that costs are of: sequences that decode."""

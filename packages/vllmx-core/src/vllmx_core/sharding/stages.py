@@ -32,7 +32,8 @@ from vllmx_core.sharding.stage_cuts import (
     own_cut,
     places,
 )
-from vllmx_core.weights.part import WeightSource, WeightSpec
+from vllmx_core.weights.part import WeightSource
+from vllmx_core.weights.spec import WeightSpec
 
 
 class StagedModel:

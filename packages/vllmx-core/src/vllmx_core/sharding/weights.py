@@ -10,7 +10,8 @@ import numpy as np
 from vllmx_core.sharding.cuts import Share
 from vllmx_core.sharding.plan import Columns, WeightCut
 from vllmx_core.weights.map import parts_of
-from vllmx_core.weights.part import PartSpec, RankShare, WeightPart, WeightSource, WeightSpec
+from vllmx_core.weights.part import WeightPart, WeightSource
+from vllmx_core.weights.spec import PartSpec, RankShare, WeightSpec
 
 
 def narrowed(spec: WeightSpec, cut: WeightCut, *, biased: bool) -> WeightSpec:
@@ -68,9 +69,9 @@ def columns_of(spec: WeightSpec, source: WeightSource) -> Columns:
 def group_order(part: WeightPart) -> bytes:
     """The input features in the order of their groups, int32; empty where they are, or where groups
     are not of one size."""
-    if not part.is_shuffled:
+    groups, cols = part.group_of, part.shape[1]
+    if groups is None:
         return b""
-    groups, cols = np.asarray(part.buffers["g_idx"].view()), part.shape[1]
     order = np.argsort(groups, kind="stable").astype(np.int32)
     in_order = np.arange(cols) // (part.layout.group_size or cols)
     return order.tobytes() if np.array_equal(groups[order], in_order) else b""

@@ -1,6 +1,8 @@
-"""Weights of one small integer each, with a scale and a zero for each group of input features."""
+"""Weights that are small integers with a scale and a zero for each group of input features."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -9,14 +11,14 @@ from vllmx_core.plan import F32, I32, AnyArray
 from vllmx_core.records import Record
 
 FILLED_UNIT = 32
-"""The columns that `filled_order` makes whole units of."""
+"""Columns of the units that `filled_order` fills."""
 
 
 class CodedRows(Record):
     """Rows of a matrix as integers: weight = (code - zero) * scale, the product rounded once.
 
-    What GPTQ, AWQ, int8 and their like have in common once their words are unpacked: a backend with
-    a kernel for it needs to know nothing else of them.
+    The common form of GPTQ, AWQ, int8 and the like once their words are unpacked; backends with a
+    kernel for it need no other knowledge of them.
     """
 
     codes: npt.NDArray[np.uint8]
@@ -52,6 +54,48 @@ class CodedRows(Record):
                 grouped = values.reshape(count, groups, -1)
                 apply(grouped, operand[:, :, None], out=grouped)
         return values
+
+    def at(self, index: npt.NDArray[np.int64]) -> CodedRows:
+        """Returns the rows of an index."""
+        zeros = None if self.zeros is None else self.zeros[index]
+        return CodedRows(self.codes[index], self.scales[index], zeros, self.group_of)
+
+    def cols(self, wanted: slice | npt.NDArray[np.int64]) -> CodedRows:
+        """Returns some columns with their groups."""
+        cols, groups = self.codes.shape[1], self.scales.shape[1]
+        group_of = self.group_of
+        if group_of is None:
+            group_of = (np.arange(cols) // (cols // groups)).astype(np.int32)
+        of_cols = group_of[wanted]
+        first, last = int(of_cols.min()), int(of_cols.max()) + 1
+        zeros = None if self.zeros is None else self.zeros[:, first:last]
+        return CodedRows(
+            self.codes[:, wanted],
+            self.scales[:, first:last],
+            zeros,
+            None if in_equal_groups(of_cols) else of_cols - np.int32(first),
+        )
+
+    @staticmethod
+    def joined(pieces: Sequence[CodedRows]) -> CodedRows:
+        """Returns the rows of several pieces, which share their groups."""
+        if len(pieces) == 1:
+            return pieces[0]
+        zeros = [piece.zeros for piece in pieces if piece.zeros is not None]
+        return CodedRows(
+            np.concatenate([piece.codes for piece in pieces]),
+            np.concatenate([piece.scales for piece in pieces]),
+            np.concatenate(zeros) if zeros else None,
+            pieces[0].group_of,
+        )
+
+
+def in_equal_groups(groups: AnyArray) -> bool:
+    """Whether columns of these groups are in order, with the same number of columns in each."""
+    count = int(groups.max()) - int(groups.min()) + 1
+    if len(groups) % count:
+        return False
+    return np.array_equal(groups - groups.min(), np.arange(len(groups)) // (len(groups) // count))
 
 
 def filled_order(group_of: AnyArray) -> I32:

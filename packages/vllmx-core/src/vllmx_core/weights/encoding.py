@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from vllmx_core.plan import F32
 from vllmx_core.records import Record
-from vllmx_core.weights.part import RawTensor
+from vllmx_core.weights.tensor import RawTensor
 
 
 class Encoded(Record):

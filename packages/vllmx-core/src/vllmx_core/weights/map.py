@@ -1,13 +1,13 @@
-"""Turns a model's weight map and a checkpoint into parts, and into plain float32 arrays.
+"""Resolves a model's weight map against a checkpoint.
 
-Every backend reads a spec's parts through `parts_of` and its bias through `bias_of`, so that what a
-map can pick is picked the same way everywhere.
+Every backend reads a weight's parts with `parts_of` and its bias with `bias_of`, so that picks mean
+the same everywhere.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -15,43 +15,42 @@ import numpy.typing as npt
 
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.plan import F32
-from vllmx_core.weights.part import (
-    DENSE,
-    PartSpec,
-    RawTensor,
-    RowRuns,
-    WeightPart,
-    WeightSource,
-    WeightSpec,
-    made_part,
+from vllmx_core.weights.part import DENSE, StoredPart, WeightPart, WeightSource, is_plain
+from vllmx_core.weights.spec import PartSpec, RowRuns, WeightSpec
+from vllmx_core.weights.views import (
+    Reshaped,
+    any_cols_of,
+    entry_of,
+    rows_of,
+    share_of,
+    transposed,
+    turned,
 )
-from vllmx_core.weights.picks import any_cols_of, entry_of, rows_of, share_of, transposed, turned
 
 _CODES = frozenset(("i64", "i32", "i16", "i8", "u32", "u8", "bool", "f8e8m0"))
-"""Dtypes of what only a format makes numbers of."""
+"""Dtypes whose values mean nothing without a quantisation."""
 TieKey = tuple[tuple[PartSpec, ...], float]
 
 
 def tie_key(spec: WeightSpec) -> TieKey:
-    """Equal for specs that one matrix serves, such as an embedding and the head that is tied to
-    it."""
+    """Returns a key that tied weights share, such as an embedding and its head."""
     return spec.parts, spec.offset
 
 
 def parts_of(spec: WeightSpec, source: WeightSource) -> tuple[WeightPart, ...]:
-    """The parts of a weight in the order of its rows, each (rows, cols) or a vector's (rows,), with
-    everything picked that the map picks. Nothing is read but what tells shapes. Raises
-    WeightFormatError for a tensor that is missing or has another shape than the map says."""
+    """Returns the parts of a weight in the order of its rows, each (rows, cols) or for vectors
+    (rows,), with the map's picks applied. Reads only what tells shapes. Raises WeightFormatError
+    for a tensor that is missing or has another shape than the map says."""
     return tuple(_part(spec, part, source) for part in spec.parts)
 
 
 def bias_parts(spec: WeightSpec, source: WeightSource) -> tuple[WeightPart | None, ...]:
-    """The (rows,) bias of each part, None where it has none. Raises as `parts_of`."""
+    """Returns the (rows,) bias of each part, None for parts without. Raises as `parts_of`."""
     return tuple(None if part.bias is None else _bias(part, source) for part in spec.parts)
 
 
 def bias_of(spec: WeightSpec, source: WeightSource) -> F32 | None:
-    """(rows,) bias of a weight, with zeros for parts that have none; None where no part has one.
+    """Returns the (rows,) bias of a weight, zeros for parts without; None if no part has one.
     Raises WeightFormatError as `parts_of`."""
     biases = bias_parts(spec, source)
     if not any(biases):
@@ -66,13 +65,13 @@ def bias_of(spec: WeightSpec, source: WeightSource) -> F32 | None:
 
 
 def has_bias(spec: WeightSpec) -> bool:
-    """Whether a matrix has a bias that is added; a table that is tied to it gathers without."""
+    """Whether a matrix has a bias that is added; embeddings have none, even if tied to one."""
     return spec.kind != "embedding" and any(part.bias is not None for part in spec.parts)
 
 
 def assemble(spec: WeightSpec, source: WeightSource) -> tuple[F32, F32 | None]:
-    """The logical weight, (rows, cols), a vector's (rows,) or a stack's (count, rows, cols), and
-    its bias as `bias_of` gives it, a stack's (count, rows). Raises as `parts_of`."""
+    """Returns the weight as (rows, cols), (rows,) for vectors or (count, rows, cols) for stacks,
+    and its bias as `bias_of`, (count, rows) for stacks. Raises as `parts_of`."""
     if spec.kind == "stack":
         found = [assemble(matrix, source) for matrix in spec.matrices]
         biases = [bias for _, bias in found if bias is not None]
@@ -85,7 +84,7 @@ def assemble(spec: WeightSpec, source: WeightSource) -> tuple[F32, F32 | None]:
 
 
 def checked(part: WeightPart, shape: tuple[int, ...]) -> WeightPart:
-    """The part itself. Raises WeightFormatError when its shape is not `shape`."""
+    """Returns the part. Raises WeightFormatError when its shape is not `shape`."""
     if part.shape != shape:
         raise WeightFormatError(
             f"tensor {part.name!r} has shape {list(part.shape)}, the model's config asks for"
@@ -125,11 +124,10 @@ def _part(spec: WeightSpec, wanted: PartSpec, source: WeightSource) -> WeightPar
 
 
 def _numbers(source: WeightSource, name: str) -> WeightPart:
-    """A tensor of the source. Raises WeightFormatError for integers without a format."""
+    """Returns a tensor of the source. Raises WeightFormatError for integers without a format."""
     part = source.part(name)
-    is_stored = part.layout == DENSE and part.cut is None  # others would be made at this look
-    stored = part.buffers.get("weight") if is_stored else None
-    if stored is not None and stored.dtype in _CODES:
+    stored = part.buffers.get("weight") if isinstance(part, StoredPart) else None
+    if stored is not None and part.layout == DENSE and stored.dtype in _CODES:
         raise WeightFormatError(
             f"tensor {name!r} holds {stored.dtype} codes of a quantised checkpoint, whose format"
             " config.json does not name: take the original, or add its quantization_config"
@@ -138,7 +136,7 @@ def _numbers(source: WeightSource, name: str) -> WeightPart:
 
 
 def _of_stack(part: WeightPart, entry: int, *, axes: int) -> WeightPart:
-    """One entry of a stack that has so many axes. Raises WeightFormatError for another number."""
+    """Returns an entry of a stack. Raises WeightFormatError if it has another number of axes."""
     if len(part.shape) != axes:
         raise WeightFormatError(
             f"tensor {part.name!r} has shape {list(part.shape)}, a stack of {axes} axes is"
@@ -148,7 +146,7 @@ def _of_stack(part: WeightPart, entry: int, *, axes: int) -> WeightPart:
 
 
 def resolved(source: WeightSource, wanted: PartSpec) -> PartSpec:
-    """The part, or the first of its alternatives that is there in its place."""
+    """Returns the part, or the first of its alternatives that the source has."""
     if not wanted.alternatives:
         return wanted
     names = source.names()
@@ -156,31 +154,31 @@ def resolved(source: WeightSource, wanted: PartSpec) -> PartSpec:
 
 
 def name_in(source: WeightSource, wanted: PartSpec) -> str:
-    """What the tensor is called there."""
+    """Returns the tensor's name in the source."""
     return resolved(source, wanted).name
 
 
 def choices(wanted: PartSpec) -> Iterator[PartSpec]:
-    """The part and its alternatives, each with a name of its own."""
+    """Yields the part and its alternatives under their own names."""
     yield wanted
     for other in wanted.alternatives:
         if isinstance(other, str):
-            yield replace(wanted, name=other, bias=_beside(wanted, other))
+            yield replace(wanted, name=other, bias=_bias_of_alternative(wanted, other))
         else:
             yield from choices(other)
 
 
 def unread_names(specs: Iterable[WeightSpec], source: WeightSource) -> set[str]:
-    """Tensors of the source that no weight reads under any name."""
+    """Returns the source's tensors that no weight reads under any name."""
     parts = [one for spec in specs for part in spec.parts for one in choices(part)]
     return set(source.names()) - {part.name for part in parts} - {part.bias for part in parts}
 
 
-def _beside(wanted: PartSpec, name: str) -> str | None:
-    """The bias of a matrix that has another name: beside it, where it is beside this one."""
+def _bias_of_alternative(wanted: PartSpec, name: str) -> str | None:
+    """Returns the bias of an alternative: renamed with the matrix if both are named alike."""
     end = ".weight"
-    beside = wanted.bias == wanted.name.removesuffix(end) + ".bias"
-    return name.removesuffix(end) + ".bias" if beside and name.endswith(end) else wanted.bias
+    alike = wanted.bias == wanted.name.removesuffix(end) + ".bias"
+    return name.removesuffix(end) + ".bias" if alike and name.endswith(end) else wanted.bias
 
 
 def _picked(part: WeightPart, runs: RowRuns, rows: int) -> WeightPart:
@@ -202,49 +200,38 @@ def _beyond(
 
 
 def _shaped(part: WeightPart, shape: tuple[int, ...], wanted: PartSpec) -> WeightPart:
-    """The values of a tensor of this shape as one row, axes of length 1 left out; of one that is
-    picked from, those of the rows of the first axis."""
-    if [n for n in part.shape if n > 1] != [n for n in shape if n > 1]:
-        checked(part, shape)
-    each = math.prod(shape[1:])
-    index = None if wanted.runs is None else wanted.runs.index(wanted.rows // each)
-    if index is not None and len(index) and index[-1] >= shape[0]:
+    """Returns the values of a tensor of this shape as one row, ignoring axes of length 1; with
+    `runs` those of the picked rows of its first axis."""
+    _check_axes(part, shape)
+    if wanted.runs is None:
+        return _reshaped(part, (math.prod(shape),))
+    index = wanted.runs.index(wanted.rows // math.prod(shape[1:]))
+    if len(index) and index[-1] >= shape[0]:
         raise _beyond(part, wanted.runs, index)
-    if index is None and part.decode is None and part.cut is None:
-        raw, flat = part.buffers["weight"], (math.prod(shape),)
-        return replace(part, shape=flat, buffers={"weight": replace(raw, shape=flat)})
-
-    def values() -> F32:
-        rows = part.dequantize().reshape(shape[0], each)
-        return (rows if index is None else rows[index]).reshape(-1)
-
-    return _made(part.name, (wanted.rows,), values)
+    picked = rows_of(_reshaped(part, (shape[0], math.prod(shape[1:]))), index)
+    return _reshaped(picked, (wanted.rows,))
 
 
 def _flattened(part: WeightPart, shape: tuple[int, ...], matrix: tuple[int, int]) -> WeightPart:
-    """A tensor of this shape as a matrix, axes of length 1 left out."""
+    """Returns a tensor of this shape as a matrix, ignoring axes of length 1."""
+    _check_axes(part, shape)
+    return _reshaped(part, matrix)
+
+
+def _check_axes(part: WeightPart, shape: tuple[int, ...]) -> None:
     if [n for n in part.shape if n > 1] != [n for n in shape if n > 1]:
         checked(part, shape)
-    if part.decode is None and part.cut is None:
-        raw = part.buffers["weight"]
-        return replace(part, shape=matrix, buffers={"weight": replace(raw, shape=matrix)})
-
-    return _made(part.name, matrix, lambda: part.dequantize().reshape(matrix))
 
 
-def _made(name: str, shape: tuple[int, ...], values: Callable[[], F32]) -> WeightPart:
-    """A part whose values are computed; rows of it can be picked like those of any other."""
-
-    def make(begin: int, end: int) -> WeightPart:
-        rows = np.ascontiguousarray(values()[begin:end])
-        raw = RawTensor(name, "f32", rows.shape, rows.reshape(-1).view(np.uint8))
-        return WeightPart(name, rows.shape, DENSE, {"weight": raw})
-
-    return made_part(name, shape, DENSE, make)
+def _reshaped(part: WeightPart, shape: tuple[int, ...]) -> WeightPart:
+    if not is_plain(part):
+        return Reshaped(part.name, shape, DENSE, (part,))
+    raw = part.stored().buffers["weight"]
+    return StoredPart(part.name, shape, DENSE, {"weight": replace(raw, shape=shape)})
 
 
 def _unshared(wanted: PartSpec) -> PartSpec:
-    """What all ranks have of the part."""
+    """Returns the part of all ranks together."""
     assert wanted.share is not None
     return replace(wanted, rows=wanted.share.whole_rows, share=None)
 

@@ -16,7 +16,8 @@ import numpy as np
 from vllmx_core.plan import F32, AnyArray
 from vllmx_core.system.memory import format_bytes
 from vllmx_core.weights.map import TieKey, bias_parts, has_bias, parts_of, tie_key
-from vllmx_core.weights.part import WeightSource, WeightSpec
+from vllmx_core.weights.part import WeightSource
+from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_cuda.device.device import Device
 from vllmx_cuda.device.dtypes import ITEM_BYTES

@@ -17,7 +17,8 @@ from functools import cache
 
 import numpy as np
 from vllmx_core.plan import F32
-from vllmx_core.weights.part import RawTensor, WeightPart, float8_to_f32
+from vllmx_core.weights.part import StoredPart, WeightPart
+from vllmx_core.weights.tensor import RawTensor, float8_to_f32
 
 from vllmx_cuda.device.buckets import measured_rows
 from vllmx_cuda.device.device import Product
@@ -126,14 +127,17 @@ class Codes8:
 
     def _fill(self, part: WeightPart, begin: int, end: int, codes: Bytes, scales: Bytes) -> None:
         by_blocks = part.layout.options["strategy"] == "block"
-        piece = part if by_blocks else part.rows(begin, end)
-        raw = piece.buffers["weight"]
-        raw = raw.rows(begin, end) if by_blocks else raw
-        np.copyto(codes, raw.data)
-        values = _scale_values(piece.buffers["scale"].in_memory())
-        if by_blocks:
+        if by_blocks and isinstance(part, StoredPart):
+            raw, scale = part.buffers["weight"].rows(begin, end), part.buffers["scale"]
             first, last = begin // self.block_rows, ceil_div(end, self.block_rows)
-            values = values.reshape(ceil_div(part.shape[0], self.block_rows), -1)[first:last]
+        else:
+            piece = part.rows(begin, end)
+            raw, scale = piece.buffers["weight"], piece.buffers["scale"]
+            first, last = 0, ceil_div(end - begin, self.block_rows)
+        np.copyto(codes, raw.data)
+        values = _scale_values(scale.in_memory())
+        if by_blocks:
+            values = values[first:last]
         else:
             groups = ceil_div(part.shape[1], self.block_cols)
             values = np.broadcast_to(values.reshape(-1, groups), (end - begin, groups))
@@ -321,8 +325,10 @@ def codes8(part: WeightPart, target: Target) -> Codes8 | None:
 
 def _fixed_scale(part: WeightPart) -> float:
     """0 where a checkpoint has none, or one that nobody calibrated."""
-    raw = part.buffers.get("input_scale")
-    if raw is None or part.layout.options.get("activations") != "static":
+    if part.layout.options.get("activations") != "static":
+        return 0.0
+    raw = part.rows(0, 1).buffers.get("input_scale")
+    if raw is None:
         return 0.0
     value = float(raw.to_f32().reshape(-1)[0])
     return value if 0 < value < float("inf") else 0.0

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from vllmx_core.plan import F32
-from vllmx_core.weights.part import DENSE, WeightPart, f32_to_bf16
+from vllmx_core.weights.part import WeightPart, is_plain
+from vllmx_core.weights.tensor import f32_to_bf16
 
 from vllmx_cuda.device.dtypes import ITEM_BYTES
 from vllmx_cuda.device.memory import Bytes, Memory
@@ -107,12 +108,12 @@ def dense(part: WeightPart, target: Target) -> Dense:
 def dense_pieces(part: WeightPart, target: Memory, dtype: str, offset: float) -> Iterator[Piece]:
     """A tensor as `dtype`: its bytes as they are where the file holds that; else rounded to it,
     from float32."""
-    plain = part.layout == DENSE and part.decode is None and part.cut is None and not offset
-    as_it_is = plain and part.buffers["weight"].dtype == dtype
+    raw = part.stored().buffers["weight"] if is_plain(part) and not offset else None
+    as_stored = raw if raw is not None and raw.dtype == dtype else None
 
     def fill(buffer: Bytes, begin: int, end: int) -> None:
-        if as_it_is:
-            np.copyto(buffer, part.buffers["weight"].rows(begin, end).data)
+        if as_stored is not None:
+            np.copyto(buffer, as_stored.rows(begin, end).data)
         else:
             values = part.dequantize(begin, end).reshape(-1)
             buffer[...] = _rounded(values + np.float32(offset) if offset else values, dtype)

@@ -45,5 +45,5 @@ def _codes(part: WeightPart, target: Target) -> Codes8 | None:
 
 def _integers(part: WeightPart, target: Target) -> W4 | None:
     """The form of integers with columns in the order of their groups, one for all experts."""
-    found = None if part.layout.kind == "gguf" else w4(part, target)
+    found = None if part.layout.gguf_type is not None else w4(part, target)
     return None if found is None or found.packing.order else found

@@ -129,17 +129,12 @@ def expert_blocks(part: WeightPart, target: Target) -> GgufBlocks | None:
     for checks, always that: integer dot products round activations."""
     if target.dtype == "f32":
         return None
-    layout = part.layout
-    by_32 = layout.kind == "fp4" and layout.group_size == RUN
-    if by_32 and layout.options["global_scale"] == "none":
-        exponents = part.rows(0, 1).buffers["scale"].dtype in ("u8", "f8e8m0")
-        return Fp4Blocks(BLOCKS["mxfp4"]) if exponents else None
+    if part.layout.is_mxfp4:
+        return Fp4Blocks(BLOCKS["mxfp4"])
     return gguf(part, target)
 
 
 def gguf(part: WeightPart, target: Target) -> GgufBlocks | None:
     """A `Kind`."""
-    if part.layout.kind != "gguf":
-        return None
-    block = BLOCKS.get(str(part.layout.options["type"]).lower())
+    block = BLOCKS.get((part.layout.gguf_type or "").lower())
     return None if block is None else GgufBlocks(block)

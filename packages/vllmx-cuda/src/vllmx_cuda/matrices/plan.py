@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from vllmx_core.weights.map import TieKey, bias_parts, has_bias, parts_of, tie_key
-from vllmx_core.weights.part import DENSE, WeightPart, WeightSource, WeightSpec
+from vllmx_core.weights.part import DENSE, WeightPart, WeightSource
+from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_cuda.device.dtypes import ITEM_BYTES
 from vllmx_cuda.matrices.dense import Dense

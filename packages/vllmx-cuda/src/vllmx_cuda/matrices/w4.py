@@ -190,7 +190,7 @@ class W4:
 def w4(part: WeightPart, target: Target) -> W4 | None:
     """A `Kind`. GGUF's blocks have kernels of their own, which those GPUs and float32 are left to
     that have no tensor cores for this."""
-    if part.layout.kind == "gguf" and not has_tensor_cores(target.dtype, target.arch):
+    if part.layout.gguf_type is not None and not has_tensor_cores(target.dtype, target.arch):
         return None
     packing = packing_of(part)
     return None if packing is None else W4(packing, target.dtype)

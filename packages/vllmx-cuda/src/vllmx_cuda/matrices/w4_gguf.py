@@ -23,7 +23,7 @@ from vllmx_cuda.kernel_specs.w4 import BLOCK_FORMS, TILE_ROWS
 
 def block_type(part: WeightPart) -> str | None:
     """A key of `BLOCK_FORMS`."""
-    name = str(part.layout.options.get("type")).lower() if part.layout.kind == "gguf" else ""
+    name = (part.layout.gguf_type or "").lower()
     return name if name in BLOCK_FORMS else None
 
 

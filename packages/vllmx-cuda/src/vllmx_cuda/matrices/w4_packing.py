@@ -9,7 +9,8 @@ import numpy.typing as npt
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.plan import I32, AnyArray
 from vllmx_core.weights.coded import FILLED_UNIT, features_of, filled_order
-from vllmx_core.weights.part import WeightPart, f32_to_bf16
+from vllmx_core.weights.part import Integers, StoredPart, WeightPart
+from vllmx_core.weights.tensor import f32_to_bf16
 
 from vllmx_cuda.kernel_specs.types import DTYPES, ceil_div
 from vllmx_cuda.kernel_specs.w4 import (
@@ -81,7 +82,7 @@ def packing_of(part: WeightPart) -> Packing | None:
 
 def _coded_packing(part: WeightPart) -> Packing | None:
     """The packing of a part that hands over integers."""
-    if part.coded is None or part.layout.bits > 8:
+    if not part.layout.has_codes or part.layout.bits > 8:
         return None
     cols = part.shape[1]
     group = part.layout.group_size or cols
@@ -100,7 +101,8 @@ def _ordered_packing(part: WeightPart, packing: Packing, group: int) -> Packing 
     Args:
         group: the size of its groups, if the kernels have it; else 0.
     """
-    cols, group_of = part.shape[1], np.asarray(part.buffers["g_idx"].view())
+    cols, group_of = part.shape[1], part.group_of
+    assert group_of is not None
     order = np.argsort(group_of, kind="stable").astype(np.int32)
     if group and (group_of[order] == np.arange(cols) // group).all():
         return replace(packing, order=order.tobytes())
@@ -112,7 +114,7 @@ def _ordered_packing(part: WeightPart, packing: Packing, group: int) -> Packing 
 def _scale_type(part: WeightPart) -> int:
     """The type that the checkpoint has them in: nothing is rounded. A part that is made would be
     made by looking, and has float32."""
-    if part.cut is not None:
+    if not isinstance(part, StoredPart):
         return DTYPES["f32"]
     kinds = {raw.dtype for key, raw in part.buffers.items() if key.startswith("scale")}
     kind = kinds.pop() if len(kinds) == 1 else "f32"
@@ -123,9 +125,9 @@ def _zero_kind(part: WeightPart, bits: int) -> int:
     """The kind of zero points. Where the checkpoint stores none, one row tells; not where a part is
     computed from another one, whose buffers it does not have: a row of it may have the middle alone
     by chance."""
-    if part.layout.kind == "integers":
+    if isinstance(part.layout, Integers):
         return ZERO_CODES
-    if part.cut is None and any("zero" in key for key in part.buffers):
+    if isinstance(part, StoredPart) and any("zero" in key for key in part.buffers):
         return ZERO_CODES
     zeros = part.coded_rows(0, 1).zeros
     middle = zeros is not None and (zeros == 1 << (bits - 1)).all()

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from vllmx_core.errors import WeightFormatError
-from vllmx_core.weights.part import ITEM_BYTES, RawTensor, WeightPart
+from vllmx_core.weights.part import StoredPart, WeightPart
+from vllmx_core.weights.tensor import ITEM_BYTES, RawTensor
 
 from vllmx_cuda.device.device import Device
 from vllmx_cuda.device.memory import Bytes, Memory
@@ -135,9 +136,9 @@ class StoredWords:
 def stored_words(part: WeightPart, packing: Packing, columns: Memory | None) -> StoredWords | None:
     """The words of a part with this packing; None where the kernel does not know its layout, or
     groups are filled up."""
-    kind, options, raw = part.layout.kind, part.layout.options, part.buffers
-    if part.cut is not None or part.layout.bits != packing.bits or packing.filled:
+    if not isinstance(part, StoredPart) or part.layout.bits != packing.bits or packing.filled:
         return None
+    kind, options, raw = part.layout.kind, part.layout.options, part.buffers
     per = 32 // packing.bits
     if kind == "gptq":
         zeros = _field(raw["qzeros"], True, per) if "qzeros" in raw else None

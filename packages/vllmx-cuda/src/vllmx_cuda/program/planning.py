@@ -17,7 +17,8 @@ from vllmx_core.ops.values import Rows
 from vllmx_core.plan import AnyArray
 from vllmx_core.recorded.recording import prepare
 from vllmx_core.system.memory import format_bytes
-from vllmx_core.weights.part import WeightSource, WeightSpec
+from vllmx_core.weights.part import WeightSource
+from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_cuda.device.arch import number
 from vllmx_cuda.device.buckets import bucket_sizes

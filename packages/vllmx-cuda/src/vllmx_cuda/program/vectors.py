@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from vllmx_core.plan import F32, StepResult
-from vllmx_core.weights.part import bf16_to_f32
+from vllmx_core.weights.tensor import bf16_to_f32
 
 from vllmx_cuda.device.device import Device
 from vllmx_cuda.device.dtypes import ITEM_BYTES

@@ -7,7 +7,7 @@ from typing import Literal
 
 from vllmx_core.model import Activation, Array
 from vllmx_core.records import Record
-from vllmx_core.weights.part import PartSpec, WeightSpec
+from vllmx_core.weights.spec import PartSpec, WeightSpec
 
 from vllmx_models.blocks.layer import LayerNames, LayerScope, packed_parts, part
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from vllmx_core.model import Array, RecurrenceSpec, ShortConvSpec, StateSpec
 from vllmx_core.records import Record
-from vllmx_core.weights.part import PartSpec, WeightSpec
+from vllmx_core.weights.spec import PartSpec, WeightSpec
 
 from vllmx_models.blocks.layer import LayerNames, LayerScope, linear, part, vector
 from vllmx_models.blocks.recurrent import repeated, runs_norm, taps

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from vllmx_core.model import Array, CacheSpec, Ops, StateSpec, StepInputs, Weight
 from vllmx_core.records import Record
-from vllmx_core.weights.part import PartSpec, RowRuns, WeightSpec
+from vllmx_core.weights.spec import PartSpec, RowRuns, WeightSpec
 
 from vllmx_models.blocks.rope import Rope
 

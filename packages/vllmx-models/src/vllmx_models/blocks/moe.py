@@ -12,7 +12,7 @@ from vllmx_core.model import Array
 from vllmx_core.ops.experts import ExpertsSpec
 from vllmx_core.ops.route import RouteSpec
 from vllmx_core.records import Record
-from vllmx_core.weights.part import PartSpec, RowRuns, WeightSpec
+from vllmx_core.weights.spec import PartSpec, RowRuns, WeightSpec
 
 from vllmx_models.blocks.dense import DenseMLP
 from vllmx_models.blocks.layer import LayerNames, LayerScope, part, vector

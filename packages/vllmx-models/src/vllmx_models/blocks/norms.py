@@ -7,7 +7,7 @@ from typing import Literal
 
 from vllmx_core.model import Array, Ops, Weight
 from vllmx_core.records import Record
-from vllmx_core.weights.part import WeightSpec
+from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_models.blocks.layer import vector
 

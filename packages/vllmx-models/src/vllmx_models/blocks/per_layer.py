@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from vllmx_core.model import Activation, Array
 from vllmx_core.records import Record
-from vllmx_core.weights.part import PartSpec, RowRuns, WeightSpec
+from vllmx_core.weights.spec import PartSpec, RowRuns, WeightSpec
 
 from vllmx_models.blocks.layer import LayerNames, LayerScope, part, vector
 from vllmx_models.blocks.norms import Norm

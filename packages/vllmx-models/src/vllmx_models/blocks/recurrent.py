@@ -12,7 +12,7 @@ from dataclasses import replace
 from vllmx_core.model import Array, RecurrenceSpec, ShortConvSpec, StateSpec
 from vllmx_core.ops.head_norm import HeadNormSpec
 from vllmx_core.records import Record
-from vllmx_core.weights.part import PartSpec, RowRuns, WeightSpec
+from vllmx_core.weights.spec import PartSpec, RowRuns, WeightSpec
 
 from vllmx_models.blocks.layer import (
     LayerNames,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from vllmx_core.model import Array, Ops, Weight
 from vllmx_core.plan import I32
-from vllmx_core.weights.part import PartSpec, WeightSpec
+from vllmx_core.weights.spec import PartSpec, WeightSpec
 
 from vllmx_models.blocks.layer import part, vector
 

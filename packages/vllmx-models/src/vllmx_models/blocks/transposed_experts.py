@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from vllmx_core.weights.map import bias_parts, choices, parts_of, resolved
-from vllmx_core.weights.part import PartSpec, WeightPart, WeightSource, WeightSpec
+from vllmx_core.weights.part import WeightPart, WeightSource
+from vllmx_core.weights.spec import PartSpec, WeightSpec
 
 
 class UprightExperts:

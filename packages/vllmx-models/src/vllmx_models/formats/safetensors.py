@@ -13,7 +13,7 @@ from typing import Any
 from vllmx_core.errors import ModelNotFoundError, WeightFormatError, listing, shown
 from vllmx_core.plugins.checkpoint import Checkpoint
 from vllmx_core.weights.files import KeptReads
-from vllmx_core.weights.part import DENSE, WeightPart
+from vllmx_core.weights.part import DENSE, StoredPart
 
 from vllmx_models.formats.json_files import MAX_INDEX_BYTES, read_json_object
 from vllmx_models.formats.safetensors_file import SafetensorsFile
@@ -82,7 +82,7 @@ class SafetensorsSource:
         """All tensor names."""
         return self._owner.keys()
 
-    def part(self, name: str) -> WeightPart:
+    def part(self, name: str) -> StoredPart:
         """Raises WeightFormatError, with the nearest names, when `name` is missing."""
         file = self._owner.get(name)
         if file is None:
@@ -95,7 +95,7 @@ class SafetensorsSource:
                 " this config.json or are incomplete, download the model again"
             )
         tensor = file.tensor(name)
-        return WeightPart(name, tensor.shape, DENSE, {"weight": tensor})
+        return StoredPart(name, tensor.shape, DENSE, {"weight": tensor})
 
     def close(self) -> None:
         """Closes the files; parts must not be used any more."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllmx_core.errors import ModelNotFoundError, WeightFormatError, shown
 from vllmx_core.weights.files import KeptReads, WeightFile
-from vllmx_core.weights.part import DType, RawTensor
+from vllmx_core.weights.tensor import DType, RawTensor
 
 from vllmx_models.formats.json_files import MIB, parse_json_object
 

@@ -1,33 +1,45 @@
-"""Integers with a scale and a zero point for each group of input features, as float32."""
+"""The base of layouts whose weights are integers with a scale and a zero for each group of input
+features."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.plan import F32, AnyArray
-from vllmx_core.weights.part import Span, WeightPart
-from vllmx_core.weights.picks import decoded_entries
+from vllmx_core.weights.part import Layout, Span, StoredPart
 
 ROWS_AT_ONCE = 256
-"""Rows that are unpacked together: their intermediate arrays stay in the cache."""
+"""Rows that are unpacked together, so that their intermediate arrays stay in the cache."""
 
 
-def decode_coded(part: WeightPart, first: int, last: int) -> F32:
-    """`WeightPart.decode` of parts that have `coded`."""
-    if len(part.shape) == 3:
-        return decoded_entries(part, first, last)
-    result = np.empty((last - first, part.shape[1]), np.float32)
-    for begin in range(first, last, ROWS_AT_ONCE):
-        end = min(begin + ROWS_AT_ONCE, last)
-        result[begin - first : end - first] = part.coded_rows(begin, end).to_f32()
-    return result
+class CodedLayout(Layout):
+    """A layout with `codes`; float32 is made of them."""
+
+    has_codes: ClassVar[bool] = True
+
+    def decode(self, part: StoredPart, begin: int, end: int) -> F32:
+        result = np.empty((end - begin, part.shape[1]), np.float32)
+        for first in range(begin, end, ROWS_AT_ONCE):
+            last = min(first + ROWS_AT_ONCE, end)
+            result[first - begin : last - begin] = part.coded_rows(first, last).to_f32()
+        return result
+
+
+class PackedLayout(CodedLayout):
+    """A coded layout whose buffers do not lie row by row."""
+
+    @property
+    def row_wise(self) -> bool:
+        return False
 
 
 def group_map(
     cols: int, group_size: int, given: AnyArray | None = None
 ) -> npt.NDArray[np.int32] | None:
-    """(cols,) group of each input feature for `CodedRows`: as `given`, or `group_size` features
-    after one another to a group; None where that comes out even."""
+    """Returns the (cols,) group of each input feature for `CodedRows`: `given`, or groups of
+    `group_size` in order; None where all groups are of one size and in order."""
     in_order = np.arange(cols, dtype=np.int32) // np.int32(group_size)
     if given is not None and not np.array_equal(given, in_order):
         return given.astype(np.int32)
@@ -35,8 +47,8 @@ def group_map(
 
 
 def groups_between(cols: Span, count: int, group_size: int) -> Span | None:
-    """The groups that these of `count` input features have in order; None where they begin or end
-    within one, unless it is the only one."""
+    """Returns the groups of some of `count` input features, which are in order; None where a group
+    would be cut in two, unless it is the only one."""
     begin, end = cols
     if group_size >= count:
         return 0, 1

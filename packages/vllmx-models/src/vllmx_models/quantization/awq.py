@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.weights.coded import CodedRows
-from vllmx_core.weights.part import QuantLayout, RawTensor, Span, WeightPart, WeightSource
+from vllmx_core.weights.part import Index, Span, StoredPart, WeightPart, WeightSource
+from vllmx_core.weights.tensor import RawTensor
 
-from vllmx_models.quantization.affine import decode_coded, group_map, groups_between
+from vllmx_models.quantization.affine import PackedLayout, group_map, groups_between
 from vllmx_models.quantization.bits import U8, unpack
 from vllmx_models.quantization.options import FLOATS, QuantReader
 from vllmx_models.quantization.source import ModuleTensors, QuantizedSource
@@ -43,6 +44,51 @@ its own."""
 BITS = 4
 PER_WORD = 8
 _GEMM_PLACE = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # where feature i of a word lies
+
+
+class Awq(PackedLayout):
+    """Words of eight features; the option "packing" is "gemm" (output) or "gemv" (input)."""
+
+    kind: ClassVar[str] = "awq"
+
+    def codes(self, part: StoredPart, rows: slice | Index) -> CodedRows:
+        assert isinstance(rows, slice)
+        first, last, cols = rows.start, rows.stop, part.shape[1]
+        group_size = self.group_size or cols
+        groups = -(-cols // group_size)
+        buffers = {key: raw.in_memory() for key, raw in part.buffers.items()}
+        qweight, qzeros = (np.asarray(buffers[key].view()) for key in ("qweight", "qzeros"))
+        scales = buffers["scales"].to_f32()
+        group_of = group_map(cols, group_size)
+        if self.options["packing"] == "gemm":
+            word, skipped = divmod(first, PER_WORD)
+            words = slice(word, -(-last // PER_WORD))
+            some = slice(skipped, skipped + last - first)
+            codes, zeros = (_gemm_unpack(packed[:, words]).T[some] for packed in (qweight, qzeros))
+            return CodedRows(codes, scales.T[first:last], zeros, group_of)
+        codes = unpack(qweight[first:last], BITS, cols)
+        zeros = unpack(qzeros[first:last], BITS, groups)
+        return CodedRows(codes, scales[first:last, :groups], zeros, group_of)
+
+    def cut(self, part: StoredPart, rows: Span, cols: Span) -> StoredPart | None:
+        gemm = self.options["packing"] == "gemm"
+        groups = groups_between(cols, part.shape[1], self.group_size or part.shape[1])
+        packed = (*rows, *cols) if gemm else (*cols, *(groups or ())[:1])
+        if groups is None or any(place % PER_WORD for place in packed):
+            return None
+        buffers = dict(part.buffers)
+        if gemm:
+            words = (rows[0] // PER_WORD, rows[1] // PER_WORD)
+            buffers["qweight"] = buffers["qweight"].rows(*cols).cols(*words)
+            buffers["qzeros"] = buffers["qzeros"].rows(*groups).cols(*words)
+            buffers["scales"] = buffers["scales"].rows(*groups).cols(*rows)
+        else:
+            words = (groups[0] // PER_WORD, -(-groups[1] // PER_WORD))
+            features = (cols[0] // PER_WORD, cols[1] // PER_WORD)
+            buffers["qweight"] = buffers["qweight"].rows(*rows).cols(*features)
+            buffers["qzeros"] = buffers["qzeros"].rows(*rows).cols(*words)
+            buffers["scales"] = buffers["scales"].rows(*rows).cols(*groups)
+        return replace(part, shape=(rows[1] - rows[0], cols[1] - cols[0]), buffers=buffers)
 
 
 def awq(source: WeightSource, config: Mapping[str, Any]) -> QuantizedSource:
@@ -87,49 +133,8 @@ class AwqScheme:
             "qzeros": tensors.shaped(".qzeros", ("i32",), words),
             "scales": tensors.shaped(".scales", FLOATS, scales),
         }
-        layout = QuantLayout("awq", BITS, group_size, {"packing": self._packing})
-        return WeightPart(name, (rows, cols), layout, buffers, decode_coded, coded, narrow=narrow)
-
-
-def coded(part: WeightPart, first: int, last: int) -> CodedRows:
-    """`WeightPart.coded` of this layout."""
-    cols = part.shape[1]
-    group_size = part.layout.group_size or cols
-    groups = -(-cols // group_size)
-    buffers = {key: raw.in_memory() for key, raw in part.buffers.items()}
-    qweight, qzeros = (np.asarray(buffers[key].view()) for key in ("qweight", "qzeros"))
-    scales = buffers["scales"].to_f32()
-    group_of = group_map(cols, group_size)
-    if part.layout.options["packing"] == "gemm":
-        word, skipped = divmod(first, PER_WORD)
-        words = slice(word, -(-last // PER_WORD))
-        rows = slice(skipped, skipped + last - first)
-        codes, zeros = (_gemm_unpack(packed[:, words]).T[rows] for packed in (qweight, qzeros))
-        return CodedRows(codes, scales.T[first:last], zeros, group_of)
-    codes, zeros = unpack(qweight[first:last], BITS, cols), unpack(qzeros[first:last], BITS, groups)
-    return CodedRows(codes, scales[first:last, :groups], zeros, group_of)
-
-
-def narrow(part: WeightPart, rows: Span, cols: Span) -> WeightPart | None:
-    """`WeightPart.narrow` of this layout."""
-    gemm = part.layout.options["packing"] == "gemm"
-    groups = groups_between(cols, part.shape[1], part.layout.group_size or part.shape[1])
-    packed = (*rows, *cols) if gemm else (*cols, *(groups or ())[:1])
-    if groups is None or any(place % PER_WORD for place in packed):
-        return None
-    buffers = dict(part.buffers)
-    if gemm:
-        words = (rows[0] // PER_WORD, rows[1] // PER_WORD)
-        buffers["qweight"] = buffers["qweight"].rows(*cols).cols(*words)
-        buffers["qzeros"] = buffers["qzeros"].rows(*groups).cols(*words)
-        buffers["scales"] = buffers["scales"].rows(*groups).cols(*rows)
-    else:
-        words = (groups[0] // PER_WORD, -(-groups[1] // PER_WORD))
-        features = (cols[0] // PER_WORD, cols[1] // PER_WORD)
-        buffers["qweight"] = buffers["qweight"].rows(*rows).cols(*features)
-        buffers["qzeros"] = buffers["qzeros"].rows(*rows).cols(*words)
-        buffers["scales"] = buffers["scales"].rows(*rows).cols(*groups)
-    return replace(part, shape=(rows[1] - rows[0], cols[1] - cols[0]), buffers=buffers)
+        layout = Awq(BITS, group_size, {"packing": self._packing})
+        return StoredPart(name, (rows, cols), layout, buffers)
 
 
 def _gemm_unpack(words: npt.NDArray[np.int32]) -> U8:

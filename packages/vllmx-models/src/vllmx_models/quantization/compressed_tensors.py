@@ -16,9 +16,9 @@ from vllmx_core.records import Record
 from vllmx_core.weights.part import WeightPart, WeightSource
 
 from vllmx_models.quantization.ct_weights import WeightArgs, read_activations, read_weight_args
-from vllmx_models.quantization.matrices import Options
 from vllmx_models.quantization.modules import compiled
 from vllmx_models.quantization.options import QuantReader
+from vllmx_models.quantization.scaled import Options
 from vllmx_models.quantization.source import ModuleTensors, QuantizedSource
 
 FORMATS = (

@@ -10,24 +10,20 @@ X.weight with a scale for the tensor, a row or a block. Float4: X.weight_packed 
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
-from vllmx_core.plan import AnyArray
 from vllmx_core.records import Record
-from vllmx_core.weights.coded import CodedRows
-from vllmx_core.weights.part import QuantLayout, RawTensor, Span, WeightPart
+from vllmx_core.weights.part import StoredPart, WeightPart
+from vllmx_core.weights.tensor import RawTensor
 
-from vllmx_models.quantization.affine import decode_coded, group_map, groups_between
-from vllmx_models.quantization.bits import packed_words, unpack
-from vllmx_models.quantization.matrices import Options, fp4_part, fp8_part, input_scale
+from vllmx_models.quantization.bits import packed_words
+from vllmx_models.quantization.float4 import fp4_part
+from vllmx_models.quantization.float8 import checkpoint_part
+from vllmx_models.quantization.int8 import Int8
 from vllmx_models.quantization.options import FLOATS, QuantReader
+from vllmx_models.quantization.pack_int import PackInt
+from vllmx_models.quantization.scaled import Options, input_scale
 from vllmx_models.quantization.source import ModuleTensors
 
-Rows = slice | npt.NDArray[np.int64]
 STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 
 
@@ -46,7 +42,7 @@ class WeightArgs(Record):
         if self.is_float and self.bits == 4:
             return self._fp4(name, tensors, activations)
         if self.is_float:
-            return fp8_part(name, tensors, ".weight_scale", self.block, activations)
+            return checkpoint_part(name, tensors, ".weight_scale", self.block, activations)
         if tensors.get(".weight_packed") is not None:
             return self._packed(name, tensors, activations)
         return self._int8(name, tensors, activations)
@@ -72,17 +68,7 @@ class WeightArgs(Record):
             buffers["g_idx"] = g_idx
         options = {**activations, "symmetric": self.symmetric, "act_order": g_idx is not None}
         group_size = self.group_size if self.strategy == "group" else cols
-        layout = QuantLayout("pack_int", self.bits, group_size, options)
-        return WeightPart(
-            name,
-            (rows, cols),
-            layout,
-            buffers,
-            decode_coded,
-            coded_packed,
-            narrow=narrow_packed,
-            coded_at=coded_packed_at,
-        )
+        return StoredPart(name, (rows, cols), PackInt(self.bits, group_size, options), buffers)
 
     def _int8(self, name: str, tensors: ModuleTensors, activations: Options) -> WeightPart:
         weight = tensors.need(".weight", ("i8",), rank=2)
@@ -94,8 +80,7 @@ class WeightArgs(Record):
             buffers["zero_point"] = tensors.shaped(".weight_zero_point", ("i8",), *grid)
         options = {**activations, "strategy": self.strategy, "symmetric": self.symmetric}
         group_size = self.group_size if self.strategy == "group" else cols
-        layout = QuantLayout("int8", self.bits, group_size, options)
-        return WeightPart(name, (rows, cols), layout, buffers, decode_coded, coded_int8)
+        return StoredPart(name, (rows, cols), Int8(self.bits, group_size, options), buffers)
 
     def _fp4(self, name: str, tensors: ModuleTensors, activations: Options) -> WeightPart:
         packed = tensors.need(".weight_packed", ("u8",), rank=2)
@@ -132,91 +117,6 @@ class WeightArgs(Record):
         if self.strategy == "channel":
             return [(rows, 1), (rows,)]
         return [(rows, groups)]
-
-
-def coded_packed(part: WeightPart, first: int, last: int) -> CodedRows:
-    """`WeightPart.coded` of layout "pack_int"."""
-    words = np.asarray(part.buffers["weight"].rows(first, last).view())
-    return _coded_words(part, words, slice(first, last))
-
-
-def coded_packed_at(part: WeightPart, rows: npt.NDArray[np.int64]) -> CodedRows:
-    """`WeightPart.coded_at` of layout "pack_int"."""
-    words = np.asarray(part.buffers["weight"].in_memory().view())
-    return _coded_words(part, words[rows], rows)
-
-
-def _coded_words(part: WeightPart, words: npt.NDArray[Any], picked: Rows) -> CodedRows:
-    rows, cols = part.shape
-    bits, buffers = int(part.layout.bits), part.buffers
-    offset = 1 << (bits - 1)
-    zeros: AnyArray = np.array([[offset]])
-    if "zero_point" in buffers:
-        stored = np.asarray(buffers["zero_point"].in_memory().view())
-        if buffers["zero_point"].dtype == "i32":
-            zeros = unpack(stored.T, bits, rows).T
-        else:
-            zeros = _matrix(stored).astype(np.int32) + offset
-    return _coded(part, unpack(words, bits, cols), zeros, picked)
-
-
-def narrow_packed(part: WeightPart, rows: Span, cols: Span) -> WeightPart | None:
-    """`WeightPart.narrow` of layout "pack_int". Where features are not in the order of their
-    groups, all groups stay."""
-    layout, buffers, bits = part.layout, dict(part.buffers), int(part.layout.bits)
-    count, width = part.shape
-    groups = groups_between(cols, width, layout.group_size or width)
-    if "g_idx" in buffers:
-        groups = (0, _groups_of(buffers["scale"]))
-        buffers["g_idx"] = buffers["g_idx"].rows(*cols)
-    starts = [place for place, most in zip(cols, (0, width), strict=True) if place != most]
-    packed_zeros = "zero_point" in buffers and buffers["zero_point"].dtype == "i32"
-    if packed_zeros:
-        starts += [place for place in rows if place != count]
-    if groups is None or any(place * bits % 32 for place in starts):
-        return None
-    words = (cols[0] * bits // 32, packed_words(cols[1], bits))
-    buffers["weight"] = buffers["weight"].rows(*rows).cols(*words)
-    for key in ("scale", "zero_point"):
-        if key not in buffers:
-            continue
-        raw, span = buffers[key], rows
-        if key == "zero_point" and packed_zeros:
-            span = (rows[0] * bits // 32, packed_words(rows[1], bits))
-        if raw.shape[:1] != (1,) or count == 1:
-            raw = raw.rows(*span) if raw.shape else raw
-        buffers[key] = raw.cols(*groups) if _groups_of(raw) > 1 else raw
-    return replace(part, shape=(rows[1] - rows[0], cols[1] - cols[0]), buffers=buffers)
-
-
-def _groups_of(raw: RawTensor) -> int:
-    return raw.shape[1] if len(raw.shape) > 1 else 1
-
-
-def coded_int8(part: WeightPart, first: int, last: int) -> CodedRows:
-    """`WeightPart.coded` of layout "int8": its integers plus 128."""
-    zeros: AnyArray = np.array([[128]])
-    if "zero_point" in part.buffers:
-        stored = np.asarray(part.buffers["zero_point"].in_memory().view())
-        zeros = _matrix(stored).astype(np.int32) + 128
-    weight = np.asarray(part.buffers["weight"].rows(first, last).view()).view(np.uint8)
-    return _coded(part, weight ^ np.uint8(128), zeros, slice(first, last))
-
-
-def _coded(
-    part: WeightPart, codes: npt.NDArray[np.uint8], zeros: AnyArray, picked: Rows
-) -> CodedRows:
-    """Zeros and scales of the whole part, perhaps alike for all rows or groups, cut to the rows."""
-    rows, cols = part.shape
-    scales = _matrix(part.buffers["scale"].in_memory().to_f32())
-    grid = (rows, scales.shape[1])
-    g_idx = part.buffers["g_idx"].in_memory().view() if "g_idx" in part.buffers else None
-    return CodedRows(
-        codes,
-        np.broadcast_to(scales, grid)[picked],
-        np.broadcast_to(zeros, grid)[picked],
-        group_map(cols, part.layout.group_size or cols, g_idx),
-    )
 
 
 def read_weight_args(read: QuantReader) -> WeightArgs:
@@ -287,10 +187,3 @@ def _group_index(tensors: ModuleTensors, cols: int, groups: int) -> RawTensor | 
     if (tensors.need(".weight_g_idx", ("i32", "i64")).view() == -1).any():
         return None
     return tensors.groups(".weight_g_idx", cols, groups)
-
-
-def _matrix(values: npt.NDArray[np.generic]) -> AnyArray:
-    """(rows or 1, groups) out of (), (1,), (rows,) or a matrix."""
-    if values.ndim == 2:
-        return values
-    return values.reshape(math.prod(values.shape), 1)

@@ -1,4 +1,4 @@
-"""Chooses who quantises: an encoder that a plugin brings, or else numpy."""
+"""Chooses the encoder: a plugin's, or numpy."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from vllmx_core.errors import BackendUnavailableError, WeightFormatError
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.plugins.specs import EncoderSpec
 from vllmx_core.weights.encoding import Encoded, Encoder
-from vllmx_core.weights.part import DENSE, RawTensor, WeightPart
+from vllmx_core.weights.part import DENSE, WeightPart, dense_part
+from vllmx_core.weights.tensor import RawTensor
 
 from vllmx_models.formats.gguf.quantize.encode import QUANTIZERS, decode, encode
-from vllmx_models.quantization.eight_bits import fp8_codes, int8_codes
+from vllmx_models.quantization.float8 import fp8_codes
+from vllmx_models.quantization.int8 import int8_codes
 
 logger = logging.getLogger("vllmx.encode")
 
 
 class NumpyEncoder:
-    """The definition, and the fallback: every type, anywhere, slowly."""
+    """The reference and fallback: every type on any machine, slowly."""
 
     kinds = QUANTIZERS.keys() | {"F32", "F16", "BF16", "int8", "fp8"}
 
@@ -42,7 +44,7 @@ class NumpyEncoder:
 
 
 def encoder_for(registry: Registry, kind: str) -> Encoder:
-    """The fastest encoder of a type that can run here."""
+    """Returns the fastest encoder of a type that can run here."""
     for spec in sorted(registry.all(EncoderSpec), key=lambda spec: -spec.priority):
         try:
             found: Encoder = spec.load()()
@@ -55,10 +57,9 @@ def encoder_for(registry: Registry, kind: str) -> Encoder:
 
 
 def float_rows(part: WeightPart, begin: int, end: int) -> RawTensor:
-    """Rows of any part as f32, f16 or bf16; those of a dense part as they lie in the file."""
+    """Returns rows of any part as f32, f16 or bf16; those of a dense part as they are stored."""
     if part.layout == DENSE:
         raw = part.rows(begin, end).buffers["weight"]
         if raw.dtype in ("f32", "f16", "bf16"):
             return raw
-    values = np.ascontiguousarray(part.dequantize(begin, end), np.float32)
-    return RawTensor(part.name, "f32", values.shape, values.reshape(-1).view(np.uint8))
+    return dense_part(part.name, part.dequantize(begin, end)).buffers["weight"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllmx_core.weights.part import WeightPart, WeightSource
 
-from vllmx_models.quantization.matrices import fp8_part
+from vllmx_models.quantization.float8 import checkpoint_part
 from vllmx_models.quantization.options import QuantReader
 from vllmx_models.quantization.source import ModuleTensors, QuantizedSource
 
@@ -56,7 +56,7 @@ class Fp8Scheme:
 
     def part(self, name: str, tensors: ModuleTensors) -> WeightPart:
         suffix = next(suffix for suffix in _SCALES if tensors.get(suffix) is not None)
-        return fp8_part(name, tensors, suffix, self._block, self._activations)
+        return checkpoint_part(name, tensors, suffix, self._block, self._activations)
 
 
 def _block(read: QuantReader) -> tuple[int, int] | None:

@@ -12,15 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 from vllmx_core.plan import AnyArray
 from vllmx_core.weights.coded import CodedRows
-from vllmx_core.weights.part import QuantLayout, RawTensor, Span, WeightPart, WeightSource
+from vllmx_core.weights.part import Index, Span, StoredPart, WeightPart, WeightSource
+from vllmx_core.weights.tensor import RawTensor
 
-from vllmx_models.quantization.affine import decode_coded, group_map, groups_between
+from vllmx_models.quantization.affine import PackedLayout, group_map, groups_between
 from vllmx_models.quantization.bits import packed_words, unpack
 from vllmx_models.quantization.modules import compiled
 from vllmx_models.quantization.options import FLOATS, QuantReader
@@ -30,6 +30,54 @@ from vllmx_models.quantization.source import ModuleTensors, QuantizedSource
 BITS = (2, 3, 4, 8)
 FORMATS = {"gptq": 1, "gptq_v2": 0}
 """checkpoint_format -> what the stored zero point lacks."""
+
+
+class Gptq(PackedLayout):
+    """Words of input features of one output feature each."""
+
+    kind: ClassVar[str] = "gptq"
+    gathers_codes: ClassVar[bool] = True
+
+    def codes(self, part: StoredPart, rows: slice | Index) -> CodedRows:
+        (out, cols), bits = part.shape, int(self.bits)
+        buffers = {key: raw.in_memory() for key, raw in part.buffers.items()}
+        qweight = np.asarray(buffers["qweight"].view())
+        scales = buffers["scales"].to_f32().T
+        if "qzeros" in buffers:
+            stored = unpack(np.asarray(buffers["qzeros"].view()), bits, out)
+            mask = np.uint8((1 << bits) - 1)
+            zeros: AnyArray = ((stored + np.uint8(self.options["zero_offset"])) & mask).T
+        else:
+            zeros = np.broadcast_to(np.uint8(1 << (bits - 1)), scales.shape)
+        g_idx = buffers["g_idx"].view() if "g_idx" in buffers else None
+        return CodedRows(
+            unpack(qweight[:, rows].T, bits, cols),
+            scales[rows],
+            zeros[rows],
+            group_map(cols, self.group_size or cols, g_idx),
+        )
+
+    def cut(self, part: StoredPart, rows: Span, cols: Span) -> StoredPart | None:
+        """See `Layout.cut`. All groups stay where features are not in the order of groups."""
+        buffers, bits = dict(part.buffers), int(self.bits)
+        (first, last), (begin, end) = rows, cols
+        span = groups_between(cols, part.shape[1], self.group_size or part.shape[1])
+        if any(place * bits % 32 for place in (*rows, *cols)):
+            return None
+        if self.options["act_order"]:
+            span = (0, buffers["scales"].shape[0])
+            buffers["g_idx"] = buffers["g_idx"].rows(*cols)
+        elif span is None:
+            return None
+        else:
+            buffers.pop("g_idx", None)
+        words = (begin * bits // 32, end * bits // 32)
+        buffers["qweight"] = buffers["qweight"].rows(*words).cols(*rows)
+        buffers["scales"] = buffers["scales"].rows(*span).cols(*rows)
+        if "qzeros" in buffers:
+            words = (first * bits // 32, last * bits // 32)
+            buffers["qzeros"] = buffers["qzeros"].rows(*span).cols(*words)
+        return replace(part, shape=(last - first, end - begin), buffers=buffers)
 
 
 def gptq(source: WeightSource, config: Mapping[str, Any]) -> QuantizedSource:
@@ -88,17 +136,7 @@ class GptqScheme:
             "symmetric": symmetric,
             "act_order": act_order,
         }
-        layout = QuantLayout("gptq", bits, group_size, options)
-        return WeightPart(
-            name,
-            (out, cols),
-            layout,
-            buffers,
-            decode_coded,
-            coded,
-            narrow=narrow,
-            coded_at=coded_at,
-        )
+        return StoredPart(name, (out, cols), Gptq(bits, group_size, options), buffers)
 
     def _override(self, module: str) -> Mapping[str, Any] | None:
         """Options of this module that differ; None: it is not quantised."""
@@ -106,57 +144,6 @@ class GptqScheme:
             if search.match(module):
                 return options
         return {}
-
-
-def coded(part: WeightPart, first: int, last: int) -> CodedRows:
-    """`WeightPart.coded` of this layout."""
-    return coded_at(part, slice(first, last))
-
-
-def coded_at(part: WeightPart, rows: slice | npt.NDArray[np.int64]) -> CodedRows:
-    """`WeightPart.coded_at` of this layout."""
-    out, cols = part.shape
-    layout, bits = part.layout, int(part.layout.bits)
-    buffers = {key: raw.in_memory() for key, raw in part.buffers.items()}
-    qweight = np.asarray(buffers["qweight"].view())
-    scales = buffers["scales"].to_f32().T
-    if "qzeros" in buffers:
-        stored = unpack(np.asarray(buffers["qzeros"].view()), bits, out)
-        mask = np.uint8((1 << bits) - 1)
-        zeros: AnyArray = ((stored + np.uint8(layout.options["zero_offset"])) & mask).T
-    else:
-        zeros = np.broadcast_to(np.uint8(1 << (bits - 1)), scales.shape)
-    g_idx = buffers["g_idx"].view() if "g_idx" in buffers else None
-    return CodedRows(
-        unpack(qweight[:, rows].T, bits, cols),
-        scales[rows],
-        zeros[rows],
-        group_map(cols, layout.group_size or cols, g_idx),
-    )
-
-
-def narrow(part: WeightPart, rows: Span, cols: Span) -> WeightPart | None:
-    """`WeightPart.narrow` of this layout. Where features are not in the order of their groups, all
-    groups stay."""
-    layout, buffers, bits = part.layout, dict(part.buffers), int(part.layout.bits)
-    (first, last), (begin, end) = rows, cols
-    span = groups_between(cols, part.shape[1], layout.group_size or part.shape[1])
-    if any(place * bits % 32 for place in (*rows, *cols)):
-        return None
-    if layout.options["act_order"]:
-        span = (0, buffers["scales"].shape[0])
-        buffers["g_idx"] = buffers["g_idx"].rows(*cols)
-    elif span is None:
-        return None
-    else:
-        buffers.pop("g_idx", None)
-    words = (begin * bits // 32, end * bits // 32)
-    buffers["qweight"] = buffers["qweight"].rows(*words).cols(*rows)
-    buffers["scales"] = buffers["scales"].rows(*span).cols(*rows)
-    if "qzeros" in buffers:
-        words = (first * bits // 32, last * bits // 32)
-        buffers["qzeros"] = buffers["qzeros"].rows(*span).cols(*words)
-    return replace(part, shape=(last - first, end - begin), buffers=buffers)
 
 
 def _group_index(

@@ -15,25 +15,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 from vllmx_core.errors import ConfigError, UnsupportedModelError, WeightFormatError
 from vllmx_core.model import Model
+from vllmx_core.plan import F32
 from vllmx_core.plugins.checkpoint import Checkpoint
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.records import Record
 from vllmx_core.system.processors import available_processors
+from vllmx_core.weights.coded import CodedRows
 from vllmx_core.weights.encoding import Encoder
 from vllmx_core.weights.map import name_in
-from vllmx_core.weights.part import (
-    DENSE,
-    QuantLayout,
-    RawTensor,
-    Span,
-    WeightPart,
-    WeightSource,
-    WeightSpec,
-    made_part,
-)
+from vllmx_core.weights.part import DENSE, Layout, Span, StoredPart, WeightPart, WeightSource
+from vllmx_core.weights.spec import WeightSpec
+from vllmx_core.weights.tensor import RawTensor
+from vllmx_core.weights.views import View, below, cols_of, entry_of
 
 from vllmx_models.blocks.transposed_experts import lies_across, upright
 from vllmx_models.formats.gguf.architecture import DECODER_TENSORS
@@ -41,8 +36,9 @@ from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
 from vllmx_models.formats.gguf.quantize.encode import QUANTIZERS
 from vllmx_models.formats.gguf.quantize.header import architecture_table
 from vllmx_models.formats.gguf.quantize.mixes import Layers, type_of
-from vllmx_models.quantization.eight_bits import fp8_layout, fp8_part, int8_layout, int8_part
 from vllmx_models.quantization.encoders import encoder_for, float_rows
+from vllmx_models.quantization.float8 import fp8_layout, fp8_part
+from vllmx_models.quantization.int8 import int8_layout, int8_part
 
 logger = logging.getLogger("vllmx.models")
 ALIASES: Mapping[str, str] = {"q5_k": "q5_k_m", "q4_k": "q4_k_m", "q3_k": "q3_k_m"}
@@ -52,11 +48,60 @@ ROWS_ALONE = 1024
 
 
 class Encoding(Record):
-    """What a matrix becomes."""
+    """What a matrix becomes: blocks of a GGUF type, "int8" or "fp8"."""
 
-    layout: QuantLayout
-    encode: Callable[[RawTensor], WeightPart]
-    """encode(rows) of some rows, (rows, cols) in f32, f16 or bf16."""
+    kind: str
+    encoder: Encoder
+
+    def layout(self, cols: int) -> Layout:
+        """Returns the layout of rows of a width."""
+        if self.kind in _EIGHT_BITS:
+            return _EIGHT_BITS[self.kind][0](cols)
+        return TYPES_BY_NAME[self.kind].layout
+
+    def encode(self, rows: RawTensor) -> StoredPart:
+        """Quantises rows, (rows, cols) in f32, f16 or bf16."""
+        found = self.encoder.encode(self.kind, rows)
+        if self.kind not in _EIGHT_BITS:
+            return weight_part(rows.name, TYPES_BY_NAME[self.kind], rows.shape, found.data)
+        assert found.scales is not None
+        return _EIGHT_BITS[self.kind][1](rows.name, rows.shape, found.data, found.scales)
+
+
+_EIGHT_BITS = {"int8": (int8_layout, int8_part), "fp8": (fp8_layout, fp8_part)}
+
+
+class Quantised(View):
+    """A part that is quantised whenever it is read."""
+
+    encoding: Encoding | None = None
+
+    def rows(self, begin: int, end: int) -> StoredPart:
+        assert self.encoding is not None
+        return _made(self.of, self.encoding, begin, end)
+
+    def dequantize(self, begin: int = 0, end: int | None = None) -> F32:
+        return self.rows(begin, self.shape[0] if end is None else end).dequantize()
+
+    def coded_rows(self, begin: int, end: int) -> CodedRows:
+        return self.rows(begin, end).coded_rows(0, end - begin)
+
+    def narrowed(self, rows: Span, cols: Span) -> WeightPart | None:
+        """See `WeightPart.narrowed`: only blocks can be made without the rest of their rows."""
+        if self.layout.gguf_type is None or rows != (0, self.shape[0]):
+            return None
+        assert self.encoding is not None
+        return quantised(cols_of(self.of, *cols), self.encoding)
+
+    def entry(self, index: int) -> WeightPart:
+        assert self.encoding is not None
+        return quantised(entry_of(self.of, index), self.encoding)
+
+
+def quantised(part: WeightPart, encoding: Encoding) -> WeightPart:
+    """Returns a part that is quantised when it is read."""
+    layout = encoding.layout(part.shape[-1])
+    return Quantised(part.name, part.shape, layout, (part,), encoding=encoding)
 
 
 def in_situ(name: str, checkpoint: Checkpoint, model: Model, registry: Registry) -> InSituSource:
@@ -79,14 +124,11 @@ def in_situ(name: str, checkpoint: Checkpoint, model: Model, registry: Registry)
             param="isq",
         )
     if name in ("int8", "fp8"):
-        eight = _eight_bits(name, encoder_for(registry, name))
-        return InSituSource(
-            checkpoint.weights,
-            {n: eight(width) for n, width in cols.items() if n not in vocabulary},
-        )
+        encoding = Encoding(name, encoder_for(registry, name))
+        return InSituSource(checkpoint.weights, {n: encoding for n in cols if n not in vocabulary})
     types = matrix_types(name, checkpoint, model, registry)
     wanted = {kind for kind in types.values() if kind in QUANTIZERS}
-    encodings = {kind: blocks(kind, encoder_for(registry, kind)) for kind in wanted}
+    encodings = {kind: Encoding(kind, encoder_for(registry, kind)) for kind in wanted}
     return InSituSource(
         checkpoint.weights,
         {n: encodings[kind] for n, kind in types.items() if kind in encodings},
@@ -131,36 +173,19 @@ class InSituSource:
         which are not finite."""
         part = self._source.part(name)
         encoding = self._encodings.get(name)
-        if encoding is None:
-            return part
-        return _quantised_part(part, encoding)
+        return part if encoding is None else quantised(part, encoding)
 
     def close(self) -> None:
         """Closes the source below."""
         self._source.close()
 
 
-def _quantised_part(part: WeightPart, encoding: Encoding) -> WeightPart:
-    layout, make = encoding.layout, partial(_make, part, encoding)
-
-    def narrow(_: WeightPart, rows: Span, cols: Span) -> WeightPart | None:
-        """Only blocks are made without a look at the rest of their rows."""
-        if layout.kind != "gguf" or rows != (0, part.shape[0]):
-            return None
-        return _quantised_part(part.cols(*cols), encoding)
-
-    is_int8, is_matrix = layout.kind == "int8", len(part.shape) == 2
-    return made_part(
-        part.name, part.shape, layout, make, coded=is_int8, narrow=narrow if is_matrix else None
-    )
-
-
-def _make(part: WeightPart, encoding: Encoding, begin: int, end: int) -> WeightPart:
+def _made(part: WeightPart, encoding: Encoding, begin: int, end: int) -> StoredPart:
     if end - begin > ROWS_ALONE and len(part.shape) == 2:
         starts = range(begin, end, ROWS_ALONE)
         with ThreadPoolExecutor(available_processors(), "isq") as pool:
-            jobs = (pool.submit(_make, part, encoding, s, min(s + ROWS_ALONE, end)) for s in starts)
-            return _joined([job.result() for job in list(jobs)])
+            jobs = (pool.submit(_made, part, encoding, s, min(s + ROWS_ALONE, end)) for s in starts)
+            return below(part.name, [job.result() for job in list(jobs)]).stored()
     rows = float_rows(part, begin, end)
     shape = rows.shape
     try:
@@ -173,42 +198,6 @@ def _make(part: WeightPart, encoding: Encoding, begin: int, end: int) -> WeightP
         key: replace(raw, shape=(*shape[:-1], *raw.shape[1:])) for key, raw in made.buffers.items()
     }
     return replace(made, shape=shape, buffers=buffers)
-
-
-def _joined(pieces: list[WeightPart]) -> WeightPart:
-    """Parts one below the other."""
-    rows = sum(piece.shape[0] for piece in pieces)
-    buffers = {
-        key: replace(
-            raw,
-            shape=(rows, *raw.shape[1:]),
-            stored=np.concatenate([piece.buffers[key].data for piece in pieces]),
-        )
-        for key, raw in pieces[0].buffers.items()
-    }
-    return replace(pieces[0], shape=(rows, *pieces[0].shape[1:]), buffers=buffers)
-
-
-def blocks(kind: str, encoder: Encoder) -> Encoding:
-    """What a matrix becomes that is made blocks of a GGUF type."""
-    block = TYPES_BY_NAME[kind]
-
-    def made(rows: RawTensor) -> WeightPart:
-        return weight_part(rows.name, block, rows.shape, encoder.encode(kind, rows).data)
-
-    return Encoding(block.layout, made)
-
-
-def _eight_bits(kind: str, encoder: Encoder) -> Callable[[int], Encoding]:
-    """Makes the encoding that fits a number of columns."""
-    part, layout = (int8_part, int8_layout) if kind == "int8" else (fp8_part, fp8_layout)
-
-    def made(rows: RawTensor) -> WeightPart:
-        found = encoder.encode(kind, rows)
-        assert found.scales is not None
-        return part(rows.name, rows.shape, found.data, found.scales)
-
-    return lambda cols: Encoding(layout(cols), made)
 
 
 def _check_dense(isq: str, part: WeightPart) -> None:

@@ -12,13 +12,14 @@ nvfp4: e2m1 values times a scale of e4m3; X.scales (rows, cols / 16) u8.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.plan import F32
 from vllmx_core.records import Record
-from vllmx_core.weights.part import QuantLayout, WeightPart, WeightSource, float8_to_f32
+from vllmx_core.weights.part import Layout, StoredPart, WeightPart, WeightSource
+from vllmx_core.weights.tensor import float8_to_f32
 
 from vllmx_models.quantization.bits import U8, unpack
 from vllmx_models.quantization.options import FLOATS, QuantReader
@@ -31,7 +32,7 @@ AFFINE_GROUPS = (32, 64, 128)
 
 
 class Mode(Record):
-    """One that is no integer: what its codes and scales are."""
+    """The codes and scales of a mode whose codes are floats."""
 
     bits: int
     group_size: int
@@ -43,6 +44,33 @@ FLOAT_MODES: Mapping[str, Mode] = {
     "nvfp4": Mode(4, 16, "f8e4m3"),
     "mxfp8": Mode(8, 32, "f8e8m0"),
 }
+
+
+class Mlx(Layout):
+    """Words of input features; the option "mode" says what their codes are."""
+
+    kind: ClassVar[str] = "mlx"
+
+    def decode(self, part: StoredPart, begin: int, end: int) -> F32:
+        """See `Layout.decode`; in mode affine the product and the sum are rounded."""
+        cols = part.shape[-1]
+        words, scales, biases = (
+            None if raw is None else np.asarray(raw.rows(begin, end).view())
+            for raw in (part.buffers.get(key) for key in ("weight", "scales", "biases"))
+        )
+        assert words is not None
+        assert scales is not None
+        result = np.empty((len(words), cols), np.float32)
+        for first in range(0, len(words), ROWS_AT_ONCE):
+            rows = slice(first, first + ROWS_AT_ONCE)
+            values = _values(self, words[rows], cols)
+            grouped = values.reshape(len(values), scales.shape[1], -1)
+            with np.errstate(invalid="ignore", over="ignore"):  # NaN and overflow are the file's
+                grouped = grouped * _scales(part, scales[rows])[:, :, None]
+                if biases is not None:
+                    grouped += _floats(part, "biases", biases[rows])[:, :, None]
+            result[rows] = grouped.reshape(len(values), cols)
+        return result.reshape(end - begin, *part.shape[1:])
 
 
 def mlx(source: WeightSource, config: Mapping[str, Any]) -> QuantizedSource:
@@ -81,9 +109,9 @@ class MlxScheme:
             buffers["biases"] = tensors.shaped(".biases", FLOATS, grid)
         else:
             buffers["scales"] = tensors.shaped(".scales", ("u8",), grid)
-        return WeightPart(name, (*lead, cols), layout, buffers, decode)
+        return StoredPart(name, (*lead, cols), layout, buffers)
 
-    def _layout_of(self, module: str) -> QuantLayout:
+    def _layout_of(self, module: str) -> Mlx:
         """A module may have an entry of its own beside the common one."""
         own = self._whole.config.get(module)
         if not isinstance(own, Mapping):
@@ -91,7 +119,7 @@ class MlxScheme:
         return _layout(QuantReader(own, f"mlx module {module}"))
 
 
-def _layout(read: QuantReader) -> QuantLayout:
+def _layout(read: QuantReader) -> Mlx:
     mode = read.choice("mode", ("affine", *FLOAT_MODES), "affine")
     if mode == "affine":
         bits = read.choice("bits", AFFINE_BITS, 4)
@@ -100,32 +128,10 @@ def _layout(read: QuantReader) -> QuantLayout:
         known = FLOAT_MODES[mode]
         bits = read.choice("bits", (known.bits,), known.bits)
         group_size = read.choice("group_size", (known.group_size,), known.group_size)
-    return QuantLayout("mlx", bits, group_size, {"mode": mode})
+    return Mlx(bits, group_size, {"mode": mode})
 
 
-def decode(part: WeightPart, first: int, last: int) -> F32:
-    """These rows as float32; affine: the product and the sum are rounded."""
-    cols = part.shape[-1]
-    words, scales, biases = (
-        None if raw is None else np.asarray(raw.rows(first, last).view())
-        for raw in (part.buffers.get(key) for key in ("weight", "scales", "biases"))
-    )
-    assert words is not None
-    assert scales is not None
-    result = np.empty((len(words), cols), np.float32)
-    for begin in range(0, len(words), ROWS_AT_ONCE):
-        rows = slice(begin, begin + ROWS_AT_ONCE)
-        values = _values(part.layout, words[rows], cols)
-        grouped = values.reshape(len(values), scales.shape[1], -1)
-        with np.errstate(invalid="ignore", over="ignore"):  # NaN and overflow are the file's
-            grouped = grouped * _scales(part, scales[rows])[:, :, None]
-            if biases is not None:
-                grouped += _floats(part, "biases", biases[rows])[:, :, None]
-        result[rows] = grouped.reshape(len(values), cols)
-    return result.reshape(last - first, *part.shape[1:])
-
-
-def _values(layout: QuantLayout, words: npt.NDArray[Any], cols: int) -> F32:
+def _values(layout: Mlx, words: npt.NDArray[Any], cols: int) -> F32:
     codes: U8 = np.ascontiguousarray(words).view(np.uint8)
     mode = layout.options["mode"]
     if mode == "affine":
@@ -133,14 +139,14 @@ def _values(layout: QuantLayout, words: npt.NDArray[Any], cols: int) -> F32:
     return float8_to_f32(codes, "f8e4m3") if mode == "mxfp8" else e2m1_to_f32(codes)
 
 
-def _scales(part: WeightPart, scales: npt.NDArray[Any]) -> F32:
+def _scales(part: StoredPart, scales: npt.NDArray[Any]) -> F32:
     mode = str(part.layout.options["mode"])
     if mode in FLOAT_MODES:
         return float8_to_f32(scales, FLOAT_MODES[mode].scale_dtype)
     return _floats(part, "scales", scales)
 
 
-def _floats(part: WeightPart, key: str, stored: npt.NDArray[Any]) -> F32:
+def _floats(part: StoredPart, key: str, stored: npt.NDArray[Any]) -> F32:
     if part.buffers[key].dtype == "bf16":
         return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return stored.astype(np.float32)

@@ -13,8 +13,10 @@ from typing import Any
 
 from vllmx_core.weights.part import WeightPart, WeightSource
 
-from vllmx_models.quantization.matrices import fp4_part, fp8_part, input_scale
+from vllmx_models.quantization.float4 import fp4_part
+from vllmx_models.quantization.float8 import checkpoint_part
 from vllmx_models.quantization.options import QuantReader
+from vllmx_models.quantization.scaled import input_scale
 from vllmx_models.quantization.source import ModuleTensors, QuantizedSource
 
 GROUP = 16
@@ -64,7 +66,7 @@ class ModelOptScheme:
             "activation_strategy": "tensor_group" if kind == "fp4" else "tensor",
         }
         if kind == "fp8":
-            return fp8_part(name, tensors, ".weight_scale", None, activations)
+            return checkpoint_part(name, tensors, ".weight_scale", None, activations)
         rows, cols = weight.shape[0], weight.shape[1] * 2
         if cols % GROUP:
             found = f"has shape {list(weight.shape)}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllmx_core.weights.part import WeightPart, WeightSource
 
-from vllmx_models.quantization.matrices import fp4_part
+from vllmx_models.quantization.float4 import fp4_part
 from vllmx_models.quantization.options import QuantReader
 from vllmx_models.quantization.source import ModuleTensors, QuantizedSource
 

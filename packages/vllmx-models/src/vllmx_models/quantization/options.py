@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from vllmx_core.errors import UnsupportedModelError, shown_entry
-from vllmx_core.weights.part import DType
+from vllmx_core.weights.tensor import DType
 
 from vllmx_models.config import ConfigReader
 from vllmx_models.quantization.modules import ModulePatterns

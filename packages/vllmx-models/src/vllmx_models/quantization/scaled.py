@@ -1,12 +1,18 @@
-"""Floats of 8 and 4 bits with a scale for the tensor, a row or a block, as float32."""
+"""Scales: of a tensor, of rows and of blocks, and the values of 4-bit floats."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from vllmx_core.plan import F32
-from vllmx_core.weights.part import RawTensor, float8_to_f32
+from vllmx_core.weights.tensor import RawTensor, float8_to_f32
 
 from vllmx_models.quantization.bits import U8
+from vllmx_models.quantization.options import FLOATS
+from vllmx_models.quantization.source import ModuleTensors
+
+Options = Mapping[str, str | int | float | bool]
 
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
@@ -49,3 +55,24 @@ def _multiply(values: F32, scales: F32, width: int) -> None:
         grouped *= scales[:, :, None]
     else:
         values *= np.repeat(scales, width, axis=1)[:, :cols]
+
+
+def input_scale(tensors: ModuleTensors, suffix: str = ".input_scale") -> dict[str, RawTensor]:
+    """Returns the static scale of the activations, if the checkpoint has one."""
+    if tensors.get(suffix) is None:
+        return {}
+    return {"input_scale": tensors.shaped(suffix, FLOATS, (), (1,))}
+
+
+def row_scale(values: F32, greatest: np.float32) -> F32:
+    """Returns the (rows, 1) scales that make the greatest magnitude of each row `greatest`; 0 for
+    rows of zeros."""
+    found: F32 = np.abs(values).max(axis=1, keepdims=True) / greatest
+    return found
+
+
+def over(values: F32, scale: F32) -> F32:
+    """Returns values / scale, 0 where the inverse of the scale is not finite."""
+    result: F32 = np.zeros_like(values)
+    np.divide(values, scale, out=result, where=scale > 1e-37)
+    return result

@@ -8,7 +8,8 @@ from typing import Protocol
 import numpy as np
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.records import Record
-from vllmx_core.weights.part import DType, RawTensor, WeightPart, WeightSource
+from vllmx_core.weights.part import WeightPart, WeightSource
+from vllmx_core.weights.tensor import DType, RawTensor
 
 _FLOATS = ("f32", "f16", "bf16", "f64")
 
@@ -26,7 +27,7 @@ class ModuleTensors(Record):
         name = self.stem + suffix
         if name not in self.source.names():
             return None
-        return self.source.part(name).buffers["weight"]
+        return self.source.part(name).stored().buffers["weight"]
 
     def need(self, suffix: str, dtypes: tuple[DType, ...], rank: int | None = None) -> RawTensor:
         """The tensor. Raises WeightFormatError when it is missing, has another dtype or, where a
@@ -136,7 +137,7 @@ class QuantizedSource:
 
     def _dense(self, name: str) -> WeightPart:
         part = self._source.part(name)
-        tensor = part.buffers["weight"]
+        tensor = part.stored().buffers["weight"]
         if tensor.dtype not in _FLOATS:
             raise WeightFormatError(
                 f"tensor {name!r} is stored as {tensor.dtype}, but {self._scheme.name} has none of"

@@ -14,7 +14,7 @@ from vllmx_core.ops.head_norm import HeadNormSpec
 from vllmx_core.ops.segment_attention import SegmentSpec
 from vllmx_core.plan import AnyArray
 from vllmx_core.records import Record
-from vllmx_core.weights.part import PartSpec, RowRuns, WeightSpec
+from vllmx_core.weights.spec import PartSpec, RowRuns, WeightSpec
 
 from vllmx_models.blocks.layer import vector
 from vllmx_models.blocks.rope import Rope

@@ -12,7 +12,7 @@ from vllmx_core.model import Activation, Array, ImagePlaces, Ops, StepInputs, We
 from vllmx_core.ops.segment_attention import SegmentSpec
 from vllmx_core.plan import I32, AnyArray
 from vllmx_core.records import Record
-from vllmx_core.weights.part import WeightSpec
+from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_models.blocks.layer import part, vector
 from vllmx_models.blocks.rope import Rope

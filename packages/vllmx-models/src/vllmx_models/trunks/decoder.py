@@ -27,14 +27,9 @@ from vllmx_core.model import (
 from vllmx_core.plan import AnyArray
 from vllmx_core.records import Record
 from vllmx_core.weights.map import resolved
-from vllmx_core.weights.part import (
-    PartSpec,
-    RawTensor,
-    RowRuns,
-    WeightPart,
-    WeightSource,
-    WeightSpec,
-)
+from vllmx_core.weights.part import StoredPart, WeightPart, WeightSource
+from vllmx_core.weights.spec import PartSpec, RowRuns, WeightSpec
+from vllmx_core.weights.tensor import RawTensor
 
 from vllmx_models.blocks.layer import Block, FeedForward, LayerNames, LayerScope, Mixer, vector
 from vllmx_models.blocks.norms import PRE, LayerNorms, Norm, ResidualStream
@@ -298,7 +293,7 @@ class Decoder:
 
 def _are_equal(one: WeightPart, other: WeightPart) -> bool:
     """True if two weights are stored with equal bytes."""
-    if one.cut is not None or other.cut is not None:  # computed at each read, not stored
+    if not isinstance(one, StoredPart) or not isinstance(other, StoredPart):
         return False
     if (one.layout, one.shape, one.buffers.keys()) != (
         other.layout,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from vllmx_core.model import Array, ModelShape, Ops, StepInputs, Weight
 from vllmx_core.plan import AnyArray
 from vllmx_core.records import Record
-from vllmx_core.weights.part import PartSpec, WeightSpec
+from vllmx_core.weights.spec import PartSpec, WeightSpec
 
 from vllmx_models.blocks.layer import LayerNames, LayerScope
 from vllmx_models.blocks.norms import Norm

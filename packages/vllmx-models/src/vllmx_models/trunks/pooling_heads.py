@@ -13,7 +13,7 @@ from vllmx_core.model import Array, Ops, Output, StepInputs, Weight
 from vllmx_core.ops.activation import ActKind
 from vllmx_core.ops.pool import PoolKind
 from vllmx_core.records import Record
-from vllmx_core.weights.part import WeightSpec
+from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_models.blocks.layer import part
 from vllmx_models.blocks.norms import Norm

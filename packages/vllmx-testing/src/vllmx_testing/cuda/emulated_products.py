@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from vllmx_core.weights.part import bf16_to_f32, f32_to_bf16, float8_to_f32
+from vllmx_core.weights.tensor import bf16_to_f32, f32_to_bf16, float8_to_f32
 from vllmx_cuda.device.device import Product
 from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.kernel_specs.codes8 import BLOCK

@@ -11,7 +11,7 @@ from vllmx_core.errors import UnsupportedModelError
 from vllmx_core.model import KVSpec, ModelShape, Ops, StepInputs, Weight
 from vllmx_core.ops.values import Value
 from vllmx_core.plan import AnyArray
-from vllmx_core.weights.part import WeightSpec
+from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_torch.foreign.config import longest_context, read_config, refusal
 from vllmx_torch.foreign.op import RunModule

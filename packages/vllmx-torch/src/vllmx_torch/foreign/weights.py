@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllmx_core.errors import WeightFormatError, listing, shown
-from vllmx_core.weights.part import DENSE, WeightPart, WeightSource
+from vllmx_core.weights.part import WeightPart, WeightSource, is_plain
 
 from vllmx_torch.foreign.attention import NAME
 from vllmx_torch.foreign.config import refusal
@@ -34,9 +34,8 @@ class StoredTensor:
 
     def __getitem__(self, index: Any) -> Tensor:
         part = self.part
-        dense = part.layout == DENSE and part.decode is None and part.cut is None
-        if dense and not part.buffers["weight"].dtype.startswith("f8"):
-            raw = part.buffers["weight"]
+        raw = part.stored().buffers["weight"] if is_plain(part) else None
+        if raw is not None and not raw.dtype.startswith("f8"):
             return tensor_of(raw.view(), raw.dtype)[index]
         return torch.from_numpy(part.dequantize())[index]
 

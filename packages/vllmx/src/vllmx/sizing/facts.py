@@ -13,7 +13,8 @@ from vllmx_core.plugins.checkpoint import Checkpoint, build_model
 from vllmx_core.plugins.registry import Registry, architecture_names
 from vllmx_core.recorded.recording import record
 from vllmx_core.weights.map import name_in, parts_of, tie_key
-from vllmx_core.weights.part import WeightSource, WeightSpec
+from vllmx_core.weights.part import DENSE, WeightSource
+from vllmx_core.weights.spec import WeightSpec
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME
 from vllmx_models.formats.header_only import Header, NamedWeights
 from vllmx_models.quantization.isq import matrix_types
@@ -146,12 +147,12 @@ def _kind(spec: WeightSpec, source: WeightSource) -> tuple[str, float]:
     first = replace(spec.matrices[0], parts=spec.matrices[0].parts[:1])
     part = parts_of(first, source)[0]
     layout = part.layout
-    if layout.kind == "dense":
-        raw = part.buffers["weight"]
-        bits = 8 * raw.num_bytes / max(1, part.shape[0] * part.shape[1])
+    if layout == DENSE:
+        raw = part.rows(0, 1).buffers["weight"]
+        bits = 8 * raw.num_bytes / max(1, part.shape[1])
         return {32.0: "F32", 16.0: "BF16"}.get(bits, STORED), min(bits, 16.0)
-    if layout.kind == "gguf":
-        return str(layout.options["type"]), layout.bits
+    if layout.gguf_type is not None:
+        return layout.gguf_type, layout.bits
     scales = 16 / layout.group_size if layout.group_size else 0.0
     return STORED, layout.bits + scales
 

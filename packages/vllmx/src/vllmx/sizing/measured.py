@@ -16,7 +16,8 @@ from vllmx_core.backend import Backend, LoadedModel, LoadOptions
 from vllmx_core.model import Model
 from vllmx_core.plan import SamplingRows, StepPlan
 from vllmx_core.plugins.registry import Registry
-from vllmx_core.weights.part import RawTensor, WeightPart
+from vllmx_core.weights.part import WeightPart
+from vllmx_core.weights.tensor import RawTensor
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, TensorType, weight_part
 from vllmx_models.formats.gguf.quantize.encode import QUANTIZERS
 from vllmx_models.quantization.encoders import encoder_for

@@ -1,20 +1,21 @@
 """The tensor types of GGUF files, and the layout under which backends see them.
 
-A quantised tensor reaches a backend as one buffer "weight" of bytes, (rows, bytes per row), under
-`QuantLayout("gguf", bits, group, {"type": "Q4_K"})`, so that a backend may take the blocks as they
-are; `decode` is for those that do not.
+A quantised tensor has one buffer "weight" of bytes, (rows, bytes per row), and the layout
+`Gguf(bits, group, {"type": "Q4_K"})`, so that a backend may take the blocks as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.plan import F32
 from vllmx_core.records import Record
 from vllmx_core.weights.files import FileRange
-from vllmx_core.weights.part import DENSE, DType, QuantLayout, RawTensor, WeightPart
+from vllmx_core.weights.part import DENSE, Layout, StoredPart
+from vllmx_core.weights.tensor import DType, RawTensor
 
 from vllmx_models.formats.gguf import k_blocks, legacy_blocks
 
@@ -33,11 +34,26 @@ class TensorType(Record):
     decoder: Callable[[legacy_blocks.Blocks], F32] | None = None
 
     @property
-    def layout(self) -> QuantLayout:
+    def layout(self) -> Layout:
         if self.dense is not None:
             return DENSE
         bits = self.num_bytes * 8 / self.values
-        return QuantLayout("gguf", bits, self.values, {"type": self.name})
+        return Gguf(bits, self.values, {"type": self.name})
+
+
+class Gguf(Layout):
+    """Blocks of the type that the option "type" names."""
+
+    kind: ClassVar[str] = "gguf"
+
+    @property
+    def gguf_type(self) -> str:
+        return str(self.options["type"])
+
+    def decode(self, part: StoredPart, begin: int, end: int) -> F32:
+        kind = TYPES_BY_NAME[self.gguf_type]
+        data = part.buffers["weight"].rows(begin, end).data
+        return decode_blocks(kind, data).reshape(end - begin, *part.shape[1:])
 
 
 def _dense(name: str, dtype: DType, num_bytes: int) -> TensorType:
@@ -90,21 +106,14 @@ def weight_part(
     kind: TensorType,
     shape: tuple[int, ...],
     stored: npt.NDArray[np.uint8] | FileRange,
-) -> WeightPart:
-    """A tensor of the file as a backend takes it; `stored` are its bytes, row after row."""
+) -> StoredPart:
+    """Returns a tensor of the file; `stored` are its bytes, row after row."""
     if kind.dense is not None:
         raw = RawTensor(name, kind.dense, shape, stored)
-        return WeightPart(name, shape, kind.layout, {"weight": raw})
+        return StoredPart(name, shape, kind.layout, {"weight": raw})
     row_bytes = shape[-1] // kind.values * kind.num_bytes
     raw = RawTensor(name, "u8", (*shape[:-1], row_bytes), stored)
-    return WeightPart(name, shape, kind.layout, {"weight": raw}, decode)
-
-
-def decode(part: WeightPart, begin: int, end: int) -> F32:
-    """Rows of any part of layout "gguf" as float32."""
-    kind = TYPES_BY_NAME[str(part.layout.options["type"])]
-    data = part.buffers["weight"].rows(begin, end).data
-    return decode_blocks(kind, data).reshape(end - begin, *part.shape[1:])
+    return StoredPart(name, shape, kind.layout, {"weight": raw})
 
 
 def decode_blocks(kind: TensorType, data: npt.NDArray[np.uint8]) -> F32:

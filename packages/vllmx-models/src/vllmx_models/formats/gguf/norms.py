@@ -4,8 +4,7 @@ added, decays already made."""
 from __future__ import annotations
 
 import numpy as np
-from vllmx_core.plan import F32
-from vllmx_core.weights.part import DENSE, RawTensor, WeightPart
+from vllmx_core.weights.part import WeightPart, dense_part
 
 
 def is_norm(name: str) -> bool:
@@ -17,15 +16,10 @@ def shifted(part: WeightPart, offset: float) -> WeightPart:
     """A vector with `offset` added to each value."""
     if offset == 0:
         return part
-    return _of(part, part.dequantize() + np.float32(offset))
+    return dense_part(part.name, part.dequantize() + np.float32(offset))
 
 
 def log_of_negated(part: WeightPart) -> WeightPart:
     """The logarithms of a vector's values times -1."""
     with np.errstate(all="ignore"):  # a damaged value is NaN, which the sampler reports
-        return _of(part, np.log(-part.dequantize()))
-
-
-def _of(part: WeightPart, values: F32) -> WeightPart:
-    raw = RawTensor(part.name, "f32", values.shape, values.view(np.uint8))
-    return WeightPart(part.name, values.shape, DENSE, {"weight": raw})
+        return dense_part(part.name, np.log(-part.dequantize()))

@@ -6,7 +6,6 @@ import difflib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ from vllmx_core.plan import F32
 from vllmx_core.plugins.checkpoint import Checkpoint, adapter_error
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.plugins.specs import ModelSpec
-from vllmx_core.weights.part import WeightPart, made_part
+from vllmx_core.weights.part import WeightPart
+from vllmx_core.weights.views import rows_of
 
 from vllmx_models.formats.gguf.architecture import GGUFArchitecture
-from vllmx_models.formats.gguf.blocks import TensorType, weight_part
+from vllmx_models.formats.gguf.blocks import weight_part
 from vllmx_models.formats.gguf.encoders import PAIR_HEAD, text_modules
 from vllmx_models.formats.gguf.file import GGUFFile
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
@@ -70,9 +70,7 @@ class GGUFSource:
             return part if plain else shifted(part, -self._table.norm_offset)
         if place.heads is None:
             return part
-        order = deinterleaved(place.shape[0], place.heads)
-        make = partial(_gathered, part, place.info.kind, order)
-        return made_part(name, place.shape, part.layout, make)
+        return rows_of(part, deinterleaved(place.shape[0], place.heads))
 
     def close(self) -> None:
         """Closes the files; parts must not be used any more."""
@@ -80,24 +78,11 @@ class GGUFSource:
             file.close()
 
 
-def deinterleaved(rows: int, heads: int) -> npt.NDArray[np.intp]:
+def deinterleaved(rows: int, heads: int) -> npt.NDArray[np.int64]:
     """(rows,) where in the file each row lies: pairs (2i, 2i + 1) of each head come from halves
     (i, i + D / 2)."""
     pairs = np.arange(rows).reshape(heads, rows // heads // 2, 2)
     return pairs.swapaxes(1, 2).reshape(-1)
-
-
-def _gathered(
-    stored: WeightPart, kind: TensorType, order: npt.NDArray[np.intp], begin: int, end: int
-) -> WeightPart:
-    """Rows of `stored` in the order of the model. A row keeps its bytes, so this is exact for every
-    type."""
-    wanted = order[begin:end]
-    lowest = int(wanted.min())
-    raw = stored.buffers["weight"].rows(lowest, int(wanted.max()) + 1)
-    data = raw.data.reshape(raw.shape[0], -1)[wanted - lowest]
-    shape = (end - begin, *stored.shape[1:])
-    return weight_part(stored.name, kind, shape, data.reshape(-1))
 
 
 def open_checkpoint(path: Path, registry: Registry) -> Checkpoint:

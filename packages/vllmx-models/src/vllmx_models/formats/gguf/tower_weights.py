@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError
-from vllmx_core.plan import F32
 from vllmx_core.records import Record
-from vllmx_core.weights.part import DENSE, RawTensor, WeightPart, WeightSource, made_part
+from vllmx_core.weights.part import WeightPart, WeightSource, dense_part
+from vllmx_core.weights.views import below
 
 from vllmx_models.formats.gguf.blocks import weight_part
 from vllmx_models.formats.gguf.file import GGUFFile
@@ -32,30 +32,16 @@ def without_offset(name: str, parts: Sequence[WeightPart]) -> WeightPart:
 
 
 def one_below_the_other(name: str, parts: Sequence[WeightPart]) -> WeightPart:
-    """The rows of queries, keys and values, which the file has apart. Rows keep their bytes where
-    all parts have one type."""
-    ends = np.cumsum([part.shape[0] for part in parts])
-    shape = (int(ends[-1]), *parts[0].shape[1:])
-    alike = all(part.layout == parts[0].layout for part in parts)
-    alike = alike and len({part.buffers["weight"].dtype for part in parts}) == 1
-
-    def make(begin: int, end: int) -> WeightPart:
-        pieces = []
-        for part, last in zip(parts, ends, strict=True):
-            first = int(last) - part.shape[0]
-            low, high = max(begin, first), min(end, int(last))
-            if low < high:
-                pieces.append(part.rows(low - first, high - first))
-        return _stacked(name, pieces) if alike else _dense(name, _values(pieces))
-
-    return made_part(name, shape, parts[0].layout if alike else DENSE, make)
+    """Joins the rows of queries, keys and values, which the file has apart. Rows keep their bytes
+    where all parts have one type."""
+    return below(name, parts)
 
 
 def frames(name: str, parts: Sequence[WeightPart]) -> WeightPart:
     """(E, 3, frames, p, p) of one convolution for each frame."""
     if any(part.shape != parts[0].shape or len(part.shape) != 4 for part in parts):
         raise WeightFormatError(f"{parts[0].name!r} and its other frame have unequal shapes")
-    return _dense(name, np.stack([part.dequantize() for part in parts], axis=2))
+    return dense_part(name, np.stack([part.dequantize() for part in parts], axis=2))
 
 
 def colours_last(name: str, parts: Sequence[WeightPart]) -> WeightPart:
@@ -64,28 +50,7 @@ def colours_last(name: str, parts: Sequence[WeightPart]) -> WeightPart:
     if len(part.shape) != 4:
         raise WeightFormatError(f"{part.name!r} has shape {list(part.shape)}, not (E, 3, p, p)")
     values = part.dequantize().transpose(0, 2, 3, 1)
-    return _dense(name, np.ascontiguousarray(values.reshape(len(values), -1)))
-
-
-def _values(parts: Sequence[WeightPart]) -> F32:
-    return np.concatenate([part.dequantize() for part in parts])
-
-
-def _dense(name: str, values: F32) -> WeightPart:
-    flat = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8)
-    raw = RawTensor(name, "f32", values.shape, flat)
-    return WeightPart(name, values.shape, DENSE, {"weight": raw})
-
-
-def _stacked(name: str, pieces: Sequence[WeightPart]) -> WeightPart:
-    """Parts of one type as one copy; whole rows of blocks are bytes like any others."""
-    first = pieces[0]
-    raws = [piece.buffers["weight"] for piece in pieces]
-    rows = sum(piece.shape[0] for piece in pieces)
-    data = np.concatenate([raw.data for raw in raws])
-    raw = RawTensor(name, raws[0].dtype, (rows, *raws[0].shape[1:]), data)
-    shape = (rows, *first.shape[1:])
-    return WeightPart(name, shape, first.layout, {"weight": raw}, first.decode)
+    return dense_part(name, np.ascontiguousarray(values.reshape(len(values), -1)))
 
 
 # --- the source -----------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from vllmx_core.plugins.checkpoint import Checkpoint, open_checkpoint
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.records import Record
 from vllmx_core.weights.encoding import Encoded
-from vllmx_core.weights.part import RawTensor, WeightPart
+from vllmx_core.weights.part import WeightPart
+from vllmx_core.weights.tensor import RawTensor
 
 from vllmx_models.formats.gguf.norms import is_norm, shifted
 from vllmx_models.formats.gguf.places import split_name

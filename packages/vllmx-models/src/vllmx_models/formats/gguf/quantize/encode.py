@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.plan import F32
-from vllmx_core.weights.part import bf16_to_f32, f32_to_bf16
+from vllmx_core.weights.tensor import bf16_to_f32, f32_to_bf16
 
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, decode_blocks
 from vllmx_models.formats.gguf.legacy_blocks import Blocks

@@ -32,8 +32,8 @@ def is_kept(parts: Sequence[WeightPart], kind: str) -> bool:
 
 def _is_stored(part: WeightPart) -> bool:
     layout = part.layout
-    if layout.kind == "gguf":
-        return layout.options["type"] == MXFP4
+    if layout.gguf_type is not None:
+        return layout.gguf_type == MXFP4
     alone = layout.options.get("global_scale") == "none"
     return layout.kind == "fp4" and layout.group_size == 32 and alone
 
@@ -45,9 +45,9 @@ def stored_blocks(parts: Sequence[WeightPart], begin: int, end: int) -> Encoded:
 
 
 def _blocks(part: WeightPart) -> npt.NDArray[np.uint8]:
-    buffers = part.buffers
+    buffers = part.stored().buffers
     weight = buffers["weight"]
-    if part.layout.kind == "gguf":
+    if part.layout.gguf_type is not None:
         blocks = weight.data.reshape(-1, TYPES_BY_NAME[MXFP4].num_bytes)
         exponents = blocks[:, :1]
     else:

@@ -14,7 +14,9 @@ from vllmx_core.errors import UnsupportedModelError, WeightFormatError
 from vllmx_core.plugins.checkpoint import Checkpoint
 from vllmx_core.records import Record
 from vllmx_core.weights.map import bias_parts, parts_of, resolved
-from vllmx_core.weights.part import DENSE, PartSpec, RawTensor, WeightPart, WeightSource, WeightSpec
+from vllmx_core.weights.part import WeightPart, WeightSource, dense_part
+from vllmx_core.weights.spec import PartSpec, WeightSpec
+from vllmx_core.weights.tensor import RawTensor
 
 from vllmx_models.blocks.dense import DenseMLP
 from vllmx_models.blocks.latent import LatentMixer
@@ -92,9 +94,7 @@ def as_vector(part: WeightPart) -> WeightPart:
     """A matrix of one row as a file has it."""
     if len(part.shape) == 1:
         return part
-    values = part.dequantize().reshape(-1)
-    raw = RawTensor(part.name, "f32", values.shape, values.view(np.uint8))
-    return WeightPart(part.name, values.shape, DENSE, {"weight": raw})
+    return dense_part(part.name, part.dequantize().reshape(-1))
 
 
 def origins_of(

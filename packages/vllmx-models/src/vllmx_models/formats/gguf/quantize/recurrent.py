@@ -4,19 +4,17 @@ already made, the value heads of delta nets in the order of the file."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import numpy as np
-import numpy.typing as npt
-from vllmx_core.weights.part import DENSE, DType, RawTensor, WeightPart, WeightSpec, made_part
+from vllmx_core.weights.part import Index, WeightPart, dense_part
+from vllmx_core.weights.spec import WeightSpec
+from vllmx_core.weights.views import columns_at, rows_of
 
 from vllmx_models.blocks.layer import LayerNames
 from vllmx_models.blocks.mamba import MambaMixer
 from vllmx_models.blocks.recurrent import DeltaMixer
 from vllmx_models.formats.gguf.quantize.header import Target
-from vllmx_models.quantization.encoders import float_rows
 
-Order = npt.NDArray[np.intp]
 _CONVOLUTIONS = ("blk.{}.ssm_conv1d", "blk.{}.shortconv.conv")
 _JOINED: Mapping[str, str] = {"blk.{}.attn_qkv": "qkv", "blk.{}.attn_gate": "z"}
 """What files have apart of a matrix with the rows of each key head together."""
@@ -44,9 +42,9 @@ def joined(
 def in_file(target: Target, pattern: str, layer: int, part: WeightPart) -> WeightPart:
     """A tensor of the checkpoint as the file has it."""
     if pattern in target.table.decays:
-        part = _vector(part, -np.exp(part.dequantize()))
+        part = dense_part(part.name, -np.exp(part.dequantize()))
     if pattern in _CONVOLUTIONS and len(part.shape) == 3:
-        part = _values(part, part.dequantize().reshape(part.shape[0], -1))
+        part = dense_part(part.name, part.dequantize().reshape(part.shape[0], -1))
     mixer = target.spec.layers[layer].mixer
     if isinstance(mixer, MambaMixer):
         return _of_mamba(mixer, pattern, part)
@@ -62,7 +60,7 @@ def _of_mamba(mixer: MambaMixer, pattern: str, part: WeightPart) -> WeightPart:
         "blk.{}.ssm_d": mixer.num_heads,
         "blk.{}.ssm_norm": mixer.num_groups,
     }.get(pattern)
-    return part if rows is None else _values(part, part.dequantize().reshape(rows, -1))
+    return part if rows is None else dense_part(part.name, part.dequantize().reshape(rows, -1))
 
 
 # --- the order of value heads ---------------------------------------------------------------------
@@ -71,51 +69,18 @@ def _tiled(mixer: DeltaMixer, pattern: str, part: WeightPart) -> WeightPart:
     size = 1 if pattern in _OF_HEADS else mixer.value_size
     order = _tiled_order(mixer, size)
     if pattern == _COLUMNS:
-        return _with_columns(part, order)
+        return columns_at(part, order)
     if pattern in _WITH_KEYS:
         keys = 2 * mixer.num_key_heads * mixer.key_size
         order = np.concatenate([np.arange(keys), keys + order])
     elif pattern not in (*_OF_VALUES, *_OF_HEADS):
         return part
     if len(part.shape) == 1:
-        return _vector(part, part.dequantize()[order])
-    return made_part(part.name, part.shape, DENSE, partial(_rows, part, order))
+        return dense_part(part.name, part.dequantize()[order])
+    return rows_of(part, order)
 
 
-def _tiled_order(mixer: DeltaMixer, size: int) -> Order:
+def _tiled_order(mixer: DeltaMixer, size: int) -> Index:
     """The row that each row comes from, where each head has `size` of them."""
     heads = np.arange(mixer.num_heads * size).reshape(mixer.num_key_heads, -1, size)
     return heads.swapaxes(0, 1).reshape(-1)
-
-
-def _rows(part: WeightPart, order: Order, begin: int, end: int) -> WeightPart:
-    wanted = order[begin:end]
-    runs = np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1)
-    pieces = [float_rows(part, int(run[0]), int(run[-1]) + 1) for run in runs]
-    data = np.concatenate([piece.data for piece in pieces])
-    return _dense(part.name, pieces[0].dtype, (end - begin, *part.shape[1:]), data)
-
-
-def _with_columns(part: WeightPart, order: Order) -> WeightPart:
-    def make(begin: int, end: int) -> WeightPart:
-        raw = float_rows(part, begin, end)
-        values = raw.data.reshape(end - begin, part.shape[1], -1)[:, order]
-        return _dense(part.name, raw.dtype, raw.shape, np.ascontiguousarray(values).reshape(-1))
-
-    return made_part(part.name, part.shape, DENSE, make)
-
-
-# --- parts ----------------------------------------------------------------------------------------
-def _vector(part: WeightPart, values: npt.NDArray[np.float32]) -> WeightPart:
-    return _values(part, values.reshape(-1))
-
-
-def _values(part: WeightPart, values: npt.NDArray[np.float32]) -> WeightPart:
-    flat = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8)
-    return _dense(part.name, "f32", values.shape, flat)
-
-
-def _dense(
-    name: str, dtype: DType, shape: tuple[int, ...], data: npt.NDArray[np.uint8]
-) -> WeightPart:
-    return WeightPart(name, shape, DENSE, {"weight": RawTensor(name, dtype, shape, data)})
