@@ -6,14 +6,16 @@ import numpy as np
 from vllmx_core.plan import I32, AnyArray, SamplingRows, StepPlan
 from vllmx_core.records import MutableRecord, field
 
-from vllmx_engine.core.chunk import Batch, Chunk
 from vllmx_engine.core.cost import StepCost
 from vllmx_engine.core.grammar_masks import PATIENCE_S, PATIENCE_SHARE, USUAL_S
 from vllmx_engine.core.images import Images
+from vllmx_engine.core.limits import Limits
 from vllmx_engine.core.row_states import RowStates
 from vllmx_engine.core.rows import RowTable, known_tokens
 from vllmx_engine.core.sampling_rows import NOTHING_SAMPLED, LogitOwners, RowsBuilder
-from vllmx_engine.core.sequence import Limits, Sequence
+from vllmx_engine.core.scheduler import Batch
+from vllmx_engine.core.sequence import Sequence
+from vllmx_engine.core.step_budget import Chunk
 
 
 class Step(MutableRecord):

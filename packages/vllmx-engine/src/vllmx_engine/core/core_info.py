@@ -16,7 +16,7 @@ from vllmx_core.plugins.registry import architecture_names
 
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.generation_config import generation_config
-from vllmx_engine.core.sequence import Limits
+from vllmx_engine.core.limits import Limits
 from vllmx_engine.wire.messages import CoreInfo
 from vllmx_engine.wire.pooling import PoolingInfo
 

@@ -16,15 +16,14 @@ from vllmx_core.plan import SamplingRows, StepPlan
 from vllmx_core.records import MutableRecord
 
 from vllmx_engine.core.batch import BatchBuilder, Step
-from vllmx_engine.core.chunk import Batch
 from vllmx_engine.core.commit import Committer, error_output
 from vllmx_engine.core.grammars import Grammars
 from vllmx_engine.core.images import Images
 from vllmx_engine.core.limits import most_in_flight, step_cost, step_limits
 from vllmx_engine.core.prefix_cache import CacheIdentity
-from vllmx_engine.core.queue_deadlines import Clock, QueueDeadlines, timed_out
-from vllmx_engine.core.scheduler import Scheduler
+from vllmx_engine.core.scheduler import Batch, Scheduler
 from vllmx_engine.core.sequence import Sequence, check_request
+from vllmx_engine.core.waiting_queue import Clock, QueueDeadlines, timed_out
 from vllmx_engine.wire.grammars import Vocabulary
 from vllmx_engine.wire.image_room import ImageRoom
 from vllmx_engine.wire.messages import STEP_TOKENS, CoreOutput, CoreRequest, CoreStats

@@ -1,85 +1,118 @@
-"""Images of sequences: what they decide of blocks and rotations, and their features on the device.
-
-Features of an image lie in rows of the backend's store, under the digest of its pixels. They are
-made before the step that computes tokens that they stand for, in parts of several steps where the
-pass would hold up those who decode, and stay until others need their rows: an image that is asked
-about again costs no tower.
-"""
+"""Passes of a tower among the steps: whole where they fit into one, and in parts where they would
+hold up those who decode."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable
 from math import prod
 from typing import cast
 
 import numpy as np
 from vllmx_core.backend import LoadedModel, SeeingModel
 from vllmx_core.errors import InvalidRequestError
-from vllmx_core.image_plan import Turns, tower_plan, turns_of
+from vllmx_core.image_plan import tower_plan, turns_of
 from vllmx_core.model import Encoder, FeatureSpec, ImagePlaces
 from vllmx_core.plan import F32, I32, StepPlan
-from vllmx_core.records import Record
+from vllmx_core.records import MutableRecord
 
-from vllmx_engine.core.chunk import Chunk
-from vllmx_engine.core.cost import StepCost
-from vllmx_engine.core.sequence import Limits, Sequence
-from vllmx_engine.core.step_budget import StepBudget
-from vllmx_engine.core.towers import Pass, StepTowers
+from vllmx_engine.core.cost import StepCost, TowerLoad
+from vllmx_engine.core.limits import Limits
+from vllmx_engine.core.sequence import Sequence, SequenceImages
+from vllmx_engine.core.step_budget import Chunk, StepBudget
 from vllmx_engine.images.prepared import normalised
 from vllmx_engine.wire.image_room import ImageRoom
 from vllmx_engine.wire.messages import CoreRequest, ImageInput
 
-_LEVELS_BYTES = 4 * 3 * 256
 
+class Pass(MutableRecord):
+    """An image on its way through the tower."""
 
-class SequenceImages(Record):
-    """Images of one sequence, in order."""
-
-    inputs: tuple[ImageInput, ...]
-    places: tuple[ImagePlaces, ...]
-    turns: Turns | None
-    """What rotations turn its tokens by; None: their positions."""
-    spans: bool = False
-    """What `FeatureSpec` says of the same name."""
+    image: ImageInput
+    places: ImagePlaces
+    plan: StepPlan | None = None
+    """The pass's plan, once it has begun."""
+    done: float = 0.0
+    """Share of its work that steps before did."""
 
     @property
-    def end(self) -> int:
-        """The position behind the last of them."""
-        return self.inputs[-1].start + self.inputs[-1].num_tokens
+    def load(self) -> TowerLoad:
+        """What the whole image costs the tower."""
+        return TowerLoad.of(math.prod(self.image.grid))
 
-    def within(self, start: int, end: int) -> Iterator[int]:
-        """Numbers of the images with tokens in this part of the sequence."""
-        for number, image in enumerate(self.inputs):
-            if image.start < end and start < image.start + image.num_tokens:
-                yield number
 
-    def least(self, start: int) -> int:
-        """Tokens that a chunk from there on has at the least: it cuts no image whose tokens see
-        each other both ways."""
-        for number in self.within(start, start + 1) if self.spans else ():
-            return self.inputs[number].start + self.inputs[number].num_tokens - start
-        return 1
+class StepTowers:
+    """What a step under preparation does of passes, in this order: the one that has begun, others
+    from beginning to end, together, and the first part of another.
 
-    def whole(self, start: int, size: int) -> int:
-        """How many of so many next tokens a chunk has, if not `least`; 0: too few for that."""
-        if self.least(start) > size:
-            return 0
-        for number in self.within(start + size - 1, start + size) if self.spans else ():
-            image = self.inputs[number]
-            if image.start + image.num_tokens > start + size and image.start > start:
-                return image.start - start
-        return size
+    Args:
+        begun: a pass that earlier steps did a part of. No other begins before its end.
+        in_parts: whether the backend takes passes in parts; others do one that is too long for any
+            step alone.
+    """
 
-    def content(self, block_size: int) -> dict[int, bytes]:
-        """The images that each block holds, and where they begin: see `Sequence.content`."""
-        found: dict[int, bytes] = {}
-        for image in self.inputs:
-            last = (image.start + image.num_tokens - 1) // block_size
-            for block in range(image.start // block_size, last + 1):
-                offset = (image.start - block * block_size).to_bytes(8, "little", signed=True)
-                found[block] = found.get(block, b"") + image.digest + offset
-        return found
+    def __init__(self, cost: StepCost, begun: Pass | None, *, in_parts: bool) -> None:
+        self._cost, self._in_parts = cost, in_parts
+        self._is_advanced = False
+        self.begun = begun
+        self.begun_end = 0.0 if begun is None else begun.done
+        self.whole: dict[bytes, Pass] = {}
+        self.started: Pass | None = None
+        self.started_end = 0.0
+        self.load = TowerLoad(0.0, 0.0)
+        """What all passes of the step cost by."""
+
+    @property
+    def is_busy(self) -> bool:
+        """A pass will not have ended with this step."""
+        return self.started is not None or (self.begun is not None and self.begun_end < 1.0)
+
+    def work_for(self, images: Iterable[ImageInput]) -> bool:
+        """Whether the step does a part of a pass for any of these."""
+        digests = {*self.whole}
+        digests |= {one.image.digest for one in (self.begun, self.started) if one is not None}
+        return not digests.isdisjoint(image.digest for image in images)
+
+    def advance(self, budget: StepBudget) -> None:
+        """The pass that has begun goes on, once a step."""
+        if self.begun is None or self._is_advanced:
+            return
+        self._is_advanced = True
+        share = self._cost.tower_share(budget.tower_seconds, self.begun.load)
+        self.begun_end = min(1.0, self.begun.done + share)
+        self._take(self.begun.load.part(self.begun_end - self.begun.done), budget)
+
+    def finishes(self, wanted: Pass, budget: StepBudget) -> bool:
+        """Whether a pass that is wanted has ended with this step; if not it begins if it can."""
+        digest = wanted.image.digest
+        if digest in self.whole:
+            return True
+        if self.is_busy:
+            return False
+        if self.begun is not None and self.begun.image.digest == digest:
+            return True
+        seconds = budget.tower_seconds
+        share = self._cost.tower_share(seconds, wanted.load)
+        if self.load.patches and seconds < math.inf and not self._cost.knows_towers:
+            return False  # what it adds cannot be told
+        if share < 1.0 and self._in_parts:
+            if seconds > 0.0 or not self.load.patches:
+                self.started, self.started_end = wanted, share
+                self._take(wanted.load.part(share), budget)
+            return False
+        if share < 1.0 and self.load.patches:
+            return False
+        self.whole[digest] = wanted
+        self._take(wanted.load, budget)
+        return True
+
+    def _take(self, load: TowerLoad, budget: StepBudget) -> None:
+        self.load = self.load + load
+        budget.take_tower(self._cost.tower_seconds(load))
+
+
+_LEVELS_BYTES = 4 * 3 * 256
 
 
 class FeatureStore:

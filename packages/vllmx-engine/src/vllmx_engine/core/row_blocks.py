@@ -14,9 +14,10 @@ from vllmx_core.cache.groups import blocks_of
 from vllmx_core.plan import I32, AnyArray
 
 from vllmx_engine.core.kv import BlockPool
+from vllmx_engine.core.limits import Limits
 from vllmx_engine.core.prefixes import Hit, Prefixes
 from vllmx_engine.core.rows import RowTable
-from vllmx_engine.core.sequence import Limits, Sequence
+from vllmx_engine.core.sequence import Sequence
 
 
 class RowBlocks:

@@ -21,29 +21,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-from vllmx_core.backend import LoadedInfo
 from vllmx_core.plan import I32, AnyArray
 from vllmx_core.records import MutableRecord, field
 
+from vllmx_engine.core.limits import Limits
 from vllmx_engine.core.prefixes import Hit
 from vllmx_engine.core.rows import RowTable
-from vllmx_engine.core.sequence import Limits, Sequence
+from vllmx_engine.core.sequence import Sequence
 from vllmx_engine.core.state_slots import SlotPool, Snapshot
 
 _WORTH_A_STEP = 64
 """A prompt is cut in two steps for a snapshot that saves at least so many tokens."""
-_WITHOUT_PAGES = 1024
-"""Tokens that a snapshot must save to be worth the place of any other, where a token has no pages
-whose memory it could be compared with."""
-
-
-def tokens_of_slot(info: LoadedInfo) -> int:
-    """Tokens whose keys and values take as much memory as one slot."""
-    tokens = info.num_kv_blocks * info.block_size
-    if not info.kv_cache_bytes or not info.state_slot_bytes:
-        return _WITHOUT_PAGES
-    groups = len(info.cache_windows)  # a token is in a block of each
-    return max(1, info.state_slot_bytes * tokens // (info.kv_cache_bytes * groups))
 
 
 class _Marks(MutableRecord):

@@ -10,7 +10,8 @@ from struct import Struct
 import numpy as np
 from vllmx_core.plan import I32, MAX_LISTED_LOGPROBS, AnyArray
 
-from vllmx_engine.core.sequence import Limits, Sequence
+from vllmx_engine.core.limits import Limits
+from vllmx_engine.core.sequence import Sequence
 
 FLOAT_DEFAULTS = {
     "temperature": 0.0,

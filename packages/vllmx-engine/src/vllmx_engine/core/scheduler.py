@@ -10,21 +10,48 @@ from collections.abc import Generator, Iterable
 
 import numpy as np
 from vllmx_core.plan import AnyArray
+from vllmx_core.records import Record
 
-from vllmx_engine.core.beside import Beside
-from vllmx_engine.core.chunk import Batch, Chunk, load_of
-from vllmx_engine.core.cost import StepCost
+from vllmx_engine.core.cost import StepCost, StepLoad
 from vllmx_engine.core.images import Images, StepImages
 from vllmx_engine.core.kv import BlockPool
+from vllmx_engine.core.limits import Limits
 from vllmx_engine.core.prefix_cache import CacheIdentity, PrefixCache
 from vllmx_engine.core.prefixes import Hit, Prefixes
 from vllmx_engine.core.row_blocks import RowBlocks
 from vllmx_engine.core.row_states import RowStates
 from vllmx_engine.core.rows import RowTable
-from vllmx_engine.core.sequence import Limits, Sequence
+from vllmx_engine.core.sequence import Sequence
 from vllmx_engine.core.state_slots import SlotPool
-from vllmx_engine.core.step_budget import StepBudget
-from vllmx_engine.core.waiting_room import WaitingRoom
+from vllmx_engine.core.step_budget import Beside, Chunk, StepBudget
+from vllmx_engine.core.waiting_queue import WaitingRoom
+
+
+class Batch(Record):
+    """What a step computes."""
+
+    decodes: AnyArray
+    """Rows of the table that decode one token each, ascending."""
+    chunks: tuple[Chunk, ...]
+    load: StepLoad
+    images: StepImages | None = None
+    """What is done for the chunks' images before the step; None: the model sees none."""
+
+
+def load_of(
+    num_decodes: int, context: int, chunks: list[Chunk], images: StepImages | None
+) -> StepLoad:
+    """What a step costs by: see `StepCost`."""
+    tokens, work = 0, 0.0
+    for chunk in chunks:
+        tokens += chunk.num_tokens
+        work += chunk.num_tokens * (chunk.start + chunk.num_tokens / 2)
+    load = StepLoad(num_decodes, context, tokens, work)
+    if images is None:
+        return load
+    tower = images.towers.load
+    return load._replace(patches=tower.patches, patch_work=tower.work)
+
 
 logger = logging.getLogger("vllmx.scheduler")
 

@@ -2,68 +2,77 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from array import array
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import numpy as np
-from vllmx_core.cache.groups import longest_sequence
 from vllmx_core.errors import CapacityError, ContextLengthError, InvalidRequestError
-from vllmx_core.records import MutableRecord, field
+from vllmx_core.image_plan import Turns
+from vllmx_core.model import ImagePlaces
+from vllmx_core.records import MutableRecord, Record, field
 
 from vllmx_engine.core.grammar_row import GrammarRow
+from vllmx_engine.core.limits import Limits
 from vllmx_engine.core.logit_rules import LogitRules, make_rules
 from vllmx_engine.core.prefix_cache import Entry
 from vllmx_engine.core.thought_budget import ThoughtBudget
-from vllmx_engine.wire.messages import CoreRequest, FinishReason
+from vllmx_engine.wire.messages import CoreRequest, FinishReason, ImageInput
 
-if TYPE_CHECKING:
-    from vllmx_engine.core.images import SequenceImages
+
+class SequenceImages(Record):
+    """Images of one sequence, in order."""
+
+    inputs: tuple[ImageInput, ...]
+    places: tuple[ImagePlaces, ...]
+    turns: Turns | None
+    """What rotations turn its tokens by; None: their positions."""
+    spans: bool = False
+    """What `FeatureSpec` says of the same name."""
+
+    @property
+    def end(self) -> int:
+        """The position behind the last of them."""
+        return self.inputs[-1].start + self.inputs[-1].num_tokens
+
+    def within(self, start: int, end: int) -> Iterator[int]:
+        """Numbers of the images with tokens in this part of the sequence."""
+        for number, image in enumerate(self.inputs):
+            if image.start < end and start < image.start + image.num_tokens:
+                yield number
+
+    def least(self, start: int) -> int:
+        """Tokens that a chunk from there on has at the least: it cuts no image whose tokens see
+        each other both ways."""
+        for number in self.within(start, start + 1) if self.spans else ():
+            return self.inputs[number].start + self.inputs[number].num_tokens - start
+        return 1
+
+    def whole(self, start: int, size: int) -> int:
+        """How many of so many next tokens a chunk has, if not `least`; 0: too few for that."""
+        if self.least(start) > size:
+            return 0
+        for number in self.within(start + size - 1, start + size) if self.spans else ():
+            image = self.inputs[number]
+            if image.start + image.num_tokens > start + size and image.start > start:
+                return image.start - start
+        return size
+
+    def content(self, block_size: int) -> dict[int, bytes]:
+        """The images that each block holds, and where they begin: see `Sequence.content`."""
+        found: dict[int, bytes] = {}
+        for image in self.inputs:
+            last = (image.start + image.num_tokens - 1) // block_size
+            for block in range(image.start // block_size, last + 1):
+                offset = (image.start - block * block_size).to_bytes(8, "little", signed=True)
+                found[block] = found.get(block, b"") + image.digest + offset
+        return found
+
 
 _ID_BYTES = 4
 _MOST_HELD = 256
 """Tokens that are told at once where nobody looks at them before the end: they are decoded in
 microseconds."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
-    """What bounds a step and a sequence, resolved."""
-
-    token_budget: int
-    """Tokens of a step."""
-    max_rows: int
-    """Sequences that run at once; never more than the budget or the logit rows of a step, so that
-    every running sequence can always be given one token."""
-    max_logit_rows: int
-    max_model_len: int
-    num_blocks: int
-    block_size: int
-    vocab_size: int
-    pools: bool = False
-    """The model gives a vector or scores for each prompt, and no tokens."""
-    whole_prompts: bool = False
-    """A prompt is computed in one step, see `ModelShape.whole_prompts`."""
-    windows: tuple[int | None, ...] = (None,)
-    """The window of each cache group, as in `LoadedInfo.cache_windows`."""
-    num_stages: int = 1
-    """Above 1: so many steps are in flight, and a row that decodes in one of them at most."""
-    num_in_flight: int = 2
-    """Steps that are in flight at once at the most."""
-    num_state_slots: int = 0
-    """The slots for the states of recurrent layers; 0: the model has none."""
-    snapshot_tokens: int = 1
-    """A snapshot of states that saves at least so many tokens may evict any other one."""
-    max_tokens: int = dataclasses.field(init=False)
-    """The most tokens of a sequence, prompt included: what the context and the whole KV cache can
-    hold."""
-
-    def __post_init__(self) -> None:
-        longest = longest_sequence(
-            self.windows, self.num_blocks, self.block_size, self.token_budget, self.max_model_len
-        )
-        object.__setattr__(self, "max_tokens", longest)
 
 
 class Found(MutableRecord):
