@@ -1,5 +1,9 @@
-"""Passes of a tower among the steps: whole where they fit into one, and in parts where they would
-hold up those who decode."""
+"""Images of sequences: their part in blocks and rotations, and their features on the device.
+
+Features of an image lie in rows of the backend's store, under the digest of its pixels. They are
+computed before the step that reads them, in parts of several steps if the tower pass would delay
+running decodes. They stay until others need their rows: an image that comes again skips the tower.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +25,7 @@ from vllmx_engine.core.cost import StepCost, TowerLoad
 from vllmx_engine.core.limits import Limits
 from vllmx_engine.core.sequence import Sequence, SequenceImages
 from vllmx_engine.core.step_budget import Chunk, StepBudget
-from vllmx_engine.images.prepared import normalised
-from vllmx_engine.wire.image_room import ImageRoom
+from vllmx_engine.wire.images import ImageRoom, normalised
 from vllmx_engine.wire.messages import CoreRequest, ImageInput
 
 
@@ -38,18 +41,17 @@ class Pass(MutableRecord):
 
     @property
     def load(self) -> TowerLoad:
-        """What the whole image costs the tower."""
+        """The cost terms of the whole image."""
         return TowerLoad.of(math.prod(self.image.grid))
 
 
 class StepTowers:
-    """What a step under preparation does of passes, in this order: the one that has begun, others
-    from beginning to end, together, and the first part of another.
+    """The tower passes of a step under preparation, in this order: the rest of a begun pass, whole
+    passes together, and the first part of another.
 
     Args:
-        begun: a pass that earlier steps did a part of. No other begins before its end.
-        in_parts: whether the backend takes passes in parts; others do one that is too long for any
-            step alone.
+        begun: a pass that earlier steps did a part of. It ends before another one begins.
+        in_parts: the backend takes passes in parts; others run a long pass in its own step.
     """
 
     def __init__(self, cost: StepCost, begun: Pass | None, *, in_parts: bool) -> None:
@@ -61,7 +63,7 @@ class StepTowers:
         self.started: Pass | None = None
         self.started_end = 0.0
         self.load = TowerLoad(0.0, 0.0)
-        """What all passes of the step cost by."""
+        """The cost terms of all passes of the step."""
 
     @property
     def is_busy(self) -> bool:
@@ -69,7 +71,7 @@ class StepTowers:
         return self.started is not None or (self.begun is not None and self.begun_end < 1.0)
 
     def work_for(self, images: Iterable[ImageInput]) -> bool:
-        """Whether the step does a part of a pass for any of these."""
+        """True if the step computes a part of a pass for any of these."""
         digests = {*self.whole}
         digests |= {one.image.digest for one in (self.begun, self.started) if one is not None}
         return not digests.isdisjoint(image.digest for image in images)
@@ -84,7 +86,7 @@ class StepTowers:
         self._take(self.begun.load.part(self.begun_end - self.begun.done), budget)
 
     def finishes(self, wanted: Pass, budget: StepBudget) -> bool:
-        """Whether a pass that is wanted has ended with this step; if not it begins if it can."""
+        """True if a pass ends with this step. If it has not begun, it begins if it can."""
         digest = wanted.image.digest
         if digest in self.whole:
             return True
@@ -95,7 +97,7 @@ class StepTowers:
         seconds = budget.tower_seconds
         share = self._cost.tower_share(seconds, wanted.load)
         if self.load.patches and seconds < math.inf and not self._cost.knows_towers:
-            return False  # what it adds cannot be told
+            return False  # its cost is unknown
         if share < 1.0 and self._in_parts:
             if seconds > 0.0 or not self.load.patches:
                 self.started, self.started_end = wanted, share
@@ -116,7 +118,7 @@ _LEVELS_BYTES = 4 * 3 * 256
 
 
 class FeatureStore:
-    """Which rows of the backend's store hold the features of which image."""
+    """The rows of the backend's store by the image that they hold features of."""
 
     def __init__(self, num_rows: int) -> None:
         self._rows: OrderedDict[bytes, I32] = OrderedDict()
@@ -138,7 +140,7 @@ class FeatureStore:
 
     def take(self, digest: bytes, count: int) -> I32:
         """Rows for an image that is not there, if need be of those that were used least recently.
-        Whoever asks has `find` called first for all images that it wants to keep, and asks for no
+        The caller must call `find` first for all images that it wants to keep, and ask for no
         more than there is."""
         while self._num_free < count:
             self._give_back(self._rows.popitem(last=False)[1])
@@ -168,8 +170,9 @@ class StepImages:
         self._taken = 0
 
     def reach(self, sequence: Sequence, start: int, size: int, budget: StepBudget) -> int:
-        """How much of a chunk can be computed: up to the first image whose features are not there
-        yet, or do not fit beside those of others. All of one sequence always fit alone."""
+        """Returns the number of a chunk's tokens that can be computed: up to the first image whose
+        features are missing or do not fit next to those of others. The images of one sequence
+        always fit alone."""
         towers, begun = self.towers, self.towers.begun
         towers.advance(budget)
         if begun is not None and towers.is_busy:
@@ -178,13 +181,14 @@ class StepImages:
             return size
         size = self._up_to_missing(sequence.images, start, size, budget)
         if size and towers.work_for(sequence.images.inputs):
-            return budget.fit_beside_tower(sequence, start, size)
+            return budget.fit_with_tower(sequence, start, size)
         return size
 
     def _up_to_missing(
         self, images: SequenceImages, start: int, size: int, budget: StepBudget
     ) -> int:
-        """How much of a chunk comes before the first image whose features are not there."""
+        """Returns the number of a chunk's tokens before the first image whose features are
+        missing."""
         for number in images.within(start, start + size):
             image, places = images.inputs[number], images.places[number]
             is_there = self._fits(image) and (
@@ -195,7 +199,7 @@ class StepImages:
         return size
 
     def _fits(self, image: ImageInput) -> bool:
-        """Whether an image's features fit beside the others'; if so they are counted."""
+        """True if an image's features fit next to the others'; counts them if so."""
         if image.digest in self._digests:
             return True
         if self._taken + image.num_tokens > self._num_rows:
@@ -230,7 +234,7 @@ class Images:
         self._limits = limits
         self._spans = features is not None and features.spans
         self.feeds = None if features is None else features.feeds
-        """What `FeatureSpec` says of the same name."""
+        """`FeatureSpec.feeds`."""
         self.room = ImageRoom(
             limits.max_model_len - 1,
             model.info.num_feature_rows,
@@ -296,7 +300,7 @@ class Images:
         return found
 
     def for_step(self, cost: StepCost) -> StepImages:
-        """Plans what is done for images beside the chunks of the next step."""
+        """Plans the image work of the next step, next to its chunks."""
         if self._begun is not None:
             self._store.find(self._begun.image.digest)  # stays
         info = self._model.info

@@ -14,7 +14,7 @@ from vllmx_engine.core.cost import StepCost
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds a step and a sequence, resolved."""
+    """Resolved bounds of a step and of a sequence."""
 
     token_budget: int
     """Tokens of a step."""

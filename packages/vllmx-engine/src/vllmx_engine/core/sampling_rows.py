@@ -245,7 +245,7 @@ def _edits(owners: LogitOwners, sampling: SamplingRows) -> LogitEdits:
 
 
 def _counts(counted: list[tuple[int, Counts]], plan: StepPlan) -> TokenCounts:
-    """What was seen of each token, which grows from step to step."""
+    """Returns the counts of tokens that rows have seen, which grow from step to step."""
     logits = [logit for logit, _ in counted]
     ids = [counts.ids for _, counts in counted]
     values = _flat([counts.output_counts for _, counts in counted], np.int32)

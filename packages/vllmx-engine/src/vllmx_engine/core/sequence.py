@@ -1,4 +1,4 @@
-"""What the engine core remembers of one request."""
+"""The engine core's state of one request."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from vllmx_core.image_plan import Turns
 from vllmx_core.model import ImagePlaces
 from vllmx_core.records import MutableRecord, Record, field
 
-from vllmx_engine.core.grammar_row import GrammarRow
+from vllmx_engine.core.grammar_rows import GrammarRow, ThoughtBudget
 from vllmx_engine.core.limits import Limits
 from vllmx_engine.core.logit_rules import LogitRules, make_rules
 from vllmx_engine.core.prefix_cache import Entry
-from vllmx_engine.core.thought_budget import ThoughtBudget
 from vllmx_engine.wire.messages import CoreRequest, FinishReason, ImageInput
 
 
@@ -26,9 +25,9 @@ class SequenceImages(Record):
     inputs: tuple[ImageInput, ...]
     places: tuple[ImagePlaces, ...]
     turns: Turns | None
-    """What rotations turn its tokens by; None: their positions."""
+    """The rotations of its tokens; None: those of their positions."""
     spans: bool = False
-    """What `FeatureSpec` says of the same name."""
+    """`FeatureSpec.spans`."""
 
     @property
     def end(self) -> int:
@@ -49,7 +48,8 @@ class SequenceImages(Record):
         return 1
 
     def whole(self, start: int, size: int) -> int:
-        """How many of so many next tokens a chunk has, if not `least`; 0: too few for that."""
+        """Returns the size of a chunk of at most `size` tokens that cuts no image; 0: `size` is
+        below `least`."""
         if self.least(start) > size:
             return 0
         for number in self.within(start + size - 1, start + size) if self.spans else ():
@@ -71,12 +71,12 @@ class SequenceImages(Record):
 
 _ID_BYTES = 4
 _MOST_HELD = 256
-"""Tokens that are told at once where nobody looks at them before the end: they are decoded in
-microseconds."""
+"""Tokens that are sent at once when the client reads the answer only at its end: decoding them
+takes microseconds."""
 
 
 class Found(MutableRecord):
-    """What a look into the prefix cache came upon in the groups without a window."""
+    """The result of a prefix cache look-up in the groups without a window."""
 
     num_groups: int
     """The number of groups without a window."""
@@ -161,23 +161,23 @@ class Sequence:
         self.root = b""
         """Digest of what sets its prefixes apart, the parent of its first block."""
         self.content: dict[int, bytes] = {}
-        """What decides the content of a block, given by its number, beside its token ids."""
+        """Content of blocks by number, other than token ids."""
         self.images: SequenceImages | None = None
         """Set with `content` before it is scheduled."""
         self.digests: list[bytes] = []
         """The digests of its full blocks, as far as they were asked for."""
         self.found: Found | None = None
-        """What the last look at its prefix found, while it waits."""
+        """The result of its last prefix look-up while it waits."""
         self.num_cached_tokens = 0
         self.num_held = 0
-        """The last so many tokens are not told yet, see `CoreRequest.at_end`."""
+        """The number of its last tokens that are not sent yet, see `CoreRequest.at_end`."""
         self.held_since_s = 0.0
-        """The time at which its first token came, while that is not told; else 0."""
+        """The time at which its first token came, while that is held back; else 0."""
         self.num_charged = 0
         """The first so many tokens were charged to its client: its prompt as it was admitted, or
         what was computed before it was preempted."""
         self.num_passed = 0
-        """How many went before it, later in the queue, because it did not fit."""
+        """The number of later sequences that were admitted before it because it did not fit."""
         self.num_scored = 0 if params.prompt_logprobs is not None else self.num_prompt
         """Prompt tokens whose logits were scheduled, for prompt_logprobs."""
         self.rules: LogitRules | None = (
@@ -210,7 +210,7 @@ class Sequence:
         return 1 if self.images is None else self.images.least(start)
 
     def has_images_from(self, start: int) -> bool:
-        """Whether an image has tokens there or behind it."""
+        """True if an image has tokens at `start` or later."""
         return self.images is not None and start < self.images.end
 
     @property
@@ -230,14 +230,14 @@ class Sequence:
         self.is_plain = self.request.params.logprobs is None and self.grammar is None
 
     def hold(self, count: int) -> bool:
-        """Holds its last tokens, which are new; False: they are to be told now."""
+        """Holds back its newest tokens; False if they must be sent now."""
         if not self.request.at_end or self.num_held + count >= _MOST_HELD:
             return False
         self.num_held += count
         return True
 
     def untold(self, count: int) -> list[int]:
-        """The tokens to be told when the last ones are new: with them those that were held."""
+        """Returns the tokens to send when the last `count` are new, including those held back."""
         told, self.num_held = self.num_held + count, 0
         return self.tokens[len(self.tokens) - told :].tolist()
 
@@ -258,7 +258,7 @@ def check_request(request: CoreRequest, limits: Limits) -> None:
     """Raises InvalidRequestError, ContextLengthError or CapacityError for what can never run."""
     if len(request.prompt) % _ID_BYTES:
         raise InvalidRequestError(
-            f"{len(request.prompt)} bytes are no token ids of {_ID_BYTES}: send pack_ids(ids)",
+            f"{len(request.prompt)} bytes are not token ids of {_ID_BYTES}: send pack_ids(ids)",
             param="prompt",
         )
     ids = request.prompt_ids

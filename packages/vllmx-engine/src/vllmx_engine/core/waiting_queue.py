@@ -30,12 +30,12 @@ class Followers:
         return bool(self._waiting)
 
     def __contains__(self, sequence: Sequence) -> bool:
-        """Whether it waits for another's prompt."""
+        """True if it waits for another's prompt."""
         leader = sequence.request.leader
         return leader is not None and sequence.request_id in self._waiting.get(leader, ())
 
     def wait_for(self, leader: Sequence) -> bool:
-        """Whether any waits for this one's prompt."""
+        """True if a sequence waits for this one's prompt."""
         return leader.request_id in self._waiting
 
     def may_lead(self, sequence: Sequence) -> None:
@@ -66,7 +66,7 @@ class Followers:
         return released
 
 
-class WaitingRoom:
+class WaitingSequences:
     """Knows where each of them waits, and counts all live ones.
 
     Args:
@@ -100,7 +100,7 @@ class WaitingRoom:
             self._line_up(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """What it was held for is there; one that was not held is left alone."""
+        """Queues a held sequence; does nothing for others."""
         if self._held.pop(sequence.request_id, None) is not None:
             self._line_up(sequence)
 
@@ -110,16 +110,16 @@ class WaitingRoom:
             self.queue.push(sequence)
 
     def has_followers(self, sequence: Sequence) -> bool:
-        """Whether any waits for this one's prompt."""
+        """True if a sequence waits for this one's prompt."""
         return self._followers.wait_for(sequence)
 
     def release_followers(self, leaders: list[Sequence]) -> None:
-        """Lets those go on who waited for the prompts of `leaders`."""
+        """Resumes sequences that were waiting for the prompts of `leaders`."""
         for follower in self._followers.release(leaders):
             self.queue.push(follower)
 
     def take_out(self, sequence: Sequence) -> None:
-        """It waits no longer, wherever it did."""
+        """Removes a waiting sequence, wherever it waits."""
         if not (self._held.pop(sequence.request_id, None) or self._followers.remove(sequence)):
             self.queue.remove(sequence)
 
@@ -137,7 +137,7 @@ class WaitingRoom:
         return queued, elsewhere
 
     def leave(self, sequences: list[Sequence]) -> None:
-        """They ended, and wait nowhere any more."""
+        """Counts sequences out that have ended."""
         self.release_followers(sequences)
         self.share.leave(Counter([sequence.request.client for sequence in sequences]))
         if len(self.ranks) == 1:
