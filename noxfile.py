@@ -33,6 +33,13 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """Builds the documentation site into build/site, with the pages that are made from the code."""
+    session.install("-r", "requirements.txt", "-e", "packages/vllmx-testing", "zensical==0.0.73")
+    session.run("python", "docs/site.py")
+
+
+@nox.session
 def wheels(session: nox.Session) -> None:
     """Builds a wheel of every package into dist/."""
     session.install("build", "hatchling")

@@ -1,7 +1,7 @@
-"""Writes docs/api.md, the reference of all routes: `python docs/list_api.py`.
+"""Makes the site's page of the reference of all routes: `python docs/list_api.py`.
 
 It is made of the document that a server has at `/openapi.json`, so that it cannot differ from what
-the server does. A test compares the file with what this program would write.
+the server does.
 """
 
 from __future__ import annotations

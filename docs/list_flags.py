@@ -1,4 +1,4 @@
-"""Writes docs/flags.md from the tables of flags: `python docs/list_flags.py`."""
+"""Makes the site's page from the tables of flags: `python docs/list_flags.py`."""
 
 from __future__ import annotations
 

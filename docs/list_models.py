@@ -1,4 +1,4 @@
-"""Writes docs/models.md from what vllmx's own plugins provide: `python docs/list_models.py`."""
+"""Makes the site's page from what vllmx's own plugins provide: `python docs/list_models.py`."""
 
 from __future__ import annotations
 

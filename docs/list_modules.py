@@ -1,7 +1,7 @@
-"""Writes docs/modules.md, one line on each module: `python docs/list_modules.py`.
+"""Makes the site's page of one line on each module: `python docs/list_modules.py`.
 
 The line is the first sentence of the module's docstring, so that the list cannot differ from the
-sources. A test compares the file with what this program would write.
+sources.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Every command that README.md and the pages of docs/ show is run, with tiny models in place of
-those that it names. A server answers a question before it is ended."""
+"""Runs every command that README.md, CONTRIBUTING.md and the pages of docs/ show, with tiny models
+in place of those that they name. A server answers a question before it is ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .conftest import RunningServer, running_server
 from .page_models import FILES, HUB, TEXT, Make, furnish, makes
 
 ROOT = Path(__file__).parents[3]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 PICTURE = data_url(stored(picture(24, 16)))
 

@@ -23,10 +23,10 @@ TEXT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("serving.m
 
 
 def test_the_reference_is_what_the_document_says() -> None:
-    lister = runpy.run_path(str(DOCS / "list_api.py"))
-    assert (DOCS / "api.md").read_text(encoding="utf-8") == lister["page"](), (
-        "run: python docs/list_api.py"
-    )
+    page = runpy.run_path(str(DOCS / "list_api.py"))["page"]()
+    for route in all_routes():
+        if not route.path.startswith("/web/"):
+            assert route.path.replace("{name:path}", "{name}") in page, route.path
 
 
 def test_routes() -> None:
