@@ -299,7 +299,7 @@ def with_image(random: Any, number: int) -> tuple[list[int], list[Any]]:
     """Ids of a prompt, and its image."""
     import numpy as np
     from vllmx_engine.client.chat_images import image_input
-    from vllmx_engine.images.prepared import PreparedImage
+    from vllmx_engine.wire.images import PreparedImage
 
     levels = np.tile(np.linspace(-1, 1, 256, dtype=np.float32), (3, 1))
     greys = random.integers(0, 256, (PATCHES, WIDTH), dtype=np.uint8)

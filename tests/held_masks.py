@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 from vllmx_core.plan import U32
-from vllmx_engine.core import batch, grammar_row
-from vllmx_engine.core.mask_threads import Later, MaskFill
+from vllmx_engine.core import batch, grammar_rows
+from vllmx_engine.core.grammar_rows import Later, MaskFill
 from vllmx_engine.core.rows import RowTable
 from vllmx_engine.grammar.matcher import MaskPace, Matcher
 
@@ -45,7 +45,7 @@ def held(hold: Hold) -> Iterator[None]:
             slow.observe(math.inf)
             return MaskFill(HeldMatcher(matcher, hold), num_words, slow, later)
 
-        patch.setattr(grammar_row, "MaskFill", fill)
+        patch.setattr(grammar_rows, "MaskFill", fill)
         yield
 
 

@@ -13,9 +13,9 @@ import threading
 from typing import Any
 
 import pytest
-from vllmx_engine.link.thread_frontend import ThreadFrontend
+from vllmx_engine.link.core_start import ThreadFrontend
 from vllmx_engine.wire.ipc import FromCore, Outputs
-from vllmx_engine.wire.updates import Updates
+from vllmx_engine.wire.outbox import Updates
 
 QUIET_S = 0.05
 """Updates held back are delivered when the core has said nothing for so long: a test may hold the

@@ -18,8 +18,8 @@ from vllmx_engine.client.chat_images import image_input
 from vllmx_engine.client.inline import InlineEngine
 from vllmx_engine.client.request import Request
 from vllmx_engine.core.cost import StepCost
-from vllmx_engine.images.prepared import PreparedImage
 from vllmx_engine.llm import LLM
+from vllmx_engine.wire.images import PreparedImage
 
 from ..null.images.pictures import (  # noqa: TID252 - no package to name
     data_url,

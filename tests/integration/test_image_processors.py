@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 from vllmx_core.errors import ConfigError, InvalidRequestError
-from vllmx_engine.images.prepared import PreparedImage, normalised
 from vllmx_engine.images.processor import ImageProcessor, find_processor
+from vllmx_engine.wire.images import PreparedImage, normalised
 
 QWEN3 = {
     "image_processor_type": "Qwen2VLImageProcessorFast",

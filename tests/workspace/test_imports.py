@@ -183,7 +183,6 @@ STREETS = {
             "async_core",
             "async_llm",
             "llm",
-            "llm_arguments",
             "engine",
             "grammars",
             "streams",

@@ -22,7 +22,7 @@ REMAINING = {
     "vllmx-cpu": 38,
     "vllmx-cuda": 36,
     "vllmx-demo": 1,
-    "vllmx-engine": 476,
+    "vllmx-engine": 0,
     "vllmx-metal": 38,
     "vllmx-models": 99,
     "vllmx-server": 360,

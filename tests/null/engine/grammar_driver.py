@@ -10,7 +10,7 @@ from tokenizers import models
 from vllmx_core.config import EngineConfig
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.core.engine_core import EngineCore
-from vllmx_engine.grammar.translate import translate
+from vllmx_engine.grammar.check import translate
 from vllmx_engine.wire.grammars import FreePart, Grammar, GrammarSpec, Vocabulary
 from vllmx_engine.wire.messages import CoreOutput, CoreRequest, TokenLogprobs, pack_ids
 from vllmx_testing.fake import FakeLoadedModel, FakeRules

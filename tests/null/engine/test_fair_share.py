@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllmx_engine.core.waiting import FairShare, WaitingQueue
+from vllmx_engine.core.fair_queue import FairShare, WaitingQueue
 from vllmx_testing.fake import FakeRules
 
 from .harness import Harness

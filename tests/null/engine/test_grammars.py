@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from vllmx_core.config import EngineConfig
-from vllmx_engine.core import commit, grammar_row, grammars
+from vllmx_engine.core import commit, grammar_rows, grammars
 from vllmx_engine.core.engine_core import EngineCore
-from vllmx_engine.core.mask_threads import MaskFill
+from vllmx_engine.core.grammar_rows import MaskFill
 from vllmx_engine.grammar import matcher
 from vllmx_engine.wire.grammars import FreePart, Grammar, Vocabulary
 from vllmx_engine.wire.messages import Follower, choices_of
@@ -217,7 +217,7 @@ def test_a_mask_over_its_fuel_ends_its_request_alone(
     between steps."""
     monkeypatch.setattr(matcher, "MAX_STEP_LEXER_FUEL", 600)
     monkeypatch.setattr(matcher, "MOST_LEXER_FUEL", 700)
-    monkeypatch.setattr(grammar_row, "SLOW_S", -1.0 if is_slow else math.inf)
+    monkeypatch.setattr(grammar_rows, "SLOW_S", -1.0 if is_slow else math.inf)
     driver = Driver()
     costly = "|".join(f"[a-z]*{letter}[a-z]*" for letter in "abcdefghijklmnopq")
     driver.add("costly", regex("x{30}(" + costly + ")-"), params={"max_tokens": 50})
@@ -278,7 +278,7 @@ def test_a_table_of_tokens_that_failed_by_chance_is_made_again(
 @pytest.fixture(autouse=True)
 def no_mask_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is: forced tokens of slow rows are not looked for."""
-    monkeypatch.setattr(grammar_row, "SLOW_S", math.inf)
+    monkeypatch.setattr(grammar_rows, "SLOW_S", math.inf)
 
 
 LITERALS = [
@@ -356,7 +356,7 @@ def test_slow_masks_are_made_between_steps_and_change_no_answer(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, _, _ = forced_answers(**options)
-    monkeypatch.setattr(grammar_row, "SLOW_S", -1.0)
+    monkeypatch.setattr(grammar_rows, "SLOW_S", -1.0)
     slowly, longest, _ = forced_answers(**options)
     assert longest == 1
     assert slowly == found
@@ -371,7 +371,7 @@ def test_rows_do_not_wait_for_the_mask_of_another(monkeypatch: pytest.MonkeyPatc
         make(fill)
 
     monkeypatch.setattr(MaskFill, "run", make_late)
-    monkeypatch.setattr(grammar_row, "SLOW_S", -1.0)
+    monkeypatch.setattr(grammar_rows, "SLOW_S", -1.0)
     driver = Driver()
     driver.add("slow", regex("[a-z]{9}"))
     while not driver.ids["slow"]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from vllmx_core.errors import GrammarError
-from vllmx_engine.core import grammar_row
+from vllmx_engine.core import grammar_rows
 from vllmx_engine.core.prefixes import Prefixes
 from vllmx_engine.core.rows import RowTable
 from vllmx_engine.core.sequence import Sequence
@@ -29,7 +29,7 @@ DIGITS, WORDS = "[0-6]{9}", "[a-z]{2,9}-[a-z]{9}"
 @pytest.fixture(autouse=True)
 def no_mask_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is: this is about masks that are not known to be slow."""
-    monkeypatch.setattr(grammar_row, "SLOW_S", math.inf)
+    monkeypatch.setattr(grammar_rows, "SLOW_S", math.inf)
 
 
 @pytest.fixture

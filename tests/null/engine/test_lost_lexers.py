@@ -8,8 +8,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from vllmx_engine.core import grammar_row
-from vllmx_engine.core.mask_threads import MaskFill
+from vllmx_engine.core import grammar_rows
+from vllmx_engine.core.grammar_rows import MaskFill
 from vllmx_engine.grammar import matcher
 from vllmx_engine.grammar.matcher import GrammarMatcher, LexerLostError
 from vllmx_engine.wire.grammars import FreePart, Grammar, Thoughts
@@ -60,7 +60,7 @@ def test_an_answer_that_runs_out_of_work_ends_alone(
 ) -> None:
     monkeypatch.setattr(matcher, "MAX_STEP_LEXER_FUEL", 600)
     monkeypatch.setattr(matcher, "MOST_LEXER_FUEL", 700)
-    monkeypatch.setattr(grammar_row, "SLOW_S", -1.0 if is_slow else float("inf"))
+    monkeypatch.setattr(grammar_rows, "SLOW_S", -1.0 if is_slow else float("inf"))
     alone = Driver(async_scheduling=overlap)
     names = add_sharers(alone)
     alone.run()

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from vllmx_core.errors import GrammarError
 from vllmx_core.plan import U32
-from vllmx_engine.core import grammar_masks, mask_threads
+from vllmx_engine.core import grammar_masks, grammar_rows
 from vllmx_engine.core.grammar_masks import Constrained, GrammarMasks
-from vllmx_engine.core.mask_threads import MaskFill, MaskThreads
+from vllmx_engine.core.grammar_rows import MaskFill, MaskThreads
 from vllmx_engine.grammar.matcher import QUICK_S, MaskPace, Matcher
 
 from tests.waiting import PATIENCE_S, wait_until
@@ -93,7 +93,7 @@ def test_masks_that_take_long_hold_up_no_others(threads: MaskThreads) -> None:
 def test_nobody_asks_for_patience_where_masks_are_quick(
     threads: MaskThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mask_threads, "HELP_S", PATIENCE_S)
+    monkeypatch.setattr(grammar_rows, "HELP_S", PATIENCE_S)
 
     def impatient() -> float:
         raise AssertionError("a prediction was made for nothing")
@@ -125,7 +125,7 @@ def test_quick_masks_wake_no_thread_up(
 ) -> None:
     """They are made where they are wanted, while others are made elsewhere; but many of them by
     several threads, where there are cores for those."""
-    monkeypatch.setattr(mask_threads, "available_processors", lambda: num_cores)
+    monkeypatch.setattr(grammar_rows, "available_processors", lambda: num_cores)
     fills = [fill_of(number, is_quick=number % 5 > 0) for number in range(40)]
     fills[7] = fill_of(-1, is_quick=True)
     masks = np.zeros((40, 3), np.uint32)

@@ -7,8 +7,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllmx_core.sampling import SamplingParams
-from vllmx_engine.core.sequence import Limits, Sequence
-from vllmx_engine.core.waiting import FairShare, WaitingQueue
+from vllmx_engine.core.fair_queue import FairShare, WaitingQueue
+from vllmx_engine.core.limits import Limits
+from vllmx_engine.core.sequence import Sequence
 from vllmx_engine.wire.messages import CoreRequest, pack_ids
 
 LIMITS = Limits(

@@ -140,7 +140,7 @@ ODD = """{%- for m in messages -%}
         (ODD.replace("{{ c.function.name }}", ""), "writes no calls"),
         ("{{ messages[0].content }}", "leaves out an answer"),
         ("{{ raise_exception('no') }}", "it fails: "),
-        (ODD.replace("@@", "").replace("BODY", "v | tojson"), "nothing stands before"),
+        (ODD.replace("@@", "").replace("BODY", "v | tojson"), "there is no marker before"),
     ],
 )
 def test_what_cannot_be_predicted_is_not_used(source: str, reason: str) -> None:

@@ -20,8 +20,8 @@ from vllmx_core.errors import (
 from vllmx_core.sampling import SamplingParams
 from vllmx_core.structured import StructuredOutputsParams
 from vllmx_engine import async_core
+from vllmx_engine.link.core_start import ThreadFrontend
 from vllmx_engine.link.process_frontend import ProcessFrontend
-from vllmx_engine.link.thread_frontend import ThreadFrontend
 
 from tests.waiting import PATIENCE_S, until
 

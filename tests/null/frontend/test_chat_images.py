@@ -17,11 +17,10 @@ from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.client.chat_images import ChatImages, chat_images
 from vllmx_engine.client.request import RequestBuilder
 from vllmx_engine.images.limits import ImageLimits
-from vllmx_engine.images.prepared import Pixels, PreparedImage
 from vllmx_engine.images.processor import Fit, GemmaImages
 from vllmx_engine.llm import LLM
 from vllmx_engine.text.tokenizer import Tokenizer
-from vllmx_engine.wire.image_room import ImageRoom
+from vllmx_engine.wire.images import ImageRoom, Pixels, PreparedImage
 from vllmx_engine.wire.messages import CoreInfo
 
 from ..images.pictures import data_url, picture, stored  # noqa: TID252 - no package to name

@@ -21,13 +21,12 @@ from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.core.core_loop import Inbox
 from vllmx_engine.core.found_model import FoundModel, find_model
 from vllmx_engine.link.attached_frontend import AttachedFrontend
-from vllmx_engine.link.core_door import CoreDoor
-from vllmx_engine.link.core_socket import CoreSocket
+from vllmx_engine.link.core_socket import ClientListener, CoreSocket
 from vllmx_engine.link.core_start import CoreStart
-from vllmx_engine.link.door import Door
 from vllmx_engine.link.frontend import Frontend, Listener, cause_of
 from vllmx_engine.link.process_frontend import ProcessFrontend
-from vllmx_engine.wire import updates
+from vllmx_engine.link.supervisor import CoreListener
+from vllmx_engine.wire import outbox
 from vllmx_engine.wire.ipc import (
     AbortRequests,
     FrameReader,
@@ -38,7 +37,7 @@ from vllmx_engine.wire.ipc import (
     from_core_decoder,
 )
 from vllmx_engine.wire.messages import CoreInfo, CoreOutput, CoreStats, TokenLogprobs
-from vllmx_engine.wire.updates import Updates
+from vllmx_engine.wire.outbox import Updates
 
 from tests.waiting import PATIENCE_S, until
 
@@ -49,7 +48,7 @@ LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 class Shared:
     """A core in a process of its own, and its door."""
 
-    def __init__(self, found: FoundModel, owner: ProcessFrontend, door: Door) -> None:
+    def __init__(self, found: FoundModel, owner: ProcessFrontend, door: CoreListener) -> None:
         self.found, self.owner, self.door = found, owner, door
 
     @asynccontextmanager
@@ -70,7 +69,7 @@ async def shared(slow_folder: str, registry: Registry) -> AsyncIterator[Shared]:
 @asynccontextmanager
 async def sharing(folder: str, registry: Registry) -> AsyncIterator[Shared]:
     found = find_model(EngineConfig(model=folder, backend="fake"), registry)
-    door = Door()
+    door = CoreListener()
     owner = await ProcessFrontend.start(found, door)
     try:
         yield Shared(found, owner, door)
@@ -231,7 +230,7 @@ def test_a_client_that_reads_again_finds_one_update_a_request(
         assert core.send(Outputs([CoreOutput(request_id="long", ids=[1 << 20] * 100_000)]))
         for number in range(1000):
             assert core.send(Outputs([CoreOutput(request_id="a", ids=[number])]))
-        monkeypatch.setattr(updates, "MAX_MERGED_BYTES", 1000)
+        monkeypatch.setattr(outbox, "MAX_MERGED_BYTES", 1000)
         assert not core.send(Outputs([CoreOutput(request_id="a", ids=[1000])]))
         reader: FrameReader[FromCore] = FrameReader(from_core_decoder)
         messages: list[FromCore] = []
@@ -243,7 +242,7 @@ def test_a_client_that_reads_again_finds_one_update_a_request(
 
 
 def test_only_ids_of_their_own_can_be_aborted() -> None:
-    from vllmx_engine.core.clients import Client
+    from vllmx_engine.core.core_loop import Client
 
     owner, other = Client("", lambda message: True), Client("2:", lambda message: True)
     ids = AbortRequests(["0.0", "2:0.0", "22:0.0", "pool-1"]).request_ids
@@ -258,7 +257,7 @@ def test_a_core_that_ends_lets_nobody_in(tmp_path: Path, info: CoreInfo) -> None
         listener.bind(str(path))
         listener.listen()
         inbox: Inbox = SimpleQueue()
-        door = CoreDoor(listener, inbox)
+        door = ClientListener(listener, inbox)
         door.open(info)
         with socket.socket(socket.AF_UNIX) as early, socket.socket(socket.AF_UNIX) as late:
             early.connect(str(path))

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import pytest
 from vllmx_core.errors import InvalidRequestError, QueueFullError
 from vllmx_core.system.deadline import Deadline
-from vllmx_engine.client import fetches
+from vllmx_engine.client import async_text
+from vllmx_engine.client.async_text import Fetches
 from vllmx_engine.client.chat_images import Pictures
-from vllmx_engine.client.fetches import Fetches
 from vllmx_engine.images.limits import ImageLimits
 from vllmx_engine.images.source import ImageSource
 
@@ -69,7 +69,7 @@ async def test_an_image_that_never_had_its_turn(monkeypatch: pytest.MonkeyPatch)
     task = asyncio.create_task(all_of.fetch(slow, "a"))
     try:
         await begun(slow, 4)
-        monkeypatch.setattr(fetches, "FETCH_S", 0.05)
+        monkeypatch.setattr(async_text, "FETCH_S", 0.05)
         with pytest.raises(QueueFullError, match="4 images of slow"):
             await all_of.fetch(Fetched(["http://slow/5"], go_on), "a")
     finally:

@@ -8,9 +8,8 @@ from vllmx_core.errors import ConfigError
 from vllmx_core.plugins.registry import load_registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_demo.source import MODEL_FOLDER
-from vllmx_engine.client.chat import ChatRenderer
+from vllmx_engine.client.chat import ChatRenderer, free_part
 from vllmx_engine.client.chat_options import ChatOptions
-from vllmx_engine.client.free_part import free_part
 from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_engine.wire.grammars import FreePart
 from vllmx_models.output_formats import HARMONY, HERMES, MUSE_GLIMMER, THINK

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.errors import InvalidRequestError
-from vllmx_engine.client import id_lists
-from vllmx_engine.client.id_lists import checked_ids, id_outside
+from vllmx_engine.client import request_limits
+from vllmx_engine.client.request_limits import checked_ids, id_outside
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(id_lists, "_PIECE", 3)
+    monkeypatch.setattr(request_limits, "_PIECE", 3)
 
 
 @pytest.mark.parametrize("given", [[], [1], [*range(7)], (1, 2, 3, 4), np.arange(5)])

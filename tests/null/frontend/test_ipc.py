@@ -18,7 +18,7 @@ from vllmx_core.plugins.registry import Registry
 from vllmx_core.plugins.specs import BackendSpec, ModelImplSpec
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.wire import ipc
-from vllmx_engine.wire.known_specs import KnownSpecs
+from vllmx_engine.wire.ipc import KnownSpecs
 from vllmx_engine.wire.messages import CoreOutput, CoreRequest, CoreStats, TokenLogprobs, pack_ids
 
 REQUEST = CoreRequest(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
-from vllmx_engine.llm_arguments import engine_config
+from vllmx_engine.llm import engine_config
 
 
 def test_fields_and_names_of_vllm() -> None:

@@ -167,7 +167,7 @@ def test_bad_words_with_and_without_a_space(info: CoreInfo) -> None:
     builder = RequestBuilder(Tokenizer(backend), info)
     request = builder.build([1], SamplingParams(bad_words=("dog", " cat")))
     assert request.core[0].bad_words_ids == [[0], [1], [2]]
-    with pytest.raises(InvalidRequestError, match="no word"):
+    with pytest.raises(InvalidRequestError, match="not a word"):
         builder.build([1], SamplingParams(bad_words=("  ",)))
 
 

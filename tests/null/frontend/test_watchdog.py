@@ -17,8 +17,7 @@ from vllmx_core.errors import ConfigError, EngineDeadError, StepTimeoutError
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.async_llm import AsyncLLM
-from vllmx_engine.client.inline import Turn
-from vllmx_engine.client.stepper import Stepper
+from vllmx_engine.client.inline import Stepper, Turn
 from vllmx_engine.core import watchdog
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.watchdog import StepWatch

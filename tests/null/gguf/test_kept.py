@@ -16,8 +16,8 @@ from vllmx.cli.quantize import quantize as command
 from vllmx_core.plugins.checkpoint import open_checkpoint
 from vllmx_core.plugins.registry import load_registry
 from vllmx_demo.source import MODEL_FOLDER
-from vllmx_engine.client.model_defaults import eos_ids
-from vllmx_engine.text.gguf_pretokenizers import PRE_TOKENIZERS
+from vllmx_engine.core.generation_config import eos_ids
+from vllmx_engine.text.gguf_backends import PRE_TOKENIZERS
 from vllmx_engine.text.gguf_tokenizer import gguf_tokenizer
 from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_models.formats.gguf.file import GGUFFile

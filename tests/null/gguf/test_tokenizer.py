@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from vllmx_core.errors import UnsupportedModelError, VllmxError, WeightFormatError
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_engine.text import gguf_backends
-from vllmx_engine.text.gguf_pretokenizers import PRE_TOKENIZERS
+from vllmx_engine.text.gguf_backends import PRE_TOKENIZERS
 from vllmx_engine.text.gguf_tokenizer import gguf_tokenizer
 from vllmx_engine.text.prompt_text import Spellings
 from vllmx_engine.text.tokenizer import Tokenizer

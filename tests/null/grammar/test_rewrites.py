@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "not a text": ({"type": "string", "not": {"const": "x"}}, "not at # excludes single values"),
     "not whole beside a fraction": (
         {"type": "number", "maximum": 0.5, "not": {"type": "integer"}},
-        "whole numbers at # cannot be excluded beside the bound 0.5",
+        "whole numbers at # cannot be excluded with the bound 0.5",
     ),
     "nothing": ({"type": "string", "not": {"type": "string"}}, "nothing is left"),
     "not anything": ({"not": {}}, "nothing is left"),

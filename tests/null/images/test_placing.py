@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from vllmx_core.errors import InvalidRequestError
-from vllmx_engine.images.placing import place_images, write_images
+from vllmx_engine.client.chat_images import place_images, write_images
 from vllmx_engine.images.processor import GemmaImages, QwenImages
 
 

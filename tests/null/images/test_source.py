@@ -99,7 +99,7 @@ def test_files_only_below_the_folder(tmp_path: Path) -> None:
 
 
 def test_the_folder_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         ImageLimits.of(EngineConfig(allowed_local_media_path=str(tmp_path / "none")))
     assert ImageLimits.of(EngineConfig(allowed_local_media_path=str(tmp_path))).folder == tmp_path
 

@@ -12,7 +12,7 @@ from vllmx_core.errors import ModelNotFoundError, UnsupportedModelError
 from vllmx_core.plugins.checkpoint import build_model, open_checkpoint
 from vllmx_core.plugins.registry import load_registry
 from vllmx_core.weights.map import assemble
-from vllmx_engine.core.unread import log_unread
+from vllmx_engine.core.load import log_unread
 
 REGISTRY = load_registry()
 CONFIG = {

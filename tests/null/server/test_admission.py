@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from vllmx_core.errors import QueueFullError
-from vllmx_engine.client import rule_limit
+from vllmx_engine.client import request_limits
 from vllmx_engine.text.text_threads import Stopped
 from vllmx_server.errors import OverloadedError
 from vllmx_server.limits.body_budget import _FREE_BYTES, BodyBudget
@@ -264,7 +264,7 @@ async def test_many_allowed_ids_are_checked_on_a_thread(served: Served) -> None:
 async def test_what_all_prompts_repeat_is_bounded(
     served: Served, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, size: int
 ) -> None:
-    monkeypatch.setattr(rule_limit, "MAX_CALL_RULES", 5 * size)
+    monkeypatch.setattr(request_limits, "MAX_CALL_RULES", 5 * size)
     body = {name: value, "max_tokens": 1}
     await served.complete(["a"] * 5, **body)
     response = await served.post("/v1/completions", prompt=["a"] * 6, **body)
@@ -272,5 +272,5 @@ async def test_what_all_prompts_repeat_is_bounded(
     error = response.json()["error"]
     assert error["param"] == name
     assert "6 prompts" in error["message"]
-    assert f"at most {rule_limit.MAX_CALL_RULES} in all" in error["message"]
+    assert f"at most {request_limits.MAX_CALL_RULES} in all" in error["message"]
     await served.becomes_idle()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from vllmx_engine.client import logprob_limit
+from vllmx_engine.client import request_limits
 from vllmx_engine.client.request_state import MAX_DELTA_ROWS
 from vllmx_server.schema.record import _PIECE_BYTES, Items, Members, json_pieces
 
@@ -131,7 +131,7 @@ async def test_a_slow_stream_gets_what_gathered_in_parts(make_server: MakeServer
 async def test_log_probabilities_of_a_call_are_bounded(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprob_limit, "MAX_CALL_LOGPROBS", 1000)
+    monkeypatch.setattr(request_limits, "MAX_CALL_LOGPROBS", 1000)
     chat = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 9}
     async with make_server() as served:
         for param, number, body in (
@@ -157,7 +157,7 @@ async def test_log_probabilities_of_a_call_are_bounded(
 async def test_a_call_over_the_limit_hands_nothing_to_the_core(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprob_limit, "MAX_CALL_LOGPROBS", 1000)
+    monkeypatch.setattr(request_limits, "MAX_CALL_LOGPROBS", 1000)
     async with make_server() as served:
         handed = []
         monkeypatch.setattr(served.llm._frontend, "add", handed.append)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.client.pooling import PoolingChoice, PoolingText
-from vllmx_engine.wire.pooling import PoolingInfo
+from vllmx_engine.wire.messages import PoolingInfo
 from vllmx_server.generating.engine_pooler import EnginePooler
 from vllmx_server.generating.pooling import Pooled, PoolingOptions, Task
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from vllmx_engine.text.long_texts import PIECE_CHARS, fewest_tokens, part_with
+from vllmx_engine.text.token_bound import PIECE_CHARS, fewest_tokens, part_with
 from vllmx_engine.text.tokenizer import Tokenizer, TooManyTokensError
 
 WORDS = "The quick brown fox jumps over the lazy dog. " * 25_000  # 1.1 M characters

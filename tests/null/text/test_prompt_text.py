@@ -13,8 +13,8 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.errors import TemplateError
 from vllmx_engine.client.chat import ChatOptions, ChatRenderer
 from vllmx_engine.text.chat_template import ChatTemplate
-from vllmx_engine.text.literal_backend import literal_backend
 from vllmx_engine.text.prompt_text import MARK, PromptText, Spellings
+from vllmx_engine.text.special_tokens import literal_backend
 from vllmx_engine.text.tokenizer import Tokenizer
 
 from .conftest import BACKENDS, SPECIAL_CONFIG

@@ -21,8 +21,7 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.errors import CapacityError, RankLostError
 from vllmx_core.plugins.registry import Registry
 from vllmx_engine.core.found_model import FoundModel
-from vllmx_engine.wire.ipc import ErrorRecord, Start, encode_frame
-from vllmx_engine.wire.known_specs import KnownSpecs
+from vllmx_engine.wire.ipc import ErrorRecord, KnownSpecs, Start, encode_frame
 from vllmx_testing.synthetic import ArraySource
 from vllmx_tp import rank_process
 from vllmx_tp.communicator import Outgoing

@@ -27,20 +27,25 @@ from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.async_core import AsyncCore
 from vllmx_engine.checked_flags import check_flags
-from vllmx_engine.client.async_text import INLINE_BYTES
+from vllmx_engine.client.async_text import (
+    INLINE_BYTES,
+    chat_cost,
+    chat_size,
+    prompt_size,
+    rules_size,
+)
 from vllmx_engine.client.chat import ChatMessage, ChatOptions, ChatRenderer, Message, load_tokenizer
 from vllmx_engine.client.forced_calls import asks_for_calls
-from vllmx_engine.client.logprob_limit import check_logprobs
 from vllmx_engine.client.pooling import PoolingChoice, PoolingText, naming, pooled_output
 from vllmx_engine.client.request import Prompt, Request, RequestBuilder, RequestOptions
-from vllmx_engine.client.request_size import chat_cost, chat_size, prompt_size, rules_size
+from vllmx_engine.client.request_limits import check_logprobs
 from vllmx_engine.client.request_state import OutputKind
 from vllmx_engine.client.request_stream import RequestStream
 from vllmx_engine.link.core_start import CoreStart
 from vllmx_engine.streams import all_or_none
 from vllmx_engine.text.text_threads import Stopped
+from vllmx_engine.wire.messages import PoolingTask
 from vllmx_engine.wire.outputs import PoolingRequestOutput, RequestOutput
-from vllmx_engine.wire.pooling import PoolingTask
 
 _NOBODY = RequestOptions()
 
@@ -88,7 +93,8 @@ class AsyncLLM(AsyncCore):
 
     @property
     def default_sampling_params(self) -> Mapping[str, Any]:
-        """What the model recommends, by field of SamplingParams; explicit values win over it."""
+        """The model's recommended values, by field of SamplingParams; explicit values override
+        them."""
         return self._builder.defaults
 
     def sampling_params(self, **explicit: Any) -> SamplingParams:
@@ -116,14 +122,15 @@ class AsyncLLM(AsyncCore):
         Args:
             prompt: text or token ids.
             params: None: the model's recommended ones.
-            kind: what each output holds: what is new ("delta"), all so far ("cumulative"), or one
-                output at the end ("final", the cheapest). With best_of > n always "final".
+            kind: the content of each output: only the new part ("delta"), all so far
+                ("cumulative"), or one output at the end ("final", the cheapest). With best_of > n
+                always "final".
             request_id: None: one is made. Must not be in flight already.
             priority: smaller is served first.
-            client: who sends it, for fair share.
+            client: the sender, for fair share.
             cache_salt: only requests of one salt share cached prefixes.
-            session_id: requests of one session go on with one another.
-            log_id: what logs call it beside our own id, of letters, digits and `_.:-`.
+            session_id: requests of one session continue each other.
+            log_id: its name in logs, next to our own id, of letters, digits and `_.:-`.
             add_special_tokens: BOS and the like around a text.
             fit_max_tokens: a `max_tokens` that the context cannot hold is cut, not refused.
 
@@ -262,9 +269,8 @@ class AsyncLLM(AsyncCore):
         choice: PoolingChoice,
         options: RequestOptions,
     ) -> list[PoolingRequestOutput]:
-        """What a model that answers with vectors or scores makes of each text, in their order.
-        Cancelling ends the work. Raises the error of the first text that has one, and what `submit`
-        raises."""
+        """Returns the model's vector or scores for each text, in order. Cancelling ends the work.
+        Raises the error of the first text that has one, and the errors of `submit`."""
         model = self._pooling.model(task)
         size = self._streams.most_together
         found: list[PoolingRequestOutput] = []

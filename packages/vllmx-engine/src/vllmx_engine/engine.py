@@ -6,8 +6,8 @@
     for piece in stream:
         print(piece, end="")
 
-It computes while somebody waits for an answer, for all requests at once, and else stands still.
-Several threads may use one engine.
+It computes all requests at once while a caller waits for an answer, and otherwise pauses. Several
+threads may use one engine.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class TextStream(Iterator[str]):
 
     @property
     def readers(self) -> AnswerReaders | None:
-        """What tells thoughts and calls of tools from content in this text; None where there is
-        nothing to tell, or it began without `chat`."""
+        """The readers that separate reasoning and calls from content in this text; None if there is
+        nothing to separate, or if the engine began without `chat`."""
         return self._state.request.readers
 
     def __next__(self) -> str:

@@ -1,9 +1,9 @@
 """The process that checks grammars: `python -P -m vllmx_engine.grammars SOCKET`.
 
-Started by `vllmx_engine.link.grammar_process` alone. It is told the vocabulary, makes the trie of
-it once, and then checks each grammar in a child of its own (`fork`, so that the trie is there),
-which has bounds on time and memory and is killed when it breaks them. A grammar can hurt nothing
-but its own child.
+Started by `vllmx_engine.link.grammar_process` alone. It receives the vocabulary, builds its trie
+once, and then checks each grammar in a child of its own (by `fork`, which shares the trie). The
+child has bounds on time and memory and is killed when it exceeds them, so a grammar can only harm
+its own child.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ else the machine does."""
 CHECK_WALL_S = 30.0
 """Wall seconds after which a check is given up without a verdict: the machine is too busy."""
 CHECK_BYTES = 1 << 29
-"""Address space that a check may take beside what the process has."""
+"""Address space that a check may take in addition to that of the process."""
 NUM_CHILDREN = 2
 _NICENESS = 12
-"""The niceness of a check: who computes answers goes first. It leaves a check 6 % of a core that
+"""The niceness of a check: computing answers goes first. It leaves a check 6 % of a core that
 computes, so that two of them cost answers no more; most take a few milliseconds."""
 _RECEIVE_BYTES = 1 << 18
 _TOO_SLOW = (

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import sys
 import time
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from vllmx_core.config import DEMO_MODEL
-from vllmx_core.errors import InvalidRequestError, shown
+from vllmx_core.config import DEMO_MODEL, EngineConfig
+from vllmx_core.config_values import convert, nearest
+from vllmx_core.errors import ConfigError, InvalidRequestError, shown
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.records import Record
 from vllmx_core.sampling import SamplingParams
@@ -18,7 +22,6 @@ from vllmx_core.sampling import SamplingParams
 from vllmx_engine.checked_flags import check_flags
 from vllmx_engine.client.chat import ChatMessage, ChatOptions, Message
 from vllmx_engine.client.forced_calls import choice_of
-from vllmx_engine.client.id_lists import checked_ids
 from vllmx_engine.client.inline import HasEngine
 from vllmx_engine.client.pooling import (
     PoolingChoice,
@@ -30,12 +33,67 @@ from vllmx_engine.client.pooling import (
     pooled_output,
 )
 from vllmx_engine.client.request import Prompt, Request, RequestOptions
+from vllmx_engine.client.request_limits import checked_ids
 from vllmx_engine.client.request_state import RequestState
-from vllmx_engine.llm_arguments import engine_config
 from vllmx_engine.text.tokenizer import Tokenizer
-from vllmx_engine.wire.messages import CoreInfo
+from vllmx_engine.wire.messages import CoreInfo, PoolingTask
 from vllmx_engine.wire.outputs import PoolingRequestOutput, RequestOutput
-from vllmx_engine.wire.pooling import PoolingTask
+
+log = logging.getLogger("vllmx.llm")
+
+RENAMED = {
+    "gpu_memory_utilization": "memory_fraction",
+    "num_gpu_blocks_override": "num_kv_blocks",
+}
+"""Arguments of vLLM's `LLM` that vllmx calls something else."""
+WITHOUT_EFFECT: Mapping[str, tuple[Any, ...] | None] = {
+    "trust_remote_code": None,
+    "disable_log_stats": None,
+    "disable_custom_all_reduce": None,
+    "max_seq_len_to_capture": None,
+    "compilation_config": None,
+    "guided_decoding_backend": None,
+    "limit_mm_per_prompt": None,
+    "enable_sleep_mode": None,
+    "tokenizer_mode": ("auto", "hf"),
+    "runner": ("auto", "generate"),
+    "swap_space": (0,),
+    "cpu_offload_gb": (0,),
+    "data_parallel_size": (1,),
+}
+"""Arguments of vLLM's `LLM` that ask for what is done anyway, with the values that do; None: all.
+docs/flags.md says why of each."""
+
+
+def engine_config(model: str, arguments: Mapping[str, Any]) -> EngineConfig:
+    """Returns the configuration of `LLM(model, **arguments)`. Raises ConfigError for an unknown
+    name, with the nearest one, and for a value of the wrong type or outside its interval."""
+    hints = typing.get_type_hints(EngineConfig)
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    values: dict[str, Any] = {"model": model}
+    for given, value in arguments.items():
+        name = RENAMED.get(given, given)
+        if name in names:
+            if name in values:
+                raise ConfigError(f"LLM has {name} twice, as {given} too: give one", param=name)
+            plain = json.dumps(value) if isinstance(value, dict) else value
+            values[name] = convert(plain, hints[name], name, f"{given} of LLM")
+        elif given in WITHOUT_EFFECT:
+            _pass_over(given, value, WITHOUT_EFFECT[given])
+        else:
+            hint = nearest(given, [*names, *RENAMED]) or ": it is no field of EngineConfig"
+            raise ConfigError(f"LLM takes no argument {given!r}{hint}", param=given)
+    return EngineConfig(**values)
+
+
+def _pass_over(name: str, value: Any, taken: tuple[Any, ...] | None) -> None:
+    if taken is not None and value not in taken:
+        few = " or ".join(map(repr, taken))
+        raise ConfigError(
+            f"{name} = {shown(value)} of LLM is refused, it may be {few}: leave it out", param=name
+        )
+    log.info("%s is taken without effect", name)
+
 
 logger = logging.getLogger("vllmx.llm")
 
@@ -44,7 +102,7 @@ ParamsArgument = SamplingParams | Sequence[SamplingParams] | None
 
 
 class Progress(Record):
-    """How far a call of `LLM.generate` is."""
+    """The progress of a call of `LLM.generate`."""
 
     num_done: int
     num_total: int
@@ -137,11 +195,11 @@ class LLM(HasEngine):
         use_tqdm: bool = True,
         progress: Callable[[Progress], None] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation or several; otherwise as `generate`. Each output has beside its
-        text what that holds: `content`, `reasoning` and `tool_calls`.
+        """Answers one conversation or several; otherwise as `generate`. Each output also has the
+        parts of its text: `content`, `reasoning` and `tool_calls`.
 
         Args:
-            sampling_params: None: what the model recommends, and as many tokens as the context
+            sampling_params: None: the model's recommended ones, and as many tokens as the context
                 holds.
             tool_choice: also as OpenAI's API writes it.
             tools, add_generation_prompt, continue_final_message, chat_template_kwargs: see
@@ -232,9 +290,8 @@ class LLM(HasEngine):
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput]:
-        """How well texts belong together, one with each of several or pair by pair:
-        `outputs.score`. Of an embedding model it is the cosine of their vectors. Raises as
-        `embed`."""
+        """Scores pairs of texts, one text with each of several or pair by pair: `outputs.score`. An
+        embedding model gives the cosine of their vectors. Raises as `embed`."""
         first, second = pairs_of(text_1, text_2)
         choice = PoolingChoice(max_tokens=self._most(truncate_prompt_tokens), normalize=normalize)
         if "embed" not in self._engine.pooling.model("score").tasks:

@@ -20,17 +20,17 @@ from vllmx_engine.wire.messages import CoreOutput, FinishReason
 
 
 class Streams:
-    """Hands checked requests to the core and its updates to whoever waits for them.
+    """Sends checked requests to the core and its updates to the waiting consumers.
 
     Args:
-        max_queue: how many sequences may wait beside those that run.
+        max_queue: the most sequences that wait, next to those that run.
 
     Attributes:
         idle: set while there is none.
         draining: nothing new is taken.
         gauge: of sequences in flight.
-        has_several: whether several clients share the places; see `RequestTable.check_room`.
-        on_launch: called with each request that the core was given; None: nobody wants to know.
+        has_several: several clients share the queue; see `RequestTable.check_room`.
+        on_launch: called with each request sent to the core; None: no hook.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Streams:
         return running + self._max_queue // 2
 
     def check_open(self, num_choices: int, client: str | None = None) -> None:
-        """Whether a call of a client with so many choices could be taken in now.
+        """Checks that a client's call with so many choices could be accepted now.
 
         Raises:
             InvalidRequestError: it could never be, because they are more than may run and wait.
@@ -144,7 +144,7 @@ class Streams:
         self._core_knows_vocabulary = False
 
     def tell_vocabulary(self) -> None:
-        """What the core must know before the first request with a grammar."""
+        """Sends the vocabulary, needed before the first request with a grammar."""
         if not self._core_knows_vocabulary:
             self._frontend.tell(self._grammars.vocabulary)
             self._core_knows_vocabulary = True

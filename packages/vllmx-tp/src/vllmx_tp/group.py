@@ -16,9 +16,8 @@ from contextlib import contextmanager, suppress
 import msgspec
 from vllmx_core.errors import RankLostError, VllmxError
 from vllmx_engine.core.found_model import FoundModel
-from vllmx_engine.link.stopped import is_stopped
-from vllmx_engine.wire.ipc import ErrorRecord, Start, encode_frame
-from vllmx_engine.wire.known_specs import KnownSpecs
+from vllmx_engine.link.supervisor import is_stopped
+from vllmx_engine.wire.ipc import ErrorRecord, KnownSpecs, Start, encode_frame
 
 from vllmx_tp.channel import Sender
 from vllmx_tp.frames import AnyFrame

@@ -24,7 +24,7 @@ _TAIL_TOKENS = 16
 
 
 class ReadAnswer:
-    """What an answer holds, gathered from events."""
+    """The parts of an answer, gathered from events."""
 
     def __init__(self) -> None:
         self._reasoning: list[str] = []
@@ -97,12 +97,12 @@ class AnswerReaders:
 
     @property
     def has_thinking(self) -> bool:
-        """Whether thoughts are separated from content."""
+        """True if reasoning is separated from content."""
         return self._format.thinking is not None or self._format.channels is not None
 
     @property
     def is_needed(self) -> bool:
-        """Whether answers hold anything that must be separated from content."""
+        """True if answers have parts that must be separated from content."""
         has_calls = self._format.calls is not None or self._format.channels is not None
         return self.has_thinking or (has_calls and bool(self._options.tools))
 
@@ -150,7 +150,7 @@ class ReasoningCounter:
         self.count = 0
 
     def add(self, ids: Sequence[int], reader: AnswerReader) -> int:
-        """How many tokens are found to be thoughts now that these have come.
+        """Returns the number of tokens newly found to be reasoning.
 
         Args:
             reader: has just read their text.
@@ -168,7 +168,7 @@ class ReasoningCounter:
         return new
 
     def _num_thoughts(self, ids: Sequence[int], is_thinking: bool) -> int:
-        """How many come before thoughts end."""
+        """Returns the number of tokens before the reasoning ends."""
         was_thinking, self._was_thinking = self._was_thinking, is_thinking
         if not self._end:
             return len(ids) if is_thinking or was_thinking or not self.count else 0
@@ -192,5 +192,5 @@ def marker_ids(made_of: OutputFormat, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def is_cut(choice: CompletionOutput) -> bool:
-    """Whether an answer ended before the model was done."""
+    """True if an answer ended before the model was done."""
     return choice.finish_reason != "stop" or isinstance(choice.stop_reason, str)

@@ -3,19 +3,141 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from vllmx_core.errors import InvalidRequestError
+from vllmx_core.errors import InvalidRequestError, QueueFullError
+from vllmx_core.sampling import SamplingParams
+from vllmx_core.system.deadline import Deadline
 
 from vllmx_engine.client.chat import ChatMessage, ChatOptions, ChatRenderer, Message
 from vllmx_engine.client.chat_images import ChatImages, Pictures
-from vllmx_engine.client.fetches import Fetches
-from vllmx_engine.client.request_size import chat_cost, chat_size, prompt_size
+from vllmx_engine.client.request import Prompt
 from vllmx_engine.formats.named import Origin
-from vllmx_engine.text.text_threads import Stopped, TextThreads
+from vllmx_engine.images.source import FETCH_S
+from vllmx_engine.text.text_threads import Stopped, TextLimits, TextThreads
 from vllmx_engine.text.tokenizer import Tokenizer, TooManyTokensError
+
+_THREADS = 64
+_TOGETHER = 4
+"""Images that one client fetches from one host at a time."""
+
+
+class Fetches:
+    """Fetches images of conversations on threads. A client's images from one host wait only for
+    each other."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_THREADS, "vllmx-images")
+        self._shares: dict[tuple[str, str], _Share] = {}
+
+    async def fetch(self, pictures: Pictures, client: str) -> None:
+        """Fetches the images that are not inline, within `FETCH_S` in all. May be cancelled. Raises
+        the first error: InvalidRequestError, or QueueFullError if an image never had its turn."""
+        gone = threading.Event()
+        deadline = Deadline(FETCH_S, gone.is_set)
+        tasks = [
+            asyncio.create_task(self._fetch(pictures, index, client, deadline))
+            for index in pictures.far
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            gone.set()
+            for task in tasks:
+                task.cancel()
+
+    async def _fetch(self, pictures: Pictures, index: int, client: str, deadline: Deadline) -> None:
+        host = pictures.source(index).host
+        share = self._shares.setdefault((client, host), _Share())
+        share.num_users += 1
+        try:
+            await _enter(share, host, deadline)
+            try:
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._threads, pictures.fetch, index, deadline)
+            finally:
+                share.turns.release()
+        finally:
+            share.num_users -= 1
+            if not share.num_users:
+                del self._shares[client, host]
+
+    def close(self) -> None:
+        """Drops the fetches that wait for a thread."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class _Share:
+    """The fetches of one client from one host."""
+
+    def __init__(self) -> None:
+        self.turns = asyncio.Semaphore(_TOGETHER)
+        self.num_users = 0
+
+
+async def _enter(share: _Share, host: str, deadline: Deadline) -> None:
+    try:
+        async with asyncio.timeout(deadline.left_s(deadline.seconds)):
+            await share.turns.acquire()
+    except TimeoutError:
+        raise QueueFullError(
+            f"{_TOGETHER} images of {host or 'this machine'} are being fetched already, and none"
+            f" came within {deadline.seconds:g} s: send the request again in a moment"
+        ) from None
+
+
+_BYTES_PER_ID = 4
+_BYTES_PER_MESSAGE = 64
+
+
+def prompt_size(prompt: Prompt) -> int:
+    """The size of a text, token ids, or a mapping of either."""
+    parts = prompt.values() if isinstance(prompt, Mapping) else (prompt,)
+    return sum(
+        len(part) if isinstance(part, str) else _BYTES_PER_ID * len(part)
+        for part in parts
+        if isinstance(part, Sized)
+    )
+
+
+def rules_size(params: SamplingParams) -> int:
+    """The size of stop strings, which are compiled, bad words, which are tokenised, and allowed
+    ids, of which there may be a vocabulary's worth to check."""
+    texts = sum(map(len, params.stop)) + sum(map(len, params.bad_words))
+    return texts + _BYTES_PER_ID * len(params.allowed_token_ids or ())
+
+
+def chat_size(messages: Sequence[ChatMessage | Message]) -> int:
+    """Returns the size of a conversation's texts, in characters. A value that is not a conversation
+    has size 0: rendering refuses it."""
+    if not isinstance(messages, Sequence):
+        return 0
+    size = _BYTES_PER_MESSAGE * len(messages)
+    for message in messages:
+        content = message.content if isinstance(message, Message) else None
+        if isinstance(message, Mapping):
+            content = message.get("content")
+        if isinstance(content, str):
+            size += len(content)
+        elif isinstance(content, Sequence):
+            size += sum(map(_part_size, content))
+    return size
+
+
+def chat_cost(size: int, pictures: Pictures) -> int:
+    """The cost of a conversation of so many bytes; with images it never passes for a small one, for
+    decoding them takes long."""
+    return size if not pictures else max(size + pictures.num_bytes, TextLimits().small_bytes + 1)
+
+
+def _part_size(part: Any) -> int:
+    text = part.get("text") if isinstance(part, Mapping) else part
+    return len(text) if isinstance(text, str) else 0
+
 
 T = TypeVar("T")
 
@@ -42,7 +164,7 @@ class AsyncText:
 
     @property
     def calls_origin(self) -> Origin:
-        """How well the form of calls in answers is known; found out by the first chat."""
+        """The origin of the format of calls in answers; found out by the first chat."""
         return self._renderer.format.tools_origin
 
     @property
@@ -137,8 +259,9 @@ class AsyncText:
         self._fetches.close()
 
     async def convert(self, client: str, size: int, function: Callable[[], T]) -> T:
-        """What `function` makes of so many bytes of text or ids, on a thread where the event loop
-        would be held up noticeably. Raises QueueFullError and what `function` raises."""
+        """Returns the result of `function` for so many bytes of text or ids. Runs on a thread if it
+        would hold up the event loop noticeably. Raises QueueFullError and the errors of
+        `function`."""
         if size <= INLINE_BYTES:
             return function()
         return await self.text.run(client, size, lambda _: function())

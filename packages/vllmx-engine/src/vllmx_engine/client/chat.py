@@ -24,7 +24,6 @@ from vllmx_engine.client.chat_options import (
     default_variables,
 )
 from vllmx_engine.client.forced_calls import CALLS_FIELD, asks_for_calls, told_tools, with_calls
-from vllmx_engine.client.free_part import free_part
 from vllmx_engine.client.request import Request
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.formats.named import FoundFormat, check_name
@@ -35,6 +34,45 @@ from vllmx_engine.wire.grammars import FreePart, Thoughts
 
 if TYPE_CHECKING:
     from vllmx_engine.text.chat_template import ChatTemplate
+
+
+def free_part(
+    made_of: OutputFormat,
+    prompt: str,
+    options: ChatOptions,
+    tokenizer: Tokenizer,
+    eos_ids: Sequence[int],
+    *,
+    thinks: bool,
+) -> FreePart | None:
+    """Returns the free part of the answer to a prompt, before its grammar; None if it has none.
+
+    A prompt may end within reasoning, and the grammar follows its end. Behind any other prompt the
+    model may begin to reason if that was asked for. A mask that allows reasoning makes models begin
+    it that were never trained to, since both beginnings are equally unlikely to them.
+    """
+    marker, held = tokenizer.marker, tuple(eos_ids)
+    channels, thinking = made_of.channels, made_of.thinking
+    if channels is not None and not options.continue_final_message:
+        header = channels.channel + channels.content
+        ends = (
+            marker(header + channels.message),
+            marker(f"{header} {channels.constrain}json{channels.message}"),
+        )
+        # a call of a tool is an answer, too
+        return FreePart(ends, marker(channels.channel), () if options.tools else held)
+    if made_of.opened and prompt.rstrip().endswith(made_of.opened.strip()):
+        header = made_of.content_begin.removeprefix(made_of.opened)
+        return FreePart((marker(header),), (), () if options.tools else held)
+    if thinking is None or not thinking.begin.strip():
+        return None
+    begin, end = thinking.begin.strip(), thinking.end.strip()
+    if prompt.rstrip().endswith(begin):
+        return FreePart((marker(end),), held_ids=held)
+    if options.continue_final_message or not thinks or prompt.rstrip().endswith(end):
+        return None
+    return FreePart((marker(end),), marker(made_of.thinking_begin.strip()), held)
+
 
 __all__ = ["ChatMessage", "ChatOptions", "ChatRenderer", "Message", "load_tokenizer"]
 
@@ -67,7 +105,7 @@ class ChatRenderer:
     @classmethod
     def of(cls, config: EngineConfig, tokenizer: Tokenizer, registry: Registry) -> ChatRenderer:
         """The renderer that a configuration asks for. Raises ConfigError for a template file that
-        cannot be read, and for a parser that nobody provides."""
+        cannot be read, and for an unknown parser."""
         for flag in ("tool_parser", "reasoning_parser"):
             check_name(registry, flag, getattr(config, flag))
         source = template_of(config.chat_template)
@@ -81,7 +119,7 @@ class ChatRenderer:
 
     @property
     def format(self) -> FoundFormat:
-        """What answers are made of. Looked for at first use, which may take a while."""
+        """The format of answers. The first use looks for it, which may take a while."""
         from vllmx_engine.client.answers import marker_ids
 
         with self._lock:
@@ -159,7 +197,8 @@ class ChatRenderer:
         eos_ids: Sequence[int],
         options: ChatOptions | None = None,
     ) -> FreePart | None:
-        """What the answer to a prompt of `render` has in front of its form. May take a while."""
+        """Returns the part of the answer to a prompt of `render` before its grammar. May take a
+        while."""
         form, options = params.structured_outputs, self._with_defaults(options)
         if form is None:
             return None
@@ -174,8 +213,9 @@ class ChatRenderer:
     def thoughts(
         self, params: SamplingParams, prompt: str, options: ChatOptions | None = None
     ) -> Thoughts | None:
-        """How long the answer to a prompt of `render` may think. May take a while. Raises
-        InvalidRequestError where nothing tells thoughts and the options need a budget."""
+        """Returns the budget of reasoning tokens of the answer to a prompt of `render`. May take a
+        while. Raises InvalidRequestError if the options need a budget and no format marks
+        reasoning."""
         made_of = self.format.format
         budget, thinking = params.thinking_token_budget, made_of.thinking
         if budget is None or budget < 0:
@@ -188,7 +228,7 @@ class ChatRenderer:
             if options is not None and not options.needs_budget:
                 return None
             raise InvalidRequestError(
-                "thinking_token_budget needs a model whose thoughts can be told from content: leave"
+                "thinking_token_budget needs a model with a known reasoning format: leave"
                 " it out, or start the server with --reasoning-parser",
                 param="thinking_token_budget",
             )
@@ -215,7 +255,7 @@ class ChatRenderer:
         return replace(request, readers=readers) if readers.is_needed else request
 
     def _with_defaults(self, options: ChatOptions | None) -> ChatOptions:
-        """What is asked for, over the variables that the operator sets for all."""
+        """Returns the options over the operator's template variables."""
         options = options or ChatOptions()
         if not self._defaults:
             return options

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, InvalidRequestError
 from vllmx_core.system.deadline import Deadline
@@ -16,13 +17,61 @@ from vllmx_engine.client.chat_options import ChatMessage, Message
 from vllmx_engine.client.request import Request, RequestBuilder
 from vllmx_engine.images.decode import check_pillow, decode, size_of
 from vllmx_engine.images.limits import ImageLimits
-from vllmx_engine.images.placing import place_images, write_images
-from vllmx_engine.images.prepared import PreparedImage
 from vllmx_engine.images.processor import Fit, ImageProcessor, find_processor, processor_of
 from vllmx_engine.images.source import ImageSource, check_source, read_source
 from vllmx_engine.text.messages import IMAGE_PARTS
-from vllmx_engine.wire.image_room import ImageRoom
+from vllmx_engine.text.prompt_text import PromptText
+from vllmx_engine.wire.images import ImageRoom, PreparedImage
 from vllmx_engine.wire.messages import CoreInfo, ImageInput
+
+
+def write_images(prompt: str, processor: ImageProcessor, sizes: Sequence[int]) -> str:
+    """The prompt with a place for each token of each image. `sizes`: tokens of the images.
+
+    Raises:
+        InvalidRequestError: the template wrote more or fewer marks than there are images: it knows
+            none, or a text of the conversation holds the mark.
+    """
+    marked = prompt.marked if isinstance(prompt, PromptText) else prompt
+    texts = marked.split(processor.mark)
+    if len(texts) != len(sizes) + 1:
+        raise InvalidRequestError(
+            f"the prompt has {len(texts) - 1} marks {processor.mark!r} for {len(sizes)} images:"
+            " leave the mark out of texts, and use a chat template that knows images",
+            param="messages",
+        )
+    pieces = [texts[0]]
+    for num_tokens, text in zip(sizes, texts[1:], strict=True):
+        pieces += (processor.written(num_tokens), text)
+    text = "".join(pieces)
+    return PromptText.of_marked(text) if isinstance(prompt, PromptText) else text
+
+
+def place_images(ids: Sequence[int], token_id: int, sizes: Sequence[int]) -> list[int]:
+    """The place of each image's first token among the ids of a prompt of `write_images`.
+
+    Raises InvalidRequestError where a text of the conversation holds the token of images.
+    """
+    at = np.flatnonzero(np.asarray(ids, np.int64) == token_id)
+    starts: list[int] = []
+    taken = 0
+    for num_tokens in sizes:
+        own = at[taken : taken + num_tokens]
+        if own.size != num_tokens or own[-1] - own[0] != own.size - 1:
+            raise _token_in_text()
+        starts.append(int(own[0]))
+        taken += own.size
+    if taken != at.size:
+        raise _token_in_text()
+    return starts
+
+
+def _token_in_text() -> InvalidRequestError:
+    return InvalidRequestError(
+        "a text of the conversation holds the token that stands for images: leave it out",
+        param="messages",
+    )
+
 
 Stopped = Callable[[], bool]
 
@@ -236,7 +285,7 @@ def chat_images(config: EngineConfig, builder: RequestBuilder) -> ChatImages:
 
 
 def _processor(info: CoreInfo) -> ImageProcessor | None:
-    """What the model's format says itself, or its folder."""
+    """Returns the processor that the model's format describes, or its folder."""
     if info.image_processor:
         return processor_of(info.image_processor, info.path)
     return find_processor(Path(info.path))

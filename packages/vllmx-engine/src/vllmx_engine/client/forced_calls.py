@@ -1,4 +1,4 @@
-"""What `tool_choice` and strict tools make of an answer's form."""
+"""The grammar of an answer under `tool_choice` and strict tools."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllmx_engine.formats.call_grammar import may_call, must_call, tells_calls
 from vllmx_engine.formats.tool_schemas import Tools, tools_by_name
 
 CALLS_FIELD = "tool_choice"
-"""What has made a form of calls."""
+"""The `field` of a form that was made for calls."""
 
 
 def choice_of(given: str | Mapping[str, Any] | None) -> str:
@@ -34,7 +34,7 @@ def choice_of(given: str | Mapping[str, Any] | None) -> str:
 
 
 def asks_for_calls(chat: ChatOptions | None) -> bool:
-    """Whether the form of calls is not left to the model."""
+    """True if the request constrains the form of calls."""
     if chat is None or chat.tool_choice == "none":
         return False
     return chat.tool_choice != "auto" or chat.allowed_tools is not None or _has_strict(chat.tools)
@@ -83,8 +83,8 @@ def with_calls(params: SamplingParams, made_of: OutputFormat, chat: ChatOptions)
 
 
 def _holds_calls(made_of: OutputFormat, chat: ChatOptions) -> bool:
-    """Whether a grammar can hold calls that the answer may have. One that goes on within a message
-    has not the header with which others begin."""
+    """True if a grammar can constrain the calls of this answer. An answer that continues a message
+    lacks the header with which others begin."""
     goes_on = chat.continue_final_message or chat.add_generation_prompt is False
     return tells_calls(made_of) and not (goes_on and made_of.channels is not None)
 

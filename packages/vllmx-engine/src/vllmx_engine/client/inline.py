@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Self
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import EngineDeadError, RankLostError, StepTimeoutError
 from vllmx_core.plugins.registry import Registry
+from vllmx_core.records import MutableRecord, field
 
 from vllmx_engine.client.chat import ChatRenderer, load_tokenizer
 from vllmx_engine.client.chat_images import chat_images
@@ -22,7 +24,6 @@ from vllmx_engine.client.pooling import PoolingBuilder
 from vllmx_engine.client.request import Request, RequestBuilder
 from vllmx_engine.client.request_state import OutputKind, RequestState
 from vllmx_engine.client.request_table import RequestTable
-from vllmx_engine.client.stepper import Stepper
 from vllmx_engine.core.found_model import find_model
 from vllmx_engine.core.load import load_core
 from vllmx_engine.core.watchdog import StepWatch, log_stuck
@@ -30,6 +31,97 @@ from vllmx_engine.grammar.check import check
 from vllmx_engine.grammar.vocabulary import Lexicon, vocabulary_of
 from vllmx_engine.wire.grammars import GrammarSpec
 from vllmx_engine.wire.outputs import RequestOutput
+
+
+class _Waiter(MutableRecord):
+    done: Callable[[], bool]
+    over: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+
+class Stepper:
+    """Several threads may wait at once; a step serves them all.
+
+    The thread ends soon after the last of them has what it wanted, so that an engine that nobody
+    uses is freed like any object.
+
+    Args:
+        step: computes one step. All threads that wait get what it raises.
+        more: whether another step would compute anything.
+    """
+
+    LINGER_S = 0.01
+    """The seconds for which the thread goes on without a reader, or waits for work. A reader of a
+    stream comes back at once, and the next token is already under way: waking two threads for each
+    would cost 0.1 ms a token."""
+
+    def __init__(self, step: Callable[[], None], more: Callable[[], bool]) -> None:
+        self._step = step
+        self._more = more
+        self._left_s = 0.0
+        """The time when the last waiting thread had its result."""
+        self._change = threading.Condition()
+        self._waiters: list[_Waiter] = []
+        self._running = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_current(self) -> bool:
+        """True on the thread that runs the steps."""
+        return self._thread is threading.current_thread()
+
+    def wait(
+        self, done: Callable[[], bool], look: Callable[[], None], interval_s: float | None
+    ) -> None:
+        """Steps until `done()`, which is asked before each step and on the thread of the steps.
+        Calls `look` here every `interval_s` meanwhile; what it raises ends the wait."""
+        waiter = _Waiter(done)
+        with self._change:
+            self._waiters.append(waiter)
+            if self._running:
+                self._change.notify()
+            else:
+                self._running = True
+                self._thread = threading.Thread(target=self._run, name="vllmx-steps", daemon=True)
+                self._thread.start()
+        try:
+            while not waiter.over.wait(interval_s):
+                look()
+        finally:
+            with self._change:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+        if waiter.error is not None:
+            raise waiter.error
+
+    def _run(self) -> None:
+        while self._somebody_waits():
+            try:
+                self._step()
+            except BaseException as error:  # raised again in each waiting thread
+                with self._change:
+                    waiters, self._waiters = self._waiters, []
+                for waiter in waiters:
+                    waiter.error = error
+                    waiter.over.set()
+
+    def _somebody_waits(self) -> bool:
+        """Releases the threads that have their result; False when this one must end."""
+        with self._change:
+            while True:
+                for waiter in [waiter for waiter in self._waiters if waiter.done()]:
+                    self._waiters.remove(waiter)
+                    waiter.over.set()
+                    self._left_s = time.monotonic()
+                if self._waiters:
+                    return True
+                if time.monotonic() - self._left_s < self.LINGER_S and self._more():
+                    return True
+                woken = self._change.wait(self.LINGER_S)
+                if not (woken or self._waiters):  # one may have come as the time was up
+                    self._running = False
+                    return False
+
 
 logger = logging.getLogger("vllmx.inline")
 
@@ -44,7 +136,7 @@ _GIVEN_UP = (StepTimeoutError, RankLostError)
 class InlineEngine:
     """An engine core and its requests. Several threads may use it: steps run on a thread of their
     own while anybody waits (see `Stepper`), and whatever else touches the core takes turns with
-    them. Who waits, for a step or for a turn, watches that steps come back.
+    them. A thread that waits, for a step or for its turn, watches for hanging steps.
 
     Raises (constructor): the typed reason why the model cannot be loaded.
     """
@@ -127,7 +219,7 @@ class InlineEngine:
                 self._core.abort(aborted)
 
     def _check_grammar(self, spec: GrammarSpec) -> str:
-        """Checks a grammar in this process: whoever brings it waits for it. Raises GrammarError."""
+        """Checks a grammar in this process, on the calling thread. Raises GrammarError."""
         with self._verdict_on_grammars:
             if self._lexicon is None:
                 size = self.info.vocab_size
@@ -235,25 +327,25 @@ class InlineEngine:
 
 
 class Turn:
-    """A lock that a thread in a loop cannot keep from others: a thread that waits holds the door,
-    and the loop must wait behind it. Not reentrant."""
+    """A fair lock: the next waiting thread holds the gate, so a thread that releases and
+    acquires in a loop waits behind it. Not reentrant."""
 
     def __init__(self) -> None:
-        self._door = threading.Lock()
-        self._room = threading.Lock()
+        self._gate = threading.Lock()
+        self._lock = threading.Lock()
 
     def acquire(self, timeout_s: float | None = None) -> bool:
         """False when the time was up; None: it never is."""
         wait_s = -1.0 if timeout_s is None else timeout_s
-        if not self._door.acquire(timeout=wait_s):
+        if not self._gate.acquire(timeout=wait_s):
             return False
         try:
-            return self._room.acquire(timeout=wait_s)
+            return self._lock.acquire(timeout=wait_s)
         finally:
-            self._door.release()
+            self._gate.release()
 
     def release(self) -> None:
-        self._room.release()
+        self._lock.release()
 
     def __enter__(self) -> None:
         self.acquire()

@@ -16,7 +16,7 @@ from vllmx_engine.wire.outputs import Logprob
 
 class LogprobRows(Sequence[Any]):
     """`dict[int, Logprob]` for each position, made at each access: the token itself first, then the
-    likeliest. None where `rows` has None, as for the first token of a prompt."""
+    most likely. None where `rows` has None, as for the first token of a prompt."""
 
     __slots__ = ("rows", "tokenizer")
 
@@ -53,10 +53,10 @@ class LogprobRows(Sequence[Any]):
 
 
 def decode_logprobs(row: TokenLogprobs, tokenizer: Tokenizer) -> Iterator[tuple[int, Logprob]]:
-    """The token itself first, then the likeliest, each with its text. Tokens named by the request
+    """The token itself first, then the most likely, each with its text. Tokens named by the request
     have no rank."""
     yield row.token, Logprob(row.logprob, row.rank, tokenizer.token_text(row.token))
-    for rank, (token, logprob) in enumerate(row.likeliest(), 1):
+    for rank, (token, logprob) in enumerate(row.ranked(), 1):
         if token != row.token:
             text = tokenizer.token_text(token)
             yield token, Logprob(logprob, rank if row.is_ranked else None, text)

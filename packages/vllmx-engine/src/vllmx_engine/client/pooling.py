@@ -1,5 +1,4 @@
-"""Texts that want vectors or scores: from what is asked to what the core is told, and from what it
-answers to what the user gets."""
+"""Vectors and scores of texts: requests for the core, and results from its answers."""
 
 from __future__ import annotations
 
@@ -14,11 +13,51 @@ from vllmx_core.records import Record
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.client.request import Request, RequestOptions, check_truncation
-from vllmx_engine.text.pairs import encode_fitting
 from vllmx_engine.text.tokenizer import Tokenizer, TooManyTokensError
-from vllmx_engine.wire.messages import CoreInfo, CoreRequest, pack_ids
+from vllmx_engine.wire.messages import CoreInfo, CoreRequest, PoolingInfo, PoolingTask, pack_ids
 from vllmx_engine.wire.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
-from vllmx_engine.wire.pooling import PoolingInfo, PoolingTask
+
+_MAX_CUTS = 4
+
+
+def encode_fitting(
+    tokenizer: Tokenizer,
+    parts: tuple[str, str, str],
+    first: str | None,
+    add_special_tokens: bool,
+    limit: int,
+    *,
+    is_cut: bool,
+) -> tuple[list[int], list[int]]:
+    """Returns ids, and for each the text of a pair that it belongs to.
+
+    Args:
+        parts: the prefix of a text, the text, and its suffix.
+        first: the other text of a pair, before these parts.
+        limit: the most tokens.
+        is_cut: a longer text is cut at its end; prefix and suffix stay.
+
+    Raises TooManyTokensError where nothing is cut, InvalidRequestError.
+    """
+    before, text, behind = parts
+    if is_cut:  # of each no more than could stay is looked at
+        before, text = (tokenizer.part_with(each, limit) for each in (before, text))
+        first = None if first is None else tokenizer.part_with(first, limit)
+    for _ in range(_MAX_CUTS):
+        try:
+            return tokenizer.encode_pair(
+                first, before + text + behind, add_special_tokens, limit=limit, exact=is_cut
+            )
+        except TooManyTokensError as error:
+            if not is_cut:
+                raise
+            if not text:
+                break
+            surplus = error.num_tokens - limit
+        text = tokenizer.without_last(text, surplus)
+    ids, types = tokenizer.encode_pair(first, before + text + behind, add_special_tokens)
+    return ids[:limit], types[:limit]
+
 
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=1)
 _REMEDY = {
@@ -57,7 +96,7 @@ class PoolingText(Record):
 
 
 class PoolingChoice(Record):
-    """How inputs become tokens, and what becomes of what the model gives."""
+    """The conversion of inputs into tokens, and of the model's output into results."""
 
     add_special_tokens: bool = True
     max_tokens: int | None = None
@@ -93,8 +132,8 @@ class PoolingBuilder:
         self._numbers = itertools.count()
 
     def model(self, task: PoolingTask) -> PoolingInfo:
-        """What the model does. Raises InvalidRequestError, with what to load, unless it does
-        this."""
+        """Returns the model's pooling. Raises InvalidRequestError, with a model to load instead,
+        for another task."""
         pooling = self.info.pooling
         if pooling is not None and task in pooling.tasks:
             return pooling
@@ -194,7 +233,7 @@ class PoolingBuilder:
 def finished_values(
     task: PoolingTask, model: PoolingInfo, vector: F32, choice: PoolingChoice
 ) -> F32:
-    """What the user gets of what the model gave."""
+    """Returns the user's result of the model's output."""
     if task == "embed" or "embed" in model.tasks:
         normalize = model.normalize if choice.normalize is None else choice.normalize
         return _cut(vector, choice.dimensions, normalize=normalize)
@@ -265,7 +304,7 @@ def cosine_output(
 
 
 def cosine(first: F32, second: F32) -> float:
-    """How alike two vectors are, from -1 to 1; 0 where one is zero."""
+    """Returns the cosine of two vectors, from -1 to 1; 0 if one is zero."""
     lengths = float(np.linalg.norm(first)) * float(np.linalg.norm(second))
     found = float(first @ second) / lengths if lengths else 0.0
     return min(1.0, max(-1.0, found))  # sums are rounded

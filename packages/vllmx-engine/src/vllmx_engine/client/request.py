@@ -19,13 +19,14 @@ from vllmx_core.records import Record, field
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.client.answers import AnswerReaders
-from vllmx_engine.client.id_lists import checked_ids, id_outside
-from vllmx_engine.client.logprob_limit import (
+from vllmx_engine.client.request_limits import (
     check_logprobs,
+    checked_ids,
+    id_outside,
     most_scored_tokens,
     resolve_logprobs,
 )
-from vllmx_engine.client.model_defaults import default_params, eos_ids
+from vllmx_engine.core.generation_config import default_params, eos_ids
 from vllmx_engine.grammar.spec import grammar_spec
 from vllmx_engine.text.stop import StopSet
 from vllmx_engine.text.tokenizer import Tokenizer, TooManyTokensError
@@ -50,9 +51,9 @@ class Request(Record):
     stops: StopSet | None
     arrival_s: float = field(default_factory=time.monotonic)
     text_s: float = 0.0
-    """How long rendering and tokenising took before `arrival_s`, the wait for a thread included."""
+    """Seconds of rendering and tokenising before `arrival_s`, including the wait for a thread."""
     grammar_s: float = 0.0
-    """How long the check of its grammar took before that."""
+    """Seconds of the grammar check before that."""
     readers: AnswerReaders | None = None
     """The readers of a conversation's answers, where they hold more than content."""
 
@@ -80,9 +81,9 @@ class RequestOptions:
     session_id: str = ""
     """Requests of one session go on with one another."""
     log_id: str = ""
-    """What logs call the request, beside our own id: of letters, digits and `_.:-`."""
+    """The request's name in logs, next to our own id: of letters, digits and `_.:-`."""
     share: float = 1.0
-    """What the client gets of the capacity beside others: twice as much where it is 2."""
+    """The client's weight in the fair share of capacity: 2 gets twice as much as 1."""
     queue_timeout_s: float = 0.0
     """It ends with QueueTimeoutError when it waited so long for its turn; 0: never."""
     at_end: bool = False
@@ -156,16 +157,16 @@ class RequestBuilder:
         thoughts: Thoughts | None = None,
         free: FreePart | None = None,
     ) -> Request:
-        """Everything that can be refused is refused here.
+        """Builds a request. All checks that can refuse it are here.
 
         Args:
-            params: None: what the model recommends.
+            params: None: the model's recommended ones.
             add_special_tokens: BOS and the like around a text; False after a chat template, which
                 brings its own.
             fit_max_tokens: a `max_tokens` that the context cannot hold is cut, not refused.
-            grammar: what came of checking `params.structured_outputs`; None: it is checked here.
-            thoughts: how long the answer may think.
-            free: what stands in front of the answer's form, if it has one.
+            grammar: the result of checking `params.structured_outputs`; None: it is checked here.
+            thoughts: the budget of reasoning tokens.
+            free: the part of the answer before its grammar, if it has one.
 
         Raises:
             GrammarError: no answer can follow `params.structured_outputs`.
@@ -216,7 +217,7 @@ class RequestBuilder:
     def _truncated(
         self, prompt: Prompt, add_special_tokens: bool, params: SamplingParams
     ) -> tuple[str | None, list[int]]:
-        """What `_tokens` gives, but without what `truncate_prompt_tokens` leaves out."""
+        """Returns the result of `_tokens` without the ids that `truncate_prompt_tokens` drops."""
         limit, keep = self.info.max_model_len, params.truncate_prompt_tokens or -1
         check_truncation(keep, limit)
         if keep < 0:
@@ -349,7 +350,7 @@ class RequestBuilder:
         for word, bare, spaced in zip(words, bare_ids, spaced_ids, strict=True):
             if not bare:
                 raise InvalidRequestError(
-                    f"bad_words has {word!r}, which is no word", param="bad_words"
+                    f"bad_words has {word!r}, which is not a word", param="bad_words"
                 )
             found.append(bare)
             if spaced[-len(bare) :] != bare:

@@ -22,7 +22,7 @@ _MAX_DELTA_LOGPROBS = 1344
 
 
 def delta_rows(num_logprobs: int | None) -> int:
-    """Positions in one output of a stream, by how many of the likeliest each has."""
+    """Positions in one output of a stream, by how many of the most likely each has."""
     return max(1, min(MAX_DELTA_ROWS, _MAX_DELTA_LOGPROBS // ((num_logprobs or 0) + 1)))
 
 
@@ -79,7 +79,7 @@ class ChoiceState:
         self.has_update = False
         self.vector = b""
         self.shortcut: Shortcut | None = None
-        """Takes an update to whoever waits for it; see `RequestStream.divert`."""
+        """Takes an update to its consumer; see `RequestStream.divert`."""
         self._tokenizer = tokenizer
         self._hide_logprobs = params.logprobs is None
         self._most_rows = delta_rows(params.logprobs)
@@ -126,8 +126,9 @@ class ChoiceState:
                 self.logprobs.append(row)
 
     def output(self, *, drop: bool) -> CompletionOutput:
-        """What is held; with `drop` it is given away, so that the next output has what follows. Of
-        many log-probabilities, which a slow client lets gather, a part is given away at a time."""
+        """Returns the tokens held so far; with `drop` they are released, so that the next output
+        begins behind them. Many log-probabilities, which a slow client lets gather, are released in
+        parts."""
         if drop and len(self.logprobs) > self._most_rows:
             return self._part()
         output = CompletionOutput(
@@ -224,12 +225,12 @@ class RequestState:
         return self.num_unfinished == 0
 
     def has_update(self) -> bool:
-        """Whether something is there to hand out."""
+        """True if there is something to deliver."""
         return self.num_unfinished == 0 or any(choice.has_update for choice in self.choices)
 
     @property
     def wants_update(self) -> bool:
-        """Whether the callback is due."""
+        """True if the callback is due."""
         return self.num_unfinished == 0 or self.kind != "final"
 
     def end(self, reason: FinishReason, error: VllmxError | None = None) -> None:
@@ -248,7 +249,7 @@ class RequestState:
         metrics.num_generation_tokens += count
 
     def output(self) -> RequestOutput:
-        """What is new, or with the kinds "cumulative" and "final" all so far."""
+        """Returns the new part, or all so far for the kinds "cumulative" and "final"."""
         drop = self.kind == "delta"
         chosen = self._updated() if drop else self._best()
         prompt_logprobs = self.prompt_logprobs

@@ -33,7 +33,7 @@ class RequestStream:
     Raises the request's error (`EngineDeadError` when the core died) from the iteration; an abort
     ends it with a last output of finish reason "abort". Cancelling the task that waits aborts, and
     so does leaving the `async with` early. Updates that the consumer has not taken yet are merged
-    into one output, so that a slow consumer costs no memory and holds up nobody.
+    into one output, so that a slow consumer costs no memory and delays no one else.
 
     Args:
         request: what was asked.
@@ -82,10 +82,9 @@ class RequestStream:
         self._state = state
 
     def divert(self, sink: Sink) -> None:
-        """Offers `sink` from now on what comes while the consumer waits for it, so that a token
-        wakes no task; the end comes to the consumer. This is for streams of deltas with one choice
-        and without log-probabilities. Where no stop strings are looked for either, what comes is
-        not even gathered."""
+        """Sends new text straight to `sink` while the consumer waits, so that a token wakes no
+        task; the end still goes to the consumer. This is for streams of deltas with one choice and
+        without log-probabilities. Without stop strings the text is not even gathered."""
         self._sink = sink
         choice = self._state.choices[0]
         if choice.text.is_plain:
@@ -129,7 +128,7 @@ class RequestStream:
             self._on_abort(self._state, None)
 
     def fail(self, error: VllmxError) -> None:
-        """Ends the request now, as `abort` does; whoever iterates gets this error."""
+        """Ends the request now, as `abort` does; the iterating consumer gets this error."""
         if not self._state.finished:
             self._on_abort(self._state, error)
 

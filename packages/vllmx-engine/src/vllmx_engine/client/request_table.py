@@ -1,4 +1,4 @@
-"""All requests in flight of a frontend: who gets which update of a step."""
+"""All requests in flight of a frontend, and the routing of a step's updates to them."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class RequestTable:
         elsewhere: int = 0,
         client: str | None = None,
     ) -> None:
-        """Whether a call with so many choices fits beside those in flight, here and elsewhere,
-        where so many run and wait at the most. Raises InvalidRequestError where it never could,
-        and QueueFullError.
+        """Checks that a call with so many choices fits next to those in flight, here and elsewhere.
+        Raises InvalidRequestError if it never could, and QueueFullError.
 
         Args:
-            client: who asks, where several clients share the places: beside what can run, nobody
-                has more than is left free for others. None: nobody else is known.
+            client: the caller, if several clients share the queue: none of them may have more
+            places beyond the running ones than it leaves free for others. None: no others are
+            known.
         """
         places = running + waiting
         most = places if client is None else max(running, (places + 1) // 2)
@@ -91,7 +91,7 @@ class RequestTable:
         return state
 
     def _forget(self, request_id: str) -> bool:
-        """Whether it was there."""
+        """Forgets a request; True if it was known."""
         choice = self._choices.pop(request_id, None)
         if choice is None:
             return False

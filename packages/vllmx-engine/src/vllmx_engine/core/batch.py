@@ -6,18 +6,20 @@ import numpy as np
 from vllmx_core.plan import I32, AnyArray, SamplingRows, StepPlan
 from vllmx_core.records import MutableRecord, field
 
-from vllmx_engine.core.chunk import Batch, Chunk
 from vllmx_engine.core.cost import StepCost
 from vllmx_engine.core.grammar_masks import PATIENCE_S, PATIENCE_SHARE, USUAL_S
 from vllmx_engine.core.images import Images
+from vllmx_engine.core.limits import Limits
 from vllmx_engine.core.row_states import RowStates
 from vllmx_engine.core.rows import RowTable, known_tokens
 from vllmx_engine.core.sampling_rows import NOTHING_SAMPLED, LogitOwners, RowsBuilder
-from vllmx_engine.core.sequence import Limits, Sequence
+from vllmx_engine.core.scheduler import Batch
+from vllmx_engine.core.sequence import Sequence
+from vllmx_engine.core.step_budget import Chunk
 
 
 class Step(MutableRecord):
-    """What the engine must know to commit a step that was launched."""
+    """State that the engine keeps of a launched step in order to commit it."""
 
     number: int
     batch: Batch
@@ -26,7 +28,7 @@ class Step(MutableRecord):
     context_len: I32  # (R,)
     owners: LogitOwners
     waits_for_ids: bool
-    """Whether its edits wait for the ids of the step before: `BatchBuilder.edit` makes them."""
+    """True if its edits need the previous step's ids; `BatchBuilder.edit` then makes them."""
     late: list[Sequence] = field(default_factory=list)
     """Sequences that it brings no token of, because their masks are still being made: they go on
     with `Scheduler.release`."""
@@ -97,10 +99,12 @@ class BatchBuilder:
             owners=owners,
             waits_for_ids=waits_for_ids,
         )
+        # The next step is prepared while this one runs: the table moves on before its results come.
         table.computed[select] = plan.context_len
         sampled = select if not batch.chunks else owners.rows
-        table.last_token[sampled] = -1 - owners.logits
+        table.last_token[sampled] = -1 - owners.logits  # references, until `commit` has the ids
         table.sampled_in[sampled] = number
+        # A slow mask would delay every row of the next step: its row sits that step out.
         for row in owners.constrained:
             if row.sequence.grammar is not None and row.sequence.grammar.is_slow:
                 row.sequence.grammar.paused_step = number
@@ -110,7 +114,7 @@ class BatchBuilder:
         return plan, sampling, step
 
     def _see(self, plan: StepPlan, batch: Batch, rows: AnyArray) -> None:
-        """What images decide: rows of features, and rotations of those that follow them."""
+        """Sets the rows of image features, and the rotations of rows with images."""
         table = self._table
         if self._images is not None and batch.chunks:
             starts = plan.query_start[batch.decodes.size : -1].tolist()
@@ -130,8 +134,8 @@ class BatchBuilder:
                 plan.rope_positions[:, start : start + chunk.num_tokens] = known
 
     def edit(self, step: Step, sampling: SamplingRows) -> None:
-        """What was left out of the parameters of a step that `waits_for_ids`, which are known by
-        now."""
+        """Fills in the sampling parameters that a step with `waits_for_ids` left out; its ids are
+        known by now."""
         late = self._sampling.edit(
             step.owners, sampling, step.number, lambda: self._patience(step), self._may_be_late
         )
@@ -145,7 +149,8 @@ class BatchBuilder:
         step.late += late
 
     def _may_be_late(self, sequence: Sequence) -> bool:
-        """Whether a step can do without a sequence's mask: states must not advance twice."""
+        """True if a step can do without a sequence's mask: recurrent states must not advance
+        twice."""
         return self._states is None or self._states.can_take_back(sequence.row)
 
     def _patience(self, step: Step) -> float:
@@ -232,6 +237,7 @@ class BatchBuilder:
         return tuple(found)
 
     def _block_tables(self, rows: AnyArray, select: AnyArray | slice) -> tuple[I32, ...]:
+        # Backends read a table up to its width: the unused columns of short rows are not copied.
         widest = int(self._table.num_blocks[select].max())
         if isinstance(select, slice):
             return tuple([blocks[select, :widest] for blocks in self._tables])

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import numpy as np
 from vllmx_core.errors import InvalidRequestError, NonFiniteLogitsError, VllmxError
-from vllmx_core.plan import F32, I32, StepResult
+from vllmx_core.plan import F32, StepResult
 from vllmx_core.system.private_traceback import private_traceback
 
 from vllmx_engine.core.batch import Step
 from vllmx_engine.core.grammar_masks import forbids_all
-from vllmx_engine.core.likeliest import likeliest, logprobs_of
+from vllmx_engine.core.logprobs import StepLogprobs
 from vllmx_engine.core.sampling_rows import Scored
 from vllmx_engine.core.scheduler import Scheduler
 from vllmx_engine.core.sequence import Sequence
@@ -56,12 +56,12 @@ class Committer:
         fed = table.sampled_in[owners.rows] == step.number
         table.last_token[owners.rows[fed]] = ids[fed]
         self._cache_full_blocks(step)
-        details = _Details(result, owners.whole)
+        details = StepLogprobs(result, owners.whole)
         outputs: list[CoreOutput] = []
         for scored in owners.scored:
             outputs += self._score(scored, result, details)
         num_tokens = 0
-        logits = owners.logits.tolist()
+        logits = owners.logits.tolist()  # one conversion; indexing numpy costs more for each row
         for sequence, token, logit in zip(owners.sequences, ids.tolist(), logits, strict=True):
             if sequence.finished:
                 continue
@@ -73,6 +73,7 @@ class Committer:
                         raise _no_token(step, sequence)
                     outputs += self._special(sequence, token, logit, details, step.number)
                     continue
+                # Nearly all rows of a busy step get here: an id to append and a record to send.
                 reason = sequence.accept(token)
                 num_tokens += 1
                 if reason is not None:
@@ -113,10 +114,10 @@ class Committer:
         return self._output(sequence, sequence.untold(0), "stop")
 
     def _cache_full_blocks(self, step: Step) -> None:
-        """Full blocks of the step's rows go to the prefix cache, and snapshots of their states
-        beside them. They are filed only now: had the step failed, nobody must have found them
-        meanwhile. Those of a row that came to NaN are taken out again when it fails, a moment
-        later. Then rows give back what their windows no longer see."""
+        """Files full blocks of the step's rows, with snapshots of their states, in the prefix
+        cache. They are filed only now, so that no sequence finds them if the step fails. Blocks of
+        a row with NaN are removed again when the row fails, a moment later. Then rows free the
+        blocks that their windows no longer see."""
         full = step.context_len // self._size > self._table.num_cached[step.rows]
         full &= self._table.epoch[step.rows] == step.epochs
         rows, lengths = step.rows[full].tolist(), step.context_len[full].tolist()
@@ -130,7 +131,7 @@ class Committer:
             self._scheduler.blocks.slide(step.rows[self._table.epoch[step.rows] == step.epochs])
 
     def _special(
-        self, sequence: Sequence, token: int, logit: int, details: _Details, number: int
+        self, sequence: Sequence, token: int, logit: int, details: StepLogprobs, number: int
     ) -> list[CoreOutput]:
         """A first token, or one with log-probabilities or a grammar."""
         is_first = len(sequence.tokens) == sequence.num_prompt
@@ -207,7 +208,7 @@ class Committer:
             vector=b"" if vector is None else vector.tobytes(),
         )
 
-    def _score(self, scored: Scored, result: StepResult, details: _Details) -> list[CoreOutput]:
+    def _score(self, scored: Scored, result: StepResult, details: StepLogprobs) -> list[CoreOutput]:
         """Log-probabilities of prompt tokens, in pieces."""
         sequence = scored.sequence
         if sequence.finished:
@@ -222,7 +223,7 @@ class Committer:
             return [self.fail(sequence, error)]
 
 
-def _pieces(scored: Scored, details: _Details) -> Iterator[CoreOutput]:
+def _pieces(scored: Scored, details: StepLogprobs) -> Iterator[CoreOutput]:
     sequence = scored.sequence
     size = max(1, _PIECE_LOGPROBS // (scored.num_logprobs + 1))
     for start in range(0, scored.count, size):
@@ -273,43 +274,3 @@ def error_output(request_id: str, error: Exception, shown: str = "") -> CoreOutp
     return CoreOutput(
         request_id=request_id, ids=[], finish_reason="error", error=text, error_code=code
     )
-
-
-class _Details:
-    """Log-probabilities of a step as lists, made when the first row asks."""
-
-    def __init__(self, result: StepResult, whole: I32 | None) -> None:
-        self._result = result
-        self._places: dict[int, int] = {}
-        """The places where the logits of rows lie that came back whole."""
-        if whole is not None:
-            self._places = {logit: place for place, logit in enumerate(whole.tolist())}
-        self._lists: tuple[list[float], list[int], list[list[int]], list[list[float]]] | None = None
-
-    def of(self, logit: int, token: int, count: int, named: tuple[int, ...] = ()) -> TokenLogprobs:
-        """Log-probabilities of the chosen token of a logit row, with the `count` likeliest, or
-        with those of the ids that are `named`."""
-        if self._lists is None:
-            rows = self._result.logprobs
-            assert rows is not None, "the backend left out log-probabilities that were asked for"
-            self._lists = (
-                rows.chosen.tolist(),
-                rows.rank.tolist(),
-                rows.top_ids.tolist(),
-                rows.top.tolist(),
-            )
-        chosen, rank, top_ids, top = self._lists
-        place = self._places.get(logit)
-        if place is not None:
-            assert self._result.logits is not None, "the backend left out logits"
-            logits = self._result.logits[place]
-            if named:
-                values = logprobs_of(logits, token, chosen[logit], named)
-                ids = list(named)
-                return TokenLogprobs(token, chosen[logit], rank[logit], ids, values, b"", False)
-            packed = likeliest(logits, token, chosen[logit], count)
-            return TokenLogprobs(token, chosen[logit], rank[logit], [], [], packed)
-        ids, values = top_ids[logit], top[logit]
-        if len(ids) > count:
-            ids, values = ids[:count], values[:count]
-        return TokenLogprobs(token, chosen[logit], rank[logit], ids, values)

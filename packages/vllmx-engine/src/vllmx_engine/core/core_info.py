@@ -16,9 +16,8 @@ from vllmx_core.plugins.registry import architecture_names
 
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.generation_config import generation_config
-from vllmx_engine.core.sequence import Limits
-from vllmx_engine.wire.messages import CoreInfo
-from vllmx_engine.wire.pooling import PoolingInfo
+from vllmx_engine.core.limits import Limits
+from vllmx_engine.wire.messages import CoreInfo, PoolingInfo
 
 logger = logging.getLogger("vllmx.load")
 
@@ -63,7 +62,8 @@ def core_info(
 
 
 def _sendable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of it goes through a socket: JSON has integers and strings that messages do not."""
+    """Returns the values that a message can carry: JSON has integers and strings that messages do
+    not."""
     found = {}
     for key, value in config.items():
         try:

@@ -1,28 +1,20 @@
-"""The loop around an engine core: messages in, steps, updates out.
+"""The clients of an engine core, and its loop: messages in, steps, updates out.
 
 The same loop runs in the core process (messages come from a socket) and on a thread of the API
-process (from the frontend itself). Between steps it takes whatever messages have come, without
-waiting; with nothing to do it sleeps until one comes.
-"""
+process (messages come from the frontend). Between steps it takes all pending messages without
+waiting. With nothing to compute it sleeps until a message comes."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from vllmx_core.errors import EngineDeadError
 
-from vllmx_engine.core.clients import (
-    Client,
-    Clients,
-    Joined,
-    Left,
-    Said,
-    end_all,
-    refuse_foreign,
-)
+from vllmx_engine.core.commit import error_output
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.watchdog import Watchdog
 from vllmx_engine.wire.grammars import Vocabulary
@@ -30,6 +22,7 @@ from vllmx_engine.wire.ipc import (
     AbortRequests,
     AddRequest,
     FromCore,
+    Outputs,
     Ping,
     Pong,
     PrefixCacheReset,
@@ -39,9 +32,136 @@ from vllmx_engine.wire.ipc import (
     Stats,
     ToCore,
 )
-from vllmx_engine.wire.messages import choices_of
+from vllmx_engine.wire.messages import CoreOutput, CoreRequest, choices_of, is_piece
 
 logger = logging.getLogger("vllmx.core")
+
+Emit = Callable[[FromCore], bool]
+_END = ":"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Client:
+    """One of a core's clients.
+
+    Args:
+        prefix: of its request ids; empty: it is the owner.
+        emit: hands it a message without waiting; False when it has not taken any for so long that
+            all its requests must end.
+    """
+
+    prefix: str
+    emit: Emit
+
+    def owns(self, request_id: str) -> bool:
+        """True if this id has the client's prefix."""
+        head, end, _ = request_id.partition(_END)
+        return (head + end if end else "") == self.prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A client came."""
+
+    client: Client
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A client is gone, and its requests are abandoned."""
+
+    client: Client
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A message from a further client."""
+
+    client: Client
+    message: ToCore
+
+
+def prefix_of(number: int) -> str:
+    """The prefix of the ids of a core's so-manieth further client."""
+    return f"{number}{_END}"
+
+
+class Clients:
+    """The clients that are connected."""
+
+    def __init__(self, owner: Emit) -> None:
+        self.owner = Client("", owner)
+        self._by_prefix = {"": self.owner}
+
+    def add(self, client: Client) -> None:
+        """Adds a client, which gets the updates of its requests and the counters from now on."""
+        self._by_prefix[client.prefix] = client
+
+    def remove(self, client: Client) -> None:
+        """Updates for it are dropped."""
+        self._by_prefix.pop(client.prefix, None)
+
+    def tell_all(self, message: FromCore) -> None:
+        for client in self._by_prefix.values():
+            client.emit(message)
+
+    def spread(self, outputs: list[CoreOutput]) -> list[Client]:
+        """Tells each client the updates of its requests. Returns those that take nothing."""
+        if len(self._by_prefix) == 1:
+            return [] if _emit_all(self.owner, outputs) else [self.owner]
+        groups: dict[str, list[CoreOutput]] = {}
+        for output in outputs:
+            head, end, _ = output.request_id.partition(_END)
+            groups.setdefault(head + end if end else "", []).append(output)
+        clients = self._by_prefix
+        return [
+            clients[prefix]
+            for prefix, group in groups.items()
+            if prefix in clients and not _emit_all(clients[prefix], group)
+        ]
+
+
+def refuse_foreign(client: Client, request: CoreRequest) -> bool:
+    """True, after an error reply, if the request's id lacks the client's prefix: the request was
+    made for an earlier life of the core."""
+    if client.owns(request.request_id):
+        return False
+    error = EngineDeadError("the engine core was started again meanwhile: send the request again")
+    client.emit(Outputs([error_output(request.request_id, error, request.shown)]))
+    return True
+
+
+def end_all(client: Client, request_ids: Iterable[str]) -> None:
+    """Says that requests were ended because the client reads nothing."""
+    text = (
+        "the API process did not take what the engine core sent: too much of it waited, so"
+        " every request in flight was ended"
+    )
+    ids = list(request_ids)
+    logger.error("%s (%d)", text, len(ids))
+    code = EngineDeadError.code
+    client.emit(
+        Outputs(
+            [
+                CoreOutput(
+                    request_id=one, ids=[], finish_reason="error", error=text, error_code=code
+                )
+                for one in ids
+            ]
+        )
+    )
+
+
+def _emit_all(client: Client, outputs: list[CoreOutput]) -> bool:
+    """Emits all outputs in one message, but for pieces of prompts' log-probabilities, which come
+    first: each is as much as the other side should have to decode at once."""
+    num_pieces, taken = 0, True
+    while num_pieces < len(outputs) and is_piece(outputs[num_pieces]):
+        taken &= client.emit(Outputs([outputs[num_pieces]]))
+        num_pieces += 1
+    rest = outputs[num_pieces:] if num_pieces else outputs
+    return taken and (not rest or client.emit(Outputs(rest)))
+
 
 STATS_INTERVAL_S = 0.5
 Inbox = SimpleQueue[ToCore | Joined | Left | Said]
@@ -78,6 +198,8 @@ class CoreLoop:
             try:
                 while not self._stopped:
                     self._take_messages()
+                    # The messages that came during a step are taken before the next one, so an
+                    # abort frees its blocks and a new request joins without waiting for more.
                     if self._core.has_work and not self._stopped:
                         outputs = self._core.step()
                         if outputs:
@@ -129,7 +251,7 @@ class CoreLoop:
             case Ping():
                 client.emit(Pong())
             case _:
-                logger.error("only who started the core may send %s", type(message).__name__)
+                logger.error("only the owner of the core may send %s", type(message).__name__)
 
     def _abort(self, request_ids: list[str]) -> None:
         self._core.abort(request_ids)

@@ -1,5 +1,5 @@
-"""How long a step will take, learned from the steps that were: it sizes prefill chunks so that
-running decodes keep their pace while long prompts come in."""
+"""Predicts the time of a step from past steps, and sizes prefill chunks so that running decodes
+keep their pace."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LEAST_STEP = 1.5
 _MAX_STRETCH = 8.0
 """However many prompts wait, no step aims at more than so many targets."""
 _LOWER_SHARE = 0.5
-"""What work of lower priority may add to a step, of what the step takes without it."""
+"""Work of lower priority may lengthen a step by this share."""
 _FEW_DECODES = 16
 """The most running rows with which each prompt that waits stretches the target by a whole one."""
 
@@ -38,16 +38,16 @@ _FEW_DECODES = 16
 _FIRST_PATCHES = 64.0
 """The patches of a tower of which nothing is known yet."""
 _IMAGE_PACE = 1.9
-"""How many times as long as decodes alone a step beside images may take: less than the two that
-nearly all are to keep, because the margins are those of the past."""
+"""A step with images may take this many times as long as its decodes alone. Less than the 2 that
+nearly all steps must keep to, because the margins come from past steps."""
 _LEAST_TOWER = 0.25
 """A pass may always add so much of what the decodes take."""
 _LEAST_SHARE = 1 / 256
-"""The least share of a pass of the tower, which comes to an end whatever the target says."""
+"""A step does at least this share of a tower pass, so that a pass ends whatever the target says."""
 
 
 class TowerLoad(Record):
-    """What a pass over images costs by, or a part of one."""
+    """The cost terms of a tower pass, or of a part of one."""
 
     patches: float
     work: float
@@ -60,7 +60,8 @@ class TowerLoad(Record):
 
     @property
     def units(self) -> float:
-        """What time goes by, in patches that see few others."""
+        """The pass's size in patches that attend to few others, which its time is proportional
+        to."""
         return self.patches + self.work / _SEEN_BY_EACH
 
     def part(self, share: float) -> TowerLoad:
@@ -72,7 +73,7 @@ class TowerLoad(Record):
 
 
 class StepLoad(NamedTuple):
-    """What the time of a step depends on, linearly."""
+    """The terms of a step's time, which is linear in them."""
 
     num_decodes: int
     decode_context: int
@@ -86,19 +87,19 @@ class StepLoad(NamedTuple):
 
 
 class StepCost:
-    """seconds = c0 + c1 decodes + c2 context + c3 chunk tokens + c4 chunk work, all c >= 0.
+    """Predicts seconds: c0 + c1 decodes + c2 context + c3 chunk tokens + c4 chunk work, c >= 0.
 
-    Keeps the last 64 steps with and the last 64 without prefill (a ring each, so that a long time
-    of decoding does not wash out what prefill costs) and fits relative errors by least squares, but
-    only when a chunk is to be sized beside running decodes; a step of decodes costs one write.
+    Keeps the last 64 steps with and the last 64 without prefill (a ring buffer each, so that a long
+    run of decoding does not displace prefill costs) and fits relative errors by least squares, but
+    only when a chunk is to be sized next to running decodes; a step of decodes costs one write.
 
-    Passes of a tower before a step are no part of the fit: what steps took beyond it, all together,
-    by what the passes were, all together, is what they cost, since a small part may be nearly free
-    and its neighbour dear.
+    Tower passes before a step are not part of the fit. Their cost is the time of all steps beyond
+    the fit over the size of all their passes, since a small part may be nearly free and the next
+    one expensive.
 
-    Beside the fit it keeps how steps with prefill compared with what was predicted for them before
-    they were known: their pace now, which follows a machine that others load faster than the fit
-    does, and the ratios of the last 256, whose upper end is the margin.
+    It also keeps the ratios of measured to predicted times of steps with prefill: the current pace,
+    which follows a machine under changing load faster than the fit does, and the last 256 ratios,
+    whose upper end is the margin.
     """
 
     def __init__(self, target_s: float | None, min_chunk: int) -> None:
@@ -112,8 +113,8 @@ class StepCost:
         self._passes: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
         """Units of a tower, and the seconds that they added to a step."""
         self._pass_ratios: deque[float] = deque(maxlen=_RATIOS)
-        """What steps with passes took, by what was predicted for them: those vary as decodes do,
-        whose own part is most of it where the pass has little."""
+        """Measured over predicted times of steps with passes. They vary as those of decodes do,
+        which take most of a step with a small pass."""
         self._is_timed = True
         self._fit: tuple[float, ...] | None = None
         self._ratios = np.ones(_RATIOS, np.float32)
@@ -158,14 +159,15 @@ class StepCost:
         return sum(c * x for c, x in zip(self._coefficients(), known, strict=True))
 
     def chunk_seconds(self, num_decodes: int, decode_context: int, num_prompts: int = 1) -> float:
-        """What is left of the target for prefill beside these decodes; infinite without either.
-        Where steps have taken longer than predicted, the aim is as much below the target. Where
-        decodes alone come near the target, prefill gets a part of their time all the same.
+        """Returns the seconds left of the target for prefill in a step with these decodes; infinite
+        without decodes or a target. The aim is below the target by as much as steps exceeded their
+        prediction. Where decodes alone nearly reach the target, prefill still gets a share of their
+        time.
 
-        The target is meant for one prompt that comes in while others decode. When `num_prompts`
-        wait for their first tokens, a step may take that many times as long: otherwise each of them
-        waits for all before it at the pace of small chunks, few rows decode meanwhile, and all are
-        served more slowly. Beside many decodes, whom a long step holds up, it grows less.
+        The target is meant for one prompt that arrives while others decode. When `num_prompts` wait
+        for their first tokens, a step may take that many times as long: with small chunks each
+        prompt would wait for all before it, few rows would decode meanwhile, and throughput would
+        drop. With many decodes, which a long step delays, the factor grows less.
         """
         if self.target_s is None or num_decodes == 0 or not self._is_timed:
             return math.inf
@@ -176,8 +178,8 @@ class StepCost:
         return max(0.0, stretch * aim_s - decodes_s)
 
     def share_seconds(self, num_decodes: int, decode_context: int) -> float:
-        """What work of lower priority may add to a step of these decodes; infinite without a
-        target."""
+        """Returns the seconds that work of lower priority may add to a step of these decodes;
+        infinite without a target."""
         if self.target_s is None or not self._is_timed:
             return math.inf
         return _LOWER_SHARE * self.predict(StepLoad(num_decodes, decode_context))
@@ -189,23 +191,24 @@ class StepCost:
 
     @property
     def knows_towers(self) -> bool:
-        """Whether a step with a tower was seen."""
+        """True once a step with a tower pass was measured."""
         return len(self._passes) > 0
 
     def tower_budget(self, num_decodes: int, decode_context: int) -> float:
-        """Seconds of a tower beside these decodes: nearly as many as they take themselves, so that
-        their pace is half of what it was at the least, with nearly all parts, however far they were
-        from what was predicted; infinite without either. An image waits longer than a prompt of as
-        much work: hundreds of steps would be at the target's pace."""
+        """Returns the seconds of tower passes in a step with these decodes; infinite without
+        decodes or a target. They are nearly as many as the decodes take, so that decodes keep at
+        least half of their pace in nearly all steps, whatever the prediction error. An image waits
+        longer than a prompt of as much work: at the target's pace it would take hundreds of
+        steps."""
         if self.target_s is None or num_decodes == 0 or not self._is_timed:
             return math.inf
         decodes_s = self._alone(num_decodes, decode_context)
         return decodes_s * max(_IMAGE_PACE / self._pass_margin() - 1.0, _LEAST_TOWER)
 
     def image_chunk_seconds(self, num_decodes: int, decode_context: int) -> float:
-        """What a chunk of a prompt with images may add to these decodes, so that nearly all such
-        steps keep the pace that they have beside a tower, however much longer the target is;
-        infinite without either."""
+        """Returns the seconds that a chunk of a prompt with images may add to these decodes, so
+        that nearly all such steps keep the pace of steps with tower passes, even if the target is
+        longer; infinite without decodes or a target."""
         if self.target_s is None or num_decodes == 0 or not self._is_timed:
             return math.inf
         decodes_s = self._alone(num_decodes, decode_context)
@@ -214,7 +217,7 @@ class StepCost:
         return max(aim_s - fitted_s, _LEAST_TOWER * decodes_s)
 
     def _pass_margin(self) -> float:
-        """How many times what is predicted nearly all steps with passes keep to."""
+        """The ratio of measured to predicted time that nearly all steps with passes keep to."""
         if not self._pass_ratios:
             return 1.0
         return max(1.0, float(np.quantile(self._pass_ratios, _KEPT_SHARE)))
@@ -235,8 +238,8 @@ class StepCost:
         return load.units * sum(added_s for _, added_s in self._passes) / units if units else 0.0
 
     def tower_share(self, seconds: float, load: TowerLoad) -> float:
-        """How much of a pass `seconds` suffice for, at most twice as much as a remembered step
-        had; never nothing."""
+        """Returns the share of a pass that `seconds` suffice for: above 0, and at most twice as
+        much work as a remembered step had."""
         if seconds == math.inf:
             return 1.0
         if not self.knows_towers:
@@ -272,7 +275,7 @@ class StepCost:
         return coefficients[_CHUNK_TOKENS] * tokens + coefficients[_CHUNK_WORK] * work
 
     def _overrun(self) -> float:
-        """How many times the fitted time nearly all steps with prefill would keep to now."""
+        """The ratio of measured to fitted time that nearly all steps with prefill keep to now."""
         if not self._num_ratios:
             return 1.0
         ratios = self._ratios[: min(self._num_ratios, _RATIOS)]

@@ -16,17 +16,16 @@ from vllmx_core.plan import SamplingRows, StepPlan
 from vllmx_core.records import MutableRecord
 
 from vllmx_engine.core.batch import BatchBuilder, Step
-from vllmx_engine.core.chunk import Batch
 from vllmx_engine.core.commit import Committer, error_output
 from vllmx_engine.core.grammars import Grammars
 from vllmx_engine.core.images import Images
 from vllmx_engine.core.limits import most_in_flight, step_cost, step_limits
 from vllmx_engine.core.prefix_cache import CacheIdentity
-from vllmx_engine.core.queue_deadlines import Clock, QueueDeadlines, timed_out
-from vllmx_engine.core.scheduler import Scheduler
+from vllmx_engine.core.scheduler import Batch, Scheduler
 from vllmx_engine.core.sequence import Sequence, check_request
+from vllmx_engine.core.waiting_queue import Clock, QueueDeadlines, timed_out
 from vllmx_engine.wire.grammars import Vocabulary
-from vllmx_engine.wire.image_room import ImageRoom
+from vllmx_engine.wire.images import ImageRoom
 from vllmx_engine.wire.messages import STEP_TOKENS, CoreOutput, CoreRequest, CoreStats
 
 logger = logging.getLogger("vllmx.core")
@@ -40,7 +39,7 @@ meanwhile."""
 
 
 class CoreActivity(MutableRecord):
-    """What a core is about, written by its thread and read by whoever watches it."""
+    """The core's current activity, written by its thread and read by the watchdog."""
 
     calls: int = 0
     """Begun and ended: odd while the core steps or closes."""
@@ -235,9 +234,9 @@ class EngineCore:
         broken.clear()
 
     def _step_failed(self, sequences: Iterable[Sequence], error: Exception) -> None:
-        """A step came to nothing, and so do the requests in it; the others live on. Rows of a later
-        step that were to be fed its ids are among them, so that step's results are dropped. The
-        backend is given up when it says so itself or fails several times running."""
+        """Fails a step and its requests; other requests go on. Rows of a later step that wait for
+        this step's ids are among them, so that step's results are dropped. Gives up the backend
+        when it says so or fails several times in a row."""
         self._num_failures += 1
         logger.error("a step failed (%d in a row)", self._num_failures, exc_info=error)
         self._images.forget()
@@ -285,7 +284,7 @@ class EngineCore:
             self._outputs.append(error_output(request.request_id, error, request.shown))
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """What the core must know before it is given a request with a grammar."""
+        """Sets the vocabulary, which must come before the first request with a grammar."""
         self._grammars.set_vocabulary(vocabulary)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -304,7 +303,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
+        """True if `step` has something to do."""
         return bool(self._scheduler.live or self._outputs or self._in_flight)
 
     @property
@@ -315,7 +314,7 @@ class EngineCore:
 
     @property
     def image_room(self) -> ImageRoom:
-        """What a request may bring of images."""
+        """Bounds on a request's images."""
         return self._images.room
 
     @property

@@ -45,7 +45,7 @@ def find_model(config: EngineConfig, registry: Registry | None = None) -> FoundM
 
 
 def _tower_file(config: EngineConfig, registry: Registry, progress: bool) -> Path | None:
-    """What --mmproj names, where images are taken at all."""
+    """The file that --mmproj names, if the server takes images."""
     if config.mmproj is None or config.limit_images == 0:
         return None
     try:

@@ -11,7 +11,7 @@ from vllmx_core.errors import GrammarError
 from vllmx_core.plan import U32
 from vllmx_core.records import MutableRecord, field
 
-from vllmx_engine.core.mask_threads import MaskFill, MaskThreads
+from vllmx_engine.core.grammar_rows import MaskFill, MaskThreads
 from vllmx_engine.core.sequence import Sequence
 from vllmx_engine.grammar.matcher import LexerLostError
 
@@ -21,8 +21,8 @@ PATIENCE_S = 0.002
 USUAL_S = 1e-4
 """The usual seconds of a mask, on a slow machine."""
 PATIENCE_SHARE = 0.25
-"""What a step waits for masks, of the time that it is likely to take, where its forward pass goes
-on meanwhile: that has hardly come so far then, so the wait costs nobody anything."""
+"""A step waits for masks for this share of its expected time if its forward pass runs meanwhile:
+the pass is still in its first part then, so the wait costs nothing."""
 
 
 class Constrained(MutableRecord):
@@ -86,7 +86,7 @@ class GrammarMasks:
         return filled
 
     def _run(self, rows: list[Constrained], patience: Callable[[], float]) -> None:
-        """Has masks made that nobody is at, and waits for them."""
+        """Fills masks that have not begun, and waits for them."""
         fills = [fill for row in rows if (fill := _fill_of(row)) and not fill.is_begun]
         if fills:
             self._threads.run(fills, patience)
@@ -165,8 +165,8 @@ def _apply_rules(row: Constrained, mask: U32) -> None:
 
 
 def forbids_all(sequence: Sequence, constrained: Iterable[Constrained]) -> bool:
-    """Whether a sequence's own rules leave none of the tokens that its grammar and its
-    `allowed_token_ids` allow next; `constrained`: the rows of the step with their masks."""
+    """True if a sequence's own rules forbid every token that its grammar and its
+    `allowed_token_ids` allow next. `constrained`: the rows of the step with their masks."""
     rules = sequence.rules
     if rules is None:
         return False

@@ -13,10 +13,8 @@ from queue import Empty, SimpleQueue
 
 from vllmx_core.errors import GrammarError
 
-from vllmx_engine.core.grammar_row import GrammarRow
-from vllmx_engine.core.mask_threads import MaskFill
+from vllmx_engine.core.grammar_rows import GrammarRow, MaskFill, ThoughtBudget
 from vllmx_engine.core.sequence import Sequence
-from vllmx_engine.core.thought_budget import ThoughtBudget
 from vllmx_engine.grammar.matcher import CompiledGrammar
 from vllmx_engine.grammar.vocabulary import Trie, make_trie
 from vllmx_engine.wire.grammars import Grammar, Vocabulary
@@ -25,7 +23,7 @@ MAX_KEPT = 64
 """Compiled grammars that stay for the next request, some 100 kB each."""
 _NUM_THREADS = 2
 _Made = Future[CompiledGrammar] | MaskFill | None
-"""What a sequence waited for; None where nothing had to be made."""
+"""The result that a sequence waited for; None where nothing had to be made."""
 
 
 class Grammars:
@@ -42,7 +40,8 @@ class Grammars:
         self._num_waiting = 0
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """What a grammar's request needs before it. Making the trie begins at once."""
+        """Sets the vocabulary, needed before the first request with a grammar. Begins to build the
+        trie."""
         if self._trie is None:
             self._threads = ThreadPoolExecutor(_NUM_THREADS, "vllmx-grammars")
             self._vocabulary = vocabulary
@@ -112,7 +111,7 @@ class Grammars:
             self._compiled.move_to_end(text)
             return known
         if self._threads is None or self._trie is None:
-            raise GrammarError("the core was told no vocabulary, so it cannot follow a grammar")
+            raise GrammarError("the core has no vocabulary, so it cannot follow a grammar")
         if self._trie.done() and self._trie.exception() is not None:  # such as a lack of memory
             assert self._vocabulary is not None, "the trie was made"
             self._trie = self._threads.submit(self._make_trie, self._vocabulary)

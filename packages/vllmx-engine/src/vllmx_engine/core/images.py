@@ -1,89 +1,124 @@
-"""Images of sequences: what they decide of blocks and rotations, and their features on the device.
+"""Images of sequences: their part in blocks and rotations, and their features on the device.
 
 Features of an image lie in rows of the backend's store, under the digest of its pixels. They are
-made before the step that computes tokens that they stand for, in parts of several steps where the
-pass would hold up those who decode, and stay until others need their rows: an image that is asked
-about again costs no tower.
+computed before the step that reads them, in parts of several steps if the tower pass would delay
+running decodes. They stay until others need their rows: an image that comes again skips the tower.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable
 from math import prod
 from typing import cast
 
 import numpy as np
 from vllmx_core.backend import LoadedModel, SeeingModel
 from vllmx_core.errors import InvalidRequestError
-from vllmx_core.image_plan import Turns, tower_plan, turns_of
+from vllmx_core.image_plan import tower_plan, turns_of
 from vllmx_core.model import Encoder, FeatureSpec, ImagePlaces
 from vllmx_core.plan import F32, I32, StepPlan
-from vllmx_core.records import Record
+from vllmx_core.records import MutableRecord
 
-from vllmx_engine.core.chunk import Chunk
-from vllmx_engine.core.cost import StepCost
-from vllmx_engine.core.sequence import Limits, Sequence
-from vllmx_engine.core.step_budget import StepBudget
-from vllmx_engine.core.towers import Pass, StepTowers
-from vllmx_engine.images.prepared import normalised
-from vllmx_engine.wire.image_room import ImageRoom
+from vllmx_engine.core.cost import StepCost, TowerLoad
+from vllmx_engine.core.limits import Limits
+from vllmx_engine.core.sequence import Sequence, SequenceImages
+from vllmx_engine.core.step_budget import Chunk, StepBudget
+from vllmx_engine.wire.images import ImageRoom, normalised
 from vllmx_engine.wire.messages import CoreRequest, ImageInput
+
+
+class Pass(MutableRecord):
+    """An image on its way through the tower."""
+
+    image: ImageInput
+    places: ImagePlaces
+    plan: StepPlan | None = None
+    """The pass's plan, once it has begun."""
+    done: float = 0.0
+    """Share of its work that steps before did."""
+
+    @property
+    def load(self) -> TowerLoad:
+        """The cost terms of the whole image."""
+        return TowerLoad.of(math.prod(self.image.grid))
+
+
+class StepTowers:
+    """The tower passes of a step under preparation, in this order: the rest of a begun pass, whole
+    passes together, and the first part of another.
+
+    Args:
+        begun: a pass that earlier steps did a part of. It ends before another one begins.
+        in_parts: the backend takes passes in parts; others run a long pass in its own step.
+    """
+
+    def __init__(self, cost: StepCost, begun: Pass | None, *, in_parts: bool) -> None:
+        self._cost, self._in_parts = cost, in_parts
+        self._is_advanced = False
+        self.begun = begun
+        self.begun_end = 0.0 if begun is None else begun.done
+        self.whole: dict[bytes, Pass] = {}
+        self.started: Pass | None = None
+        self.started_end = 0.0
+        self.load = TowerLoad(0.0, 0.0)
+        """The cost terms of all passes of the step."""
+
+    @property
+    def is_busy(self) -> bool:
+        """A pass will not have ended with this step."""
+        return self.started is not None or (self.begun is not None and self.begun_end < 1.0)
+
+    def work_for(self, images: Iterable[ImageInput]) -> bool:
+        """True if the step computes a part of a pass for any of these."""
+        digests = {*self.whole}
+        digests |= {one.image.digest for one in (self.begun, self.started) if one is not None}
+        return not digests.isdisjoint(image.digest for image in images)
+
+    def advance(self, budget: StepBudget) -> None:
+        """The pass that has begun goes on, once a step."""
+        if self.begun is None or self._is_advanced:
+            return
+        self._is_advanced = True
+        share = self._cost.tower_share(budget.tower_seconds, self.begun.load)
+        self.begun_end = min(1.0, self.begun.done + share)
+        self._take(self.begun.load.part(self.begun_end - self.begun.done), budget)
+
+    def finishes(self, wanted: Pass, budget: StepBudget) -> bool:
+        """True if a pass ends with this step. If it has not begun, it begins if it can."""
+        digest = wanted.image.digest
+        if digest in self.whole:
+            return True
+        if self.is_busy:
+            return False
+        if self.begun is not None and self.begun.image.digest == digest:
+            return True
+        seconds = budget.tower_seconds
+        share = self._cost.tower_share(seconds, wanted.load)
+        if self.load.patches and seconds < math.inf and not self._cost.knows_towers:
+            return False  # its cost is unknown
+        if share < 1.0 and self._in_parts:
+            if seconds > 0.0 or not self.load.patches:
+                self.started, self.started_end = wanted, share
+                self._take(wanted.load.part(share), budget)
+            return False
+        if share < 1.0 and self.load.patches:
+            return False
+        self.whole[digest] = wanted
+        self._take(wanted.load, budget)
+        return True
+
+    def _take(self, load: TowerLoad, budget: StepBudget) -> None:
+        self.load = self.load + load
+        budget.take_tower(self._cost.tower_seconds(load))
+
 
 _LEVELS_BYTES = 4 * 3 * 256
 
 
-class SequenceImages(Record):
-    """Images of one sequence, in order."""
-
-    inputs: tuple[ImageInput, ...]
-    places: tuple[ImagePlaces, ...]
-    turns: Turns | None
-    """What rotations turn its tokens by; None: their positions."""
-    spans: bool = False
-    """What `FeatureSpec` says of the same name."""
-
-    @property
-    def end(self) -> int:
-        """The position behind the last of them."""
-        return self.inputs[-1].start + self.inputs[-1].num_tokens
-
-    def within(self, start: int, end: int) -> Iterator[int]:
-        """Numbers of the images with tokens in this part of the sequence."""
-        for number, image in enumerate(self.inputs):
-            if image.start < end and start < image.start + image.num_tokens:
-                yield number
-
-    def least(self, start: int) -> int:
-        """Tokens that a chunk from there on has at the least: it cuts no image whose tokens see
-        each other both ways."""
-        for number in self.within(start, start + 1) if self.spans else ():
-            return self.inputs[number].start + self.inputs[number].num_tokens - start
-        return 1
-
-    def whole(self, start: int, size: int) -> int:
-        """How many of so many next tokens a chunk has, if not `least`; 0: too few for that."""
-        if self.least(start) > size:
-            return 0
-        for number in self.within(start + size - 1, start + size) if self.spans else ():
-            image = self.inputs[number]
-            if image.start + image.num_tokens > start + size and image.start > start:
-                return image.start - start
-        return size
-
-    def content(self, block_size: int) -> dict[int, bytes]:
-        """The images that each block holds, and where they begin: see `Sequence.content`."""
-        found: dict[int, bytes] = {}
-        for image in self.inputs:
-            last = (image.start + image.num_tokens - 1) // block_size
-            for block in range(image.start // block_size, last + 1):
-                offset = (image.start - block * block_size).to_bytes(8, "little", signed=True)
-                found[block] = found.get(block, b"") + image.digest + offset
-        return found
-
-
 class FeatureStore:
-    """Which rows of the backend's store hold the features of which image."""
+    """The rows of the backend's store by the image that they hold features of."""
 
     def __init__(self, num_rows: int) -> None:
         self._rows: OrderedDict[bytes, I32] = OrderedDict()
@@ -105,7 +140,7 @@ class FeatureStore:
 
     def take(self, digest: bytes, count: int) -> I32:
         """Rows for an image that is not there, if need be of those that were used least recently.
-        Whoever asks has `find` called first for all images that it wants to keep, and asks for no
+        The caller must call `find` first for all images that it wants to keep, and ask for no
         more than there is."""
         while self._num_free < count:
             self._give_back(self._rows.popitem(last=False)[1])
@@ -135,8 +170,9 @@ class StepImages:
         self._taken = 0
 
     def reach(self, sequence: Sequence, start: int, size: int, budget: StepBudget) -> int:
-        """How much of a chunk can be computed: up to the first image whose features are not there
-        yet, or do not fit beside those of others. All of one sequence always fit alone."""
+        """Returns the number of a chunk's tokens that can be computed: up to the first image whose
+        features are missing or do not fit next to those of others. The images of one sequence
+        always fit alone."""
         towers, begun = self.towers, self.towers.begun
         towers.advance(budget)
         if begun is not None and towers.is_busy:
@@ -145,13 +181,14 @@ class StepImages:
             return size
         size = self._up_to_missing(sequence.images, start, size, budget)
         if size and towers.work_for(sequence.images.inputs):
-            return budget.fit_beside_tower(sequence, start, size)
+            return budget.fit_with_tower(sequence, start, size)
         return size
 
     def _up_to_missing(
         self, images: SequenceImages, start: int, size: int, budget: StepBudget
     ) -> int:
-        """How much of a chunk comes before the first image whose features are not there."""
+        """Returns the number of a chunk's tokens before the first image whose features are
+        missing."""
         for number in images.within(start, start + size):
             image, places = images.inputs[number], images.places[number]
             is_there = self._fits(image) and (
@@ -162,7 +199,7 @@ class StepImages:
         return size
 
     def _fits(self, image: ImageInput) -> bool:
-        """Whether an image's features fit beside the others'; if so they are counted."""
+        """True if an image's features fit next to the others'; counts them if so."""
         if image.digest in self._digests:
             return True
         if self._taken + image.num_tokens > self._num_rows:
@@ -197,7 +234,7 @@ class Images:
         self._limits = limits
         self._spans = features is not None and features.spans
         self.feeds = None if features is None else features.feeds
-        """What `FeatureSpec` says of the same name."""
+        """`FeatureSpec.feeds`."""
         self.room = ImageRoom(
             limits.max_model_len - 1,
             model.info.num_feature_rows,
@@ -263,7 +300,7 @@ class Images:
         return found
 
     def for_step(self, cost: StepCost) -> StepImages:
-        """Plans what is done for images beside the chunks of the next step."""
+        """Plans the image work of the next step, next to its chunks."""
         if self._begun is not None:
             self._store.find(self._begun.image.digest)  # stays
         info = self._model.info

@@ -1,4 +1,4 @@
-"""Which KV block belongs to whom: reference counts, free blocks, eviction.
+"""The owners of KV blocks: reference counts, free blocks, eviction.
 
 Every block is in one of three states: owned (with a count of the rows whose tables list it), free
 without content, or idle: free, but holding a cached prefix that can still be hit.
@@ -67,7 +67,8 @@ class BlockPool:
         self._refs[blocks] += 1
 
     def num_idle_of(self, blocks: I32) -> int:
-        """How many of these cached blocks `acquire` would take out of the available ones."""
+        """Returns the number of these cached blocks that `acquire` would take from the available
+        ones."""
         return blocks.size - int(np.count_nonzero(self._refs[blocks])) if blocks.size else 0
 
     def release(self, blocks: I32) -> None:

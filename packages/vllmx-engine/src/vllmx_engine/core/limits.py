@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from vllmx_core.backend import LoadedInfo, LoadedModel
+from vllmx_core.cache.groups import longest_sequence
 from vllmx_core.config import EngineConfig
 from vllmx_core.model import ModelShape
 
 from vllmx_engine.core.cost import StepCost
-from vllmx_engine.core.row_states import tokens_of_slot
-from vllmx_engine.core.sequence import Limits
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """Resolved bounds of a step and of a sequence."""
+
+    token_budget: int
+    """Tokens of a step."""
+    max_rows: int
+    """Sequences that run at once; never more than the budget or the logit rows of a step, so that
+    every running sequence can always be given one token."""
+    max_logit_rows: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    pools: bool = False
+    """The model gives a vector or scores for each prompt, and no tokens."""
+    whole_prompts: bool = False
+    """A prompt is computed in one step, see `ModelShape.whole_prompts`."""
+    windows: tuple[int | None, ...] = (None,)
+    """The window of each cache group, as in `LoadedInfo.cache_windows`."""
+    num_stages: int = 1
+    """Above 1: so many steps are in flight, and a row that decodes in one of them at most."""
+    num_in_flight: int = 2
+    """Steps that are in flight at once at the most."""
+    num_state_slots: int = 0
+    """The slots for the states of recurrent layers; 0: the model has none."""
+    snapshot_tokens: int = 1
+    """A snapshot of states that saves at least so many tokens may evict any other one."""
+    max_tokens: int = dataclasses.field(init=False)
+    """The most tokens of a sequence, prompt included: what the context and the whole KV cache can
+    hold."""
+
+    def __post_init__(self) -> None:
+        longest = longest_sequence(
+            self.windows, self.num_blocks, self.block_size, self.token_budget, self.max_model_len
+        )
+        object.__setattr__(self, "max_tokens", longest)
+
 
 _MIN_CHUNK = 16
 """Prompt tokens that a step computes however far it misses its target."""
@@ -65,3 +106,17 @@ def step_cost(config: EngineConfig, limits: Limits) -> StepCost:
         None if target_ms is None else target_ms / 1000,
         min_chunk=min(limits.token_budget, _MIN_CHUNK),
     )
+
+
+_WITHOUT_PAGES = 1024
+"""Tokens that a snapshot must save to be worth the place of any other, where a token has no pages
+whose memory it could be compared with."""
+
+
+def tokens_of_slot(info: LoadedInfo) -> int:
+    """Tokens whose keys and values take as much memory as one slot."""
+    tokens = info.num_kv_blocks * info.block_size
+    if not info.kv_cache_bytes or not info.state_slot_bytes:
+        return _WITHOUT_PAGES
+    groups = len(info.cache_windows)  # a token is in a block of each
+    return max(1, info.state_slot_bytes * tokens // (info.kv_cache_bytes * groups))

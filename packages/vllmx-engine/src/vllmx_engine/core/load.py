@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import msgspec
 from vllmx_core.backend import LoadedModel, LoadOptions, free_memory
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import ConfigError, UnsupportedOpError
+from vllmx_core.errors import ConfigError, UnsupportedOpError, VllmxError, listing
 from vllmx_core.model import Model, encoder_of, text_alone
 from vllmx_core.plugins.checkpoint import (
     Checkpoint,
@@ -25,16 +27,79 @@ from vllmx_core.records import Record
 from vllmx_core.sharding.model import sharded
 from vllmx_core.system.memory import return_unused_bytes
 from vllmx_core.text_modules import with_text_modules
+from vllmx_core.weights.map import unread_names
+from vllmx_core.weights.part import WeightSource
 
 from vllmx_engine.core.core_info import core_info, log_info
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.load_options import fitting_length, load_options
 from vllmx_engine.core.pooling import check_task, pooling_info, with_score_tokens
-from vllmx_engine.core.unread import log_unread
 from vllmx_engine.wire.messages import CoreInfo
 
 logger = logging.getLogger("vllmx.load")
+
+_EXPECTED = re.compile(
+    r"\.inv_freq$|position_ids$|^(model\.)?mtp[._]|\.(mtp|nextn|eh_proj|enorm|hnorm|shared_head)\."
+    r"|(^|\.)(visual|vision|audio|image|video|multi_modal|mm_|embed_vision|embed_audio|connector)"
+)
+"""Buffers that are computed, layers of multi-token prediction, and towers that are not served."""
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+_MAX_ZERO_BYTES = 1 << 20
+_SHOWN = 5
+
+
+def log_unread(model: Model, checkpoint: Checkpoint) -> None:
+    """Logs one warning for unexpected tensors, and one line for those of parts that are not served.
+    Vectors of zeros are left out: some quantisers add such biases."""
+    encoder = encoder_of(model)
+    specs = (*model.weights(), *(() if encoder is None else encoder.weights()))
+    source = checkpoint.weights
+    unread = unread_names(specs, source)
+    layers = _layers_behind(checkpoint)
+    expected = {name for name in unread if _EXPECTED.search(name) or layers(name)}
+    if model.shape.output != "tokens":
+        expected |= {name for name in unread if name.rpartition(".")[0].endswith("lm_head")}
+    strange = {name for name in unread - expected if not _is_zero(source, name)}
+    if strange:
+        logger.warning(
+            "tensors of the checkpoint that the model does not read: %s", _kinds(strange)
+        )
+    if expected:
+        logger.info("tensors that are passed over: %s", _kinds(expected))
+
+
+def _layers_behind(checkpoint: Checkpoint) -> Callable[[str], bool]:
+    """Returns a test for tensors of multi-token prediction layers, which follow the others."""
+    config = checkpoint.config
+    inner = config.get("text_config")
+    config = {**config, **inner} if isinstance(inner, dict) else config
+    count = config.get("num_hidden_layers")
+    predicts = any(config.get(key) for key in _PREDICTION)
+
+    def is_behind(name: str) -> bool:
+        found = re.search(r"\.layers\.(\d+)\.", name)
+        return predicts and found is not None and isinstance(count, int) and int(found[1]) >= count
+
+    return is_behind
+
+
+def _kinds(names: Iterable[str]) -> str:
+    """Names with a star in place of the layer, and the count of each."""
+    found = Counter(_NUMBER.sub("*", name) for name in sorted(names))
+    return listing([name if n == 1 else f"{name} ({n})" for name, n in found.items()], _SHOWN)
+
+
+def _is_zero(source: WeightSource, name: str) -> bool:
+    try:
+        part = source.part(name)
+        if len(part.shape) != 1 or part.shape[0] * 4 > _MAX_ZERO_BYTES:
+            return False
+        return not part.dequantize().any()
+    except VllmxError:  # such as an unsupported type
+        return False
+
 
 TENSOR_PARALLEL = "tensor-parallel"
 """The name of the executor that runs a model on several ranks."""
@@ -91,7 +156,7 @@ def load_core(found: FoundModel) -> tuple[EngineCore, CoreInfo]:
 
 
 class OpenedModel(Record):
-    """A model that is ready to be loaded; `checkpoint.weights` is closed by who loads it."""
+    """A model that is ready to be loaded; `checkpoint.weights` is closed by the loader."""
 
     checkpoint: Checkpoint
     model: Model
@@ -100,11 +165,11 @@ class OpenedModel(Record):
     free_bytes: int
     """See `CoreInfo.free_bytes`."""
     lost_tower: bool = False
-    """Whether the model sees images, and nobody asked for the text alone."""
+    """True if the model sees images, and text alone was not asked for."""
 
 
 def open_model(found: FoundModel, free_bytes: int | None = None) -> OpenedModel:
-    """Opens the checkpoint and decides who runs it, how. Raises as `load_core` does.
+    """Opens the checkpoint and chooses backend and options. Raises as `load_core` does.
 
     Args:
         free_bytes: of the memory that a rank shares with others, found before one of them loaded.

@@ -1,4 +1,4 @@
-"""The options that a backend is asked to load with, and the context length that comes of them."""
+"""The options for a backend's load, and the context length that they allow."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _or_smaller_steps(step_tokens: int) -> str:
 
 
 def _with_tables_that_fit(config: EngineConfig, model: Model, max_model_len: int) -> int:
-    """The length, or less where nobody asked for it: whatever a config claims, rotary tables must
+    """The length, or less if it was not requested: whatever a config claims, rotary tables must
     leave room. They are made before the KV cache, which needs much more, says how much fits."""
     position_bytes = sum(table.nbytes for table in model.constants(1).values())
     free = free_bytes()

@@ -1,4 +1,4 @@
-"""What one request does to its logits besides scaling them: bans, biases, masks, penalties."""
+"""A request's changes to its logits besides temperature: bans, biases, masks, penalties."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class PromptIds:
 
 
 class Counts:
-    """How often each id occurred, for the penalties; grows by one token at a time.
+    """The count of each id, for the penalties; grows by one token at a time.
 
     Args:
         in_prompt: ids of the prompt, ascending, each once; copied.
@@ -120,7 +120,7 @@ class Counts:
         """The places of generated ids in `ids`."""
         self.ids = in_prompt[:]
         self.output_counts = _ZERO * len(in_prompt)
-        """How often each of `ids` was generated (0: in the prompt alone)."""
+        """The count of each of `ids` in the output (0: in the prompt alone)."""
 
     def add(self, token: int) -> None:
         """Counts a generated token."""

@@ -12,7 +12,7 @@ from vllmx_core.plugins.checkpoint import Checkpoint
 from vllmx_core.plugins.registry import architecture_names
 
 from vllmx_engine.text.tokenizer import Tokenizer
-from vllmx_engine.wire.pooling import Activation, PoolingInfo, PoolingTask
+from vllmx_engine.wire.messages import Activation, PoolingInfo, PoolingTask
 
 JUDGE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and"
@@ -21,7 +21,7 @@ JUDGE = (
     " the query\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
     "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
-"""What Qwen3-Reranker was trained to answer with "yes" or "no"."""
+"""The question that Qwen3-Reranker was trained to answer with "yes" or "no"."""
 _ANSWERS = ["no", "yes"]
 
 
@@ -109,7 +109,7 @@ def _labels(config: Mapping[str, Any], count: int) -> list[str]:
 
 
 def _activation(config: Mapping[str, Any], count: int) -> Activation:
-    """What sentence-transformers and transformers apply."""
+    """Returns the activation that sentence-transformers and transformers apply."""
     own = config.get("sentence_transformers")
     function = own.get("activation_fn") if isinstance(own, dict) else None
     if isinstance(function, str):

@@ -1,14 +1,14 @@
-"""Full KV blocks by what they hold: a chain of BLAKE2b digests, so that equal prefixes meet.
+"""Full KV blocks by content: a chain of BLAKE2b digests, so that equal prefixes share blocks.
 
-A block's digest covers its parent's digest and its own content: its token ids and, beside them,
-whatever else decides what it holds, as bytes. The parent of a sequence's first block is its root:
-the digest, under a secret key, of its cache salt, its adapter and of what all sequences of one
-cache have in common. So nobody can know a parent, let alone look for collisions. Two sequences
-share a block only when their roots and all content up to the block's end agree; the content is
-compared as well, so that a colliding digest can at most cost a miss.
+A block's digest covers its parent's digest and its own content: its token ids, then all else that
+decides its keys and values, as bytes. The parent of a sequence's first block is its root: the keyed
+digest of its cache salt, its adapter and the cache's identity. The key is secret, so nobody can
+know a parent or search for collisions. Two sequences share a block only when their roots and all
+content up to the block's end agree; the content is compared as well, so that a colliding digest can
+at most cost a miss.
 
-A model with several cache groups keeps a block in each of them for the same tokens: what is cached
-is known by its group and its digest, and each group's block comes and goes alone.
+A model with several cache groups keeps a block in each of them for the same tokens: a cached block
+is found by its group and digest, and each group evicts its blocks independently.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Run(Record, eq=False):
 
 
 class CacheIdentity(Record):
-    """What all blocks of one cache have in common, and those of another may not."""
+    """Properties that all blocks of one cache share, and blocks of another cache may not."""
 
     model: str = ""
     dtype: str = ""
@@ -98,7 +98,7 @@ class PrefixCache:
         return blake2b(parent + content).digest()[:_DIGEST_BYTES]
 
     def known(self, parent: bytes, content: bytes) -> tuple[bytes, Sequence[int]] | None:
-        """What `digest` and then `find` would give; None where nothing is found."""
+        """Returns the results of `digest` and then `find`; None where nothing is found."""
         return self._known.get(parent + content)
 
     def entry(self, block: int) -> Entry | None:
@@ -107,7 +107,7 @@ class PrefixCache:
         return self._entries.get(block)
 
     def is_known(self, digest: bytes) -> bool:
-        """Whether any group may hold a block of this digest."""
+        """True if a group may hold a block of this digest."""
         return digest in self._places
 
     def block_of(self, digest: bytes, group: int) -> int:
@@ -180,7 +180,7 @@ class PrefixCache:
                 del children[parent]
 
     def is_leaf(self, block: int) -> bool:
-        """Whether no cached block of its group needs this one."""
+        """True if no cached block of its group depends on this one."""
         digest = self._entries[block][0]
         children = self._children[self._places[digest].index(block)]
         return children is None or digest not in children

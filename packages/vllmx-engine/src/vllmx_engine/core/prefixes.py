@@ -1,4 +1,4 @@
-"""Which blocks of a sequence come from the prefix cache, and which go there."""
+"""Takes a sequence's first blocks from the prefix cache, and files its full blocks there."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Hit(Record):
 
 class Prefixes:
     """The look-up of prefixes, between the sequences and the cache. With `enabled` False nothing is
-    found; whoever admits a row then sees to it that nothing is filed either
+    found; the caller that admits a row then ensures that nothing is filed either
     (`RowTable.skip_caching`)."""
 
     def __init__(
@@ -126,8 +126,8 @@ class Prefixes:
             parent = self._digest(sequence, index, parent, sequence.content_of(index, self._size))
 
     def _look_on(self, sequence: Sequence, found: Found, end: int) -> None:
-        """Adds the cached blocks behind those that were found, up to the `end`th of the sequence.
-        Of a long prompt this is most of what its admission takes."""
+        """Adds the cached blocks behind those already found, up to the `end`th of the sequence. For
+        long prompts this dominates admission time."""
         while found.num_blocks < end:
             index = found.num_blocks
             if not self._take_run(sequence, found, end):

@@ -1,8 +1,8 @@
-"""What running sequences own of the KV cache: a table of blocks in each cache group.
+"""The KV blocks of running sequences: a block table in each cache group.
 
 In a group without a window a row keeps all its blocks, and a prompt gets them on admission. In a
 group with one it owns those that its next token sees and those that the step in preparation writes:
-blocks are taken chunk by chunk and given back once they fell out of the window.
+blocks are allocated chunk by chunk and freed once they fall out of the window.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from vllmx_core.cache.groups import blocks_of
 from vllmx_core.plan import I32, AnyArray
 
 from vllmx_engine.core.kv import BlockPool
+from vllmx_engine.core.limits import Limits
 from vllmx_engine.core.prefixes import Hit, Prefixes
 from vllmx_engine.core.rows import RowTable
-from vllmx_engine.core.sequence import Limits, Sequence
+from vllmx_engine.core.sequence import Sequence
 
 
 class RowBlocks:
@@ -42,20 +43,20 @@ class RowBlocks:
 
     @property
     def has_windows(self) -> bool:
-        """Whether rows give blocks back while they run."""
+        """True if rows free blocks while they run."""
         return bool(self._windows)
 
     # --- prompts ----------------------------------------------------------------------------------
     def room(self, running: int, prefills: List[Sequence]) -> int:
-        """Blocks beside those that each of so many running sequences may soon need, and those that
-        unfinished prefills have still to take."""
+        """Returns the number of blocks that are available beyond those that running sequences may
+        soon need and that unfinished prefills have still to take."""
         room = self._pool.num_available - self.num_groups * running
         for sequence in prefills if self._windows else ():
             room -= self._outstanding(sequence.row)
         return room
 
     def _outstanding(self, row: int) -> int:
-        """Blocks that a prompt takes at most beside those that it owns."""
+        """Returns the most blocks that a prompt still takes."""
         ahead = int(self._table.num_ahead[row])
         end = int(self._table.num_blocks[row]) - ahead
         owned = end - self._table.first[self._window_groups, row]
@@ -68,8 +69,8 @@ class RowBlocks:
         return np.array(most, np.int32)
 
     def wanted(self, sequence: Sequence, hit: Hit) -> int:
-        """How many available blocks the known tokens of a sequence come to behind a hit. A sequence
-        that is alone gets along with all that there are."""
+        """Returns the number of available blocks that a sequence's known tokens need behind a hit.
+        A sequence that runs alone fits into the whole cache."""
         total = -(-len(sequence.tokens) // self._size)
         wanted = len(self._full) * (total - hit.num_blocks)
         if hit.num_blocks:

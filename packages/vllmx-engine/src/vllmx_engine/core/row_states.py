@@ -1,11 +1,11 @@
-"""What running sequences own of the pool of state slots, and where they leave snapshots behind.
+"""The state slots of running sequences, and where they leave snapshots.
 
 A row writes one slot. It leaves that slot behind as a snapshot by going on in another one: its next
 step reads the old slot and writes the new one. Snapshots are taken at ends of blocks alone, because
 a prefix is found by whole blocks:
 
-- where a look-up found blocks that have no states behind them, as behind a shared system prompt
-  that is met for the second time, and behind the last whole block of a prompt. Chunks end there.
+- where a look-up found blocks without states behind them, as behind a shared system prompt on its
+  second use, and behind the last whole block of a prompt. Chunks end there.
 - at every end of a block that a row passes else, while it decodes and between chunks. Each such
   snapshot takes the place of the one before, so that of an ended, aborted or preempted sequence
   the last one is left, which lies less than a block behind its last token.
@@ -21,29 +21,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-from vllmx_core.backend import LoadedInfo
 from vllmx_core.plan import I32, AnyArray
 from vllmx_core.records import MutableRecord, field
 
+from vllmx_engine.core.limits import Limits
 from vllmx_engine.core.prefixes import Hit
 from vllmx_engine.core.rows import RowTable
-from vllmx_engine.core.sequence import Limits, Sequence
+from vllmx_engine.core.sequence import Sequence
 from vllmx_engine.core.state_slots import SlotPool, Snapshot
 
 _WORTH_A_STEP = 64
 """A prompt is cut in two steps for a snapshot that saves at least so many tokens."""
-_WITHOUT_PAGES = 1024
-"""Tokens that a snapshot must save to be worth the place of any other, where a token has no pages
-whose memory it could be compared with."""
-
-
-def tokens_of_slot(info: LoadedInfo) -> int:
-    """Tokens whose keys and values take as much memory as one slot."""
-    tokens = info.num_kv_blocks * info.block_size
-    if not info.kv_cache_bytes or not info.state_slot_bytes:
-        return _WITHOUT_PAGES
-    groups = len(info.cache_windows)  # a token is in a block of each
-    return max(1, info.state_slot_bytes * tokens // (info.kv_cache_bytes * groups))
 
 
 class _Marks(MutableRecord):
@@ -91,8 +79,8 @@ class RowStates:
     # --- rows -------------------------------------------------------------------------------------
     @property
     def has_room(self) -> bool:
-        """Whether `admit` can be called: false at most until rows that were admitted before have
-        read the snapshots that they begin with."""
+        """True if `admit` can be called. False only until rows admitted before have read the
+        snapshots that they begin with."""
         return self.pool.num_available > 0
 
     def admit(self, sequence: Sequence, hit: Hit, *, has_followers: bool) -> None:
@@ -142,8 +130,8 @@ class RowStates:
 
     # --- a step -----------------------------------------------------------------------------------
     def cut(self, sequence: Sequence, start: int, size: int) -> int:
-        """How many of so many next tokens a chunk has, to end where a snapshot is due; any chunk
-        but the last one ends with a block, where one can be taken."""
+        """Returns the size of a chunk of at most `size` tokens that ends where a snapshot is due.
+        Any chunk but the last ends with a block, where a snapshot can be taken."""
         if not self._keep:
             return size
         end = start + size
@@ -185,7 +173,7 @@ class RowStates:
         self._before[row] = source
 
     def can_take_back(self, row: int) -> bool:
-        """Whether `take_back` can be called."""
+        """True if `take_back` can be called."""
         return row in self._before
 
     def take_back(self, row: int, number: int) -> None:

@@ -10,7 +10,8 @@ from struct import Struct
 import numpy as np
 from vllmx_core.plan import I32, MAX_LISTED_LOGPROBS, AnyArray
 
-from vllmx_engine.core.sequence import Limits, Sequence
+from vllmx_engine.core.limits import Limits
+from vllmx_engine.core.sequence import Sequence
 
 FLOAT_DEFAULTS = {
     "temperature": 0.0,
@@ -20,7 +21,7 @@ FLOAT_DEFAULTS = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
 }
-"""What a logit row has that scores a prompt token: greedy, and everything else off."""
+"""Parameters of a logit row that scores a prompt token: greedy, all else off."""
 FLOAT_FIELDS = tuple(FLOAT_DEFAULTS)
 """Columns of `RowTable.floats`, by their names in SamplingParams and SamplingRows."""
 _floats = attrgetter(*FLOAT_FIELDS)
@@ -77,12 +78,12 @@ class RowTable:
         self.num_cached = np.zeros(num_rows, np.int32)
         """Blocks that are in the prefix cache."""
         self.waits = np.zeros(num_rows, np.bool_)
-        """What the row may sample depends on the tokens before: the host must know the last one
-        before it hands the row's parameters over, but not before its forward pass begins."""
+        """True if the row's next token depends on the tokens before it: the host must know the last
+        one before it sends the row's parameters, but not before its forward pass begins."""
         self.epoch = np.zeros(num_rows, np.int64)
         """Grows with each release, so that late results do not meet a row's next owner."""
         self.turn = np.zeros(num_rows, np.int32)
-        """What rotations add to the position of each token that is decoded."""
+        """The offset that rotations add to the position of each decoded token."""
         self.turn_axes = 0
         self.num_turned = 0
         """Rows whose rotations do not follow positions."""
@@ -121,8 +122,8 @@ class RowTable:
         return rows if self.num_stages == 1 else self._of_one_stage(rows)
 
     def _of_one_stage(self, rows: AnyArray) -> AnyArray:
-        """Some of the rows that decode, those whose last token is known: as many as come to one
-        stage when all stages have as many, the longest waiting first."""
+        """Returns one stage's share of the decoding rows with a known last token: as many as each
+        stage gets when all get equally many, the longest waiting first."""
         known = rows[self.last_token[rows] >= 0]
         most = -(-rows.size // self.num_stages)
         if known.size > most:
@@ -131,18 +132,18 @@ class RowTable:
         return known
 
     def is_awaited(self, sequence: Sequence) -> bool:
-        """Whether a step in flight still brings a token of a sequence that has no row now."""
+        """True if a step in flight still brings a token of a sequence that has lost its row."""
         return sequence.awaited_step > self.last_collected
 
     def wait_for_ids(self, rows: AnyArray) -> bool:
-        """Whether one of these rows waits for an id that a step in flight has still to bring."""
+        """True if one of these rows waits for an id of a step in flight."""
         if not self._num_waits:
             return False
         return bool((self.waits[rows] & (self.last_token[rows] < 0)).any())
 
     def admit(self, sequence: Sequence, client: int, num_cached_blocks: int) -> None:
         """Gives a sequence the lowest free row, of which so many first blocks are cached ones;
-        whoever calls fills in the blocks."""
+        the caller fills in the blocks."""
         row = heapq.heappop(self._free)
         self._high = max(self._high, row + 1)
         self.version += 1
@@ -226,7 +227,8 @@ class RowTable:
         return blocks
 
     def num_owned(self, rows: AnyArray | list[int]) -> int:
-        """How many blocks `owned` lists for all these rows, each counted as often."""
+        """Returns the number of blocks that `owned` lists for all these rows; shared ones count for
+        each."""
         num_windows = sum(window is not None for window in self.windows)
         total = len(self.windows) * int(self.num_blocks[rows].sum())
         if num_windows:

@@ -21,11 +21,12 @@ from vllmx_core.plan import (
 )
 from vllmx_core.records import MutableRecord, field
 
-from vllmx_engine.core.chunk import Batch
 from vllmx_engine.core.grammar_masks import Constrained, GrammarMasks
+from vllmx_engine.core.limits import Limits
 from vllmx_engine.core.logit_rules import Counts, LogitRules
 from vllmx_engine.core.rows import FLOAT_DEFAULTS, FLOAT_FIELDS, RowTable
-from vllmx_engine.core.sequence import Limits, Sequence
+from vllmx_engine.core.scheduler import Batch
+from vllmx_engine.core.sequence import Sequence
 
 _FLOAT_DEFAULTS: F32 = np.array([list(FLOAT_DEFAULTS.values())], np.float32).T  # (fields, 1)
 
@@ -244,7 +245,7 @@ def _edits(owners: LogitOwners, sampling: SamplingRows) -> LogitEdits:
 
 
 def _counts(counted: list[tuple[int, Counts]], plan: StepPlan) -> TokenCounts:
-    """What was seen of each token, which grows from step to step."""
+    """Returns the counts of tokens that rows have seen, which grow from step to step."""
     logits = [logit for logit, _ in counted]
     ids = [counts.ids for _, counts in counted]
     values = _flat([counts.output_counts for _, counts in counted], np.int32)

@@ -10,21 +10,48 @@ from collections.abc import Generator, Iterable
 
 import numpy as np
 from vllmx_core.plan import AnyArray
+from vllmx_core.records import Record
 
-from vllmx_engine.core.beside import Beside
-from vllmx_engine.core.chunk import Batch, Chunk, load_of
-from vllmx_engine.core.cost import StepCost
+from vllmx_engine.core.cost import StepCost, StepLoad
 from vllmx_engine.core.images import Images, StepImages
 from vllmx_engine.core.kv import BlockPool
+from vllmx_engine.core.limits import Limits
 from vllmx_engine.core.prefix_cache import CacheIdentity, PrefixCache
 from vllmx_engine.core.prefixes import Hit, Prefixes
 from vllmx_engine.core.row_blocks import RowBlocks
 from vllmx_engine.core.row_states import RowStates
 from vllmx_engine.core.rows import RowTable
-from vllmx_engine.core.sequence import Limits, Sequence
+from vllmx_engine.core.sequence import Sequence
 from vllmx_engine.core.state_slots import SlotPool
-from vllmx_engine.core.step_budget import StepBudget
-from vllmx_engine.core.waiting_room import WaitingRoom
+from vllmx_engine.core.step_budget import Chunk, PriorityShare, StepBudget
+from vllmx_engine.core.waiting_queue import WaitingSequences
+
+
+class Batch(Record):
+    """The work of one step."""
+
+    decodes: AnyArray
+    """Rows of the table that decode one token each, ascending."""
+    chunks: tuple[Chunk, ...]
+    load: StepLoad
+    images: StepImages | None = None
+    """Work for the chunks' images before the step; None: the model sees none."""
+
+
+def load_of(
+    num_decodes: int, context: int, chunks: list[Chunk], images: StepImages | None
+) -> StepLoad:
+    """Returns the step's cost terms, see `StepCost`."""
+    tokens, work = 0, 0.0
+    for chunk in chunks:
+        tokens += chunk.num_tokens
+        work += chunk.num_tokens * (chunk.start + chunk.num_tokens / 2)
+    load = StepLoad(num_decodes, context, tokens, work)
+    if images is None:
+        return load
+    tower = images.towers.load
+    return load._replace(patches=tower.patches, patch_work=tower.work)
+
 
 logger = logging.getLogger("vllmx.scheduler")
 
@@ -38,16 +65,16 @@ _NO_ROWS = np.zeros(0, np.intp)
 class Scheduler:
     """Owns sequences from `add` to `finish`, their rows and their KV blocks.
 
-    One token budget a step: running decodes first (see `Beside` for those of lower priority), then
-    unfinished prefills, then the waiting queue. Who is next and does not fit may be passed by
-    others of its priority, as many times as sequences run at once at most; then they wait until it
-    has had its turn. A sequence's prompt gets all its blocks on admission (but see `RowBlocks` for
-    windows), and one block at a time is added in each cache group while it decodes; when there is
-    none, the newest sequence of the lowest priority gives up all of its own and waits again
-    (recompute). It does so too when a sequence of strictly higher priority waits for a row or for
-    blocks. Blocks that are given up or freed while a step that reads or writes them is still in
-    flight are safe to hand out at once: the device runs steps in order, so their next owner's
-    writes, of a later step, come after.
+    One token budget a step: running decodes first (see `PriorityShare` for those of lower
+    priority), then unfinished prefills, then the waiting queue. If the queue's head does not fit,
+    others of its priority may pass it, at most `max_rows` times; then they wait for it. A
+    sequence's prompt gets all its blocks on admission (but see `RowBlocks` for windows), and one
+    block at a time is added in each cache group while it decodes; when there is none, the newest
+    sequence of the lowest priority gives up all of its own and waits again (recompute). It does so
+    too when a sequence of strictly higher priority waits for a row or for blocks. Blocks that are
+    given up or freed while a step that reads or writes them is still in flight are safe to hand out
+    at once: the device runs steps in order, so their next owner's writes, of a later step, come
+    after.
     """
 
     def __init__(
@@ -79,7 +106,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.prefills: list[Sequence] = []
         """Sequences of `running` whose known tokens are not all scheduled, best first."""
-        self._waiting = WaitingRoom(
+        self._waiting = WaitingSequences(
             fcfs=fcfs, shared_from=limits.block_size + 1 if prefix_caching else None
         )
         self.queue, self.share = self._waiting.queue, self._waiting.share
@@ -92,7 +119,7 @@ class Scheduler:
         self._least_chunk = cost.min_chunk if chunked_prefill else limits.max_tokens
         """The least chunk of a prefill that is not the first of its step; shorter ones wait.
         Without chunked prefill only a prompt that is too long for its step is ever cut."""
-        self._beside = Beside(self.table, cost)
+        self._priority_share = PriorityShare(self.table, cost)
 
     # --- the life of a sequence -------------------------------------------------------------------
     @property
@@ -107,14 +134,14 @@ class Scheduler:
         self._waiting.enter(sequence, hold=hold)
 
     def release(self, sequence: Sequence) -> None:
-        """What a sequence was held for, or sat out for, is there."""
+        """Resumes a sequence that was held or that sat out steps."""
         if sequence.row < 0:
             self._waiting.release(sequence)
         elif sequence not in self.prefills:
             self.table.start_decoding(sequence)
 
     def release_followers(self, sequence: Sequence) -> None:
-        """Lets those go on who waited for the prompt of `sequence`, whose blocks are in the prefix
+        """Resumes sequences that wait for the prompt of `sequence`: its blocks are in the prefix
         cache, or never will be."""
         self._waiting.release_followers([sequence])
 
@@ -164,12 +191,12 @@ class Scheduler:
     # --- one step ---------------------------------------------------------------------------------
     def schedule(self) -> Batch | None:
         """The next step, or None when nothing can be computed before a result comes in."""
-        del self._dropped[-_MAX_FREED:]
+        del self._dropped[-_MAX_FREED:]  # a microsecond each, see `_dropped`
         decodes, victim = self._decodes()
         context = int(self.table.computed[decodes].sum()) + decodes.size if decodes.size else 0
         chunks: list[Chunk] = []
         images: StepImages | None = None
-        if self.prefills or self.queue:
+        if self.prefills or self.queue:  # a step of decodes alone plans no prompts
             images = None if self._images is None else self._images.for_step(self.cost)
             chunks = self._chunks((decodes.size, context), victim, images)
         if not decodes.size and not chunks:
@@ -182,17 +209,22 @@ class Scheduler:
     def _chunks(
         self, decodes: tuple[int, int], victim: Sequence | None, images: StepImages | None
     ) -> list[Chunk]:
-        """Chunks of prompts, beside so many decodes over so many tokens, and after `victim` was the
-        last to be preempted."""
+        """Returns chunks of prompts for a step with `decodes` (rows, context tokens); `victim` is
+        the last preempted sequence."""
         budget = StepBudget(
-            self.limits, self.cost, self._beside, decodes, self._least_chunk, self._num_prompts
+            self.limits,
+            self.cost,
+            self._priority_share,
+            decodes,
+            self._least_chunk,
+            self._num_prompts,
         )
         chunks: list[Chunk] = []
         prefilling = self._prefilling(victim)
         for sequence in prefilling:
             start = self.table.computed.item(sequence.row)
             size = budget.fit(sequence, start, self.queue.asked(sequence))
-            if not size:
+            if not size:  # the step is full, and no later prompt may overtake this one
                 break
             if images is not None:
                 size = images.reach(sequence, start, size, budget)
@@ -201,7 +233,7 @@ class Scheduler:
                 size = self.blocks.cover(sequence.row, start, size, len(self.running), least)
             if sequence.images is not None:
                 size = sequence.images.whole(start, size)
-            if not size:
+            if not size:  # it waits for blocks or features: others may still fit
                 continue
             if self.states is not None:
                 size = self.states.cut(sequence, start, size)
@@ -210,29 +242,31 @@ class Scheduler:
             budget.take(chunk)
             if budget.is_spent:
                 break
-        prefilling.close()
+        prefilling.close()  # sequences set aside return to the queue now, not with the next gc
         return chunks
 
     def _num_prompts(self) -> int:
         """The number of prompts that could be computed now: those begun, and those that wait while
-        rows are free. The ones that must not hold up who decodes count for nothing."""
+        rows are free. Prompts that must not delay the decoding rows do not count."""
         head = self.queue.first()
-        is_held = head is None or self._beside.holds_back(self.queue.asked(head))
+        is_held = head is None or self._priority_share.holds_back(self.queue.asked(head))
         waiting = 0 if is_held else min(len(self.queue), self.table.num_free)
         ranks = map(self.queue.asked, self.prefills)
-        return max(1, waiting + sum(not self._beside.holds_back(rank) for rank in ranks))
+        return max(1, waiting + sum(not self._priority_share.holds_back(rank) for rank in ranks))
 
     def _ready(self) -> AnyArray:
         """Rows that may decode a token now."""
         has_prompts = bool(self.prefills or (self.queue and self.table.num_free))
-        return self._beside.choose(self.table.ready(), self._waiting.ranks, has_prompts=has_prompts)
+        return self._priority_share.choose(
+            self.table.ready(), self._waiting.ranks, has_prompts=has_prompts
+        )
 
     def _decodes(self) -> tuple[AnyArray, Sequence | None]:
         """Ready rows, each with blocks for its next token, and the last one of those that had to
         be preempted for them, for an unfinished prefill or for a waiting one."""
         victim: Sequence | None = None
         if not self.running:
-            rows = self._beside.choose(_NO_ROWS, self._waiting.ranks, has_prompts=True)
+            rows = self._priority_share.choose(_NO_ROWS, self._waiting.ranks, has_prompts=True)
             return rows, victim
         while True:
             rows = self._ready()
@@ -243,9 +277,10 @@ class Scheduler:
                 break
             if is_short and self._slide_all():
                 continue
+            # Each preemption frees blocks and may take a ready row away: look again after it.
             victim = max(self.running, key=self.queue.order)
             self._preempt(victim)
-        self.blocks.grow(full)
+        self.blocks.grow(full)  # last: a preempted row would give its new block straight back
         return rows, victim
 
     def _slide_all(self) -> bool:
@@ -255,8 +290,8 @@ class Scheduler:
         return self.blocks.slide(rows, keep_unfiled=False)
 
     def _must_yield(self, num_taken: int) -> bool:
-        """Whether the next one of the queue outranks running sequences, does not fit beside them
-        and the `num_taken` blocks that decodes are to get, and would fit in their place."""
+        """True if the queue's head outranks running sequences, does not fit next to them and the
+        `num_taken` blocks that decodes get, and would fit in their place."""
         head = self.queue.first() if len(self._waiting.ranks) > 1 else None
         if head is None:
             return False
@@ -308,8 +343,8 @@ class Scheduler:
         return head
 
     def _holds_back(self, misfit: Sequence, other: Sequence) -> bool:
-        """Whether one that does not fit must not be passed by another. One that was preempted gave
-        up its blocks to older ones already."""
+        """True if `other` must not pass a sequence that does not fit. A preempted one already gave
+        up its blocks to older ones."""
         if misfit.was_preempted or self.queue.outranks(misfit, other):
             return True
         return misfit.num_passed >= self.limits.max_rows

@@ -1,73 +1,82 @@
-"""What the engine core remembers of one request."""
+"""The engine core's state of one request."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from array import array
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import numpy as np
-from vllmx_core.cache.groups import longest_sequence
 from vllmx_core.errors import CapacityError, ContextLengthError, InvalidRequestError
-from vllmx_core.records import MutableRecord, field
+from vllmx_core.image_plan import Turns
+from vllmx_core.model import ImagePlaces
+from vllmx_core.records import MutableRecord, Record, field
 
-from vllmx_engine.core.grammar_row import GrammarRow
+from vllmx_engine.core.grammar_rows import GrammarRow, ThoughtBudget
+from vllmx_engine.core.limits import Limits
 from vllmx_engine.core.logit_rules import LogitRules, make_rules
 from vllmx_engine.core.prefix_cache import Entry
-from vllmx_engine.core.thought_budget import ThoughtBudget
-from vllmx_engine.wire.messages import CoreRequest, FinishReason
+from vllmx_engine.wire.messages import CoreRequest, FinishReason, ImageInput
 
-if TYPE_CHECKING:
-    from vllmx_engine.core.images import SequenceImages
+
+class SequenceImages(Record):
+    """Images of one sequence, in order."""
+
+    inputs: tuple[ImageInput, ...]
+    places: tuple[ImagePlaces, ...]
+    turns: Turns | None
+    """The rotations of its tokens; None: those of their positions."""
+    spans: bool = False
+    """`FeatureSpec.spans`."""
+
+    @property
+    def end(self) -> int:
+        """The position behind the last of them."""
+        return self.inputs[-1].start + self.inputs[-1].num_tokens
+
+    def within(self, start: int, end: int) -> Iterator[int]:
+        """Numbers of the images with tokens in this part of the sequence."""
+        for number, image in enumerate(self.inputs):
+            if image.start < end and start < image.start + image.num_tokens:
+                yield number
+
+    def least(self, start: int) -> int:
+        """Tokens that a chunk from there on has at the least: it cuts no image whose tokens see
+        each other both ways."""
+        for number in self.within(start, start + 1) if self.spans else ():
+            return self.inputs[number].start + self.inputs[number].num_tokens - start
+        return 1
+
+    def whole(self, start: int, size: int) -> int:
+        """Returns the size of a chunk of at most `size` tokens that cuts no image; 0: `size` is
+        below `least`."""
+        if self.least(start) > size:
+            return 0
+        for number in self.within(start + size - 1, start + size) if self.spans else ():
+            image = self.inputs[number]
+            if image.start + image.num_tokens > start + size and image.start > start:
+                return image.start - start
+        return size
+
+    def content(self, block_size: int) -> dict[int, bytes]:
+        """The images that each block holds, and where they begin: see `Sequence.content`."""
+        found: dict[int, bytes] = {}
+        for image in self.inputs:
+            last = (image.start + image.num_tokens - 1) // block_size
+            for block in range(image.start // block_size, last + 1):
+                offset = (image.start - block * block_size).to_bytes(8, "little", signed=True)
+                found[block] = found.get(block, b"") + image.digest + offset
+        return found
+
 
 _ID_BYTES = 4
 _MOST_HELD = 256
-"""Tokens that are told at once where nobody looks at them before the end: they are decoded in
-microseconds."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
-    """What bounds a step and a sequence, resolved."""
-
-    token_budget: int
-    """Tokens of a step."""
-    max_rows: int
-    """Sequences that run at once; never more than the budget or the logit rows of a step, so that
-    every running sequence can always be given one token."""
-    max_logit_rows: int
-    max_model_len: int
-    num_blocks: int
-    block_size: int
-    vocab_size: int
-    pools: bool = False
-    """The model gives a vector or scores for each prompt, and no tokens."""
-    whole_prompts: bool = False
-    """A prompt is computed in one step, see `ModelShape.whole_prompts`."""
-    windows: tuple[int | None, ...] = (None,)
-    """The window of each cache group, as in `LoadedInfo.cache_windows`."""
-    num_stages: int = 1
-    """Above 1: so many steps are in flight, and a row that decodes in one of them at most."""
-    num_in_flight: int = 2
-    """Steps that are in flight at once at the most."""
-    num_state_slots: int = 0
-    """The slots for the states of recurrent layers; 0: the model has none."""
-    snapshot_tokens: int = 1
-    """A snapshot of states that saves at least so many tokens may evict any other one."""
-    max_tokens: int = dataclasses.field(init=False)
-    """The most tokens of a sequence, prompt included: what the context and the whole KV cache can
-    hold."""
-
-    def __post_init__(self) -> None:
-        longest = longest_sequence(
-            self.windows, self.num_blocks, self.block_size, self.token_budget, self.max_model_len
-        )
-        object.__setattr__(self, "max_tokens", longest)
+"""Tokens that are sent at once when the client reads the answer only at its end: decoding them
+takes microseconds."""
 
 
 class Found(MutableRecord):
-    """What a look into the prefix cache came upon in the groups without a window."""
+    """The result of a prefix cache look-up in the groups without a window."""
 
     num_groups: int
     """The number of groups without a window."""
@@ -152,23 +161,23 @@ class Sequence:
         self.root = b""
         """Digest of what sets its prefixes apart, the parent of its first block."""
         self.content: dict[int, bytes] = {}
-        """What decides the content of a block, given by its number, beside its token ids."""
+        """Content of blocks by number, other than token ids."""
         self.images: SequenceImages | None = None
         """Set with `content` before it is scheduled."""
         self.digests: list[bytes] = []
         """The digests of its full blocks, as far as they were asked for."""
         self.found: Found | None = None
-        """What the last look at its prefix found, while it waits."""
+        """The result of its last prefix look-up while it waits."""
         self.num_cached_tokens = 0
         self.num_held = 0
-        """The last so many tokens are not told yet, see `CoreRequest.at_end`."""
+        """The number of its last tokens that are not sent yet, see `CoreRequest.at_end`."""
         self.held_since_s = 0.0
-        """The time at which its first token came, while that is not told; else 0."""
+        """The time at which its first token came, while that is held back; else 0."""
         self.num_charged = 0
         """The first so many tokens were charged to its client: its prompt as it was admitted, or
         what was computed before it was preempted."""
         self.num_passed = 0
-        """How many went before it, later in the queue, because it did not fit."""
+        """The number of later sequences that were admitted before it because it did not fit."""
         self.num_scored = 0 if params.prompt_logprobs is not None else self.num_prompt
         """Prompt tokens whose logits were scheduled, for prompt_logprobs."""
         self.rules: LogitRules | None = (
@@ -201,7 +210,7 @@ class Sequence:
         return 1 if self.images is None else self.images.least(start)
 
     def has_images_from(self, start: int) -> bool:
-        """Whether an image has tokens there or behind it."""
+        """True if an image has tokens at `start` or later."""
         return self.images is not None and start < self.images.end
 
     @property
@@ -221,14 +230,14 @@ class Sequence:
         self.is_plain = self.request.params.logprobs is None and self.grammar is None
 
     def hold(self, count: int) -> bool:
-        """Holds its last tokens, which are new; False: they are to be told now."""
+        """Holds back its newest tokens; False if they must be sent now."""
         if not self.request.at_end or self.num_held + count >= _MOST_HELD:
             return False
         self.num_held += count
         return True
 
     def untold(self, count: int) -> list[int]:
-        """The tokens to be told when the last ones are new: with them those that were held."""
+        """Returns the tokens to send when the last `count` are new, including those held back."""
         told, self.num_held = self.num_held + count, 0
         return self.tokens[len(self.tokens) - told :].tolist()
 
@@ -249,7 +258,7 @@ def check_request(request: CoreRequest, limits: Limits) -> None:
     """Raises InvalidRequestError, ContextLengthError or CapacityError for what can never run."""
     if len(request.prompt) % _ID_BYTES:
         raise InvalidRequestError(
-            f"{len(request.prompt)} bytes are no token ids of {_ID_BYTES}: send pack_ids(ids)",
+            f"{len(request.prompt)} bytes are not token ids of {_ID_BYTES}: send pack_ids(ids)",
             param="prompt",
         )
     ids = request.prompt_ids

@@ -1,8 +1,9 @@
-"""Which slot for the states of recurrent layers belongs to whom: rows, snapshots, nobody.
+"""The owners of slots for recurrent states: rows, snapshots, none.
 
 A slot holds what all recurrent layers keep of one sequence up to one of its tokens. A row writes
 its own slot in every step. A snapshot is a slot that a row left behind at the end of a block, filed
-under the digest of that block, and read by whoever continues the same prefix: nothing is copied.
+under the digest of that block, and read by sequences that continue the same prefix: nothing is
+copied.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class SlotPool:
         return self._filed.get(digest)
 
     def holds_snapshot(self, slot: int) -> bool:
-        """Whether what a slot holds can be found."""
+        """True if a slot holds a snapshot that can be found."""
         return slot in self._of_slot
 
     def file(self, slot: int, entry: Entry, *, is_far: bool) -> Snapshot | None:

@@ -1,7 +1,7 @@
 """Notices that a step does not come back: a kernel without an end, a lost GPU, a stuck driver call.
 
-Nothing can be done for the thread in such a call. So whoever waits for the core gives up, and the
-process of the core ends, which is what frees a device.
+Nothing can be done for the thread in such a call. So callers that wait for the core give up, and
+the process of the core ends, which is what frees a device.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _size(core: EngineCore) -> str:
 
 
 def log_stuck(error: EngineDeadError, core: EngineCore) -> None:
-    """What hangs, for whom, and where each thread of this process stands."""
+    """Logs the hanging step, its requests, and the stack of each thread of this process."""
     logger.critical("%s\n%s%s", error.message, _requests(core), _stacks())
 
 

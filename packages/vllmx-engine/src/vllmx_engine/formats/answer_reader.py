@@ -15,6 +15,7 @@ from vllmx_engine.formats.call_steps import CallReader, passed_on
 from vllmx_engine.formats.channel_steps import ChannelReader
 from vllmx_engine.formats.cursor import Cursor, Steps, TextEndError, Triggers
 from vllmx_engine.formats.events import (
+    AnswerSink,
     ArgumentsPiece,
     CallBegin,
     CallEnd,
@@ -22,19 +23,18 @@ from vllmx_engine.formats.events import (
     Event,
     ReasoningPiece,
 )
-from vllmx_engine.formats.sink import AnswerSink
 from vllmx_engine.formats.tool_schemas import Tools
 
 
 class ReadOptions(Record):
-    """What is looked for in an answer."""
+    """The parts to look for in an answer."""
 
     tools: Tools = field(default_factory=dict)
     """The tools of the request; without any, nothing is a call."""
     in_thinking: bool = False
     """The prompt left the thoughts open."""
     has_thinking: bool = True
-    """Whether thoughts are separated from content."""
+    """True if reasoning is separated from content."""
     one_call: bool = False
     """Calls after the first are left out."""
     opened: bool = False
@@ -42,7 +42,7 @@ class ReadOptions(Record):
 
 
 def read_options(made_of: OutputFormat, tools: Tools, prompt: str) -> ReadOptions:
-    """How the answer to a prompt is read. The end of the prompt suffices."""
+    """Returns the options for reading the answer to a prompt. The end of the prompt suffices."""
     begin = made_of.thinking.begin.strip() if made_of.thinking is not None else ""
     tail, opened = prompt.rstrip(), made_of.opened.strip()
     return ReadOptions(
@@ -91,7 +91,7 @@ class AnswerReader(AnswerSink):
         self.in_thinking = options.in_thinking and self._thinking is not None
         """The text that comes next is thought."""
         self.has_reasoned = False
-        """Whether there were thoughts, be they empty."""
+        """True once there was reasoning, even if empty."""
         self._passes = False
         """All that follows is content."""
         self._num_seen = 0
@@ -103,7 +103,7 @@ class AnswerReader(AnswerSink):
         next(self._steps, None)
 
     def push(self, text: str) -> list[Event]:
-        """What a text that follows adds."""
+        """Returns the events that the next piece of text adds."""
         if self._passes:
             return [ContentPiece(text)] if text else []
         if not self._cursor.passes(text):
@@ -112,7 +112,7 @@ class AnswerReader(AnswerSink):
         return self._taken()
 
     def finish(self, *, is_cut: bool = False) -> list[Event]:
-        """What is left at the end of the text; `is_cut`: the model was not done."""
+        """Returns the last events at the end of the text; `is_cut`: the model was not done."""
         self._is_cut = is_cut
         if not self._passes:
             self._cursor.end(is_cut)
@@ -121,7 +121,7 @@ class AnswerReader(AnswerSink):
 
     @property
     def calls_tools(self) -> bool:
-        """Whether the answer asks for calls: one that a stop string cut is not meant to be run."""
+        """True if the answer asks for calls. A call that a stop string cut is not meant to run."""
         return self.num_calls > 0 and not (self._is_cut and self._ends_within_call)
 
     def _taken(self) -> list[Event]:
@@ -148,8 +148,8 @@ class AnswerReader(AnswerSink):
             return
 
     def _begins_thinking(self) -> Steps[bool]:
-        """Whether thoughts are the first that an answer has; their marker is passed, and so is the
-        end of thoughts where there were none to begin with."""
+        """True if the answer begins with reasoning. Passes its marker, and an end marker without a
+        beginning."""
         if self._thinking is None or not self._thinking.begin.strip():
             return False
         cursor, start = self._cursor, self._cursor.at
@@ -277,7 +277,7 @@ class AnswerReader(AnswerSink):
         self._passes = True
 
     def _pass_edges(self) -> Steps[None]:
-        """Passes what stands before or behind bare calls."""
+        """Passes markers before or behind bare calls."""
         found = bool(self._edges)
         while found:
             found = False
@@ -306,7 +306,7 @@ class AnswerReader(AnswerSink):
         return self._num_seen > count
 
     def _several(self, calls: Calls, reader: CallReader) -> Steps[None]:
-        """Calls, up to the end of the section or to what is no call."""
+        """Reads calls, up to the end of the section or to other text."""
         cursor = self._cursor
         is_list = bool(calls.section_end or calls.separator.strip())
         while (yield from reader.one()):
@@ -384,13 +384,13 @@ def _joined(events: list[Event]) -> list[Event]:
 
 
 def _is_part(text: str, *markers: str) -> bool:
-    """Whether a text is the beginning of a marker, white space aside."""
+    """True if a text is the beginning of a marker, apart from white space."""
     found = "".join(text.split())
     return any("".join(marker.split()).startswith(found) for marker in markers)
 
 
 def _is_whole(text: str, marker: str) -> bool:
-    """Whether a text is a marker, white space aside."""
+    """True if a text is a marker, apart from white space."""
     return "".join(text.split()) == "".join(marker.split())
 
 

@@ -30,7 +30,7 @@ _ANY: Form = {"type": "any_text"}
 
 
 def must_call(made_of: OutputFormat, tools: Tools, *, one_call: bool = False) -> Form | None:
-    """An answer that calls some of the tools and says nothing else but thoughts; None where the
+    """An answer of calls alone, after any reasoning; None where the
     format has no calls."""
     calls = _call_list(made_of, tools, one_call)
     if calls is None:
@@ -41,7 +41,7 @@ def must_call(made_of: OutputFormat, tools: Tools, *, one_call: bool = False) ->
 
 
 def tells_calls(made_of: OutputFormat) -> bool:
-    """Whether something tells that a call begins, so that `may_call` has a grammar."""
+    """True if a marker begins each call, so that `may_call` has a grammar."""
     if made_of.channels is not None:
         return True
     return made_of.calls is not None and not (made_of.calls.is_bare or made_of.opened)
@@ -308,7 +308,7 @@ def _typed_one(tags: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Fo
 
 
 def _is_text(schema: Mapping[str, Any]) -> bool:
-    """Whether a value is written as it is, not as JSON."""
+    """True if a value is written as plain text, not as JSON."""
     kind = schema.get("type")
     return kind == "string" or bool(_values_of(schema))
 

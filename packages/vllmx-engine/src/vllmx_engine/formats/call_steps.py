@@ -16,10 +16,10 @@ from vllmx_core.output_format import (
     ValueArguments,
 )
 
-from vllmx_engine.formats import json_steps, values
+from vllmx_engine.formats import json_steps, tool_schemas
 from vllmx_engine.formats.cursor import Cursor, Steps, TextEndError, Triggers
+from vllmx_engine.formats.events import CallSink
 from vllmx_engine.formats.json_steps import escaped
-from vllmx_engine.formats.sink import CallSink
 from vllmx_engine.formats.tool_schemas import Tools, is_string, json_of
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class CallReader:
         self._num_chars = 0
 
     def one(self) -> Steps[bool]:
-        """Reads one call with its markers; False where none stands here."""
+        """Reads one call with its markers; False if there is none here."""
         self.begun = False
         if not (yield from self._cursor.take(self._calls.begin)):
             return False
@@ -135,14 +135,14 @@ class CallReader:
         return True
 
     def _goes_on(self, call: NamedCall, word: str) -> Steps[bool]:
-        """Whether the name of an unknown tool is followed by arguments, or by the end of a call
-        without any: prose about the markers of calls is no call."""
+        """True if the name of an unknown tool is followed by arguments, or by the end of a call
+        without any: prose about the markers of calls is not a call."""
         if isinstance(call.arguments, JsonArguments):
             return (yield from self._cursor.peek()) in '{"'
         if not isinstance(call.arguments, TaggedArguments):
             return True
         if not call.header_end.strip() and word in self._calls.end:
-            return False  # nothing but a name stands between the markers
+            return False  # only a name is between the markers
         cursor, start = self._cursor, self._cursor.at
         for marker in (call.arguments.key_begin, self._calls.end):
             found = yield from cursor.take(marker)
@@ -271,11 +271,11 @@ class CallReader:
             emit(f'{before}"{escaped(key)}": ')
             before, start = ", ", cursor.at
             try:
-                spelling = yield from values.scan(cursor, syntax)
+                spelling = yield from tool_schemas.scan(cursor, syntax)
             except TextEndError:
                 emit(cursor.text[start:])
                 raise
-            emit(values.to_json(spelling, syntax))
+            emit(tool_schemas.to_json(spelling, syntax))
         emit("{}" if before == "{" else "}")
 
 
@@ -292,8 +292,8 @@ class _JsonMembers:
         """Arguments that came before the name."""
 
     def read(self) -> Steps[bool]:
-        """Reads up to the end of the object, from behind its first brace. Returns False where it is
-        no call."""
+        """Reads up to the end of the object, from behind its first brace. Returns False if it is
+        not a call."""
         if not (yield from self._members()):
             return False
         if not self._reader.begun:
@@ -360,7 +360,7 @@ def passed_on(cursor: Cursor, ends: Triggers, emit: Callable[[str], None]) -> St
 
 @lru_cache(256)
 def header_pattern(header: str) -> re.Pattern[str]:
-    """What matches a header and finds its parts."""
+    """Returns a pattern that matches a header and finds its parts."""
     pattern = ""
     for part in re.split(r"(\{\w+\}|\s+)", header):
         if part == "{name}" and "(?P<name>" in pattern:

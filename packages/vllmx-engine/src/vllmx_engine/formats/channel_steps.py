@@ -8,7 +8,7 @@ from vllmx_core.output_format import Channels
 
 from vllmx_engine.formats.call_steps import passed_on
 from vllmx_engine.formats.cursor import Cursor, Steps, TextEndError, Triggers
-from vllmx_engine.formats.sink import AnswerSink
+from vllmx_engine.formats.events import AnswerSink
 from vllmx_engine.formats.tool_schemas import Tools
 
 _MAX_HEADER = 512
@@ -46,7 +46,7 @@ class ChannelReader:
             yield from self._end()
 
     def _header(self) -> Steps[str | None]:
-        """What stands before the text of a message; None where it has no header."""
+        """Returns the text before a message's content; None if it has no header."""
         cursor, start = self._cursor, self._cursor.at
         try:
             found = yield from cursor.until((self._channels.message,), _MAX_HEADER)

@@ -1,4 +1,4 @@
-"""Which format a model's answers have."""
+"""Finds the format of a model's answers."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def find_format(
     response_template: object = None,
     compiled: Callable[[], ChatTemplate] | None = None,
 ) -> FoundFormat:
-    """The format of a model: what the flags name; else what the checkpoint states itself; else a
-    record whose signature stands in the templates and that writes calls as they do; else what is
-    derived from them; else any record that reads the calls that they write; else, where they write
-    none, a record by its signature alone. Formats that are neither named nor stated must read back
-    what the templates write (`proof`).
+    """Returns the format of a model, from the first source that has one: the flags; the
+    checkpoint's own statement; a record that has its signature in the templates and writes calls as
+    they do; a derivation from the templates; any record that reads the calls that they write; or,
+    if they write none, a record by its signature alone. Formats that are neither named nor stated
+    must read back the output of the templates (`proof`).
 
     Args:
         templates: Jinja sources by name.
         tool_parser, reasoning_parser: see `EngineConfig`.
-        special_tokens: what the templates may print.
+        special_tokens: tokens that the templates may print.
         response_template: of the checkpoint's tokenizer_config.json.
         compiled: gives the same templates compiled, which takes a while. Raises TemplateError.
 
     Raises:
-        ConfigError: a name that nobody provides, or a format without the part that is asked for.
+        ConfigError: an unknown name, or a format without the part that is asked for.
     """
     compiled = compiled or partial(ChatTemplate, templates, special_tokens)
     finder = _Finder(registry, templates, compiled, _stated(response_template))
@@ -107,10 +107,10 @@ class _Finder:
         self._compiled = compiled
         self._source = "\n".join(templates.values())
         self.origin: Origin = "known"
-        """How well the part is known that was looked for last."""
+        """The origin of the part that was looked for last."""
         self._disproofs: list[tuple[str, OutputFormat, str | None]] = []
         self.thinking = OutputFormat("none")
-        """How thoughts are read while calls are proven."""
+        """The format of reasoning while calls are proven."""
 
     @cached_property
     def _renderings(self) -> Renderings:
@@ -176,8 +176,8 @@ class _Finder:
     def _by_markers(
         self, renderings: Renderings, records: Sequence[OutputFormat]
     ) -> OutputFormat | None:
-        """A record whose markers stand in a template that never writes a call, and so does not
-        disprove it."""
+        """Returns a record that has its markers in a template that never writes a call, and so
+        cannot disprove it."""
         try:
             if writes_calls(renderings):
                 return None
@@ -190,7 +190,7 @@ class _Finder:
         return None
 
     def _records(self, *, is_tools: bool) -> list[OutputFormat]:
-        """Records whose signature stands in the templates, that of most characters first."""
+        """Returns records with their signature in the templates, the longest signature first."""
         found: list[tuple[int, ParserSpec]] = []
         for spec in self._registry.all(ParserSpec):
             signature = spec.tool_signature if is_tools else spec.reasoning_signature

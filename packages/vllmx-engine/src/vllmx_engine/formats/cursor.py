@@ -70,7 +70,7 @@ class Cursor:
             self._passing = None
 
     def passes(self, text: str) -> bool:
-        """Whether a text that follows was passed on; else it must be added."""
+        """True if the next text was passed on; otherwise it must be added."""
         passing = self._passing
         if passing is None or not passing[0](text):
             return False
@@ -96,13 +96,13 @@ class Cursor:
             yield from self.more()
 
     def peek(self) -> Steps[str]:
-        """The next character that is no white space, at the place."""
+        """Returns the next character that is not white space, without passing it."""
         yield from self.space()
         return self.text[self.at]
 
     def take(self, marker: str) -> Steps[bool]:
-        """Passes a marker up to its last character that is no white space, more or less white space
-        in it and before it aside; False, and nothing is passed, where another text stands there."""
+        """Passes a marker up to its last character that is not white space, ignoring white space
+        within and before it. False, with nothing passed, at another text."""
         marker = marker.rstrip()
         if self.text.startswith(marker, self.at):  # the usual case
             self.at += len(marker)

@@ -19,7 +19,7 @@ _MAX_NAME = 4096
 
 
 def escaped(text: str) -> str:
-    """A text as it stands within the quotes of a JSON string."""
+    """Returns a text as the quotes of a JSON string hold it."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

@@ -12,8 +12,8 @@ from vllmx_core.plugins.specs import ParserSpec
 from vllmx_core.records import Record
 
 Origin = Literal["known", "derived", "by_markers", "not_found"]
-"""A format that somebody names or that the chat template follows; one made of the template; a known
-one of which no more than the markers stand in it; none, though nobody asked for none."""
+"""The source of a format: named by a flag or followed by the chat template; derived from the
+template; a known one with only its markers in the template; not found, though not disabled."""
 
 
 class FoundFormat(Record):
@@ -23,7 +23,7 @@ class FoundFormat(Record):
     tools_from: str
     reasoning_from: str
     tools_origin: Origin = "known"
-    """How well the part for calls is known."""
+    """The source of the part for calls."""
 
 
 def check_name(registry: Registry, field: str, name: str) -> None:

@@ -86,20 +86,20 @@ def prove_calls(renderings: Renderings, made_of: OutputFormat) -> None:
 
 
 def _opens_thoughts(made_of: OutputFormat, text: str) -> bool:
-    """Whether a template took content for thoughts, because of a marker in it."""
+    """True if a template took content for reasoning, because of a marker in it."""
     begin = "" if made_of.thinking is None else made_of.thinking.begin.strip()
     return bool(begin) and text.rstrip().endswith(begin)
 
 
 def writes_calls(renderings: Renderings) -> bool:
-    """Whether the template writes calls at all. Raises NotDerivedError where it fails on one."""
+    """True if the template writes calls at all. Raises NotDerivedError if it fails on one."""
     one = call(0, {KEYS[0]: VALUES[0]})
     turn = {"content": "", "tool_calls": openai_calls([one])}
     return one.name in renderings.answer(turn).text
 
 
 def reads_itself(made_of: OutputFormat) -> bool:
-    """Whether calls are read as the format writes them."""
+    """True if calls are read as the format writes them."""
     if made_of.calls is None:
         return True
     calls = [call(0, {KEYS[0]: VALUES[0]}), call(1)]
@@ -211,7 +211,7 @@ def _prove_arguments(made_of: OutputFormat, written: Mapping[str, Any], text: st
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise NotProvenError(f"arguments: read {_short(text)}, which is no JSON") from error
+        raise NotProvenError(f"arguments: read {_short(text)}, which is not JSON") from error
     _compare("arguments", list(written), list(found) if isinstance(found, dict) else found)
     for key, value in written.items():
         if found[key] != value and not _is_spelling(made_of, value, found[key]):
@@ -219,8 +219,8 @@ def _prove_arguments(made_of: OutputFormat, written: Mapping[str, Any], text: st
 
 
 def _is_spelling(made_of: OutputFormat, value: Any, found: Any) -> bool:
-    """Whether a template may have written a value as this text. Some have no notation for values
-    and write what Python prints, with or without quotes."""
+    """True if a template may have written a value as this text. Some have no notation for values
+    and print Python's form, with or without quotes."""
     if not isinstance(found, str) or _is_json(made_of):
         return isinstance(value, str) and isinstance(found, str) and value.strip() == found.strip()
     spellings = (value.strip(),) if isinstance(value, str) else (str(value), json.dumps(value))
@@ -243,7 +243,7 @@ def _values(made_of: OutputFormat) -> ValueArguments | None:
 
 
 def _is_faithful(made_of: OutputFormat, text: str, calls: Sequence[WrittenCall]) -> bool:
-    """Whether the template spells arguments readably: some write Python without quotes, escapes or
+    """True if the template spells arguments readably: some write Python without quotes, escapes or
     commas, which models do not."""
     syntax = _values(made_of)
     if syntax is None:

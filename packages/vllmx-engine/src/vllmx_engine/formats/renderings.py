@@ -1,5 +1,5 @@
-"""What a chat template makes of an assistant's turn: conversations with words that occur nowhere
-else, rendered, and the turn cut out of them."""
+"""Renders an assistant's turn: conversations of words that occur nowhere else go through the chat
+template, and the turn is cut out of the prompt."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class NotDerivedError(Exception):
 
 
 class Answer(Record):
-    """What a template writes of one answer."""
+    """A template's rendering of one answer."""
 
     prompt: str
     """The conversation before it, with the generation prompt, from the user's last words on."""
     text: str
-    """What follows the prompt, up to the end of the turn."""
+    """The text behind the prompt, up to the end of the turn."""
     unopened: str = ""
     """The end of the prompt that the template leaves out in front of an answer of the past."""
     thinks: bool = True
@@ -84,12 +84,12 @@ class Renderings:
             self._tools = None
             self._rendered.clear()
             self._plain = self.answer({"content": CONTENT}).text
-        if self._always_prompts({}):  # or never: then the header of a turn is no part of an answer
+        if self._always_prompts({}):  # or never: then an answer excludes the header of its turn
             self._header = self._plain.partition(CONTENT)[0]
             self._plain = self._plain.removeprefix(self._header)
 
     def calls(self, calls: Sequence[WrittenCall], content: str = "") -> str:
-        """What an answer with calls is, without the end of the turn. Raises NotDerivedError for a
+        """Returns an answer with calls, without the end of the turn. Raises NotDerivedError for a
         conversation that the template refuses."""
         found = self.answer({"content": content, "tool_calls": openai_calls(calls)})
         shared = common_prefix(found.text, self._plain)
@@ -154,7 +154,7 @@ class Renderings:
         return self._ends[key]
 
     def _turn_end(self, end: str, prompt: str, mode: Mapping[str, Any]) -> str:
-        """The part of what stands behind a content that ends the turn."""
+        """Returns the part of the text behind a content that ends the turn."""
         turn = {"content": "", "tool_calls": openai_calls([call(0, {KEYS[0]: VALUES[0]})])}
         try:
             calls = self._render(turn, mode, is_prompt=False)
@@ -173,7 +173,7 @@ class Renderings:
         return end if tag is None else rest[tag.start() :] + behind
 
     def _always_prompts(self, mode: Mapping[str, Any]) -> bool:
-        """Whether the template writes the generation prompt without being asked for it."""
+        """True if the template always writes the generation prompt."""
         prompts = [self._render(None, mode, is_prompt=each) for each in (True, False)]
         return prompts[0] == prompts[1]
 
@@ -209,8 +209,8 @@ class Renderings:
 
 
 def _from_user(text: str) -> str:
-    """A conversation from the user's last words on: what stands before does not matter, and may
-    hold the time."""
+    """Returns a conversation from the user's last words on: the text before them does not matter,
+    and may hold the time."""
     at = text.rfind(USER)
     if at < 0:
         raise NotDerivedError("it leaves out what the user says")

@@ -1,8 +1,8 @@
-"""The format that a checkpoint states itself: `response_template` of tokenizer_config.json, as
-transformers reads it from version 5.13 on.
+"""The checkpoint's own format: `response_template` of tokenizer_config.json, as transformers reads
+it from version 5.13 on.
 
-It names regions of an answer by literal texts or regular expressions. Those that come to texts with
-a name between them are understood; anything else is left to the other ways to find a format.
+It names regions of an answer by literal texts or regular expressions. Texts with a name between
+them are understood; for anything else the other sources of formats are tried.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def _literal(value: Any) -> str:
     """A text, or the first of several."""
     found = value[0] if isinstance(value, list) and value else value
     if not isinstance(found, str):
-        raise NotDerivedError(f"{shown(value)} is no text")
+        raise NotDerivedError(f"{shown(value)} is not text")
     return found
 
 
 def _edge(field: Mapping[str, Any], edge: str) -> str:
-    """What begins or ends a region."""
+    """Returns the beginning or the end of a region."""
     parts = _parts(field, edge)
     if any(is_group for is_group, _ in parts):
         raise NotDerivedError(f"a part is named in {shown(field.get(f'{edge}_pattern'))}")
@@ -128,10 +128,10 @@ def _key(placeholder: Any, each: bool) -> str:
 
 
 def _named(field: Mapping[str, Any], begin: list[tuple[bool, str]], end: str) -> Calls:
-    """The name stands before the arguments."""
+    """Returns the format of a call with its name before the arguments."""
     groups = [name for is_group, name in begin if is_group]
     if groups != ["name"] or begin[0][0]:
-        raise NotDerivedError("something else than a name stands before a call's arguments")
+        raise NotDerivedError("the text before a call's arguments is more than a name")
     header_end = begin[2][1] if len(begin) > 2 else ""
     arguments = _arguments(field)
     if isinstance(arguments, TaggedArguments):

@@ -119,8 +119,8 @@ def _by_prefix(options: Iterable[Expression]) -> Iterator[Expression]:
 
 
 def overlap(one: Automaton, other: Automaton, budget: Budget) -> tuple[bool, Ranges]:
-    """Whether some nonempty text matches both, and the characters by which `other` continues
-    where a text of `one` ends. Raises OutOfBudgetError."""
+    """Returns whether some nonempty text matches both, and the characters by which `other`
+    continues where a text of `one` ends. Raises OutOfBudgetError."""
     match_same, goes_on = False, set[int]()
     seen = set[tuple[int, int]]()
     budget.spend(len(one.first) * len(other.first))

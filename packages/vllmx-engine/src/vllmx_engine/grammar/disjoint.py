@@ -1,4 +1,4 @@
-"""Whether no value satisfies two JSON schemas at once, as far as their words alone tell."""
+"""Decides whether two JSON schemas exclude each other, as far as their keywords tell."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Disjoint:
         return None
 
     def _differ_as(self, kind: str, first: Schema, other: Schema, depth: int) -> bool:
-        """Whether no value of one type satisfies both."""
+        """True if no value of one type satisfies both."""
         if any(_apart(first, other, low, high) for at, low, high in _SIZES if at == kind):
             return True
         if kind == "number":
@@ -92,7 +92,8 @@ class Disjoint:
         return False
 
     def resolved(self, schema: Any) -> Any:
-        """What a schema refers to, where it is a reference; None where that leads nowhere."""
+        """Returns a reference's target, or the schema itself; None for a reference without a
+        target."""
         for _ in range(_MAX_DEPTH):
             if not (isinstance(schema, dict) and set(schema) == {"$ref"}):
                 return schema
@@ -100,14 +101,14 @@ class Disjoint:
         return None
 
     def _lookup(self, reference: Any) -> Any:
-        """What a reference into this schema leads to; None for any other."""
+        """Returns the target of a reference into this schema; None for any other."""
         if not isinstance(reference, str) or not reference.startswith("#/"):
             return None
         return referred(self._root, reference)
 
 
 def referred(root: Schema, reference: str) -> Any:
-    """What a reference into a schema (`#`, `#/...`) leads to; None where that leads nowhere."""
+    """Returns the target of a reference into a schema (`#`, `#/...`); None if it has none."""
     found: Any = root
     for part in unquote(reference).split("/")[1:]:
         name = _unescaped(part)
@@ -188,7 +189,7 @@ def type_of(value: Any) -> str:
 
 
 def _apart(first: Schema, other: Schema, low: str, high: str) -> bool:
-    """Whether one ends before the other begins."""
+    """True if one ends before the other begins."""
     for lower, upper in ((first, other), (other, first)):
         least, most = upper.get(low), lower.get(high)
         if isinstance(least, int | float) and isinstance(most, int | float) and most < least:

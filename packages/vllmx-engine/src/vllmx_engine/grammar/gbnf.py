@@ -51,7 +51,7 @@ class Token(Record, cache_hash=True):
 
 
 class Reference(Record, cache_hash=True):
-    """What a rule stands for."""
+    """A reference to a rule."""
 
     name: str
 
@@ -84,7 +84,7 @@ class Lexeme(Record, cache_hash=True):
 
 Expression = Literal | Chars | Token | Reference | Sequence | Choice | Repeat | Lexeme
 Rules = dict[str, Expression]
-"""What each rule stands for, by its name."""
+"""The expression of each rule, by its name."""
 TokenIds = Callable[[int | str], int | None]
 """The id of the model's token with an id or a text; None where the model has none."""
 EMPTY = Sequence(())
@@ -92,7 +92,7 @@ ANY = Chars(normal([(0, 0x10FFFF)]))
 
 
 def is_gbnf(text: str) -> bool:
-    """Whether a grammar is written in GBNF and not in Lark."""
+    """True if a grammar is written in GBNF and not in Lark."""
     if _STARTS.search(text):
         return True
     return "::=" in text and not _LARK.search(text)

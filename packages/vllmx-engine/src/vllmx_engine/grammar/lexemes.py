@@ -165,7 +165,7 @@ class _Plan:
         return Sequence((begin, Repeat(after, 0, None)))
 
     def _is_empty(self, part: Expression) -> bool:
-        """Whether a part without recursion matches only the empty text."""
+        """True if a part without recursion matches only the empty text."""
         match part:
             case Literal(text):
                 return not text
@@ -178,7 +178,7 @@ class _Plan:
         return False
 
     def _regular(self, part: Expression) -> bool:
-        """Whether a part has neither recursion nor tokens."""
+        """True if a part has neither recursion nor tokens."""
         match part:
             case Token():
                 return False

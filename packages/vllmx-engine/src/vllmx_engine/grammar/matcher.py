@@ -1,10 +1,10 @@
-"""Compiled grammars and their state in an answer: which tokens may come next.
+"""Compiled grammars and their state in an answer: the tokens that may come next.
 
-The protocol is what the core needs; llguidance stands behind it. An `LLMatcher` never raises: it
-falls into a state of error, which this module turns into `GrammarError`.
+The core sees the protocol; llguidance implements it. An `LLMatcher` never raises: it falls into a
+state of error, which this module turns into `GrammarError`.
 
 The answers of a grammar share its lexer: the states of its regular expressions that any of them has
-met. The first error inside the lexer spoils it for all of them. `GrammarMatcher` then compiles the
+met. The first error inside the lexer breaks it for all of them. `GrammarMatcher` then compiles the
 grammar again and replays its tokens. The answer that met the error goes on with those that need
 more fuel for a mask, on a lexer of theirs; it ends only if it fails on an unused one of these.
 """
@@ -45,9 +45,9 @@ QUICK_S = 0.0005
 a quarter of a millisecond where the machine is slow."""
 _DOUBTED_MASKS = 1000
 _DEAD_END = "NoExtensionBias"
-"""What the library says where a grammar neither ends nor goes on."""
+"""The library's message for a grammar that neither ends nor goes on."""
 _REFUSED = "doesn't satisfy the grammar"
-"""What the library says where a token may not come; whatever else it says is a limit."""
+"""The library's message for a token that may not come; any other message is a limit."""
 
 
 class LexerLostError(GrammarError):
@@ -101,7 +101,7 @@ class Matcher(Protocol):
 
 
 class MaskPace:
-    """How long the masks of a grammar take, as all its answers have seen."""
+    """The time that masks of a grammar take, as all its answers have measured."""
 
     def __init__(self) -> None:
         self._num_doubted = 0
@@ -211,7 +211,7 @@ class GrammarMatcher:
         self._is_suspect = False
         """The lexer is lost by an error of this answer."""
         self._reason = ""
-        """What the library said."""
+        """The library's message."""
         self._target: U32 | None = None
         """The array of the last mask, which usually has the next one too: to ask numpy for its
         address takes a fifth of a mask's time."""
@@ -298,8 +298,8 @@ class GrammarMatcher:
         return ids
 
     def _fail(self) -> NoReturn:
-        """Raises LexerLostError. Whose error it is cannot be told: on a lexer that another answer
-        spoiled even a token that may come is refused."""
+        """Raises LexerLostError. The library does not say which answer broke the lexer: on a broken
+        one even an allowed token is refused."""
         self._reason = first_lines(self._matcher.get_error())
         self._is_lost, self._is_suspect = True, not self._lexer.is_lost
         self._lexer.is_lost = True

@@ -1,4 +1,4 @@
-"""What a JSON schema says of which properties an object has, told apart case by case.
+"""The properties that a JSON schema requires and forbids, as a list of exclusive cases.
 
 `{"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}` is a formula over the presence of "a" and
 "b". An answer can be held to it as one of two cases: "a" is there and "b" is not, or the reverse.
@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from itertools import combinations
 from math import comb
 from typing import Any
 
 from vllmx_core.errors import GrammarError
+
+from vllmx_engine.grammar.disjoint import place_of_reference, references, referred
 
 ANNOTATIONS = frozenset(
     (
@@ -25,9 +27,9 @@ _MAX_NAMES = 6
 _MAX_CASES = 64
 Schema = dict[str, Any]
 Case = dict[str, bool]
-"""Whether properties are present; those that it does not name may be or not."""
+"""Presence by property; properties that it does not name may be present or absent."""
 Holds = Callable[[frozenset[str]], bool]
-"""Whether a formula holds for an object with just these properties."""
+"""True if a formula holds for an object with exactly these properties."""
 
 
 class NothingLeftError(GrammarError):
@@ -48,7 +50,7 @@ class Formula:
 
     @property
     def holds_of_others(self) -> bool:
-        """Whether it holds of what is no object: nothing is required of that."""
+        """True if it holds for values other than objects: nothing is required of those."""
         return self.holds(self.names)
 
     def negated(self) -> Formula:
@@ -214,3 +216,42 @@ def _covering(cubes: list[_Cube]) -> list[_Cube]:
             chosen.append((present, absent))
             wanted -= covered
     return chosen
+
+
+def endless(root: Schema) -> dict[str, NothingLeftError]:
+    """The definitions, by their places, whose values would all be infinitely deep."""
+    parts = {place_of_reference(each): referred(root, each) for each in ("#", *references(root))}
+    while ended := [place for place, part in parts.items() if _ends(part, parts)]:
+        for place in ended:
+            del parts[place]
+    return {
+        place: NothingLeftError(
+            f"{place} needs itself, so that no value of it ends: let a property be absent or null"
+        )
+        for place in parts
+    }
+
+
+def _ends(schema: Any, open_places: Container[str]) -> bool:
+    """True if a schema may have a finite value when those at `open_places` have none."""
+    if not isinstance(schema, dict):
+        return True
+    own = schema.get("$ref")
+    if isinstance(own, str) and place_of_reference(own) in open_places:
+        return False
+    for key, rule in (("allOf", all), ("anyOf", any), ("oneOf", any)):
+        parts = schema.get(key)
+        if parts and not rule(_ends(part, open_places) for part in parts):
+            return False
+    return all(_ends(part, open_places) for part in _needed(schema))
+
+
+def _needed(schema: Schema) -> list[Any]:
+    """The parts that every value of a schema has."""
+    if schema.get("type") == "object":
+        properties = schema.get("properties", {})
+        return [properties.get(name) for name in schema.get("required", ())]
+    if schema.get("type") == "array":
+        least, first = int(schema.get("minItems", 0)), schema.get("prefixItems", [])
+        return [*first[:least], schema.get("items") if least > len(first) else None]
+    return []

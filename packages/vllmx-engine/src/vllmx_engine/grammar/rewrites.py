@@ -11,8 +11,8 @@ from typing import Any
 
 from vllmx_core.errors import GrammarError, shown
 
-from vllmx_engine.grammar.bounds import bounded_type, fractions, impossible, outside
 from vllmx_engine.grammar.disjoint import equal, type_of, values_of
+from vllmx_engine.grammar.keywords import bounded_type, fractions, impossible, outside
 from vllmx_engine.grammar.presence import (
     ANNOTATIONS,
     NothingLeftError,
@@ -68,8 +68,8 @@ def _check_possible(schema: Schema, path: str) -> None:
 
 
 def _counts(schema: Schema, path: str) -> None:
-    """How many properties an object has, where some of them may lack: the library counts them
-    where none may."""
+    """Replaces bounds on the number of properties by cases if some are optional: the library
+    counts them only if all are required."""
     keys = [key for key in ("minProperties", "maxProperties") if schema.get(key) is not None]
     required = set(schema.get("required") or ())
     may_lack = any(name not in required for name in _mapping(schema, "properties"))
@@ -168,7 +168,8 @@ def _branches(schema: Schema, condition: Schema, path: str) -> Iterator[Any]:
 
 
 def _cases_of_any(schema: Schema, condition: Schema, path: str) -> Iterator[Any]:
-    """What meets a condition and what does not, where the reverse of the condition can be said."""
+    """Returns the schemas of values that meet a condition and of those that do not, if its
+    complement can be expressed."""
     tested = condition["if"]
     values = values_of(schema)
     reverse: Schema = {"type": _own_types(schema)} if values is None else {"enum": values}
@@ -194,7 +195,7 @@ def _cases_of_values(
     if domain is None:
         raise GrammarError(
             f"if at {path} looks at the property {shown(name)}, which can be held where that has"
-            " an enum, a const or the type boolean: give it one beside the if, or write the cases"
+            " an enum, a const or the type boolean: give it one next to the if, or write the cases"
             " as branches of anyOf"
         )
     is_met = [any(equal(value, other) for other in tested) for value in domain]

@@ -15,12 +15,10 @@ from urllib.parse import quote
 
 from vllmx_core.errors import GrammarError, shown
 
-from vllmx_engine.grammar.bounds import is_number, narrow
 from vllmx_engine.grammar.disjoint import Disjoint, place_of_reference, references, referred
-from vllmx_engine.grammar.endless import endless
-from vllmx_engine.grammar.presence import ANNOTATIONS, NothingLeftError
+from vllmx_engine.grammar.keywords import check_kinds, is_number, narrow
+from vllmx_engine.grammar.presence import ANNOTATIONS, NothingLeftError, endless
 from vllmx_engine.grammar.rewrites import exclude, rewrite
-from vllmx_engine.grammar.shapes import check_kinds
 
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
@@ -144,8 +142,8 @@ class _Preparation:
         return part if resolved is None else resolved
 
     def _plain(self, schema: Schema) -> None:
-        """Drops annotations, beside which the library takes no references that lead back, and
-        encodes references, which it takes as URIs alone."""
+        """Drops annotations, next to which the library does not take recursive references, and
+        encodes references, which it takes only as URIs."""
         for key in [key for key in schema if key in ANNOTATIONS or key.startswith("x-")]:
             del schema[key]
         if "$ref" in schema:
@@ -154,8 +152,8 @@ class _Preparation:
             schema["$ref"] = quote(reference, safe=_OF_REFERENCES)
 
     def _branches_tell_type(self, schema: Schema) -> bool:
-        """Whether a schema is its branches, of which each says the type that it says too: the
-        library takes no references that lead back next to other keywords."""
+        """True if a schema consists of its branches and each has the schema's own type: the library
+        does not take recursive references next to other keywords."""
         keys = {key for key in schema if not key.startswith("$")} - ANNOTATIONS - {"definitions"}
         if keys not in ({"type", "anyOf"}, {"type", "oneOf"}):
             return False
@@ -304,7 +302,7 @@ def _property_names(schema: Schema, path: str) -> None:
     if not rest:
         del schema["propertyNames"]
     elif "properties" in schema or "patternProperties" in schema:
-        raise GrammarError(f"propertyNames at {path} cannot be held beside properties")
+        raise GrammarError(f"propertyNames at {path} cannot be held together with properties")
     elif set(rest) == {"pattern"}:
         schema["patternProperties"] = {rest["pattern"]: others}
     elif set(rest) == {"enum"} and isinstance(rest["enum"], list):
@@ -324,7 +322,7 @@ def _check_bounds(schema: Schema, path: str) -> None:
             continue
         if _is_whole(bound) and not _is_whole(other) and abs(bound - other) < 1:
             raise GrammarError(
-                f"the excluded bound {bound} at {path} cannot be held beside {other}: use"
+                f"the excluded bound {bound} at {path} cannot be held together with {other}: use"
                 " minimum or maximum"
             )
 

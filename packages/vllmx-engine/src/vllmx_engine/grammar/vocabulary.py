@@ -40,7 +40,7 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int])
 
 
 class Lexicon(Record):
-    """What grammars are checked over."""
+    """The tokens that grammars are checked against."""
 
     trie: Trie
     vocab_size: int
@@ -67,8 +67,8 @@ class Lexicon(Record):
 
 
 class _Tokens:
-    """What `LLTokenizer` asks of a tokenizer; its end of sequence is one that no model samples
-    where the model has none."""
+    """The tokenizer interface of `LLTokenizer`; for a model without an end of sequence it has one
+    that is never sampled."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

@@ -45,7 +45,7 @@ class Bare(Record):
 
     data: bytes
     info: Mapping[str, Any]
-    """What was taken out of it and may tell its orientation, under Pillow's names."""
+    """Chunks removed from it that may hold its orientation, under Pillow's names."""
 
 
 def bare(data: bytes, where: str) -> Bare:

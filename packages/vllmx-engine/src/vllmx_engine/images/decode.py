@@ -12,7 +12,7 @@ from vllmx_core.errors import ConfigError, InvalidRequestError, VllmxError
 
 from vllmx_engine.images.bare import bare, form_of, orientation
 from vllmx_engine.images.limits import ImageLimits
-from vllmx_engine.images.prepared import Pixels
+from vllmx_engine.wire.images import Pixels
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -1,4 +1,4 @@
-"""What images of a request may be, and where they may come from."""
+"""Bounds on a request's images, and their allowed sources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ImageLimits(Record):
     """Bounds that are checked before anything is decoded."""
 
     max_images: int = 16
-    """How many images one request may have."""
+    """The most images of one request."""
     max_bytes: int = 20 << 20
     """The largest image, in bytes as it is stored."""
     max_pixels: int = 32 << 20
@@ -36,7 +36,7 @@ class ImageLimits(Record):
             folder = Path(config.allowed_local_media_path).resolve()
             if not folder.is_dir():
                 raise ConfigError(
-                    f"--allowed-local-media-path {config.allowed_local_media_path} is no folder:"
+                    f"--allowed-local-media-path {config.allowed_local_media_path} is not a folder:"
                     " name one that holds the images",
                     param="allowed_local_media_path",
                 )
@@ -80,8 +80,8 @@ def allowed_hosts(names: Sequence[str]) -> dict[str, frozenset[int]]:
             host, port = "", None
         if not host or port == 0 or parts.path or parts.query or parts.fragment or parts.username:
             raise ConfigError(
-                f"--allowed-media-domains {shown(name)} is no host: give HOST or HOST:PORT, such as"
-                " images.example.org:8443",
+                f"--allowed-media-domains {shown(name)} is not a host: give HOST or HOST:PORT, such"
+                " as images.example.org:8443",
                 param="allowed_media_domains",
             )
         hosts[host] = hosts.get(host, frozenset()) | (_PORTS if port is None else {port})

@@ -17,8 +17,8 @@ from vllmx_core.errors import ConfigError, InvalidRequestError, shown
 from vllmx_core.plan import F32
 from vllmx_core.records import Record
 
-from vllmx_engine.images.prepared import Pixels, PreparedImage
 from vllmx_engine.text.model_files import read_json_object
+from vllmx_engine.wire.images import Pixels, PreparedImage
 
 _MAX_RATIO = 200
 _BILINEAR, _BICUBIC = 2, 3  # Pillow's numbers, which configs use too
@@ -38,16 +38,16 @@ class Fit(Record):
 
 
 class ImageProcessor(Protocol):
-    """How one model sees images, and how its prompts name them."""
+    """A model's preparation of images, and their tokens in prompts."""
 
     @property
     def mark(self) -> str:
-        """What the chat template writes for an image."""
+        """The text that the chat template writes for an image."""
         ...
 
     @property
     def token(self) -> str:
-        """What stands in the prompt once for each of an image's features."""
+        """The token that the prompt holds once for each of an image's features."""
         ...
 
     def written(self, num_tokens: int) -> str:
@@ -133,7 +133,8 @@ def patches_of(image: Pixels, patch: int, merge: int, frames: int) -> Pixels:
 
 # --- Qwen -----------------------------------------------------------------------------------------
 class QwenImages:
-    """Qwen2-VL and its successors: images keep their shape and come to as many patches."""
+    """Qwen2-VL and its successors: images keep their shape, and their size decides the number of
+    patches."""
 
     mark = token = "<|image_pad|>"  # noqa: S105 - of a vocabulary
 
@@ -193,8 +194,8 @@ def smart_size(height: int, width: int, factor: int, least: int, most: int) -> t
 
 # --- Gemma ----------------------------------------------------------------------------------------
 class GemmaImages:
-    """Gemma 3: each image becomes a square of one size and as many tokens. Large ones are not cut
-    into pieces beside it."""
+    """Gemma 3: each image becomes a square of one size and a fixed number of tokens. Large images
+    are not cut into additional pieces."""
 
     mark = "<start_of_image>"
     token = "<image_soft_token>"  # noqa: S105 - of a vocabulary

@@ -1,4 +1,4 @@
-"""The source of an image: a data URL, or what the operator allows beside it."""
+"""The source of an image: a data URL, or another one that the operator allows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_HEADER = 1000
 _MAX_URL = 16 << 10
 """The characters of any other URL: `urlsplit` keeps those that it has seen."""
 _ESCAPED = {b"%2B": b"+", b"%2F": b"/", b"%3D": b"=", b"%0A": b"", b"%0D": b"", b"%20": b""}
-"""What programs that build URLs put for signs of base64, and for the ends of its lines."""
+"""Escapes that URL builders write for signs of base64 and for its line ends."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 
@@ -40,7 +40,7 @@ class ImageSource(Record):
 
     @property
     def is_inline(self) -> bool:
-        """Whether the bytes are in the URL, so that nothing has to be waited for."""
+        """True if the URL holds the bytes, so that there is nothing to wait for."""
         return self.url[:5].lower() == "data:"
 
     @property

@@ -1,4 +1,4 @@
-"""A core that another process started: reached by its door, and found again when it dies."""
+"""A core that another process started: reached by its socket, and found again when it dies."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 
 from vllmx_core.errors import EngineDeadError, VllmxError
 
-from vllmx_engine.link.frontend import ASLEEP, SEND_AGAIN, CoreFrontend, lost_with
-from vllmx_engine.link.heartbeat import Heartbeat
+from vllmx_engine.link.frontend import ASLEEP, SEND_AGAIN, CoreFrontend, Heartbeat, lost_with
 from vllmx_engine.wire.ipc import (
     Failed,
     FrameError,
@@ -28,15 +27,15 @@ logger = logging.getLogger("vllmx.supervisor")
 
 _AGAIN_S = 0.05
 _UNTOLD = "the engine core ended"
-"""Why a core ended of which nobody has said it yet."""
+"""The error of a core that ended without a reported cause."""
 
 
 class AttachedFrontend(CoreFrontend):
     """A client among several of one core, which it neither starts nor ends.
 
     Args:
-        path: of the core's door, see `Door`. Whoever made the door starts the core again when it
-            dies; once the door is gone, so is the core.
+        path: of the core's listening socket, see `CoreListener`. The process that made it
+            restarts the core when it dies; once the socket is gone, so is the core.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,14 +43,14 @@ class AttachedFrontend(CoreFrontend):
         self._path = path
         self._line: _Line | None = None
         self._cause: VllmxError | None = None
-        """What ended the core, once somebody has said it."""
+        """The error that ended the core, once it was reported."""
         self._reattaching: asyncio.Task[None] | None = None
         self._heartbeat = Heartbeat(lambda: self._send(Ping()))
         self.status = "restarting"
 
     @classmethod
     async def start(cls, path: Path) -> AttachedFrontend:
-        """Returns when the core serves. Raises EngineDeadError when the door is gone."""
+        """Returns when the core serves. Raises EngineDeadError when the socket is gone."""
         frontend = cls(path)
         await frontend._attach()
         frontend._heartbeat.start()
@@ -106,7 +105,7 @@ class AttachedFrontend(CoreFrontend):
                 super()._take(message)
 
     async def _attach(self) -> None:
-        """Raises EngineDeadError once the door is gone."""
+        """Raises EngineDeadError once the socket is gone."""
         loop = asyncio.get_running_loop()
         while True:
             try:

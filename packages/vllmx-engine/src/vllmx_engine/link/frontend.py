@@ -1,9 +1,4 @@
-"""How an asyncio program reaches an engine core.
-
-The core runs in a process of its own (`process_frontend`) or on a thread of this one
-(`thread_frontend`). Both kinds have one face, `Frontend`, and tell their updates to one `Listener`,
-always on the thread of the event loop.
-"""
+"""A frontend: the API process's connection to the engine core, and its heartbeat."""
 
 from __future__ import annotations
 
@@ -27,6 +22,59 @@ from vllmx_engine.wire.ipc import (
     ToCore,
 )
 from vllmx_engine.wire.messages import CoreInfo, CoreOutput, CoreRequest, CoreStats, Follower
+
+INTERVAL_S = 0.75
+_MISSED = 4
+"""Intervals without an answer until the core counts as silent."""
+_HANGS = 6
+"""Intervals without an answer until a core that others wait for counts as hung."""
+
+
+class Heartbeat:
+    """Asks every `INTERVAL_S`. Intervals are counted instead of seconds, so that pauses of this
+    process do not count against the core.
+
+    Args:
+        ask: sends a question to the core.
+        on_hang: called once the core has been silent for too long.
+    """
+
+    def __init__(self, ask: Callable[[], None], on_hang: Callable[[], None] = lambda: None) -> None:
+        self._ask, self._on_hang = ask, on_hang
+        self._num_missed = 0
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def silent_s(self) -> float:
+        """The seconds for which the core has not answered, when that is too long; else 0."""
+        return self._num_missed * INTERVAL_S if self._num_missed >= _MISSED else 0.0
+
+    def heard(self) -> None:
+        """Something came from the core."""
+        self._num_missed = 0
+
+    def start(self) -> None:
+        """Needs a running event loop."""
+        self._task = asyncio.ensure_future(self._run())
+
+    def stop(self) -> None:
+        """Stops, whether or not it was started."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def beat(self) -> None:
+        """One question; only the first of those without an answer is sent."""
+        if not self._num_missed:
+            self._ask()
+        self._num_missed += 1
+        if self._num_missed == _HANGS:
+            self._on_hang()
+
+    async def _run(self) -> None:
+        while True:
+            self.beat()
+            await asyncio.sleep(INTERVAL_S)
+
 
 START_AGAIN = "start the engine again"
 ASLEEP = "the model sleeps: wake it (POST /wake), then send the request again"
@@ -64,8 +112,8 @@ class Frontend(Protocol):
         ...
 
     def tell(self, vocabulary: Vocabulary) -> None:
-        """Sends what the core must know before the first request with a grammar. A core that was
-        started again must be told again. Raises EngineDeadError."""
+        """Sends the vocabulary, needed before the first request with a grammar; again after each
+        restart of the core. Raises EngineDeadError."""
         ...
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -86,7 +134,7 @@ class Frontend(Protocol):
 
 
 class CoreFrontend:
-    """What both kinds share: updates from the core, and calls that it answers."""
+    """The part that both kinds share: updates from the core, and calls that it answers."""
 
     def __init__(self) -> None:
         self.info: CoreInfo
@@ -125,7 +173,7 @@ class CoreFrontend:
         try:
             return await self._calls[call_id]
         finally:
-            self._calls.pop(call_id, None)  # who waited may have been cancelled
+            self._calls.pop(call_id, None)  # the waiting task may have been cancelled
 
     def unavailable(self) -> EngineDeadError:
         if self.status == "asleep":
@@ -163,7 +211,7 @@ class CoreFrontend:
 
 
 def cause_of(error: VllmxError) -> VllmxError:
-    """What ended the core, of which `Listener.lost` was told."""
+    """Returns the error that ended the core, from the one that `Listener.lost` received."""
     return type(error)(error.message.removesuffix(SEND_AGAIN))
 
 

@@ -107,8 +107,8 @@ class GrammarProcess:
         return self._process.pid
 
     async def check(self, spec: GrammarSpec) -> Verdict:
-        """Raises ConnectionError when the process dies or hangs, GrammarCheckError where it comes
-        to no verdict."""
+        """Checks a grammar. Raises ConnectionError if the process dies or hangs, GrammarCheckError
+        if it reaches no verdict."""
         if self.lost:
             raise ConnectionError
         call_id = next(self._call_ids)
@@ -232,8 +232,8 @@ class GrammarChecker:
         return True
 
     async def checked(self, params: SamplingParams, client: str = "") -> str | None:
-        """What the core is given for `structured_outputs`, None where the answer is free. Raises
-        what `check` raises."""
+        """Returns the core's grammar for `structured_outputs`, None if the answer is free. Raises
+        the errors of `check`."""
         form = params.structured_outputs
         if form is None:
             return None
@@ -279,7 +279,7 @@ class GrammarChecker:
             await self._process.close()
 
     async def _check_once(self, digest: bytes, spec: GrammarSpec, client: str) -> Answer:
-        """Equal grammars are checked once, whoever of those that wait goes away."""
+        """Checks equal grammars once, even if some of the waiting callers leave."""
         task = self._checking.get(digest)
         if task is None:
             turns = self._turns.get(client) or _Turns()
@@ -351,7 +351,8 @@ class GrammarChecker:
 
 
 def _failed_by_chance(making: asyncio.Task[Vocabulary]) -> bool:
-    """Whether it may succeed another time: a GrammarError says that the tokenizer has none."""
+    """True if it may succeed another time: a GrammarError means that the tokenizer has no
+    vocabulary."""
     if not making.done() or making.cancelled():
         return making.done()
     error = making.exception()

@@ -1,8 +1,8 @@
-"""The engine core's own process: `python -P -m vllmx_engine.link.process SOCKET [DOOR]`.
+"""The engine core's own process: `python -P -m vllmx_engine.link.process SOCKET [LISTENER]`.
 
-Started by `vllmx_engine.link.supervisor` alone. It connects to the socket, is told what to load,
-and serves until it is told to stop. The end of that connection, whatever the reason, ends this
-process at once. Further clients come by the listening socket of descriptor DOOR, if there is one.
+Started by `vllmx_engine.link.supervisor` alone. It connects to the socket, receives what to load,
+and serves until a message stops it. The end of that connection, for any reason, ends this process
+at once. Further clients connect to the listening socket of descriptor LISTENER, if there is one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from vllmx_core.system.standard_error import StandardError
 from vllmx_engine.core.core_loop import CoreLoop, Inbox
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.load import load_core
-from vllmx_engine.link.core_door import CoreDoor
-from vllmx_engine.link.core_socket import CoreSocket
+from vllmx_engine.link.core_socket import ClientListener, CoreSocket
 from vllmx_engine.wire.ipc import (
     ErrorRecord,
     Failed,
@@ -49,17 +48,19 @@ def _exit_without_parent() -> None:
     os._exit(0)  # nobody is left to answer, and a step may be in flight on another thread
 
 
-def _tell_end(connection: CoreSocket, door: CoreDoor | None, error: VllmxError) -> None:
+def _tell_end(connection: CoreSocket, clients: ClientListener | None, error: VllmxError) -> None:
     """Says why to all clients; the process ends behind that."""
     failed = Failed(ErrorRecord.of(error))
-    for each in [connection, *(door.close() if door is not None else ())]:
+    for each in [connection, *(clients.close() if clients is not None else ())]:
         each.send(failed)
 
 
-def _give_up(connection: CoreSocket, door: CoreDoor | None, error: EngineDeadError) -> None:
+def _give_up(
+    connection: CoreSocket, clients: ClientListener | None, error: EngineDeadError
+) -> None:
     """Says why and ends the process, from another thread than the one that is stuck. Where the
     kernel itself cannot end that thread, the message is all that the API process gets."""
-    _tell_end(connection, door, error)
+    _tell_end(connection, clients, error)
     connection.flush()
     logging.shutdown()
     os._exit(1)
@@ -84,7 +85,7 @@ def _receive(connection: CoreSocket, messages: Iterator[ToCore], inbox: Inbox) -
 
 
 def serve(connection: CoreSocket, listener: socket.socket | None = None) -> int:
-    """Loads, answers, and returns the exit code. `listener`: the door of further clients."""
+    """Loads, answers, and returns the exit code. `listener`: the socket of further clients."""
     messages = connection.messages()
     start = next(messages, None)
     if not isinstance(start, Start):
@@ -92,7 +93,7 @@ def serve(connection: CoreSocket, listener: socket.socket | None = None) -> int:
         return 1
     logging.getLogger("vllmx").setLevel(start.log_level)
     inbox: Inbox = SimpleQueue()
-    door = None if listener is None else CoreDoor(listener, inbox)
+    clients = None if listener is None else ClientListener(listener, inbox)
     threading.Thread(target=_receive, args=(connection, messages, inbox), daemon=True).start()
     tower = None if start.mmproj is None else Path(start.mmproj)
     registry = start.specs.registry()
@@ -100,17 +101,17 @@ def serve(connection: CoreSocket, listener: socket.socket | None = None) -> int:
     try:
         core, info = load_core(found)
         connection.send(Ready(info))
-        if door is not None:
-            door.open(info)
+        if clients is not None:
+            clients.open(info)
         gc.freeze()  # no step waits for a collection that looks through what stays to the end
-        CoreLoop(core, inbox, connection.send, partial(_give_up, connection, door)).run()
+        CoreLoop(core, inbox, connection.send, partial(_give_up, connection, clients)).run()
     except VllmxError as error:
-        _tell_end(connection, door, error)
+        _tell_end(connection, clients, error)
         return 1
     except Exception:
         logger.exception("the engine core failed")
         text = "the engine core failed with an internal error; see its log above"
-        _tell_end(connection, door, VllmxError(text))
+        _tell_end(connection, clients, VllmxError(text))
         return 1
     finally:
         connection.flush()
@@ -123,10 +124,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logging(stream=StandardError())
     faulthandler.enable()  # native code that crashes says where
-    _, path, *door = sys.argv
+    _, path, *descriptors = sys.argv
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(path)
-    listener = socket.socket(fileno=int(door[0])) if door else None
+    listener = socket.socket(fileno=int(descriptors[0])) if descriptors else None
     return serve(CoreSocket(connection, _exit_without_parent), listener)
 
 

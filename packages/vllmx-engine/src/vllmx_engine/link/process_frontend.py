@@ -8,12 +8,9 @@ import logging
 from vllmx_core.errors import EngineDeadError, RankLostError, VllmxError
 
 from vllmx_engine.core.found_model import FoundModel
-from vllmx_engine.link.door import Door
-from vllmx_engine.link.frontend import ASLEEP, SEND_AGAIN, CoreFrontend, lost_with
-from vllmx_engine.link.heartbeat import Heartbeat
-from vllmx_engine.link.supervisor import CoreProcess
-from vllmx_engine.wire.ipc import FromCore, Ping, Pong, Start, ToCore
-from vllmx_engine.wire.known_specs import KnownSpecs
+from vllmx_engine.link.frontend import ASLEEP, SEND_AGAIN, CoreFrontend, Heartbeat, lost_with
+from vllmx_engine.link.supervisor import CoreListener, CoreProcess
+from vllmx_engine.wire.ipc import FromCore, KnownSpecs, Ping, Pong, Start, ToCore
 
 logger = logging.getLogger("vllmx.supervisor")
 
@@ -33,9 +30,9 @@ class ProcessFrontend(CoreFrontend):
     EXIT_S = 1.0
     """The time that a core whose connection is gone gets to exit, so that its code says why."""
 
-    def __init__(self, found: FoundModel, door: Door | None = None) -> None:
+    def __init__(self, found: FoundModel, listener: CoreListener | None = None) -> None:
         super().__init__()
-        self._door = door
+        self._core_listener = listener
         self._start = Start(
             config=found.config,
             path=str(found.path),
@@ -53,10 +50,12 @@ class ProcessFrontend(CoreFrontend):
         self._heartbeat = Heartbeat(lambda: self._send(Ping()), self._on_hang)
 
     @classmethod
-    async def start(cls, found: FoundModel, door: Door | None = None) -> ProcessFrontend:
-        """Spawns the process and loads the model; other processes reach the core by `door`. Raises
-        the VllmxError that this met."""
-        frontend = cls(found, door)
+    async def start(
+        cls, found: FoundModel, listener: CoreListener | None = None
+    ) -> ProcessFrontend:
+        """Spawns the process and loads the model. Other processes connect to `listener`. Raises the
+        VllmxError that loading met."""
+        frontend = cls(found, listener)
         await frontend._spawn()
         frontend._heartbeat.start()
         return frontend
@@ -73,7 +72,7 @@ class ProcessFrontend(CoreFrontend):
 
     @property
     def start_message(self) -> Start:
-        """What the core loads."""
+        """The message that starts the core with its model."""
         return self._start
 
     @property
@@ -130,8 +129,8 @@ class ProcessFrontend(CoreFrontend):
             super()._take(message)
 
     async def _spawn(self) -> None:
-        door = None if self._door is None else self._door.listener
-        core = await CoreProcess.start(self._start, self._take, self._on_lost, door)
+        listener = None if self._core_listener is None else self._core_listener.listener
+        core = await CoreProcess.start(self._start, self._take, self._on_lost, listener)
         if core.lost:  # as soon as it was ready
             await core.stop(0.0)
             raise core.failure or EngineDeadError(core.describe_end())
@@ -139,7 +138,8 @@ class ProcessFrontend(CoreFrontend):
         self._born_s = self._last_update_s = self._loop_s()
 
     def _on_hang(self) -> None:
-        """A core alone may go on where it stood; the ranks of a group do not wait for so long."""
+        """Kills a hanging core of a rank group. A core alone may still recover; the ranks of a
+        group do not wait for so long."""
         if self.status == "ready" and self._start.config.num_ranks > 1:
             self._core.end(RankLostError(f"rank 0 (process {self.pid}) hangs or was stopped"))
 

@@ -1,8 +1,4 @@
-"""Starts the engine core process, watches it, ends it.
-
-One `CoreProcess` is one life of the core. The socket lies in a fresh folder that only this user can
-enter, takes one connection, and is removed as soon as that is there.
-"""
+"""Starts and watches the core's process, and makes the sockets that reach it."""
 
 from __future__ import annotations
 
@@ -20,7 +16,6 @@ from pathlib import Path
 
 from vllmx_core.errors import RankLostError, VllmxError
 
-from vllmx_engine.link.stopped import PATIENCE_S, is_stopped
 from vllmx_engine.wire.ipc import (
     Failed,
     FrameError,
@@ -34,6 +29,21 @@ from vllmx_engine.wire.ipc import (
     from_core_decoder,
 )
 from vllmx_engine.wire.messages import CoreInfo
+
+PATIENCE_S = 3.0
+"""A process that was stopped for so long is not waited for where others wait for it."""
+
+
+def is_stopped(pid: int) -> bool:
+    """True if a signal has stopped a child of this process; False if the system cannot say."""
+    if not hasattr(os, "waitid"):
+        return False
+    try:
+        found = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # it has ended
+        return False
+    return found is not None
+
 
 logger = logging.getLogger("vllmx.supervisor")
 
@@ -73,16 +83,16 @@ class CoreProcess(asyncio.Protocol):
         start: Start,
         on_message: Callable[[FromCore], None],
         on_lost: Callable[[CoreProcess], None],
-        door: socket.socket | None = None,
+        for_clients: socket.socket | None = None,
     ) -> CoreProcess:
-        """Spawns the process and returns when it is ready. Further clients come by `door`. Raises
-        the VllmxError that it met."""
+        """Spawns the process and returns when it is ready. Further clients connect to
+        `for_clients`. Raises the VllmxError that loading met."""
         core = cls(on_message, on_lost)
         folder = socket_folder()
         has_ranks = start.config.num_ranks > 1
         watch = asyncio.ensure_future(core._end_if_stopped()) if has_ranks else None
         try:
-            await core._launch(start, folder, door)
+            await core._launch(start, folder, for_clients)
             core.info = await core._loaded()
         except BaseException:
             await core.stop(0.0)
@@ -93,10 +103,12 @@ class CoreProcess(asyncio.Protocol):
             shutil.rmtree(folder, ignore_errors=True)
         return core
 
-    async def _launch(self, start: Start, folder: Path, door: socket.socket | None) -> None:
+    async def _launch(self, start: Start, folder: Path, for_clients: socket.socket | None) -> None:
         path = folder / "core.sock"
         with listen(path) as listener:
-            self._process = spawn(path) if door is None else spawn(path, door=door.fileno())
+            self._process = (
+                spawn(path) if for_clients is None else spawn(path, listener=for_clients.fileno())
+            )
             connection = await self._accept(listener)
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: self, sock=connection)
@@ -140,16 +152,16 @@ class CoreProcess(asyncio.Protocol):
 
     @property
     def lost(self) -> bool:
-        """Whether `on_lost` was called."""
+        """True once `on_lost` was called."""
         return self._lost
 
     @property
     def failure(self) -> VllmxError | None:
-        """What the core said before it ended."""
+        """The error that the core sent before it ended."""
         return self._failure
 
     def describe_end(self) -> str:
-        """How the process ended, for people."""
+        """Describes the end of the process in words."""
         code = self._process.poll()
         if code is None:
             return "the engine core closed its connection"
@@ -233,12 +245,12 @@ class CoreProcess(asyncio.Protocol):
 
 
 def spawn(
-    path: Path, module: str = "vllmx_engine.link.process", door: int | None = None
+    path: Path, module: str = "vllmx_engine.link.process", listener: int | None = None
 ) -> subprocess.Popen[bytes]:
-    """A process of ours that serves a socket, and a listening one where `door` is its
+    """A process of ours that serves a socket, and a listening one where `listener` is its
     descriptor."""
-    doors = () if door is None else (door,)
-    return run_module(module, str(path), *map(str, doors), descriptors=doors)
+    descriptors = () if listener is None else (listener,)
+    return run_module(module, str(path), *map(str, descriptors), descriptors=descriptors)
 
 
 def run_module(
@@ -274,3 +286,28 @@ def listen(path: Path, backlog: int = 1) -> socket.socket:
     path.chmod(0o600)
     listener.listen(backlog)
     return listener
+
+
+_BACKLOG = 64
+
+
+class CoreListener:
+    """A listening socket with mode 0600, in a folder that nobody else can enter.
+
+    A client that connects while the core starts waits there until it serves.
+
+    Attributes:
+        path: of the socket, for `AttachedFrontend`.
+        listener: for the core's process.
+    """
+
+    def __init__(self) -> None:
+        self._folder = socket_folder()
+        self.path = self._folder / "listen.sock"
+        self.listener: socket.socket = listen(self.path, _BACKLOG)
+        self.listener.setblocking(True)  # a thread of the core accepts
+
+    def close(self) -> None:
+        """Nobody comes in any more. May be called twice."""
+        self.listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)

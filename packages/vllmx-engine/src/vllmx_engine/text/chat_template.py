@@ -18,8 +18,6 @@ from typing import Any
 import jinja2
 from vllmx_core.errors import InvalidRequestError, TemplateError, excerpt
 
-from vllmx_engine.text.argument_form import takes_text_arguments
-from vllmx_engine.text.history_forms import history_forms, with_texts
 from vllmx_engine.text.messages import (
     Message,
     normalize_messages,
@@ -28,14 +26,19 @@ from vllmx_engine.text.messages import (
 )
 from vllmx_engine.text.prompt_text import MARK, Spellings
 from vllmx_engine.text.template_budget import BoundsError, Stopped, TemplateLimits
-from vllmx_engine.text.template_reads import TemplateReads
 from vllmx_engine.text.template_sandbox import (
     BoundedContext,
     RaisedByTemplate,
     TemplateEnvironment,
 )
+from vllmx_engine.text.template_syntax import TemplateReads
+from vllmx_engine.text.template_variants import (
+    history_forms,
+    takes_text_arguments,
+    tool_forms,
+    with_texts,
+)
 from vllmx_engine.text.tokenizer import Tokenizer
-from vllmx_engine.text.tool_forms import tool_forms
 
 log = logging.getLogger("vllmx.text")
 
@@ -114,7 +117,7 @@ class ChatTemplate:
                 is one, else `default`.
             chat_template_kwargs: variables of the template, such as `enable_thinking`.
             spellings: special tokens that stay text where users, tools and documents spell them:
-                the prompt is a `PromptText` then. None: whoever spells one gives it.
+                the prompt is a `PromptText` then. None: a spelt special token becomes that token.
             stopped: asked now and then; once true, the rendering ends with a TemplateError.
 
         Raises:
@@ -269,7 +272,7 @@ class _CompiledTemplate:
             return self._run(simpler, variables, stopped, started_s)
 
     def _usual(self, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
-        """What a template of Firefunction expects in place of tools and of a call of the clock."""
+        """Returns Firefunction's variables in place of tools and of a call of the clock."""
         if "functions" not in self._reads.variables:
             return {}
         functions = [tool.get("function", tool) for tool in tools or ()]
@@ -312,7 +315,8 @@ class _CompiledTemplate:
         return "".join(parts)
 
     def _failure(self, error: Exception) -> str:
-        """Jinja's own errors speak of the template; of others only the kind is told."""
+        """Describes a failure. Jinja's own errors describe the template; for others only their type
+        is reported."""
         line = self._line_of(error)
         log.debug("chat template failed on line %s", line, exc_info=error)
         what = type(error).__name__

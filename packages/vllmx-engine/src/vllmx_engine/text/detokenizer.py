@@ -43,7 +43,7 @@ def make_detokenizer(
     """The fastest exact detokenizer for this tokenizer.
 
     Args:
-        prompt_ids: what stands before the output; only its ends are looked at.
+        prompt_ids: the ids before the output; only both ends are read.
         skip_special_tokens: special tokens give no text.
         spaces_between_special_tokens: False joins neighbouring special tokens without the space
             that some decoders (never the concatenating ones) put between tokens.

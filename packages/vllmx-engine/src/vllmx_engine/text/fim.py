@@ -8,7 +8,7 @@ from vllmx_engine.text.tokenizer import Tokenizer
 
 
 class FimMarks(Record):
-    """Tokens, as they are spelt, that stand before the parts of a text."""
+    """The special tokens, as text, before the parts of a fill-in-the-middle prompt."""
 
     prefix: str
     suffix: str
@@ -16,7 +16,7 @@ class FimMarks(Record):
     """The marker before the part that the model writes; without it the prefix comes last."""
 
     def prompt(self, before: str, after: str) -> str:
-        """The prompt for what stands between two texts."""
+        """Returns the prompt for the text between two texts."""
         if not self.middle:
             return f"{self.suffix}{after}{self.prefix}{before}"
         return f"{self.prefix}{before}{self.suffix}{after}{self.middle}"
@@ -55,6 +55,6 @@ def _spelling(value: object) -> str | None:
 
 
 def _is_special(tokenizer: Tokenizer, token: str) -> bool:
-    """One that text is searched for, so that it becomes its id wherever it stands."""
+    """True for a token that the tokenizer searches text for, so that it becomes its id anywhere."""
     found = tokenizer.token_to_id(token)
     return found is not None and tokenizer.encode(token, False) == [found]

@@ -1,4 +1,4 @@
-"""What this process counts of a limit that it shares with others."""
+"""This process's count of a limit that it shares with other processes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ class Gauge(Protocol):
     """A count of this process, and of all others that have the limit in common."""
 
     def set(self, value: int) -> None:
-        """What this process has now. Any thread may call it."""
+        """Sets this process's count. Any thread may call it."""
         ...
 
     @property
     def elsewhere(self) -> int:
-        """What all other processes have now."""
+        """The count of all other processes."""
         ...
 
 
@@ -26,12 +26,12 @@ class NamedGauge(Protocol):
         ...
 
     def elsewhere(self, name: str) -> int:
-        """What all other processes have of it, or a little more."""
+        """Returns all other processes' count of a name, or slightly more."""
         ...
 
 
 class Alone:
-    """The gauge of a process beside which there is no other."""
+    """Gauge of a single-process server."""
 
     elsewhere = 0
 
@@ -39,7 +39,7 @@ class Alone:
 
 
 class AloneByName:
-    """The named gauge of a process beside which there is no other."""
+    """Named gauge of a single-process server."""
 
     def add(self, name: str, count: int) -> None: ...
 

@@ -176,7 +176,8 @@ def _tool_calls(message: Message) -> list[dict[str, Any]]:
 
 
 def _convert_arguments(function: dict[str, Any], *, as_text: bool) -> None:
-    """Text that is no JSON object (a model's broken call, say) is left as it is."""
+    """Converts a call's arguments. Text that is not a JSON object, such as a model's broken call,
+    is left as it is."""
     given = function.get("arguments")
     if as_text:
         text = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
@@ -320,7 +321,7 @@ def check_content(content: Any, index: int) -> None:
 
 
 def _check_calls(message: Message, index: int) -> None:
-    """Leaves out an empty list of calls. Raises InvalidRequestError for what is no call."""
+    """Removes an empty list of calls. Raises InvalidRequestError for a malformed call."""
     param = f"messages[{index}].tool_calls"
     calls = message.get("tool_calls")
     if not calls:
@@ -361,7 +362,7 @@ def _as_part(part: Any) -> dict[str, Any]:
 
 
 def _is_one_text(role: str, parts: list[Any]) -> bool:
-    """Whether one text can replace parts: templates differ in how they join several, which matters
+    """True if one text can replace parts: templates differ in how they join several, which matters
     least in a system message."""
     is_text = all(
         isinstance(part, str) or (isinstance(part, dict) and isinstance(part.get("text"), str))

@@ -1,18 +1,18 @@
 """Bounded readers for the small JSON and template files of a model folder.
 
 A model folder is data from somebody else: every file has a size limit, malformed JSON is a typed
-error that names the file, and nothing in it is executed here.
-"""
+error that names the file, and nothing in it is executed here."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vllmx_core.errors import ConfigError
+from vllmx_core.errors import ConfigError, VllmxError, excerpt
 from vllmx_core.system.files import open_model_file
 
 MIB = 1 << 20
@@ -143,3 +143,28 @@ def template_of(flag: str | None) -> str | None:
             param="chat_template",
         )
     return source
+
+
+@contextmanager
+def library_errors(make: Callable[[str], VllmxError]) -> Iterator[None]:
+    """Turns errors of the library into ours; it is put around its calls and nothing else. `make`
+    gets the reason, one short line. Errors of ours pass."""
+    try:
+        yield
+    except VllmxError:
+        raise
+    except Exception as error:
+        raise make(_reason(error)) from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise make(_reason(error)) from error
+
+
+def _reason(error: BaseException) -> str:
+    lines = str(error).splitlines() or [type(error).__name__]
+    line = excerpt(lines[0].removeprefix("Cannot instantiate Tokenizer from buffer: "))
+    # It may quote a token of a damaged file, and is shown in terminals.
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in line
+    )

@@ -1,4 +1,4 @@
-"""What each token id contributes to a decoded text, as bytes.
+"""The bytes that each token id adds to a decoded text.
 
 `tokenizers` decodes a list of ids by a pipeline over token strings. For the two families that
 nearly all generating models use, that pipeline is a plain concatenation of bytes per token,
@@ -43,7 +43,7 @@ codecs.register_error(EACH_BYTE, _replace_each_byte)
 
 
 class PieceCoding(Record):
-    """How to turn token strings into bytes, and bytes into text."""
+    """Converts token strings into bytes, and bytes into text."""
 
     to_bytes: Callable[[str], bytes]
     errors: str

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 MARK = "\ufdd0"
-"""A code point that is no character, for use within programs."""
+"""A noncharacter code point, for use within programs."""
 _MIN_CHARS = 2
 """A mark breaks a spelling after its first character."""
 

@@ -119,6 +119,6 @@ class StopMatcher:
         return buffer[:cut], None
 
     def flush(self) -> str:
-        """What was held back; at the end of a sequence that no stop string ended."""
+        """Returns the held-back text, at the end of a sequence that no stop string ended."""
         held, self._held, self._state = self._held, "", 0
         return held

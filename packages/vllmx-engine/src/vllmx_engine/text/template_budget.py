@@ -1,4 +1,4 @@
-"""What a template may spend: steps, CPU time, characters made, and the size of any one value.
+"""A template's budget: steps, CPU time, output characters, and the size of any one value.
 
 The bound on values makes every single operation cheap: no string is longer than `max_chars`, and no
 container, counted with everything inside it as often as it occurs, is larger. So an operation that
@@ -97,7 +97,7 @@ class Budget:
         return self._measure(value)[0]
 
     def depth(self, value: Any) -> int:
-        """How deeply containers are nested in `value`; 0 for a plain value."""
+        """Returns the depth to which containers are nested in `value`; 0 for a plain value."""
         return self._measure(value)[1]
 
     def _measure(self, value: Any, level: int = 0) -> tuple[int, int]:

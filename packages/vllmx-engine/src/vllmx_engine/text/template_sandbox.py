@@ -362,7 +362,8 @@ def finalize_output(context: Context, value: Any) -> str:
 
 
 def text_of(value: Any) -> str:
-    """What Python prints of a value. Marks in its texts, which Python would escape, stay marks."""
+    """Returns Python's printed form of a value. Marks in its texts, which Python would escape, stay
+    marks."""
     text = str(value)
     return text if isinstance(value, str) else _with_marks(text)
 
@@ -382,7 +383,7 @@ def _with_marks(text: str) -> str:
 
 
 def raise_exception(message: Any) -> NoReturn:
-    """What a template calls to refuse a conversation."""
+    """The function that a template calls to refuse a conversation."""
     raise RaisedByTemplate(str(message))
 
 

@@ -25,7 +25,7 @@ from vllmx_engine.text.gauge import Alone, Gauge
 
 T = TypeVar("T")
 Stopped = Callable[[], bool]
-"""Whether nobody waits for the work any more."""
+"""True once no caller waits for the work."""
 
 _TRIM_BYTES = 1 << 20
 """Work on a text of this size leaves the allocator with memory worth giving back."""
@@ -44,10 +44,10 @@ class TextLimits:
 
 class TextThreads:
     """Runs functions on two threads, one of them for small texts alone, and on a third one small
-    texts of others while both work for the same client.
+    texts of other clients while both work for the same client.
 
-    The client with the fewest bytes served comes next, and of its texts a small one before a large
-    one, until the small ones that passed it come to the size of the large one.
+    The client with the fewest bytes served is next. Its small texts pass a large one, until their
+    sizes add up to the large one's.
     """
 
     def __init__(self, limits: TextLimits = TextLimits()) -> None:
@@ -71,10 +71,11 @@ class TextThreads:
         return self._bytes
 
     async def run(self, client: str, size: int, function: Callable[[Stopped], T]) -> T:
-        """What `function` returns or raises, called on a thread when it is the client's turn.
+        """Runs `function` on a thread when it is the client's turn, and returns or raises its
+        result.
 
-        Cancelling takes it back where it has not begun; else what it is given becomes true, and
-        its result is dropped.
+        Cancelling removes it if it has not begun; otherwise its `Stopped` becomes true, and its
+        result is dropped.
 
         Args:
             size: of the text, in bytes.
@@ -97,7 +98,7 @@ class TextThreads:
             raise
 
     def close(self) -> None:
-        """Drops what waits; what runs is told that nobody does."""
+        """Drops waiting work, and asks running work to stop."""
         with self._lock:
             jobs = [job for client in self._clients.values() for job in client.jobs()]
         for job in jobs:

@@ -1,23 +1,69 @@
-"""How much text one token can stand for, where that is certain: a text of B bytes then has at least
+"""The most bytes of text in one token, if that is certain: a text of B bytes then has at least
 B / `longest` tokens, and what cannot fit into a context is refused without tokenising it.
 
 It is certain for BPE that loses nothing on the way: every byte or character of the text is part of
 some token. Normalisers that drop or merge text without bound, pre-tokenisers that drop white space,
-models that merge unknown characters and added tokens that swallow the spaces beside them have no
+models that merge unknown characters and added tokens that swallow the spaces around them have no
 bound.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tokenizers
 from tokenizers import pre_tokenizers
 from vllmx_core.records import Record
 
+PIECE_CHARS = 1 << 18
+"""A piece of text has a million tokens at the most, and takes 0.1 s."""
+_SEAM_TOKENS = 4096
+"""A piece may have so many tokens fewer within its text than alone: a few are usual."""
+
+Count = Callable[[str], int]
+"""The tokens of a text."""
+
+
+def fewest_tokens(texts: Sequence[str], enough: int, count: Count) -> int:
+    """A number of tokens that the texts have at least. Nothing is counted behind the piece with
+    which there are more than `enough`."""
+    found = 0
+    for text in texts:
+        for _, piece in _pieces(text, from_end=False):
+            found += _sure(piece, count)
+            if found > enough:
+                return found
+    return found
+
+
+def part_with(text: str, num_tokens: int, count: Count, *, from_end: bool) -> str:
+    """The beginning of a text, or its end, that has more than so many tokens; the whole text where
+    it has no more."""
+    found = 0
+    for size, piece in _pieces(text, from_end=from_end):
+        found += _sure(piece, count)
+        if found > num_tokens:
+            return text[-size:] if from_end else text[:size]
+    return text
+
+
+def _sure(piece: str, count: Count) -> int:
+    return max(0, count(piece) - _SEAM_TOKENS)
+
+
+def _pieces(text: str, *, from_end: bool) -> Iterator[tuple[int, str]]:
+    """The pieces in the order in which they are looked at, each with the number of characters up to
+    its far end."""
+    for begin in range(0, len(text), PIECE_CHARS):
+        size = min(begin + PIECE_CHARS, len(text))
+        first = len(text) - size if from_end else begin
+        yield size, text[first : first + size - begin]
+
+
 _NFC_SHRINKS = 4
-"""A text's bytes over those of its NFC form, at most; Hangul syllables come to 3."""
+"""The most bytes of a text over those of its NFC form; Hangul syllables reach 3."""
 _KEEPING = ("ByteLevel", "Digits", "Metaspace", "UnicodeScripts")
 """Pre-tokenisers that drop nothing; those that may, say so in their "behavior"."""
 _SPLITTING = ("Split", "Punctuation")
@@ -82,7 +128,7 @@ def _shrinks(steps: list[dict[str, Any]], *, in_bytes: bool) -> int | None:
 
 
 def _spells_everything(backend: tokenizers.Tokenizer, *, in_bytes: bool) -> bool:
-    """Whether each byte has a token of its own, so that nothing is unknown to the model."""
+    """True if each byte has a token of its own, so that the model knows every text."""
     model = backend.model
     if not isinstance(model, tokenizers.models.BPE):
         return False

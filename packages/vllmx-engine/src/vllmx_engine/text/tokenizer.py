@@ -16,27 +16,33 @@ from typing import Any
 import tokenizers
 from vllmx_core.errors import ConfigError, InvalidRequestError, ModelNotFoundError, shown
 
-from vllmx_engine.text.declared_tokens import (
-    MAX_ID,
-    NAMED_TOKENS,
-    add_missing_tokens,
-    added_tokens_file,
-    declared_tokens,
-    named_tokens,
-    unusable,
-)
-from vllmx_engine.text.library_errors import library_errors
-from vllmx_engine.text.literal_backend import is_markup, literal_backend
-from vllmx_engine.text.long_texts import PIECE_CHARS, fewest_tokens, part_with
 from vllmx_engine.text.model_files import (
     MAX_TOKENIZER_BYTES,
+    library_errors,
     read_bytes,
     read_chat_templates,
     read_json_object,
 )
 from vllmx_engine.text.pieces import PieceCoding, PieceTable, TextTable, piece_coding
 from vllmx_engine.text.prompt_text import PromptText
-from vllmx_engine.text.token_bound import TokenBound, token_bound
+from vllmx_engine.text.special_tokens import (
+    MAX_ID,
+    NAMED_TOKENS,
+    add_missing_tokens,
+    added_tokens_file,
+    declared_tokens,
+    is_markup,
+    literal_backend,
+    named_tokens,
+    unusable,
+)
+from vllmx_engine.text.token_bound import (
+    PIECE_CHARS,
+    TokenBound,
+    fewest_tokens,
+    part_with,
+    token_bound,
+)
 
 TOKENIZER_NAME = "tokenizer.json"
 _LONG_CHARS = PIECE_CHARS
@@ -260,7 +266,7 @@ class Tokenizer:
             if not isinstance(error.__cause__, TypeError):
                 raise
             raise InvalidRequestError(
-                "the text holds a lone surrogate, which is no Unicode character; remove it"
+                "the text holds a lone surrogate, which is not a Unicode character; remove it"
             ) from error.__cause__
 
     def _ids(self, encoding: tokenizers.Encoding, add_special_tokens: bool) -> list[int]:
@@ -305,7 +311,8 @@ class Tokenizer:
 
     @property
     def coding(self) -> PieceCoding | None:
-        """How bytes per token make a text (`pieces.PieceCoding`), None if they do not."""
+        """The bytes per token that make a text (`pieces.PieceCoding`), None if the decoder has
+        none."""
         return self._coding
 
     @cached_property

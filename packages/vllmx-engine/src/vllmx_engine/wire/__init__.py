@@ -1,1 +1,1 @@
-"""What is said: messages between those who ask and the engine core, and how they travel."""
+"""Messages between clients and the engine core, and their transport."""

@@ -1,7 +1,7 @@
-"""What is said about grammars: to the process that checks them, and to the core that follows them.
+"""Messages about grammars: to the process that checks them, and to the core that applies them.
 
-A `GrammarSpec` is what a user asks for. The grammar process answers with the `Grammar` that comes
-of it, in the words of the library that the core compiles it with once more.
+A `GrammarSpec` is a user's request. The grammar process answers with its `Grammar`, in the form of
+the library with which the core compiles it again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an answer must look like."""
+    """A constraint on an answer."""
 
     kind: GrammarKind
     text: str
@@ -32,7 +32,7 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Thoughts(msgspec.Struct, frozen=True, array_like=True):
-    """How long an answer may think."""
+    """The budget of an answer's reasoning."""
 
     most_tokens: int
     begin_ids: tuple[int, ...]
@@ -41,7 +41,7 @@ class Thoughts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FreePart(msgspec.Struct, frozen=True, array_like=True):
-    """What may stand in front of an answer's form: thoughts, headers of messages."""
+    """The part before an answer's grammar: reasoning, and headers of messages."""
 
     ends: tuple[tuple[int, ...], ...]
     """Token ids; the form holds from behind the first of them that comes."""
@@ -62,7 +62,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True, tag="vocabulary"):
-    """What grammars need to know of a model's tokens. Sent once, before any grammar."""
+    """The tokens of a model that grammars need. Sent once, before any grammar."""
 
     tokens: list[bytes]
     """The bytes of each id, as many as the model has logits; empty where an id stands for no text.

@@ -1,23 +1,35 @@
 """Frames between the API process and the engine core process.
 
 A frame is a length (4 bytes, little-endian) and that many bytes of msgpack: one of the messages
-below, told apart by the tag "type". Everything is decoded into these types or refused; nothing is
-ever unpickled. Both ends run as one user over a unix socket that only this user can open.
+below, distinguished by the tag "type". Everything is decoded into these types or refused; nothing
+is ever unpickled. Both ends run as one user over a unix socket that only this user can open.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from vllmx_core import errors
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import VllmxError
+from vllmx_core.plugins.hooks import hookimpl
+from vllmx_core.plugins.registry import Registry
+from vllmx_core.plugins.specs import (
+    BackendSpec,
+    EncoderSpec,
+    ExecutorSpec,
+    ModelImplSpec,
+    ModelSourceSpec,
+    ModelSpec,
+    QuantizationSpec,
+    QuantizerSpec,
+    WeightFormatSpec,
+)
 
 from vllmx_engine.wire.grammars import Vocabulary
-from vllmx_engine.wire.known_specs import KnownSpecs
 from vllmx_engine.wire.messages import (
     MAX_FRAME_BYTES,
     CoreInfo,
@@ -26,6 +38,72 @@ from vllmx_engine.wire.messages import (
     CoreStats,
     Follower,
 )
+
+
+class KnownSpecs(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a core may need of a registry: (key of the plugin, spec)."""
+
+    backends: list[tuple[str, BackendSpec]]
+    models: list[tuple[str, ModelSpec]]
+    model_impls: list[tuple[str, ModelImplSpec]]
+    weight_formats: list[tuple[str, WeightFormatSpec]]
+    quantizations: list[tuple[str, QuantizationSpec]]
+    quantizers: list[tuple[str, QuantizerSpec]]
+    encoders: list[tuple[str, EncoderSpec]]
+    executors: list[tuple[str, ExecutorSpec]]
+    model_sources: list[tuple[str, ModelSourceSpec]]
+    preferred: list[str]
+
+    @classmethod
+    def of(cls, registry: Registry) -> KnownSpecs:
+        """Returns the specs of a registry."""
+        return cls(
+            backends=registry.provided(BackendSpec),
+            models=registry.provided(ModelSpec),
+            model_impls=registry.provided(ModelImplSpec),
+            weight_formats=registry.provided(WeightFormatSpec),
+            quantizations=registry.provided(QuantizationSpec),
+            quantizers=registry.provided(QuantizerSpec),
+            encoders=registry.provided(EncoderSpec),
+            executors=registry.provided(ExecutorSpec),
+            model_sources=registry.provided(ModelSourceSpec),
+            preferred=list(registry.preferred),
+        )
+
+    def registry(self) -> Registry:
+        """A registry that knows exactly this."""
+        by_hook: dict[str, list[tuple[str, Any]]] = {
+            f"vllmx_{name}": getattr(self, name)
+            for name in self.__struct_fields__
+            if name != "preferred"
+        }
+        registry = Registry()
+        keys = {key: None for pairs in by_hook.values() for key, _ in pairs}
+        for key in keys:
+            hooks = {
+                hook: tuple(spec for owner, spec in pairs if owner == key)
+                for hook, pairs in by_hook.items()
+            }
+            registry.add(_Plugin(hooks), key)
+        registry.prefer(self.preferred)
+        return registry
+
+
+class _Plugin:
+    """A plugin whose hooks return what is given."""
+
+    def __init__(self, hooks: dict[str, tuple[Any, ...]]) -> None:
+        for name, specs in hooks.items():
+            setattr(self, name, _hook(name, specs))
+
+
+def _hook(name: str, specs: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
+    def hook() -> tuple[Any, ...]:
+        return specs
+
+    hook.__name__ = name
+    return hookimpl(hook)
+
 
 _LENGTH = struct.Struct("<I")
 M = TypeVar("M")
@@ -53,7 +131,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", omit_defaults=True):
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
-    """Sequences that nobody waits for any more."""
+    """Ends sequences that no client waits for."""
 
     request_ids: list[str]
 
@@ -134,7 +212,7 @@ FromCore = Ready | Failed | Outputs | Stats | PrefixCacheReset | Pong
 
 # --- frames ---------------------------------------------------------------------------------------
 class FrameError(ValueError):
-    """Bytes that are no frame of ours; the connection is of no use any more."""
+    """Malformed bytes in place of a frame; the connection is unusable."""
 
 
 class FrameTooLargeError(FrameError):
@@ -192,4 +270,4 @@ class FrameReader(Generic[M]):
         try:
             return self._decoder.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise FrameError(f"a frame that is no message: {error}") from error
+            raise FrameError(f"a frame that is not a message: {error}") from error

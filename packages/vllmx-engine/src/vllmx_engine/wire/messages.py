@@ -1,4 +1,4 @@
-"""What a frontend and the engine core say to each other.
+"""Messages between a frontend and the engine core.
 
 The same records serve the inline engine (passed as objects) and the engine core process (msgpack on
 a unix socket, see `vllmx_engine.wire.ipc`). Nothing else crosses, and never a pickle.
@@ -18,8 +18,31 @@ from vllmx_core.plan import I32
 from vllmx_core.sampling import MAX_LOGPROBS, SamplingParams
 
 from vllmx_engine.wire.grammars import Grammar
-from vllmx_engine.wire.image_room import ImageRoom
-from vllmx_engine.wire.pooling import PoolingInfo
+from vllmx_engine.wire.images import ImageRoom
+
+PoolingTask = Literal["embed", "score", "classify"]
+Activation = Literal["none", "sigmoid", "softmax", "yes"]
+
+
+class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Filled in while the model is loaded."""
+
+    tasks: list[PoolingTask]
+    size: int
+    """Numbers of a vector, or classes."""
+    labels: list[str] = []
+    """The names of the classes."""
+    activation: Activation = "none"
+    """The function from what the model gives to scores; yes: the share of the last of two."""
+    normalize: bool = True
+    """Vectors have length 1 unless a request says otherwise."""
+    prompts: dict[str, str] = {}
+    """Prefixes of texts, by their purpose."""
+    default_prompt: str | None = None
+    """Name of the prompt of texts without one."""
+    pair: str = ""
+    """A pair of texts with {query} and {document} in it; empty: as the tokenizer joins two."""
+
 
 MAX_FRAME_BYTES = 256 << 20
 """The longest message between processes, encoded."""
@@ -31,8 +54,8 @@ _PACKED_AT_A_TIME = 1 << 16
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
-    """Token ids as they travel: 32 bits each, in this machine's order. Raises OverflowError for
-    what does not fit and TypeError for what is no integer."""
+    """Returns token ids in wire form: 32 bits each, in this machine's byte order. Raises
+    OverflowError for ids that do not fit and TypeError for other values than integers."""
     packed, rest = array("i"), iter(ids)
     while piece := array("i", islice(rest, _PACKED_AT_A_TIME)):  # other threads run in between
         packed += piece
@@ -70,7 +93,7 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """End-of-sequence ids of the model (empty when ignore_eos) and `params.stop_token_ids`."""
     bad_words_ids: list[list[int]] = []
     grammar: Grammar | None = None
-    """What the answer follows; replaces `params.structured_outputs`."""
+    """The answer's grammar; replaces `params.structured_outputs`."""
     max_tokens: int
     """Resolved: never more than the context holds."""
     seed: int
@@ -81,7 +104,7 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The client that sent the request, for fair share; the API key's digest on the server.
     """
     share: float = 1.0
-    """What the client gets of the capacity beside the others that want some."""
+    """The client's weight in the fair share of capacity."""
     queue_timeout_s: float = 0.0
     """It ends with QueueTimeoutError when it waited so long for its first row; 0: never."""
     cache_salt: str = ""
@@ -89,14 +112,14 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     session_id: str = ""
     """The client's name of what this request goes on with; empty: none."""
     log_id: str = ""
-    """What its client knows it by, of letters, digits and `_.:-`; several requests may have one."""
+    """The client's name for it, of letters, digits and `_.:-`; several requests may share one."""
     pools: bool = False
     """It wants the vector or the scores of its prompt, and no token."""
     token_types: bytes = b""
     """The text of a pair that each prompt token belongs to, as `pack_ids`; empty: there is one
     text."""
     at_end: bool = False
-    """Nobody looks at its tokens before it ends: they are told many at a time."""
+    """The client reads the tokens only at the end: they are sent many at a time."""
     leader: str | None = None
     """Request whose prompt is the same (another choice of one call): wait with the prefill until
     its blocks can be shared."""
@@ -108,11 +131,11 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def prompt_ids(self) -> I32:
-        """(prompt tokens,) a view. Raises ValueError for bytes that are no whole ids."""
+        """(prompt tokens,) a view. Raises ValueError for bytes that are not whole ids."""
         return np.frombuffer(self.prompt, np.int32)
 
     def shares_all_with(self, other: CoreRequest) -> bool:
-        """Whether `choices_of` made both, so that what holds for one holds for the other."""
+        """True if `choices_of` made both, so that checks of one hold for the other."""
         return (
             self.prompt is other.prompt
             and self.stop_ids is other.stop_ids
@@ -121,7 +144,7 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Follower(msgspec.Struct, frozen=True, array_like=True):
-    """What the second and each further choice of one call has of its own."""
+    """The fields in which a further choice of a call differs from the first."""
 
     request_id: str
     seed: int
@@ -164,10 +187,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
     """The bytes in place of the two lists where they are long: the ids, then their
     log-probabilities, as numbers of 32 bits."""
     is_ranked: bool = True
-    """Whether the ids are the likeliest, in their order; False: the request named them."""
+    """True if the ids are the most likely, in order; False: the request named them."""
 
-    def likeliest(self) -> Iterator[tuple[int, float]]:
-        """Ids with their log-probabilities, the likeliest first; or those that were named."""
+    def ranked(self) -> Iterator[tuple[int, float]]:
+        """Ids with their log-probabilities, the most likely first; or those that were named."""
         if not self.packed:
             return zip(self.top_ids, self.top_logprobs, strict=True)
         half = len(self.packed) // 2
@@ -213,11 +236,11 @@ class CoreOutput(
     held_s: float = 0.0
     """The seconds for which the first token was held back, see `CoreRequest.at_end`."""
     vector: bytes = b""
-    """What a request that pools comes to: float32, in this machine's order."""
+    """The result of a pooling request: float32, in this machine's byte order."""
 
 
 def is_piece(output: CoreOutput) -> bool:
-    """Whether it holds log-probabilities of a prompt and nothing else."""
+    """True if it holds log-probabilities of a prompt and nothing else."""
     return output.prompt_logprobs is not None and not output.ids
 
 
@@ -251,7 +274,7 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What loading came to, for whoever talks to the core."""
+    """The loaded model and its limits, for clients of the core."""
 
     model: str
     """The name that clients use."""
@@ -280,16 +303,16 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     takes_images: bool = False
     """It has a tower for them."""
     image_room: ImageRoom | None = None
-    """How many of them one request may bring."""
+    """Bounds on the images of one request."""
     image_processor: dict[str, Any] = {}
-    """How they are prepared, in the terms of preprocessor_config.json; empty: files in `path`."""
+    """The preparation of images, in terms of preprocessor_config.json; empty: files in `path`."""
     generation_config: dict[str, Any] = {}
     """The checkpoint's generation_config: defaults of sampling parameters."""
     max_logprobs: int = MAX_LOGPROBS
     """`EngineConfig.max_logprobs`."""
     pooling: PoolingInfo | None = None
-    """What a model that answers with vectors or scores gives; None: it generates text."""
+    """The pooling of a model with vectors or scores; None: it generates text."""
     id_prefix: str = ""
-    """What the ids of a client's requests begin with, so that no two clients choose the same."""
+    """The prefix of a client's request ids, so that two clients never choose the same."""
     details: dict[str, str] = {}
     """The details of the backend: kernel variant, threads, ..."""

@@ -1,4 +1,4 @@
-"""What a user gets back. Names are vLLM's."""
+"""Results for users. Names are vLLM's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Logprob(msgspec.Struct, frozen=True):
     logprob: float
     """Natural logarithm, of the logits as the model computed them."""
     rank: int | None
-    """1 = the likeliest token."""
+    """1 = the most likely token."""
     decoded_token: str | None
 
 
@@ -40,7 +40,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     cumulative_logprob: float | None = None
     """Sum over all tokens so far, also in a delta; None without logprobs."""
     logprobs: Sequence[dict[int, Logprob]] | None = None
-    """The log-probabilities for each of `token_ids`: the token itself first, then the likeliest
+    """The log-probabilities for each of `token_ids`: the token itself first, then the most likely
     ones."""
     text_offsets: list[int] | None = None
     """The offset of each of `token_ids`, with logprobs: where its text begins in the whole output,
@@ -61,7 +61,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 
 
 class PoolingOutput(msgspec.Struct, frozen=True):
-    """What a model made of a text, or of a pair of texts."""
+    """A model's result for a text, or for a pair of texts."""
 
     data: npt.NDArray[np.float32]
     """(dimensions,) of a vector, (1,) of a score, (classes,) of probabilities."""
@@ -78,7 +78,7 @@ class PoolingOutput(msgspec.Struct, frozen=True):
 
     @property
     def probs(self) -> list[float]:
-        """What `LLM.classify` gave: a probability for each class."""
+        """The probability of each class, from `LLM.classify`."""
         return [float(value) for value in self.data]
 
 
@@ -91,7 +91,7 @@ class RequestMetrics(msgspec.Struct):
     num_generation_tokens: int = 0
     """Tokens that were generated, in all choices together."""
     queue_s: float = 0.0
-    """How long the choice that was first to answer waited in the core before it began to run."""
+    """Seconds that the first choice to answer waited in the core before it ran."""
 
 
 class PoolingRequestOutput(msgspec.Struct, kw_only=True, frozen=True):
@@ -102,11 +102,11 @@ class PoolingRequestOutput(msgspec.Struct, kw_only=True, frozen=True):
     outputs: PoolingOutput
     """The output, without data where there is an error."""
     error: str | None = None
-    """What went wrong, for people."""
+    """The error message."""
     finished: bool = True
     metrics: RequestMetrics | None = None
     text_s: float = 0.0
-    """How long tokenising took before `metrics.arrival_s`, the wait for a thread included."""
+    """Seconds of tokenising before `metrics.arrival_s`, including the wait for a thread."""
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
@@ -128,4 +128,4 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     """Prompt tokens that came from the prefix cache."""
     metrics: RequestMetrics | None = None
     error: str | None = None
-    """What went wrong, for people, with finish reason "error"."""
+    """The error message, with finish reason "error"."""

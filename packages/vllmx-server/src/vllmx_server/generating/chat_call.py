@@ -9,7 +9,7 @@ from starlette.requests import Request
 from vllmx_core.errors import InvalidRequestError
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.client.chat import ChatOptions
-from vllmx_engine.client.logprob_limit import resolve_logprobs
+from vllmx_engine.client.request_limits import resolve_logprobs
 from vllmx_engine.client.request_stream import RequestStream
 
 from vllmx_server.generating.caller import caller_of

@@ -9,8 +9,8 @@ import numpy as np
 from vllmx_core.errors import InvalidRequestError
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.client.pooling import PoolingChoice, PoolingText, cosine
+from vllmx_engine.wire.messages import PoolingInfo
 from vllmx_engine.wire.outputs import PoolingRequestOutput
-from vllmx_engine.wire.pooling import PoolingInfo
 
 from vllmx_server.generating.pooling import Pooled, Pooler, PoolingOptions, Task
 from vllmx_server.watch.tracing import TextTimes

@@ -66,7 +66,7 @@ def chat_entry(
         )
 
     assert position is not None, "a generated token has its log-probability"
-    likeliest = islice(position.likeliest(), None if top < 0 else top)
+    likeliest = islice(position.ranked(), None if top < 0 else top)
     entries = (entry(token, logprob) for token, logprob in likeliest)
     own = entry(position.token, position.logprob)
     return TokenLogprob(

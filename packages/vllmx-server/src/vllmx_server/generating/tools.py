@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from vllmx_core.errors import InvalidRequestError, listing, shown
-from vllmx_engine.text.tool_checks import check_tools as check_definitions
+from vllmx_engine.client.chat_options import check_tools as check_definitions
 
 from vllmx_server.schema.decode import check_free_form, check_shape
 

@@ -13,9 +13,9 @@ from typing import Any
 from starlette.requests import Request
 from vllmx_core.errors import InvalidRequestError
 from vllmx_core.sampling import SamplingParams
+from vllmx_engine.client.request_limits import check_rules
 from vllmx_engine.client.request_state import MAX_DELTA_ROWS
 from vllmx_engine.client.request_stream import RequestStream
-from vllmx_engine.client.rule_limit import check_rules
 from vllmx_engine.text.fim import fim_marks
 from vllmx_engine.text.output import prompt_offsets
 from vllmx_engine.wire.outputs import CompletionOutput, RequestOutput

@@ -8,8 +8,8 @@ import msgspec
 from msgspec import Meta
 from vllmx_core.errors import InvalidRequestError
 from vllmx_engine.client.chat import ChatOptions
-from vllmx_engine.client.id_lists import id_outside
 from vllmx_engine.client.pooling import PoolingText
+from vllmx_engine.client.request_limits import id_outside
 
 from vllmx_server.generating.chat_body import (
     MAX_MESSAGES,

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from vllmx_core.errors import InvalidRequestError, VllmxError
-from vllmx_engine.client.logprob_limit import resolve_logprobs
+from vllmx_engine.client.request_limits import resolve_logprobs
 from vllmx_engine.client.request_stream import RequestStream
 
 from vllmx_server.apis.responses.answer import ResponseAnswer

@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from vllmx_core.errors import InvalidRequestError
-from vllmx_engine.client.id_lists import id_outside
+from vllmx_engine.client.request_limits import id_outside
 
 from vllmx_server.apis.text.answers import Detokenized, Tokenized
 from vllmx_server.apis.text.schema import DETOKENIZE, TOKENIZE, DetokenizeRequest, TokenizeRequest

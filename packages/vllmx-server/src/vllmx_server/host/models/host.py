@@ -25,9 +25,9 @@ from vllmx_core.errors import (
 )
 from vllmx_core.system.memory import format_bytes
 from vllmx_engine.core.found_model import FoundModel, find_model
-from vllmx_engine.link.door import Door
 from vllmx_engine.link.frontend import Listener
 from vllmx_engine.link.process_frontend import ProcessFrontend
+from vllmx_engine.link.supervisor import CoreListener
 from vllmx_engine.wire.ipc import Start
 from vllmx_engine.wire.messages import CoreInfo, CoreStats
 
@@ -66,7 +66,7 @@ class _Hosted:
 
     config: ModelConfig
     state: State = "unloaded"
-    door: Door | None = None
+    door: CoreListener | None = None
     core: ProcessFrontend | None = None
     loading: asyncio.Task[Attachment] | None = None
     used_s: float = field(default_factory=time.monotonic)
@@ -245,9 +245,9 @@ class CoreHost:
 
     async def _started(
         self, hosted: _Hosted, found: FoundModel, device: str
-    ) -> tuple[ProcessFrontend, Door]:
+    ) -> tuple[ProcessFrontend, CoreListener]:
         """The core, once others made the room that it says it needs."""
-        door = Door()
+        door = CoreListener()
         try:
             while True:
                 try:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import InvalidRequestError, VllmxError
 from vllmx_engine.core.found_model import find_model
-from vllmx_engine.link.door import Door
 from vllmx_engine.link.frontend import Listener, cause_of
 from vllmx_engine.link.process_frontend import ProcessFrontend
+from vllmx_engine.link.supervisor import CoreListener
 from vllmx_engine.wire.ipc import ErrorRecord
 from vllmx_engine.wire.messages import CoreInfo, CoreStats
 
@@ -79,7 +79,7 @@ async def serve_with_workers(
     """Serves until it is stopped. Raises what `run_server` does."""
     found = await asyncio.to_thread(find_model, engine, None)
     folder = None if server.data_dir else str(temporary_folder())
-    door = Door()
+    door = CoreListener()
     starting = asyncio.ensure_future(ProcessFrontend.start(found, door))
     try:
         await asyncio.sleep(0)  # until the core's process is there

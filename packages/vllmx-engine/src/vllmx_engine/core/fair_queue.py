@@ -1,17 +1,58 @@
-"""The order of the queue: priority, then fair share of each client, then arrival; each priority
-gets turns."""
+"""The order of waiting sequences: priority, then each client's fair share, then arrival."""
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 import numpy as np
 from vllmx_core.plan import AnyArray
 
-from vllmx_engine.core.ordered import Ordered
 from vllmx_engine.core.sequence import Sequence
+
+V = TypeVar("V")
+
+
+class Ordered(dict[int, V]):
+    """Values by distinct whole numbers: a dictionary that changes by `add` and `take` alone.
+
+    A heap holds the numbers. A value taken from the middle leaves its number in the heap until the
+    number reaches the front or half of the heap is stale. So every operation but iteration takes
+    amortised logarithmic time.
+    """
+
+    __slots__ = ("_heap",)
+
+    def __init__(self) -> None:
+        self._heap: list[int] = []
+
+    def add(self, number: int, value: V) -> None:
+        """Puts a value in its place."""
+        assert number not in self, number
+        self[number] = value
+        heapq.heappush(self._heap, number)
+
+    def take(self, number: int) -> V:
+        """Removes and returns a value, wherever it is in the order."""
+        value = self.pop(number)
+        if len(self._heap) > 2 * len(self) + 16:
+            self._heap = list(self)
+            heapq.heapify(self._heap)
+        return value
+
+    def least(self) -> int:
+        """The smallest number; there must be one."""
+        heap = self._heap
+        while heap[0] not in self:
+            heapq.heappop(heap)
+        return heap[0]
+
+    def first(self) -> V:
+        """The value of the smallest number; there must be one."""
+        return self[self.least()]
+
 
 _MAX_REMEMBERED = 4096
 _TURN_EVERY = 16
@@ -20,14 +61,14 @@ best."""
 _NO_PRIORITY = 1 << 31
 """Greater than any."""
 _Head = tuple[float, int, str]
-"""What a client was served, its first request's arrival, and the client."""
+"""The client's service, the arrival of its first request, and its name."""
 
 
 class FairShare:
     """Tokens that each client was given, over its share ("virtual token counter", with weights:
     Sheng et al., "Fairness in serving large language models", OSDI 2024). The client with the
-    fewest is served next. Who comes back from a pause starts no lower than the least served one,
-    so that idling saves up nothing.
+    fewest is served next. A client that returns after a pause starts no lower than the least served
+    one, so that idling saves up nothing.
     """
 
     def __init__(self) -> None:
@@ -37,7 +78,7 @@ class FairShare:
         self._service = np.full(16, np.inf)
         """The service of each slot; infinite where no client lives."""
         self._of_token = np.ones(16)
-        """What a token counts for the client of each slot: one over its share."""
+        """The charge for a token of each slot's client: one over its share."""
         self._free = list(range(15, -1, -1))
         self._left: OrderedDict[str, float] = OrderedDict()
 
@@ -95,7 +136,7 @@ class FairShare:
         return service
 
     def has_more(self, slot: int) -> bool:
-        """Whether there are other clients, and a client has other requests beside one."""
+        """True if there are other clients, and this one has further requests."""
         return self._live[slot] > 1 and len(self._slots) > 1
 
     def charge(self, slot: int, num_tokens: int) -> None:
@@ -120,9 +161,9 @@ class _Class:
         self._clients: dict[str, Ordered[Sequence]] = {}
         """New requests of each client, by arrival."""
         self._heads: list[_Head] = []
-        """A heap with an entry for each client, of its first request or of an earlier one. What a
-        client was served only grows while it has requests, so an entry never stands too far back:
-        the one in front is put where it belongs by now before it is believed."""
+        """A heap with an entry for each client, of its first request or of an earlier one. A
+        client's service only grows while it has requests, so an entry is never too far back: the
+        front entry is checked, and moved where it belongs, before it is used."""
 
     def __bool__(self) -> bool:
         return bool(self._clients or self.ahead)
@@ -183,12 +224,12 @@ class _Class:
 class WaitingQueue:
     """Sequences that wait for a row. `fcfs`: arrival alone decides.
 
-    Finding the next one, and taking any out, takes a time that does not depend on the others.
+    Finding the next sequence and removing any take a time independent of the queue's length.
 
-    So that nobody starves, each 16th admission gives another priority a turn, one after the other:
-    its first sequence is put before all others. It keeps the rank that it is given, or whoever
-    waits would preempt it as soon as it runs. With M priorities waiting, each has its next turn
-    after 16 M admissions at most.
+    To prevent starvation, each 16th admission gives another priority a turn, in rotation: its first
+    sequence moves ahead of all others. It keeps the rank of that turn, or a waiting sequence would
+    preempt it as soon as it runs. With M priorities waiting, each has its next turn after at most
+    16 M admissions.
     """
 
     def __init__(self, share: FairShare, *, fcfs: bool) -> None:
@@ -196,7 +237,7 @@ class WaitingQueue:
         self._fcfs = fcfs
         self._classes: Ordered[_Class] = Ordered()
         self._turns: OrderedDict[int, None] = OrderedDict()
-        """Priorities by their next turn; some of them may have nobody left."""
+        """Priorities by their next turn; some may have no sequences left."""
         self._num_admitted = 0
         """The number of admissions since the last turn, while others waited."""
         self._best_admitted = _NO_PRIORITY
@@ -301,7 +342,7 @@ class WaitingQueue:
         return 0 if self._fcfs else sequence.request.priority
 
     def outranks(self, sequence: Sequence, other: Sequence) -> bool:
-        """Whether it is served before the other by priority alone."""
+        """True if it is served before the other by priority alone."""
         return self.priority(sequence) < self.priority(other)
 
     def order(self, sequence: Sequence) -> tuple[int, int]:
@@ -317,5 +358,5 @@ def _goes_ahead(sequence: Sequence) -> bool:
 
 
 def _equal(client: str) -> float:
-    """Counts nobody as served more than another, where arrival alone decides."""
+    """Returns equal service for all clients, so that arrival alone decides."""
     return 0.0

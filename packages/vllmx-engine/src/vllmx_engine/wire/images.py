@@ -1,11 +1,51 @@
-"""Bounds on the images of one request, checked by the sizes in their headers."""
+"""Images of a request: patches as the core receives them, and bounds on their number and size."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 from vllmx_core.errors import CapacityError, ContextLengthError, InvalidRequestError
+from vllmx_core.plan import F32
 from vllmx_core.records import Record
+
+Pixels = npt.NDArray[np.uint8]
+"""Levels of grey: images are (height, width, 3) in RGB."""
+
+
+class PreparedImage(Record):
+    """An image as rows of patches."""
+
+    digest: bytes
+    """The digest of the patches, their levels and their grid: equal ones have equal features."""
+    patches: Pixels
+    """(N, D) levels of grey; a row is (C, frames, height, width) of one patch, flattened. Rows that
+    the tower merges into one token lie one after the other."""
+    levels: F32
+    """(3, 256) what each level of each colour is to the tower."""
+    grid: tuple[int, int, int]
+    """(frames, rows, columns) of patches; their product is N."""
+    num_tokens: int
+    """Places that it takes in the prompt."""
+
+    @classmethod
+    def of(
+        cls, patches: Pixels, levels: F32, grid: tuple[int, int, int], num_tokens: int
+    ) -> PreparedImage:
+        """Makes an image with its digest."""
+        digest = hashlib.blake2b(np.array(grid, np.int32).tobytes(), digest_size=32)
+        digest.update(np.ascontiguousarray(levels).data)
+        digest.update(np.ascontiguousarray(patches).data)
+        return cls(digest.digest(), patches, levels, grid, num_tokens)
+
+
+def normalised(patches: Pixels, levels: F32) -> F32:
+    """(N, D) what the tower is given, of levels (N, D) and what each of them is."""
+    rows = patches.reshape(len(patches), 3, -1)
+    found: F32 = np.stack([levels[colour][rows[:, colour]] for colour in range(3)], axis=1)
+    return found.reshape(len(rows), -1)
 
 
 class ImageRoom(Record):
@@ -55,7 +95,7 @@ class ImageRoom(Record):
             others = self.num_sequences - 1
             raise CapacityError(
                 f"an image of {longest} tokens, which this model sees in one step, does not fit"
-                f" beside {others} sequences: raise --max-num-batched-tokens to"
+                f" next to {others} sequences: raise --max-num-batched-tokens to"
                 f" {longest + others} or lower --max-num-seqs",
                 param="messages",
             )

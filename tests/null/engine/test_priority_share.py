@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vllmx_engine.core import beside
+from vllmx_engine.core import step_budget
 
 from .harness import QUIET, Harness
 
@@ -58,7 +58,7 @@ def test_rows_of_lower_priority_give_way_for_a_while_to_one_that_left(
 ) -> None:
     """One who asks for a token now and then meets no step of 31 rows: 1.1 ms, and half of it more
     is what a step of theirs takes, also with the prompt that comes in."""
-    monkeypatch.setattr(beside, "_HOLDS_ON_S", 0.1)
+    monkeypatch.setattr(step_budget, "_HOLDS_ON_S", 0.1)
     made = harness(1e-4)
     lower = [made.add([index] * 4, 150, priority=LOWER) for index in range(31)]
     for _ in range(12):

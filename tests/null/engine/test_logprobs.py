@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from vllmx_core.plan import F32
-from vllmx_engine.core.likeliest import likeliest, logprobs_of
+from vllmx_engine.core.logprobs import logprobs_of, top_logprobs
 from vllmx_engine.wire.messages import TokenLogprobs
 
 
@@ -27,8 +27,8 @@ def test_as_a_stable_sort_has_them(kind: str, count: int) -> None:
     wide = logits.astype(np.float64)
     expected = wide - np.logaddexp.reduce(wide)
     token = int(np.argmax(logits)) if kind == "bans" else 17
-    packed = likeliest(logits, token, float(expected[token]), count)
-    got = TokenLogprobs(token, 0.0, 1, [], [], packed).likeliest()
+    packed = top_logprobs(logits, token, float(expected[token]), count)
+    got = TokenLogprobs(token, 0.0, 1, [], [], packed).ranked()
     ids, values = zip(*got, strict=True)
     order = np.argsort(-logits, kind="stable")[:count]
     assert list(ids) == order.tolist()

@@ -1,0 +1,354 @@
+"""Variants of conversations and tools for chat templates that reject the original form."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from vllmx_core.errors import TemplateError
+
+_KEY, _VALUE = "zqkey", 'zq<"value'
+_ARGUMENTS: dict[str, Any] = {_KEY: _VALUE, "zqother": [True, None]}
+_ESCAPES = ("&#34;", "&quot;", "&#39;", "&lt;")
+_ID = "zqcall001"
+"""Some templates insist on nine letters and digits."""
+_NAME = "zqname"
+_TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": _NAME,
+            "description": "d",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    _KEY: {"type": "string", "description": "d"},
+                    "zqother": {"type": "array", "items": {}, "description": "d"},
+                },
+                "required": [],
+            },
+        },
+    }
+]
+
+Render = Callable[[list[dict[str, Any]], list[dict[str, Any]]], str]
+"""Renders messages with tools. Raises TemplateError."""
+
+
+def takes_text_arguments(render: Render) -> bool:
+    """True if a template writes calls correctly only with JSON text as arguments. Renders a call in
+    one form or both."""
+    as_object = _rendered(render, _ARGUMENTS)
+    if as_object is not None and not _is_spoilt(as_object):
+        return False
+    as_text = _rendered(render, json.dumps(_ARGUMENTS))
+    return as_text is not None and _holds_json(as_text) and not _is_spoilt(as_text)
+
+
+def _rendered(render: Render, arguments: Any) -> str | None:
+    """The conversation with one call; None where the template fails or leaves the call out."""
+    call = {"type": "function", "id": _ID, "function": {"name": _NAME, "arguments": arguments}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "zquser"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": _ID, "name": _NAME, "content": "zqresult"},
+    ]
+    try:
+        text = render(messages, _TOOLS)
+    except TemplateError:
+        return None
+    called = text.rpartition("zquser")[2]
+    return called if _KEY in called else None
+
+
+def _is_spoilt(called: str) -> bool:
+    """True if a call has HTML's escapes, or Python's form of the object."""
+    return any(escape in called for escape in _ESCAPES) or str(_ARGUMENTS) in called
+
+
+def _holds_json(called: str) -> bool:
+    """True if the arguments appear as a JSON object."""
+    decoder, at = json.JSONDecoder(), called.find('{"' + _KEY)
+    while at >= 0:
+        try:
+            if decoder.raw_decode(called, at)[0] == _ARGUMENTS:
+                return True
+        except ValueError:
+            pass
+        at = called.find('{"' + _KEY, at + 1)
+    return False
+
+
+_USUAL_ID = re.compile(r"[A-Za-z0-9]{9}")
+
+
+def with_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Gives the calls of checked messages ids of nine letters and digits, and their results the id
+    and name of the call. None: nothing changes."""
+    ids: dict[str, str] = {}
+    names: dict[str, str] = {}
+    waiting: list[str] = []
+    found = []
+    for index, message in enumerate(messages):
+        copy = dict(message)
+        if calls := message.get("tool_calls"):
+            copy["tool_calls"] = []
+            waiting = []
+            for number, call in enumerate(calls):
+                given = call.get("id") if isinstance(call.get("id"), str) else None
+                made = _nine(given or f"{index}.{number}")
+                ids[given or made] = made
+                names[made] = call["function"]["name"]
+                waiting.append(made)
+                copy["tool_calls"].append({**call, "id": made})
+        elif message["role"] == "tool":
+            given = message.get("tool_call_id") or (waiting[0] if waiting else "")
+            made = ids.get(given, given if given in names else _nine(given))
+            if made in waiting:
+                waiting.remove(made)
+            copy["tool_call_id"] = made
+            if not message.get("name") and made in names:
+                copy["name"] = names[made]
+        found.append(copy)
+    return found if found != messages else None
+
+
+def _nine(given: str) -> str:
+    """An id of nine letters and digits, the same for the same text."""
+    if _USUAL_ID.fullmatch(given):
+        return given
+    digest = hashlib.blake2b(given.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return base64.b32encode(digest).decode().lower()[:9]
+
+
+Message = dict[str, Any]
+_PRINTED_PART = re.compile(r"\{'(type': 'text|text': )'")
+"""The beginning of a part as Python prints it."""
+
+
+def history_forms(messages: list[Message]) -> Iterator[list[Message]]:
+    """The messages as they are, then more and more as templates may want them. Forms that change
+    nothing are left out."""
+    yield messages
+    for form in _FORMS:
+        found = form(messages)
+        if found is not None:
+            messages = found
+            yield messages
+
+
+def with_one_system(messages: list[Message]) -> list[Message] | None:
+    """One system message in place of several at the beginning. None where that changes nothing."""
+    is_system = [each["role"] in ("system", "developer") for each in messages]
+    size = is_system.index(False) if False in is_system else len(messages)
+    texts = [text_of(each["content"]) for each in messages[:size]]
+    if size < 2 or None in texts:
+        return None
+    joined = "\n\n".join(text for text in texts if text)
+    return [{**messages[0], "content": joined}, *messages[size:]]
+
+
+def with_lone_calls(messages: list[Message]) -> list[Message] | None:
+    """Each call in a turn of its own, with its result behind it, for templates that take one call
+    in a turn. None where that changes nothing."""
+    found: list[Message] = []
+    index = 0
+    while index < len(messages):
+        message = messages[index]
+        index += 1
+        calls = message.get("tool_calls") or []
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        results: list[Message] = []
+        while index < len(messages) and messages[index]["role"] == "tool":
+            results.append(messages[index])
+            index += 1
+        for number, call in enumerate(calls):
+            turn = {**message, "tool_calls": [call]}
+            found.append(turn if number == 0 else {**turn, "content": ""})
+            result = _result_of(call, results)
+            if result is not None:
+                results.remove(result)
+                found.append(result)
+        found += results
+    return found if len(found) > len(messages) else None
+
+
+def _result_of(call: Message, results: Sequence[Message]) -> Message | None:
+    """The result with the id of a call, else the first that has none."""
+    call_id = call.get("id")
+    for wanted in (call_id, None):
+        for result in results:
+            if result.get("tool_call_id") == wanted:
+                return result
+    return None
+
+
+def with_texts(messages: list[Message], prompt: str) -> list[Message] | None:
+    """One text in place of the parts of a content that a template printed as Python does: some
+    take parts from users alone. None where that changes nothing."""
+    found = [
+        {**each, "content": text} if (text := _printed_text(each, prompt)) is not None else each
+        for each in messages
+    ]
+    return found if found != messages else None
+
+
+def _printed_text(message: Message, prompt: str) -> str | None:
+    content = message["content"]
+    if not isinstance(content, list) or _PRINTED_PART.search(prompt) is None:
+        return None
+    return text_of(content)
+
+
+def text_of(content: Any) -> str | None:
+    """Returns a text, or the text of parts; None if a part is not text."""
+    if not isinstance(content, list):
+        return content or ""
+    texts = [part.get("text") if part.get("type") == "text" else None for part in content]
+    return "\n".join(text for text in texts if text) if None not in texts else None
+
+
+_FORMS: tuple[Callable[[list[Message]], list[Message] | None], ...] = (
+    with_call_ids,
+    with_one_system,
+    with_lone_calls,
+)
+
+
+_SCHEMAS = ("items", "additionalProperties")
+_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SCHEMA_MAPS = ("properties", "$defs", "definitions", "patternProperties")
+
+
+def tool_forms(tools: list[Any] | None) -> Iterator[list[Any] | None]:
+    """The tools without fields that are null, with their optional fields, then with plain schemas.
+    Forms that change nothing are left out."""
+    last = tools if tools is None else [_without_nulls(tool) for tool in tools]
+    yield last
+    if not tools:
+        return
+    for form in (_filled, _simplified):
+        found = [form(tool) for tool in tools]
+        if found != last:
+            yield found
+            last = found
+
+
+def _without_nulls(tool: Any) -> Any:
+    """Fields that are null count as left out: most templates would print "None"."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping):
+        return tool
+    given = {key: value for key, value in function.items() if value is not None}
+    if isinstance(schema := given.get("parameters"), Mapping):
+        given["parameters"] = {key: value for key, value in schema.items() if value is not None}
+    return {**tool, "function": given}
+
+
+def _filled(tool: Any) -> Any:
+    """The tool with a description and with parameters that have a type, properties and a list of
+    those that are required."""
+    tool = _without_nulls(tool)
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping):
+        return tool
+    given = dict(function)
+    schema = given.get("parameters", {})
+    if isinstance(schema, Mapping):
+        given["parameters"] = {
+            **schema,
+            **{
+                key: default
+                for key, default in (("type", "object"), ("properties", {}), ("required", []))
+                if schema.get(key) is None
+            },
+        }
+    given.setdefault("description", "")
+    return {**tool, "function": {key: given[key] for key in _order(given)}}
+
+
+def _order(function: Mapping[str, Any]) -> list[str]:
+    """Name, description and parameters first, in the usual order."""
+    first = [key for key in ("name", "description", "parameters") if key in function]
+    return first + [key for key in function if key not in first]
+
+
+def _simplified(tool: Any) -> Any:
+    filled = _filled(tool)
+    function = filled.get("function") if isinstance(filled, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function["parameters"], Mapping):
+        return filled
+    schema = function["parameters"]
+    plain = {
+        **_inner_plain(schema),
+        "type": "object",
+        "properties": _plain_map(schema["properties"]),
+        "required": [str(each) for each in schema["required"]],
+    }
+    return {**filled, "function": {**function, "parameters": plain}}
+
+
+def _plain(schema: Any) -> dict[str, Any]:
+    """A schema with one type, a description, and enums of text."""
+    given = schema if isinstance(schema, Mapping) else {}
+    found = _inner_plain({key: value for key, value in given.items() if value is not None})
+    kind = _one_type(given)
+    if kind is not None:
+        found["type"] = kind
+    if kind == "object":
+        found.setdefault("additionalProperties", {})
+    found.setdefault("description", "")
+    if isinstance(found.get("enum"), list):
+        found["enum"] = [_as_text(value) for value in found["enum"] if value is not None]
+    if isinstance(found.get("default"), (bool, int, float)):
+        found["default"] = _as_text(found["default"])
+    return found
+
+
+def _inner_plain(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy whose inner schemas are plain."""
+    found = dict(schema)
+    for key in _SCHEMAS:
+        if key in found:
+            found[key] = _plain(found[key])
+    for key in _SCHEMA_LISTS:
+        if isinstance(found.get(key), list):
+            found[key] = [_plain(each) for each in found[key]]
+    for key in _SCHEMA_MAPS:
+        if key in found:
+            found[key] = _plain_map(found[key])
+    return found
+
+
+def _plain_map(schemas: Any) -> dict[str, Any]:
+    if not isinstance(schemas, Mapping):
+        return {}
+    return {name: _plain(schema) for name, schema in schemas.items()}
+
+
+def _one_type(schema: Any) -> str | None:
+    """The first type other than null that a schema allows; None: it names none."""
+    if not isinstance(schema, Mapping):
+        return None
+    kinds = schema.get("type")
+    if isinstance(kinds, list):
+        kinds = next((kind for kind in kinds if kind != "null"), "null")
+    if isinstance(kinds, str):
+        return kinds
+    for key in ("anyOf", "oneOf", "allOf"):
+        parts = schema.get(key)
+        found = map(_one_type, parts) if isinstance(parts, list) else iter(())
+        kind = next((each for each in found if each not in (None, "null")), None)
+        if kind is not None:
+            return kind
+    return "string" if isinstance(schema.get("enum"), list) else None
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
