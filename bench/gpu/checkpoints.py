@@ -105,7 +105,9 @@ class RandomSource:
         once."""
         names = {p.name for s in model.weights() if s.kind == "linear" for p in s.parts}
         return sum(
-            raw.data.nbytes for name in sorted(names) for raw in self.part(name).buffers.values()
+            raw.data.nbytes
+            for name in sorted(names)
+            for raw in self.part(name).stored().buffers.values()
         )
 
     def _dense(self, name: str, shape: tuple[int, ...]) -> WeightPart:

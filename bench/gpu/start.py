@@ -39,7 +39,7 @@ def write_model(folder: Path, shape: str) -> None:
         (folder / name).write_text(json.dumps(content))
     source, begin, header = RandomSource(config, "bf16"), 0, {}
     for name in source.names():
-        weight = source.part(name).buffers["weight"]
+        weight = source.part(name).stored().buffers["weight"]
         end = begin + weight.data.nbytes
         header[name] = {"dtype": "BF16", "shape": weight.shape, "data_offsets": [begin, end]}
         begin = end
@@ -47,7 +47,7 @@ def write_model(folder: Path, shape: str) -> None:
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in source.names():
-            source.part(name).buffers["weight"].data.tofile(file)
+            source.part(name).stored().buffers["weight"].data.tofile(file)
 
 
 def first_token(folder: Path, *, rehearse: bool) -> dict[str, float]:

@@ -18,14 +18,14 @@ ROOT = Path(__file__).parents[2]
 PLACES = sorted(path.name for path in (ROOT / "packages").iterdir())
 REMAINING = {
     "vllmx": 0,
-    "vllmx-core": 183,
+    "vllmx-core": 181,
     "vllmx-cpu": 38,
     "vllmx-cuda": 36,
     "vllmx-demo": 1,
     "vllmx-engine": 0,
     "vllmx-metal": 38,
-    "vllmx-models": 99,
-    "vllmx-server": 360,
+    "vllmx-models": 97,
+    "vllmx-server": 346,
     "vllmx-testing": 0,
     "vllmx-torch": 39,
     "vllmx-tp": 0,

@@ -20,7 +20,7 @@ from vllmx_server.generating.served import Served
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """What a body comes to."""
+    """A parsed body."""
 
     body: ChatCompletionRequest
     conversation: list[dict[str, Any]]

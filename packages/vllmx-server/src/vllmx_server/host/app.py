@@ -76,9 +76,9 @@ class RoutePaths:
 
 
 class App(Starlette):
-    """`scope["state"]["send"]` is the server's own: what follows the start of an answer skips all
-    layers, which only look at the start, and each of which costs as much as a stream's JSON.
-    Trailing slashes of paths, which clients make when they join addresses, are dropped."""
+    """After an answer has started, `scope["state"]["send"]` sends its body past the middleware,
+    which inspects only the start: each layer costs as much as the JSON of a streamed token.
+    Drops trailing slashes of paths, which clients add when they join addresses."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope.setdefault("state", {})["send"] = send

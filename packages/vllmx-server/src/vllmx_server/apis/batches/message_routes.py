@@ -173,7 +173,7 @@ ROUTES = (
             MessageBatchList,
             query=(
                 Query("after_id", "The id behind which the page begins."),
-                Query("before_id", "The id in front of which the page ends."),
+                Query("before_id", "The page ends before this id."),
                 Query("limit", "Batches of a page.", {**LIMIT, "maximum": 1000}),
                 Query("beta", "Accepted and ignored."),
             ),

@@ -40,7 +40,7 @@ from vllmx_server.schema.record import json_pieces, lazily
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a body comes to."""
+    """A parsed body."""
 
     prompts: list[str | list[int]]
     params: SamplingParams

@@ -81,7 +81,7 @@ class _ElsewhereError(Exception):
 
 
 Asked: TypeAlias = "ChatCall | ToolRequest | None"
-"""What a body comes to; None: a call after what is stored."""
+"""The generation that a body asks for; None: stored items must be read before it is known."""
 
 
 async def create(request: Request) -> Response | HeldResponse:
