@@ -13,6 +13,14 @@ from vllmx_core.plan import AnyArray
 from vllmx_engine.core.sequence import Sequence
 
 V = TypeVar("V")
+_MAX_REMEMBERED = 4096
+_TURN_EVERY = 16
+"""The number of admissions after which, while several priorities wait, one is of another than the
+best."""
+_NO_PRIORITY = 1 << 31
+"""Greater than any."""
+_Head = tuple[float, int, str]
+"""The client's service, the arrival of its first request, and its name."""
 
 
 class Ordered(dict[int, V]):
@@ -52,16 +60,6 @@ class Ordered(dict[int, V]):
     def first(self) -> V:
         """The value of the smallest number; there must be one."""
         return self[self.least()]
-
-
-_MAX_REMEMBERED = 4096
-_TURN_EVERY = 16
-"""The number of admissions after which, while several priorities wait, one is of another than the
-best."""
-_NO_PRIORITY = 1 << 31
-"""Greater than any."""
-_Head = tuple[float, int, str]
-"""The client's service, the arrival of its first request, and its name."""
 
 
 class FairShare:

@@ -30,8 +30,17 @@ from vllmx_engine.wire.ipc import (
 )
 from vllmx_engine.wire.messages import CoreInfo
 
+logger = logging.getLogger("vllmx.supervisor")
+
 PATIENCE_S = 3.0
-"""A process that was stopped for so long is not waited for where others wait for it."""
+"""Seconds after which a stopped process that others wait for is given up."""
+_POLL_S = 0.02
+_EXIT_TIMEOUT_S = 5.0
+_KILL_TIMEOUT_S = 10.0
+"""A process that outlives SIGKILL for so long hangs in the kernel, in a driver most likely."""
+_MAX_SOCKET_PATH = 100
+"""Bytes; sockaddr_un holds 104 to 108."""
+_BACKLOG = 64
 
 
 def is_stopped(pid: int) -> bool:
@@ -43,16 +52,6 @@ def is_stopped(pid: int) -> bool:
     except ChildProcessError:  # it has ended
         return False
     return found is not None
-
-
-logger = logging.getLogger("vllmx.supervisor")
-
-_POLL_S = 0.02
-_EXIT_TIMEOUT_S = 5.0
-_KILL_TIMEOUT_S = 10.0
-"""A process that outlives SIGKILL for so long hangs in the kernel, in a driver most likely."""
-_MAX_SOCKET_PATH = 100
-"""Bytes; sockaddr_un holds 104 to 108."""
 
 
 class CoreProcess(asyncio.Protocol):
@@ -286,9 +285,6 @@ def listen(path: Path, backlog: int = 1) -> socket.socket:
     path.chmod(0o600)
     listener.listen(backlog)
     return listener
-
-
-_BACKLOG = 64
 
 
 class CoreListener:
