@@ -16,8 +16,8 @@ from vllmx_core.weights.part import DENSE, StoredPart, WeightPart
 from vllmx_core.weights.spec import RankShare
 from vllmx_core.weights.tensor import RawTensor
 from vllmx_core.weights.views import entry_of, share_of, transposed
-from vllmx_models.quantization.encoders import encoder_for
-from vllmx_models.quantization.isq import Encoding, InSituSource
+from vllmx_models.formats.gguf.quantize.encoders import encoder_for
+from vllmx_models.isq import Encoding, InSituSource
 from vllmx_testing.synthetic import ArraySource
 
 from ..null.quantization.checkpoints import open_part  # noqa: TID252 - no package to name

@@ -12,7 +12,7 @@ from vllmx_cpu.encoder import NativeEncoder
 from vllmx_cpu.native import Isa
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME
 from vllmx_models.formats.gguf.quantize.encode import QUANTIZERS
-from vllmx_models.quantization.encoders import NumpyEncoder
+from vllmx_models.formats.gguf.quantize.encoders import NumpyEncoder
 
 NUMPY = NumpyEncoder()
 DTYPES: dict[DType, type] = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 PACKAGES = sorted(path.name for path in (Path(__file__).parents[2] / "packages").iterdir())
-PENDING = {"vllmx-models"}
-"""Packages that still have circles."""
 Graph = Mapping[str, set[str]]
 
 
@@ -90,8 +88,6 @@ def folder_graphs(graph: Graph) -> dict[str, dict[str, set[str]]]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_have_no_circle(package: str, root: Path) -> None:
-    if package in PENDING:
-        pytest.xfail("its circles are being undone")
     graph = import_graph(root / "packages" / package / "src")
     assert circles(graph) == []
     wrong = {folder: circles(children) for folder, children in folder_graphs(graph).items()}

@@ -14,7 +14,7 @@ from vllmx_core.weights.encoding import Encoded
 from vllmx_core.weights.part import Layout, StoredPart
 from vllmx_core.weights.tensor import RawTensor
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, decode_blocks
-from vllmx_models.quantization.encoders import NumpyEncoder, encoder_for, float_rows
+from vllmx_models.formats.gguf.quantize.encoders import NumpyEncoder, encoder_for, float_rows
 
 
 class Fast:

@@ -18,10 +18,10 @@ from vllmx_core.weights.part import DENSE, WeightSource
 from vllmx_models.formats.gguf.quantize.convert import quantize
 from vllmx_models.formats.gguf.quantize.mixes import MIXES
 from vllmx_models.formats.gguf.quantize.vocabulary import StatedTokenizer
+from vllmx_models.isq import ALIASES, ROWS_ALONE
 from vllmx_models.plugin import IN_SITU
 from vllmx_models.quantization.float8 import e4m3_codes, fp8_codes, fp8_part
 from vllmx_models.quantization.int8 import int8_codes, int8_part
-from vllmx_models.quantization.isq import ALIASES, ROWS_ALONE
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512,

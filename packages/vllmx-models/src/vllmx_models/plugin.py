@@ -205,12 +205,12 @@ IN_SITU = (
     "q8_0", "q6_k", "q5_k", "q5_k_m", "q5_k_s", "q4_k", "q4_k_m", "q4_k_s", "q3_k", "q3_k_l",
     "q3_k_m", "q3_k_s", "q2_k", "q2_k_s", "q5_1", "q5_0", "q4_1", "q4_0", "int8", "fp8",
 )  # fmt: skip
-"""The names of `vllmx_models.quantization.isq`, listed here to avoid its import."""
+"""The names of `vllmx_models.isq`, listed here to avoid its import."""
 
 
 @hookimpl
 def vllmx_quantizers() -> tuple[QuantizerSpec, ...]:
-    return tuple(QuantizerSpec(name, "vllmx_models.quantization.isq:in_situ") for name in IN_SITU)
+    return tuple(QuantizerSpec(name, "vllmx_models.isq:in_situ") for name in IN_SITU)
 
 
 @hookimpl

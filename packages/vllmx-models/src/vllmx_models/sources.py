@@ -10,9 +10,7 @@ from typing import Any
 
 from vllmx_core.errors import ModelNotFoundError, WeightFormatError
 
-from vllmx_models.formats.gguf.shards import projector_among
-from vllmx_models.formats.safetensors import weight_files
-from vllmx_models.formats.shard_names import first_shard, shard_names
+from vllmx_models.file_names import first_shard, projector_among, shard_names, weight_files
 
 # A snapshot takes only what serving needs: no copies of the weights in other formats or layouts,
 # no folders of other runtimes.

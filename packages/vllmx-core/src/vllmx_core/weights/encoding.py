@@ -28,7 +28,7 @@ class Encoded(Record):
 
 class Encoder(Protocol):
     """Quantises rows. All encoders make the same bytes of the same values, those of
-    `vllmx_models.quantization.encoders.NumpyEncoder`; some are faster."""
+    `vllmx_models.formats.gguf.quantize.encoders.NumpyEncoder`; some are faster."""
 
     @property
     def kinds(self) -> Collection[str]:

@@ -8,20 +8,18 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
-from vllmx_core.errors import ModelNotFoundError, WeightFormatError, listing, shown
+from vllmx_core.errors import ModelNotFoundError, WeightFormatError, listing
 from vllmx_core.plugins.checkpoint import Checkpoint
 from vllmx_core.weights.files import KeptReads
 from vllmx_core.weights.part import DENSE, StoredPart
 
-from vllmx_models.formats.json_files import MAX_INDEX_BYTES, read_json_object
+from vllmx_models.file_names import INDEX_NAME, named_files
 from vllmx_models.formats.safetensors_file import SafetensorsFile
+from vllmx_models.json_files import read_json_object
 from vllmx_models.quantization.detect import find_quantization
 
 logger = logging.getLogger("vllmx.models")
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 _CONFIG_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -109,7 +107,7 @@ class SafetensorsSource:
         return _CONFIG_DTYPES[floats[0]] if floats else None
 
 
-BESIDE = (
+DERIVED_KEYS = (
     "modules",
     "score_rows",
     "score_tokens",
@@ -117,8 +115,8 @@ BESIDE = (
     "text_limit",
     "text_settings",
 )
-"""Keys that stand for what other files of the folder say, which `vllmx_core.text_modules` reads, or
-a GGUF file."""
+"""Keys that vllmx derives from a folder's other files (`vllmx_core.text_modules`) or from a GGUF
+file; config.json may not set them."""
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -135,7 +133,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{folder} has no config.json: give the folder of a complete Hugging Face model",
             param="model",
         )
-    for key in BESIDE:
+    for key in DERIVED_KEYS:
         config.pop(key, None)
     quantization = find_quantization(folder, config)
     if quantization:
@@ -147,23 +145,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(folder, config, source, generation_config)
 
 
-def weight_files(folder: Path) -> list[str]:
-    """Names of a folder's weight files, which may be missing. Raises as `open_checkpoint`."""
-    return _named_files(folder)[0]
-
-
-def _named_files(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """(names of files, the weight map of an index that names them)."""
-    names = _plain_names(folder)
-    index = None
-    if names != [SINGLE_NAME]:
-        index = read_json_object(folder / INDEX_NAME, MAX_INDEX_BYTES)
-    if index is None:
-        return names, {}
-    weight_map = _weight_map(folder / INDEX_NAME, index)
-    return sorted(set(weight_map.values())), weight_map
-
-
 def open_weights(path: Path) -> SafetensorsSource:
     """The tensors of a folder or file; raises as `open_checkpoint`."""
     weight_map: dict[str, str] = {}
@@ -171,7 +152,7 @@ def open_weights(path: Path) -> SafetensorsSource:
         folder, names = path.parent, [path.name]
     else:
         folder = path
-        names, weight_map = _named_files(path)
+        names, weight_map = named_files(path)
     if not names:
         raise ModelNotFoundError(f"{folder} holds no *.safetensors files", param="model")
     files: dict[str, SafetensorsFile] = {}
@@ -189,30 +170,3 @@ def open_weights(path: Path) -> SafetensorsSource:
         for file in files.values():
             file.close()
         raise
-
-
-def _plain_names(folder: Path) -> list[str]:
-    """Lists the files in the order of transformers: model.safetensors first. Mistral's repositories
-    hold a second copy in another naming, consolidated*.safetensors, which is left alone."""
-    if (folder / SINGLE_NAME).is_file():
-        return [SINGLE_NAME]
-    found = sorted(path.name for path in folder.glob("*.safetensors"))
-    return [name for name in found if not name.startswith("consolidated")]
-
-
-def _weight_map(path: Path, index: Mapping[str, Any]) -> dict[str, str]:
-    """Tensor name -> file name; a file name must stay inside the folder."""
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise WeightFormatError(f"{path} has no weight_map: download the file again")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or not file.endswith(".safetensors") or _leaves(file):
-            raise WeightFormatError(
-                f"{path} places tensor {shown(name)} in {shown(file)}, which is not a"
-                " *.safetensors file of the same folder: download the file again"
-            )
-    return weight_map
-
-
-def _leaves(name: str) -> bool:
-    return any(character in name for character in "/\\\0") or name.startswith("..")

@@ -76,9 +76,9 @@ class RoutePaths:
 
 
 class App(Starlette):
-    """After an answer has started, `scope["state"]["send"]` sends its body past the middleware,
-    which inspects only the start: each layer costs as much as the JSON of a streamed token.
-    Drops trailing slashes of paths, which clients add when they join addresses."""
+    """The ASGI application. `scope["state"]["send"]` sends the body of a started answer past the
+    middleware, which inspects only the start: a layer costs as much as the JSON of a streamed
+    token. Drops trailing slashes of paths, which clients add when they join addresses."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope.setdefault("state", {})["send"] = send

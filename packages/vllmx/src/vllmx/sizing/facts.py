@@ -17,7 +17,7 @@ from vllmx_core.weights.part import DENSE, WeightSource
 from vllmx_core.weights.spec import WeightSpec
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME
 from vllmx_models.formats.header_only import Header, NamedWeights
-from vllmx_models.quantization.isq import matrix_types
+from vllmx_models.isq import matrix_types
 
 Use = Literal["table", "head", "experts", "linear", "tower"]
 FORMS = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m")

@@ -19,10 +19,10 @@ from vllmx_core.plan import F32
 from vllmx_core.plugins.checkpoint import Checkpoint
 from vllmx_core.plugins.registry import architecture_names
 
+from vllmx_models.file_names import projector_among
 from vllmx_models.formats.gguf.blocks import weight_part
 from vllmx_models.formats.gguf.file import GGUFFile
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
-from vllmx_models.formats.gguf.shards import projector_among
 from vllmx_models.formats.gguf.tower_weights import TowerSource
 from vllmx_models.formats.gguf.towers import FORMS, TowerForm, projector_type
 from vllmx_models.sources import hub_tower

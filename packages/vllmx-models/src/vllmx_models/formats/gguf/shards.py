@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from vllmx_core.errors import ModelNotFoundError, WeightFormatError, listing, shown
 
+from vllmx_models.file_names import first_shard, shard_names
 from vllmx_models.formats.gguf.file import GGUFFile
-from vllmx_models.formats.shard_names import first_shard, shard_names
 
 
 def model_file(folder: Path) -> Path:
@@ -24,27 +23,6 @@ def model_file(folder: Path) -> Path:
         " by its path",
         param="model",
     )
-
-
-_TYPES = ("bf16", "f16", "f32", "q8_0")
-
-
-def projector_among(names: Sequence[str]) -> str | None:
-    """The tower for images among file names, if all are of one model: in bfloat16, which all are
-    published in, else in the next of the types. None: there is none, or a choice."""
-    towers = sorted(name for name in names if name.lower().startswith("mmproj"))
-    if len(towers) == 1:
-        return towers[0]
-    stem: tuple[str, ...] = ()
-    typed: dict[str, str] = {}
-    for name in towers:
-        words = re.split(r"[-.]", name.lower())
-        kind = next((one for one in _TYPES if one in words), None)
-        rest = tuple(word for word in words if word != kind)
-        if kind is None or (typed and rest != stem) or kind in typed:
-            return None
-        stem, typed[kind] = rest, name
-    return next((typed[kind] for kind in _TYPES if kind in typed), None)
 
 
 def open_shards(path: Path) -> list[GGUFFile]:

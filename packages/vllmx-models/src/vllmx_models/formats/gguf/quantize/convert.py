@@ -23,10 +23,12 @@ from vllmx_core.weights.encoding import Encoded
 from vllmx_core.weights.part import WeightPart
 from vllmx_core.weights.tensor import RawTensor
 
+from vllmx_models.file_names import shard_names
 from vllmx_models.formats.gguf.norms import is_norm, shifted
 from vllmx_models.formats.gguf.places import split_name
 from vllmx_models.formats.gguf.quantize import losses
 from vllmx_models.formats.gguf.quantize.beside import kept_metadata, pooling_metadata
+from vllmx_models.formats.gguf.quantize.encoders import encoder_for, float_rows
 from vllmx_models.formats.gguf.quantize.header import target_of
 from vllmx_models.formats.gguf.quantize.mixes import MIXES, Layers, type_of
 from vllmx_models.formats.gguf.quantize.mxfp4 import MXFP4, is_kept, stored_blocks
@@ -40,8 +42,6 @@ from vllmx_models.formats.gguf.quantize.origins import (
 from vllmx_models.formats.gguf.quantize.readback import check
 from vllmx_models.formats.gguf.quantize.vocabulary import StatedTokenizer, tokenizer_metadata
 from vllmx_models.formats.gguf.quantize.writer import NewTensor, write_file
-from vllmx_models.formats.shard_names import shard_names
-from vllmx_models.quantization.encoders import encoder_for, float_rows
 
 QUANTIZATION_VERSION = 2
 PIECE_VALUES = 1 << 20

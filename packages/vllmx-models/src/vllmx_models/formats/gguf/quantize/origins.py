@@ -23,11 +23,11 @@ from vllmx_models.blocks.latent import LatentMixer
 from vllmx_models.blocks.layer import FeedForward, LayerNames
 from vllmx_models.blocks.moe import MoE
 from vllmx_models.formats.gguf.places import ONE_ROW, split_name
+from vllmx_models.formats.gguf.quantize.encoders import float_rows
 from vllmx_models.formats.gguf.quantize.header import Target
 from vllmx_models.formats.gguf.quantize.losses import of_tensors
 from vllmx_models.formats.gguf.quantize.recurrent import in_file, joined
 from vllmx_models.formats.gguf.tower_weights import one_below_the_other
-from vllmx_models.quantization.encoders import float_rows
 from vllmx_models.trunks.decoder import renamed_part
 
 _EXPERTS = {
