@@ -35,7 +35,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Builds the documentation site into build/site, with the pages that are made from the code."""
-    session.install("-r", "requirements.txt", "-e", "packages/vllmx-testing", "zensical==0.0.73")
+    session.install("-r", "requirements.txt", "zensical==0.0.73")
     session.run("python", "docs/site.py")
 
 
