@@ -366,7 +366,7 @@ async def test_a_stream_that_fails_ends_with_an_error_event(make_server: MakeSer
 
 
 async def test_a_budget_is_nothing_to_a_model_without_thoughts(served: Served) -> None:
-    """PriorityShare tools it is that of a turn, whose answers share it."""
+    """With tools it is that of a turn, whose answers share it."""
     body = {"thinking": thinks(2000), "tools": [{"name": "f", "input_schema": {}}]}
     assert chat(**body).thinking_token_budget == 2000
     response = await served.client.post("/v1/messages", json={**HELLO, **body})
