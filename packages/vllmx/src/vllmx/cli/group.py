@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.metadata import entry_points, requires
 
 import click
 from vllmx_core.config_values import nearest
@@ -93,6 +92,8 @@ def _warn_of_unknown_variables() -> None:
     given = [name for name in os.environ if name.startswith(PREFIX)]
     if not given:
         return
+    from importlib.metadata import entry_points, requires
+
     from vllmx_core.config import EngineConfig
     from vllmx_core.plugins.hooks import GROUP
     from vllmx_core.plugins.registry import plugin_key
