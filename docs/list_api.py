@@ -41,7 +41,7 @@ Schema = dict[str, Any]
 
 
 def limits(schema: Schema) -> str:
-    """What a number or a size may be."""
+    """Bounds of a number or a size, in brackets."""
     found = [form.format(schema[name]) for name, form in LIMITS.items() if name in schema]
     return f" ({', '.join(found)})" if found else ""
 
