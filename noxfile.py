@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import nox
@@ -42,10 +43,43 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def wheels(session: nox.Session) -> None:
     """Builds a wheel of every package into dist/."""
+    _build(session, "--wheel")
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Builds and checks the files of a release in dist/: sdists and wheels of one version, and one
+    token from a fresh installation of them. docs/releasing.md has the whole procedure."""
+    wanted = f"vllmx[cpu]=={_version(session)}"
+    _build(session)
+    session.install("twine")
+    session.run("twine", "check", "--strict", *map(str, sorted(DIST.iterdir())))
+    fresh = Path(session.create_tmp()).absolute() / "fresh"
+    session.run("python", "-m", "venv", "--clear", str(fresh))
+    programs = fresh / "bin"
+    install = ("install", "--quiet", "--find-links", str(DIST), wanted)
+    session.run(str(programs / "pip"), *install, external=True)
+    complete = ("complete", "--model", "demo", "--prompts", "Once upon", "--max-tokens", "1")
+    session.run(str(programs / "vllmx"), *complete, external=True)
+
+
+def _build(session: nox.Session, *kinds: str) -> None:
+    """Builds every package into dist/: an sdist, and the wheel from the sdist, so that a file
+    missing there is noticed; with `--wheel` only the wheel."""
     session.install("build", "hatchling")
     shutil.rmtree(DIST, ignore_errors=True)
     for package in PACKAGES:
-        session.run("python", "-m", "build", "--wheel", "--outdir", str(DIST), str(package))
+        options = (*kinds, "--no-isolation", "--outdir", str(DIST))
+        session.run("python", "-m", "build", *options, str(package))
+
+
+def _version(session: nox.Session) -> str:
+    """The version of all packages; different ones end the session."""
+    texts = [(package / "pyproject.toml").read_text() for package in PACKAGES]
+    versions = {tomllib.loads(text)["project"]["version"] for text in texts}
+    if len(versions) != 1:
+        session.error(f"packages have different versions: {', '.join(sorted(versions))}")
+    return str(versions.pop())
 
 
 @nox.session
@@ -151,9 +185,7 @@ def bump(session: nox.Session) -> None:
     if len(session.posargs) != 1 or not re.fullmatch(r"\d+\.\d+\.\d+\S*", session.posargs[0]):
         session.error("give the new version: nox -s bump -- 0.2.0")
     new = session.posargs[0]
-    found = re.search(r'^version = "(.+)"', (PACKAGES[0] / "pyproject.toml").read_text(), re.M)
-    assert found is not None
-    old = re.escape(found[1])
+    old = re.escape(_version(session))
     for package in PACKAGES:
         init = package / "src" / package.name.replace("-", "_") / "__init__.py"
         for path in (package / "pyproject.toml", init):
