@@ -35,6 +35,25 @@ def test_links_between_documents_lead_somewhere(root: Path) -> None:
             assert exists, f"{page.name} links to {target}"
 
 
+def headings(page: Path) -> set[str]:
+    """The anchors of a page, as the site and GitHub make them of its headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).strip().replace(" ", "-") for each in found}
+
+
+def test_links_into_pages_lead_to_a_heading(root: Path) -> None:
+    pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *root.glob("packages/*/README.md")]
+    count = 0
+    for page in pages:
+        for name, anchor in re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", page.read_text()):
+            target = page.parent / name if name else page
+            if target.suffix == ".md" and target.exists():
+                assert anchor in headings(target), f"{page.name} links to {name}#{anchor}"
+                count += 1
+    assert count > 50
+
+
 def test_docstrings_stand_without_the_name_before_them(root: Path) -> None:
     """A docstring says what a thing is or does: "Bytes of a tile of 16 rows", not "Of 16 rows"."""
     places = ("packages/*/src", "bench", "docs", "examples/*/src")
