@@ -1,4 +1,4 @@
-"""Answers written as a model would, for tests and for the proof that a format is a model's."""
+"""Writes calls as a model would, to prove that a format is a model's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from vllmx_core.output_format import (
     JsonArguments,
     JsonCall,
     NamedCall,
-    OutputFormat,
     TaggedArguments,
     ValueArguments,
 )
@@ -46,24 +45,6 @@ class WrittenCall(Record):
     name: str
     arguments: Mapping[str, Any]
     id: str = "call00001"
-
-
-def write_answer(
-    made_of: OutputFormat,
-    *,
-    reasoning: str = "",
-    content: str = "",
-    calls: Sequence[WrittenCall] = (),
-) -> str:
-    """An answer with these parts; formats of channels aside."""
-    text = ""
-    if reasoning and made_of.thinking is not None:
-        text = made_of.thinking.begin + reasoning + made_of.thinking.end
-    if content:
-        text += made_of.content_begin + content + made_of.content_end
-    if calls and made_of.calls is not None:
-        text += (made_of.calls.after_content if content else "") + write_calls(made_of.calls, calls)
-    return text
 
 
 def write_calls(made_of: Calls, calls: Sequence[WrittenCall]) -> str:
