@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 from vllmx_core.errors import GrammarError, shown
 
-from vllmx_engine.grammar.disjoint import referred
 from vllmx_engine.grammar.gbnf import is_gbnf
 from vllmx_engine.grammar.gbnf_lark import lark_of_gbnf
 from vllmx_engine.grammar.matcher import CompiledGrammar
-from vllmx_engine.grammar.schema import all_parts, place_of, place_of_required, prepare
+from vllmx_engine.grammar.parts import all_parts, referred
+from vllmx_engine.grammar.schema import prepare
 from vllmx_engine.grammar.structural_tag import lark_of_tag, regex_lark
 from vllmx_engine.grammar.vocabulary import Lexicon
 from vllmx_engine.wire.grammars import GrammarSpec
@@ -154,19 +154,19 @@ def _keyword_named(
         return error
     listed = re.search(r"Unimplemented keys: \[([^\]]*)", error.message)
     for keyword in re.findall(r'"([^"]+)"', listed.group(1) if listed else ""):
-        place = place_of(schema, keyword)
+        place = next((path for path, part in all_parts(schema) if keyword in part), None)
         if place is not None:
             return GrammarError(
                 f"{keyword} at {place} is a keyword that cannot be held while an answer is written:"
                 " leave it out, or say the same by others"
             )
     if lacking := re.search(r"required property '(.+)' is unsatisfiable", error.message):
-        place = place_of_required(schema, lacking[1])
-        if place is not None:
-            return GrammarError(
-                f"required at {place} names the property {shown(lacking[1])}, whose schema allows"
-                " nothing: nothing is left"
-            )
+        for place, part in all_parts(schema):
+            if all(lacking[1] in (part.get(key) or ()) for key in ("required", "properties")):
+                return GrammarError(
+                    f"required at {place} names the property {shown(lacking[1])}, whose schema"
+                    " allows nothing: nothing is left"
+                )
     for path, part in list(all_parts(schema))[_MAX_PARTS::-1]:
         reference = part.get("$ref", "#")
         is_local = reference.startswith("#")

@@ -8,7 +8,8 @@ from typing import Any, TypeGuard
 
 from vllmx_core.errors import GrammarError, shown
 
-Schema = dict[str, Any]
+from vllmx_engine.grammar.parts import Schema
+
 SIZES = {
     "string": ("minLength", "maxLength"),
     "array": ("minItems", "maxItems"),
@@ -36,6 +37,20 @@ def narrow(schema: Schema) -> None:
         bound, is_low = schema.get(keyword), keyword in _NUMBER[::2]
         if is_number(bound) and not (_LEAST <= abs(bound) <= _MOST_EXACT or bound == 0):
             schema[keyword] = _next_above(bound) if is_low else -_next_above(-bound)
+
+
+def check_bounds(schema: Schema, path: str) -> None:
+    """Refuses bounds that the library gets wrong: between two whole numbers it takes a lower bound
+    that is whole, or an upper one below zero, as allowed although it is excluded."""
+    low, high = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    for bound, other in ((low, schema.get("maximum", high)), (high, schema.get("minimum", low))):
+        if schema.get("type") == "integer" or not (is_number(bound) and is_number(other)):
+            continue
+        if bound == math.floor(bound) and other != math.floor(other) and abs(bound - other) < 1:
+            raise GrammarError(
+                f"the excluded bound {bound} at {path} cannot be held together with {other}: use"
+                " minimum or maximum"
+            )
 
 
 def _next_above(bound: float) -> float:
