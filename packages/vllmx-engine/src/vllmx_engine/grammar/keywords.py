@@ -15,7 +15,7 @@ SIZES = {
     "array": ("minItems", "maxItems"),
     "object": ("minProperties", "maxProperties"),
 }
-_NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _MOST_FRACTION = 100
 """Fractions lie between this and its negative: each gap between two integers is a schema of its
 own."""
@@ -33,8 +33,8 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 def narrow(schema: Schema) -> None:
     """Moves bounds that the library cannot count with into the interval, to the next it can."""
-    for keyword in _NUMBER:
-        bound, is_low = schema.get(keyword), keyword in _NUMBER[::2]
+    for keyword in NUMBER:
+        bound, is_low = schema.get(keyword), keyword in NUMBER[::2]
         if is_number(bound) and not (_LEAST <= abs(bound) <= _MOST_EXACT or bound == 0):
             schema[keyword] = _next_above(bound) if is_low else -_next_above(-bound)
 
@@ -65,7 +65,7 @@ def _next_above(bound: float) -> float:
 
 def bounded_type(keys: set[str]) -> str | None:
     """The type that all of these keywords bound; None: they bound none or several."""
-    for kind, bounds in (*SIZES.items(), ("number", _NUMBER)):
+    for kind, bounds in (*SIZES.items(), ("number", NUMBER)):
         if keys and keys <= set(bounds):
             return kind
     return None
@@ -80,7 +80,7 @@ def outside(kind: str, bounds: Schema) -> Iterator[Schema]:
         if high in bounds:
             yield {"type": kind, low: bounds[high] + 1}
         return
-    opposite = dict(zip(_NUMBER, (*_NUMBER[:1:-1], *_NUMBER[1::-1]), strict=True))
+    opposite = dict(zip(NUMBER, (*NUMBER[:1:-1], *NUMBER[1::-1]), strict=True))
     for keyword, bound in bounds.items():
         yield {"type": kind, opposite[keyword]: bound}
 
@@ -88,11 +88,9 @@ def outside(kind: str, bounds: Schema) -> Iterator[Schema]:
 def fractions(schema: Schema, path: str) -> list[Schema]:
     """Schemas for the fractions within the bounds of a schema. Raises GrammarError for bounds that
     the library would not keep."""
-    low = max(
-        (schema[key] for key in _NUMBER[::2] if is_number(schema.get(key))), default=-math.inf
-    )
+    low = max((schema[key] for key in NUMBER[::2] if is_number(schema.get(key))), default=-math.inf)
     high = min(
-        (schema[key] for key in _NUMBER[1::2] if is_number(schema.get(key))), default=math.inf
+        (schema[key] for key in NUMBER[1::2] if is_number(schema.get(key))), default=math.inf
     )
     for bound in (low, high):
         if math.isfinite(bound) and bound != math.floor(bound):
@@ -105,45 +103,6 @@ def fractions(schema: Schema, path: str) -> list[Schema]:
         for each in range(-_MOST_FRACTION, _MOST_FRACTION)
         if low <= each and each + 1 <= high
     ]
-
-
-def impossible(kind: str, schema: Schema) -> str | None:
-    """Why no value of a type keeps the bounds of a schema; None: some may."""
-    if kind == "array" and schema.get("items") is False:
-        known = len(schema.get("prefixItems") or ())
-        if schema.get("minItems", 0) > known:
-            return f"minItems {schema['minItems']} is greater than the {known} items allowed"
-    pairs = [SIZES[kind]] if kind in SIZES else []
-    if kind in ("number", "integer"):
-        pairs = [(low, high) for low in _NUMBER[::2] for high in _NUMBER[1::2]]
-    for low, high in pairs:
-        least, most = schema.get(low), schema.get(high)
-        if not is_number(least) or not is_number(most):
-            continue
-        if least > most:
-            return f"{low} {least} is greater than {high} {most}"
-        if least == most and (low, high) != ("minimum", "maximum") and kind not in SIZES:
-            return f"{low} {least} and {high} {most} leave no number"
-    return _no_whole_number(schema) if kind == "integer" else None
-
-
-def _no_whole_number(schema: Schema) -> str | None:
-    """Why no integer lies within the bounds of a schema; None: some may."""
-    least, most = (schema.get(key) for key in ("minimum", "maximum"))
-    above, below = (schema.get(key) for key in ("exclusiveMinimum", "exclusiveMaximum"))
-    lows = [math.ceil(least)] if is_number(least) else []
-    lows += [math.floor(above) + 1] if is_number(above) else []
-    highs = [math.floor(most)] if is_number(most) else []
-    highs += [math.ceil(below) - 1] if is_number(below) else []
-    if not lows or not highs:
-        return None
-    low, high, step = max(lows), min(highs), schema.get("multipleOf", 1)
-    if is_number(step) and step > 0 and float(step).is_integer():
-        low = -(-low // int(step)) * int(step)
-    if low <= high:
-        return None
-    given = {key: schema[key] for key in (*_NUMBER, "multipleOf") if key in schema}
-    return " and ".join(f"{key} {value}" for key, value in given.items()) + " leave no whole number"
 
 
 TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")

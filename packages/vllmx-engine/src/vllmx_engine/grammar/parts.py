@@ -147,6 +147,13 @@ def type_of(value: Any) -> str:
     return "object"
 
 
+def types_of_value(value: Any) -> set[str]:
+    """The names of all types that a value has: whole numbers are integers, too."""
+    name = type_of(value)
+    is_whole = name == "number" and float(value).is_integer()
+    return {name, "integer"} if is_whole else {name}
+
+
 def equal(one: Any, another: Any) -> bool:
     """Equality as JSON has it: 1 is 1.0, and true is not 1."""
     return bool(one == another) and type_of(one) == type_of(another)

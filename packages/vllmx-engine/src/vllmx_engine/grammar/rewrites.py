@@ -11,7 +11,8 @@ from typing import Any
 
 from vllmx_core.errors import GrammarError, shown
 
-from vllmx_engine.grammar.keywords import bounded_type, fractions, impossible, outside
+from vllmx_engine.grammar.emptiness import check_values
+from vllmx_engine.grammar.keywords import bounded_type, fractions, outside
 from vllmx_engine.grammar.parts import (
     ANNOTATIONS,
     NothingLeftError,
@@ -19,7 +20,7 @@ from vllmx_engine.grammar.parts import (
     add_choice,
     is_among,
     own_types,
-    type_of,
+    types_of_value,
     values_of,
 )
 from vllmx_engine.grammar.presence import (
@@ -39,7 +40,7 @@ _MAX_HOLES = 16
 def rewrite(schema: Schema, path: str) -> Schema:
     """The schema without these keywords; its parts are left as they are. Raises GrammarError."""
     found = dict(schema)
-    _check_possible(found, path)
+    check_values(found, path)
     _conditions(found, path)
     rewrite_presence(found, path)
     rewrite_counts(found, path)
@@ -48,23 +49,6 @@ def rewrite(schema: Schema, path: str) -> Schema:
     if found.get("uniqueItems") is not None:
         _unique_items(found, path)
     return found
-
-
-def _check_possible(schema: Schema, path: str) -> None:
-    """Raises NothingLeftError for bounds that no value keeps."""
-    own, values = own_types(schema), values_of(schema)
-    if values is None:
-        whys = [impossible(kind, schema) for kind in own]
-        if whys and None not in whys:
-            raise NothingLeftError(f"{whys[0]} at {path}: nothing is left")
-        return
-    if "const" in schema and not is_among(values[0], schema.get("enum", values)):
-        raise NothingLeftError(f"const at {path} is not in its enum: nothing is left")
-    if not any(_names(value) & set(own) for value in values):
-        listed = "const" if "const" in schema else "enum"
-        raise NothingLeftError(
-            f"{listed} at {path} has no value of the schema's type: nothing is left"
-        )
 
 
 # --- if -------------------------------------------------------------------------------------------
@@ -275,7 +259,7 @@ def _without_types(schema: Schema, types: Any, path: str) -> None:
     excluded = {types} if isinstance(types, str) else set(types)
     values = values_of(schema)
     if values is not None:
-        _set_values(schema, [v for v in values if not _names(v) & excluded], path)
+        _set_values(schema, [v for v in values if not types_of_value(v) & excluded], path)
         return
     own = own_types(schema)
     if "number" in own and "integer" in excluded and "number" not in excluded:
@@ -294,7 +278,7 @@ def _without_values(schema: Schema, excluded: list[Any], path: str) -> None:
         _set_values(schema, [v for v in values if not is_among(v, excluded)], path)
         return
     own = own_types(schema)
-    relevant = [value for value in excluded if _names(value) & set(own)]
+    relevant = [value for value in excluded if types_of_value(value) & set(own)]
     if not relevant:
         return
     if all(value is None for value in relevant):
@@ -318,13 +302,6 @@ def _between(holes: list[int], schema: Schema) -> Iterator[Schema]:
         if max(low + 1, least) <= min(high - 1, most):
             bounds = {"minimum": low + 1, "maximum": high - 1}
             yield {"type": "integer", **{k: x for k, x in bounds.items() if abs(x) != math.inf}}
-
-
-def _names(value: Any) -> set[str]:
-    """The types that a value has."""
-    name = type_of(value)
-    is_whole = name == "number" and float(value).is_integer()
-    return {name, "integer"} if is_whole else {name}
 
 
 def _set_values(schema: Schema, values: list[Any], path: str) -> None:

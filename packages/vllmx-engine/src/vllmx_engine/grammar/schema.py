@@ -1,20 +1,22 @@
 """JSON schemas made ready for llguidance: what it does not take is written another way where that
 says exactly the same, and refused by its name where nothing does.
 
-The library checks most keywords itself. Here stand those that it refuses although they can be said
-otherwise, and the few that it would hold wrongly.
+The passes over a schema: `keywords` checks the kinds of all values; `emptiness` finds definitions
+that need themselves; all definitions move to where the library looks for them; then each schema is
+rewritten, its parts first. That last pass is repeated while it finds definitions that allow
+nothing. The library checks most keywords itself.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container
 from typing import Any
 from urllib.parse import quote
 
 from vllmx_core.errors import GrammarError, shown
 
 from vllmx_engine.grammar.disjoint import Disjoint
+from vllmx_engine.grammar.emptiness import check_required, endless
 from vllmx_engine.grammar.keywords import check_bounds, check_kinds, narrow
 from vllmx_engine.grammar.parts import (
     ANNOTATIONS,
@@ -112,7 +114,7 @@ class _Preparation:
         if self._branches_tell_type(schema):
             schema = {key: value for key, value in schema.items() if key != "type"}
         found = with_parts(rewrite(self._with_values(schema), path), path, self.of)
-        self._check_required(found, path)
+        check_required(found, path, self.nothing_left)
         self._plain(found)
         _unevaluated(found)
         _property_names(found, path)
@@ -159,23 +161,6 @@ class _Preparation:
         kind, (key,) = schema["type"], keys - {"type"}
         branches = [resolved(self._root, each) for each in schema[key]]
         return all(isinstance(each, dict) and each.get("type") == kind for each in branches)
-
-    def _check_required(self, schema: Schema, path: str) -> None:
-        """Raises NothingLeftError where a part allows nothing that the schema needs."""
-        needed = [f"allOf/{number}" for number, _ in enumerate(schema.get("allOf") or ())]
-        if schema.get("type") == "object":
-            needed += [f"properties/{name}" for name in schema.get("required") or ()]
-        if schema.get("type") == "array" and schema.get("minItems", 0) > 0:
-            needed += [] if schema.get("prefixItems") else ["items"]
-        for key in ("anyOf", "oneOf"):
-            parts = schema.get(key)
-            if isinstance(parts, list) and parts and all(part is False for part in parts):
-                needed.append(f"{key}/0")
-        for place in needed:
-            if (error := self.nothing_left.get(f"{path}/{place}")) is not None:
-                raise error
-        if schema.get("type") == "object":
-            _check_names(schema, path)
 
     def _one_of(self, schema: Schema, path: str) -> None:
         """Turns `oneOf` into `anyOf` where branches exclude each other, or are made to: at most one
@@ -227,64 +212,6 @@ class _Preparation:
         own = resolved(self._root, branch)
         found = branch if own is branch else self._prepared(own, path)
         return found if isinstance(found, dict) else {}
-
-
-def _check_names(schema: Schema, path: str) -> None:
-    """Raises NothingLeftError where an object must have a property that it may not have."""
-    properties, required = schema.get("properties") or {}, schema.get("required") or ()
-    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
-    for name in required:
-        if name in properties and properties[name] is not False:
-            continue
-        if name in properties or is_closed:
-            raise NothingLeftError(
-                f"required at {path} names the property {shown(name)}, which the schema excludes:"
-                " nothing is left"
-            )
-    most = schema.get("maxProperties")
-    if isinstance(most, int) and len(set(required)) > most:
-        raise NothingLeftError(
-            f"required at {path} names more properties than maxProperties {most}: nothing is left"
-        )
-
-
-def endless(root: Schema) -> dict[str, NothingLeftError]:
-    """The definitions, by their places, whose values would all be infinitely deep."""
-    parts = {place_of_reference(each): referred(root, each) for each in ("#", *references(root))}
-    while ended := [place for place, part in parts.items() if _ends(part, parts)]:
-        for place in ended:
-            del parts[place]
-    return {
-        place: NothingLeftError(
-            f"{place} needs itself, so that no value of it ends: let a property be absent or null"
-        )
-        for place in parts
-    }
-
-
-def _ends(schema: Any, open_places: Container[str]) -> bool:
-    """True if a schema may have a finite value when those at `open_places` have none."""
-    if not isinstance(schema, dict):
-        return True
-    own = schema.get("$ref")
-    if isinstance(own, str) and place_of_reference(own) in open_places:
-        return False
-    for key, rule in (("allOf", all), ("anyOf", any), ("oneOf", any)):
-        parts = schema.get(key)
-        if parts and not rule(_ends(part, open_places) for part in parts):
-            return False
-    return all(_ends(part, open_places) for part in _needed(schema))
-
-
-def _needed(schema: Schema) -> list[Any]:
-    """The parts that every value of a schema has."""
-    if schema.get("type") == "object":
-        properties = schema.get("properties", {})
-        return [properties.get(name) for name in schema.get("required", ())]
-    if schema.get("type") == "array":
-        least, first = int(schema.get("minItems", 0)), schema.get("prefixItems", [])
-        return [*first[:least], schema.get("items") if least > len(first) else None]
-    return []
 
 
 def _with_all_definitions(root: Schema) -> tuple[Schema, dict[str, str]]:
