@@ -16,27 +16,13 @@ from vllmx_core.output_format import (
 )
 from vllmx_core.records import Record
 
+from vllmx_engine.grammar.parts import type_of
+
 
 def json_text(value: Any, is_compact: bool) -> str:
     """JSON with or without a space behind commas and colons; letters stay as they are."""
     separators = (",", ":") if is_compact else (", ", ": ")
     return json.dumps(value, ensure_ascii=False, separators=separators)
-
-
-def json_type(value: Any) -> str:
-    """The most general name that JSON Schema has for the type of a value."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int() | float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-    return "object"
 
 
 class WrittenCall(Record):
@@ -87,7 +73,7 @@ def _tagged(tags: TaggedArguments, key: str, value: Any) -> str:
     text = value if is_text else json_text(value, is_compact=False)
     if is_text and tags.quotes is not None and ("<" in text or "\n" in text):
         text = text.join(tags.quotes)
-    key_end = key_end.replace("{type}", json_type(value))
+    key_end = key_end.replace("{type}", type_of(value))
     return tags.key_begin + key + key_end + text + tags.value_end
 
 

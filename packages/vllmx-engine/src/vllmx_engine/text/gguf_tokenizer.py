@@ -26,7 +26,7 @@ from vllmx_engine.text.gguf_backends import (
     byte_level_bpe,
     byte_tokens,
     merged_bpe,
-    score_bpe,
+    merges_of_scores,
     unigram,
     unusable,
     word_piece,
@@ -259,7 +259,8 @@ def _build_bpe(vocabulary: GGUFVocabulary) -> tuple[tokenizers.Tokenizer, bool]:
 def _build_sentencepiece(vocabulary: GGUFVocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     made = frozenset(vocabulary.of_type(TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED))
     options = _sentencepiece_options(vocabulary, 0, space_prefix=True)
-    return score_bpe(vocabulary.ids, vocabulary.scores, made, **options), True
+    merges = merges_of_scores(vocabulary.ids, vocabulary.scores, made)
+    return merged_bpe(vocabulary.ids, merges, **options), True
 
 
 def _build_merged(vocabulary: GGUFVocabulary) -> tuple[tokenizers.Tokenizer, bool]:
