@@ -18,7 +18,7 @@ from vllmx_core.output_format import (
 
 from vllmx_engine.formats import json_steps, tool_schemas
 from vllmx_engine.formats.cursor import Cursor, Steps, TextEndError, Triggers
-from vllmx_engine.formats.events import CallSink
+from vllmx_engine.formats.events import AnswerEvents
 from vllmx_engine.formats.json_steps import escaped
 from vllmx_engine.formats.tool_schemas import Tools, is_string, json_of
 
@@ -37,11 +37,11 @@ class CallReader:
         tools: of the request.
     """
 
-    def __init__(self, calls: Calls, tools: Tools, cursor: Cursor, sink: CallSink) -> None:
+    def __init__(self, calls: Calls, tools: Tools, cursor: Cursor, events: AnswerEvents) -> None:
         self._calls = calls
         self._tools = tools
         self._cursor = cursor
-        self._sink = sink
+        self._events = events
         self.begun = False
         """The call at hand has a name, and so is one; its end has not come."""
         self._num_chars = 0
@@ -58,7 +58,7 @@ class CallReader:
             found = yield from self._named_call(call)
         if not found:
             return False
-        self._sink.end()
+        self._events.end()
         self.begun = False
         try:
             yield from self._cursor.take(self._calls.end)
@@ -71,12 +71,12 @@ class CallReader:
             return False
         self.begun = True
         self._cursor.held = False
-        self._sink.begin(name, call_id)
+        self._events.begin(name, call_id)
         return True
 
     def _emit(self, text: str) -> None:
         self._num_chars += len(text)
-        self._sink.arguments(text)
+        self._events.arguments(text)
 
     # --- calls that are a JSON object ----------------------------------------------------------
     def _json_call(self, call: JsonCall) -> Steps[bool]:
@@ -301,7 +301,7 @@ class _JsonMembers:
                 return False
             if not self._reader._begin(self._name, self._id):
                 return False
-            self._reader._sink.arguments(self._early or "{}")
+            self._reader._events.arguments(self._early or "{}")
         return True
 
     def _members(self) -> Steps[bool]:
