@@ -28,8 +28,6 @@ class ReadOptions(Record):
     """The tools of the request; without any, nothing is a call."""
     in_thinking: bool = False
     """The prompt left the thoughts open."""
-    has_thinking: bool = True
-    """True if reasoning is separated from content."""
     one_call: bool = False
     """Calls after the first are left out."""
     opened: bool = False
@@ -66,7 +64,7 @@ class AnswerReader(AnswerEvents):
         short = made_of.calls is not None and bool(options.tools) and made_of.calls.ids == "short"
         super().__init__(make_id or (short_id if short else call_id), one_call=options.one_call)
         self._format = made_of
-        self._thinking = made_of.thinking if options.has_thinking else None
+        self._thinking = made_of.thinking
         self._calls = made_of.calls if options.tools else None
         self._options = options
         self._opened = made_of.opened if options.opened else ""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
+
+from vllmx_engine.wire.outputs import ToolCall
 
 
 class ReasoningPiece(msgspec.Struct, frozen=True, gc=False):
@@ -131,3 +133,42 @@ def _joined(events: list[Event]) -> list[Event]:
             found.append(msgspec.structs.replace(event, text="".join(parts)))
             parts = []
     return found
+
+
+class ReadAnswer:
+    """The parts of an answer, gathered from events."""
+
+    def __init__(self) -> None:
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._arguments: list[list[str]] = []
+        self._calls: list[tuple[str, str]] = []
+
+    def add(self, events: Sequence[Event]) -> None:
+        """Takes in what follows of the text."""
+        for event in events:
+            match event:
+                case ContentPiece(text):
+                    self._content.append(text)
+                case ReasoningPiece(text):
+                    self._reasoning.append(text)
+                case CallBegin(_, call_id, name):
+                    self._calls.append((call_id, name))
+                    self._arguments.append([])
+                case ArgumentsPiece(_, text):
+                    self._arguments[-1].append(text)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._reasoning)
+
+    @property
+    def content(self) -> str:
+        return "".join(self._content)
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        return [
+            ToolCall(call_id, name, "".join(parts))
+            for (call_id, name), parts in zip(self._calls, self._arguments, strict=True)
+        ]

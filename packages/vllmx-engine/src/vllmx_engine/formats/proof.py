@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vllmx_core.output_format import JsonArguments, JsonCall, OutputFormat, ValueArguments
-from vllmx_core.records import Record, field
 
 from vllmx_engine.formats.answer_reader import AnswerReader, read_options
-from vllmx_engine.formats.events import ArgumentsPiece, CallBegin, ContentPiece, ReasoningPiece
+from vllmx_engine.formats.events import ReadAnswer
 from vllmx_engine.formats.renderings import (
     CONTENT,
     KEYS,
@@ -38,15 +37,6 @@ _THOUGHT = {"reasoning_content": REASONING}
 
 class NotProvenError(Exception):
     """Names the answer that a format does not read."""
-
-
-class _Read(Record):
-    """The parts of an answer."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: list[tuple[str, str]] = field(default_factory=list)
-    """Names and arguments."""
 
 
 def prove_answers(renderings: Renderings, made_of: OutputFormat) -> None:
@@ -106,7 +96,7 @@ def reads_itself(made_of: OutputFormat) -> bool:
     prompt = made_of.opened
     text = write_calls(made_of.calls, calls).removeprefix(made_of.opened)
     found = _read(made_of, prompt, text, 1)
-    return [name for name, _ in found.calls] == [each.name for each in calls]
+    return [one.name for one in found.tool_calls] == [each.name for each in calls]
 
 
 def _marked_contents(made_of: OutputFormat) -> Iterator[str]:
@@ -163,9 +153,9 @@ def _prove_answer(
         found = _read(made_of, prompt, text, size)
         _compare("thoughts", reasoning, found.reasoning.strip())
         _compare("content", content, found.content.strip())
-        _compare("calls", [each.name for each in calls], [name for name, _ in found.calls])
-        for each, (_, arguments) in zip(calls, found.calls, strict=True):
-            _prove_arguments(made_of, each.arguments, arguments)
+        _compare("calls", [each.name for each in calls], [one.name for one in found.tool_calls])
+        for each, one in zip(calls, found.tool_calls, strict=True):
+            _prove_arguments(made_of, each.arguments, one.arguments)
 
 
 def _without_token(made_of: OutputFormat, text: str) -> str:
@@ -175,26 +165,13 @@ def _without_token(made_of: OutputFormat, text: str) -> str:
     return text if tag is None or tag.group() in "".join(made_of.markers) else text[: tag.start()]
 
 
-def _read(made_of: OutputFormat, prompt: str, text: str, size: int) -> _Read:
-    reader = AnswerReader(made_of, read_options(made_of, _TOOLS, prompt))
-    thoughts: list[str] = []
-    content: list[str] = []
-    calls: list[tuple[str, str]] = []
-    pieces = [text[at : at + size] for at in range(0, len(text), max(1, size))]
-    events = [event for piece in pieces for event in reader.push(piece)]
-    for event in [*events, *reader.finish()]:
-        match event:
-            case ReasoningPiece(piece):
-                thoughts.append(piece)
-            case ContentPiece(piece):
-                content.append(piece)
-            case CallBegin(name=name):
-                calls.append((name, ""))
-            case ArgumentsPiece(text=piece):
-                calls[-1] = calls[-1][0], calls[-1][1] + piece
-            case _:
-                pass
-    return _Read("".join(thoughts), "".join(content), calls)
+def _read(made_of: OutputFormat, prompt: str, text: str, size: int) -> ReadAnswer:
+    """The parts of an answer that comes in pieces of so many characters."""
+    reader, found = AnswerReader(made_of, read_options(made_of, _TOOLS, prompt)), ReadAnswer()
+    for at in range(0, len(text), max(1, size)):
+        found.add(reader.push(text[at : at + size]))
+    found.add(reader.finish())
+    return found
 
 
 def _compare(what: str, written: object, found: object) -> None:
