@@ -60,12 +60,13 @@ _MANY_IDS = 4096
 
 class TooManyTokensError(Exception):
     """A text has more tokens than were wanted: `num_tokens`, or where that is not `exact` at least
-    so many."""
+    so many. `count` says it."""
 
     def __init__(self, num_tokens: int, *, exact: bool) -> None:
         super().__init__(num_tokens)
         self.num_tokens = num_tokens
         self.exact = exact
+        self.count = f"{num_tokens}" if exact else f"at least {num_tokens}"
 
 
 class Tokenizer:
