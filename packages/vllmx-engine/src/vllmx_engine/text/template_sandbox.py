@@ -29,10 +29,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace, _PassArg
 
 from vllmx_engine.text.prompt_text import MARK
-from vllmx_engine.text.template_budget import BoundsError, Budget, TemplateLimits
-from vllmx_engine.text.template_checks import (
+from vllmx_engine.text.template_budget import (
     FILTER_CHECKS,
     METHOD_CHECKS,
+    BoundsError,
+    Budget,
+    TemplateLimits,
     check_binop,
     check_join,
     check_spec,
@@ -271,7 +273,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 return (check_join(budget, owner, args[0]), *args[1:])
             check = METHOD_CHECKS.get(name)
             if check is not None:
-                check(budget, owner, args, kwargs)
+                check(budget, owner, {**dict(enumerate(args)), **kwargs})
         return args
 
     def _joined(self, budget: Budget, values: tuple[Any, ...]) -> str:
@@ -333,7 +335,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         if name == "format":
             args, kwargs = tuple(map(_printed, args)), _with_printed(kwargs)
         if check is not None:
-            check(budget, value, args, kwargs)
+            check(budget, value, {**dict(enumerate(args)), **kwargs})
         elif name == "join":
             separator = kwargs.get("d", args[0] if args else "")
             value = check_join(budget, str(separator), value)
