@@ -227,17 +227,15 @@ def _is_faithful(made_of: OutputFormat, text: str, calls: Sequence[WrittenCall])
         return True
     for each in calls:
         values = [value for value in each.arguments.values() if isinstance(value, str)]
-        if not all(_is_plain(value) or _is_quoted(syntax, value, text) for value in values):
+        if not all(
+            value.replace(" ", "").isalnum() or _is_quoted(syntax, value, text) for value in values
+        ):
             return False
         for key in list(each.arguments)[1:]:
             before = text[text.find(each.name) :].partition(key)[0]
             if not before.rstrip().endswith(syntax.separator.strip()):
                 return False
     return True
-
-
-def _is_plain(value: str) -> bool:
-    return value.replace(" ", "").isalnum()
 
 
 def _is_quoted(syntax: ValueArguments, value: str, text: str) -> bool:

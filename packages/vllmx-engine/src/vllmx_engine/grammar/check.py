@@ -31,15 +31,26 @@ def translate(spec: GrammarSpec, lexicon: Lexicon | None = None) -> str:
     Args:
         lexicon: the model's tokens, which grammars and structural tags may name.
     """
-    if spec.kind in ("json_schema", "json_object"):
-        return _grammar(json.dumps(with_options(json.loads(spec.text), spec)), "json_schema")
-    if spec.kind == "regex":
-        return _from_regex(spec.text)
-    if spec.kind == "choice":
-        return _from_choices(json.loads(spec.text))
-    if spec.kind == "structural_tag":
-        return _from_tag(spec, lexicon)
-    return _from_grammar(spec.text, lexicon)
+    match spec.kind:
+        case "json_schema" | "json_object":
+            schema = with_options(json.loads(spec.text), spec)
+            return json.dumps({"grammars": [{"json_schema": schema}]})
+        case "structural_tag":
+            options = partial(with_options, spec=spec)
+            return json.dumps({"grammars": lark_of_tag(json.loads(spec.text), lexicon, options)})
+        case "regex":
+            text = f"start: {regex_lark(spec.text)}\n"
+        case "choice":
+            listed = " | ".join(map(json.dumps, json.loads(spec.text)))
+            text = f"start: CHOICE\nCHOICE: {listed}\n"
+        case _ if is_gbnf(spec.text):
+            start, lines = lark_of_gbnf(spec.text, lexicon)
+            text = "\n".join([f"start: {start}", *lines]) + "\n"
+        case _:
+            text = spec.text
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_lark(text)
 
 
 def with_options(schema: Any, spec: GrammarSpec) -> dict[str, Any]:
@@ -57,37 +68,6 @@ def with_options(schema: Any, spec: GrammarSpec) -> dict[str, Any]:
         "lenient": False,
     }
     return {**prepare(schema), "x-guidance": options}
-
-
-def _grammar(text: str, kind: str) -> str:
-    return json.dumps({"grammars": [{kind: json.loads(text) if kind == "json_schema" else text}]})
-
-
-def _from_tag(spec: GrammarSpec, lexicon: Lexicon | None) -> str:
-    tag = json.loads(spec.text)
-    return json.dumps({"grammars": lark_of_tag(tag, lexicon, partial(with_options, spec=spec))})
-
-
-def _from_regex(regex: str) -> str:
-    from llguidance import LLMatcher
-
-    return LLMatcher.grammar_from_lark(f"start: {regex_lark(regex)}\n")
-
-
-def _from_choices(choices: list[str]) -> str:
-    from llguidance import LLMatcher
-
-    listed = " | ".join(json.dumps(text) for text in choices)
-    return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {listed}\n")
-
-
-def _from_grammar(text: str, lexicon: Lexicon | None) -> str:
-    from llguidance import LLMatcher
-
-    if is_gbnf(text):
-        start, lines = lark_of_gbnf(text, lexicon)
-        text = "\n".join([f"start: {start}", *lines]) + "\n"
-    return LLMatcher.grammar_from_lark(text)
 
 
 MAX_MASK_S = 0.05

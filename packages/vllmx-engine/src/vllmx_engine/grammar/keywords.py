@@ -125,24 +125,21 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
+Test = Callable[[Any], bool]
 
 
-def _are_schemas(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_schema, value))
+def _list_of(kind: Test, least: int = 0) -> Test:
+    return lambda value: isinstance(value, list) and len(value) >= least and all(map(kind, value))
 
 
-def _maps_to(*kinds: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    def holds(value: Any) -> bool:
-        return isinstance(value, dict) and all(
-            any(kind(each) for kind in kinds) for each in value.values()
-        )
-
-    return holds
+def _map_of(*kinds: Test) -> Test:
+    return lambda value: (
+        isinstance(value, dict)
+        and all(any(kind(each) for kind in kinds) for each in value.values())
+    )
 
 
-Kind = tuple[str, Callable[[Any], bool]]
+Kind = tuple[str, Test]
 _SIZE: Kind = ("a whole number of at least 0", _is_size)
 _NUMBER_KIND: Kind = ("a number", is_number)
 _BOUND: Kind = (
@@ -151,15 +148,16 @@ _BOUND: Kind = (
 )
 _TEXT: Kind = ("a string", _is_text)
 _SCHEMA: Kind = ("a schema", _is_schema)
-_SCHEMAS: Kind = ("a list of at least one schema", _are_schemas)
-_SCHEMA_MAP: Kind = ("an object of schemas", _maps_to(_is_schema))
+_SCHEMAS: Kind = ("a list of at least one schema", _list_of(_is_schema, 1))
+_TEXTS: Kind = ("a list of strings", _list_of(_is_text))
+_SCHEMA_MAP: Kind = ("an object of schemas", _map_of(_is_schema))
 KINDS: Mapping[str, Kind] = {
     "type": (f"one of {', '.join(TYPES)}, or a list of them", _is_type),
     "enum": ("a list of values", lambda value: isinstance(value, list)),
     "pattern": _TEXT,
     "format": _TEXT,
     "$ref": _TEXT,
-    "required": ("a list of strings", _are_texts),
+    "required": _TEXTS,
     "multipleOf": ("a number above 0", lambda value: is_number(value) and value > 0),
     "minimum": _NUMBER_KIND,
     "maximum": _NUMBER_KIND,
@@ -171,12 +169,15 @@ KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(("additionalProperties", "additionalItems"), _SCHEMA),
     **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems"), _SCHEMA),
     **dict.fromkeys(("anyOf", "allOf", "oneOf"), _SCHEMAS),
-    "prefixItems": ("a list of schemas", lambda value: value == [] or _are_schemas(value)),
-    "items": ("a schema", lambda value: _is_schema(value) or value == [] or _are_schemas(value)),
+    "prefixItems": ("a list of schemas", _list_of(_is_schema)),
+    "items": ("a schema", lambda value: _is_schema(value) or _list_of(_is_schema)(value)),
     **dict.fromkeys(("properties", "patternProperties", "dependentSchemas"), _SCHEMA_MAP),
     **dict.fromkeys(("$defs", "definitions"), _SCHEMA_MAP),
-    "dependentRequired": ("an object of lists of strings", _maps_to(_are_texts)),
-    "dependencies": ("an object of lists of strings and schemas", _maps_to(_are_texts, _is_schema)),
+    "dependentRequired": ("an object of lists of strings", _map_of(_TEXTS[1])),
+    "dependencies": (
+        "an object of lists of strings and schemas",
+        _map_of(_list_of(_is_text), _is_schema),
+    ),
 }
 
 

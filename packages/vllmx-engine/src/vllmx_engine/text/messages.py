@@ -151,24 +151,17 @@ def without_rich_values(messages: list[Message]) -> list[Message] | None:
 
     None where that changes nothing.
     """
-    changed = False
-    result = []
+    found = []
     for message in messages:
         copy = dict(message)
         if copy["content"] is None:
             copy["content"] = ""
-            changed = True
-        calls = []
-        for call in _tool_calls(message):
-            function = dict(call["function"])
-            if not isinstance(function["arguments"], str):
-                _convert_arguments(function, as_text=True)
-                changed = True
-            calls.append({**call, "function": function})
-        if calls:
-            copy["tool_calls"] = calls
-        result.append(copy)
-    return result if changed else None
+        if calls := _tool_calls(message):
+            copy["tool_calls"] = [{**call, "function": dict(call["function"])} for call in calls]
+        for call in _tool_calls(copy):
+            _convert_arguments(call["function"], as_text=True)
+        found.append(copy)
+    return found if found != messages else None
 
 
 def _tool_calls(message: Message) -> list[dict[str, Any]]:

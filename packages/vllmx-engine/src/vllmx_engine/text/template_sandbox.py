@@ -70,6 +70,7 @@ _METHODS: tuple[tuple[type, frozenset[str]], ...] = (
     (tuple, frozenset(("count", "index"))),
     (LoopContext, frozenset(("changed", "cycle"))),
 )
+_CALLABLE = (Macro, LoopContext, BlockReference, Undefined)
 _MAX_DATE_FORMAT = 200
 _PRINTING = frozenset(("indent", "lower", "replace", "string", "trim", "upper"))
 """Filters that take the text of any value."""
@@ -224,7 +225,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(target, (BuiltinMethodType, MethodType)):
             target = _without_mark(target)
             args = self._checked_method(budget, target, args, kwargs)
-        elif not self._is_callable_here(target):
+        elif not isinstance(target, _CALLABLE) and id(target) not in self._own:
             raise SecurityError(f"a chat template must not call {_describe(target)}")
         return budget.admit(super().call(context, target, *args, **kwargs))
 
@@ -255,11 +256,6 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         if name not in ("format", "format_map") or not isinstance(owner, str):
             return None
         return FormatMethod(owner, name == "format_map")
-
-    def _is_callable_here(self, target: Any) -> bool:
-        if isinstance(target, (Macro, LoopContext, BlockReference, Undefined)):
-            return True
-        return id(target) in self._own
 
     def _checked_method(
         self, budget: Budget, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]

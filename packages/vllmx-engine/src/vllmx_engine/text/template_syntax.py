@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.meta import find_undeclared_variables
@@ -95,7 +93,8 @@ def _reads_content_parts(tree: nodes.Template) -> bool:
         for assign in tree.find_all(nodes.Assign)
         if isinstance(assign.target, nodes.Name) and _is_content(assign.node)
     }
-    names.update(name for name in _macro_arguments(tree) if name == "content")
+    arguments = (each.name for macro in tree.find_all(nodes.Macro) for each in macro.args)
+    names |= {"content"}.intersection(arguments)
     for loop in tree.find_all(nodes.For):
         source = loop.iter
         while isinstance(source, nodes.Filter) and source.node is not None:
@@ -103,12 +102,6 @@ def _reads_content_parts(tree: nodes.Template) -> bool:
         if _is_content(source) or (isinstance(source, nodes.Name) and source.name in names):
             return True
     return False
-
-
-def _macro_arguments(tree: nodes.Template) -> Iterator[str]:
-    for macro in tree.find_all(nodes.Macro):
-        for argument in macro.args:
-            yield argument.name
 
 
 def _is_content(node: nodes.Node) -> bool:
