@@ -8,7 +8,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vllmx_core.output_format import JsonArguments, JsonCall, OutputFormat, ValueArguments
+from vllmx_core.output_format import (
+    JsonArguments,
+    JsonCall,
+    OutputFormat,
+    TaggedArguments,
+    ValueArguments,
+)
 
 from vllmx_engine.formats.answer_reader import AnswerReader, read_options
 from vllmx_engine.formats.events import ReadAnswer
@@ -130,8 +136,8 @@ def _ends(made_of: OutputFormat) -> Iterator[str]:
     """Markers that end calls and values."""
     if made_of.calls is None:
         return
-    call, calls = made_of.calls.call, made_of.calls
-    own = "" if isinstance(call, JsonCall) else getattr(call.arguments, "value_end", "")
+    calls, arguments = made_of.calls, _arguments(made_of)
+    own = arguments.value_end if isinstance(arguments, TaggedArguments) else ""
     ends = (calls.end.strip(), calls.section_end.strip(), own.strip())
     yield from (end for end in dict.fromkeys(ends) if end)
 
@@ -198,32 +204,27 @@ def _prove_arguments(made_of: OutputFormat, written: Mapping[str, Any], text: st
 def _is_spelling(made_of: OutputFormat, value: Any, found: Any) -> bool:
     """True if a template may have written a value as this text. Some have no notation for values
     and print Python's form, with or without quotes."""
-    if not isinstance(found, str) or _is_json(made_of):
+    arguments = _arguments(made_of)
+    if not isinstance(found, str) or isinstance(arguments, JsonArguments):
         return isinstance(value, str) and isinstance(found, str) and value.strip() == found.strip()
     spellings = (value.strip(),) if isinstance(value, str) else (str(value), json.dumps(value))
-    is_values = _values(made_of) is not None
+    is_values = isinstance(arguments, ValueArguments)
     return any(each in found if is_values else each == found for each in spellings)
 
 
-def _is_json(made_of: OutputFormat) -> bool:
+def _arguments(made_of: OutputFormat) -> JsonArguments | TaggedArguments | ValueArguments | None:
+    """The notation of arguments."""
     call = None if made_of.calls is None else made_of.calls.call
-    return isinstance(call, JsonCall) or (
-        call is not None and isinstance(call.arguments, JsonArguments)
-    )
-
-
-def _values(made_of: OutputFormat) -> ValueArguments | None:
-    call = None if made_of.calls is None else made_of.calls.call
-    if call is None or isinstance(call, JsonCall) or not isinstance(call.arguments, ValueArguments):
+    if call is None:
         return None
-    return call.arguments
+    return JsonArguments() if isinstance(call, JsonCall) else call.arguments
 
 
 def _is_faithful(made_of: OutputFormat, text: str, calls: Sequence[WrittenCall]) -> bool:
     """True if the template spells arguments readably: some write Python without quotes, escapes or
     commas, which models do not."""
-    syntax = _values(made_of)
-    if syntax is None:
+    syntax = _arguments(made_of)
+    if not isinstance(syntax, ValueArguments):
         return True
     for each in calls:
         values = [value for value in each.arguments.values() if isinstance(value, str)]

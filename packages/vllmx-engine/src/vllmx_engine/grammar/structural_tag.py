@@ -93,12 +93,8 @@ Mark = str | int
 """A text, which may name special tokens, or the id of a token."""
 _FREE = frozenset(
     (
-        "any_text",
-        "any_tokens",
-        "triggered_tags",
-        "dispatch",
-        "token_triggered_tags",
-        "token_dispatch",
+        *("any_text", "any_tokens", "triggered_tags", "dispatch"),
+        *("token_triggered_tags", "token_dispatch"),
     )
 )
 """Types that end where what follows them begins."""
