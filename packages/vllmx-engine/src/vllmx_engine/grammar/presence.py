@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import combinations
+from itertools import combinations, product
 from math import comb
 from typing import Any
 
@@ -44,19 +44,34 @@ class Formula:
         return Formula(self.names, lambda present: not self.holds(present))
 
     def cases(self, required: frozenset[str] = frozenset()) -> list[Case]:
-        """Few cases that cover all combinations for which it holds, given what is there anyway."""
-        free = sorted(self.names - required)
-        there = self.names & required
-        found = [
-            (frozenset(names), frozenset(free) - frozenset(names))
-            for size in range(len(free) + 1)
-            for names in combinations(free, size)
-            if self.holds(frozenset(names) | there)
+        """Few cases that cover all combinations for which it holds, given what is there anyway: of
+        all cases that it holds in throughout, the widest first, those that cover something new."""
+        free, there = sorted(self.names - required), self.names & required
+        whole = [
+            case
+            for case in _combinations(free, (True, False))
+            if self.holds(there | {name for name in free if case[name]})
         ]
-        return [
-            {**dict.fromkeys(sorted(present), True), **dict.fromkeys(sorted(absent), False)}
-            for present, absent in _covering(found)
-        ]
+        found, uncovered = list[Case](), list(whole)
+        for case in sorted(_combinations(free, (True, False, None)), key=_width):
+            covered = [each for each in whole if case.items() <= each.items()]
+            is_sound = len(covered) == 1 << len(free) - len(case)
+            if is_sound and any(each in uncovered for each in covered):
+                found.append(case)
+                uncovered = [each for each in uncovered if each not in covered]
+        return found
+
+
+def _combinations(names: list[str], signs: tuple[bool | None, ...]) -> Iterator[Case]:
+    """All cases by the signs of their properties; those of None may be present or absent."""
+    for each in product(signs, repeat=len(names)):
+        pairs = zip(names, each, strict=True)
+        yield {name: sign for name, sign in pairs if sign is not None}
+
+
+def _width(case: Case) -> tuple[int, list[str], list[str]]:
+    present = [name for name, there in case.items() if there]
+    return len(case), present, [name for name in case if name not in present]
 
 
 def formula_of(schema: Any) -> Formula | None:
@@ -117,30 +132,6 @@ _JOINS: dict[str, Callable[[Iterator[bool]], bool]] = {
     "anyOf": any,
     "oneOf": lambda values: sum(values) == 1,
 }
-_Cube = tuple[frozenset[str], frozenset[str]]
-
-
-def _covering(cubes: list[_Cube]) -> list[_Cube]:
-    """The same combinations in as few cases as a greedy choice finds: Quine and McCluskey's prime
-    implicants, the widest first."""
-    wanted, primes, level = set(cubes), set[_Cube](), set(cubes)
-    while level:
-        merged, used = set[_Cube](), set[_Cube]()
-        for present, absent in level:
-            for name in present:
-                other = (present - {name}, absent | {name})
-                if other in level:
-                    merged.add((present - {name}, absent))
-                    used |= {other, (present, absent)}
-        primes |= level - used
-        level = merged
-    chosen: list[_Cube] = []
-    for present, absent in sorted(primes, key=lambda c: (len(c[0] | c[1]), *map(sorted, c))):
-        covered = {cube for cube in wanted if present <= cube[0] and absent <= cube[1]}
-        if covered:
-            chosen.append((present, absent))
-            wanted -= covered
-    return chosen
 
 
 def case_schema(case: Case) -> Schema:
