@@ -28,7 +28,8 @@ _MOST_EXACT = 1 << 53
 
 def is_number(value: Any) -> TypeGuard[float]:
     """True if a value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_any = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_any and -math.inf < value < math.inf
 
 
 def narrow(schema: Schema) -> None:
@@ -113,7 +114,7 @@ def _is_schema(value: Any) -> bool:
 
 
 def _is_size(value: Any) -> bool:
-    return is_number(value) and value >= 0 and float(value).is_integer()
+    return is_number(value) and value >= 0 and value == math.floor(value)
 
 
 def _is_type(value: Any) -> bool:

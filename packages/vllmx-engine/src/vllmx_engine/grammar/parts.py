@@ -150,7 +150,7 @@ def type_of(value: Any) -> str:
 def types_of_value(value: Any) -> set[str]:
     """The names of all types that a value has: whole numbers are integers, too."""
     name = type_of(value)
-    is_whole = name == "number" and float(value).is_integer()
+    is_whole = name == "number" and (isinstance(value, int) or value.is_integer())
     return {name, "integer"} if is_whole else {name}
 
 

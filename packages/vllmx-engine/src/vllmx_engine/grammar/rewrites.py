@@ -211,11 +211,11 @@ def exclude(schema: Schema, excluded: Any, path: str) -> None:
     keys = set(excluded) - ANNOTATIONS if isinstance(excluded, dict) else set()
     if excluded is False:
         return
-    if not keys:
-        raise _nothing_left(path)
-    values = values_of(excluded)
+    values = values_of(excluded) if keys else None
     bounded = bounded_type(keys - {"type"})
-    if keys == {"type"}:
+    if not keys:
+        _leave(schema, "type", [], path)
+    elif keys == {"type"}:
         _without_types(schema, excluded["type"], path)
     elif values is not None and not keys - {"const", "enum"}:
         _without_values(schema, values, path)
@@ -250,16 +250,14 @@ def _without_bounds(schema: Schema, excluded: Schema, bounded: str, path: str) -
         options += outside(left, bounds)
         if kind == "integer" and "number" in own:
             options += fractions(schema, path)
-    if not options:
-        raise _nothing_left(path)
-    add_choice(schema, options)
+    _leave(schema, "anyOf", options, path)
 
 
 def _without_types(schema: Schema, types: Any, path: str) -> None:
     excluded = {types} if isinstance(types, str) else set(types)
     values = values_of(schema)
     if values is not None:
-        _set_values(schema, [v for v in values if not types_of_value(v) & excluded], path)
+        _leave(schema, "enum", [v for v in values if not types_of_value(v) & excluded], path)
         return
     own = own_types(schema)
     if "number" in own and "integer" in excluded and "number" not in excluded:
@@ -269,25 +267,23 @@ def _without_types(schema: Schema, types: Any, path: str) -> None:
         return
     if "number" in excluded:
         excluded.add("integer")
-    _set_types(schema, [name for name in own if name not in excluded], path)
+    _leave(schema, "type", [name for name in own if name not in excluded], path)
 
 
 def _without_values(schema: Schema, excluded: list[Any], path: str) -> None:
     values = _domain(schema)
     if values is not None:
-        _set_values(schema, [v for v in values if not is_among(v, excluded)], path)
+        _leave(schema, "enum", [v for v in values if not is_among(v, excluded)], path)
         return
     own = own_types(schema)
     relevant = [value for value in excluded if types_of_value(value) & set(own)]
     if not relevant:
         return
     if all(value is None for value in relevant):
-        _set_types(schema, [name for name in own if name != "null"], path)
+        _leave(schema, "type", [name for name in own if name != "null"], path)
     elif own == ["integer"] and len(relevant) <= _MAX_HOLES:
-        ranges = list(_between(sorted({int(value) for value in relevant}), schema))
-        if not ranges:
-            raise _nothing_left(path)
-        add_choice(schema, ranges)
+        holes = sorted({int(value) for value in relevant})
+        _leave(schema, "anyOf", list(_between(holes, schema)), path)
     else:
         raise GrammarError(
             f"not at {path} excludes single values ({shown(relevant[0])}) of what has no enum,"
@@ -304,23 +300,19 @@ def _between(holes: list[int], schema: Schema) -> Iterator[Schema]:
             yield {"type": "integer", **{k: x for k, x in bounds.items() if abs(x) != math.inf}}
 
 
-def _set_values(schema: Schema, values: list[Any], path: str) -> None:
-    if not values:
-        raise _nothing_left(path)
-    schema.pop("const", None)
-    schema["enum"] = values
-
-
-def _set_types(schema: Schema, names: list[str], path: str) -> None:
-    if not names:
-        raise _nothing_left(path)
-    schema["type"] = names[0] if len(names) == 1 else names
-
-
-def _nothing_left(path: str) -> NothingLeftError:
-    return NothingLeftError(
-        f"not at {path} excludes all that the schema allows there: nothing is left"
-    )
+def _leave(schema: Schema, key: str, left: list[Any], path: str) -> None:
+    """Holds a schema to what is left of its types, values or branches. Raises NothingLeftError."""
+    if not left:
+        raise NothingLeftError(
+            f"not at {path} excludes all that the schema allows there: nothing is left"
+        )
+    if key == "anyOf":
+        add_choice(schema, left)
+    elif key == "enum":
+        schema.pop("const", None)
+        schema["enum"] = left
+    else:
+        schema["type"] = left[0] if len(left) == 1 else left
 
 
 # --- uniqueItems ----------------------------------------------------------------------------------
