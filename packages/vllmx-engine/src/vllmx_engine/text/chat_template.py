@@ -32,7 +32,7 @@ from vllmx_engine.text.template_sandbox import (
     RaisedByTemplate,
     TemplateEnvironment,
 )
-from vllmx_engine.text.template_syntax import TemplateReads
+from vllmx_engine.text.template_syntax import reads_of
 from vllmx_engine.text.template_variants import (
     conversation_forms,
     takes_text_arguments,
@@ -181,7 +181,7 @@ class _CompiledTemplate:
                 f"the chat template cannot be compiled ({type(error).__name__})"
             ) from error
         self._environment = environment
-        self._reads = TemplateReads.of(tree)
+        self._reads = reads_of(tree)
         self._takes_text: bool | None = None
         """Calls have their arguments as JSON text; None: not found out yet."""
 
@@ -192,30 +192,14 @@ class _CompiledTemplate:
         spellings: Spellings | None,
     ) -> list[Message]:
         """Messages as this template reads them. Raises InvalidRequestError."""
-        found = self._shaped(messages, spellings)
+        found = normalize_messages(messages, self._reads, spellings)
         if not any(message.get("tool_calls") for message in found):
             return found
         if self._takes_text is None:
             self._takes_text = takes_text_arguments(partial(self._probe, special_tokens))
-        return self._shaped(messages, spellings, text_arguments=True) if self._takes_text else found
-
-    def _shaped(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        spellings: Spellings | None = None,
-        *,
-        text_arguments: bool = False,
-    ) -> list[Message]:
-        reads = self._reads
-        return normalize_messages(
-            messages,
-            takes_parts=reads.takes_parts,
-            takes_text=reads.takes_text,
-            takes_none=reads.takes_none,
-            text_arguments=text_arguments,
-            strings=reads.strings,
-            spellings=spellings,
-        )
+        if self._takes_text:
+            found = normalize_messages(messages, self._reads, spellings, text_arguments=True)
+        return found
 
     def _probe(
         self,
@@ -230,7 +214,8 @@ class _CompiledTemplate:
             "documents": None,
             "add_generation_prompt": False,
         }
-        return self._run(self._shaped(messages, text_arguments=as_text), variables)
+        shaped = normalize_messages(messages, self._reads, text_arguments=as_text)
+        return self._run(shaped, variables)
 
     def render(
         self, messages: list[Message], variables: Mapping[str, Any], stopped: Stopped | None = None

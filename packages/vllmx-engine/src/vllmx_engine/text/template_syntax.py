@@ -7,7 +7,8 @@ from jinja2.ext import Extension
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.visitor import NodeTransformer
-from vllmx_core.records import Record
+
+from vllmx_engine.text.messages import TemplateReads
 
 
 class GenerationTag(Extension):
@@ -59,32 +60,17 @@ def _environment_call(name: str, args: list[nodes.Expr]) -> nodes.Expr:
     return nodes.Call(nodes.EnvironmentAttribute(name), args, [], None, None)
 
 
-class TemplateReads(Record):
-    """The forms of messages that a template takes."""
-
-    takes_parts: bool
-    """It loops over a message's content, or over a variable set to it."""
-    takes_text: bool
-    """It takes content that is a string."""
-    takes_none: bool
-    """It tests whether content is none."""
-    strings: frozenset[str]
-    """All string literals, including roles."""
-    variables: frozenset[str]
-    """The variables that it expects from outside."""
-
-    @classmethod
-    def of(cls, tree: nodes.Template) -> TemplateReads:
-        """Reads the syntax tree of the unchanged source."""
-        takes_parts = _reads_content_parts(tree)
-        constants = (each.value for each in tree.find_all(nodes.Const))
-        return cls(
-            takes_parts=takes_parts,
-            takes_text=not takes_parts or _tests_for_text(tree),
-            takes_none=_tests_for_none(tree),
-            strings=frozenset(each for each in constants if isinstance(each, str)),
-            variables=frozenset(find_undeclared_variables(tree)),
-        )
+def reads_of(tree: nodes.Template) -> TemplateReads:
+    """The forms of messages that a template takes, by the syntax tree of the unchanged source."""
+    takes_parts = _reads_content_parts(tree)
+    constants = (each.value for each in tree.find_all(nodes.Const))
+    return TemplateReads(
+        takes_parts=takes_parts,
+        takes_text=not takes_parts or _tests_for_text(tree),
+        takes_none=_tests_for_none(tree),
+        strings=frozenset(each for each in constants if isinstance(each, str)),
+        variables=frozenset(find_undeclared_variables(tree)),
+    )
 
 
 def _reads_content_parts(tree: nodes.Template) -> bool:
