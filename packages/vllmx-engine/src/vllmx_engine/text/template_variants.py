@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllmx_core.errors import TemplateError
@@ -95,16 +95,17 @@ _PRINTED_PART = re.compile(r"\{'(type': 'text|text': )'")
 def conversation_forms(messages: list[Message], tools: list[Any] | None) -> Iterator[Form]:
     """Messages and tools as they are, then more and more as templates may want them. Forms that
     change nothing are left out."""
-    for change in (None, _with_call_ids, _with_one_system, _with_lone_calls):
-        changed = messages if change is None else change(messages)
-        if changed is not None:
-            messages = changed
+    last: list[Message] = []
+    for change in (list, _with_call_ids, _with_one_system, _with_lone_calls):
+        messages = change(messages)
+        if messages != last:
             yield from ((messages, each) for each in _tool_forms(tools))
+        last = messages
 
 
-def _with_call_ids(messages: list[Message]) -> list[Message] | None:
+def _with_call_ids(messages: list[Message]) -> list[Message]:
     """Gives the calls of checked messages ids of nine letters and digits, and their results the id
-    and name of the call. None: nothing changes."""
+    and name of the call."""
     ids: dict[str, str] = {}
     names: dict[str, str] = {}
     waiting: list[str] = []
@@ -130,7 +131,7 @@ def _with_call_ids(messages: list[Message]) -> list[Message] | None:
             if not message.get("name") and made in names:
                 copy["name"] = names[made]
         found.append(copy)
-    return found if found != messages else None
+    return found
 
 
 def _nine(given: str) -> str:
@@ -141,20 +142,20 @@ def _nine(given: str) -> str:
     return base64.b32encode(digest).decode().lower()[:9]
 
 
-def _with_one_system(messages: list[Message]) -> list[Message] | None:
-    """One system message in place of several at the beginning. None where that changes nothing."""
+def _with_one_system(messages: list[Message]) -> list[Message]:
+    """One system message in place of several at the beginning."""
     is_system = [each["role"] in ("system", "developer") for each in messages]
     size = is_system.index(False) if False in is_system else len(messages)
     texts = [text_of(each["content"]) for each in messages[:size]]
     if size < 2 or None in texts:
-        return None
+        return messages
     joined = "\n\n".join(text for text in texts if text)
     return [{**messages[0], "content": joined}, *messages[size:]]
 
 
-def _with_lone_calls(messages: list[Message]) -> list[Message] | None:
+def _with_lone_calls(messages: list[Message]) -> list[Message]:
     """Each call in a turn of its own, with its result behind it, for templates that take one call
-    in a turn. None where that changes nothing."""
+    in a turn. All have ids, by `_with_call_ids`."""
     found: list[Message] = []
     index = 0
     while index < len(messages):
@@ -171,39 +172,24 @@ def _with_lone_calls(messages: list[Message]) -> list[Message] | None:
         for number, call in enumerate(calls):
             turn = {**message, "tool_calls": [call]}
             found.append(turn if number == 0 else {**turn, "content": ""})
-            result = _result_of(call, results)
-            if result is not None:
-                results.remove(result)
-                found.append(result)
+            own = next((each for each in results if each["tool_call_id"] == call["id"]), None)
+            if own is not None:
+                results.remove(own)
+                found.append(own)
         found += results
-    return found if len(found) > len(messages) else None
-
-
-def _result_of(call: Message, results: Sequence[Message]) -> Message | None:
-    """The result with the id of a call, else the first that has none."""
-    call_id = call.get("id")
-    for wanted in (call_id, None):
-        for result in results:
-            if result.get("tool_call_id") == wanted:
-                return result
-    return None
+    return found
 
 
 def with_texts(messages: list[Message], prompt: str) -> list[Message] | None:
     """One text in place of the parts of a content that a template printed as Python does: some
     take parts from users alone. None where that changes nothing."""
-    found = [
-        {**each, "content": text} if (text := _printed_text(each, prompt)) is not None else each
-        for each in messages
-    ]
-    return found if found != messages else None
-
-
-def _printed_text(message: Message, prompt: str) -> str | None:
-    content = message["content"]
-    if not isinstance(content, list) or _PRINTED_PART.search(prompt) is None:
+    if _PRINTED_PART.search(prompt) is None:
         return None
-    return text_of(content)
+    found = []
+    for each in messages:
+        text = text_of(each["content"]) if isinstance(each["content"], list) else None
+        found.append(each if text is None else {**each, "content": text})
+    return found if found != messages else None
 
 
 def text_of(content: Any) -> str | None:
