@@ -11,7 +11,7 @@ import pytest
 from vllmx_engine.core import grammar_rows
 from vllmx_engine.core.grammar_rows import MaskFill
 from vllmx_engine.grammar import matcher
-from vllmx_engine.grammar.matcher import GrammarMatcher, LexerLostError
+from vllmx_engine.grammar.matcher import LexerLostError, Matcher
 from vllmx_engine.wire.grammars import FreePart, Grammar, Thoughts
 from vllmx_testing.fake import FakeRules
 
@@ -29,9 +29,9 @@ ONLY_X, DIGITS = (LETTERS.index("x") + 1,), (*range(EOS), LETTERS.index("-") + 1
 def mended(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts answers that were mended, and grammars that were compiled."""
     found: Counter[str] = Counter()
-    mend, compile_again = GrammarMatcher.mend_mask, matcher.CompiledGrammar.new_lexer
+    mend, compile_again = Matcher.mend_mask, matcher.CompiledGrammar.new_lexer
 
-    def noted(one: GrammarMatcher, mask: Any) -> None:
+    def noted(one: Matcher, mask: Any) -> None:
         found["mended"] += 1
         mend(one, mask)
 
@@ -39,7 +39,7 @@ def mended(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         found["compiled"] += 1
         return compile_again(one, fuel)
 
-    monkeypatch.setattr(GrammarMatcher, "mend_mask", noted)
+    monkeypatch.setattr(Matcher, "mend_mask", noted)
     monkeypatch.setattr(matcher.CompiledGrammar, "new_lexer", compiled)
     return found
 
@@ -121,9 +121,9 @@ PATTERNS = [
 def answers(losses: int, **options: Any) -> Driver:
     """Many rows of all kinds. One of so many tokens and masks meets a lost lexer; 0: none does."""
     driver, rng = Driver(**options), random.Random(3)
-    consume, fill = GrammarMatcher.consume, GrammarMatcher.fill_mask
+    consume, fill = Matcher.consume, Matcher.fill_mask
 
-    def lose(one: GrammarMatcher) -> bool:
+    def lose(one: Matcher) -> bool:
         is_shared = one._lexer is one._grammar._shared.get(one._lexer.fuel)
         if not losses or one._is_lost or not is_shared or rng.randrange(losses):
             return False
@@ -131,11 +131,11 @@ def answers(losses: int, **options: Any) -> Driver:
         one._lexer.is_lost = True
         return True
 
-    def lossy_consume(one: GrammarMatcher, token: int) -> None:
+    def lossy_consume(one: Matcher, token: int) -> None:
         lose(one)
         consume(one, token)
 
-    def lossy_fill(one: GrammarMatcher, mask: Any) -> None:
+    def lossy_fill(one: Matcher, mask: Any) -> None:
         if one._tokens and lose(one):  # and not while the grammar is tried
             raise LexerLostError("lost")
         fill(one, mask)
@@ -143,8 +143,8 @@ def answers(losses: int, **options: Any) -> Driver:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matcher, "_TRIALS", 1)
         patch.setattr(matcher, "_TRIAL_TOKENS", 1)
-        patch.setattr(GrammarMatcher, "consume", lossy_consume)
-        patch.setattr(GrammarMatcher, "fill_mask", lossy_fill)
+        patch.setattr(Matcher, "consume", lossy_consume)
+        patch.setattr(Matcher, "fill_mask", lossy_fill)
         for number in range(12):
             asked: dict[str, Any] = {"max_tokens": 40}
             if number % 3 == 2:

@@ -10,9 +10,10 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.plugins.registry import load_registry
 from vllmx_core.records import Record
 from vllmx_demo.source import MODEL_FOLDER
-from vllmx_engine.client.answers import AnswerReaders, ReadAnswer
+from vllmx_engine.client.answers import AnswerReaders
 from vllmx_engine.client.chat import ChatRenderer
 from vllmx_engine.client.chat_options import ChatOptions
+from vllmx_engine.formats.events import ReadAnswer
 from vllmx_engine.text.tokenizer import Tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "delete")]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllmx_core.output_format import OutputFormat
-from vllmx_engine.client.answers import ReadAnswer
 from vllmx_engine.formats.answer_reader import AnswerReader, ReadOptions
+from vllmx_engine.formats.events import ReadAnswer
 from vllmx_models.output_formats import HERMES, THINK
 
 QWEN = OutputFormat("qwen", THINK.thinking, HERMES.calls)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from vllmx_core.output_format import Calls, OutputFormat
 from vllmx_core.plugins.registry import load_registry
-from vllmx_engine.client.answers import ReadAnswer
 from vllmx_engine.formats.answer_reader import AnswerReader, ReadOptions
 from vllmx_engine.formats.choice import find_format
 from vllmx_engine.formats.derive import derive_calls, derive_thinking
+from vllmx_engine.formats.events import ReadAnswer
 from vllmx_engine.formats.renderings import NotDerivedError, Renderings
 from vllmx_engine.formats.writer import WrittenCall, write_calls
 from vllmx_engine.text.chat_template import ChatTemplate

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from vllmx_core.plugins.registry import load_registry
-from vllmx_engine.client.answers import ReadAnswer
 from vllmx_engine.formats.answer_reader import AnswerReader, read_options
 from vllmx_engine.formats.choice import find_format
 from vllmx_engine.formats.derive import derive_calls
+from vllmx_engine.formats.events import ReadAnswer
 from vllmx_engine.formats.named import FoundFormat
 from vllmx_engine.formats.renderings import Renderings
 from vllmx_engine.formats.tool_schemas import tools_by_name

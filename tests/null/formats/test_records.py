@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllmx_core.output_format import Calls, NamedCall, OutputFormat, TaggedArguments
 from vllmx_core.plugins.specs import ParserSpec
-from vllmx_engine.client.answers import ReadAnswer
 from vllmx_engine.formats.answer_reader import AnswerReader, ReadOptions
-from vllmx_engine.formats.writer import WrittenCall, write_answer
+from vllmx_engine.formats.events import ReadAnswer
+from vllmx_engine.formats.writer import WrittenCall
 from vllmx_models.parsers import PARSERS
+
+from tests.written_answers import write_answer
 
 STRING = {"type": "string"}
 TOOLS: dict[str, dict[str, Any]] = {

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from vllmx_core.plugins.registry import load_registry
-from vllmx_engine.client.answers import ReadAnswer
 from vllmx_engine.formats.answer_reader import AnswerReader, ReadOptions
 from vllmx_engine.formats.choice import find_format
+from vllmx_engine.formats.events import ReadAnswer
 from vllmx_engine.formats.renderings import NotDerivedError
 from vllmx_engine.formats.response_template import stated_format
 

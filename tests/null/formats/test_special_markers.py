@@ -6,7 +6,8 @@ import pytest
 from vllmx_core.output_format import Calls, JsonCall, OutputFormat, Thinking
 from vllmx_core.sampling import SamplingParams
 from vllmx_demo.source import MODEL_FOLDER
-from vllmx_engine.client.answers import AnswerReaders, ReadAnswer, marker_ids
+from vllmx_engine.client.answers import AnswerReaders, marker_ids
+from vllmx_engine.formats.events import ReadAnswer
 from vllmx_engine.text.output import SequenceText
 from vllmx_engine.text.tokenizer import Tokenizer
 

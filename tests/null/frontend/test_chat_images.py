@@ -17,7 +17,7 @@ from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.client.chat_images import ChatImages, chat_images
 from vllmx_engine.client.request import RequestBuilder
 from vllmx_engine.images.limits import ImageLimits
-from vllmx_engine.images.processor import Fit, GemmaImages
+from vllmx_engine.images.processor import Fit, GemmaImages, ImageProcessor
 from vllmx_engine.llm import LLM
 from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_engine.wire.images import ImageRoom, Pixels, PreparedImage
@@ -32,7 +32,7 @@ TEMPLATE = """{% for m in messages %}{% if m.content is string %}{{ m.content }}
 {%- endfor %}{% endif %}{% endfor %}"""
 
 
-class Squares:
+class Squares(ImageProcessor):
     """A processor for a tokenizer of bytes: an image of N x N pixels is N tokens."""
 
     mark = "@"

@@ -17,11 +17,13 @@ from vllmx_demo.source import MODEL_FOLDER
 from vllmx_engine.client.chat_options import ChatOptions
 from vllmx_engine.client.forced_calls import told_tools, with_calls
 from vllmx_engine.formats.call_grammar import may_call, must_call
-from vllmx_engine.formats.writer import WrittenCall, write_answer
+from vllmx_engine.formats.writer import WrittenCall
 from vllmx_engine.grammar.vocabulary import Lexicon, vocabulary_of
 from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_models.output_formats import KIMI3
 from vllmx_models.parsers import PARSERS
+
+from tests.written_answers import write_answer
 
 from .conftest import Grammarian
 

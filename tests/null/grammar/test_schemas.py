@@ -342,6 +342,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"properties": {"a": {"type": "string", "minLength": -1}}},
         "minLength at #/properties/a must be a whole number of at least 0, got -1",
     ),
+    "a bound beyond all floats": (
+        {"type": "integer", "minimum": 10**400},
+        "a keyword of the schema has a value of the wrong type",
+    ),
+    "a wrong type in a definition elsewhere": (
+        {"$ref": "#/components/a", "components": {"a": {"oneOf": {"type": "null"}}}},
+        "oneOf at #/$defs/components/a must be a list",
+    ),
     "a negative step": ({"type": "integer", "multipleOf": -1}, "multipleOf at # must be a number"),
     "no branches": ({"items": {"anyOf": []}}, "anyOf at #/items must be a list"),
     "a schema in a test": (

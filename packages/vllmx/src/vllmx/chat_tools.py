@@ -11,8 +11,9 @@ from vllmx_core.errors import ConfigError, excerpt
 from vllmx_core.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from vllmx_engine.client.answers import AnswerReaders, ReadAnswer
+    from vllmx_engine.client.answers import AnswerReaders
     from vllmx_engine.engine import Engine, TextStream
+    from vllmx_engine.formats.events import ReadAnswer
     from vllmx_engine.wire.outputs import ToolCall
     from vllmx_server.mcp.offered import OfferedTool
     from vllmx_server.mcp.results import ToolResult
@@ -102,7 +103,7 @@ class Round:
     """
 
     def __init__(self, seq_id: int, stream: TextStream, params: SamplingParams) -> None:
-        from vllmx_engine.client.answers import ReadAnswer
+        from vllmx_engine.formats.events import ReadAnswer
 
         self.seq_id = seq_id
         self.stream = stream

@@ -9,57 +9,12 @@ from typing import Any
 from vllmx_core.output_format import OutputFormat
 
 from vllmx_engine.formats.answer_reader import AnswerReader, read_options
-from vllmx_engine.formats.events import (
-    ArgumentsPiece,
-    CallBegin,
-    ContentPiece,
-    Event,
-    ReasoningPiece,
-)
+from vllmx_engine.formats.events import ReadAnswer
 from vllmx_engine.formats.tool_schemas import tools_by_name
 from vllmx_engine.text.tokenizer import Tokenizer
-from vllmx_engine.wire.outputs import CompletionOutput, ToolCall
+from vllmx_engine.wire.outputs import CompletionOutput
 
 _TAIL_TOKENS = 16
-
-
-class ReadAnswer:
-    """The parts of an answer, gathered from events."""
-
-    def __init__(self) -> None:
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
-        self._arguments: list[list[str]] = []
-        self._calls: list[tuple[str, str]] = []
-
-    def add(self, events: Sequence[Event]) -> None:
-        """Takes in what follows of the text."""
-        for event in events:
-            match event:
-                case ContentPiece(text):
-                    self._content.append(text)
-                case ReasoningPiece(text):
-                    self._reasoning.append(text)
-                case CallBegin(_, call_id, name):
-                    self._calls.append((call_id, name))
-                    self._arguments.append([])
-                case ArgumentsPiece(_, text):
-                    self._arguments[-1].append(text)
-
-    @property
-    def reasoning(self) -> str:
-        return "".join(self._reasoning)
-
-    @property
-    def content(self) -> str:
-        return "".join(self._content)
-
-    @property
-    def tool_calls(self) -> list[ToolCall]:
-        return [
-            ToolCall(call_id, name, "".join(parts))
-            for (call_id, name), parts in zip(self._calls, self._arguments, strict=True)
-        ]
 
 
 class AnswerReaders:

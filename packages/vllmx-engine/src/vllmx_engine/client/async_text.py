@@ -219,10 +219,9 @@ class AsyncText:
         try:
             return self.tokenizer.encode(text, add_special_tokens, limit=limit)
         except TooManyTokensError as error:
-            at_least = "" if error.exact else "at least "
             raise InvalidRequestError(
-                f"the text has {at_least}{error.num_tokens} tokens, and at most {limit} are listed"
-                " or counted at a time: split it",
+                f"the text has {error.count} tokens, and at most {limit} are listed or counted at a"
+                " time: split it",
                 param="prompt",
             ) from None
 

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, InvalidRequestError
+from vllmx_core.records import Record
 from vllmx_core.system.deadline import Deadline
 
 from vllmx_engine.client.chat_options import ChatMessage, Message
@@ -83,24 +84,13 @@ class Pictures:
     cannot be served is refused before any image is decoded.
 
     Args:
-        processor: of a model that takes images; None: it reads text alone.
-        token_id: of `processor.token`.
-        room: what the model can take.
+        images: finds and prepares them.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[ImageSource],
-        limits: ImageLimits,
-        processor: ImageProcessor | None = None,
-        token_id: int = -1,
-        room: ImageRoom = ImageRoom(),  # noqa: B008 - frozen
-    ) -> None:
+    def __init__(self, sources: Sequence[ImageSource], images: ChatImages) -> None:
         self._sources = sources
-        self._limits = limits
-        self._processor = processor
-        self._token_id = token_id
-        self._room = room
+        self._limits, self._processor = images.limits, images.processor
+        self._token_id, self._room = images.token_id, images.room
         self._stored: dict[int, bytes] = {}
         self._fits: list[Fit | None] = [None] * len(sources)
 
@@ -192,26 +182,17 @@ def image_input(start: int, image: PreparedImage) -> ImageInput:
     )
 
 
-class ChatImages:
-    """Finds images in conversations.
+class ChatImages(Record):
+    """Finds images in conversations."""
 
-    Args:
-        processor: of a model that takes images; None: it reads text alone.
-    """
-
-    def __init__(
-        self,
-        limits: ImageLimits,
-        model: str,
-        processor: ImageProcessor | None = None,
-        token_id: int = -1,
-        room: ImageRoom = ImageRoom(),  # noqa: B008 - frozen
-    ) -> None:
-        self._limits = limits
-        self._model = model
-        self._processor = processor
-        self._token_id = token_id
-        self._room = room
+    limits: ImageLimits
+    model: str
+    processor: ImageProcessor | None = None
+    """Prepares them; None: the model reads text alone."""
+    token_id: int = -1
+    """The id of the token that stands for images."""
+    room: ImageRoom = ImageRoom()
+    """The size of what the model takes."""
 
     def take(
         self, messages: Sequence[ChatMessage | Message]
@@ -230,10 +211,8 @@ class ChatImages:
                 for index, message in enumerate(messages)
             ]
         for source in sources:
-            check_source(source, self._limits)
-        return messages, Pictures(
-            sources, self._limits, self._processor, self._token_id, self._room
-        )
+            check_source(source, self.limits)
+        return messages, Pictures(sources, self)
 
     def _without_images(
         self, message: ChatMessage | Message, index: int, sources: list[ImageSource]
@@ -248,14 +227,14 @@ class ChatImages:
                 parts.append(part)
                 continue
             where = f"messages[{index}].content[{number}]"
-            if self._processor is None:
+            if self.processor is None:
                 raise InvalidRequestError(
-                    f"{where} is an image, but {self._model} reads text alone here: leave it out,"
+                    f"{where} is an image, but {self.model} reads text alone here: leave it out,"
                     " or ask a model that takes images",
                     param=where,
                 )
             sources.append(ImageSource(_url(part, where), where))
-            self._limits.check_count(len(sources))
+            self.limits.check_count(len(sources))
             parts.append({"type": "image"})
         return {**message, "content": parts}
 
@@ -275,13 +254,8 @@ def chat_images(config: EngineConfig, builder: RequestBuilder) -> ChatImages:
             " images: take the one of the original model by --tokenizer, or leave the images out by"
             " --limit-images 0"
         )
-    return ChatImages(
-        limits,
-        info.model,
-        processor,
-        token_id,
-        info.image_room or ImageRoom(info.max_model_len - 1),
-    )
+    room = info.image_room or ImageRoom(info.max_model_len - 1)
+    return ChatImages(limits, info.model, processor, token_id, room)
 
 
 def _processor(info: CoreInfo) -> ImageProcessor | None:

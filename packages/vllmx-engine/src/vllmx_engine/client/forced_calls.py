@@ -37,7 +37,8 @@ def asks_for_calls(chat: ChatOptions | None) -> bool:
     """True if the request constrains the form of calls."""
     if chat is None or chat.tool_choice == "none":
         return False
-    return chat.tool_choice != "auto" or chat.allowed_tools is not None or _has_strict(chat.tools)
+    is_free = chat.tool_choice == "auto" and chat.allowed_tools is None
+    return not is_free or any(map(_is_strict, chat.tools or ()))
 
 
 def told_tools(made_of: OutputFormat, chat: ChatOptions) -> Sequence[Mapping[str, Any]] | None:
@@ -103,10 +104,6 @@ def _check(params: SamplingParams, choice: str, tools: Tools) -> None:
             " another form: leave one of them out",
             param="tool_choice",
         )
-
-
-def _has_strict(tools: Sequence[Mapping[str, Any]] | None) -> bool:
-    return any(_is_strict(tool) for tool in tools or ())
 
 
 def _is_strict(tool: Mapping[str, Any]) -> bool:

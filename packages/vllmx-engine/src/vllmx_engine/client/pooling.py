@@ -157,11 +157,9 @@ class PoolingBuilder:
         try:
             ids, types = self._tokens(model, each, choice, min(choice.max_tokens or limit, limit))
         except TooManyTokensError as error:
-            at_least = "" if error.exact else "at least "
             raise ContextLengthError(
-                f"the text has {at_least}{error.num_tokens} tokens, the model takes {limit}:"
-                " shorten it, or have it cut (truncate_prompt_tokens: -1, in TEI's routes truncate:"
-                " true)",
+                f"the text has {error.count} tokens, the model takes {limit}: shorten it,"
+                " or have it cut (truncate_prompt_tokens: -1, in TEI's routes truncate: true)",
                 param="input",
             ) from None
         if not ids:

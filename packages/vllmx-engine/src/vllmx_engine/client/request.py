@@ -246,8 +246,7 @@ class RequestBuilder:
                 ids = self.tokenizer.encode(prompt, add_special_tokens, limit=limit)
                 return str(prompt), ids
             except TooManyTokensError as error:
-                at_least = "" if error.exact else "at least "
-                raise self._too_long(f"{at_least}{error.num_tokens}") from None
+                raise self._too_long(error.count) from None
         return None, checked_ids(prompt)
 
     def _check_prompt(self, ids: list[int]) -> None:

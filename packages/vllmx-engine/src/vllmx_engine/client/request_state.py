@@ -129,24 +129,25 @@ class ChoiceState:
         """Returns the tokens held so far; with `drop` they are released, so that the next output
         begins behind them. Many log-probabilities, which a slow client lets gather, are released in
         parts."""
+        size = len(self.ids)
         if drop and len(self.logprobs) > self._most_rows:
-            return self._part()
+            size = self._most_rows
+        is_part = size < len(self.ids)
         output = CompletionOutput(
             index=self.index,
             text="".join(self.pieces),
-            token_ids=self.ids if drop else self.ids.copy(),
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
+            token_ids=self.ids[:size],
+            finish_reason=None if is_part else self.finish_reason,
+            stop_reason=None if is_part else self.stop_reason,
             vector=self.vector,
         )
         if not self._hide_logprobs:
             output.cumulative_logprob = self.cumulative_logprob
-            rows = self.logprobs if drop else self.logprobs.copy()
-            output.logprobs = LogprobRows(rows, self._tokenizer)
-            output.text_offsets = self.text_offsets(drop)
+            output.logprobs = LogprobRows(self.logprobs[:size], self._tokenizer)
+            output.text_offsets = self.text_offsets(drop, size)
         if drop:
-            self.ids, self.pieces, self.logprobs = [], [], []
-        self.has_update = False
+            self.ids, self.pieces, self.logprobs = self.ids[size:], [], self.logprobs[size:]
+        self.has_update = is_part
         return output
 
     def give(self) -> tuple[str, list[int]]:
@@ -156,25 +157,10 @@ class ChoiceState:
         self.ids, self.pieces, self.has_update = [], [], False
         return pieces[0] if len(pieces) == 1 else "".join(pieces), ids
 
-    def _part(self) -> CompletionOutput:
-        """The first tokens of what is held, with all of its text; the rest is an update again."""
-        size = self._most_rows
-        output = CompletionOutput(
-            index=self.index,
-            text="".join(self.pieces),
-            token_ids=self.ids[:size],
-            cumulative_logprob=self.cumulative_logprob,
-            logprobs=LogprobRows(self.logprobs[:size], self._tokenizer),
-            text_offsets=self.text_offsets(drop=True, size=size),
-        )
-        self.ids, self.pieces, self.logprobs = self.ids[size:], [], self.logprobs[size:]
-        return output
-
-    def text_offsets(self, drop: bool, size: int | None = None) -> list[int]:
-        """The offsets of what is held, or of the first `size` tokens of it."""
+    def text_offsets(self, drop: bool, size: int) -> list[int]:
+        """The offsets of the first `size` tokens that are held."""
         start = self.offsets_given
-        end = None if size is None else start + size
-        offsets = (self.text.token_offsets or [])[start:end]
+        offsets = (self.text.token_offsets or [])[start : start + size]
         if drop:
             self.offsets_given += len(offsets)
         return offsets

@@ -7,7 +7,6 @@ import string
 from collections.abc import Callable
 from functools import partial
 
-import msgspec
 from vllmx_core.output_format import Calls, OutputFormat
 from vllmx_core.records import Record, field
 
@@ -15,13 +14,9 @@ from vllmx_engine.formats.call_steps import CallReader, passed_on
 from vllmx_engine.formats.channel_steps import ChannelReader
 from vllmx_engine.formats.cursor import Cursor, Steps, TextEndError, Triggers
 from vllmx_engine.formats.events import (
-    AnswerSink,
-    ArgumentsPiece,
-    CallBegin,
-    CallEnd,
+    AnswerEvents,
     ContentPiece,
     Event,
-    ReasoningPiece,
 )
 from vllmx_engine.formats.tool_schemas import Tools
 
@@ -33,8 +28,6 @@ class ReadOptions(Record):
     """The tools of the request; without any, nothing is a call."""
     in_thinking: bool = False
     """The prompt left the thoughts open."""
-    has_thinking: bool = True
-    """True if reasoning is separated from content."""
     one_call: bool = False
     """Calls after the first are left out."""
     opened: bool = False
@@ -52,7 +45,7 @@ def read_options(made_of: OutputFormat, tools: Tools, prompt: str) -> ReadOption
     )
 
 
-class AnswerReader(AnswerSink):
+class AnswerReader(AnswerEvents):
     """Reads one answer. Never raises, whatever the text; the events of a text do not depend on how
     it is cut into pieces, but for where their texts are cut.
 
@@ -68,8 +61,10 @@ class AnswerReader(AnswerSink):
         options: ReadOptions,
         make_id: Callable[[], str] | None = None,
     ) -> None:
+        short = made_of.calls is not None and bool(options.tools) and made_of.calls.ids == "short"
+        super().__init__(make_id or (short_id if short else call_id), one_call=options.one_call)
         self._format = made_of
-        self._thinking = made_of.thinking if options.has_thinking else None
+        self._thinking = made_of.thinking
         self._calls = made_of.calls if options.tools else None
         self._options = options
         self._opened = made_of.opened if options.opened else ""
@@ -77,28 +72,13 @@ class AnswerReader(AnswerSink):
         begins = (made_of.content_begin, *made_of.skipped)
         self._edges = {mark.strip() for mark in begins if mark.strip()}
         """Texts that are skipped before and behind contents and calls."""
-        short = self._calls is not None and self._calls.ids == "short"
-        self._make_id = make_id or (short_id if short else call_id)
         self._cursor = Cursor()
-        self._events: list[Event] = []
-        self.num_calls = 0
-        """Calls that have begun, those that were left out aside."""
-        self._ends_within_call = False
-        """The last of them has not ended."""
         self._is_cut = False
-        self.has_unread_calls = False
-        """Something began as calls do and was none that can be read."""
         self.in_thinking = options.in_thinking and self._thinking is not None
-        """The text that comes next is thought."""
-        self.has_reasoned = False
-        """True once there was reasoning, even if empty."""
         self._passes = False
         """All that follows is content."""
-        self._num_seen = 0
         self._attempt = 0
         """The place where what may be a call begins."""
-        self._has_content = False
-        """Content has begun that nothing has ended yet."""
         self._steps = self._answer()
         next(self._steps, None)
 
@@ -109,7 +89,7 @@ class AnswerReader(AnswerSink):
         if not self._cursor.passes(text):
             self._cursor.add(text)
             next(self._steps, None)
-        return self._taken()
+        return self.taken()
 
     def finish(self, *, is_cut: bool = False) -> list[Event]:
         """Returns the last events at the end of the text; `is_cut`: the model was not done."""
@@ -117,19 +97,12 @@ class AnswerReader(AnswerSink):
         if not self._passes:
             self._cursor.end(is_cut)
             next(self._steps, None)
-        return self._taken()
+        return self.taken()
 
     @property
     def calls_tools(self) -> bool:
         """True if the answer asks for calls. A call that a stop string cut is not meant to run."""
         return self.num_calls > 0 and not (self._is_cut and self._ends_within_call)
-
-    def _taken(self) -> list[Event]:
-        events = self._events
-        if not events:
-            return []
-        self._events = []
-        return events if len(events) == 1 else _joined(events)
 
     # --- the answer -----------------------------------------------------------------------------
     def _answer(self) -> Steps[None]:
@@ -177,22 +150,6 @@ class AnswerReader(AnswerSink):
         if word != begin:
             yield from self._cursor.take(self._thinking.end)
         self.end_reasoning()
-
-    def unread_call(self) -> None:
-        """See `AnswerSink`."""
-        self.has_unread_calls = True
-
-    def begin_reasoning(self) -> None:
-        """See `AnswerSink`."""
-        self.has_reasoned = self.in_thinking = True
-
-    def end_reasoning(self) -> None:
-        """See `AnswerSink`."""
-        self.in_thinking = False
-
-    def reasoning(self, text: str) -> None:
-        """See `AnswerSink`."""
-        self._events.append(ReasoningPiece(text))
 
     def _content(self) -> Steps[None]:
         calls = self._calls
@@ -302,7 +259,7 @@ class AnswerReader(AnswerSink):
         if self._num_seen == count:
             cursor.at = start
             if not calls.known_only:
-                self.unread_call()
+                self.has_unread_calls = True
         return self._num_seen > count
 
     def _several(self, calls: Calls, reader: CallReader) -> Steps[None]:
@@ -330,57 +287,13 @@ class AnswerReader(AnswerSink):
         elif not (self._num_seen and _is_part(rest, calls.section_end, calls.separator)):
             self.content(rest)
             if not cursor.is_cut:
-                self.unread_call()
-
-    def content(self, text: str) -> None:
-        """See `AnswerSink`."""
-        self._has_content = True
-        self._events.append(ContentPiece(text))
+                self.has_unread_calls = True
 
     def _rest(self) -> None:
         rest = self._cursor.text[self._cursor.at :]
         self._cursor.at = len(self._cursor.text)
         if rest:
             self.content(rest)
-
-    # --- calls ----------------------------------------------------------------------------------
-    def begin(self, name: str, call_id: str | None) -> None:
-        """See `AnswerSink`."""
-        self._num_seen += 1
-        if not self._is_left_out:
-            self._events.append(CallBegin(self.num_calls, call_id or self._make_id(), name))
-            self.num_calls += 1
-            self._ends_within_call = True
-
-    def arguments(self, text: str) -> None:
-        """See `AnswerSink`."""
-        if text and not self._is_left_out:
-            self._events.append(ArgumentsPiece(self.num_calls - 1, text))
-
-    def end(self) -> None:
-        """See `AnswerSink`."""
-        if not self._is_left_out:
-            self._events.append(CallEnd(self.num_calls - 1))
-            self._ends_within_call = False
-
-    @property
-    def _is_left_out(self) -> bool:
-        return self._options.one_call and self._num_seen > 1
-
-
-def _joined(events: list[Event]) -> list[Event]:
-    """The same, with the pieces of one text made one."""
-    found: list[Event] = []
-    parts: list[str] = []
-    for event, following in zip(events, [*events[1:], None], strict=True):
-        if not isinstance(event, (ArgumentsPiece, ContentPiece, ReasoningPiece)):
-            found.append(event)
-            continue
-        parts.append(event.text)
-        if type(event) is not type(following):
-            found.append(msgspec.structs.replace(event, text="".join(parts)))
-            parts = []
-    return found
 
 
 def _is_part(text: str, *markers: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -60,7 +60,7 @@ def may_call(made_of: OutputFormat, tools: Tools, *, one_call: bool = False) -> 
         assert section is not None
         tags = [section["elements"][0] if section["type"] == "sequence" else section]
     else:
-        tags = [_tag(calls, name, schema) for name, schema in tools.items()]
+        tags = [_call_tag(calls, name, schema) for name, schema in tools.items()]
     free = {
         "type": "triggered_tags",
         "triggers": [calls.trigger],
@@ -71,11 +71,23 @@ def may_call(made_of: OutputFormat, tools: Tools, *, one_call: bool = False) -> 
 
 
 def _form(elements: Sequence[Form]) -> Form:
-    return {"format": {"type": "sequence", "elements": list(elements)}}
+    return {"format": _sequence(*elements)}
 
 
 def _sequence(*elements: Form) -> Form:
     return {"type": "sequence", "elements": list(elements)}
+
+
+def _either(options: Iterable[Form]) -> Form:
+    return {"type": "or", "elements": list(options)}
+
+
+def _one_text(texts: Iterable[str]) -> Form:
+    return _either(map(_text, texts))
+
+
+def _tag(begin: str, content: Form, end: str) -> Form:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 def _text(text: str) -> Form:
@@ -83,7 +95,7 @@ def _text(text: str) -> Form:
 
 
 def _optional(form: Form) -> Form:
-    return {"type": "or", "elements": [form, _text("")]}
+    return _either([form, _text("")])
 
 
 def _schema(schema: Mapping[str, Any]) -> Form:
@@ -96,13 +108,12 @@ def _thoughts(made_of: OutputFormat) -> Iterator[Form]:
         each = made_of.channels
         begin = each.channel + each.thinking + each.message
         end = each.ends[0] + each.start + "assistant"
-        yield _optional({"type": "tag", "begin": begin, "content": _ANY, "end": end})
+        yield _optional(_tag(begin, _ANY, end))
     elif made_of.thinking is not None and made_of.thinking.begin.strip():
         begin, end = made_of.thinking.begin, made_of.thinking.end
         # what models write behind the marker varies
         blank = {"type": "regex", "pattern": r"\s{0,4}"}
-        tag = {"type": "tag", "begin": begin.strip(), "content": _ANY, "end": end.strip()}
-        yield _optional({"type": "sequence", "elements": [tag, blank]})
+        yield _optional(_sequence(_tag(begin.strip(), _ANY, end.strip()), blank))
 
 
 def _content(made_of: OutputFormat) -> Iterator[Form]:
@@ -111,8 +122,8 @@ def _content(made_of: OutputFormat) -> Iterator[Form]:
     if made_of.content_begin.strip():
         begin, end = made_of.content_begin.strip(), made_of.content_end.strip()
         begins = (begin, "") if made_of.always_content else (begin,)
-        tags = [{"type": "tag", "begin": each, "content": _ANY, "end": end} for each in begins]
-        yield _optional(tags[0] if len(tags) == 1 else {"type": "or", "elements": tags})
+        tags = [_tag(each, _ANY, end) for each in begins]
+        yield _optional(tags[0] if len(tags) == 1 else _either(tags))
 
 
 def _empty_content(made_of: OutputFormat) -> Iterator[Form]:
@@ -133,7 +144,7 @@ def _opened(made_of: OutputFormat, tools: Tools, calls: Form, one_call: bool) ->
         if written.section_begin
         else written.begin.removeprefix(made_of.opened),
     )
-    at_once: list[Form] = [{"type": "or", "elements": _tags(first, tools)}]
+    at_once = [_either(_tags(first, tools))]
     if written.section_begin:
         at_once = [_call_list(replace(made_of, calls=first), tools, one_call) or _text("")]
     elif not one_call:
@@ -141,43 +152,32 @@ def _opened(made_of: OutputFormat, tools: Tools, calls: Form, one_call: bool) ->
     if thinking is None:
         return _sequence(*at_once)
     begin, end = made_of.thinking_begin.strip(), thinking.end.strip()
-    thoughts = {"type": "tag", "begin": begin, "content": _ANY, "end": end}
-    return {"type": "or", "elements": [_sequence(*at_once), _sequence(thoughts, calls)]}
+    return _either([_sequence(*at_once), _sequence(_tag(begin, _ANY, end), calls)])
 
 
 def _messages(channels: Channels) -> Form:
     """Messages that go before the last one of an answer."""
-    tags = [
-        {
-            "type": "tag",
-            "begin": channels.channel + name + channels.message,
-            "content": _ANY,
-            "end": channels.ends[0] + channels.start + "assistant",
-        }
-        for name in (channels.thinking, channels.calls, channels.content)
-    ]
+    end = channels.ends[0] + channels.start + "assistant"
+    names = (channels.thinking, channels.calls, channels.content)
+    tags = [_tag(channels.channel + name + channels.message, _ANY, end) for name in names]
     return {"type": "tags_with_separator", "tags": tags, "separator": ""}
 
 
 def _last_message(channels: Channels, tools: Tools) -> Form:
     """A text, or one call, whose header has its parts in one of the orders that models write."""
     names = (channels.thinking, channels.calls, channels.content)
-    texts = [_text(channels.channel + name + channels.message) for name in names]
-    said = {"type": "sequence", "elements": [{"type": "or", "elements": texts}, _ANY]}
+    texts = [channels.channel + name + channels.message for name in names]
     kinds = (f" {channels.constrain}json", f"{channels.constrain}json", " json", "")
-    kind = {"type": "or", "elements": [_text(each) for each in kinds]}
-    calls = []
+    forms = [_sequence(_one_text(texts), _ANY)]
     for tool, schema in tools.items():
         recipient = channels.recipient + tool
         headers = [
             channels.channel + name + recipient for name in (channels.calls, channels.thinking)
         ]
         headers.append(recipient + channels.channel + channels.calls)
-        header = {"type": "or", "elements": [_text(each) for each in headers]}
-        end = _text(channels.ends[-1])
-        elements = [header, kind, _text(channels.message), _schema(_object(schema)), end]
-        calls.append({"type": "sequence", "elements": elements})
-    return {"type": "or", "elements": [said, *calls]}
+        call = (_text(channels.message), _schema(_object(schema)), _text(channels.ends[-1]))
+        forms.append(_sequence(_one_text(headers), _one_text(kinds), *call))
+    return _either(forms)
 
 
 def _call_list(made_of: OutputFormat, tools: Tools, one_call: bool) -> Form | None:
@@ -185,7 +185,7 @@ def _call_list(made_of: OutputFormat, tools: Tools, one_call: bool) -> Form | No
         each = made_of.channels
         header = f"{each.channel}{each.calls}{each.recipient}{{name}} {each.constrain}json"
         call = NamedCall(JsonArguments(), header, each.message)
-        return {"type": "or", "elements": _tags(Calls(call, end=each.ends[-1]), tools)}
+        return _either(_tags(Calls(call, end=each.ends[-1]), tools))
     calls = made_of.calls
     if calls is None:
         return None
@@ -198,21 +198,19 @@ def _call_list(made_of: OutputFormat, tools: Tools, one_call: bool) -> Form | No
     }
     if not calls.section_begin:
         return several
-    tag = {"type": "tag", "begin": calls.section_begin, "content": several}
-    return {"type": "sequence", "elements": [tag | {"end": calls.section_end}]}
+    return _sequence(_tag(calls.section_begin, several, calls.section_end))
 
 
 def _tags(calls: Calls, tools: Tools) -> list[Form]:
-    return [_tag(calls, name, schema) for name, schema in tools.items()]
+    return [_call_tag(calls, name, schema) for name, schema in tools.items()]
 
 
-def _tag(calls: Calls, name: str, schema: Mapping[str, Any]) -> Form:
+def _call_tag(calls: Calls, name: str, schema: Mapping[str, Any]) -> Form:
     """One call of one tool."""
     elements = _joined([_text(calls.begin), *_call(calls.call, name, schema), _text(calls.end)])
     begin = elements.pop(0)["value"] if elements[0]["type"] == "const_string" else ""
     last = elements.pop()["value"] if elements and elements[-1]["type"] == "const_string" else ""
-    content = {"type": "sequence", "elements": elements or [_text("")]}
-    return {"type": "tag", "begin": begin, "content": content, "end": last}
+    return _tag(begin, _sequence(*elements or [_text("")]), last)
 
 
 def _joined(elements: Sequence[Form]) -> list[Form]:
@@ -288,11 +286,9 @@ def _tagged_one(tags: TaggedArguments, key: str, schema: Mapping[str, Any]) -> F
     key_end = tags.string_key_end if is_text and tags.string_key_end else tags.key_end
     begin = tags.key_begin + key + key_end
     if is_text and not _values_of(schema):
-        return {"type": "tag", "begin": begin, "content": _ANY, "end": tags.value_end}
-    value: Form = _schema(schema)
-    if is_text:
-        value = {"type": "or", "elements": [_text(each) for each in _values_of(schema)]}
-    return {"type": "sequence", "elements": [_text(begin), value, _text(tags.value_end)]}
+        return _tag(begin, _ANY, tags.value_end)
+    value = _one_text(_values_of(schema)) if is_text else _schema(schema)
+    return _sequence(_text(begin), value, _text(tags.value_end))
 
 
 def _typed_one(tags: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Form:
@@ -304,7 +300,7 @@ def _typed_one(tags: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Fo
         allowed = "integer" if kind == "number" and "number" not in types else kind
         one = schema if kind == "string" and _values_of(schema) else {**schema, "type": allowed}
         forms.append(_tagged_one(typed, key, one))
-    return forms[0] if len(forms) == 1 else {"type": "or", "elements": forms}
+    return forms[0] if len(forms) == 1 else _either(forms)
 
 
 def _is_text(schema: Mapping[str, Any]) -> bool:
@@ -332,14 +328,12 @@ def _separated(each: list[tuple[Form, bool]], separator: str, *, is_first: bool)
         if is_first and not is_required:
             rest = list(_separated(each[number + 1 :], separator, is_first=False))
             later = list(_separated(each[number + 1 :], separator, is_first=True))
-            choices = [{"type": "sequence", "elements": [form, *rest]}]
-            choices += [{"type": "sequence", "elements": later}] if later else [_text("")]
-            yield {"type": "or", "elements": choices}
+            yield _either([_sequence(form, *rest), _sequence(*later) if later else _text("")])
             return
         if is_first:
             yield form
         else:
-            behind = {"type": "sequence", "elements": [_text(separator), form]}
+            behind = _sequence(_text(separator), form)
             yield behind if is_required else _optional(behind)
         is_first = False
 
@@ -349,7 +343,7 @@ def _value(syntax: ValueArguments, key: str, schema: Mapping[str, Any]) -> Form:
     kind = schema.get("type")
     value: Form = _schema(schema)
     if kind == "string" and not syntax.escapes and not _values_of(schema):
-        value = {"type": "tag", "begin": syntax.quote, "content": _ANY, "end": syntax.quote}
+        value = _tag(syntax.quote, _ANY, syntax.quote)
     elif _values_of(schema):
         quoted = [
             json.dumps(each, ensure_ascii=False)
@@ -357,7 +351,7 @@ def _value(syntax: ValueArguments, key: str, schema: Mapping[str, Any]) -> Form:
             else syntax.quote + each + syntax.quote
             for each in _values_of(schema)
         ]
-        value = {"type": "or", "elements": [_text(each) for each in quoted]}
+        value = _one_text(quoted)
     elif kind == "boolean" and syntax.python:
-        value = {"type": "or", "elements": [_text("True"), _text("False")]}
-    return {"type": "sequence", "elements": [begin, value]}
+        value = _one_text(("True", "False"))
+    return _sequence(begin, value)

@@ -18,7 +18,7 @@ from vllmx_core.output_format import (
 
 from vllmx_engine.formats import json_steps, tool_schemas
 from vllmx_engine.formats.cursor import Cursor, Steps, TextEndError, Triggers
-from vllmx_engine.formats.events import CallSink
+from vllmx_engine.formats.events import AnswerEvents
 from vllmx_engine.formats.json_steps import escaped
 from vllmx_engine.formats.tool_schemas import Tools, is_string, json_of
 
@@ -37,14 +37,18 @@ class CallReader:
         tools: of the request.
     """
 
-    def __init__(self, calls: Calls, tools: Tools, cursor: Cursor, sink: CallSink) -> None:
+    def __init__(self, calls: Calls, tools: Tools, cursor: Cursor, events: AnswerEvents) -> None:
         self._calls = calls
         self._tools = tools
         self._cursor = cursor
-        self._sink = sink
+        self._events = events
         self.begun = False
         """The call at hand has a name, and so is one; its end has not come."""
         self._num_chars = 0
+        self._name: str | None = None
+        self._id: str | None = None
+        self._early: str | None = None
+        """Arguments that came before the name."""
 
     def one(self) -> Steps[bool]:
         """Reads one call with its markers; False if there is none here."""
@@ -58,7 +62,7 @@ class CallReader:
             found = yield from self._named_call(call)
         if not found:
             return False
-        self._sink.end()
+        self._events.end()
         self.begun = False
         try:
             yield from self._cursor.take(self._calls.end)
@@ -71,12 +75,12 @@ class CallReader:
             return False
         self.begun = True
         self._cursor.held = False
-        self._sink.begin(name, call_id)
+        self._events.begin(name, call_id)
         return True
 
     def _emit(self, text: str) -> None:
         self._num_chars += len(text)
-        self._sink.arguments(text)
+        self._events.arguments(text)
 
     # --- calls that are a JSON object ----------------------------------------------------------
     def _json_call(self, call: JsonCall) -> Steps[bool]:
@@ -89,7 +93,51 @@ class CallReader:
                 return False
             yield from self._json_arguments()
             return (yield from cursor.take("}")) or True
-        return (yield from _JsonMembers(self, call, cursor).read())
+        self._name = self._id = self._early = None
+        if not (yield from self._members(call)):
+            return False
+        if not self.begun:
+            if self._name is None or (self._early is None and self._calls.is_bare):
+                return False
+            if not self._begin(self._name, self._id):
+                return False
+            self._events.arguments(self._early or "{}")
+        return True
+
+    def _members(self, call: JsonCall) -> Steps[bool]:
+        """Reads the members of an object, in any order, from behind its first brace to its end.
+        Returns False if it is not a call."""
+        cursor = self._cursor
+        while not (yield from cursor.take("}")):
+            yield from cursor.take(",")
+            key = yield from json_steps.string(cursor)
+            if key is None or not (yield from cursor.take(":")):
+                return self.begun
+            if not (yield from self._member(call, key)):
+                return self.begun
+        return True
+
+    def _member(self, call: JsonCall, key: str) -> Steps[bool]:
+        cursor = self._cursor
+        if key == call.wrapper and (yield from cursor.take("{")):
+            return (yield from self._members(call))
+        if key == call.name and not self.begun:
+            self._name = yield from json_steps.string(cursor)
+            return bool(self._name)
+        if key == call.id and (yield from cursor.peek()) == '"':
+            self._id = yield from json_steps.string(cursor)
+            return True
+        is_arguments = key in (call.arguments, *_ARGUMENTS)
+        if is_arguments and not self.begun and self._name is not None:
+            if not self._begin(self._name, self._id):
+                return False
+            yield from self._json_arguments()
+            return True
+        parts: list[str] = []
+        yield from json_steps.value(cursor, parts.append)
+        if is_arguments:
+            self._early = "".join(parts)
+        return True
 
     def _json_arguments(self) -> Steps[None]:
         """One value, which is an object, a string that holds one, or nothing."""
@@ -277,65 +325,6 @@ class CallReader:
                 raise
             emit(tool_schemas.to_json(spelling, syntax))
         emit("{}" if before == "{" else "}")
-
-
-class _JsonMembers:
-    """The members of a call that is a JSON object, in any order."""
-
-    def __init__(self, reader: CallReader, call: JsonCall, cursor: Cursor) -> None:
-        self._reader = reader
-        self._call = call
-        self._cursor = cursor
-        self._name: str | None = None
-        self._id: str | None = None
-        self._early: str | None = None
-        """Arguments that came before the name."""
-
-    def read(self) -> Steps[bool]:
-        """Reads up to the end of the object, from behind its first brace. Returns False if it is
-        not a call."""
-        if not (yield from self._members()):
-            return False
-        if not self._reader.begun:
-            if self._name is None or (self._early is None and self._reader._calls.is_bare):
-                return False
-            if not self._reader._begin(self._name, self._id):
-                return False
-            self._reader._sink.arguments(self._early or "{}")
-        return True
-
-    def _members(self) -> Steps[bool]:
-        cursor = self._cursor
-        while not (yield from cursor.take("}")):
-            yield from cursor.take(",")
-            key = yield from json_steps.string(cursor)
-            if key is None or not (yield from cursor.take(":")):
-                return self._reader.begun
-            if not (yield from self._member(key)):
-                return self._reader.begun
-        return True
-
-    def _member(self, key: str) -> Steps[bool]:
-        call, cursor, reader = self._call, self._cursor, self._reader
-        if key == call.wrapper and (yield from cursor.take("{")):
-            return (yield from self._members())
-        if key == call.name and not reader.begun:
-            self._name = yield from json_steps.string(cursor)
-            return bool(self._name)
-        if key == call.id and (yield from cursor.peek()) == '"':
-            self._id = yield from json_steps.string(cursor)
-            return True
-        is_arguments = key in (call.arguments, *_ARGUMENTS)
-        if is_arguments and not reader.begun and self._name is not None:
-            if not reader._begin(self._name, self._id):
-                return False
-            yield from reader._json_arguments()
-            return True
-        parts: list[str] = []
-        yield from json_steps.value(cursor, parts.append)
-        if is_arguments:
-            self._early = "".join(parts)
-        return True
 
 
 def passed_on(cursor: Cursor, ends: Triggers, emit: Callable[[str], None]) -> Steps[str]:

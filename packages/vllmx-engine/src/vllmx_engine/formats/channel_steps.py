@@ -8,7 +8,7 @@ from vllmx_core.output_format import Channels
 
 from vllmx_engine.formats.call_steps import passed_on
 from vllmx_engine.formats.cursor import Cursor, Steps, TextEndError, Triggers
-from vllmx_engine.formats.events import AnswerSink
+from vllmx_engine.formats.events import AnswerEvents
 from vllmx_engine.formats.tool_schemas import Tools
 
 _MAX_HEADER = 512
@@ -21,11 +21,13 @@ class ChannelReader:
         tools: of the request; a message to anybody else is content.
     """
 
-    def __init__(self, channels: Channels, tools: Tools, cursor: Cursor, sink: AnswerSink) -> None:
+    def __init__(
+        self, channels: Channels, tools: Tools, cursor: Cursor, events: AnswerEvents
+    ) -> None:
         self._channels = channels
         self._tools = tools
         self._cursor = cursor
-        self._sink = sink
+        self._events = events
         self._ends = Triggers((*channels.ends, channels.start), with_space=False)
         recipient = re.escape(channels.recipient.strip())
         self._recipient = re.compile(recipient + r"([^\s<]{1,256})")
@@ -40,7 +42,7 @@ class ChannelReader:
             header = yield from self._header()
             if header is None:
                 self._note_unread(self._cursor.text[start : start + _MAX_HEADER])
-                yield from passed_on(self._cursor, self._ends, self._sink.content)
+                yield from passed_on(self._cursor, self._ends, self._events.content)
             else:
                 yield from self._message(header)
             yield from self._end()
@@ -53,7 +55,7 @@ class ChannelReader:
         except TextEndError:
             if not cursor.is_cut:
                 self._note_unread(cursor.text[start:])
-            self._sink.content(self._without_start(cursor.text[start:]))
+            self._events.content(self._without_start(cursor.text[start:]))
             cursor.at = len(cursor.text)
             raise
         if found is None:
@@ -72,7 +74,7 @@ class ChannelReader:
     def _note_unread(self, header: str) -> None:
         """Tells of a header that is addressed to a tool and begins no call."""
         if self._tools and self._begins_message(header) and self._address.search(header):
-            self._sink.unread_call()
+            self._events.has_unread_calls = True
 
     def _begins_message(self, text: str) -> bool:
         channels = self._channels
@@ -80,21 +82,21 @@ class ChannelReader:
         return text.lstrip().startswith(begins)
 
     def _message(self, header: str) -> Steps[None]:
-        sink = self._sink
+        events = self._events
         channel = self._channel.search(header)
         recipient = self._recipient.search(header)
         if recipient is not None and self._tools:
-            sink.begin(recipient[1], None)
-            yield from passed_on(self._cursor, self._ends, sink.arguments)
-            sink.end()
+            events.begin(recipient[1], None)
+            yield from passed_on(self._cursor, self._ends, events.arguments)
+            events.end()
             return
         self._note_unread(header)
         if channel is not None and channel[1] == self._channels.thinking:
-            sink.begin_reasoning()
-            yield from passed_on(self._cursor, self._ends, sink.reasoning)
-            sink.end_reasoning()
+            events.begin_reasoning()
+            yield from passed_on(self._cursor, self._ends, events.reasoning)
+            events.end_reasoning()
         else:
-            yield from passed_on(self._cursor, self._ends, sink.content)
+            yield from passed_on(self._cursor, self._ends, events.content)
 
     def _end(self) -> Steps[None]:
         """Passes the end of a message."""

@@ -108,7 +108,6 @@ class _Finder:
         self._source = "\n".join(templates.values())
         self.origin: Origin = "known"
         """The origin of the part that was looked for last."""
-        self._disproofs: list[tuple[str, OutputFormat, str | None]] = []
         self.thinking = OutputFormat("none")
         """The format of reasoning while calls are proven."""
 
@@ -138,7 +137,7 @@ class _Finder:
     def _reasoning(self, renderings: Renderings) -> tuple[OutputFormat, str]:
         why = ""
         for record in self._records(is_tools=False):
-            reason = self._disproof(prove_answers, renderings, record)
+            reason = _disproof(prove_answers, renderings, record)
             if reason is None:
                 return record, f"{record.name} (it reads the answers of the chat template)"
             why = why or f"{record.name} does not read the answers of the chat template ({reason})"
@@ -185,7 +184,7 @@ class _Finder:
             pass  # it cannot say
         for record in records:
             whole = self._with_thinking(record)
-            if self._disproof(prove_answers, renderings, whole) is None and reads_itself(whole):
+            if _disproof(prove_answers, renderings, whole) is None and reads_itself(whole):
                 return record
         return None
 
@@ -209,9 +208,9 @@ class _Finder:
 
     def _reads_calls(self, renderings: Renderings, record: OutputFormat) -> bool:
         whole = self._with_thinking(record)
-        if self._disproof(prove_calls, renderings, whole) is not None:
+        if _disproof(prove_calls, renderings, whole) is not None:
             return False
-        return self._disproof(prove_answers, renderings, whole) is None
+        return _disproof(prove_answers, renderings, whole) is None
 
     def _writes_alike(self, renderings: Renderings, record: OutputFormat) -> bool:
         if record.channels is not None:
@@ -220,25 +219,6 @@ class _Finder:
             return record.calls is not None and predicts(renderings, record.calls)
         except NotDerivedError:
             return False
-
-    def _disproof(
-        self,
-        prove: Callable[[Renderings, OutputFormat], None],
-        renderings: Renderings,
-        made_of: OutputFormat,
-    ) -> str | None:
-        """Why a format is not the template's."""
-        for name, known, reason in self._disproofs:
-            if name == prove.__name__ and known == made_of:
-                return reason
-        reason = None
-        try:
-            prove(renderings, made_of)
-        except (NotDerivedError, NotProvenError) as error:
-            logger.debug("format %s: %s", made_of.name, error)
-            reason = str(error)
-        self._disproofs.append((prove.__name__, made_of, reason))
-        return reason
 
     def _derived(self, renderings: Renderings) -> tuple[OutputFormat | None, str]:
         """The format of calls that the template shows, or None and why not."""
@@ -250,3 +230,17 @@ class _Finder:
         except (NotDerivedError, NotProvenError) as error:
             return None, f"nothing is derived from it: {error}"
         return derived, ""
+
+
+def _disproof(
+    prove: Callable[[Renderings, OutputFormat], None],
+    renderings: Renderings,
+    made_of: OutputFormat,
+) -> str | None:
+    """Why a format is not the template's."""
+    try:
+        prove(renderings, made_of)
+    except (NotDerivedError, NotProvenError) as error:
+        logger.debug("format %s: %s", made_of.name, error)
+        return str(error)
+    return None

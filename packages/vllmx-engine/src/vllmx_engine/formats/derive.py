@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from typing import Any, Literal
 
 from vllmx_core.output_format import (
@@ -41,29 +43,21 @@ _ONE = {KEYS[0]: VALUES[0]}
 _BOTH = dict(zip(KEYS, VALUES, strict=True))
 
 
-def calls_of(renderings: Renderings) -> tuple[Calls, bool]:
+def _calls_of(renderings: Renderings) -> tuple[Calls, bool]:
     """Returns the format of calls that two of them show, and whether the template writes more than
     one. Raises NotDerivedError."""
-    one = _without_ids(renderings.calls([call(0, _ONE)]))
+    one, two = _without_ids(renderings.calls([call(0, _ONE)])), ""
     if NAMES[0] not in one:
         raise NotDerivedError("it writes no calls of tools")
-    try:
+    with suppress(NotDerivedError):  # it takes one call at a time
         two = _without_ids(renderings.calls([call(0, _ONE), call(1, _ONE)]))
-    except NotDerivedError:
-        two = ""  # it takes one call at a time
-    if NAMES[1] not in two:
-        two = ""
-    return _parts(renderings, one, two), bool(two)
-
-
-def _parts(renderings: Renderings, one: str, two: str) -> Calls:
-    for is_compact in (False, True):
+    two = two if NAMES[1] in two else ""
+    for is_compact, as_string in product((False, True), repeat=2):
         arguments = json_text(_ONE, is_compact)
-        for as_string in (False, True):
-            written = json.dumps(arguments) if as_string else arguments
-            if written in one:
-                return _with_json(one, two, written, is_compact, as_string)
-    return _with_tags(renderings, one, two)
+        written = json.dumps(arguments) if as_string else arguments
+        if written in one:
+            return _with_json(one, two, written, is_compact, as_string), bool(two)
+    return _with_tags(renderings, one, two), bool(two)
 
 
 def _without_ids(text: str) -> str:
@@ -264,7 +258,7 @@ _MARKER = re.compile(r"(?:<[^<>\s]{1,60}>|\[[A-Za-z_]{1,40}\])[a-z]{0,20}\s*$")
 
 def derive_calls(renderings: Renderings) -> Calls:
     """Derives the format of calls. Raises NotDerivedError."""
-    calls, takes_several = calls_of(renderings)
+    calls, takes_several = _calls_of(renderings)
     for check in _CHECKS:
         if len(check) > 1 and not takes_several:
             continue

@@ -147,7 +147,7 @@ def _raw_string(cursor: Cursor, emit: Callable[[str], None]) -> Steps[None]:
             continue
         match = _INSIDE.match(cursor.text, cursor.at)
         if match is not None:
-            emit(_CONTROL.sub(_escape_control, match.group()))
+            emit(_CONTROL.sub(lambda found: escaped(found[0]), match[0]))
             cursor.at = match.end()
         elif cursor.text[cursor.at] == '"':
             emit('"')
@@ -158,7 +158,3 @@ def _raw_string(cursor: Cursor, emit: Callable[[str], None]) -> Steps[None]:
             cursor.at += 2
         else:
             yield from cursor.more()
-
-
-def _escape_control(match: re.Match[str]) -> str:
-    return escaped(match.group())

@@ -8,11 +8,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vllmx_core.output_format import JsonArguments, JsonCall, OutputFormat, ValueArguments
-from vllmx_core.records import Record, field
+from vllmx_core.output_format import (
+    JsonArguments,
+    JsonCall,
+    OutputFormat,
+    TaggedArguments,
+    ValueArguments,
+)
 
 from vllmx_engine.formats.answer_reader import AnswerReader, read_options
-from vllmx_engine.formats.events import ArgumentsPiece, CallBegin, ContentPiece, ReasoningPiece
+from vllmx_engine.formats.events import ReadAnswer
 from vllmx_engine.formats.renderings import (
     CONTENT,
     KEYS,
@@ -38,15 +43,6 @@ _THOUGHT = {"reasoning_content": REASONING}
 
 class NotProvenError(Exception):
     """Names the answer that a format does not read."""
-
-
-class _Read(Record):
-    """The parts of an answer."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: list[tuple[str, str]] = field(default_factory=list)
-    """Names and arguments."""
 
 
 def prove_answers(renderings: Renderings, made_of: OutputFormat) -> None:
@@ -106,7 +102,7 @@ def reads_itself(made_of: OutputFormat) -> bool:
     prompt = made_of.opened
     text = write_calls(made_of.calls, calls).removeprefix(made_of.opened)
     found = _read(made_of, prompt, text, 1)
-    return [name for name, _ in found.calls] == [each.name for each in calls]
+    return [one.name for one in found.tool_calls] == [each.name for each in calls]
 
 
 def _marked_contents(made_of: OutputFormat) -> Iterator[str]:
@@ -140,8 +136,8 @@ def _ends(made_of: OutputFormat) -> Iterator[str]:
     """Markers that end calls and values."""
     if made_of.calls is None:
         return
-    call, calls = made_of.calls.call, made_of.calls
-    own = "" if isinstance(call, JsonCall) else getattr(call.arguments, "value_end", "")
+    calls, arguments = made_of.calls, _arguments(made_of)
+    own = arguments.value_end if isinstance(arguments, TaggedArguments) else ""
     ends = (calls.end.strip(), calls.section_end.strip(), own.strip())
     yield from (end for end in dict.fromkeys(ends) if end)
 
@@ -163,9 +159,9 @@ def _prove_answer(
         found = _read(made_of, prompt, text, size)
         _compare("thoughts", reasoning, found.reasoning.strip())
         _compare("content", content, found.content.strip())
-        _compare("calls", [each.name for each in calls], [name for name, _ in found.calls])
-        for each, (_, arguments) in zip(calls, found.calls, strict=True):
-            _prove_arguments(made_of, each.arguments, arguments)
+        _compare("calls", [each.name for each in calls], [one.name for one in found.tool_calls])
+        for each, one in zip(calls, found.tool_calls, strict=True):
+            _prove_arguments(made_of, each.arguments, one.arguments)
 
 
 def _without_token(made_of: OutputFormat, text: str) -> str:
@@ -175,26 +171,13 @@ def _without_token(made_of: OutputFormat, text: str) -> str:
     return text if tag is None or tag.group() in "".join(made_of.markers) else text[: tag.start()]
 
 
-def _read(made_of: OutputFormat, prompt: str, text: str, size: int) -> _Read:
-    reader = AnswerReader(made_of, read_options(made_of, _TOOLS, prompt))
-    thoughts: list[str] = []
-    content: list[str] = []
-    calls: list[tuple[str, str]] = []
-    pieces = [text[at : at + size] for at in range(0, len(text), max(1, size))]
-    events = [event for piece in pieces for event in reader.push(piece)]
-    for event in [*events, *reader.finish()]:
-        match event:
-            case ReasoningPiece(piece):
-                thoughts.append(piece)
-            case ContentPiece(piece):
-                content.append(piece)
-            case CallBegin(name=name):
-                calls.append((name, ""))
-            case ArgumentsPiece(text=piece):
-                calls[-1] = calls[-1][0], calls[-1][1] + piece
-            case _:
-                pass
-    return _Read("".join(thoughts), "".join(content), calls)
+def _read(made_of: OutputFormat, prompt: str, text: str, size: int) -> ReadAnswer:
+    """The parts of an answer that comes in pieces of so many characters."""
+    reader, found = AnswerReader(made_of, read_options(made_of, _TOOLS, prompt)), ReadAnswer()
+    for at in range(0, len(text), max(1, size)):
+        found.add(reader.push(text[at : at + size]))
+    found.add(reader.finish())
+    return found
 
 
 def _compare(what: str, written: object, found: object) -> None:
@@ -221,46 +204,39 @@ def _prove_arguments(made_of: OutputFormat, written: Mapping[str, Any], text: st
 def _is_spelling(made_of: OutputFormat, value: Any, found: Any) -> bool:
     """True if a template may have written a value as this text. Some have no notation for values
     and print Python's form, with or without quotes."""
-    if not isinstance(found, str) or _is_json(made_of):
+    arguments = _arguments(made_of)
+    if not isinstance(found, str) or isinstance(arguments, JsonArguments):
         return isinstance(value, str) and isinstance(found, str) and value.strip() == found.strip()
     spellings = (value.strip(),) if isinstance(value, str) else (str(value), json.dumps(value))
-    is_values = _values(made_of) is not None
+    is_values = isinstance(arguments, ValueArguments)
     return any(each in found if is_values else each == found for each in spellings)
 
 
-def _is_json(made_of: OutputFormat) -> bool:
+def _arguments(made_of: OutputFormat) -> JsonArguments | TaggedArguments | ValueArguments | None:
+    """The notation of arguments."""
     call = None if made_of.calls is None else made_of.calls.call
-    return isinstance(call, JsonCall) or (
-        call is not None and isinstance(call.arguments, JsonArguments)
-    )
-
-
-def _values(made_of: OutputFormat) -> ValueArguments | None:
-    call = None if made_of.calls is None else made_of.calls.call
-    if call is None or isinstance(call, JsonCall) or not isinstance(call.arguments, ValueArguments):
+    if call is None:
         return None
-    return call.arguments
+    return JsonArguments() if isinstance(call, JsonCall) else call.arguments
 
 
 def _is_faithful(made_of: OutputFormat, text: str, calls: Sequence[WrittenCall]) -> bool:
     """True if the template spells arguments readably: some write Python without quotes, escapes or
     commas, which models do not."""
-    syntax = _values(made_of)
-    if syntax is None:
+    syntax = _arguments(made_of)
+    if not isinstance(syntax, ValueArguments):
         return True
     for each in calls:
         values = [value for value in each.arguments.values() if isinstance(value, str)]
-        if not all(_is_plain(value) or _is_quoted(syntax, value, text) for value in values):
+        if not all(
+            value.replace(" ", "").isalnum() or _is_quoted(syntax, value, text) for value in values
+        ):
             return False
         for key in list(each.arguments)[1:]:
             before = text[text.find(each.name) :].partition(key)[0]
             if not before.rstrip().endswith(syntax.separator.strip()):
                 return False
     return True
-
-
-def _is_plain(value: str) -> bool:
-    return value.replace(" ", "").isalnum()
 
 
 def _is_quoted(syntax: ValueArguments, value: str, text: str) -> bool:

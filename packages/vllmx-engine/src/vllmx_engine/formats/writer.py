@@ -1,4 +1,4 @@
-"""Answers written as a model would, for tests and for the proof that a format is a model's."""
+"""Writes calls as a model would, to prove that a format is a model's."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from vllmx_core.output_format import (
     JsonArguments,
     JsonCall,
     NamedCall,
-    OutputFormat,
     TaggedArguments,
     ValueArguments,
 )
 from vllmx_core.records import Record
+
+from vllmx_engine.grammar.parts import type_of
 
 
 def json_text(value: Any, is_compact: bool) -> str:
@@ -24,46 +25,12 @@ def json_text(value: Any, is_compact: bool) -> str:
     return json.dumps(value, ensure_ascii=False, separators=separators)
 
 
-def json_type(value: Any) -> str:
-    """The most general name that JSON Schema has for the type of a value."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int() | float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-    return "object"
-
-
 class WrittenCall(Record):
     """A call to be written."""
 
     name: str
     arguments: Mapping[str, Any]
     id: str = "call00001"
-
-
-def write_answer(
-    made_of: OutputFormat,
-    *,
-    reasoning: str = "",
-    content: str = "",
-    calls: Sequence[WrittenCall] = (),
-) -> str:
-    """An answer with these parts; formats of channels aside."""
-    text = ""
-    if reasoning and made_of.thinking is not None:
-        text = made_of.thinking.begin + reasoning + made_of.thinking.end
-    if content:
-        text += made_of.content_begin + content + made_of.content_end
-    if calls and made_of.calls is not None:
-        text += (made_of.calls.after_content if content else "") + write_calls(made_of.calls, calls)
-    return text
 
 
 def write_calls(made_of: Calls, calls: Sequence[WrittenCall]) -> str:
@@ -106,7 +73,7 @@ def _tagged(tags: TaggedArguments, key: str, value: Any) -> str:
     text = value if is_text else json_text(value, is_compact=False)
     if is_text and tags.quotes is not None and ("<" in text or "\n" in text):
         text = text.join(tags.quotes)
-    key_end = key_end.replace("{type}", json_type(value))
+    key_end = key_end.replace("{type}", type_of(value))
     return tags.key_begin + key + key_end + text + tags.value_end
 
 

@@ -7,7 +7,8 @@ endless, so an automaton may accept more than the grammar, never less.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from vllmx_engine.grammar.characters import Ranges, normal, shared
 from vllmx_engine.grammar.gbnf import (
@@ -23,7 +24,29 @@ from vllmx_engine.grammar.gbnf import (
 
 _COUNTED = 8
 """The longest repetition that is counted."""
+T = TypeVar("T")
+Ends = tuple[bool, frozenset[T], frozenset[T]]
+"""True if a part may be empty; the sets that it begins and ends with."""
+Join = Callable[[frozenset[T], frozenset[T]], None]
+"""Notes that what the first set has may be followed by what the second one has."""
 _States = frozenset[int]
+
+
+def ends_of_choice(options: Iterable[Ends[T]]) -> Ends[T]:
+    """The ends of a choice between parts."""
+    may_lack, first, last = zip(*options, strict=True)
+    return any(may_lack), frozenset().union(*first), frozenset().union(*last)
+
+
+def ends_of_sequence(parts: Iterable[Ends[T]], join: Join[T]) -> Ends[T]:
+    """The ends of parts that follow each other."""
+    is_nullable, first, last = True, frozenset[T](), frozenset[T]()
+    for may_lack, begins, ends in parts:
+        join(last, begins)
+        first = first | begins if is_nullable else first
+        last = last | ends if may_lack else ends
+        is_nullable = is_nullable and may_lack
+    return is_nullable, first, last
 
 
 class OutOfBudgetError(Exception):
@@ -56,8 +79,8 @@ class Automaton:
         self.is_nullable, self.first, self.last = self._add(part)
         self.first_chars = normal(each for state in self.first for each in self.chars[state])
 
-    def _add(self, part: Expression) -> tuple[bool, _States, _States]:
-        """Adds the states of a part; whether it may be empty, its first and last states."""
+    def _add(self, part: Expression) -> Ends[int]:
+        """Adds the states of a part."""
         match part:
             case Literal(text):
                 return self._add_all([Chars(((ord(char), ord(char)),)) for char in text])
@@ -72,13 +95,7 @@ class Automaton:
             case Sequence(parts):
                 return self._add_all(parts)
             case Choice(options):
-                each = [self._add(option) for option in _by_prefix(options)]
-                first = _States().union(*(one[1] for one in each))
-                return (
-                    any(one[0] for one in each),
-                    first,
-                    _States().union(*(one[2] for one in each)),
-                )
+                return ends_of_choice(map(self._add, _by_prefix(options)))
             case Repeat(inner, least, most) if most is not None and most <= _COUNTED:
                 optional = Repeat(inner, 0, 1)
                 if (least, most) == (0, 1):
@@ -90,15 +107,8 @@ class Automaton:
                 return is_nullable or least == 0, first, last
         raise AssertionError("a lexeme has neither tokens nor lexemes")
 
-    def _add_all(self, parts: Iterable[Expression]) -> tuple[bool, _States, _States]:
-        is_nullable, first, last = True, _States(), _States()
-        for part in parts:
-            may_lack, begins, ends = self._add(part)
-            self._join(last, begins)
-            first = first | begins if is_nullable else first
-            last = last | ends if may_lack else ends
-            is_nullable = is_nullable and may_lack
-        return is_nullable, first, last
+    def _add_all(self, parts: Iterable[Expression]) -> Ends[int]:
+        return ends_of_sequence(map(self._add, parts), self._join)
 
     def _join(self, last: _States, first: _States) -> None:
         self._budget.spend(len(last) * len(first))

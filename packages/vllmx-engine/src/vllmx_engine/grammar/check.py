@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 from vllmx_core.errors import GrammarError, shown
 
-from vllmx_engine.grammar.disjoint import referred
 from vllmx_engine.grammar.gbnf import is_gbnf
 from vllmx_engine.grammar.gbnf_lark import lark_of_gbnf
 from vllmx_engine.grammar.matcher import CompiledGrammar
-from vllmx_engine.grammar.schema import all_parts, place_of, place_of_required, prepare
+from vllmx_engine.grammar.parts import all_parts, referred
+from vllmx_engine.grammar.schema import prepare
 from vllmx_engine.grammar.structural_tag import lark_of_tag, regex_lark
 from vllmx_engine.grammar.vocabulary import Lexicon
 from vllmx_engine.wire.grammars import GrammarSpec
@@ -31,15 +31,26 @@ def translate(spec: GrammarSpec, lexicon: Lexicon | None = None) -> str:
     Args:
         lexicon: the model's tokens, which grammars and structural tags may name.
     """
-    if spec.kind in ("json_schema", "json_object"):
-        return _grammar(json.dumps(with_options(json.loads(spec.text), spec)), "json_schema")
-    if spec.kind == "regex":
-        return _from_regex(spec.text)
-    if spec.kind == "choice":
-        return _from_choices(json.loads(spec.text))
-    if spec.kind == "structural_tag":
-        return _from_tag(spec, lexicon)
-    return _from_grammar(spec.text, lexicon)
+    match spec.kind:
+        case "json_schema" | "json_object":
+            schema = with_options(json.loads(spec.text), spec)
+            return json.dumps({"grammars": [{"json_schema": schema}]})
+        case "structural_tag":
+            options = partial(with_options, spec=spec)
+            return json.dumps({"grammars": lark_of_tag(json.loads(spec.text), lexicon, options)})
+        case "regex":
+            text = f"start: {regex_lark(spec.text)}\n"
+        case "choice":
+            listed = " | ".join(map(json.dumps, json.loads(spec.text)))
+            text = f"start: CHOICE\nCHOICE: {listed}\n"
+        case _ if is_gbnf(spec.text):
+            start, lines = lark_of_gbnf(spec.text, lexicon)
+            text = "\n".join([f"start: {start}", *lines]) + "\n"
+        case _:
+            text = spec.text
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_lark(text)
 
 
 def with_options(schema: Any, spec: GrammarSpec) -> dict[str, Any]:
@@ -57,37 +68,6 @@ def with_options(schema: Any, spec: GrammarSpec) -> dict[str, Any]:
         "lenient": False,
     }
     return {**prepare(schema), "x-guidance": options}
-
-
-def _grammar(text: str, kind: str) -> str:
-    return json.dumps({"grammars": [{kind: json.loads(text) if kind == "json_schema" else text}]})
-
-
-def _from_tag(spec: GrammarSpec, lexicon: Lexicon | None) -> str:
-    tag = json.loads(spec.text)
-    return json.dumps({"grammars": lark_of_tag(tag, lexicon, partial(with_options, spec=spec))})
-
-
-def _from_regex(regex: str) -> str:
-    from llguidance import LLMatcher
-
-    return LLMatcher.grammar_from_lark(f"start: {regex_lark(regex)}\n")
-
-
-def _from_choices(choices: list[str]) -> str:
-    from llguidance import LLMatcher
-
-    listed = " | ".join(json.dumps(text) for text in choices)
-    return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {listed}\n")
-
-
-def _from_grammar(text: str, lexicon: Lexicon | None) -> str:
-    from llguidance import LLMatcher
-
-    if is_gbnf(text):
-        start, lines = lark_of_gbnf(text, lexicon)
-        text = "\n".join([f"start: {start}", *lines]) + "\n"
-    return LLMatcher.grammar_from_lark(text)
 
 
 MAX_MASK_S = 0.05
@@ -154,19 +134,19 @@ def _keyword_named(
         return error
     listed = re.search(r"Unimplemented keys: \[([^\]]*)", error.message)
     for keyword in re.findall(r'"([^"]+)"', listed.group(1) if listed else ""):
-        place = place_of(schema, keyword)
+        place = next((path for path, part in all_parts(schema) if keyword in part), None)
         if place is not None:
             return GrammarError(
                 f"{keyword} at {place} is a keyword that cannot be held while an answer is written:"
                 " leave it out, or say the same by others"
             )
     if lacking := re.search(r"required property '(.+)' is unsatisfiable", error.message):
-        place = place_of_required(schema, lacking[1])
-        if place is not None:
-            return GrammarError(
-                f"required at {place} names the property {shown(lacking[1])}, whose schema allows"
-                " nothing: nothing is left"
-            )
+        for place, part in all_parts(schema):
+            if all(lacking[1] in (part.get(key) or ()) for key in ("required", "properties")):
+                return GrammarError(
+                    f"required at {place} names the property {shown(lacking[1])}, whose schema"
+                    " allows nothing: nothing is left"
+                )
     for path, part in list(all_parts(schema))[_MAX_PARTS::-1]:
         reference = part.get("$ref", "#")
         is_local = reference.startswith("#")

@@ -8,13 +8,14 @@ from typing import Any, TypeGuard
 
 from vllmx_core.errors import GrammarError, shown
 
-Schema = dict[str, Any]
+from vllmx_engine.grammar.parts import Schema
+
 SIZES = {
     "string": ("minLength", "maxLength"),
     "array": ("minItems", "maxItems"),
     "object": ("minProperties", "maxProperties"),
 }
-_NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _MOST_FRACTION = 100
 """Fractions lie between this and its negative: each gap between two integers is a schema of its
 own."""
@@ -27,15 +28,30 @@ _MOST_EXACT = 1 << 53
 
 def is_number(value: Any) -> TypeGuard[float]:
     """True if a value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_any = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_any and -math.inf < value < math.inf
 
 
 def narrow(schema: Schema) -> None:
     """Moves bounds that the library cannot count with into the interval, to the next it can."""
-    for keyword in _NUMBER:
-        bound, is_low = schema.get(keyword), keyword in _NUMBER[::2]
+    for keyword in NUMBER:
+        bound, is_low = schema.get(keyword), keyword in NUMBER[::2]
         if is_number(bound) and not (_LEAST <= abs(bound) <= _MOST_EXACT or bound == 0):
             schema[keyword] = _next_above(bound) if is_low else -_next_above(-bound)
+
+
+def check_bounds(schema: Schema, path: str) -> None:
+    """Refuses bounds that the library gets wrong: between two whole numbers it takes a lower bound
+    that is whole, or an upper one below zero, as allowed although it is excluded."""
+    low, high = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    for bound, other in ((low, schema.get("maximum", high)), (high, schema.get("minimum", low))):
+        if schema.get("type") == "integer" or not (is_number(bound) and is_number(other)):
+            continue
+        if bound == math.floor(bound) and other != math.floor(other) and abs(bound - other) < 1:
+            raise GrammarError(
+                f"the excluded bound {bound} at {path} cannot be held together with {other}: use"
+                " minimum or maximum"
+            )
 
 
 def _next_above(bound: float) -> float:
@@ -50,7 +66,7 @@ def _next_above(bound: float) -> float:
 
 def bounded_type(keys: set[str]) -> str | None:
     """The type that all of these keywords bound; None: they bound none or several."""
-    for kind, bounds in (*SIZES.items(), ("number", _NUMBER)):
+    for kind, bounds in (*SIZES.items(), ("number", NUMBER)):
         if keys and keys <= set(bounds):
             return kind
     return None
@@ -65,7 +81,7 @@ def outside(kind: str, bounds: Schema) -> Iterator[Schema]:
         if high in bounds:
             yield {"type": kind, low: bounds[high] + 1}
         return
-    opposite = dict(zip(_NUMBER, (*_NUMBER[:1:-1], *_NUMBER[1::-1]), strict=True))
+    opposite = dict(zip(NUMBER, (*NUMBER[:1:-1], *NUMBER[1::-1]), strict=True))
     for keyword, bound in bounds.items():
         yield {"type": kind, opposite[keyword]: bound}
 
@@ -73,11 +89,9 @@ def outside(kind: str, bounds: Schema) -> Iterator[Schema]:
 def fractions(schema: Schema, path: str) -> list[Schema]:
     """Schemas for the fractions within the bounds of a schema. Raises GrammarError for bounds that
     the library would not keep."""
-    low = max(
-        (schema[key] for key in _NUMBER[::2] if is_number(schema.get(key))), default=-math.inf
-    )
+    low = max((schema[key] for key in NUMBER[::2] if is_number(schema.get(key))), default=-math.inf)
     high = min(
-        (schema[key] for key in _NUMBER[1::2] if is_number(schema.get(key))), default=math.inf
+        (schema[key] for key in NUMBER[1::2] if is_number(schema.get(key))), default=math.inf
     )
     for bound in (low, high):
         if math.isfinite(bound) and bound != math.floor(bound):
@@ -92,45 +106,6 @@ def fractions(schema: Schema, path: str) -> list[Schema]:
     ]
 
 
-def impossible(kind: str, schema: Schema) -> str | None:
-    """Why no value of a type keeps the bounds of a schema; None: some may."""
-    if kind == "array" and schema.get("items") is False:
-        known = len(schema.get("prefixItems") or ())
-        if schema.get("minItems", 0) > known:
-            return f"minItems {schema['minItems']} is greater than the {known} items allowed"
-    pairs = [SIZES[kind]] if kind in SIZES else []
-    if kind in ("number", "integer"):
-        pairs = [(low, high) for low in _NUMBER[::2] for high in _NUMBER[1::2]]
-    for low, high in pairs:
-        least, most = schema.get(low), schema.get(high)
-        if not is_number(least) or not is_number(most):
-            continue
-        if least > most:
-            return f"{low} {least} is greater than {high} {most}"
-        if least == most and (low, high) != ("minimum", "maximum") and kind not in SIZES:
-            return f"{low} {least} and {high} {most} leave no number"
-    return _no_whole_number(schema) if kind == "integer" else None
-
-
-def _no_whole_number(schema: Schema) -> str | None:
-    """Why no integer lies within the bounds of a schema; None: some may."""
-    least, most = (schema.get(key) for key in ("minimum", "maximum"))
-    above, below = (schema.get(key) for key in ("exclusiveMinimum", "exclusiveMaximum"))
-    lows = [math.ceil(least)] if is_number(least) else []
-    lows += [math.floor(above) + 1] if is_number(above) else []
-    highs = [math.floor(most)] if is_number(most) else []
-    highs += [math.ceil(below) - 1] if is_number(below) else []
-    if not lows or not highs:
-        return None
-    low, high, step = max(lows), min(highs), schema.get("multipleOf", 1)
-    if is_number(step) and step > 0 and float(step).is_integer():
-        low = -(-low // int(step)) * int(step)
-    if low <= high:
-        return None
-    given = {key: schema[key] for key in (*_NUMBER, "multipleOf") if key in schema}
-    return " and ".join(f"{key} {value}" for key, value in given.items()) + " leave no whole number"
-
-
 TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 
 
@@ -139,7 +114,7 @@ def _is_schema(value: Any) -> bool:
 
 
 def _is_size(value: Any) -> bool:
-    return is_number(value) and value >= 0 and float(value).is_integer()
+    return is_number(value) and value >= 0 and value == math.floor(value)
 
 
 def _is_type(value: Any) -> bool:
@@ -151,24 +126,21 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
+Test = Callable[[Any], bool]
 
 
-def _are_schemas(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_schema, value))
+def _list_of(kind: Test, least: int = 0) -> Test:
+    return lambda value: isinstance(value, list) and len(value) >= least and all(map(kind, value))
 
 
-def _maps_to(*kinds: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    def holds(value: Any) -> bool:
-        return isinstance(value, dict) and all(
-            any(kind(each) for kind in kinds) for each in value.values()
-        )
-
-    return holds
+def _map_of(*kinds: Test) -> Test:
+    return lambda value: (
+        isinstance(value, dict)
+        and all(any(kind(each) for kind in kinds) for each in value.values())
+    )
 
 
-Kind = tuple[str, Callable[[Any], bool]]
+Kind = tuple[str, Test]
 _SIZE: Kind = ("a whole number of at least 0", _is_size)
 _NUMBER_KIND: Kind = ("a number", is_number)
 _BOUND: Kind = (
@@ -177,15 +149,16 @@ _BOUND: Kind = (
 )
 _TEXT: Kind = ("a string", _is_text)
 _SCHEMA: Kind = ("a schema", _is_schema)
-_SCHEMAS: Kind = ("a list of at least one schema", _are_schemas)
-_SCHEMA_MAP: Kind = ("an object of schemas", _maps_to(_is_schema))
+_SCHEMAS: Kind = ("a list of at least one schema", _list_of(_is_schema, 1))
+_TEXTS: Kind = ("a list of strings", _list_of(_is_text))
+_SCHEMA_MAP: Kind = ("an object of schemas", _map_of(_is_schema))
 KINDS: Mapping[str, Kind] = {
     "type": (f"one of {', '.join(TYPES)}, or a list of them", _is_type),
     "enum": ("a list of values", lambda value: isinstance(value, list)),
     "pattern": _TEXT,
     "format": _TEXT,
     "$ref": _TEXT,
-    "required": ("a list of strings", _are_texts),
+    "required": _TEXTS,
     "multipleOf": ("a number above 0", lambda value: is_number(value) and value > 0),
     "minimum": _NUMBER_KIND,
     "maximum": _NUMBER_KIND,
@@ -197,12 +170,15 @@ KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(("additionalProperties", "additionalItems"), _SCHEMA),
     **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems"), _SCHEMA),
     **dict.fromkeys(("anyOf", "allOf", "oneOf"), _SCHEMAS),
-    "prefixItems": ("a list of schemas", lambda value: value == [] or _are_schemas(value)),
-    "items": ("a schema", lambda value: _is_schema(value) or value == [] or _are_schemas(value)),
+    "prefixItems": ("a list of schemas", _list_of(_is_schema)),
+    "items": ("a schema", lambda value: _is_schema(value) or _list_of(_is_schema)(value)),
     **dict.fromkeys(("properties", "patternProperties", "dependentSchemas"), _SCHEMA_MAP),
     **dict.fromkeys(("$defs", "definitions"), _SCHEMA_MAP),
-    "dependentRequired": ("an object of lists of strings", _maps_to(_are_texts)),
-    "dependencies": ("an object of lists of strings and schemas", _maps_to(_are_texts, _is_schema)),
+    "dependentRequired": ("an object of lists of strings", _map_of(_TEXTS[1])),
+    "dependencies": (
+        "an object of lists of strings and schemas",
+        _map_of(_list_of(_is_text), _is_schema),
+    ),
 }
 
 

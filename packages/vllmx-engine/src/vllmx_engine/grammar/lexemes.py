@@ -10,12 +10,20 @@ is one lexeme as a whole, which is exact.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import product
 
-from vllmx_core.records import Record
-
-from vllmx_engine.grammar.automaton import Automaton, Budget, OutOfBudgetError, overlap
+from vllmx_engine.grammar.automaton import (
+    Automaton,
+    Budget,
+    Ends,
+    Join,
+    OutOfBudgetError,
+    ends_of_choice,
+    ends_of_sequence,
+    overlap,
+)
 from vllmx_engine.grammar.characters import Ranges, normal, shared, without
 from vllmx_engine.grammar.gbnf import (
     EMPTY,
@@ -47,14 +55,6 @@ def with_lexemes(rules: Rules) -> Rules:
     return plan.marked()
 
 
-class _Order(Record):
-    """The lexemes and tokens that begin and end a part, and whether it may be empty."""
-
-    is_nullable: bool = False
-    first: frozenset[Leaf] = frozenset()
-    last: frozenset[Leaf] = frozenset()
-
-
 class _Plan:
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -78,11 +78,10 @@ class _Plan:
     def split_overlaps(self) -> bool:
         """Splits lexemes that may take characters of what follows; False: none does."""
         rules = self.marked()
-        orders = self._orders(rules)
-        following = self._following(rules, orders)
+        ends, following = self._ends(rules)
         found: dict[Lexeme, Ranges] = {}
         seen = set[tuple[Leaf, Leaf]]()
-        waiting = [*product(orders["root"].first, orders["root"].first)]
+        waiting = [*product(ends["root"][1], ends["root"][1])]
         while waiting:
             pair = waiting.pop()
             if pair in seen:
@@ -194,75 +193,43 @@ class _Plan:
         return True
 
     # --- order ------------------------------------------------------------------------------------
-    def _orders(self, rules: Rules) -> dict[str, _Order]:
-        orders = dict.fromkeys(rules, _Order())
-        while True:
-            found = {name: self._order(part, orders) for name, part in rules.items()}
-            if found == orders:
-                return orders
-            orders = found
+    def _ends(self, rules: Rules) -> tuple[dict[str, Ends[Leaf]], dict[Leaf, set[Leaf]]]:
+        """The lexemes and tokens that each rule begins and ends with, and those that may follow
+        each of them."""
+        following = defaultdict[Leaf, set[Leaf]](set)
 
-    def _order(self, part: Expression, orders: dict[str, _Order]) -> _Order:
+        def join(last: frozenset[Leaf], first: frozenset[Leaf]) -> None:
+            for leaf in last:
+                following[leaf] |= first
+
+        known: dict[str, Ends[Leaf]] = dict.fromkeys(rules, (False, frozenset(), frozenset()))
+        while True:
+            found = {name: self._ends_of(part, known, join) for name, part in rules.items()}
+            if found == known:
+                return found, following
+            known = found
+
+    def _ends_of(
+        self, part: Expression, known: dict[str, Ends[Leaf]], join: Join[Leaf]
+    ) -> Ends[Leaf]:
         self._budget.spend(1)
         match part:
-            case Lexeme():
-                is_nullable = self._automaton(part).is_nullable
-                return _Order(is_nullable, frozenset((part,)), frozenset((part,)))
-            case Token():
-                return _Order(False, frozenset((part,)), frozenset((part,)))
+            case Lexeme() | Token():
+                may_lack = isinstance(part, Lexeme) and self._automaton(part).is_nullable
+                return may_lack, frozenset((part,)), frozenset((part,))
             case Reference(name):
-                return orders[name]
+                return known[name]
             case Choice(options):
-                each = [self._order(option, orders) for option in options]
-                return _Order(
-                    any(one.is_nullable for one in each),
-                    frozenset[Leaf]().union(*(one.first for one in each)),
-                    frozenset[Leaf]().union(*(one.last for one in each)),
-                )
-            case Repeat(inner, least):
-                one = self._order(inner, orders)
-                return _Order(one.is_nullable or least == 0, one.first, one.last)
+                return ends_of_choice(self._ends_of(each, known, join) for each in options)
             case Sequence(parts):
-                joined = _Order(True)
-                for inner in parts:
-                    one = self._order(inner, orders)
-                    joined = _Order(
-                        joined.is_nullable and one.is_nullable,
-                        joined.first | one.first if joined.is_nullable else joined.first,
-                        joined.last | one.last if one.is_nullable else one.last,
-                    )
-                return joined
+                each = (self._ends_of(inner, known, join) for inner in parts)
+                return ends_of_sequence(each, join)
+            case Repeat(inner, least, most):
+                may_lack, first, last = self._ends_of(inner, known, join)
+                if most != 1:
+                    join(last, first)
+                return may_lack or least == 0, first, last
         raise AssertionError("texts are parts of lexemes")
-
-    def _following(self, rules: Rules, orders: dict[str, _Order]) -> dict[Leaf, set[Leaf]]:
-        """The lexemes and tokens that may follow each of them."""
-        found: dict[Leaf, set[Leaf]] = {}
-
-        def visit(part: Expression) -> None:
-            match part:
-                case Lexeme() | Token():
-                    found.setdefault(part, set())
-                case Choice(inner):
-                    for each in inner:
-                        visit(each)
-                case Repeat(inner, _, most):
-                    visit(inner)
-                    if most != 1:
-                        one = self._order(inner, orders)
-                        for leaf in one.last:
-                            found.setdefault(leaf, set()).update(one.first)
-                case Sequence(parts):
-                    before = frozenset[Leaf]()
-                    for each in parts:
-                        visit(each)
-                        one = self._order(each, orders)
-                        for leaf in before:
-                            found.setdefault(leaf, set()).update(one.first)
-                        before = before | one.last if one.is_nullable else one.last
-
-        for part in rules.values():
-            visit(part)
-        return found
 
 
 def _references(part: Expression) -> Iterator[str]:

@@ -1,10 +1,10 @@
 """Compiled grammars and their state in an answer: the tokens that may come next.
 
-The core sees the protocol; llguidance implements it. An `LLMatcher` never raises: it falls into a
-state of error, which this module turns into `GrammarError`.
+An `LLMatcher` of llguidance never raises: it falls into a state of error, which this module turns
+into `GrammarError`.
 
 The answers of a grammar share its lexer: the states of its regular expressions that any of them has
-met. The first error inside the lexer breaks it for all of them. `GrammarMatcher` then compiles the
+met. The first error inside the lexer breaks it for all of them. `Matcher` then compiles the
 grammar again and replays its tokens. The answer that met the error goes on with those that need
 more fuel for a mask, on a lexer of theirs; it ends only if it fails on an unused one of these.
 """
@@ -16,7 +16,7 @@ import threading
 import time
 from array import array
 from contextlib import suppress
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -53,51 +53,6 @@ _REFUSED = "doesn't satisfy the grammar"
 class LexerLostError(GrammarError):
     """An error may have spoiled the lexer that this answer shares with others: see
     `Matcher.mend_mask`."""
-
-
-class Matcher(Protocol):
-    """A grammar's state behind some tokens of an answer."""
-
-    @property
-    def is_accepting(self) -> bool:
-        """The answer may end here."""
-        ...
-
-    @property
-    def is_stopped(self) -> bool:
-        """The answer can only end here."""
-        ...
-
-    def fill_mask(self, mask: U32) -> None:
-        """(W,) bit (id & 31) of word id >> 5 set: the token may come next; where the answer may
-        end, so may each end of sequence.
-
-        Raises LexerLostError where only `mend_mask` can make the mask.
-        """
-        ...
-
-    def mend_mask(self, mask: U32) -> None:
-        """`fill_mask` after LexerLostError. Compiles the grammar again and replays the answer's
-        tokens, which takes as long as that does.
-
-        Raises:
-            GrammarLimitError: the mask takes too much work, on a new lexer too.
-            GrammarError: a token of the answer may not come.
-        """
-        ...
-
-    def consume(self, token: int) -> None:
-        """Goes on by one token. Where the lexer is lost, or the token may not come next,
-        `is_stopped` stays false, and the next mask tells."""
-        ...
-
-    def rollback(self, num_tokens: int) -> None:
-        """Takes the last tokens back. Raises GrammarError."""
-        ...
-
-    def forced_tokens(self) -> list[int]:
-        """Tokens that must come next, in the form that the tokenizer would give their text."""
-        ...
 
 
 class MaskPace:
@@ -169,9 +124,9 @@ class CompiledGrammar:
             matcher.consume(int(allowed[rng.randrange(allowed.size)]))
         return times
 
-    def start(self) -> GrammarMatcher:
+    def start(self) -> Matcher:
         """The state of a new answer."""
-        return GrammarMatcher(self, self._shared[self._fuel])
+        return Matcher(self, self._shared[self._fuel])
 
     def new_lexer(self, fuel: int) -> _Lexer:
         """Compiles the grammar. Raises GrammarError."""
@@ -198,8 +153,8 @@ class CompiledGrammar:
             return shared
 
 
-class GrammarMatcher:
-    """A `Matcher` by llguidance."""
+class Matcher:
+    """A grammar's state behind some tokens of an answer, by llguidance."""
 
     def __init__(self, grammar: CompiledGrammar, lexer: _Lexer) -> None:
         self._grammar = grammar
@@ -219,16 +174,20 @@ class GrammarMatcher:
 
     @property
     def is_accepting(self) -> bool:
-        """See `Matcher`."""
+        """The answer may end here."""
         return not self._is_lost and bool(self._matcher.is_accepting())
 
     @property
     def is_stopped(self) -> bool:
-        """See `Matcher`."""
+        """The answer can only end here."""
         return not self._is_lost and bool(self._matcher.is_stopped())
 
     def fill_mask(self, mask: U32) -> None:
-        """See `Matcher`."""
+        """(W,) bit (id & 31) of word id >> 5 set: the token may come next; where the answer may
+        end, so may each end of sequence.
+
+        Raises LexerLostError where only `mend_mask` can make the mask.
+        """
         num_words = self._grammar.num_words
         if self._is_lost:
             raise LexerLostError(self._reason)
@@ -245,7 +204,13 @@ class GrammarMatcher:
             self._fail()
 
     def mend_mask(self, mask: U32) -> None:
-        """See `Matcher`."""
+        """`fill_mask` after LexerLostError. Compiles the grammar again and replays the answer's
+        tokens, which takes as long as that does.
+
+        Raises:
+            GrammarLimitError: the mask takes too much work, on a new lexer too.
+            GrammarError: a token of the answer may not come.
+        """
         while self._is_lost:
             try:
                 if self._is_suspect:
@@ -277,21 +242,22 @@ class GrammarMatcher:
                 self._fail()
 
     def consume(self, token: int) -> None:
-        """See `Matcher`."""
+        """Goes on by one token. Where the lexer is lost, or the token may not come next,
+        `is_stopped` stays false, and the next mask tells."""
         self._tokens.append(token)
         if not self._is_lost and not self._matcher.consume_token(token):
             with suppress(LexerLostError):
                 self._fail()
 
     def rollback(self, num_tokens: int) -> None:
-        """See `Matcher`."""
+        """Takes the last tokens back. Raises GrammarError."""
         if num_tokens:
             del self._tokens[-num_tokens:]
         if not self._is_lost and not self._matcher.rollback(num_tokens):
             self._fail()
 
     def forced_tokens(self) -> list[int]:
-        """See `Matcher`."""
+        """Tokens that must come next, in the form that the tokenizer would give their text."""
         ids: list[int] = [] if self._is_lost else self._matcher.compute_ff_tokens()
         if ids and not all(map(self._matcher.deep_copy().consume_token, ids)):
             return []  # of a lost lexer the library tells wrong ones, but takes none

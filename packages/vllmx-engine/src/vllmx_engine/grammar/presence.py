@@ -6,34 +6,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
-from itertools import combinations
+from collections.abc import Callable, Iterable, Iterator
+from itertools import combinations, product
 from math import comb
 from typing import Any
 
-from vllmx_core.errors import GrammarError
+from vllmx_engine.grammar.parts import ANNOTATIONS, NothingLeftError, Schema, add_choice
 
-from vllmx_engine.grammar.disjoint import place_of_reference, references, referred
-
-ANNOTATIONS = frozenset(
-    (
-        *("title", "description", "$comment", "examples", "default", "deprecated", "readOnly"),
-        *("writeOnly", "example", "discriminator", "nullable", "xml", "externalDocs"),
-    )
-)
-"""Keywords that hold no value to anything, those of OpenAPI among them."""
 _MAX_NAMES = 6
 """The most properties of a formula: their presence has 64 combinations."""
 _MAX_CASES = 64
-Schema = dict[str, Any]
 Case = dict[str, bool]
 """Presence by property; properties that it does not name may be present or absent."""
 Holds = Callable[[frozenset[str]], bool]
 """True if a formula holds for an object with exactly these properties."""
-
-
-class NothingLeftError(GrammarError):
-    """A schema allows no value at all. Where it may be left out, it is."""
 
 
 class Formula:
@@ -58,19 +44,34 @@ class Formula:
         return Formula(self.names, lambda present: not self.holds(present))
 
     def cases(self, required: frozenset[str] = frozenset()) -> list[Case]:
-        """Few cases that cover all combinations for which it holds, given what is there anyway."""
-        free = sorted(self.names - required)
-        there = self.names & required
-        found = [
-            (frozenset(names), frozenset(free) - frozenset(names))
-            for size in range(len(free) + 1)
-            for names in combinations(free, size)
-            if self.holds(frozenset(names) | there)
+        """Few cases that cover all combinations for which it holds, given what is there anyway: of
+        all cases that it holds in throughout, the widest first, those that cover something new."""
+        free, there = sorted(self.names - required), self.names & required
+        whole = [
+            case
+            for case in _combinations(free, (True, False))
+            if self.holds(there | {name for name in free if case[name]})
         ]
-        return [
-            {**dict.fromkeys(sorted(present), True), **dict.fromkeys(sorted(absent), False)}
-            for present, absent in _covering(found)
-        ]
+        found, uncovered = list[Case](), list(whole)
+        for case in sorted(_combinations(free, (True, False, None)), key=_width):
+            covered = [each for each in whole if case.items() <= each.items()]
+            is_sound = len(covered) == 1 << len(free) - len(case)
+            if is_sound and any(each in uncovered for each in covered):
+                found.append(case)
+                uncovered = [each for each in uncovered if each not in covered]
+        return found
+
+
+def _combinations(names: list[str], signs: tuple[bool | None, ...]) -> Iterator[Case]:
+    """All cases by the signs of their properties; those of None may be present or absent."""
+    for each in product(signs, repeat=len(names)):
+        pairs = zip(names, each, strict=True)
+        yield {name: sign for name, sign in pairs if sign is not None}
+
+
+def _width(case: Case) -> tuple[int, list[str], list[str]]:
+    present = [name for name, there in case.items() if there]
+    return len(case), present, [name for name in case if name not in present]
 
 
 def formula_of(schema: Any) -> Formula | None:
@@ -80,24 +81,57 @@ def formula_of(schema: Any) -> Formula | None:
         return Formula(frozenset(), lambda _: schema)
     if not isinstance(schema, dict):
         return None
+    formula = _joined(
+        all,
+        [
+            _formula(key, value)
+            for key, value in schema.items()
+            if key not in ANNOTATIONS and (key, value) != ("type", "object")
+        ],
+    )
+    return formula if formula is not None and len(formula.names) <= _MAX_NAMES else None
+
+
+def _formula(key: str, value: Any) -> Formula | None:
+    """The formula that a keyword amounts to; None: it says something else."""
+    if key == "required":
+        names = frozenset(value)
+        return Formula(names, names.issubset)
+    if key == "not":
+        inner = formula_of(value)
+        return None if inner is None else inner.negated()
+    if key in _JOINS:
+        return _joined(_JOINS[key], map(formula_of, value))
+    if key in ("dependentRequired", "dependencies"):
+        return _joined(all, (_dependence(name, names) for name, names in value.items()))
+    return None
+
+
+def _dependence(name: str, others: Any) -> Formula | None:
+    if not isinstance(others, list):
+        return None
+    wanted = frozenset(others)
+    return Formula(wanted | {name}, lambda present: name not in present or wanted <= present)
+
+
+def _joined(
+    join: Callable[[Iterator[bool]], bool], found: Iterable[Formula | None]
+) -> Formula | None:
+    """A formula of several; None if one of them is."""
     parts: list[Formula] = []
-    for key, value in schema.items():
-        if key in ANNOTATIONS or (key, value) == ("type", "object"):
-            continue
-        part = _part(key, value)
+    for part in found:
         if part is None:
             return None
         parts.append(part)
-    formula = _joined(parts, all)
-    return formula if len(formula.names) <= _MAX_NAMES else None
+    names = frozenset[str]().union(*(part.names for part in parts))
+    return Formula(names, lambda present: join(part.holds(present) for part in parts))
 
 
-def said_by(schema: Schema, key: str) -> Formula | None:
-    """The formula that one keyword of a schema amounts to; None: it says something else."""
-    formula = _part(key, schema.get(key))
-    if formula is None or not 0 < len(formula.names) <= _MAX_NAMES:
-        return None
-    return formula
+_JOINS: dict[str, Callable[[Iterator[bool]], bool]] = {
+    "allOf": all,
+    "anyOf": any,
+    "oneOf": lambda values: sum(values) == 1,
+}
 
 
 def case_schema(case: Case) -> Schema:
@@ -110,7 +144,30 @@ def case_schema(case: Case) -> Schema:
     return schema
 
 
-def hold(schema: Schema, formula: Formula, key: str, path: str) -> None:
+# --- rewrites -------------------------------------------------------------------------------------
+def rewrite_presence(schema: Schema, path: str) -> None:
+    """Holds an object to the keywords that speak of nothing but which properties it has."""
+    if schema.get("type") == "object":
+        for key in _JOINS:
+            if key in schema:
+                schema[key] = [of_object(branch) for branch in schema[key]]
+    for key in ("oneOf", "not", "dependentRequired", "dependencies"):
+        formula = _formula(key, schema[key]) if key in schema else None
+        if formula is None or not 0 < len(formula.names) <= _MAX_NAMES:
+            continue
+        if "type" not in schema and not formula.holds_of_others:
+            schema["type"] = "object"
+        if schema.get("type") == "object":
+            del schema[key]
+            _hold(schema, formula, key, path)
+
+
+def of_object(branch: Any) -> Any:
+    """A branch of a schema of objects: it need not say what they are."""
+    return {"type": "object", **branch} if isinstance(branch, dict) else branch
+
+
+def _hold(schema: Schema, formula: Formula, key: str, path: str) -> None:
     """Adds a formula to a schema of an object. Raises NothingLeftError where nothing is left."""
     cases = formula.cases(frozenset(schema.get("required") or ()))
     if not cases:
@@ -119,33 +176,44 @@ def hold(schema: Schema, formula: Formula, key: str, path: str) -> None:
         )
     if {} in cases:
         return
-    if len(cases) > 1:
-        branches = [case_schema(case) for case in cases]
-        schema["allOf"] = [*(schema.get("allOf") or ()), {"anyOf": branches}]
+    first, *others = map(case_schema, cases)
+    if others:
+        add_choice(schema, [first, *others])
         return
-    (case,) = cases
-    present = [name for name, there in case.items() if there]
-    absent = [name for name, there in case.items() if not there]
-    if present:
-        schema["required"] = [*(schema.get("required") or ()), *present]
-    if absent:
-        schema["properties"] = {**(schema.get("properties") or {}), **dict.fromkeys(absent, False)}
+    if "required" in first:
+        schema["required"] = [*(schema.get("required") or ()), *first["required"]]
+    if "properties" in first:
+        schema["properties"] = {**(schema.get("properties") or {}), **first["properties"]}
 
 
-def counted(schema: Schema) -> list[Schema] | None:
+def rewrite_counts(schema: Schema, path: str) -> None:
+    """Replaces bounds on the number of properties by cases if some are optional: the library
+    counts them only if all are required."""
+    keys = ("minProperties", "maxProperties")
+    bounds: Schema = {key: schema[key] for key in keys if key in schema}
+    required = schema.get("required") or ()
+    may_lack = any(name not in required for name in schema.get("properties") or ())
+    if not bounds or schema.get("type") != "object" or not may_lack:
+        return
+    cases = _counted(schema, bounds)
+    if cases == []:
+        raise NothingLeftError(f"{next(iter(bounds))} at {path} leaves no object: nothing is left")
+    if cases is not None:
+        for key in bounds:
+            del schema[key]
+        add_choice(schema, cases)
+
+
+def _counted(schema: Schema, bounds: Schema) -> list[Schema] | None:
     """The cases of an object with a bound number of properties, some of which may lack; None: they
     are too many."""
     required = frozenset(schema.get("required") or ())
     properties = schema.get("properties") or {}
-    listed = [name for name, part in properties.items() if part is not False]
-    free = [name for name in listed if name not in required]
+    free = [name for name, part in properties.items() if part is not False and name not in required]
     is_open = schema.get("additionalProperties") is not False or schema.get("patternProperties")
-    bounds: Schema = {
-        key: schema[key] for key in ("minProperties", "maxProperties") if key in schema
-    }
-    least = max(0, schema.get("minProperties", 0) - len(required))
-    has_most = "maxProperties" in schema
-    most = min(schema["maxProperties"] - len(required) if has_most else len(free), len(free))
+    least = max(0, bounds.get("minProperties", 0) - len(required))
+    has_most = "maxProperties" in bounds
+    most = min(bounds["maxProperties"] - len(required) if has_most else len(free), len(free))
     sizes = range(0 if is_open else least, most + 1 if has_most else min(least, len(free)) + 1)
     if sum(comb(len(free), size) for size in sizes) > _MAX_CASES:
         return None
@@ -157,101 +225,3 @@ def counted(schema: Schema) -> list[Schema] | None:
             case = case_schema({**dict.fromkeys(there, True), **dict.fromkeys(absent, False)})
             found.append(case if is_enough or not is_open else {**case, **bounds})
     return found
-
-
-def _part(key: str, value: Any) -> Formula | None:
-    if key == "required" and isinstance(value, list):
-        names = frozenset(value)
-        return Formula(names, names.issubset)
-    if key == "not":
-        inner = formula_of(value)
-        return None if inner is None else inner.negated()
-    if key in ("allOf", "anyOf", "oneOf") and isinstance(value, list):
-        parts = [formula_of(each) for each in value]
-        if any(part is None for part in parts):
-            return None
-        join = {"allOf": all, "anyOf": any, "oneOf": _one}[key]
-        return _joined([part for part in parts if part is not None], join)
-    is_dependence = key in ("dependentRequired", "dependencies") and isinstance(value, dict)
-    if is_dependence and all(isinstance(names, list) for names in value.values()):
-        return _joined([_dependence(name, names) for name, names in value.items()], all)
-    return None
-
-
-def _dependence(name: str, others: list[str]) -> Formula:
-    wanted = frozenset(others)
-    return Formula(wanted | {name}, lambda present: name not in present or wanted <= present)
-
-
-def _joined(parts: list[Formula], join: Callable[[Iterator[bool]], bool]) -> Formula:
-    names = frozenset[str]().union(*(part.names for part in parts))
-    return Formula(names, lambda present: join(part.holds(present) for part in parts))
-
-
-def _one(values: Iterator[bool]) -> bool:
-    return sum(values) == 1
-
-
-_Cube = tuple[frozenset[str], frozenset[str]]
-
-
-def _covering(cubes: list[_Cube]) -> list[_Cube]:
-    """The same combinations in as few cases as a greedy choice finds: Quine and McCluskey's prime
-    implicants, the widest first."""
-    wanted, primes, level = set(cubes), set[_Cube](), set(cubes)
-    while level:
-        merged, used = set[_Cube](), set[_Cube]()
-        for present, absent in level:
-            for name in present:
-                other = (present - {name}, absent | {name})
-                if other in level:
-                    merged.add((present - {name}, absent))
-                    used |= {other, (present, absent)}
-        primes |= level - used
-        level = merged
-    chosen: list[_Cube] = []
-    for present, absent in sorted(primes, key=lambda c: (len(c[0] | c[1]), *map(sorted, c))):
-        covered = {cube for cube in wanted if present <= cube[0] and absent <= cube[1]}
-        if covered:
-            chosen.append((present, absent))
-            wanted -= covered
-    return chosen
-
-
-def endless(root: Schema) -> dict[str, NothingLeftError]:
-    """The definitions, by their places, whose values would all be infinitely deep."""
-    parts = {place_of_reference(each): referred(root, each) for each in ("#", *references(root))}
-    while ended := [place for place, part in parts.items() if _ends(part, parts)]:
-        for place in ended:
-            del parts[place]
-    return {
-        place: NothingLeftError(
-            f"{place} needs itself, so that no value of it ends: let a property be absent or null"
-        )
-        for place in parts
-    }
-
-
-def _ends(schema: Any, open_places: Container[str]) -> bool:
-    """True if a schema may have a finite value when those at `open_places` have none."""
-    if not isinstance(schema, dict):
-        return True
-    own = schema.get("$ref")
-    if isinstance(own, str) and place_of_reference(own) in open_places:
-        return False
-    for key, rule in (("allOf", all), ("anyOf", any), ("oneOf", any)):
-        parts = schema.get(key)
-        if parts and not rule(_ends(part, open_places) for part in parts):
-            return False
-    return all(_ends(part, open_places) for part in _needed(schema))
-
-
-def _needed(schema: Schema) -> list[Any]:
-    """The parts that every value of a schema has."""
-    if schema.get("type") == "object":
-        properties = schema.get("properties", {})
-        return [properties.get(name) for name in schema.get("required", ())]
-    if schema.get("type") == "array":
-        least, first = int(schema.get("minItems", 0)), schema.get("prefixItems", [])
-        return [*first[:least], schema.get("items") if least > len(first) else None]
-    return []

@@ -4,27 +4,33 @@ refused by their names and places."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from itertools import permutations
-from math import perm
+from itertools import pairwise, permutations
 from typing import Any
 
 from vllmx_core.errors import GrammarError, shown
 
-from vllmx_engine.grammar.disjoint import equal, type_of, values_of
-from vllmx_engine.grammar.keywords import bounded_type, fractions, impossible, outside
-from vllmx_engine.grammar.presence import (
+from vllmx_engine.grammar.emptiness import check_values
+from vllmx_engine.grammar.keywords import bounded_type, fractions, outside
+from vllmx_engine.grammar.parts import (
     ANNOTATIONS,
     NothingLeftError,
+    Schema,
+    add_choice,
+    is_among,
+    own_types,
+    types_of_value,
+    values_of,
+)
+from vllmx_engine.grammar.presence import (
     case_schema,
-    counted,
     formula_of,
-    hold,
-    said_by,
+    of_object,
+    rewrite_counts,
+    rewrite_presence,
 )
 
-Schema = dict[str, Any]
-_TYPES = ("null", "boolean", "object", "array", "string", "number")
 _MAX_ARRAYS = 400
 """Arrays of different items that are listed one by one."""
 _MAX_HOLES = 16
@@ -34,72 +40,15 @@ _MAX_HOLES = 16
 def rewrite(schema: Schema, path: str) -> Schema:
     """The schema without these keywords; its parts are left as they are. Raises GrammarError."""
     found = dict(schema)
-    _check_possible(found, path)
+    check_values(found, path)
     _conditions(found, path)
-    _presence(found, path)
-    _counts(found, path)
+    rewrite_presence(found, path)
+    rewrite_counts(found, path)
     if "not" in found:
         exclude(found, found.pop("not"), path)
     if found.get("uniqueItems") is not None:
         _unique_items(found, path)
     return found
-
-
-def _check_possible(schema: Schema, path: str) -> None:
-    """Raises NothingLeftError for bounds that no value keeps."""
-    values = values_of(schema)
-    if values is not None:
-        listed = "const" if "const" in schema else "enum"
-        own = set(_own_types(schema)) if "type" in schema else None
-        own = own | {"integer"} if own and "number" in own else own
-        others = (
-            schema["enum"] if "const" in schema and isinstance(schema.get("enum"), list) else None
-        )
-        if others is not None and not any(equal(values[0], other) for other in others):
-            raise NothingLeftError(f"const at {path} is not in its enum: nothing is left")
-        if not any(own is None or _names(value) & own for value in values):
-            raise NothingLeftError(
-                f"{listed} at {path} has no value of the schema's type: nothing is left"
-            )
-        return
-    whys = [impossible(kind, schema) for kind in _own_types(schema)]
-    if whys and all(why is not None for why in whys):
-        raise NothingLeftError(f"{whys[0]} at {path}: nothing is left")
-
-
-def _counts(schema: Schema, path: str) -> None:
-    """Replaces bounds on the number of properties by cases if some are optional: the library
-    counts them only if all are required."""
-    keys = [key for key in ("minProperties", "maxProperties") if schema.get(key) is not None]
-    required = set(schema.get("required") or ())
-    may_lack = any(name not in required for name in _mapping(schema, "properties"))
-    if not keys or schema.get("type") != "object" or not may_lack:
-        return
-    cases = counted(schema)
-    if cases is not None:
-        if not cases:
-            raise NothingLeftError(f"{keys[0]} at {path} leaves no object: nothing is left")
-        for key in keys:
-            del schema[key]
-        schema["allOf"] = [*(schema.get("allOf") or ()), {"anyOf": cases}]
-
-
-# --- which properties there are -------------------------------------------------------------------
-def _presence(schema: Schema, path: str) -> None:
-    """Holds an object to the keywords that speak of nothing but which properties it has."""
-    if schema.get("type") == "object":
-        for key in ("allOf", "anyOf", "oneOf"):
-            if isinstance(schema.get(key), list):
-                schema[key] = [_of_object(branch) for branch in schema[key]]
-    for key in ("oneOf", "not", "dependentRequired", "dependencies"):
-        formula = said_by(schema, key)
-        if formula is None:
-            continue
-        if "type" not in schema and not formula.holds_of_others:
-            schema["type"] = "object"
-        if schema.get("type") == "object":
-            del schema[key]
-            hold(schema, formula, key, path)
 
 
 # --- if -------------------------------------------------------------------------------------------
@@ -132,7 +81,7 @@ _CONDITION = ANNOTATIONS | {"if", "then", "else"}
 def _dependences(schema: Schema, path: str) -> Iterator[tuple[Schema, str]]:
     """The schemas that hold where a property is present, as conditions."""
     for key in ("dependentSchemas", "dependencies"):
-        found = _mapping(schema, key)
+        found = schema.get(key) or {}
         if not any(isinstance(part, dict | bool) for part in found.values()):
             continue
         del schema[key]
@@ -149,12 +98,12 @@ def _branches(schema: Schema, condition: Schema, path: str) -> Iterator[Any]:
     if formula is None and values is None:
         yield from _cases_of_any(schema, condition, path)
         return
-    own = _own_types(schema)
+    own = own_types(schema)
     others = [name for name in own if name != "object"]
     if others:  # they meet what is said of properties alone, where they need not be objects
-        is_met = formula.holds_of_others if formula else "type" not in tested
-        is_met = is_met and not (isinstance(tested, dict) and tested.get("type") == "object")
-        yield from _with({"type": others}, then if is_met else otherwise, of_object=False)
+        is_met = formula is None or formula.holds_of_others
+        is_met = is_met and not (isinstance(tested, dict) and "type" in tested)
+        yield from _with({"type": others}, then if is_met else otherwise, is_object=False)
     if "object" not in own:
         return
     if formula is None:
@@ -172,7 +121,7 @@ def _cases_of_any(schema: Schema, condition: Schema, path: str) -> Iterator[Any]
     complement can be expressed."""
     tested = condition["if"]
     values = values_of(schema)
-    reverse: Schema = {"type": _own_types(schema)} if values is None else {"enum": values}
+    reverse: Schema = {"type": own_types(schema)} if values is None else {"enum": values}
     otherwise = condition.get("else", True)
     try:
         exclude(reverse, tested, path)
@@ -184,23 +133,22 @@ def _cases_of_any(schema: Schema, condition: Schema, path: str) -> Iterator[Any]
             " which properties there are, or at types and bounds: write other cases as branches"
             " of anyOf"
         ) from None
-    yield from _with(tested, condition.get("then", True), of_object=False)
-    yield from _with(reverse, otherwise, of_object=False)
+    yield from _with(tested, condition.get("then", True), is_object=False)
+    yield from _with(reverse, otherwise, is_object=False)
 
 
 def _cases_of_values(
     schema: Schema, condition: Schema, name: str, tested: list[Any], path: str
 ) -> Iterator[Any]:
-    domain = _domain(_mapping(schema, "properties").get(name))
+    domain = _domain((schema.get("properties") or {}).get(name))
     if domain is None:
         raise GrammarError(
             f"if at {path} looks at the property {shown(name)}, which can be held where that has"
             " an enum, a const or the type boolean: give it one next to the if, or write the cases"
             " as branches of anyOf"
         )
-    is_met = [any(equal(value, other) for other in tested) for value in domain]
     for key, wanted in (("then", True), ("else", False)):
-        values = [value for value, met in zip(domain, is_met, strict=True) if met is wanted]
+        values = [value for value in domain if is_among(value, tested) is wanted]
         branch = condition.get(key, True)
         if values and branch is not False:
             yield _restricted(branch, name, values)
@@ -210,17 +158,12 @@ def _cases_of_values(
         yield from _with(case_schema({name: False}), branch)
 
 
-def _with(case: Schema, branch: Any, *, of_object: bool = True) -> Iterator[Schema]:
+def _with(case: Schema, branch: Any, *, is_object: bool = True) -> Iterator[Schema]:
     """A case with what holds in it; nothing, where nothing does."""
     if branch is True or branch == {}:
         yield case
     elif branch is not False:
-        yield {"allOf": [case, _of_object(branch) if of_object else branch]}
-
-
-def _of_object(branch: Any) -> Any:
-    """A branch of a schema of objects: it need not say what they are."""
-    return {"type": "object", **branch} if isinstance(branch, dict) else branch
+        yield {"allOf": [case, of_object(branch) if is_object else branch]}
 
 
 def _restricted(branch: Any, name: str, values: list[Any]) -> Schema:
@@ -228,25 +171,26 @@ def _restricted(branch: Any, name: str, values: list[Any]) -> Schema:
     one = {"type": "object", "properties": {name: {"enum": values}}, "required": [name]}
     if branch is True or not branch:
         return one
-    is_typed = branch.get("type", "object") != "object"
-    if is_typed or name in _mapping(branch, "properties") or "allOf" in branch:
+    properties = branch.get("properties") or {}
+    if branch.get("type", "object") != "object" or name in properties or "allOf" in branch:
         return {"allOf": [one, branch]}
     required = [*(branch.get("required") or ()), name]
-    properties = {**_mapping(branch, "properties"), name: {"enum": values}}
+    properties = {**properties, name: {"enum": values}}
     return {**branch, "type": "object", "properties": properties, "required": required}
 
 
-def _tested(test: Any) -> tuple[str, list[Any]] | None:
+def _tested(test: Schema) -> tuple[str, list[Any]] | None:
     """The property that a condition looks at, and the values that meet it; None: it is another."""
-    properties = _mapping(test, "properties") if isinstance(test, dict) else {}
-    others = set(test) - {"properties", "required", "type"} - ANNOTATIONS if properties else {""}
-    if len(properties) == 1 and not others and test.get("type", "object") == "object":
-        ((name, part),) = properties.items()
-        values = values_of(part) if isinstance(part, dict) else None
-        is_plain = values is not None and not set(part) - {"const", "enum"} - ANNOTATIONS
-        if values is not None and is_plain and set(test.get("required") or ()) <= {name}:
-            return name, values
-    return None
+    properties = test.get("properties") or {}
+    others = set(test) - {"properties", "required", "type"} - ANNOTATIONS
+    if len(properties) != 1 or others or test.get("type", "object") != "object":
+        return None
+    ((name, part),) = properties.items()
+    is_listed = isinstance(part, dict) and not set(part) - {"const", "enum"} - ANNOTATIONS
+    values = values_of(part) if is_listed else None
+    if values is None or set(test.get("required") or ()) - {name}:
+        return None
+    return name, values
 
 
 def _domain(schema: Any) -> list[Any] | None:
@@ -267,11 +211,11 @@ def exclude(schema: Schema, excluded: Any, path: str) -> None:
     keys = set(excluded) - ANNOTATIONS if isinstance(excluded, dict) else set()
     if excluded is False:
         return
-    if not keys:
-        raise _nothing_left(path)
-    values = values_of(excluded)
+    values = values_of(excluded) if keys else None
     bounded = bounded_type(keys - {"type"})
-    if keys == {"type"}:
+    if not keys:
+        _leave(schema, "type", [], path)
+    elif keys == {"type"}:
         _without_types(schema, excluded["type"], path)
     elif values is not None and not keys - {"const", "enum"}:
         _without_values(schema, values, path)
@@ -296,7 +240,7 @@ def _without_bounds(schema: Schema, excluded: Schema, bounded: str, path: str) -
     if kind is not None and of_type != bounded:  # the bounds say nothing of that type
         _without_types(schema, kind, path)
         return
-    own = _own_types(schema)
+    own = own_types(schema)
     numeric = {"number", "integer"}
     rest = [name for name in own if name != bounded and not {name, bounded} <= numeric]
     options: list[Schema] = [{"type": rest}] if rest and kind is not None else []
@@ -306,46 +250,40 @@ def _without_bounds(schema: Schema, excluded: Schema, bounded: str, path: str) -
         options += outside(left, bounds)
         if kind == "integer" and "number" in own:
             options += fractions(schema, path)
-    if not options:
-        raise _nothing_left(path)
-    schema["allOf"] = [*(schema.get("allOf") or ()), {"anyOf": options}]
+    _leave(schema, "anyOf", options, path)
 
 
 def _without_types(schema: Schema, types: Any, path: str) -> None:
     excluded = {types} if isinstance(types, str) else set(types)
     values = values_of(schema)
     if values is not None:
-        _set_values(schema, [v for v in values if not _names(v) & excluded], path)
+        _leave(schema, "enum", [v for v in values if not types_of_value(v) & excluded], path)
         return
-    own = _own_types(schema)
+    own = own_types(schema)
     if "number" in own and "integer" in excluded and "number" not in excluded:
         rest = [name for name in own if name not in {"number", *excluded}]
         others: list[Schema] = [{"type": rest}] if rest else []
-        options = [*others, *fractions(schema, path)]
-        schema["allOf"] = [*(schema.get("allOf") or ()), {"anyOf": options}]
+        add_choice(schema, [*others, *fractions(schema, path)])
         return
     if "number" in excluded:
         excluded.add("integer")
-    _set_types(schema, [name for name in own if name not in excluded], path)
+    _leave(schema, "type", [name for name in own if name not in excluded], path)
 
 
 def _without_values(schema: Schema, excluded: list[Any], path: str) -> None:
     values = _domain(schema)
     if values is not None:
-        kept = [v for v in values if not any(equal(v, other) for other in excluded)]
-        _set_values(schema, kept, path)
+        _leave(schema, "enum", [v for v in values if not is_among(v, excluded)], path)
         return
-    own = _own_types(schema)
-    relevant = [value for value in excluded if _names(value) & set(own)]
+    own = own_types(schema)
+    relevant = [value for value in excluded if types_of_value(value) & set(own)]
     if not relevant:
         return
     if all(value is None for value in relevant):
-        _set_types(schema, [name for name in own if name != "null"], path)
+        _leave(schema, "type", [name for name in own if name != "null"], path)
     elif own == ["integer"] and len(relevant) <= _MAX_HOLES:
-        ranges = list(_between(sorted({int(value) for value in relevant}), schema))
-        if not ranges:
-            raise _nothing_left(path)
-        schema["allOf"] = [*(schema.get("allOf") or ()), {"anyOf": ranges}]
+        holes = sorted({int(value) for value in relevant})
+        _leave(schema, "anyOf", list(_between(holes, schema)), path)
     else:
         raise GrammarError(
             f"not at {path} excludes single values ({shown(relevant[0])}) of what has no enum,"
@@ -355,47 +293,26 @@ def _without_values(schema: Schema, excluded: list[Any], path: str) -> None:
 
 def _between(holes: list[int], schema: Schema) -> Iterator[Schema]:
     """Whole numbers below, between and above those that are excluded, as far as they may be."""
-    least, most = schema.get("minimum"), schema.get("maximum")
-    for low, high in zip([None, *holes], [*holes, None], strict=True):
-        bounds = {
-            "minimum": None if low is None else low + 1,
-            "maximum": None if high is None else high - 1,
-        }
-        lower = max((x for x in (bounds["minimum"], least) if x is not None), default=None)
-        upper = min((x for x in (bounds["maximum"], most) if x is not None), default=None)
-        if lower is None or upper is None or lower <= upper:
-            yield {"type": "integer", **{k: x for k, x in bounds.items() if x is not None}}
+    least, most = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
+    for low, high in pairwise([-math.inf, *holes, math.inf]):
+        if max(low + 1, least) <= min(high - 1, most):
+            bounds = {"minimum": low + 1, "maximum": high - 1}
+            yield {"type": "integer", **{k: x for k, x in bounds.items() if abs(x) != math.inf}}
 
 
-def _own_types(schema: Schema) -> list[str]:
-    named = schema.get("type", list(_TYPES))
-    return [named] if isinstance(named, str) else list(named)
-
-
-def _names(value: Any) -> set[str]:
-    """The types that a value has."""
-    name = type_of(value)
-    is_whole = name == "number" and float(value).is_integer()
-    return {name, "integer"} if is_whole else {name}
-
-
-def _set_values(schema: Schema, values: list[Any], path: str) -> None:
-    if not values:
-        raise _nothing_left(path)
-    schema.pop("const", None)
-    schema["enum"] = values
-
-
-def _set_types(schema: Schema, names: list[str], path: str) -> None:
-    if not names:
-        raise _nothing_left(path)
-    schema["type"] = names[0] if len(names) == 1 else names
-
-
-def _nothing_left(path: str) -> NothingLeftError:
-    return NothingLeftError(
-        f"not at {path} excludes all that the schema allows there: nothing is left"
-    )
+def _leave(schema: Schema, key: str, left: list[Any], path: str) -> None:
+    """Holds a schema to what is left of its types, values or branches. Raises NothingLeftError."""
+    if not left:
+        raise NothingLeftError(
+            f"not at {path} excludes all that the schema allows there: nothing is left"
+        )
+    if key == "anyOf":
+        add_choice(schema, left)
+    elif key == "enum":
+        schema.pop("const", None)
+        schema["enum"] = left
+    else:
+        schema["type"] = left[0] if len(left) == 1 else left
 
 
 # --- uniqueItems ----------------------------------------------------------------------------------
@@ -409,10 +326,10 @@ def _unique_items(schema: Schema, path: str) -> None:
     keys = {"type", "items", "minItems", "maxItems"}
     is_alone = not {key for key in schema if not key.startswith("$")} - ANNOTATIONS - keys
     if schema.get("type") == "array" and values is not None and is_alone:
-        items = _different(values)
+        items = [each for n, each in enumerate(values) if not is_among(each, values[:n])]
         longest = len(items) if most is None else min(most, len(items))
         sizes = range(schema.get("minItems", 0), longest + 1)
-        if 0 < sum(perm(len(items), size) for size in sizes) <= _MAX_ARRAYS:
+        if 0 < sum(math.perm(len(items), size) for size in sizes) <= _MAX_ARRAYS:
             arrays = [list(each) for size in sizes for each in permutations(items, size)]
             for key in keys & set(schema):
                 del schema[key]
@@ -423,16 +340,3 @@ def _unique_items(schema: Schema, path: str) -> None:
         " of them, or more with a small maxItems): items cannot be compared while an answer is"
         " written, so leave it out or list the items"
     )
-
-
-def _different(values: list[Any]) -> list[Any]:
-    found: list[Any] = []
-    for value in values:
-        if not any(equal(value, other) for other in found):
-            found.append(value)
-    return found
-
-
-def _mapping(schema: Any, key: str) -> dict[str, Any]:
-    found = schema.get(key)
-    return found if isinstance(found, dict) else {}

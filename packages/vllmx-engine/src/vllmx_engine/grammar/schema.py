@@ -1,64 +1,78 @@
 """JSON schemas made ready for llguidance: what it does not take is written another way where that
 says exactly the same, and refused by its name where nothing does.
 
-The library checks most keywords itself. Here stand those that it refuses although they can be said
-otherwise, and the few that it would hold wrongly.
+The passes over a schema: `keywords` checks the kinds of all values; `emptiness` finds definitions
+that need themselves; all definitions move to where the library looks for them; then each schema is
+rewritten, its parts first. That last pass is repeated while it finds definitions that allow
+nothing. The library checks most keywords itself.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
 from vllmx_core.errors import GrammarError, shown
 
-from vllmx_engine.grammar.disjoint import Disjoint, place_of_reference, references, referred
-from vllmx_engine.grammar.keywords import check_kinds, is_number, narrow
-from vllmx_engine.grammar.presence import ANNOTATIONS, NothingLeftError, endless
+from vllmx_engine.grammar.disjoint import Disjoint
+from vllmx_engine.grammar.emptiness import check_required, endless
+from vllmx_engine.grammar.keywords import check_bounds, check_kinds, narrow
+from vllmx_engine.grammar.parts import (
+    ANNOTATIONS,
+    PARTS,
+    NothingLeftError,
+    Schema,
+    add_choice,
+    all_parts,
+    place_of_reference,
+    references,
+    referred,
+    resolved,
+    with_parts,
+)
 from vllmx_engine.grammar.rewrites import exclude, rewrite
 
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
 """Formats that are held. Others are annotations, as the specification has it of all by default."""
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties", "additionalItems", "contains")
 _COMPOSED = ("$ref", "allOf", "anyOf", "oneOf", "dependentSchemas", "$dynamicRef")
 _OF_REFERENCES = "%#/?:@!$&'()*+,;=-._~"
 """Characters that stay as they are in a reference, next to letters and digits."""
-_TESTS = ("not", "if", "then", "else", "propertyNames")
-Schema = dict[str, Any]
 
 
 def prepare(schema: Schema) -> Schema:
     """The same schema in the library's words. Raises GrammarError by the keyword that cannot be
     held."""
     try:
-        for path, part in all_parts(schema):
-            check_kinds(part, path)
+        _check_all_kinds(schema)
         empty = endless(schema)
         if "#" in empty:
             raise empty["#"]
-        schema, moved = _with_all_definitions(schema)
-        preparation = _Preparation(schema, empty, moved)
-        prepared = preparation.of(schema, "#")
-        while new := preparation.empty_definitions():
-            preparation = _Preparation(schema, {**empty, **new}, moved)
-            prepared = preparation.of(schema, "#")
+        root, moved = _with_all_definitions(schema)
+        while True:
+            preparation = _Preparation(root, empty, moved)
+            prepared = preparation.of(root, "#")
+            found = preparation.empty_definitions()
+            if found.keys() <= empty.keys():
+                break
+            empty |= found
     except RecursionError:
         raise GrammarError("the schema is nested too deeply: flatten it") from None
     except GrammarError:
         raise
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
         raise GrammarError("a keyword of the schema has a value of the wrong type") from None
     if prepared is False:
         raise preparation.nothing_left["#"]
-    found: Schema = prepared
-    return found
+    assert isinstance(prepared, dict), "the schema is one"
+    return prepared
+
+
+def _check_all_kinds(schema: Any, path: str = "#") -> None:
+    for where, part in all_parts(schema, path):
+        check_kinds(part, where)
 
 
 class _Preparation:
@@ -72,9 +86,8 @@ class _Preparation:
     def __init__(
         self, root: Schema, empty: dict[str, NothingLeftError], moved: dict[str, str]
     ) -> None:
-        self._moved = moved
+        self._root, self._empty, self._moved = root, empty, moved
         self._disjoint = Disjoint(root)
-        self._empty = empty
         self.nothing_left: dict[str, NothingLeftError] = {}
         """Why schemas allow nothing, by their places."""
 
@@ -89,14 +102,10 @@ class _Preparation:
             self.nothing_left[path] = error
             return False
 
-    def empty_definitions(self) -> dict[str, NothingLeftError] | None:
-        """The definitions that allow nothing; None: there are no more than were known."""
-        found = {
-            path: error
-            for path, error in self.nothing_left.items()
-            if re.fullmatch(r"#/(\$defs|definitions)/[^/]*", path)
-        }
-        return found if found.keys() - self._empty.keys() else None
+    def empty_definitions(self) -> dict[str, NothingLeftError]:
+        """The definitions that allow nothing."""
+        is_definition = re.compile(r"#/(\$defs|definitions)/[^/]*").fullmatch
+        return {path: why for path, why in self.nothing_left.items() if is_definition(path)}
 
     def _prepared(self, schema: Schema, path: str) -> Schema:
         reference = schema.get("$ref")
@@ -104,26 +113,16 @@ class _Preparation:
             raise self._empty[place_of_reference(reference)]
         if self._branches_tell_type(schema):
             schema = {key: value for key, value in schema.items() if key != "type"}
-        found = rewrite(self._with_values(schema), path)
-        for key, part in list(_parts(found)):
-            found[key] = self._part(key, part, f"{path}/{key}")
-        self._check_required(found, path)
-        _formats(found)
+        found = with_parts(rewrite(self._with_values(schema), path), path, self.of)
+        check_required(found, path, self.nothing_left)
         self._plain(found)
         _unevaluated(found)
         _property_names(found, path)
-        _check_bounds(found, path)
+        check_bounds(found, path)
         narrow(found)
         if "oneOf" in found:
             self._one_of(found, path)
         return found
-
-    def _part(self, key: str, part: Any, path: str) -> Any:
-        if key in _MAPS and isinstance(part, dict):
-            return {name: self.of(inner, f"{path}/{name}") for name, inner in part.items()}
-        if isinstance(part, list):
-            return [self.of(inner, f"{path}/{number}") for number, inner in enumerate(part)]
-        return self.of(part, path)
 
     def _with_values(self, schema: Schema) -> Schema:
         """A schema with what its rewrites compare by values in place of references."""
@@ -138,14 +137,16 @@ class _Preparation:
         return found
 
     def _value(self, part: Any) -> Any:
-        resolved = self._disjoint.resolved(part)
-        return part if resolved is None else resolved
+        found = resolved(self._root, part)
+        return part if found is None else found
 
     def _plain(self, schema: Schema) -> None:
         """Drops annotations, next to which the library does not take recursive references, and
         encodes references, which it takes only as URIs."""
-        for key in [key for key in schema if key in ANNOTATIONS or key.startswith("x-")]:
-            del schema[key]
+        for key in list(schema):
+            is_other = key == "format" and schema[key] not in FORMATS
+            if is_other or key in ANNOTATIONS or key.startswith("x-"):
+                del schema[key]
         if "$ref" in schema:
             reference: str = schema["$ref"]
             reference = self._moved.get(place_of_reference(reference), reference)
@@ -158,33 +159,13 @@ class _Preparation:
         if keys not in ({"type", "anyOf"}, {"type", "oneOf"}):
             return False
         kind, (key,) = schema["type"], keys - {"type"}
-        branches = [self._disjoint.resolved(each) for each in schema[key]]
+        branches = [resolved(self._root, each) for each in schema[key]]
         return all(isinstance(each, dict) and each.get("type") == kind for each in branches)
-
-    def _check_required(self, schema: Schema, path: str) -> None:
-        """Raises NothingLeftError where a part allows nothing that the schema needs."""
-        needed = [f"allOf/{number}" for number, _ in enumerate(schema.get("allOf") or ())]
-        if schema.get("type") == "object":
-            needed += [f"properties/{name}" for name in schema.get("required") or ()]
-        if schema.get("type") == "array" and schema.get("minItems", 0) > 0:
-            needed += [] if schema.get("prefixItems") else ["items"]
-        for key in ("anyOf", "oneOf"):
-            parts = schema.get(key)
-            if isinstance(parts, list) and parts and all(part is False for part in parts):
-                needed.append(f"{key}/0")
-        for place in needed:
-            if (error := self.nothing_left.get(f"{path}/{place}")) is not None:
-                raise error
-        if schema.get("type") == "object":
-            _check_names(schema, path)
 
     def _one_of(self, schema: Schema, path: str) -> None:
         """Turns `oneOf` into `anyOf` where branches exclude each other, or are made to: at most one
         of them holds then."""
-        branches = schema.pop("oneOf")
-        if not isinstance(branches, list):
-            raise GrammarError(f"oneOf at {path} is a list of schemas, got {shown(branches)}")
-        kept: list[Any] = []
+        branches, kept = schema.pop("oneOf"), list[Any]()
         for number, branch in enumerate(branches):
             alone = branch
             for other in (*branches[:number], *branches[number + 1 :]):
@@ -194,7 +175,7 @@ class _Preparation:
         if not kept:
             raise NothingLeftError(f"oneOf at {path} has no branch that can hold alone")
         if "anyOf" in schema:
-            schema["allOf"] = [*(schema.get("allOf") or ()), {"anyOf": kept}]
+            add_choice(schema, kept)
         else:
             schema["anyOf"] = kept
 
@@ -209,7 +190,7 @@ class _Preparation:
             return self._requiring(alone, name, path)
         found = dict(self._inlined(alone, path))
         try:
-            exclude(found, self._disjoint.resolved(other), path)
+            exclude(found, resolved(self._root, other), path)
         except NothingLeftError:
             return False
         except GrammarError:
@@ -228,50 +209,20 @@ class _Preparation:
 
     def _inlined(self, branch: Any, path: str) -> Schema:
         """A branch without its reference, ready to be changed."""
-        resolved = self._disjoint.resolved(branch)
-        found = branch if resolved is branch else self._prepared(resolved, path)
+        own = resolved(self._root, branch)
+        found = branch if own is branch else self._prepared(own, path)
         return found if isinstance(found, dict) else {}
-
-
-def _check_names(schema: Schema, path: str) -> None:
-    """Raises NothingLeftError where an object must have a property that it may not have."""
-    properties, required = schema.get("properties") or {}, schema.get("required") or ()
-    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
-    for name in required:
-        if name in properties and properties[name] is not False:
-            continue
-        if name in properties or is_closed:
-            raise NothingLeftError(
-                f"required at {path} names the property {shown(name)}, which the schema excludes:"
-                " nothing is left"
-            )
-    most = schema.get("maxProperties")
-    if isinstance(most, int) and len(set(required)) > most:
-        raise NothingLeftError(
-            f"required at {path} names more properties than maxProperties {most}: nothing is left"
-        )
-
-
-def _parts(
-    schema: Schema, keys: tuple[str, ...] = (*_MAPS, *_LISTS, *_SINGLE)
-) -> Iterator[tuple[str, Any]]:
-    for key in keys:
-        if isinstance(schema.get(key), dict | list):
-            yield key, schema[key]
-
-
-def _formats(schema: Schema) -> None:
-    if "format" in schema and schema["format"] not in FORMATS:
-        del schema["format"]
 
 
 def _with_all_definitions(root: Schema) -> tuple[Schema, dict[str, str]]:
     """A schema with all that it refers to among its parts, and new references to what was moved:
     definitions may be anywhere, such as in OpenAPI's `components`."""
     moved: dict[str, Any] = {}
-    for reference in references(root):
-        if reference.split("/")[1] not in (*_MAPS, *_LISTS, *_SINGLE, *_TESTS):
-            moved[place_of_reference(reference)[2:]] = referred(root, reference)
+    for reference in sorted(references(root)):
+        if reference.split("/")[1] not in PARTS:
+            place = place_of_reference(reference)[2:]
+            moved[place] = referred(root, reference)
+            _check_all_kinds(moved[place], f"#/$defs/{place}")
     if not moved:
         return root, {}
     escaped = {name: name.replace("~", "~0").replace("/", "~1") for name in moved}
@@ -295,9 +246,7 @@ def _property_names(schema: Schema, path: str) -> None:
     names = schema.get("propertyNames")
     if names is None:
         return
-    rest = (
-        {key: value for key, value in names.items() if key != "type"} if names is not True else {}
-    )
+    rest = {} if names is True else {key: names[key] for key in names if key != "type"}
     others = schema.get("additionalProperties", {})
     if not rest:
         del schema["propertyNames"]
@@ -311,52 +260,3 @@ def _property_names(schema: Schema, path: str) -> None:
         raise GrammarError(f"propertyNames at {path} can be held as a pattern or an enum alone")
     if schema.pop("propertyNames", None) is not None:
         schema["additionalProperties"] = False
-
-
-def _check_bounds(schema: Schema, path: str) -> None:
-    """Refuses bounds that the library gets wrong: between two whole numbers it takes a lower bound
-    that is whole, or an upper one below zero, as allowed although it is excluded."""
-    low, high = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
-    for bound, other in ((low, schema.get("maximum", high)), (high, schema.get("minimum", low))):
-        if schema.get("type") == "integer" or not (is_number(bound) and is_number(other)):
-            continue
-        if _is_whole(bound) and not _is_whole(other) and abs(bound - other) < 1:
-            raise GrammarError(
-                f"the excluded bound {bound} at {path} cannot be held together with {other}: use"
-                " minimum or maximum"
-            )
-
-
-def _is_whole(value: float) -> bool:
-    return value == math.floor(value)
-
-
-def place_of(schema: Any, keyword: str) -> str | None:
-    """The place where a schema has a keyword, in the words of its error messages."""
-    return next((path for path, part in all_parts(schema) if keyword in part), None)
-
-
-def place_of_required(schema: Any, name: str) -> str | None:
-    """The place where a schema requires a property that it describes."""
-    for path, part in all_parts(schema):
-        if name in (part.get("required") or ()) and name in (part.get("properties") or {}):
-            return path
-    return None
-
-
-def all_parts(schema: Any, path: str = "#") -> Iterator[tuple[str, Schema]]:
-    """A schema and all schemas in it, with their places."""
-    if isinstance(schema, dict):
-        yield path, schema
-        for key, part in _parts(schema, (*_MAPS, *_LISTS, *_SINGLE, *_TESTS)):
-            for where, each in _places(key, part, f"{path}/{key}"):
-                yield from all_parts(each, where)
-
-
-def _places(key: str, part: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if key in _MAPS and isinstance(part, dict):
-        yield from ((f"{path}/{name}", each) for name, each in part.items())
-    elif isinstance(part, list):
-        yield from ((f"{path}/{number}", each) for number, each in enumerate(part))
-    else:
-        yield path, part

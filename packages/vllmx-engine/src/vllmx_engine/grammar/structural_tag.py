@@ -14,9 +14,9 @@ from typing import Any
 from vllmx_core.errors import GrammarError, listing, shown
 
 from vllmx_engine.grammar.characters import lark_text, regex_of_text
-from vllmx_engine.grammar.disjoint import values_of
 from vllmx_engine.grammar.gbnf import is_gbnf
 from vllmx_engine.grammar.gbnf_lark import lark_of_gbnf
+from vllmx_engine.grammar.parts import values_of
 from vllmx_engine.grammar.vocabulary import Lexicon
 
 Element = dict[str, Any]
@@ -93,12 +93,8 @@ Mark = str | int
 """A text, which may name special tokens, or the id of a token."""
 _FREE = frozenset(
     (
-        "any_text",
-        "any_tokens",
-        "triggered_tags",
-        "dispatch",
-        "token_triggered_tags",
-        "token_dispatch",
+        *("any_text", "any_tokens", "triggered_tags", "dispatch"),
+        *("token_triggered_tags", "token_dispatch"),
     )
 )
 """Types that end where what follows them begins."""

@@ -54,11 +54,8 @@ def bare(data: bytes, where: str) -> Bare:
     form = form_of(data)
     if form == "JPEG":
         return _bare_jpeg(data, where)
-    if form == "PNG":
-        return Bare(_bare_png(data, where), {})
-    if form == "GIF":
-        return Bare(_bare_gif(data, where), {})
-    return Bare(data, {})
+    bare_data = {"PNG": _bare_png, "GIF": _bare_gif}.get(form or "")
+    return Bare(data if bare_data is None else bare_data(data, where), {})
 
 
 def form_of(data: bytes) -> str | None:
@@ -68,10 +65,12 @@ def form_of(data: bytes) -> str | None:
     return next((form for start, form in _STARTS.items() if data.startswith(start)), None)
 
 
-def _too_much(where: str, form: str, most: int, of: str, remedy: str = "") -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{where} is a {form} of more than {most} {of}: save it again{remedy}", param=where
-    )
+def _check(count: int, most: int, where: str, form: str, of: str, remedy: str = _PLAINLY) -> None:
+    """Raises InvalidRequestError for an image of too many pieces."""
+    if count > most:
+        raise InvalidRequestError(
+            f"{where} is a {form} of more than {most} {of}: save it again{remedy}", param=where
+        )
 
 
 # --- JPEG -----------------------------------------------------------------------------------------
@@ -86,15 +85,11 @@ def _segments(data: bytes, where: str) -> Iterator[tuple[int, int, int]]:
     """(marker, start, end) of each up to the end of the picture, behind which phones put previews
     and films."""
     at, count = 2, 0
-    while (found := _MARKER.search(data, at)) is not None:
-        marker, start = found[0][1], found.start()
-        if marker == _END:
-            return
-        count += 1
-        if count > _MAX_SEGMENTS:
-            raise _too_much(where, "JPEG", _MAX_SEGMENTS, "segments", _PLAINLY)
+    while (found := _MARKER.search(data, at)) is not None and found[0][1] != _END:
+        start, count = found.start(), count + 1
+        _check(count, _MAX_SEGMENTS, where, "JPEG", "segments")
         at = found.end() + max(2, int.from_bytes(data[start + 2 : start + 4], "big"))
-        yield marker, start, at
+        yield found[0][1], start, at
 
 
 def _bare_jpeg(data: bytes, where: str) -> Bare:
@@ -105,14 +100,12 @@ def _bare_jpeg(data: bytes, where: str) -> Bare:
             if not scans:
                 kept.append(data[start:])
             scans += 1
-            if scans > _MAX_SCANS:
-                raise _too_much(where, "JPEG", _MAX_SCANS, "scans")
+            _check(scans, _MAX_SCANS, where, "JPEG", "scans", "")
         elif scans:
             continue  # libjpeg reads what is between scans, and passes over metadata at once
         elif marker in _TABLES:
             num_tables_bytes += end - start
-            if num_tables_bytes > _MAX_TABLES_BYTES:
-                raise _too_much(where, "JPEG", _MAX_TABLES_BYTES, "bytes of tables")
+            _check(num_tables_bytes, _MAX_TABLES_BYTES, where, "JPEG", "bytes of tables", "")
             kept.append(data[start:end])
         elif (marker == _JFIF and data.startswith(b"JFIF", start + 4)) or (
             marker == _ADOBE and data.startswith(b"Adobe", start + 4)
@@ -129,7 +122,7 @@ def _bare_jpeg(data: bytes, where: str) -> Bare:
 
 # --- PNG ------------------------------------------------------------------------------------------
 _RAW_EXIF = "Raw profile type exif"
-_PIXELS = frozenset({b"IHDR", b"PLTE", b"tRNS", b"IDAT"})
+_PIXELS = frozenset({b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"})
 _NOTES = (
     b"eXIf",
     b"iTXtXML:com.adobe.xmp\0",
@@ -141,28 +134,22 @@ _NOTES = (
 def _bare_png(data: bytes, where: str) -> bytes:
     """The chunks that pixels are made of: of an animation the image that is shown where animations
     are not. Intact notes move before the pixels, where reading the header finds them."""
-    kept, notes, at, count = [data[:8]], list[bytes](), 8, 0
-    pixels_at = None
-    while at + 8 <= len(data):
+    head, pixels, notes = [data[:8]], list[bytes](), list[bytes]()
+    at, count, kind = 8, 0, b""
+    while at + 8 <= len(data) and kind != b"IEND":
         size, kind = struct.unpack_from(">I4s", data, at)
-        start, at = at, at + size + 12
-        count += 1
-        if count > _MAX_PIECES:
-            raise _too_much(where, "PNG", _MAX_PIECES, "chunks", _PLAINLY)
+        start, at, count = at, at + size + 12, count + 1
+        _check(count, _MAX_PIECES, where, "PNG", "chunks")
+        chunk = data[start:at]
         if kind in _PIXELS:
-            if kind == b"IDAT" and pixels_at is None:
-                pixels_at = len(kept)
-            kept.append(data[start:at])
-        elif kind == b"IEND":
-            kept.append(data[start:at])
-            break
-        elif data.startswith(_NOTES, start + 4) and len(notes) < _MAX_NOTES:
-            chunk = data[start:at]
-            if int.from_bytes(data[at - 4 : at], "big") == zlib.crc32(chunk[4:-4]):
-                notes.append(chunk)
-    if pixels_at is not None:
-        kept[pixels_at:pixels_at] = notes
-    return b"".join(kept)
+            (pixels if pixels or kind == b"IDAT" else head).append(chunk)
+        elif chunk.startswith(_NOTES, 4) and len(notes) < _MAX_NOTES and _is_intact(chunk):
+            notes.append(chunk)
+    return b"".join([*head, *(notes if pixels else ()), *pixels])
+
+
+def _is_intact(chunk: bytes) -> bool:
+    return int.from_bytes(chunk[-4:], "big") == zlib.crc32(chunk[4:-4])
 
 
 # --- GIF ------------------------------------------------------------------------------------------
@@ -183,8 +170,7 @@ def _bare_gif(data: bytes, where: str) -> bytes:
             while at < len(data) and data[at] and count <= _MAX_PIECES:
                 at, count = at + 1 + data[at], count + 1
             at += 1
-        if count > _MAX_PIECES:
-            raise _too_much(where, "GIF", _MAX_PIECES, "blocks before its picture", _PLAINLY)
+        _check(count, _MAX_PIECES, where, "GIF", "blocks before its picture")
         if data.startswith(_CONTROL, start):
             control = data[start:at]
     return data[:head] + control + data[at:]

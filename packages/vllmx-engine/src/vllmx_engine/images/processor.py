@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from vllmx_core.errors import ConfigError, InvalidRequestError, shown
@@ -37,31 +37,44 @@ class Fit(Record):
     """Bytes of its patches."""
 
 
-class ImageProcessor(Protocol):
+class ImageProcessor:
     """A model's preparation of images, and their tokens in prompts."""
 
-    @property
-    def mark(self) -> str:
-        """The text that the chat template writes for an image."""
-        ...
+    mark: str
+    """The text that the chat template writes for an image."""
+    token: str
+    """The token that the prompt holds once for each of an image's features."""
+    around = ("", "")
+    """The texts before and behind the tokens of an image."""
+    patch: int
+    merge: int
+    """Neighbouring patches along each side that make one token."""
+    frames = 1
+    _resample: int
+    _levels: F32
 
-    @property
-    def token(self) -> str:
-        """The token that the prompt holds once for each of an image's features."""
-        ...
+    def size(self, height: int, width: int, where: str) -> tuple[int, int]:
+        """(height, width) that an image is resized to. Raises InvalidRequestError for one that the
+        model cannot see."""
+        raise NotImplementedError
 
     def written(self, num_tokens: int) -> str:
         """The text that replaces `mark` for an image of so many tokens."""
-        ...
+        return (self.token * num_tokens).join(self.around)
 
     def fit(self, height: int, width: int, where: str) -> Fit:
-        """The fit for an image of this size, without its pixels. Raises InvalidRequestError if the
-        model cannot see it."""
-        ...
+        """The fit for an image of this size, without its pixels. Raises as `size`."""
+        tall, wide = self.size(height, width, where)
+        grid = (1, tall // self.patch, wide // self.patch)
+        num_patches = grid[1] * grid[2]
+        num_bytes = num_patches * self.patch**2 * 3 * self.frames
+        return Fit(tall, wide, grid, num_patches // self.merge**2, num_bytes)
 
     def prepare(self, image: Pixels, fit: Fit) -> PreparedImage:
         """Prepares an image with the `fit` for its size."""
-        ...
+        pixels = resized(image, fit.height, fit.width, self._resample)
+        patches = patches_of(pixels, self.patch, self.merge, self.frames)
+        return PreparedImage.of(patches, self._levels, fit.grid, fit.num_tokens)
 
 
 def find_processor(folder: Path) -> ImageProcessor | None:
@@ -132,7 +145,7 @@ def patches_of(image: Pixels, patch: int, merge: int, frames: int) -> Pixels:
 
 
 # --- Qwen -----------------------------------------------------------------------------------------
-class QwenImages:
+class QwenImages(ImageProcessor):
     """Qwen2-VL and its successors: images keep their shape, and their size decides the number of
     patches."""
 
@@ -151,11 +164,7 @@ class QwenImages:
         self._resample = int(config.get("resample", _BICUBIC))
         self._levels = levels_of({"image_mean": _CLIP_MEAN, "image_std": _CLIP_STD, **config})
 
-    def written(self, num_tokens: int) -> str:
-        """See `ImageProcessor`."""
-        return self.token * num_tokens
-
-    def fit(self, height: int, width: int, where: str) -> Fit:
+    def size(self, height: int, width: int, where: str) -> tuple[int, int]:
         """See `ImageProcessor`."""
         if max(width, height) > _MAX_RATIO * min(width, height):
             raise InvalidRequestError(
@@ -163,18 +172,8 @@ class QwenImages:
                 f" {_MAX_RATIO} times the other",
                 param=where,
             )
-        tall, wide = smart_size(
-            height, width, self.patch * self.merge, self.min_pixels, self.max_pixels
-        )
-        grid = (1, tall // self.patch, wide // self.patch)
-        num_tokens = grid[1] * grid[2] // self.merge**2
-        return Fit(tall, wide, grid, num_tokens, tall * wide * 3 * self.frames)
-
-    def prepare(self, image: Pixels, fit: Fit) -> PreparedImage:
-        """See `ImageProcessor`."""
-        pixels = resized(image, fit.height, fit.width, self._resample)
-        patches = patches_of(pixels, self.patch, self.merge, self.frames)
-        return PreparedImage.of(patches, self._levels, fit.grid, fit.num_tokens)
+        factor = self.patch * self.merge
+        return smart_size(height, width, factor, self.min_pixels, self.max_pixels)
 
 
 def smart_size(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
@@ -193,12 +192,13 @@ def smart_size(height: int, width: int, factor: int, least: int, most: int) -> t
 
 
 # --- Gemma ----------------------------------------------------------------------------------------
-class GemmaImages:
+class GemmaImages(ImageProcessor):
     """Gemma 3: each image becomes a square of one size and a fixed number of tokens. Large images
     are not cut into additional pieces."""
 
     mark = "<start_of_image>"
     token = "<image_soft_token>"  # noqa: S105 - of a vocabulary
+    around = ("\n\n<start_of_image>", "<end_of_image>\n\n")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         size = config.get("size") or {}
@@ -209,31 +209,20 @@ class GemmaImages:
         square = self.height == self.width and tokens**2 == self.num_tokens and side % tokens == 0
         if side < tokens or not square or config.get("do_pan_and_scan"):
             raise ValueError("one square")
-        self._merge = side // tokens
+        self.merge = side // tokens
         self._resample = int(config.get("resample", _BILINEAR))
         self._levels = levels_of({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, **config})
 
-    def written(self, num_tokens: int) -> str:
+    def size(self, height: int, width: int, where: str) -> tuple[int, int]:
         """See `ImageProcessor`."""
-        return f"\n\n<start_of_image>{self.token * num_tokens}<end_of_image>\n\n"
-
-    def fit(self, height: int, width: int, where: str) -> Fit:
-        """See `ImageProcessor`."""
-        grid = (1, self.height // self.patch, self.width // self.patch)
-        num_bytes = grid[1] * grid[2] * self.patch**2 * 3
-        return Fit(self.height, self.width, grid, self.num_tokens, num_bytes)
-
-    def prepare(self, image: Pixels, fit: Fit) -> PreparedImage:
-        """See `ImageProcessor`."""
-        pixels = resized(image, fit.height, fit.width, self._resample)
-        patches = patches_of(pixels, self.patch, self._merge, 1)
-        return PreparedImage.of(patches, self._levels, fit.grid, fit.num_tokens)
+        return self.height, self.width
 
 
-class Gemma4Images:
+class Gemma4Images(ImageProcessor):
     """Gemma 4: images keep their shape, as large as so many tokens allow."""
 
     mark = token = "<|image|>"  # noqa: S105 - of a vocabulary
+    around = ("<|image>", "<image|>")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.patch = _positive(config, "patch_size", 16)
@@ -245,25 +234,8 @@ class Gemma4Images:
         levels = levels_of({"do_normalize": False, **config})
         self._levels: F32 = 2 * (levels - np.float32(0.5))  # by the model, in the original
 
-    def written(self, num_tokens: int) -> str:
-        """See `ImageProcessor`."""
-        return f"<|image>{self.token * num_tokens}<image|>"
-
-    def fit(self, height: int, width: int, where: str) -> Fit:
-        """See `ImageProcessor`."""
-        tall, wide = self._size(height, width, where)
-        grid = (1, tall // self.patch, wide // self.patch)
-        num_tokens = grid[1] * grid[2] // self.merge**2
-        return Fit(tall, wide, grid, num_tokens, tall * wide * 3)
-
-    def prepare(self, image: Pixels, fit: Fit) -> PreparedImage:
-        """See `ImageProcessor`."""
-        pixels = resized(image, fit.height, fit.width, self._resample)
-        patches = patches_of(pixels, self.patch, self.merge, 1)
-        return PreparedImage.of(patches, self._levels, fit.grid, fit.num_tokens)
-
-    def _size(self, height: int, width: int, where: str) -> tuple[int, int]:
-        """(height, width), both whole tokens, in nearly the same shape and as large as allowed."""
+    def size(self, height: int, width: int, where: str) -> tuple[int, int]:
+        """Whole tokens, in nearly the same shape and as large as allowed."""
         side = self.merge * self.patch
         factor = math.sqrt(self.max_tokens * side**2 / (height * width))
         tall, wide = (math.floor(factor * size / side) * side for size in (height, width))

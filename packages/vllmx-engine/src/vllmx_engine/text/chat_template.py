@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jinja2
@@ -31,11 +32,10 @@ from vllmx_engine.text.template_sandbox import (
     RaisedByTemplate,
     TemplateEnvironment,
 )
-from vllmx_engine.text.template_syntax import TemplateReads
+from vllmx_engine.text.template_syntax import reads_of
 from vllmx_engine.text.template_variants import (
-    history_forms,
+    conversation_forms,
     takes_text_arguments,
-    tool_forms,
     with_texts,
 )
 from vllmx_engine.text.tokenizer import Tokenizer
@@ -181,7 +181,7 @@ class _CompiledTemplate:
                 f"the chat template cannot be compiled ({type(error).__name__})"
             ) from error
         self._environment = environment
-        self._reads = TemplateReads.of(tree)
+        self._reads = reads_of(tree)
         self._takes_text: bool | None = None
         """Calls have their arguments as JSON text; None: not found out yet."""
 
@@ -192,30 +192,14 @@ class _CompiledTemplate:
         spellings: Spellings | None,
     ) -> list[Message]:
         """Messages as this template reads them. Raises InvalidRequestError."""
-        found = self._shaped(messages, spellings)
+        found = normalize_messages(messages, self._reads, spellings)
         if not any(message.get("tool_calls") for message in found):
             return found
         if self._takes_text is None:
             self._takes_text = takes_text_arguments(partial(self._probe, special_tokens))
-        return self._shaped(messages, spellings, text_arguments=True) if self._takes_text else found
-
-    def _shaped(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        spellings: Spellings | None = None,
-        *,
-        text_arguments: bool = False,
-    ) -> list[Message]:
-        reads = self._reads
-        return normalize_messages(
-            messages,
-            takes_parts=reads.takes_parts,
-            takes_text=reads.takes_text,
-            takes_none=reads.takes_none,
-            text_arguments=text_arguments,
-            strings=reads.strings,
-            spellings=spellings,
-        )
+        if self._takes_text:
+            found = normalize_messages(messages, self._reads, spellings, text_arguments=True)
+        return found
 
     def _probe(
         self,
@@ -230,46 +214,37 @@ class _CompiledTemplate:
             "documents": None,
             "add_generation_prompt": False,
         }
-        return self._run(self._shaped(messages, text_arguments=as_text), variables)
+        shaped = normalize_messages(messages, self._reads, text_arguments=as_text)
+        return self._run(shaped, variables)
 
     def render(
         self, messages: list[Message], variables: Mapping[str, Any], stopped: Stopped | None = None
     ) -> str:
-        """The prompt. A template that only adds strings gets a second try with strings, and one
-        that fails on the tools gets them with their optional fields and in simpler forms, then the
-        history as it may want it."""
+        """The prompt. A template that fails on a conversation gets it in other forms: with strings
+        alone where it seems to add them, with other tools, then with another history."""
         started_s = time.thread_time()
         first: TemplateError | None = None
-        for form, tools in _forms(messages, variables["tools"]):
+        forms = conversation_forms(messages, variables["tools"])
+        while (form := next(forms, None)) is not None:
+            history, tools = form
             given = {**variables, **self._usual(tools), "tools": tools}
             try:
-                prompt = self._render_strings(form, given, stopped, started_s)
-                texts = with_texts(form, prompt)
-                if texts is not None:
-                    return self._render_strings(texts, given, stopped, started_s)
-                return prompt
+                prompt = self._run(history, given, stopped, started_s)
             except TemplateError as error:
                 if isinstance(error.__cause__, BoundsError):
                     raise
-                first = first or error
-        assert first is not None
+                adds = isinstance(error.__cause__, (TypeError, jinja2.UndefinedError))
+                simpler = without_rich_values(history) if adds else None
+                if simpler is None:
+                    first = first or error
+            else:
+                simpler = with_texts(history, prompt)
+                if simpler is None:
+                    return prompt
+            if simpler is not None:
+                forms = chain([(simpler, tools)], forms)
+        assert first is not None, "the last form has failed"
         raise first
-
-    def _render_strings(
-        self,
-        messages: list[Message],
-        variables: Mapping[str, Any],
-        stopped: Stopped | None,
-        started_s: float,
-    ) -> str:
-        try:
-            return self._run(messages, variables, stopped, started_s)
-        except TemplateError as error:
-            simpler = without_rich_values(messages)
-            failed = isinstance(error.__cause__, (TypeError, jinja2.UndefinedError))
-            if simpler is None or not failed:
-                raise
-            return self._run(simpler, variables, stopped, started_s)
 
     def _usual(self, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
         """Returns Firefunction's variables in place of tools and of a call of the clock."""
@@ -332,15 +307,6 @@ class _CompiledTemplate:
                 line = self._template.get_corresponding_lineno(traceback.tb_lineno)
             traceback = traceback.tb_next
         return line
-
-
-def _forms(
-    messages: list[Message], tools: list[Any] | None
-) -> Iterator[tuple[list[Message], list[Any] | None]]:
-    """Messages and tools as they are, then more and more as templates may want them."""
-    for history in history_forms(messages):
-        for form in tool_forms(tools):
-            yield history, form
 
 
 def _mark_end(messages: list[Message]) -> list[Message]:

@@ -73,98 +73,85 @@ _deepseek3 = PreTokenizerKind((r"\p{N}{1,3}", _DEEPSEEK3_KANA, _DEEPSEEK3_WORDS)
 _glm4 = PreTokenizerKind((_LLAMA3,), ignore_merges=True)
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizerKind] = {
-    "default": PreTokenizerKind((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2": _gpt2,
-    "phi-2": _gpt2,
-    "gigachat": _gpt2,
-    "exaone4": _gpt2,
-    "jais": _gpt2,
-    "roberta-bpe": _gpt2,
-    "trillion": _gpt2,
-    "granite-docling": _gpt2,
-    "mpt": replace(_gpt2, nfc=True),
-    "olmo": replace(_gpt2, nfc=True),
-    "starcoder": _digits,
-    "refact": _digits,
-    "smollm": _digits,
-    "codeshell": _digits,
-    "exaone": _digits,
-    "minerva-7b": _digits,
-    "mellum2": _digits,
-    "command-r": replace(_digits, nfc=True),
-    "llama3": _llama3,
-    "llama-v3": _llama3,
-    "llama-bpe": _llama3,
-    "falcon3": _llama3,
-    "falcon-h1": _llama3,
-    "pixtral": _llama3,
-    "midm-2.0": _llama3,
-    "lfm2": _llama3,
-    "dbrx": PreTokenizerKind((_LLAMA3,)),
-    "smaug-bpe": PreTokenizerKind((_LLAMA3,)),
-    "chatglm-bpe": PreTokenizerKind((_LLAMA3,)),
-    "glm4": _glm4,
-    "glm5": _glm4,
-    "qwen2": _qwen2,
-    "deepseek-r1-qwen": _qwen2,
-    "megrez": _qwen2,
-    "stablelm2": _qwen2,
-    "hunyuan": PreTokenizerKind((_QWEN2,)),
-    "solar-open": PreTokenizerKind((_QWEN2,)),
-    "grok-2": PreTokenizerKind((_QWEN2,)),
-    "qwen35": PreTokenizerKind(
+    name: kind
+    for names, kind in (
         (
-            rf"{_ELISIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-            r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES,
+            "default",
+            PreTokenizerKind((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
         ),
-        nfc=True,
-    ),
-    "bailingmoe": PreTokenizerKind(
+        ("gpt-2 phi-2 gigachat exaone4 jais roberta-bpe trillion granite-docling", _gpt2),
+        ("mpt olmo", replace(_gpt2, nfc=True)),
+        ("starcoder refact smollm codeshell exaone minerva-7b mellum2", _digits),
+        ("command-r", replace(_digits, nfc=True)),
+        ("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2", _llama3),
+        ("dbrx smaug-bpe chatglm-bpe", PreTokenizerKind((_LLAMA3,))),
+        ("glm4 glm5", _glm4),
+        ("qwen2 deepseek-r1-qwen megrez stablelm2", _qwen2),
+        ("hunyuan solar-open grok-2", PreTokenizerKind((_QWEN2,))),
         (
-            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
-            r"|\s*[\r\n]|\s+(?!\S)|\s+",
-        )
-    ),
-    "seed-coder": PreTokenizerKind(
-        (rf"{_ELISIONS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)
-    ),
-    "gpt-4o": _gpt4o,
-    "llama4": _gpt4o,
-    "kanana2": _gpt4o,
-    "minimax-m2": _gpt4o,
-    "tekken": PreTokenizerKind((_TEKKEN,), ignore_merges=True, add_bos=True),
-    "deepseek-llm": PreTokenizerKind(
-        (
-            r"[\r\n]",
-            rf"\s?[{_DEEPSEEK_LETTERS}]+",
-            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-            r"\s+$",
-            _DEEPSEEK_HAN,
-            r"\p{N}+",
-        )
-    ),
-    "deepseek-coder": PreTokenizerKind(
-        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_HAN, r"\p{N}")
-    ),
-    "deepseek-v3": _deepseek3,
-    "hunyuan-dense": _deepseek3,
-    "joyai-llm": _deepseek3,
-    "falcon": PreTokenizerKind((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
-    "poro-chat": PreTokenizerKind((_SENTENCE_MARKS,)),
-    "bloom": PreTokenizerKind((_SENTENCE_MARKS,)),
-    "gpt3-finnish": PreTokenizerKind((_SENTENCE_MARKS,)),
-    "viking": PreTokenizerKind((_SENTENCE_MARKS, r"\p{N}")),
-    "chameleon": PreTokenizerKind(
-        (
-            "<sentinel:[0-9]+>",
-            "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
-            r"([\t\n]|    |  )",
-            r"\p{N}",
-            r"[\p{P}!-/:-@\[-`{-~]",
-            _GPT2,
+            "qwen35",
+            PreTokenizerKind(
+                (
+                    rf"{_ELISIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+                    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES,
+                ),
+                nfc=True,
+            ),
         ),
-        add_bos=True,
-    ),
+        (
+            "bailingmoe",
+            PreTokenizerKind(
+                (
+                    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}"
+                    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+                )
+            ),
+        ),
+        (
+            "seed-coder",
+            PreTokenizerKind(
+                (rf"{_ELISIONS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)
+            ),
+        ),
+        ("gpt-4o llama4 kanana2 minimax-m2", _gpt4o),
+        ("tekken", PreTokenizerKind((_TEKKEN,), ignore_merges=True, add_bos=True)),
+        (
+            "deepseek-llm",
+            PreTokenizerKind(
+                (
+                    r"[\r\n]",
+                    rf"\s?[{_DEEPSEEK_LETTERS}]+",
+                    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+                    r"\s+$",
+                    _DEEPSEEK_HAN,
+                    r"\p{N}+",
+                )
+            ),
+        ),
+        (
+            "deepseek-coder",
+            PreTokenizerKind((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_HAN, r"\p{N}")),
+        ),
+        ("deepseek-v3 hunyuan-dense joyai-llm", _deepseek3),
+        ("falcon", PreTokenizerKind((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"))),
+        ("poro-chat bloom gpt3-finnish", PreTokenizerKind((_SENTENCE_MARKS,))),
+        ("viking", PreTokenizerKind((_SENTENCE_MARKS, r"\p{N}"))),
+        (
+            "chameleon",
+            PreTokenizerKind(
+                (
+                    "<sentinel:[0-9]+>",
+                    "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+                    r"([\t\n]|    |  )",
+                    r"\p{N}",
+                    r"[\p{P}!-/:-@\[-`{-~]",
+                    _GPT2,
+                ),
+                add_bos=True,
+            ),
+        ),
+    )
+    for name in names.split()
 }
 """The kinds by name; models of one kind share an entry under the names that their converters gave
 them."""
@@ -203,28 +190,6 @@ def byte_level_bpe(
 
 
 @library_errors(unusable)
-def score_bpe(
-    ids: Mapping[str, int],
-    scores: Sequence[float],
-    made: Collection[int],
-    *,
-    unknown: str | None,
-    byte_fallback: bool,
-    space_prefix: bool,
-) -> tokenizers.Tokenizer:
-    """SentencePiece's BPE: of all neighbours that together are a token, those of the highest score
-    are joined first, the leftmost of equals.
-
-    Args:
-        made: tokens that may come about in this way; control and byte tokens may not.
-    """
-    merges = _merges_of_scores(ids, scores, made)
-    return merged_bpe(
-        ids, merges, unknown=unknown, byte_fallback=byte_fallback, space_prefix=space_prefix
-    )
-
-
-@library_errors(unusable)
 def merged_bpe(
     ids: Mapping[str, int],
     merges: Sequence[tuple[str, str]],
@@ -250,11 +215,15 @@ def merged_bpe(
     return backend
 
 
-def _merges_of_scores(
+def merges_of_scores(
     ids: Mapping[str, int], scores: Sequence[float], made: Collection[int]
 ) -> list[tuple[str, str]]:
-    """Every way to cut a token into two others, the best token first; of one token, the cuts in
-    the order of their parts' ids."""
+    """The merges of SentencePiece's BPE: of all neighbours that together are a token, those of the
+    highest score are joined first. For one token, the cuts are in the order of their parts' ids.
+
+    Args:
+        made: tokens that may come about in this way; control and byte tokens may not.
+    """
     ranked: list[tuple[float, int, int, int, str, str]] = []
     for token, index in ids.items():
         if index not in made:

@@ -26,7 +26,7 @@ from vllmx_engine.text.gguf_backends import (
     byte_level_bpe,
     byte_tokens,
     merged_bpe,
-    score_bpe,
+    merges_of_scores,
     unigram,
     unusable,
     word_piece,
@@ -99,26 +99,22 @@ class GGUFVocabulary:
         return self.metadata.get(PREFIX + key)
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self.value(key)
-        if value is None:
-            return default
-        if type(value) is not bool:
-            raise wrong_value(key, value, "a truth value")
-        return value
+        return bool(self._of_kind(key, bool, "a truth value", default))
 
     def text(self, key: str, default: str) -> str:
+        return str(self._of_kind(key, str, "text", default))
+
+    def _of_kind(self, key: str, kind: type, what: str, default: Any) -> Any:
         value = self.value(key)
         if value is None:
             return default
-        if not isinstance(value, str):
-            raise wrong_value(key, value, "text")
+        if type(value) is not kind:
+            raise wrong_value(key, value, what)
         return value
 
     def token_id(self, key: str, default: int | None) -> int | None:
         """A token's id, or `default` where the file names none or one that does not exist."""
-        value = self.value(key)
-        if value is not None and type(value) is not int:
-            raise wrong_value(key, value, "a token id")
+        value: int | None = self._of_kind(key, int, "a token id", None)
         if value is not None and 0 <= value < len(self.tokens):
             return value
         if value is not None:
@@ -259,7 +255,8 @@ def _build_bpe(vocabulary: GGUFVocabulary) -> tuple[tokenizers.Tokenizer, bool]:
 def _build_sentencepiece(vocabulary: GGUFVocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     made = frozenset(vocabulary.of_type(TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED))
     options = _sentencepiece_options(vocabulary, 0, space_prefix=True)
-    return score_bpe(vocabulary.ids, vocabulary.scores, made, **options), True
+    merges = merges_of_scores(vocabulary.ids, vocabulary.scores, made)
+    return merged_bpe(vocabulary.ids, merges, **options), True
 
 
 def _build_merged(vocabulary: GGUFVocabulary) -> tuple[tokenizers.Tokenizer, bool]:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from vllmx_core.errors import InvalidRequestError, shown
+from vllmx_core.records import Record
 
 from vllmx_engine.text.prompt_text import Spellings
 
@@ -30,6 +31,21 @@ _TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content")
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 Message = dict[str, Any]
+
+
+class TemplateReads(Record):
+    """The forms of messages that a template takes."""
+
+    takes_parts: bool = False
+    """It loops over a message's content, or over a variable set to it."""
+    takes_text: bool = True
+    """It takes content that is a string."""
+    takes_none: bool = False
+    """It tests whether content is none."""
+    strings: frozenset[str] = frozenset(ROLES)
+    """All string literals, including roles."""
+    variables: frozenset[str] = frozenset()
+    """The variables that it expects from outside."""
 
 
 def plain_data(value: Any, param: str, level: int = 0) -> Any:
@@ -58,13 +74,10 @@ def plain_data(value: Any, param: str, level: int = 0) -> Any:
 
 def normalize_messages(
     messages: Sequence[Mapping[str, Any]],
-    *,
-    takes_parts: bool = False,
-    takes_text: bool = True,
-    takes_none: bool = False,
-    text_arguments: bool = False,
-    strings: Collection[str] = ROLES,
+    reads: TemplateReads,
     spellings: Spellings | None = None,
+    *,
+    text_arguments: bool = False,
 ) -> list[Message]:
     """Copy messages into the shape that this template reads, and check them: whatever asks for an
     answer to a conversation, over HTTP or not, comes through here.
@@ -84,7 +97,6 @@ def normalize_messages(
     * the role `developer` is `system` where the template does not name it.
 
     Args:
-        strings: what the template names in quotes, roles among them.
         spellings: special tokens that are marked as text, but in what operators (`system`,
             `developer`) and the model (`assistant`) say; None: none are.
 
@@ -102,7 +114,7 @@ def normalize_messages(
                 f"messages[{index}] must be an object with a role", param="messages"
             )
         plain: Message = plain_data(message, "messages")
-        _check_role(plain, index, strings)
+        _check_role(plain, index, reads.strings)
         read_history(plain, index)
         _check_texts(plain, index)
         check_content(plain.get("content"), index)
@@ -114,15 +126,15 @@ def normalize_messages(
             plain = {"role": plain.pop("role"), **spellings.guarded(plain)}
         content = plain.get("content")
         if content in (None, []):
-            is_none = takes_none and plain["role"] == "assistant"
+            is_none = reads.takes_none and plain["role"] == "assistant"
             plain["content"] = None if is_none else ""
         elif isinstance(content, list) and (
-            not takes_parts or (takes_text and _is_one_text(plain["role"], content))
+            not reads.takes_parts or (reads.takes_text and _is_one_text(plain["role"], content))
         ):
             plain["content"] = _joined_text(content, index)
         elif isinstance(content, list):
             plain["content"] = _as_parts(content, is_result=plain["role"] in ("tool", "function"))
-        elif isinstance(content, str) and takes_parts and not takes_text:
+        elif isinstance(content, str) and reads.takes_parts and not reads.takes_text:
             plain["content"] = [{"type": "text", "text": content}]
         result.append(plain)
     return result
@@ -151,24 +163,17 @@ def without_rich_values(messages: list[Message]) -> list[Message] | None:
 
     None where that changes nothing.
     """
-    changed = False
-    result = []
+    found = []
     for message in messages:
         copy = dict(message)
         if copy["content"] is None:
             copy["content"] = ""
-            changed = True
-        calls = []
-        for call in _tool_calls(message):
-            function = dict(call["function"])
-            if not isinstance(function["arguments"], str):
-                _convert_arguments(function, as_text=True)
-                changed = True
-            calls.append({**call, "function": function})
-        if calls:
-            copy["tool_calls"] = calls
-        result.append(copy)
-    return result if changed else None
+        if calls := _tool_calls(message):
+            copy["tool_calls"] = [{**call, "function": dict(call["function"])} for call in calls]
+        for call in _tool_calls(copy):
+            _convert_arguments(call["function"], as_text=True)
+        found.append(copy)
+    return found if found != messages else None
 
 
 def _tool_calls(message: Message) -> list[dict[str, Any]]:

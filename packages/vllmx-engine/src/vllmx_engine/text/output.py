@@ -126,7 +126,7 @@ class SequenceText:
             text, stop = self._matcher.push(text, self.num_tokens > self._min_tokens)
             shown += text
             if stop is not None:
-                self._end_at(stop)
+                self.finish_reason, self.stop_reason = "stop", stop
                 return shown, stop
         return shown, None
 
@@ -135,10 +135,6 @@ class SequenceText:
         if self.token_offsets is not None:
             self.token_offsets.append(self.text_length)
         self.text_length += num_chars
-
-    def _end_at(self, stop: str) -> None:
-        self.finish_reason = "stop"
-        self.stop_reason = stop
 
 
 def prompt_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:

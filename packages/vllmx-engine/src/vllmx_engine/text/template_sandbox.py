@@ -29,10 +29,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace, _PassArg
 
 from vllmx_engine.text.prompt_text import MARK
-from vllmx_engine.text.template_budget import BoundsError, Budget, TemplateLimits
-from vllmx_engine.text.template_checks import (
+from vllmx_engine.text.template_budget import (
     FILTER_CHECKS,
     METHOD_CHECKS,
+    BoundsError,
+    Budget,
+    TemplateLimits,
     check_binop,
     check_join,
     check_spec,
@@ -68,6 +70,7 @@ _METHODS: tuple[tuple[type, frozenset[str]], ...] = (
     (tuple, frozenset(("count", "index"))),
     (LoopContext, frozenset(("changed", "cycle"))),
 )
+_CALLABLE = (Macro, LoopContext, BlockReference, Undefined)
 _MAX_DATE_FORMAT = 200
 _PRINTING = frozenset(("indent", "lower", "replace", "string", "trim", "upper"))
 """Filters that take the text of any value."""
@@ -222,7 +225,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(target, (BuiltinMethodType, MethodType)):
             target = _without_mark(target)
             args = self._checked_method(budget, target, args, kwargs)
-        elif not self._is_callable_here(target):
+        elif not isinstance(target, _CALLABLE) and id(target) not in self._own:
             raise SecurityError(f"a chat template must not call {_describe(target)}")
         return budget.admit(super().call(context, target, *args, **kwargs))
 
@@ -254,11 +257,6 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             return None
         return FormatMethod(owner, name == "format_map")
 
-    def _is_callable_here(self, target: Any) -> bool:
-        if isinstance(target, (Macro, LoopContext, BlockReference, Undefined)):
-            return True
-        return id(target) in self._own
-
     def _checked_method(
         self, budget: Budget, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Any, ...]:
@@ -271,7 +269,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 return (check_join(budget, owner, args[0]), *args[1:])
             check = METHOD_CHECKS.get(name)
             if check is not None:
-                check(budget, owner, args, kwargs)
+                check(budget, owner, {**dict(enumerate(args)), **kwargs})
         return args
 
     def _joined(self, budget: Budget, values: tuple[Any, ...]) -> str:
@@ -333,7 +331,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         if name == "format":
             args, kwargs = tuple(map(_printed, args)), _with_printed(kwargs)
         if check is not None:
-            check(budget, value, args, kwargs)
+            check(budget, value, {**dict(enumerate(args)), **kwargs})
         elif name == "join":
             separator = kwargs.get("d", args[0] if args else "")
             value = check_join(budget, str(separator), value)

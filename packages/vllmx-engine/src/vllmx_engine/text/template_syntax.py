@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.visitor import NodeTransformer
-from vllmx_core.records import Record
+
+from vllmx_engine.text.messages import TemplateReads
 
 
 class GenerationTag(Extension):
@@ -61,32 +60,17 @@ def _environment_call(name: str, args: list[nodes.Expr]) -> nodes.Expr:
     return nodes.Call(nodes.EnvironmentAttribute(name), args, [], None, None)
 
 
-class TemplateReads(Record):
-    """The forms of messages that a template takes."""
-
-    takes_parts: bool
-    """It loops over a message's content, or over a variable set to it."""
-    takes_text: bool
-    """It takes content that is a string."""
-    takes_none: bool
-    """It tests whether content is none."""
-    strings: frozenset[str]
-    """All string literals, including roles."""
-    variables: frozenset[str]
-    """The variables that it expects from outside."""
-
-    @classmethod
-    def of(cls, tree: nodes.Template) -> TemplateReads:
-        """Reads the syntax tree of the unchanged source."""
-        takes_parts = _reads_content_parts(tree)
-        constants = (each.value for each in tree.find_all(nodes.Const))
-        return cls(
-            takes_parts=takes_parts,
-            takes_text=not takes_parts or _tests_for_text(tree),
-            takes_none=_tests_for_none(tree),
-            strings=frozenset(each for each in constants if isinstance(each, str)),
-            variables=frozenset(find_undeclared_variables(tree)),
-        )
+def reads_of(tree: nodes.Template) -> TemplateReads:
+    """The forms of messages that a template takes, by the syntax tree of the unchanged source."""
+    takes_parts = _reads_content_parts(tree)
+    constants = (each.value for each in tree.find_all(nodes.Const))
+    return TemplateReads(
+        takes_parts=takes_parts,
+        takes_text=not takes_parts or _tests_for_text(tree),
+        takes_none=_tests_for_none(tree),
+        strings=frozenset(each for each in constants if isinstance(each, str)),
+        variables=frozenset(find_undeclared_variables(tree)),
+    )
 
 
 def _reads_content_parts(tree: nodes.Template) -> bool:
@@ -95,7 +79,8 @@ def _reads_content_parts(tree: nodes.Template) -> bool:
         for assign in tree.find_all(nodes.Assign)
         if isinstance(assign.target, nodes.Name) and _is_content(assign.node)
     }
-    names.update(name for name in _macro_arguments(tree) if name == "content")
+    arguments = (each.name for macro in tree.find_all(nodes.Macro) for each in macro.args)
+    names |= {"content"}.intersection(arguments)
     for loop in tree.find_all(nodes.For):
         source = loop.iter
         while isinstance(source, nodes.Filter) and source.node is not None:
@@ -103,12 +88,6 @@ def _reads_content_parts(tree: nodes.Template) -> bool:
         if _is_content(source) or (isinstance(source, nodes.Name) and source.name in names):
             return True
     return False
-
-
-def _macro_arguments(tree: nodes.Template) -> Iterator[str]:
-    for macro in tree.find_all(nodes.Macro):
-        for argument in macro.args:
-            yield argument.name
 
 
 def _is_content(node: nodes.Node) -> bool:

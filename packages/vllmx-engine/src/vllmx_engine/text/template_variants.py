@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllmx_core.errors import TemplateError
@@ -83,12 +83,29 @@ def _holds_json(called: str) -> bool:
     return False
 
 
+# --- conversations --------------------------------------------------------------------------------
+Message = dict[str, Any]
+Form = tuple[list[Message], list[Any] | None]
+"""Messages and tools."""
 _USUAL_ID = re.compile(r"[A-Za-z0-9]{9}")
+_PRINTED_PART = re.compile(r"\{'(type': 'text|text': )'")
+"""The beginning of a part as Python prints it."""
 
 
-def with_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+def conversation_forms(messages: list[Message], tools: list[Any] | None) -> Iterator[Form]:
+    """Messages and tools as they are, then more and more as templates may want them. Forms that
+    change nothing are left out."""
+    last: list[Message] = []
+    for change in (list, _with_call_ids, _with_one_system, _with_lone_calls):
+        messages = change(messages)
+        if messages != last:
+            yield from ((messages, each) for each in _tool_forms(tools))
+        last = messages
+
+
+def _with_call_ids(messages: list[Message]) -> list[Message]:
     """Gives the calls of checked messages ids of nine letters and digits, and their results the id
-    and name of the call. None: nothing changes."""
+    and name of the call."""
     ids: dict[str, str] = {}
     names: dict[str, str] = {}
     waiting: list[str] = []
@@ -114,7 +131,7 @@ def with_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None
             if not message.get("name") and made in names:
                 copy["name"] = names[made]
         found.append(copy)
-    return found if found != messages else None
+    return found
 
 
 def _nine(given: str) -> str:
@@ -125,36 +142,20 @@ def _nine(given: str) -> str:
     return base64.b32encode(digest).decode().lower()[:9]
 
 
-Message = dict[str, Any]
-_PRINTED_PART = re.compile(r"\{'(type': 'text|text': )'")
-"""The beginning of a part as Python prints it."""
-
-
-def history_forms(messages: list[Message]) -> Iterator[list[Message]]:
-    """The messages as they are, then more and more as templates may want them. Forms that change
-    nothing are left out."""
-    yield messages
-    for form in _FORMS:
-        found = form(messages)
-        if found is not None:
-            messages = found
-            yield messages
-
-
-def with_one_system(messages: list[Message]) -> list[Message] | None:
-    """One system message in place of several at the beginning. None where that changes nothing."""
+def _with_one_system(messages: list[Message]) -> list[Message]:
+    """One system message in place of several at the beginning."""
     is_system = [each["role"] in ("system", "developer") for each in messages]
     size = is_system.index(False) if False in is_system else len(messages)
     texts = [text_of(each["content"]) for each in messages[:size]]
     if size < 2 or None in texts:
-        return None
+        return messages
     joined = "\n\n".join(text for text in texts if text)
     return [{**messages[0], "content": joined}, *messages[size:]]
 
 
-def with_lone_calls(messages: list[Message]) -> list[Message] | None:
+def _with_lone_calls(messages: list[Message]) -> list[Message]:
     """Each call in a turn of its own, with its result behind it, for templates that take one call
-    in a turn. None where that changes nothing."""
+    in a turn. All have ids, by `_with_call_ids`."""
     found: list[Message] = []
     index = 0
     while index < len(messages):
@@ -171,39 +172,24 @@ def with_lone_calls(messages: list[Message]) -> list[Message] | None:
         for number, call in enumerate(calls):
             turn = {**message, "tool_calls": [call]}
             found.append(turn if number == 0 else {**turn, "content": ""})
-            result = _result_of(call, results)
-            if result is not None:
-                results.remove(result)
-                found.append(result)
+            own = next((each for each in results if each["tool_call_id"] == call["id"]), None)
+            if own is not None:
+                results.remove(own)
+                found.append(own)
         found += results
-    return found if len(found) > len(messages) else None
-
-
-def _result_of(call: Message, results: Sequence[Message]) -> Message | None:
-    """The result with the id of a call, else the first that has none."""
-    call_id = call.get("id")
-    for wanted in (call_id, None):
-        for result in results:
-            if result.get("tool_call_id") == wanted:
-                return result
-    return None
+    return found
 
 
 def with_texts(messages: list[Message], prompt: str) -> list[Message] | None:
     """One text in place of the parts of a content that a template printed as Python does: some
     take parts from users alone. None where that changes nothing."""
-    found = [
-        {**each, "content": text} if (text := _printed_text(each, prompt)) is not None else each
-        for each in messages
-    ]
-    return found if found != messages else None
-
-
-def _printed_text(message: Message, prompt: str) -> str | None:
-    content = message["content"]
-    if not isinstance(content, list) or _PRINTED_PART.search(prompt) is None:
+    if _PRINTED_PART.search(prompt) is None:
         return None
-    return text_of(content)
+    found = []
+    for each in messages:
+        text = text_of(each["content"]) if isinstance(each["content"], list) else None
+        found.append(each if text is None else {**each, "content": text})
+    return found if found != messages else None
 
 
 def text_of(content: Any) -> str | None:
@@ -214,89 +200,68 @@ def text_of(content: Any) -> str | None:
     return "\n".join(text for text in texts if text) if None not in texts else None
 
 
-_FORMS: tuple[Callable[[list[Message]], list[Message] | None], ...] = (
-    with_call_ids,
-    with_one_system,
-    with_lone_calls,
-)
-
-
+# --- tools ----------------------------------------------------------------------------------------
 _SCHEMAS = ("items", "additionalProperties")
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMA_MAPS = ("properties", "$defs", "definitions", "patternProperties")
+_FIRST = ("name", "description", "parameters")
+"""A function's fields in the usual order."""
 
 
-def tool_forms(tools: list[Any] | None) -> Iterator[list[Any] | None]:
+def _tool_forms(tools: list[Any] | None) -> Iterator[list[Any] | None]:
     """The tools without fields that are null, with their optional fields, then with plain schemas.
     Forms that change nothing are left out."""
-    last = tools if tools is None else [_without_nulls(tool) for tool in tools]
-    yield last
     if not tools:
+        yield tools
         return
-    for form in (_filled, _simplified):
-        found = [form(tool) for tool in tools]
+    last: list[Any] = []
+    for change in (_without_nulls, _filled, _simplified):
+        found = [_with_function(tool, change) for tool in last or tools]
         if found != last:
             yield found
-            last = found
+        last = found
 
 
-def _without_nulls(tool: Any) -> Any:
+def _with_function(tool: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return {**tool, "function": change(function)} if isinstance(function, dict) else tool
+
+
+def _without_nulls(function: dict[str, Any]) -> dict[str, Any]:
     """Fields that are null count as left out: most templates would print "None"."""
-    function = tool.get("function") if isinstance(tool, Mapping) else None
-    if not isinstance(function, Mapping):
-        return tool
     given = {key: value for key, value in function.items() if value is not None}
-    if isinstance(schema := given.get("parameters"), Mapping):
+    if isinstance(schema := given.get("parameters"), dict):
         given["parameters"] = {key: value for key, value in schema.items() if value is not None}
-    return {**tool, "function": given}
+    return given
 
 
-def _filled(tool: Any) -> Any:
-    """The tool with a description and with parameters that have a type, properties and a list of
-    those that are required."""
-    tool = _without_nulls(tool)
-    function = tool.get("function") if isinstance(tool, Mapping) else None
-    if not isinstance(function, Mapping):
-        return tool
-    given = dict(function)
-    schema = given.get("parameters", {})
-    if isinstance(schema, Mapping):
-        given["parameters"] = {
-            **schema,
-            **{
-                key: default
-                for key, default in (("type", "object"), ("properties", {}), ("required", []))
-                if schema.get(key) is None
-            },
-        }
-    given.setdefault("description", "")
-    return {**tool, "function": {key: given[key] for key in _order(given)}}
+def _filled(function: dict[str, Any]) -> dict[str, Any]:
+    """The function with a description and with parameters that have a type, properties and a list
+    of those that are required."""
+    given = {"description": "", "parameters": {}, **function}
+    if isinstance(schema := given["parameters"], dict):
+        defaults: dict[str, Any] = {"type": "object", "properties": {}, "required": []}
+        lacking = {key: value for key, value in defaults.items() if key not in schema}
+        given["parameters"] = {**schema, **lacking}
+    return {key: given[key] for key in (*_FIRST, *given) if key in given}
 
 
-def _order(function: Mapping[str, Any]) -> list[str]:
-    """Name, description and parameters first, in the usual order."""
-    first = [key for key in ("name", "description", "parameters") if key in function]
-    return first + [key for key in function if key not in first]
-
-
-def _simplified(tool: Any) -> Any:
-    filled = _filled(tool)
-    function = filled.get("function") if isinstance(filled, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function["parameters"], Mapping):
-        return filled
+def _simplified(function: dict[str, Any]) -> dict[str, Any]:
     schema = function["parameters"]
+    if not isinstance(schema, dict):
+        return function
     plain = {
         **_inner_plain(schema),
         "type": "object",
         "properties": _plain_map(schema["properties"]),
         "required": [str(each) for each in schema["required"]],
     }
-    return {**filled, "function": {**function, "parameters": plain}}
+    return {**function, "parameters": plain}
 
 
 def _plain(schema: Any) -> dict[str, Any]:
     """A schema with one type, a description, and enums of text."""
-    given = schema if isinstance(schema, Mapping) else {}
+    given = schema if isinstance(schema, dict) else {}
     found = _inner_plain({key: value for key, value in given.items() if value is not None})
     kind = _one_type(given)
     if kind is not None:
@@ -311,7 +276,7 @@ def _plain(schema: Any) -> dict[str, Any]:
     return found
 
 
-def _inner_plain(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _inner_plain(schema: dict[str, Any]) -> dict[str, Any]:
     """A copy whose inner schemas are plain."""
     found = dict(schema)
     for key in _SCHEMAS:
@@ -327,14 +292,14 @@ def _inner_plain(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_map(schemas: Any) -> dict[str, Any]:
-    if not isinstance(schemas, Mapping):
+    if not isinstance(schemas, dict):
         return {}
     return {name: _plain(schema) for name, schema in schemas.items()}
 
 
 def _one_type(schema: Any) -> str | None:
     """The first type other than null that a schema allows; None: it names none."""
-    if not isinstance(schema, Mapping):
+    if not isinstance(schema, dict):
         return None
     kinds = schema.get("type")
     if isinstance(kinds, list):

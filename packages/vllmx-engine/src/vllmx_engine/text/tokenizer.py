@@ -60,12 +60,13 @@ _MANY_IDS = 4096
 
 class TooManyTokensError(Exception):
     """A text has more tokens than were wanted: `num_tokens`, or where that is not `exact` at least
-    so many."""
+    so many. `count` says it."""
 
     def __init__(self, num_tokens: int, *, exact: bool) -> None:
         super().__init__(num_tokens)
         self.num_tokens = num_tokens
         self.exact = exact
+        self.count = f"{num_tokens}" if exact else f"at least {num_tokens}"
 
 
 class Tokenizer:
@@ -368,14 +369,12 @@ class Tokenizer:
         """BOS and EOS that the config asks for and tokenizer.json's post-processor does not add."""
         with library_errors(unusable):
             marks = self.backend.encode("").ids
-        prefix: list[int] = []
-        suffix: list[int] = []
-        bos, eos = self.bos_token_id, self.eos_token_id
-        if self.config.get("add_bos_token") is True and bos is not None and bos not in marks:
-            prefix = [bos]
-        if self.config.get("add_eos_token") is True and eos is not None and eos not in marks:
-            suffix = [eos]
-        return prefix, suffix
+        prefix = self._missing("bos", self.bos_token_id, marks)
+        return prefix, self._missing("eos", self.eos_token_id, marks)
+
+    def _missing(self, kind: str, token: int | None, marks: list[int]) -> list[int]:
+        is_wanted = self.config.get(f"add_{kind}_token") is True
+        return [token] if is_wanted and token is not None and token not in marks else []
 
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from vllmx_engine.client.answers import AnswerReaders, ReadAnswer, is_cut
+from vllmx_engine.client.answers import AnswerReaders, is_cut
 from vllmx_engine.formats.events import (
     ArgumentsPiece,
     CallBegin,
     CallEnd,
     ContentPiece,
     Event,
+    ReadAnswer,
     ReasoningPiece,
 )
 from vllmx_engine.wire.outputs import CompletionOutput

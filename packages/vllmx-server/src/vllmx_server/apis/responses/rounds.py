@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from vllmx_engine.client.answers import ReadAnswer
 from vllmx_engine.client.request import Request
 from vllmx_engine.client.request_stream import RequestStream
+from vllmx_engine.formats.events import ReadAnswer
 from vllmx_engine.wire.outputs import RequestMetrics, ToolCall
 
 from vllmx_server.apis.responses.mcp_items import CallDone, Happening, ToolsListed
