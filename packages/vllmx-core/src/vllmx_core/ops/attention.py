@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vllmx_core import kv_dtypes as kv_quant
+from vllmx_core.ops.arrays import NUMPY
 from vllmx_core.ops.formulas import Floats, NumpyFrame, like
 from vllmx_core.ops.head import softcap
 from vllmx_core.ops.op import Op, expect, expect_features, expect_vector, expect_weight
-from vllmx_core.ops.rms_norm import rms_norm
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.plan import I32, StepPlan
 from vllmx_core.records import Record
@@ -198,9 +198,9 @@ def attention(
     split = qkv.reshape(qkv.shape[0], spec.num_heads_in, size)  # (T, H + 2K, D)
     q, k, v = np.split(split, [heads, heads + kv_heads], axis=1)
     if weights.q_norm is not None:
-        q = rms_norm(q, weights.q_norm, spec.norm_eps)
+        q = NUMPY.rms_norm(q, weights.q_norm, spec.norm_eps)
     if weights.k_norm is not None:
-        k = rms_norm(k, weights.k_norm, spec.norm_eps)
+        k = NUMPY.rms_norm(k, weights.k_norm, spec.norm_eps)
     if weights.rope is not None:
         table = rotations(weights.rope, plan, spec.rope_axes)
         q = rotate(q, table, interleaved=spec.interleaved)

@@ -13,8 +13,8 @@ from typing import ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 
+from vllmx_core.ops.arrays import NUMPY
 from vllmx_core.ops.formulas import Floats, NumpyFrame, like, state_before
-from vllmx_core.ops.gate import opening
 from vllmx_core.ops.op import Op, expect, expect_features, expect_vector
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.plan import StepPlan
@@ -201,4 +201,4 @@ def _decay_and_strength(
         dt = np.logaddexp(0, a + weights.dt_bias)  # softplus
     dt = np.clip(dt, spec.dt_min, spec.dt_max).reshape(len(a), spec.num_heads, -1)
     decay = like(a, np.exp(-np.exp(weights.a_log)[:, None] * dt))
-    return decay, like(a, dt if b is None else opening(b, "sigmoid")[..., None])
+    return decay, like(a, dt if b is None else NUMPY.sigmoid(b)[..., None])

@@ -1,0 +1,176 @@
+"""NumPy's language as several array libraries speak it, so that an op has one formula for all.
+
+An `ArrayOp` (`vllmx_core.ops.op`) computes over `frame.xp`: NumPy's functions by NumPy's names. A
+method of `Arrays` is needed only where libraries differ, or where one has a kernel for the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, cast
+
+import numpy as np
+
+from vllmx_core.communicator import ArrayRanks
+from vllmx_core.ops.values import A, Frame, TokenIds, WeightRef
+from vllmx_core.plan import AnyArray, StepPlan
+
+Array = Any
+"""An array of any library that an `Arrays` is for."""
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "tanh", "sigmoid", "identity", "relu2")
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+class Arrays:
+    """A library of arrays. Names without a method here are functions of the library."""
+
+    library: ClassVar[Any]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.library, name)
+
+    def wide(self, x: Array) -> Array:
+        """x in the type that formulas compute in, float32 or more."""
+        return x
+
+    def like(self, x: Array, values: Array) -> Array:
+        """The values in the dtype of x."""
+        return values.astype(x.dtype)
+
+    def fused(self, function: Callable[..., Array], *options: object) -> Callable[..., Array]:
+        """`function(self, *options, *arrays)` as a function of the arrays, in one kernel where the
+        library can compile one. It is elementwise but for broadcasts, and looks at no value and no
+        shape."""
+        return partial(function, self, *options)
+
+    def split(self, x: Array, widths: Sequence[int]) -> list[Array]:
+        """Neighbouring features, `widths` of them."""
+        ends = np.cumsum(widths).tolist()
+        return [x[..., end - width : end] for end, width in zip(ends, widths, strict=True)]
+
+    def activation(self, kind: str) -> Callable[[Array], Array]:
+        """The method or function of this name. Raises ValueError where it is not an activation."""
+        if kind not in _ACTIVATIONS:
+            raise ValueError(f"unknown activation {kind!r}")
+        return cast(Callable[[Array], Array], getattr(self, kind))
+
+    def identity(self, x: Array) -> Array:
+        return x
+
+    def silu(self, x: Array) -> Array:
+        return x * self.sigmoid(x)
+
+    def gelu(self, x: Array) -> Array:
+        """GELU exactly, by erf."""
+        return 0.5 * x * (1 + self.erf(x / math.sqrt(2)))
+
+    def gelu_tanh(self, x: Array) -> Array:
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
+        return 0.5 * x * (1 + self.tanh(inner))
+
+    def relu(self, x: Array) -> Array:
+        return self.maximum(x, 0)
+
+    def relu2(self, x: Array) -> Array:
+        """The square of relu."""
+        return self.square(self.relu(x))
+
+    def softmax(self, x: Array) -> Array:
+        """Softmax over the last axis."""
+        return self.library.softmax(x, -1)
+
+    def falling(self, x: Array) -> Array:
+        """The indices of the last axis by falling value, ties to the lower one."""
+        return self.argsort(-x, axis=-1)
+
+    def rms_norm(self, x: Array, w: Array | None, eps: float) -> Array:
+        """Zhang and Sennrich 2019: x / sqrt(mean(x^2) + eps) * w over the last axis. w has the
+        shape of its last axes."""
+        mean_square = self.square(x).mean(axis=-1, keepdims=True)
+        normed = x / self.sqrt(mean_square + eps)
+        return normed if w is None else normed * w
+
+    def layer_norm(self, x: Array, w: Array | None, bias: Array | None, eps: float) -> Array:
+        """(x - mean) / sqrt(var + eps) * w + bias over the last axis."""
+        centred = x - x.mean(axis=-1, keepdims=True)
+        variance = self.square(centred).mean(axis=-1, keepdims=True)
+        normed = centred / self.sqrt(variance + eps)
+        normed = normed if w is None else normed * w
+        return normed if bias is None else normed + bias
+
+
+class NumpyArrays(Arrays):
+    """NumPy itself."""
+
+    library: ClassVar[Any] = np
+
+    def like(self, x: Array, values: Array) -> Array:
+        return values.astype(x.dtype, copy=False)
+
+    def sigmoid(self, x: Array) -> Array:
+        with np.errstate(over="ignore"):  # exp(-x) = inf gives the right limit, 0
+            return 1 / (1 + np.exp(-x))
+
+    def softmax(self, x: Array) -> Array:
+        with np.errstate(invalid="ignore"):  # an infinite logit gives NaN
+            raised = np.exp(x - x.max(axis=-1, keepdims=True))
+            return raised / raised.sum(axis=-1, keepdims=True)
+
+    def falling(self, x: Array) -> Array:
+        return np.argsort(-x, axis=-1, kind="stable").astype(np.int32)
+
+    def erf(self, x: Array) -> Array:
+        """float64."""
+        return _erf(x)
+
+
+NUMPY = NumpyArrays()
+
+
+class ArrayFrame(Frame[A], ABC):
+    """The values of one step, and what formulas over `xp` need of it. A backend adds to it what
+    its own handlers need.
+
+    Args:
+        features: (rows, E) of each part of the store of features.
+        ranks: the other ranks of the model, if it has any.
+    """
+
+    def __init__(
+        self,
+        xp: Arrays,
+        plan: StepPlan,
+        features: Sequence[A] = (),
+        ranks: ArrayRanks[A] | None = None,
+    ) -> None:
+        super().__init__()
+        self.xp, self.plan, self.features, self._ranks = xp, plan, features, ranks
+
+    @property
+    def ranks(self) -> ArrayRanks[A]:
+        """The other ranks, for an op between ranks."""
+        assert self._ranks is not None, "an op between ranks needs a communicator"
+        return self._ranks
+
+    @abstractmethod
+    def ids(self, ids: TokenIds) -> A:
+        """(T,) integers that `ids` stands for."""
+
+    @abstractmethod
+    def vector(self, ref: WeightRef) -> A:
+        """A vector or a constant."""
+
+    @abstractmethod
+    def rows(self, ref: WeightRef, ids: A) -> A:
+        """(N,) -> (N, E) rows of a table, in the type of `Arrays.wide`."""
+
+    @abstractmethod
+    def upload(self, array: AnyArray) -> A:
+        """An array of the host where the step computes: floats in the type of `Arrays.wide`."""
+
+    def optional(self, ref: WeightRef | None) -> A | None:
+        """A vector that the op may have."""
+        return None if ref is None else self.vector(ref)
