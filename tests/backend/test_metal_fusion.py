@@ -4,16 +4,20 @@ compiled for. MLX's CPU device compiles by a C++ compiler, and does not compile 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from vllmx_core.ops.activation import activation, gated
+from vllmx_core.ops.gate import KINDS
 from vllmx_core.sampling import gumbel_noise
 
 mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
 pytest.importorskip("vllmx_metal")
 
-from vllmx_metal import activations, attention, kv_quant, noise  # noqa: E402
+from vllmx_metal import attention, kv_quant, noise  # noqa: E402
+from vllmx_metal.arrays import METAL  # noqa: E402
 
 RNG = np.random.default_rng(2)
 
@@ -33,12 +37,14 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[int], list[Any]]]] = {
         lambda n: [normal(n, 2, 4), mx.abs(normal(n, 2, 1)), mx.array(127.0)],
     ),
     **{
-        kind: (activations.ACTIVATIONS[kind], lambda n: [normal(n, 6)])
-        for kind in activations.ACTIVATIONS
+        kind: (partial(activation, kind=kind, xp=METAL), lambda n: [normal(n, 6)]) for kind in KINDS
     },
     **{
-        f"gate {kind}": (activations.GATES[kind], lambda n: [normal(n, 6), normal(n, 6)])
-        for kind in activations.GATES
+        f"gate {kind}": (
+            partial(gated, kind=kind, xp=METAL),
+            lambda n: [normal(n, 6), normal(n, 6)],
+        )
+        for kind in KINDS
     },
 }
 

@@ -110,11 +110,6 @@ class ArrayRanks(Protocol[T]):
         """The sum of every rank's x; x may be overwritten."""
         ...
 
-    def sum_rows(self, x: T, held: T) -> T:
-        """The sum of every rank's x (N, E), where row n of rank r counts if `held` (N, ranks) says
-        so."""
-        ...
-
     def all_gather(self, x: T, widths: Sequence[int]) -> T:
         """Every rank's x (N, widths[rank]) in one array, in the order of the ranks."""
         ...
@@ -125,6 +120,15 @@ class ArrayRanks(Protocol[T]):
 
     def recv(self, shape: tuple[int, ...]) -> T:
         """The next array of the rank before."""
+        ...
+
+
+class RowRanks(ArrayRanks[T], Protocol):
+    """`ArrayRanks` that also add single rows."""
+
+    def sum_rows(self, x: T, held: T) -> T:
+        """The sum of every rank's x (N, E), where row n of rank r counts if `held` (N, ranks) says
+        so."""
         ...
 
 
@@ -151,7 +155,7 @@ class HostRanks(Generic[T]):
         return self._up(self._communicator.all_reduce(self._down(x)))
 
     def sum_rows(self, x: T, held: T) -> T:
-        """See `ArrayRanks.sum_rows`."""
+        """See `RowRanks.sum_rows`."""
         return self._up(self._communicator.sum_rows(self._down(x), self._down(held)))
 
     def all_gather(self, x: T, widths: Sequence[int]) -> T:

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 from vllmx_core.communicator import Communicator
 
-from vllmx_metal.ranks import GroupRanks, HostRanks, MetalRanks
+from vllmx_metal.ranks import GroupRanks, MetalHostRanks, MetalRanks
 
 logger = logging.getLogger("vllmx.metal")
 
@@ -56,12 +56,12 @@ def meet(communicator: Communicator | None) -> MetalRanks | None:
     if communicator is None:
         return None
     if communicator.num_ranks == 1 or communicator.shared is None:  # stages; ranks of a test
-        return HostRanks(communicator)
+        return MetalHostRanks(communicator)
     try:
         ranks = _joined(communicator)
     except _NoGroupError as error:
         logger.info("sums between ranks go through the host, not through MLX's ring: %s", error)
-        return HostRanks(communicator)
+        return MetalHostRanks(communicator)
     logger.info("sums between ranks go through %s", ranks.over)
     return ranks
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from torch import Tensor
-from vllmx_core.communicator import ArrayRanks
+from vllmx_core.communicator import RowRanks
 from vllmx_core.ops.arrays import ArrayFrame
 from vllmx_core.ops.values import TokenIds, WeightRef
 from vllmx_core.plan import AnyArray
@@ -32,7 +32,7 @@ class TorchFrame(ArrayFrame[Tensor]):
         states: tuple[Tensor, ...],
         scratch: Scratch,
         features: tuple[Tensor, ...] = (),
-        ranks: ArrayRanks[Tensor] | None = None,
+        ranks: RowRanks[Tensor] | None = None,
     ) -> None:
         super().__init__(TORCH, step.plan, features, ranks)
         self.step, self.weights, self.pages, self.scratch = step, weights, pages, scratch

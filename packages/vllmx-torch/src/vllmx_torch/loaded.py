@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from vllmx_core.backend import LoadedInfo
 from vllmx_core.backend_kit.in_flight import InFlight
-from vllmx_core.communicator import ArrayRanks
+from vllmx_core.communicator import RowRanks
 from vllmx_core.ops.op import OpList
 from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepPlan, StepResult
 from vllmx_core.recorded.interpreter import Interpreter
@@ -44,7 +44,7 @@ class TorchLoadedModel:
         sampling_device: torch.device,
         tower: OpList | None = None,
         features: tuple[Tensor, ...] = (),
-        ranks: ArrayRanks[Tensor] | None = None,
+        ranks: RowRanks[Tensor] | None = None,
     ) -> None:
         self._tower = None if tower is None else Interpreter(tower, OPS.handler)
         self._features, self._ranks = features, ranks

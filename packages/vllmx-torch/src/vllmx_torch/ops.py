@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from vllmx_core.ops.attention import Attention
+from vllmx_core.ops.combine import Combine
 from vllmx_core.ops.experts import Experts, activated
 from vllmx_core.ops.head import Head
 from vllmx_core.ops.latent_attention import LatentAttention
@@ -33,6 +34,7 @@ _HEAD_VALUES = 1 << 24
 
 
 OPS: OpTable[TorchFrame, None] = OpTable("torch", formulas=True)
+OPS.add(Combine)(Combine.compute)
 
 
 @OPS.add(Linear)

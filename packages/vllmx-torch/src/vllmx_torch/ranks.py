@@ -18,7 +18,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 from torch.nn import functional
-from vllmx_core.communicator import ArrayRanks, Communicator, HostRanks
+from vllmx_core.communicator import Communicator, HostRanks, RowRanks
 from vllmx_core.errors import BackendUnavailableError, ConfigError, RankLostError
 from vllmx_core.ops.all_gather import AllGather
 from vllmx_core.ops.all_reduce import AllReduce
@@ -93,7 +93,7 @@ class ProcessGroupRanks:
         return x
 
     def sum_rows(self, x: Tensor, held: Tensor) -> Tensor:
-        """See `ArrayRanks.sum_rows`. Rows that somebody holds go from rank to rank; the host waits
+        """See `RowRanks.sum_rows`. Rows that somebody holds go from rank to rank; the host waits
         for their numbers."""
         rank, ranks, host = self._group.rank(), self._group.size(), held.cpu()
         stretches = host.tensor_split(ranks)  # of tokens, a rank's to add
@@ -156,7 +156,7 @@ def _check_one_host(communicator: Communicator, folder: str) -> None:
 
 def ranks_of(
     communicator: Communicator | None, device: torch.device, ops: Sequence[Op]
-) -> ArrayRanks[Tensor] | None:
+) -> RowRanks[Tensor] | None:
     """How the ranks of a model with these ops speak on that kind of device; None for a model of
     one. Stages of a model speak through the host."""
     if communicator is None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
+from vllmx_core.communicator import RowRanks
 from vllmx_core.ops.arrays import ArrayFrame
-from vllmx_core.ops.op import ArrayOp, expect
+from vllmx_core.ops.op import Op, expect
 from vllmx_core.ops.values import Value
 
 
-class Combine(ArrayOp):
+class Combine(Op):
     """x (T, E) of all ranks, each what its own experts say of a token -> their sum, on all ranks.
     Of a token those ranks are asked that have one of its experts, `ids` (T, k): `ends[r]` is the
     number behind the last expert of rank r. Sharding puts it behind experts in the place of
-    `all_reduce` where ranks are many; models do not write it."""
+    `all_reduce` where ranks are many; models do not write it. Backends whose ranks are `RowRanks`
+    compute it by its formula."""
 
     name: ClassVar[str] = "combine"
     x: Value
@@ -39,4 +41,5 @@ class Combine(ArrayOp):
         ids = frame[self.ids][:, :, None]  # (T, k, 1)
         here = (ids >= frame.upload(begins)) & (ids < frame.upload(ends))  # (T, k, ranks)
         x = frame.xp.wide(frame[self.x])
-        frame[self.out] = frame.ranks.sum_rows(x, here.any(axis=1))
+        ranks = cast(RowRanks[Any], frame.ranks)
+        frame[self.out] = ranks.sum_rows(x, here.any(axis=1))
