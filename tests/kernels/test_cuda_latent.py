@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from vllmx_core.ops.arrays import NUMPY
+from vllmx_core.arrays import NUMPY
 from vllmx_core.ops.attention import rotate
 from vllmx_cuda.kernel_specs import KERNELS, vector_width
 from vllmx_testing.cuda.emulator import Emulator

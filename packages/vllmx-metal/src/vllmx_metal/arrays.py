@@ -1,4 +1,4 @@
-"""`vllmx_core.ops.arrays.Arrays` of MLX. Formulas compute in float32 and round once; chains of
+"""`vllmx_core.arrays.Arrays` of MLX. Formulas compute in float32 and round once; chains of
 elementwise operations are one kernel on a GPU."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import Any, ClassVar
 
 import mlx.core as mx
-from vllmx_core.ops.arrays import Arrays
+from vllmx_core.arrays import Arrays
 
 from vllmx_metal.fusion import fused
 

@@ -4,34 +4,14 @@ attend."""
 from __future__ import annotations
 
 import mlx.core as mx
-from vllmx_core.ops.attention import AttentionSpec, AttentionWeights
+from vllmx_core.ops.attention import AttentionSpec, AttentionWeights, rotate_by
 
+from vllmx_metal.arrays import METAL
 from vllmx_metal.fusion import fused
 from vllmx_metal.kv_cache import LayerPages, Pages
 from vllmx_metal.paged import DecodeRows, paged_decode
 from vllmx_metal.paged_prefill import PrefillTiles, paged_prefill
 from vllmx_metal.step import GatheredTiles, MetalStep
-
-
-@fused
-def _turned(
-    first: mx.array, second: mx.array, cos: mx.array, sin: mx.array
-) -> tuple[mx.array, mx.array]:
-    a, b = first.astype(mx.float32), second.astype(mx.float32)
-    return (a * cos - b * sin).astype(first.dtype), (b * cos + a * sin).astype(first.dtype)
-
-
-def rotate(x: mx.array, cos: mx.array, sin: mx.array, *, interleaved: bool) -> mx.array:
-    """RoPE in float32. x (T, heads, D); cos, sin (T, 1, rotary_dim / 2) of each token's position.
-    Dimensions from rotary_dim on stay as they are."""
-    half = cos.shape[-1]
-    rest = [x[..., 2 * half :]] if 2 * half < x.shape[-1] else []
-    if not interleaved:
-        turned = _turned(x[..., :half], x[..., half : 2 * half], cos, sin)
-        return mx.concatenate([*turned, *rest], axis=-1)
-    turned = _turned(x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2], cos, sin)
-    pairs = mx.stack(list(turned), axis=-1).reshape(*x.shape[:-1], 2 * half)
-    return mx.concatenate([pairs, *rest], axis=-1) if rest else pairs
 
 
 def attention(
@@ -51,8 +31,8 @@ def attention(
         k = mx.fast.rms_norm(k, weights.k_norm, spec.norm_eps)
     if weights.rope is not None:
         cos, sin = step.rotation(weights.rope, spec.rope_axes)
-        q = rotate(q, cos, sin, interleaved=spec.interleaved)
-        k = k if spec.shared else rotate(k, cos, sin, interleaved=spec.interleaved)
+        q = rotate_by(q, cos, sin, interleaved=spec.interleaved, xp=METAL)
+        k = k if spec.shared else rotate_by(k, cos, sin, interleaved=spec.interleaved, xp=METAL)
     q = q.astype(qkv.dtype)
     if not spec.shared:
         pages.k.write(step.slots[pages.group], k)

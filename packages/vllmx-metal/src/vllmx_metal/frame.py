@@ -7,8 +7,7 @@ from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
-from vllmx_core.ops.arrays import ArrayFrame
-from vllmx_core.ops.values import TokenIds, WeightRef
+from vllmx_core.ops.values import ArrayFrame, TokenIds, WeightRef
 from vllmx_core.plan import AnyArray
 
 from vllmx_metal.arrays import METAL

@@ -13,11 +13,12 @@ import numpy as np
 from vllmx_core.cache.state_rows import StateRows
 from vllmx_core.errors import ConfigError
 from vllmx_core.ops.attention import AttentionSpec
+from vllmx_core.ops.recurrence import TokenInputs
 
 from vllmx_metal.kv_cache import LayerPages, Pages
 from vllmx_metal.paged import PART, decode_rows, paged_decode
 from vllmx_metal.paged_prefill import PrefillTiles, paged_prefill
-from vllmx_metal.recurrence_kernel import Rows, Tokens, run
+from vllmx_metal.recurrence_kernel import Rows, run
 from vllmx_metal.recurrent import side_by_side
 
 logger = logging.getLogger("vllmx.metal")
@@ -100,7 +101,7 @@ def recurrence_difference() -> float:
         return mx.array(random.standard_normal(shape).astype(np.float32))
 
     count, scale = sum(lengths), size**-0.5
-    tokens = Tokens(
+    tokens = TokenInputs(
         normal(count, heads, size) * scale,
         normal(count, heads, size) * scale,
         normal(count, heads, size),

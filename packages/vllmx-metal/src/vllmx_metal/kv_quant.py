@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import mlx.core as mx
-from vllmx_core.kv_dtypes import LIMITS
+from vllmx_core.kv_dtypes import at_limit
 
-from vllmx_metal.fusion import fused
+from vllmx_metal.arrays import METAL
 
 CODES: Mapping[str, mx.Dtype] = {"int8": mx.int8, "fp8": mx.uint8}
 """What codes are kept as; MLX has e4m3 as bytes."""
@@ -16,19 +16,9 @@ CODES: Mapping[str, mx.Dtype] = {"int8": mx.int8, "fp8": mx.uint8}
 
 def quantise(x: mx.array, dtype: str) -> tuple[mx.array, mx.array]:
     """(..., D) float32 -> codes (..., D), scales (...)."""
-    scaled, scale = _scaled(x, mx.abs(x).max(-1, keepdims=True), mx.array(LIMITS[dtype]))
+    scaled, scale = at_limit(x, dtype, METAL)
     codes = mx.round(scaled).astype(mx.int8) if dtype == "int8" else mx.to_fp8(scaled)
-    return codes, scale.squeeze(-1)
-
-
-@fused
-def _scaled(x: mx.array, greatest: mx.array, limit: mx.array) -> tuple[mx.array, mx.array]:
-    """x with its greatest value at the limit, and what a code is worth."""
-    finite = mx.isfinite(greatest)
-    some = finite & (greatest > 1e-30)
-    divisor = mx.where(some, greatest, 1.0)
-    scaled = mx.where(finite, x, 0.0) * mx.where(some, limit / divisor, 0.0)
-    return scaled, mx.where(some, divisor / limit, mx.where(finite, 0.0, mx.nan))
+    return codes, scale
 
 
 def dequantise(codes: mx.array, scales: mx.array) -> mx.array:

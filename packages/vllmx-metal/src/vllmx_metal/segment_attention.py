@@ -6,9 +6,10 @@ from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
+from vllmx_core.ops.attention import rotate_by
 from vllmx_core.ops.segment_attention import SegmentSpec, segments
 
-from vllmx_metal.attention import rotate
+from vllmx_metal.arrays import METAL
 from vllmx_metal.step import MetalStep
 
 
@@ -21,8 +22,8 @@ def segment_attention(
     q, k, v = mx.split(split, [heads, heads + kv_heads], axis=1)
     if rope is not None:
         cos, sin = step.rotation(rope, spec.rope_axes)
-        q = rotate(q, cos, sin, interleaved=spec.interleaved)
-        k = rotate(k, cos, sin, interleaved=spec.interleaved)
+        q = rotate_by(q, cos, sin, interleaved=spec.interleaved, xp=METAL)
+        k = rotate_by(k, cos, sin, interleaved=spec.interleaved, xp=METAL)
     by_head = [x.swapaxes(0, 1)[None] for x in (q, k, v)]  # (1, heads, T, D)
     outs = [
         mx.fast.scaled_dot_product_attention(

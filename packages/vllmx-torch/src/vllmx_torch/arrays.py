@@ -1,4 +1,4 @@
-"""`vllmx_core.ops.arrays.Arrays` of torch: what it names otherwise, and kernels of its own."""
+"""`vllmx_core.arrays.Arrays` of torch: what it names otherwise, and kernels of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
-from vllmx_core.ops.arrays import Arrays
+from vllmx_core.arrays import Arrays
 from vllmx_core.plan import AnyArray
 
 from vllmx_torch.transfer import upload
@@ -26,6 +26,9 @@ class TorchArrays(Arrays):
     def like(self, x: Tensor, values: Tensor) -> Tensor:
         return values.to(x.dtype)
 
+    def max(self, x: Tensor, axis: int, keepdims: bool) -> Tensor:
+        return x.amax(axis, keepdims)
+
     def silu(self, x: Tensor) -> Tensor:
         return functional.silu(x)
 
@@ -37,6 +40,9 @@ class TorchArrays(Arrays):
 
     def relu(self, x: Tensor) -> Tensor:
         return functional.relu(x)
+
+    def softplus(self, x: Tensor) -> Tensor:
+        return functional.softplus(x)
 
     def falling(self, x: Tensor) -> Tensor:
         # `topk` promises nothing about ties

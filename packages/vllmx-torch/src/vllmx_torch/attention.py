@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from vllmx_core.ops.attention import AttentionSpec, AttentionWeights
+from vllmx_core.ops.attention import AttentionSpec, AttentionWeights, rotate
 
+from vllmx_torch.arrays import TORCH
 from vllmx_torch.kv_cache import LayerPages, Pages
 from vllmx_torch.kv_quant import values
 from vllmx_torch.step import AttentionBatch, TorchStep
@@ -45,26 +46,6 @@ class Scratch:
         return self._buffers[key][:values].view(shape)
 
 
-def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * w over the last axis, both float32."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w
-
-
-def rotate(x: Tensor, table: Tensor, *, interleaved: bool) -> Tensor:
-    """RoPE. x (T, heads, D); table (T, rotary_dim): cos, then sin, of each token's
-    position. Dimensions from rotary_dim on stay as they are."""
-    half = table.shape[1] // 2
-    cos, sin = table[:, None, :half], table[:, None, half:]  # (T, 1, rotary_dim / 2)
-    if interleaved:
-        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    else:
-        first, second = slice(0, half), slice(half, 2 * half)
-    rotated = x.clone()
-    rotated[..., first] = x[..., first] * cos - x[..., second] * sin
-    rotated[..., second] = x[..., second] * cos + x[..., first] * sin
-    return rotated
-
-
 def attention(
     qkv: Tensor,
     spec: AttentionSpec,
@@ -78,13 +59,13 @@ def attention(
     split = qkv.view(-1, spec.num_heads_in, size)  # (T, H + 2K, D)
     q, k, v = split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
     if weights.q_norm is not None:
-        q = rms_norm(q, weights.q_norm, spec.norm_eps)
+        q = TORCH.rms_norm(q, weights.q_norm, spec.norm_eps)
     if weights.k_norm is not None:
-        k = rms_norm(k, weights.k_norm, spec.norm_eps)
+        k = TORCH.rms_norm(k, weights.k_norm, spec.norm_eps)
     if weights.rope is not None:
         table = step.rotations(weights.rope, spec.rope_axes)
-        q = rotate(q, table, interleaved=spec.interleaved)
-        k = rotate(k, table, interleaved=spec.interleaved)
+        q = rotate(q, table, interleaved=spec.interleaved, xp=TORCH)
+        k = rotate(k, table, interleaved=spec.interleaved, xp=TORCH)
     out = paged_attention(q, k, v, spec, weights.sinks, step, pages, scratch)
     return out.view(-1, heads * size)
 

@@ -7,8 +7,7 @@ from functools import cached_property
 
 from torch import Tensor
 from vllmx_core.communicator import RowRanks
-from vllmx_core.ops.arrays import ArrayFrame
-from vllmx_core.ops.values import TokenIds, WeightRef
+from vllmx_core.ops.values import ArrayFrame, TokenIds, WeightRef
 from vllmx_core.plan import AnyArray
 
 from vllmx_torch.arrays import TORCH, to_device

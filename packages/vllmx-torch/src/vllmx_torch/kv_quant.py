@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from vllmx_core.kv_dtypes import KV_DTYPES, LIMITS
+from vllmx_core.kv_dtypes import KV_DTYPES, at_limit
+
+from vllmx_torch.arrays import TORCH
 
 CODES = {"int8": torch.int8, "fp8": torch.uint8}
 """What codes are kept as; e4m3 as bytes, because few operations take torch's own type."""
@@ -12,20 +14,13 @@ CODES = {"int8": torch.int8, "fp8": torch.uint8}
 
 def quantise(x: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
     """(..., D) float32 -> codes (..., D), scales (...)."""
-    limit = LIMITS[dtype]
-    greatest = x.abs().amax(-1, keepdim=True)
-    finite = x.isfinite().all(-1, keepdim=True)
-    some = finite & (greatest > 1e-30)
-    divisor = torch.where(some, greatest, 1.0)
-    factor = torch.where(some, limit / divisor, 0.0)
-    scaled = torch.where(finite, x, 0.0) * factor
+    scaled, scale = at_limit(x, dtype, TORCH)
     codes = (
         scaled.round().to(torch.int8)
         if dtype == "int8"
         else scaled.to(torch.float8_e4m3fn).view(torch.uint8)
     )
-    scale = torch.where(some, divisor / limit, torch.where(finite, 0.0, torch.nan))
-    return codes, scale.squeeze(-1)
+    return codes, scale
 
 
 def values(codes: Tensor) -> Tensor:

@@ -7,9 +7,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 from torch.nn import functional
+from vllmx_core.ops.attention import rotate
 from vllmx_core.ops.segment_attention import SegmentSpec, segments
 
-from vllmx_torch.attention import rotate
+from vllmx_torch.arrays import TORCH
 from vllmx_torch.step import TorchStep
 
 
@@ -21,8 +22,8 @@ def segment_attention(
     q, k, v = qkv.view(-1, heads + 2 * kv_heads, size).split([heads, kv_heads, kv_heads], dim=1)
     if rope is not None:
         table = step.rotations(rope, spec.rope_axes)
-        q = rotate(q, table, interleaved=spec.interleaved)
-        k = rotate(k, table, interleaved=spec.interleaved)
+        q = rotate(q, table, interleaved=spec.interleaved, xp=TORCH)
+        k = rotate(k, table, interleaved=spec.interleaved, xp=TORCH)
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # (heads, T, D)
     out = torch.empty((heads, *k.shape[1:]), device=q.device)  # (H, T, D)
     for start, end in pairwise(segments(spec, step.plan)):

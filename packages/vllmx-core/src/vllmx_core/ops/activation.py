@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, get_args
 
-from vllmx_core.ops.arrays import NUMPY, Array, ArrayFrame, Arrays
+from vllmx_core.arrays import NUMPY, Array, Arrays
 from vllmx_core.ops.op import ArrayOp, expect, expect_rows
-from vllmx_core.ops.values import Value
+from vllmx_core.ops.values import ArrayFrame, Value
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 KINDS: tuple[Activation, ...] = get_args(Activation)

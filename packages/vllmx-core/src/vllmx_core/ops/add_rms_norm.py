@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from vllmx_core.ops.add import Add
-from vllmx_core.ops.arrays import ArrayFrame
 from vllmx_core.ops.op import ArrayOp, Op, expect, expect_rows, expect_same_width, expect_vector
 from vllmx_core.ops.rms_norm import RmsNorm
-from vllmx_core.ops.values import Value, WeightRef
+from vllmx_core.ops.values import ArrayFrame, Value, WeightRef
 
 
 class AddRmsNorm(ArrayOp):

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from vllmx_core.ops.arrays import NUMPY, Array, ArrayFrame, Arrays
+from vllmx_core.arrays import NUMPY, Array, Arrays
 from vllmx_core.ops.op import ArrayOp, expect, expect_rows, expect_weight
-from vllmx_core.ops.values import Value, WeightRef
+from vllmx_core.ops.values import ArrayFrame, Value, WeightRef
 
 
 class Clip(ArrayOp):

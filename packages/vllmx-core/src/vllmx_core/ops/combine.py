@@ -7,9 +7,8 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from vllmx_core.communicator import RowRanks
-from vllmx_core.ops.arrays import ArrayFrame
 from vllmx_core.ops.op import Op, expect
-from vllmx_core.ops.values import Value
+from vllmx_core.ops.values import ArrayFrame, Value
 
 
 class Combine(Op):

@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
+from vllmx_core.arrays import NUMPY, Array, Arrays
 from vllmx_core.ops.activation import Activation, activation, expect_activation
-from vllmx_core.ops.arrays import NUMPY, Array, Arrays
 from vllmx_core.ops.formulas import Floats, NumpyFrame, like
 from vllmx_core.ops.gated_act import gated_act
 from vllmx_core.ops.op import Op, expect, expect_features, expect_stack

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vllmx_core.arrays import NUMPY
 from vllmx_core.communicator import Communicator, HostRanks
-from vllmx_core.ops.arrays import NUMPY, ArrayFrame
-from vllmx_core.ops.values import TokenIds, WeightRef
+from vllmx_core.ops.values import ArrayFrame, TokenIds, WeightRef
 from vllmx_core.plan import I32, AnyArray, StepPlan
 from vllmx_core.records import Record
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, get_args
 
+from vllmx_core.arrays import NUMPY, Array, Arrays
 from vllmx_core.ops.activation import Activation, gated
-from vllmx_core.ops.arrays import NUMPY, Array, ArrayFrame, Arrays
 from vllmx_core.ops.op import ArrayOp, expect, expect_rows
-from vllmx_core.ops.values import Value
+from vllmx_core.ops.values import ArrayFrame, Value
 
 GateKind = Activation | Literal["sigmoid", "identity", "tanh", "relu2"]
 """relu2 is the square of relu."""

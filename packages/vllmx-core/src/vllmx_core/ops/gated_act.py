@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from vllmx_core.arrays import NUMPY, Array, Arrays
 from vllmx_core.ops.activation import Activation, expect_activation, gated
-from vllmx_core.ops.arrays import NUMPY, Array, ArrayFrame, Arrays
 from vllmx_core.ops.op import ArrayOp, expect, expect_rows
-from vllmx_core.ops.values import Value
+from vllmx_core.ops.values import ArrayFrame, Value
 
 
 class GatedAct(ArrayOp):

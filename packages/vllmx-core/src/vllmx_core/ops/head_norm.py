@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from vllmx_core.ops.arrays import NUMPY, Array, ArrayFrame, Arrays
+from vllmx_core.arrays import NUMPY, Array, Arrays
 from vllmx_core.ops.op import ArrayOp, expect, expect_features, expect_vector
-from vllmx_core.ops.values import Value, WeightRef
+from vllmx_core.ops.values import ArrayFrame, Value, WeightRef
 from vllmx_core.records import Record
 
 

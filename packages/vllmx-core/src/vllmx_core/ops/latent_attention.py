@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllmx_core import kv_dtypes as kv_quant
-from vllmx_core.ops.arrays import NUMPY
+from vllmx_core.arrays import NUMPY
 from vllmx_core.ops.attention import rotate
 from vllmx_core.ops.formulas import Floats, NumpyFrame, Pages, like
 from vllmx_core.ops.op import Op, expect, expect_features, expect_vector, expect_weight

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from vllmx_core.ops.arrays import ArrayFrame
 from vllmx_core.ops.op import ArrayOp, expect, expect_rows, expect_vector
-from vllmx_core.ops.values import Value, WeightRef
+from vllmx_core.ops.values import ArrayFrame, Value, WeightRef
 
 
 class LayerNorm(ArrayOp):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from vllmx_core.ops.arrays import ArrayFrame
 from vllmx_core.ops.op import ArrayOp, expect, expect_weight
 from vllmx_core.ops.patches import patches_in
-from vllmx_core.ops.values import StepInputs, Value, WeightRef
+from vllmx_core.ops.values import ArrayFrame, StepInputs, Value, WeightRef
 
 
 class Mix(ArrayOp):

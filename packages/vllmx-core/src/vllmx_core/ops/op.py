@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from vllmx_core.errors import OpError
-from vllmx_core.ops.arrays import ArrayFrame
 from vllmx_core.ops.formulas import NumpyFrame
-from vllmx_core.ops.values import Output, Rows, Value, WeightKind, WeightRef
+from vllmx_core.ops.values import ArrayFrame, Output, Rows, Value, WeightKind, WeightRef
 from vllmx_core.records import Record
 
 

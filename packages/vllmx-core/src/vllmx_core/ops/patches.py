@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from vllmx_core.ops.arrays import ArrayFrame
 from vllmx_core.ops.op import ArrayOp, expect
-from vllmx_core.ops.values import StepInputs, Value
+from vllmx_core.ops.values import ArrayFrame, StepInputs, Value
 from vllmx_core.plan import PatchRows, StepPlan
 
 

@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from vllmx_core.ops.arrays import ArrayFrame
 from vllmx_core.ops.op import ArrayOp, expect, expect_features
-from vllmx_core.ops.values import StepInputs, Value
+from vllmx_core.ops.values import ArrayFrame, StepInputs, Value
 
 
 class Place(ArrayOp):

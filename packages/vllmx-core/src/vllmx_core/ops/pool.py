@@ -6,9 +6,8 @@ from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
-from vllmx_core.ops.arrays import ArrayFrame
 from vllmx_core.ops.op import ArrayOp, expect, expect_features
-from vllmx_core.ops.values import LogitRows, Value
+from vllmx_core.ops.values import ArrayFrame, LogitRows, Value
 
 PoolKind = Literal["last", "mean", "cls"]
 KINDS: tuple[PoolKind, ...] = get_args(PoolKind)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from vllmx_core.ops.arrays import NUMPY, Array, ArrayFrame, Arrays
+from vllmx_core.arrays import NUMPY, Array, Arrays
 from vllmx_core.ops.op import ArrayOp, expect, expect_rows, expect_weight
-from vllmx_core.ops.values import Value, WeightRef
+from vllmx_core.ops.values import ArrayFrame, Value, WeightRef
 
 
 class ScaleBy(ArrayOp):

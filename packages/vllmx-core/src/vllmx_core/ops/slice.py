@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from vllmx_core.ops.arrays import ArrayFrame
 from vllmx_core.ops.op import ArrayOp, expect, expect_rows
-from vllmx_core.ops.values import Value
+from vllmx_core.ops.values import ArrayFrame, Value
 
 
 class Slice(ArrayOp):

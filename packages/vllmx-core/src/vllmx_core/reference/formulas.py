@@ -6,8 +6,8 @@ Each stands in the file of its op in `vllmx_core.ops`. Shapes as in `vllmx_core.
 
 from __future__ import annotations
 
+from vllmx_core.arrays import NUMPY
 from vllmx_core.ops.activation import activation
-from vllmx_core.ops.arrays import NUMPY
 from vllmx_core.ops.attention import attend, attention, attention_mask, rotate
 from vllmx_core.ops.experts import experts
 from vllmx_core.ops.formulas import Floats

@@ -7,16 +7,11 @@ method of `Arrays` is needed only where libraries differ, or where one has a ker
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, cast
 
 import numpy as np
-
-from vllmx_core.communicator import ArrayRanks
-from vllmx_core.ops.values import A, Frame, TokenIds, WeightRef
-from vllmx_core.plan import AnyArray, StepPlan
 
 Array = Any
 """An array of any library that an `Arrays` is for."""
@@ -78,6 +73,10 @@ class Arrays:
         """The square of relu."""
         return self.square(self.relu(x))
 
+    def softplus(self, x: Array) -> Array:
+        """log(1 + exp(x))."""
+        return self.logaddexp(x, 0.0)
+
     def softmax(self, x: Array) -> Array:
         """Softmax over the last axis."""
         return self.library.softmax(x, -1)
@@ -114,6 +113,10 @@ class NumpyArrays(Arrays):
         with np.errstate(over="ignore"):  # exp(-x) = inf gives the right limit, 0
             return 1 / (1 + np.exp(-x))
 
+    def softplus(self, x: Array) -> Array:
+        with np.errstate(invalid="ignore"):  # NaN gives NaN
+            return np.logaddexp(0, x)
+
     def softmax(self, x: Array) -> Array:
         with np.errstate(invalid="ignore"):  # an infinite logit gives NaN
             raised = np.exp(x - x.max(axis=-1, keepdims=True))
@@ -128,49 +131,3 @@ class NumpyArrays(Arrays):
 
 
 NUMPY = NumpyArrays()
-
-
-class ArrayFrame(Frame[A], ABC):
-    """The values of one step, and what formulas over `xp` need of it. A backend adds to it what
-    its own handlers need.
-
-    Args:
-        features: (rows, E) of each part of the store of features.
-        ranks: the other ranks of the model, if it has any.
-    """
-
-    def __init__(
-        self,
-        xp: Arrays,
-        plan: StepPlan,
-        features: Sequence[A] = (),
-        ranks: ArrayRanks[A] | None = None,
-    ) -> None:
-        super().__init__()
-        self.xp, self.plan, self.features, self._ranks = xp, plan, features, ranks
-
-    @property
-    def ranks(self) -> ArrayRanks[A]:
-        """The other ranks, for an op between ranks."""
-        assert self._ranks is not None, "an op between ranks needs a communicator"
-        return self._ranks
-
-    @abstractmethod
-    def ids(self, ids: TokenIds) -> A:
-        """(T,) integers that `ids` stands for."""
-
-    @abstractmethod
-    def vector(self, ref: WeightRef) -> A:
-        """A vector or a constant."""
-
-    @abstractmethod
-    def rows(self, ref: WeightRef, ids: A) -> A:
-        """(N,) -> (N, E) rows of a table, in the type of `Arrays.wide`."""
-
-    @abstractmethod
-    def upload(self, array: AnyArray) -> A:
-        """An array of the host where the step computes: floats in the type of `Arrays.wide`."""
-
-    def optional(self, ref: WeightRef | None) -> A | None:
-        """A vector that the op may have."""
-        return None if ref is None else self.vector(ref)
