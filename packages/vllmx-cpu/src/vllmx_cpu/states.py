@@ -16,7 +16,7 @@ class VxStates(Structure):
 
     _fields_ = [("base", c_void_p), ("slot_bytes", c_size_t)]
     memory: Bytes
-    """What they lie in."""
+    """The memory of all of them."""
 
 
 def allocate_states(specs: Sequence[StateSpec], slots: StateSlots) -> tuple[VxStates, ...]:

@@ -158,7 +158,7 @@ def _activation_bytes(
     max_tokens: int,
     max_rows: int,
 ) -> int:
-    """What a step takes at the most beside weights and cache, roughly: the widest layer in flight,
+    """A rough upper bound on a step's memory without weights and cache: the widest layer in flight,
     the logits with the sampler's copies, and the context of one batch of attention."""
     vocab_size = shape.vocab_size
     widths = [spec.rows for spec in specs if spec.kind == "linear" and spec.rows < vocab_size]

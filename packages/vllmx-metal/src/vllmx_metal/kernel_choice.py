@@ -1,5 +1,5 @@
-"""Which kernels of our own are used: as the environment says, or where a small case comes
-out as MLX's own ops have it."""
+"""Chooses which kernels of our own are used: as the environment says, or where a small case gives
+the same as MLX's own ops."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TOLERANCE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class OwnKernels:
-    """Which of our kernels attend, MLX's own attention doing the rest over gathered pages, and
+    """The kernels of ours that attend, MLX's own attention doing the rest over gathered pages, and
     whether one of them steps through the states of recurrent layers."""
 
     decode: bool = False

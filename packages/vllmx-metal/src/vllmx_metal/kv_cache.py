@@ -1,5 +1,5 @@
 """KV pages as MLX arrays: (blocks * P, K, D) for keys and as many values in each place of the
-cache, and for 8-bit codes a scale for each vector beside them.
+cache, and for 8-bit codes a scale for each vector.
 
 MLX has values, not places: a write gives a new array. It takes the old one's memory, instead of
 copying it, only where nothing else holds the old one. So the pages are rebound with every write,
@@ -41,7 +41,7 @@ class Pages:
 
     dtype: str
     data: mx.array  # (blocks * P, K, D)
-    scales: mx.array | None  # (blocks * P, K) float32 beside 8-bit codes
+    scales: mx.array | None  # (blocks * P, K) float32, of 8-bit codes
 
     def write(self, slots: mx.array, vectors: mx.array) -> None:
         """vectors (T, K, D) go to slots (T,), rounded to the dtype."""
@@ -98,7 +98,7 @@ def _zeros(cache: CachePlan, kv: OwnedKV, size: int) -> Pages:
 def _default_num_seqs(
     shape: ModelShape, options: LoadOptions, dtype: str, device: Device, used: int
 ) -> int:
-    """Sequences that run together where nobody asked for a number: as many as the memory beside
+    """Sequences that run together where nobody asked for a number: as many as the memory without
     `used` holds at `TYPICAL_TOKENS` or at full length, whichever is shorter, within limits."""
     tokens = min(options.max_model_len, TYPICAL_TOKENS)
     if options.num_kv_blocks is not None:

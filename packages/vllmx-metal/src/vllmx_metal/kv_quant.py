@@ -11,7 +11,7 @@ from vllmx_core.kv_dtypes import at_limit
 from vllmx_metal.arrays import METAL
 
 CODES: Mapping[str, mx.Dtype] = {"int8": mx.int8, "fp8": mx.uint8}
-"""What codes are kept as; MLX has e4m3 as bytes."""
+"""The types of stored codes; MLX has e4m3 as bytes."""
 
 
 def quantise(x: mx.array, dtype: str) -> tuple[mx.array, mx.array]:
@@ -22,7 +22,7 @@ def quantise(x: mx.array, dtype: str) -> tuple[mx.array, mx.array]:
 
 
 def dequantise(codes: mx.array, scales: mx.array) -> mx.array:
-    """What `quantise` stands for, float32."""
+    """The values that `quantise` coded, float32."""
     if codes.dtype == mx.uint8:
         return mx.from_fp8(codes, mx.float32) * scales[..., None]
     return codes.astype(mx.float32) * scales[..., None]

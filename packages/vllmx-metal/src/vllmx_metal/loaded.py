@@ -230,7 +230,7 @@ class MetalLoadedModel:
         return StepResult(ids, logprobs, logits, seconds, vectors)
 
     def _awaited(self, handle: MetalStepHandle) -> tuple[dict[str, AnyArray], float]:
-        """What came of a step. Raises RankLostError where it waits for ranks that are gone."""
+        """The arrays and seconds of a step. Raises RankLostError if other ranks are gone."""
         while self._ranks is not None and not wait([handle.done], _LOOK_S).done:
             if self._ranks.ended:
                 raise RankLostError("the other ranks have ended")

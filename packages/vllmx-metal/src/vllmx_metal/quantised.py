@@ -22,7 +22,7 @@ GROUPS = (128, 64, 32)
 MOST_VALUES = 1 << 24
 """Values that are converted together, in whole rows: what they take meanwhile stays small."""
 _HALF_ULP = 2.0**-11
-"""What rounding to float16 changes at the most, where it does not underflow."""
+"""The largest relative change by rounding to float16, where it does not underflow."""
 
 Affine = tuple[npt.NDArray[np.uint8], F32, F32]
 """Codes (rows, cols), scales and biases (rows, groups)."""

@@ -1,4 +1,4 @@
-"""What ranks of a model say to each other, on MLX's arrays.
+"""Calls between the ranks of a model, on MLX's arrays.
 
 Ranks that MLX has joined in a group (`ring`) add in the step's graph; others meet through the host,
 which reads what was built until then. What a stage hands to the next goes through the host in any
@@ -17,7 +17,7 @@ from vllmx_core.communicator import ArrayRanks, Communicator, HostRanks
 from vllmx_core.errors import RankLostError
 
 _LOST = ("[ring]", "[jaccl]")
-"""What MLX's errors between ranks begin with."""
+"""MLX's errors between ranks begin with these."""
 
 
 class MetalRanks(ArrayRanks[mx.array], Protocol):
@@ -25,21 +25,21 @@ class MetalRanks(ArrayRanks[mx.array], Protocol):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether calls are ops of a graph, so that a step can be built while one runs."""
+        """True if calls are ops of a graph, so that a step can be built while one runs."""
         ...
 
     @property
     def over(self) -> str:
-        """What sums go through, for people."""
+        """The transport of sums, for people."""
         ...
 
     @property
     def ended(self) -> bool:
-        """Whether calls may wait for ever for ranks that are gone."""
+        """True if calls may wait for ever for ranks that are gone."""
         ...
 
     def failure(self, error: BaseException) -> BaseException:
-        """What an error of a step means: that the others have ended, perhaps."""
+        """The cause of a step's error: that the others have ended, perhaps."""
         ...
 
 

@@ -197,7 +197,7 @@ def _activation_bytes(
     max_tokens: int,
     max_rows: int,
 ) -> int:
-    """What a step takes at the most beside weights and cache, roughly: the widest layer in flight,
+    """A rough upper bound on a step's memory without weights and cache: the widest layer in flight,
     the logits with the sampler's float64 copy, and the context of one batch of attention."""
     vocab_size = shape.vocab_size
     layer = 4 * max_tokens * (2 * widest + 4 * shape.hidden_size)

@@ -79,9 +79,9 @@ def some_experts(
 
 
 def has_grouped_product(*stacks: Tensor) -> bool:
-    """Whether the device multiplies groups without asking the host for their bounds, which torch
-    does in bfloat16 on Hopper and later, with rows of whole 16 bytes; elsewhere it has a loop in
-    the grouped product's place that does ask."""
+    """True if the device multiplies groups without asking the host for their bounds. Torch does so
+    in bfloat16 on Hopper and later, for rows of whole 16 bytes; elsewhere its grouped product is a
+    loop that asks."""
     return (
         hasattr(functional, "grouped_mm")
         and all(

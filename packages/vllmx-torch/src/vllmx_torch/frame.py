@@ -62,7 +62,7 @@ class TorchFrame(ArrayFrame[Tensor]):
         return weight
 
     def module(self) -> ForeignModule:
-        """What runs the whole step, in place of ops."""
+        """The module that runs the whole step, in place of ops."""
         weight = self.weights[FOREIGN_MODULE]
         assert isinstance(weight, ForeignModule), "the weights are those of ops"
         return weight

@@ -1,6 +1,6 @@
 """KV pages as tensors: (K, blocks * P, D) for keys and as many values in each place of the cache,
-so that gathered context is ready for a batched product over the heads. 8-bit pages have a scale for
-each vector beside them."""
+so that gathered context is ready for a batched product over the heads. 8-bit pages come with a
+scale for each vector."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Pages:
 
     dtype: str
     data: Tensor  # (K, blocks * P, D)
-    scales: Tensor | None  # (K, blocks * P) float32 beside 8-bit codes
+    scales: Tensor | None  # (K, blocks * P) float32, of 8-bit codes
 
     @property
     def num_bytes(self) -> int:

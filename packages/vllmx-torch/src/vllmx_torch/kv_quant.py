@@ -9,7 +9,7 @@ from vllmx_core.kv_dtypes import KV_DTYPES, at_limit
 from vllmx_torch.arrays import TORCH
 
 CODES = {"int8": torch.int8, "fp8": torch.uint8}
-"""What codes are kept as; e4m3 as bytes, because few operations take torch's own type."""
+"""The types of stored codes; e4m3 as bytes, because few operations take torch's own type."""
 
 
 def quantise(x: Tensor, dtype: str) -> tuple[Tensor, Tensor]:

@@ -165,7 +165,7 @@ class TorchStepHandle:
         self._owner, self.started = owner, started
         self._logits: tuple[Tensor, Tensor] | None = (logits, fed)
         self.spent_s: Callable[[], float] | None = None
-        """How long the forward pass took, where the sampler came late."""
+        """The seconds of the forward pass, where the sampler came late."""
         self.download: Download | None = None
 
     def take_logits(self) -> tuple[Tensor, Tensor]:

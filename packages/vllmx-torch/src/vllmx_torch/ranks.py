@@ -1,6 +1,6 @@
-"""What ranks of a model say to each other, on tensors.
+"""Calls between the ranks of a model, on tensors.
 
-Ranks whose device is no CUDA device speak through the memory that their processes share: their
+Ranks without a CUDA device speak through the memory that their processes share: their
 parts go through the host in any case, all ranks add them in one order, and who waits there sees the
 group's end. CUDA devices have NCCL, on the step's stream.
 """
@@ -157,8 +157,8 @@ def _check_one_host(communicator: Communicator, folder: str) -> None:
 def ranks_of(
     communicator: Communicator | None, device: torch.device, ops: Sequence[Op]
 ) -> RowRanks[Tensor] | None:
-    """How the ranks of a model with these ops speak on that kind of device; None for a model of
-    one. Stages of a model speak through the host."""
+    """The calls between ranks of a model with these ops on that kind of device; None for a model of
+    one rank. Stages of a model speak through the host."""
     if communicator is None:
         return None
     meets = any(isinstance(op, AllReduce | AllGather) for op in ops)

@@ -1,4 +1,4 @@
-"""What the ops of a loaded model point to, and the calls of native functions made of it."""
+"""Memory that the ops of a loaded model point to, and the calls of native functions made of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Address = Callable[[Value], int]
 
 
 class Lowering(Record):
-    """What the ops of one loaded model point to."""
+    """Memory that the ops of one loaded model point to."""
 
     isa: Isa
     weights: LoadedWeights

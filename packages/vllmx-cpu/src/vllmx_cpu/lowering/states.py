@@ -34,7 +34,7 @@ class VxShortConv(Structure):
         ("activation", c_int32),
     ]
     taps: F32
-    """What `w` points to."""
+    """The numbers that `w` points to."""
 
 
 class VxRecurrence(Structure):

@@ -1,4 +1,4 @@
-"""Which form a stack of experts' matrices gets."""
+"""Chooses the form of a stack of experts' matrices."""
 
 from __future__ import annotations
 

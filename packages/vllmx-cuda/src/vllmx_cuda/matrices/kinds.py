@@ -1,4 +1,4 @@
-"""Which form a part of a checkpoint gets."""
+"""Chooses the form of a part of a checkpoint."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class MatrixPlan:
         return sum(run.form.num_bytes(run.rows, self.cols) for run in self.runs)
 
     def scratch(self, tokens: int) -> ScratchBytes:
-        """What its product with at most so many tokens needs."""
+        """The memory that its product with at most so many tokens needs."""
         need = ScratchBytes()
         for run in self.runs:
             need |= run.form.scratch(run.rows, self.cols, tokens)
@@ -60,7 +60,7 @@ class MatrixPlan:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """What `vllmx_cuda.loading.weights.load_weights` will do."""
+    """The plan of `vllmx_cuda.loading.weights.load_weights`."""
 
     dtype: str
     matrices: Mapping[TieKey, MatrixPlan]

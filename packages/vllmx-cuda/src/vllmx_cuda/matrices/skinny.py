@@ -1,5 +1,6 @@
-"""Which kernel multiplies a few rows: own ones read the weights once, at the speed of memory, where
-cuBLASLt is made for many rows. The choice is by size until measurements say better."""
+"""Chooses the kernel that multiplies a few rows: own ones read the weights once, at the speed of
+memory, where cuBLASLt is made for many rows. The choice is by size until measurements say better.
+"""
 
 from __future__ import annotations
 
