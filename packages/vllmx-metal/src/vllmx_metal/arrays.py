@@ -3,14 +3,19 @@ elementwise operations are one kernel on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any, ClassVar
 
 import mlx.core as mx
+import numpy as np
 from vllmx_core.arrays import Arrays
+from vllmx_core.weights.tensor import RawTensor
 
 from vllmx_metal.fusion import fused
+
+DTYPES: Mapping[str, mx.Dtype] = {"bf16": mx.bfloat16, "f16": mx.float16, "f32": mx.float32}
+"""The dtypes that a model can be computed in."""
 
 
 class MetalArrays(Arrays):
@@ -43,3 +48,9 @@ METAL = MetalArrays()
 @cache
 def _fused(function: Callable[..., Any], *options: object) -> Callable[..., Any]:
     return fused(partial(function, METAL, *options))
+
+
+def to_mlx(raw: RawTensor) -> mx.array:
+    """A copy of a dense tensor of one of `DTYPES`, in that dtype."""
+    array = mx.array(np.ascontiguousarray(raw.view()))
+    return array.view(mx.bfloat16) if raw.dtype == "bf16" else array

@@ -20,8 +20,8 @@ from vllmx_core.weights.part import WeightSource
 from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_metal import step
+from vllmx_metal.arrays import DTYPES
 from vllmx_metal.device import Device, current_device, keep_resident
-from vllmx_metal.dtypes import DTYPES
 from vllmx_metal.kernel_choice import OwnKernels, choose_kernels
 from vllmx_metal.kv_cache import MOST_SEQS, allocate, plan_kv
 from vllmx_metal.loaded import MetalLoadedModel

@@ -14,12 +14,30 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 from vllmx_core.backend import LoadOptions
 from vllmx_core.cache.capacity import BlockSizes, CachePlan, plain_page_bytes, plan_cache
+from vllmx_core.kv_dtypes import at_limit
 from vllmx_core.model import ModelShape, OwnedKV
 from vllmx_core.system.memory import GIB
 
+from vllmx_metal.arrays import DTYPES, METAL
 from vllmx_metal.device import Device
-from vllmx_metal.dtypes import DTYPES
-from vllmx_metal.kv_quant import CODES, dequantise, quantise
+
+CODES: Mapping[str, mx.Dtype] = {"int8": mx.int8, "fp8": mx.uint8}
+"""The types of stored codes; MLX has e4m3 as bytes."""
+
+
+def quantise(x: mx.array, dtype: str) -> tuple[mx.array, mx.array]:
+    """(..., D) float32 -> codes (..., D), scales (...)."""
+    scaled, scale = at_limit(x, dtype, METAL)
+    codes = mx.round(scaled).astype(mx.int8) if dtype == "int8" else mx.to_fp8(scaled)
+    return codes, scale
+
+
+def dequantise(codes: mx.array, scales: mx.array) -> mx.array:
+    """The values that `quantise` coded, float32."""
+    if codes.dtype == mx.uint8:
+        return mx.from_fp8(codes, mx.float32) * scales[..., None]
+    return codes.astype(mx.float32) * scales[..., None]
+
 
 _STORED: Mapping[str, mx.Dtype] = {**DTYPES, **CODES}
 BLOCK_SIZES = BlockSizes("metal")

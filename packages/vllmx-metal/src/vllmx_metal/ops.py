@@ -4,6 +4,7 @@ float32."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import mlx.core as mx
@@ -18,13 +19,14 @@ from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.recorded.op_table import OpTable
 
 from vllmx_metal.arrays import METAL
-from vllmx_metal.attention import attention
-from vllmx_metal.experts import experts
+from vllmx_metal.attention import attention, segment_attention
 from vllmx_metal.frame import MetalFrame
 from vllmx_metal.latent_attention import latent_attention
+from vllmx_metal.matrices import LinearWeight
 from vllmx_metal.recurrent import recurrence, short_conv
-from vllmx_metal.segment_attention import segment_attention
 
+SORTED_FROM = 64
+"""Pairs of token and expert from which on it pays to bring those of an expert together."""
 OPS: OpTable[MetalFrame, None] = OpTable("metal", formulas=True)
 
 
@@ -100,3 +102,30 @@ def _head(op: Head, frame: MetalFrame) -> None:
     rows, cap = frame[op.x][frame.step.logit_rows], op.softcap
     logits = frame.matrix(op.w).multiply(rows).astype(mx.float32)  # (L, V)
     frame[op.out] = logits if cap is None else cap * mx.tanh(logits / cap)
+
+
+def experts(
+    x: mx.array,
+    ids: mx.array,
+    weights: mx.array,
+    gate_up: LinearWeight,
+    down: LinearWeight,
+    activated: Callable[[mx.array], mx.array],
+    dtype: mx.Dtype,
+    here: mx.array | None = None,
+) -> mx.array:
+    """x (T, E), ids and weights (T, k) -> (T, E) of `dtype`. Slots that are not `here` (T, k) are
+    not heard, whatever their expert says."""
+    tokens, slots = ids.shape
+    chosen, ordered = ids.flatten(), ids.size >= SORTED_FROM
+    order = mx.argsort(chosen) if ordered else mx.arange(chosen.size)  # (T * k,)
+    chosen = chosen[order]
+    rows = x[order // slots][:, None]  # (T * k, 1, E)
+    inner = activated(gate_up.multiply_each(rows, chosen, ordered=ordered).astype(dtype))
+    said = down.multiply_each(inner, chosen, ordered=ordered).astype(mx.float32)[:, 0]
+    if ordered:
+        said = said[mx.argsort(order)]
+    said = said.reshape(tokens, slots, -1)
+    if here is not None:
+        said = mx.where(here[..., None], said, 0.0)
+    return (said * weights[..., None]).sum(axis=1).astype(dtype)

@@ -40,8 +40,7 @@ from vllmx_torch.device import (
 from vllmx_torch.foreign.model import TransformersModel
 from vllmx_torch.foreign.op import FOREIGN_MODULE, ForeignModule
 from vllmx_torch.foreign.running import RunningModule
-from vllmx_torch.kv_cache import allocate, allocate_states, plan_kv
-from vllmx_torch.kv_quant import dtypes_of
+from vllmx_torch.kv_cache import allocate, allocate_states, dtypes_of, plan_kv
 from vllmx_torch.loaded import TorchLoadedModel
 from vllmx_torch.ops import OPS
 from vllmx_torch.ranks import ranks_of

@@ -20,13 +20,12 @@ from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.recorded.op_table import OpTable
 
 from vllmx_torch.arrays import TORCH
-from vllmx_torch.attention import attention
+from vllmx_torch.attention import attention, segment_attention
 from vllmx_torch.experts import experts, some_experts
 from vllmx_torch.foreign.op import RunModule
 from vllmx_torch.frame import TorchFrame
 from vllmx_torch.latent_attention import latent_attention
 from vllmx_torch.recurrent import recurrence, short_conv
-from vllmx_torch.segment_attention import segment_attention
 from vllmx_torch.weights import LinearWeight
 
 _HEAD_VALUES = 1 << 24

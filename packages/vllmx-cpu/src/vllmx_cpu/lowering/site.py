@@ -12,11 +12,10 @@ from vllmx_core.recorded.op_table import OpTable
 from vllmx_core.records import Record
 
 from vllmx_cpu.images import Rotation, Turned, VxImages
-from vllmx_cpu.kv_cache import LayerPages
+from vllmx_cpu.kv_cache import LayerPages, VxStates
 from vllmx_cpu.memory import Bytes
 from vllmx_cpu.native import Isa
 from vllmx_cpu.packing import LoadedWeights
-from vllmx_cpu.states import VxStates
 from vllmx_cpu.tape import Call
 
 Address = Callable[[Value], int]

@@ -12,9 +12,8 @@ from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_cuda.device.dtypes import ITEM_BYTES
 from vllmx_cuda.matrices.dense import Dense
-from vllmx_cuda.matrices.experts import expert_form
 from vllmx_cuda.matrices.form import Form, ScratchBytes, Target
-from vllmx_cuda.matrices.kinds import form_of
+from vllmx_cuda.matrices.kinds import expert_form, form_of
 
 
 @dataclass(frozen=True, slots=True)
