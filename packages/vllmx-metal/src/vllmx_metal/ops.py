@@ -10,7 +10,7 @@ from functools import partial
 import mlx.core as mx
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.experts import Experts, activated
-from vllmx_core.ops.head import Head
+from vllmx_core.ops.head import Head, softcap
 from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.recurrence import Recurrence
@@ -99,9 +99,9 @@ def _experts(op: Experts, frame: MetalFrame) -> None:
 
 @OPS.add(Head)
 def _head(op: Head, frame: MetalFrame) -> None:
-    rows, cap = frame[op.x][frame.step.logit_rows], op.softcap
+    rows = frame[op.x][frame.step.logit_rows]
     logits = frame.matrix(op.w).multiply(rows).astype(mx.float32)  # (L, V)
-    frame[op.out] = logits if cap is None else cap * mx.tanh(logits / cap)
+    frame[op.out] = softcap(logits, op.softcap, METAL)
 
 
 def experts(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from vllmx_core.ops.attention import AttentionSpec, AttentionWeights, rotate
+from vllmx_core.ops.head import softcap
 from vllmx_core.ops.segment_attention import SegmentSpec, segments
 
 from vllmx_torch.arrays import TORCH
@@ -112,9 +113,7 @@ def _attend(
     q = q.reshape(kv_heads, tiles, group * queries, size)
     keys = scratch.gather("k", pages.k, batch.slots)  # (K, N, C, D)
     values = scratch.gather("v", pages.v, batch.slots)  # (K, N, C, D)
-    scores = (q @ keys.mT) * spec.scale  # (K, N, G * Q, C)
-    if spec.softcap is not None:
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    scores: Tensor = softcap((q @ keys.mT) * spec.scale, spec.softcap, TORCH)  # (K, N, G * Q, C)
     scores = scores.view(kv_heads, tiles, group, queries, -1)
     scores = scores.masked_fill(~batch.mask[:, None], -torch.inf)
     if sinks is not None:

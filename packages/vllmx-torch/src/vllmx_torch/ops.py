@@ -11,7 +11,7 @@ from torch.nn import functional
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.combine import Combine
 from vllmx_core.ops.experts import Experts, activated
-from vllmx_core.ops.head import Head
+from vllmx_core.ops.head import Head, softcap
 from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.recurrence import Recurrence
@@ -100,8 +100,7 @@ def _experts(op: Experts, frame: TorchFrame) -> None:
 @OPS.add(Head)
 def _head(op: Head, frame: TorchFrame) -> None:
     logits = _float_linear(frame[op.x][frame.step.logit_rows], frame.matrix(op.w))  # (L, V)
-    cap = op.softcap
-    frame[op.out] = logits if cap is None else cap * torch.tanh(logits / cap)
+    frame[op.out] = softcap(logits, op.softcap, TORCH)
 
 
 @OPS.add(RunModule)
