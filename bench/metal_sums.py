@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 from vllmx.bench.figures import Record, show
-from vllmx_metal.ranks import HostRanks, MetalRanks
+from vllmx_metal.ranks import MetalHostRanks, MetalRanks
 from vllmx_metal.ring import meet
 from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.region import Region
@@ -45,7 +45,7 @@ def measure(region: Region, rank: int, rows_of: list[int], rounds: int) -> list[
     """One record for each number of rows; both ranks do the same."""
     mx.set_default_device(mx.cpu)
     own = SharedMemoryCommunicator(region, rank)
-    ring, host = meet(own), HostRanks(own)
+    ring, host = meet(own), MetalHostRanks(own)
     assert ring is not None
     assert ring.runs_ahead, "MLX has no ring here; the log says why"
     ways: dict[str, MetalRanks | None] = {"none": None, "ring": ring, "host": host}

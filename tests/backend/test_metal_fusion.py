@@ -4,16 +4,23 @@ compiled for. MLX's CPU device compiles by a C++ compiler, and does not compile 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from vllmx_core.kv_dtypes import _at_limit
+from vllmx_core.ops.activation import activation, gated
+from vllmx_core.ops.attention import _rotated
+from vllmx_core.ops.experts import _clamped
+from vllmx_core.ops.gate import KINDS
 from vllmx_core.sampling import gumbel_noise
 
 mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
 pytest.importorskip("vllmx_metal")
 
-from vllmx_metal import activations, attention, kv_quant, noise  # noqa: E402
+from vllmx_metal import attention, noise  # noqa: E402
+from vllmx_metal.arrays import METAL  # noqa: E402
 
 RNG = np.random.default_rng(2)
 
@@ -24,21 +31,27 @@ def normal(*shape: int) -> Any:
 
 CASES: dict[str, tuple[Callable[..., Any], Callable[[int], list[Any]]]] = {
     "rotation": (
-        attention._turned,
+        METAL.fused(_rotated),
         lambda n: [normal(n, 3, 8), normal(n, 3, 8), normal(n, 1, 8), normal(n, 1, 8)],
+    ),
+    "clamped SwiGLU": (
+        METAL.fused(_clamped, 1.5, 1.7),
+        lambda n: [normal(n, 6), normal(n, 6)],
     ),
     "soft-cap": (attention._cap, lambda n: [normal(n, 5), mx.array(1.5)]),
     "KV scale": (
-        kv_quant._scaled,
-        lambda n: [normal(n, 2, 4), mx.abs(normal(n, 2, 1)), mx.array(127.0)],
+        METAL.fused(_at_limit, 127.0),
+        lambda n: [normal(n, 2, 4), mx.abs(normal(n, 2, 1))],
     ),
     **{
-        kind: (activations.ACTIVATIONS[kind], lambda n: [normal(n, 6)])
-        for kind in activations.ACTIVATIONS
+        kind: (partial(activation, kind=kind, xp=METAL), lambda n: [normal(n, 6)]) for kind in KINDS
     },
     **{
-        f"gate {kind}": (activations.GATES[kind], lambda n: [normal(n, 6), normal(n, 6)])
-        for kind in activations.GATES
+        f"gate {kind}": (
+            partial(gated, kind=kind, xp=METAL),
+            lambda n: [normal(n, 6), normal(n, 6)],
+        )
+        for kind in KINDS
     },
 }
 

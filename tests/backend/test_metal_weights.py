@@ -25,8 +25,11 @@ pytest.importorskip("vllmx_metal")
 from vllmx_metal.backend import MetalBackend  # noqa: E402
 from vllmx_metal.gguf_affine import KINDS  # noqa: E402
 from vllmx_metal.matrices import DenseMatrix, QuantisedMatrix, StackedMatrix  # noqa: E402
-from vllmx_metal.packing import pack  # noqa: E402
-from vllmx_metal.quantised import native_form, quantised_matrix  # noqa: E402
+from vllmx_metal.quantised import (  # noqa: E402
+    native_form,
+    pack,
+    quantised_matrix,
+)
 from vllmx_metal.weights import WeightLoader  # noqa: E402
 
 ROWS, COLS = 24, 512

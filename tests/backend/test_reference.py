@@ -7,9 +7,12 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 from vllmx_core.model import Activation
+from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.attention import NO_WEIGHTS, AttentionSpec, AttentionWeights
-from vllmx_core.ops.formulas import Pages
+from vllmx_core.ops.embedding import Embedding
+from vllmx_core.ops.formulas import NumpyFrame, NumpyWeights, Pages
 from vllmx_core.ops.latent_attention import LatentSpec, LatentWeights, latent_attention
+from vllmx_core.ops.values import TokenIds, Value, WeightRef
 from vllmx_core.reference import formulas as reference
 from vllmx_testing.plans import Row, make_plan
 
@@ -27,16 +30,24 @@ def close(got: Any, expected: Any) -> None:
     np.testing.assert_allclose(got, expected.numpy(), rtol=1e-12, atol=1e-12)
 
 
+def frame_of(w: Any) -> NumpyFrame:
+    """A step of three tokens and one weight."""
+    plan = make_plan([Row((3, 0, 3), 0, (0,))], block_size=4)
+    return NumpyFrame(NumpyWeights({"w": w}, {}), plan, (), None)
+
+
 def test_norms() -> None:
     x, w, b = normal(5, 33), normal(33), normal(33)
     tx, tw, tb = map(torch.from_numpy, (x, w, b))
     close(reference.rms_norm(x, w, 1e-5), functional.rms_norm(tx, (33,), tw, 1e-5))
     close(reference.layer_norm(x, w, b, 1e-5), functional.layer_norm(tx, (33,), tw, tb, 1e-5))
     close(reference.layer_norm(x, w, None, 1e-5), functional.layer_norm(tx, (33,), tw, None, 1e-5))
-    normed, total = reference.add_rms_norm(x, x + 1, w, 1e-6)
-    close(total, 2 * tx + 1)
-    close(normed, functional.rms_norm(2 * tx + 1, (33,), tw, 1e-6))
-    assert reference.add_rms_norm(x, None, w, 1e-6)[1] is x
+    op = AddRmsNorm.of(Value(33), Value(33), WeightRef("w", "vector", 33), 1e-6)
+    frame = frame_of(w)
+    frame[op.x], frame[op.residual] = x, x + 1
+    op.compute(frame)
+    close(frame[op.total], 2 * tx + 1)
+    close(frame[op.out], functional.rms_norm(2 * tx + 1, (33,), tw, 1e-6))
 
 
 @pytest.mark.parametrize("kind", get_args(Activation))
@@ -59,8 +70,11 @@ def test_linear_embedding_and_logits() -> None:
     x, w, b = normal(6, 9), normal(11, 9), normal(11)
     tx, tw, tb = map(torch.from_numpy, (x, w, b))
     close(reference.linear(x, w, b), functional.linear(tx, tw, tb))
-    ids = np.array([3, 0, 3], np.int32)
-    close(reference.embedding(ids, w), functional.embedding(torch.from_numpy(ids), tw))
+    embedding = Embedding.of(TokenIds(), WeightRef("w", "embedding", 11, 9))
+    frame = frame_of(w)
+    embedding.compute(frame)
+    ids = torch.from_numpy(frame.plan.tokens)
+    close(frame[embedding.out], functional.embedding(ids, tw))
     rows = np.array([1, 4], np.int32)
     expected = 2.5 * torch.tanh(functional.linear(tx[[1, 4]], tw, tb) / 2.5)
     close(reference.logits(x, rows, w, b, 2.5), expected)

@@ -69,7 +69,9 @@ class TestDevice:
         monkeypatch.setenv(DEVICE_VARIABLE, wanted)
         with pytest.raises(ConfigError, match=rf"{DEVICE_VARIABLE}={wanted} .*cpu"):
             load(*decoder())
-        assert f"{DEVICE_VARIABLE}={wanted} is no device" in TorchBackend().environment()["device"]
+        assert (
+            f"{DEVICE_VARIABLE}={wanted} is not a device" in TorchBackend().environment()["device"]
+        )
 
     def test_gpus_are_found_by_kind_and_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("torch.cuda.is_available", lambda: True)

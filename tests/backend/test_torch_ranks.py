@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from vllmx_core.backend import LoadOptions
+from vllmx_core.communicator import ArrayRanks
 from vllmx_core.errors import ConfigError, RankLostError
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
@@ -21,7 +22,7 @@ from vllmx_torch import device, ranks
 from vllmx_torch.backend import TorchBackend
 from vllmx_torch.loaded import TorchLoadedModel
 from vllmx_torch.plugin import vllmx_backends
-from vllmx_torch.ranks import HostRanks, ProcessGroupRanks
+from vllmx_torch.ranks import ProcessGroupRanks, host_ranks
 
 from .test_sharding import CONFIGS, TEXT, of
 
@@ -79,12 +80,12 @@ def test_sums_and_parts_of_three_ranks(kind: str) -> None:
     """The process group is tested, too, which CUDA devices use with NCCL in the place of gloo."""
     widths, parts = [2, 5, 3], [torch.full((4, n), float(n)) for n in (2, 5, 3)]
 
-    def make(end: ThreadCommunicator) -> tuple[int, HostRanks | ProcessGroupRanks]:
-        return end.rank, HostRanks(
+    def make(end: ThreadCommunicator) -> tuple[int, ArrayRanks[torch.Tensor]]:
+        return end.rank, host_ranks(
             end, torch.device("cpu")
         ) if kind == "host" else ProcessGroupRanks.meet(end, kind)
 
-    def work(one: tuple[int, HostRanks | ProcessGroupRanks]) -> Sequence[torch.Tensor]:
+    def work(one: tuple[int, ArrayRanks[torch.Tensor]]) -> Sequence[torch.Tensor]:
         rank, end = one
         total = end.all_reduce(torch.arange(6.0).view(2, 3) * (rank + 1))
         return total, end.all_gather(parts[rank], widths)

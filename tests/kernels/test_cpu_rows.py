@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import pytest
 from vllmx_core.ops.clip import clip
-from vllmx_core.ops.gate import KINDS, GateKind, gate, opening
+from vllmx_core.ops.gate import KINDS, GateKind, gate
 from vllmx_core.ops.head_norm import HeadNormSpec, head_norm
 from vllmx_core.ops.scale_by import scale_by
 from vllmx_core.plan import F32, AnyArray
@@ -128,7 +128,7 @@ def test_gates_at_the_ends(isa: Isa, run_op: RunOp, kind: GateKind) -> None:
     arguments = VxGate(x.ctypes.data, g.ctypes.data, y.ctypes.data, len(x), 1, GATES[kind])
     run_op(isa, "gate", arguments, VxStep(T=1), 1)
     assert np.isnan(y[0])
-    np.testing.assert_array_equal(y[1:], 2 * opening(g[1:], kind))
+    np.testing.assert_array_equal(y[1:], 2 * reference.activation(g[1:], kind))
 
 
 @pytest.mark.parametrize(("width", "span"), SPANS)

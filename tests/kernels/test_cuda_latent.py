@@ -6,8 +6,8 @@ import itertools
 
 import numpy as np
 import pytest
+from vllmx_core.arrays import NUMPY
 from vllmx_core.ops.attention import rotate
-from vllmx_core.ops.rms_norm import rms_norm
 from vllmx_cuda.kernel_specs import KERNELS, vector_width
 from vllmx_testing.cuda.emulator import Emulator
 
@@ -47,7 +47,7 @@ def test_store(emulator: Emulator, case: tuple[str, *tuple[int, ...]]) -> None:
     np.testing.assert_array_equal(queries[..., :rank], before[..., :rank])
     assert_near(queries[..., rank:], rotate(wide(q)[..., nope:], table, **turn), dtype, scale=2)
     key = rotate(wide(latent)[:, None, rank:], table, **turn)[:, 0]
-    normed = rms_norm(wide(latent)[:, :rank], wide(norm), 1e-5)
+    normed = NUMPY.rms_norm(wide(latent)[:, :rank], wide(norm), 1e-5)
     want = np.zeros((12, row))
     for token, slot in enumerate(slots):
         if slot >= 0:

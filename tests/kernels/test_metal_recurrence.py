@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from vllmx_core.ops.recurrence import TokenInputs
 from vllmx_testing.harness import Harness, mixed_steps
 from vllmx_testing.state_checks import RULES, recurrent_model, with_slots
 
@@ -16,7 +17,7 @@ pytest.importorskip("vllmx_metal")
 
 from vllmx_metal import kernel_choice, recurrence_kernel  # noqa: E402
 from vllmx_metal.backend import MetalBackend  # noqa: E402
-from vllmx_metal.recurrence_kernel import Rows, Tokens, run  # noqa: E402
+from vllmx_metal.recurrence_kernel import Rows, run  # noqa: E402
 
 from .metal_shim import UseShim, shim_of, source_of  # noqa: E402
 
@@ -69,7 +70,7 @@ class Case:
         return self.q, self.k, self.v, self.decay, self.strength
 
     def _step(self, states: Array, rows: list[tuple[int, int, int]]) -> tuple[Array, Array]:
-        tokens = Tokens(*map(mx.array, self._arrays()))
+        tokens = TokenInputs(*map(mx.array, self._arrays()))
         at = Rows(*(mx.array(np.array(one, np.int32)) for one in zip(*rows, strict=True)))
         out, left = run(tokens, at, mx.array(states), delta=self.delta)
         return np.array(out), np.array(left)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.errors import UnsupportedOpError
-from vllmx_core.ops.route import RouteSpec, _scores, _taking_part, route
+from vllmx_core.ops.route import RouteSpec, of_best_groups, route, route_scores
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -71,9 +71,9 @@ def spied(gaps: list[float]) -> Callable[..., Any]:
 
     def route_(logits: Any, spec: RouteSpec, bias: Any = None, factor: Any = None) -> Any:
         ids, weights = route(logits, spec, bias, factor)
-        scores = _scores(logits, spec) + (0 if bias is None else bias)
+        scores = route_scores(logits, spec) + (0 if bias is None else bias)
         if spec.groups > 1:
-            scores = np.where(_taking_part(scores, spec), scores, -np.inf)
+            scores = of_best_groups(scores, spec)
         best = -np.sort(-scores, axis=1)
         if spec.chosen < scores.shape[1]:
             gaps.append(float((best[:, spec.chosen - 1] - best[:, spec.chosen]).min()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -101,6 +101,74 @@ class Communicator(Protocol):
     def shared(self) -> SharedAddresses | None:
         """The memory that the ranks share; None: the calls above are the only way."""
         ...
+
+
+class ArrayRanks(Protocol[T]):
+    """One rank's end as ops use it: the calls of `Communicator` on arrays of some library."""
+
+    def all_reduce(self, x: T) -> T:
+        """The sum of every rank's x; x may be overwritten."""
+        ...
+
+    def all_gather(self, x: T, widths: Sequence[int]) -> T:
+        """Every rank's x (N, widths[rank]) in one array, in the order of the ranks."""
+        ...
+
+    def send(self, x: T) -> None:
+        """Hands x to the next rank."""
+        ...
+
+    def recv(self, shape: tuple[int, ...]) -> T:
+        """The next array of the rank before."""
+        ...
+
+
+class RowRanks(ArrayRanks[T], Protocol):
+    """`ArrayRanks` that also add single rows."""
+
+    def sum_rows(self, x: T, held: T) -> T:
+        """The sum of every rank's x (N, E), where row n of rank r counts if `held` (N, ranks) says
+        so."""
+        ...
+
+
+class HostRanks(Generic[T]):
+    """Ranks whose arrays go through the host.
+
+    Args:
+        down: reads an array as NumPy's, which may wait for the device.
+        up: the reverse.
+        dtype: what stages send each other.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        down: Callable[[T], AnyArray],
+        up: Callable[[AnyArray], T],
+        dtype: npt.DTypeLike = np.float32,
+    ) -> None:
+        self._communicator, self._down, self._up, self._dtype = communicator, down, up, dtype
+
+    def all_reduce(self, x: T) -> T:
+        """See `ArrayRanks.all_reduce`."""
+        return self._up(self._communicator.all_reduce(self._down(x)))
+
+    def sum_rows(self, x: T, held: T) -> T:
+        """See `RowRanks.sum_rows`."""
+        return self._up(self._communicator.sum_rows(self._down(x), self._down(held)))
+
+    def all_gather(self, x: T, widths: Sequence[int]) -> T:
+        """See `ArrayRanks.all_gather`."""
+        return self._up(self._communicator.all_gather(self._down(x), widths))
+
+    def send(self, x: T) -> None:
+        """See `ArrayRanks.send`."""
+        self._communicator.send(self._down(x))
+
+    def recv(self, shape: tuple[int, ...]) -> T:
+        """See `ArrayRanks.recv`."""
+        return self._up(self._communicator.recv(shape, self._dtype))
 
 
 def place_of(communicator: Communicator) -> int:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vllmx_core.arrays import NUMPY, Array, Arrays
 from vllmx_core.dtypes import short_dtype
 from vllmx_core.errors import ConfigError
 from vllmx_core.plan import F32
@@ -30,7 +31,7 @@ from vllmx_core.weights.tensor import bf16_to_f32, f32_to_bf16, float8_to_f32
 KV_DTYPES = ("bf16", "f16", "f32", "int8", "fp8")
 LIMITS = {"int8": 127.0, "fp8": 448.0}
 """The largest code of each 8-bit dtype."""
-_NOTHING = np.float32(1e-30)
+_NOTHING = 1e-30
 _E4M3 = float8_to_f32(np.arange(127, dtype=np.uint8), "f8e4m3")
 _E4M3_BETWEEN = (_E4M3[:-1] + _E4M3[1:]) / 2
 
@@ -57,17 +58,26 @@ def kv_dtype(wanted: str, has: Collection[str], automatic: str, backend: str) ->
 
 def quantise(x: Floats, dtype: str) -> tuple[Codes, F32]:
     """(..., D) -> codes (..., D), int8 or the bytes of e4m3, and scales (...)."""
-    values = np.asarray(x, np.float32)
-    limit = np.float32(LIMITS[dtype])
-    greatest = np.max(np.abs(values), axis=-1, keepdims=True)
-    finite = np.isfinite(greatest)  # the maximum of anything and NaN is NaN
-    some = finite & (greatest > _NOTHING)
-    divisor = np.where(some, greatest, np.float32(1))
-    factor = np.where(some, limit / divisor, np.float32(0))
-    scaled = np.where(finite, values, np.float32(0)) * factor
+    scaled, scale = at_limit(np.asarray(x, np.float32), dtype)
     codes = np.rint(scaled).astype(np.int8) if dtype == "int8" else _e4m3(scaled)
-    scale = np.where(some, divisor / limit, np.where(finite, np.float32(0), np.float32(np.nan)))
-    return codes, scale[..., 0]
+    return codes, scale
+
+
+def at_limit(x: Array, dtype: str, xp: Arrays = NUMPY) -> tuple[Array, Array]:
+    """(..., D) float32 -> the same with each vector's greatest value at the limit of the codes, and
+    scales (...)."""
+    greatest = xp.max(xp.abs(x), axis=-1, keepdims=True)
+    scaled, scale = xp.fused(_at_limit, LIMITS[dtype])(x, greatest)
+    return scaled, scale[..., 0]
+
+
+def _at_limit(xp: Arrays, limit: float, x: Array, greatest: Array) -> tuple[Array, Array]:
+    finite = xp.isfinite(greatest)  # the maximum of anything and NaN is NaN
+    some = finite & (greatest > _NOTHING)
+    divisor = xp.where(some, greatest, 1.0)
+    scaled = xp.where(finite, x, 0.0) * xp.where(some, limit / divisor, 0.0)
+    scale = xp.where(some, divisor / limit, xp.where(finite, 0.0, xp.nan))
+    return scaled, xp.like(x, scale)
 
 
 def dequantise(codes: Codes, scales: F32) -> F32:

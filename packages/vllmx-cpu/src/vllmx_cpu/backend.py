@@ -20,7 +20,7 @@ from vllmx_core.weights.part import WeightSource
 
 from vllmx_cpu import native
 from vllmx_cpu.images import VxImages, allocate_features, allocate_turned
-from vllmx_cpu.kv_cache import allocate_pages
+from vllmx_cpu.kv_cache import allocate_pages, allocate_states
 from vllmx_cpu.loaded import CpuLoadedModel, RecordedStep
 from vllmx_cpu.lowering.ranks import ranks_of
 from vllmx_cpu.lowering.site import Lowering
@@ -28,7 +28,6 @@ from vllmx_cpu.lowering.table import OPS, lower_all
 from vllmx_cpu.memory import allocate
 from vllmx_cpu.packing import LoadedWeights, load_weights
 from vllmx_cpu.planning import LoadSizes, load_sizes
-from vllmx_cpu.states import allocate_states
 from vllmx_cpu.structs import VX_DTYPES
 from vllmx_cpu.tape import make_tape
 from vllmx_cpu.tower import CpuTower

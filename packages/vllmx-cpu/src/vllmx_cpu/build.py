@@ -2,7 +2,7 @@
 
 A source whose first line is `// VX: per instruction set` is compiled once for each instruction set
 of this architecture with its flags and `-DVX_ISA=<name>`; the others are compiled once. Everything
-is linked into one shared library beside this file, and the library carries a marker with the hash
+is linked into one shared library next to this file, and the library carries a marker with the hash
 of its sources, so that a stale one is recognised. Standard library only: the hatch build hook runs
 this file before anything is installed.
 """
@@ -84,8 +84,8 @@ class Toolchain:
 
 
 def architecture(command: tuple[str, ...]) -> str:
-    """What a compiler compiles for, as the tables of this module name it: a cross compiler's target
-    is not this machine. Of a compiler that does not tell, this machine."""
+    """The target of a compiler, as the tables of this module name it: a cross compiler's is not
+    this machine. For a compiler that does not tell, this machine."""
     probe = subprocess.run([*command, "-dumpmachine"], capture_output=True, text=True, check=False)  # noqa: S603
     machine = (probe.stdout.split("-")[0].strip() or platform.machine()).lower()
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
@@ -240,8 +240,8 @@ def _compile(
 
 
 def _included(source: Path) -> list[Path]:
-    """A source and the headers beside it that it includes, directly or not, in the order of their
-    names: what its object depends on."""
+    """A source and the headers of its folder that it includes, directly or not, in the order of
+    their names: its object depends on them."""
     found, waiting = {source}, [source]
     while waiting:
         for name in re.findall(
@@ -262,7 +262,7 @@ def _object_folder() -> Path | None:
 
 
 def _refusal(command: tuple[str, ...], flags: tuple[str, ...]) -> str | None:
-    """What a compiler says against the flags of an instruction set; None: it knows them."""
+    """A compiler's complaint about the flags of an instruction set; None: it knows them."""
     probe = [*command, "-std=c++17", *flags, "-x", "c++", "-fsyntax-only", "-"]
     result = subprocess.run(probe, input="int x;", capture_output=True, text=True, check=False)  # noqa: S603
     if result.returncode == 0:

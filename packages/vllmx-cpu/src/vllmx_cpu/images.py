@@ -1,4 +1,4 @@
-"""What models that see images have beside others: the arrays of a step, as native ops find them,
+"""The additions for models that see images: the arrays of a step, as native ops find them,
 rotations with axes, and the store of features."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class VxSee(Structure):
 
     _fields_ = [("ops", c_void_p), ("step", VxImages)]
     arrays: Mapping[str, AnyArray]
-    """What `step` points to."""
+    """The arrays that `step` points to."""
 
 
 def see(plan: StepPlan, ops: VxImages) -> VxSee:
@@ -68,7 +68,7 @@ def see(plan: StepPlan, ops: VxImages) -> VxSee:
 
 
 def reads_images(ops: Iterable[Op]) -> bool:
-    """Whether any op reads arrays of a step that `see` brings, in a model without a tower."""
+    """True if any op reads arrays of a step that `see` brings, in a model without a tower."""
     for op in ops:
         if isinstance(op, Attention | SegmentAttention) and op.spec.rope_axes:
             return True

@@ -1,4 +1,4 @@
-"""Which parts of a checkpoint stay in their quantised type, and where fused matrices are cut."""
+"""Chooses the parts of a checkpoint that stay in their quantised type, and cuts fused matrices."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from vllmx_core.weights.spec import WeightSpec
 from vllmx_cpu.structs import AFFINE_KINDS, BLOCK_KINDS, FLOAT8_COLS, FLOAT8_KIND
 
 _FACTOR_BITS = 48
-"""What the scale and the zero of a row take for each unit."""
+"""The bits of a row's scale and zero for each unit."""
 
 
 class NativeKind(Record):
-    """How the kernels hold a part."""
+    """A part as the kernels hold it."""
 
     name: str
     order: bytes = b""

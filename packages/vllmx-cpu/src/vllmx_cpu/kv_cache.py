@@ -1,12 +1,15 @@
-"""The pages of the KV cache, and how many there are."""
+"""Memory of the KV cache and of recurrent states."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from ctypes import Structure, c_size_t, c_void_p
 from itertools import accumulate
 
 from vllmx_core.backend import LoadOptions
 from vllmx_core.cache.capacity import BlockSizes, CachePlan, plain_page_bytes, plan_cache
-from vllmx_core.model import LatentKV, ModelShape, OwnedKV
+from vllmx_core.cache.state_capacity import StateSlots
+from vllmx_core.model import LatentKV, ModelShape, OwnedKV, StateSpec
 from vllmx_core.records import Record
 from vllmx_core.system.memory import GIB
 
@@ -60,3 +63,23 @@ def _page_bytes(kv: OwnedKV, block_size: int, dtype: str) -> tuple[int, int]:
         return plain_page_bytes(kv, block_size, dtype)
     arguments = (kv.num_kv_heads, kv.head_size, block_size, KV_DTYPES[dtype])
     return int(library().vx_k_page_bytes(*arguments)), int(library().vx_v_page_bytes(*arguments))
+
+
+class VxStates(Structure):
+    """The states of one layer; native/state.h."""
+
+    _fields_ = [("base", c_void_p), ("slot_bytes", c_size_t)]
+    memory: Bytes
+    """The memory of all of them."""
+
+
+def allocate_states(specs: Sequence[StateSpec], slots: StateSlots) -> tuple[VxStates, ...]:
+    """Slots for the states of each layer; those of one slot lie one behind the other."""
+    memory = allocate(slots.num_bytes)
+    found, start = [], int(memory.ctypes.data)
+    for spec in specs:
+        states = VxStates(start, slots.slot_bytes)
+        states.memory = memory
+        found.append(states)
+        start += spec.num_bytes
+    return tuple(found)

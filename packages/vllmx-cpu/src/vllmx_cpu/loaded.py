@@ -145,7 +145,7 @@ class CpuLoadedModel:
         return step
 
     def _ending(self, step: CpuStep, rows: SamplingRows) -> SamplerCall | VectorsCall:
-        """What a step ends with."""
+        """The last call of a step."""
         if self._steps.samples:
             return SamplerCall(rows)
         return VectorsCall(step.num_logit_rows, self._steps.logits.width)
@@ -163,7 +163,7 @@ class CpuLoadedModel:
         return VxRecord(self._end, ending.address, not self._steps.samples)
 
     def _opening(self, step: CpuStep) -> list[VxRecord]:
-        """What comes before the tape."""
+        """The calls before the tape."""
         return [call.record for call in opening(self._lowering, step)]
 
     def _submit(
@@ -220,7 +220,7 @@ _AS_I32: dict[str, Any] = {"dtype": np.int32, "casting": "unsafe"}
 
 
 def opening(lowering: Lowering, step: CpuStep) -> list[Call]:
-    """What comes before a tape: the arrays of a step for images, where the model sees."""
+    """The calls before a tape: the arrays of a step for images, where the model sees."""
     if step.seen is None:
         return []
     return [Call("see", lowering.isa.op("see", VxSee), step.seen)]

@@ -1,4 +1,4 @@
-"""What loading a model will take, decided before a single weight is read."""
+"""Plans the memory of a model, decided before a single weight is read."""
 
 from __future__ import annotations
 

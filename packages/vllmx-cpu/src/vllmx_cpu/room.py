@@ -1,4 +1,4 @@
-"""How much memory a pass over recorded ops needs beside weights and caches."""
+"""The memory of a pass over recorded ops, without weights and caches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Extent(Record):
     longest: int
     """Tokens of one of them that others attend to."""
     num_windows: int = 0
-    """How many windows the images of a pass have."""
+    """The number of windows of a pass's images."""
 
 
 class Room(Record):

@@ -36,7 +36,7 @@ COLUMNS: tuple[tuple[npt.DTypeLike, tuple[str, ...]], ...] = (
     (np.int32, ("top_k", "position", "target", "num_logprobs")),
     (np.uint64, ("seed",)),
 )
-"""What each row has one of, by type."""
+"""The parameters that each row has one of, by type."""
 
 
 class SamplerCall:
@@ -114,7 +114,7 @@ class SamplerCall:
         return ctypes.addressof(self.struct)
 
     def result(self, seconds: float) -> StepResult:
-        """What the step came to; call when it has finished."""
+        """The result of the step; call when it has finished."""
         return StepResult(self.ids.copy(), self._logprobs, self._logits, seconds)
 
 

@@ -36,7 +36,7 @@ FLOAT8_KIND, FLOAT8_COLS = "float8", 128
 CODED_KINDS = {kind: 32 + index for index, kind in enumerate(AFFINE_KINDS.values())} | {
     FLOAT8_KIND: 40
 }
-"""Kinds of one code a weight, with scales beside them."""
+"""Kinds of one code a weight, with separate scales."""
 WEIGHT_KINDS = VX_DTYPES | BLOCK_KINDS | CODED_KINDS
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 NO_ACTIVATION = -1
@@ -294,4 +294,4 @@ class VxEncode(Structure):
 
 
 MIRRORED = (VxStep, VxRecord, VxJob, VxWeight, VxEncode)
-"""Structs that are no arguments of an op, whose sizes vx_struct_bytes knows by name."""
+"""Structs other than arguments of an op, whose sizes vx_struct_bytes knows by name."""

@@ -17,7 +17,7 @@ class Call(Record):
     function: int
     arguments: ctypes.Structure
     pooled: bool = False
-    """Whether the rows are the step's logit rows instead of its tokens."""
+    """True if the rows are the step's logit rows instead of its tokens."""
 
     @property
     def record(self) -> VxRecord:

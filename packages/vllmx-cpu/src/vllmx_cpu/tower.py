@@ -83,7 +83,7 @@ class CpuTower:
         return self._parts.records[self._place(begin) : self._place(end)]
 
     def _place(self, share: float) -> int:
-        """How many records are over when so much of the pass is."""
+        """The number of records that have run when so much of the pass has."""
         if share >= 1.0:
             return len(self._ends)
         return int(np.searchsorted(self._ends, share, side="right"))
@@ -121,7 +121,7 @@ def _products(call: Call, given: VxLinear) -> Iterator[Call]:
 
 def _cost(arguments: Structure, num_patches: int, num_windows: int) -> float:
     """The cost of a call for each row: about its multiplications, those of attention as measured
-    beside those of products, and 64 for a number that is read."""
+    against those of products, and 64 for a number that is read."""
     if isinstance(arguments, VxLinear):
         return float(arguments.w.rows * arguments.w.cols)
     if isinstance(arguments, VxSegmentAttention):

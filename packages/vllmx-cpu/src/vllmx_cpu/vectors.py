@@ -35,5 +35,5 @@ class VectorsCall:
         return ctypes.addressof(self.struct)
 
     def result(self, seconds: float) -> StepResult:
-        """What the step came to; call when it has finished."""
+        """The result of the step; call when it has finished."""
         return StepResult(self.ids, elapsed_s=seconds, vectors=self._vectors)

@@ -1,37 +1,21 @@
-"""Paged attention in MLX's own ops: write this step's keys and values, gather each batch's context,
-attend."""
+"""Attention in MLX's own ops: over pages (write this step's keys and values, gather each batch's
+context, attend), and within the rows of a step or the windows of its images, without pages."""
 
 from __future__ import annotations
 
-import mlx.core as mx
-from vllmx_core.ops.attention import AttentionSpec, AttentionWeights
+from itertools import pairwise
 
+import mlx.core as mx
+import numpy as np
+from vllmx_core.ops.attention import AttentionSpec, AttentionWeights, rotate_by
+from vllmx_core.ops.segment_attention import SegmentSpec, segments
+
+from vllmx_metal.arrays import METAL
 from vllmx_metal.fusion import fused
 from vllmx_metal.kv_cache import LayerPages, Pages
 from vllmx_metal.paged import DecodeRows, paged_decode
 from vllmx_metal.paged_prefill import PrefillTiles, paged_prefill
 from vllmx_metal.step import GatheredTiles, MetalStep
-
-
-@fused
-def _turned(
-    first: mx.array, second: mx.array, cos: mx.array, sin: mx.array
-) -> tuple[mx.array, mx.array]:
-    a, b = first.astype(mx.float32), second.astype(mx.float32)
-    return (a * cos - b * sin).astype(first.dtype), (b * cos + a * sin).astype(first.dtype)
-
-
-def rotate(x: mx.array, cos: mx.array, sin: mx.array, *, interleaved: bool) -> mx.array:
-    """RoPE in float32. x (T, heads, D); cos, sin (T, 1, rotary_dim / 2) of each token's position.
-    Dimensions from rotary_dim on stay as they are."""
-    half = cos.shape[-1]
-    rest = [x[..., 2 * half :]] if 2 * half < x.shape[-1] else []
-    if not interleaved:
-        turned = _turned(x[..., :half], x[..., half : 2 * half], cos, sin)
-        return mx.concatenate([*turned, *rest], axis=-1)
-    turned = _turned(x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2], cos, sin)
-    pairs = mx.stack(list(turned), axis=-1).reshape(*x.shape[:-1], 2 * half)
-    return mx.concatenate([pairs, *rest], axis=-1) if rest else pairs
 
 
 def attention(
@@ -51,8 +35,8 @@ def attention(
         k = mx.fast.rms_norm(k, weights.k_norm, spec.norm_eps)
     if weights.rope is not None:
         cos, sin = step.rotation(weights.rope, spec.rope_axes)
-        q = rotate(q, cos, sin, interleaved=spec.interleaved)
-        k = k if spec.shared else rotate(k, cos, sin, interleaved=spec.interleaved)
+        q = rotate_by(q, cos, sin, interleaved=spec.interleaved, xp=METAL)
+        k = k if spec.shared else rotate_by(k, cos, sin, interleaved=spec.interleaved, xp=METAL)
     q = q.astype(qkv.dtype)
     if not spec.shared:
         pages.k.write(step.slots[pages.group], k)
@@ -140,3 +124,35 @@ def _capped(
     weights = mx.softmax(scores, axis=-1)[..., :context].astype(values.dtype)
     out = weights.reshape(tiles, kv_heads, group * queries, context) @ values
     return out.reshape(tiles, heads, queries, size)
+
+
+def segment_attention(
+    qkv: mx.array, spec: SegmentSpec, rope: mx.array | None, step: MetalStep
+) -> mx.array:
+    """(T, (H + 2K) * D) -> (T, H * D); see `SegmentSpec`."""
+    heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
+    split = qkv.reshape(-1, heads + 2 * kv_heads, size)
+    q, k, v = mx.split(split, [heads, heads + kv_heads], axis=1)
+    if rope is not None:
+        cos, sin = step.rotation(rope, spec.rope_axes)
+        q = rotate_by(q, cos, sin, interleaved=spec.interleaved, xp=METAL)
+        k = rotate_by(k, cos, sin, interleaved=spec.interleaved, xp=METAL)
+    by_head = [x.swapaxes(0, 1)[None] for x in (q, k, v)]  # (1, heads, T, D)
+    outs = [
+        mx.fast.scaled_dot_product_attention(
+            *(x[:, :, start:end] for x in by_head),
+            scale=spec.scale,
+            mask=_window(end - start, spec.window),
+        )[0].swapaxes(0, 1)  # (n, H, D)
+        for start, end in pairwise(segments(spec, step.plan))
+        if end > start
+    ]
+    return mx.concatenate(outs).reshape(-1, heads * size)
+
+
+def _window(length: int, window: int | None) -> mx.array | None:
+    """(n, n) True where a token sees another; None: everywhere."""
+    if window is None or window >= length:
+        return None
+    places = np.arange(length)
+    return mx.array(np.abs(places[:, None] - places) < window)

@@ -20,8 +20,8 @@ from vllmx_core.weights.part import WeightSource
 from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_metal import step
+from vllmx_metal.arrays import DTYPES
 from vllmx_metal.device import Device, current_device, keep_resident
-from vllmx_metal.dtypes import DTYPES
 from vllmx_metal.kernel_choice import OwnKernels, choose_kernels
 from vllmx_metal.kv_cache import MOST_SEQS, allocate, plan_kv
 from vllmx_metal.loaded import MetalLoadedModel
@@ -158,7 +158,7 @@ def _activation_bytes(
     max_tokens: int,
     max_rows: int,
 ) -> int:
-    """What a step takes at the most beside weights and cache, roughly: the widest layer in flight,
+    """A rough upper bound on a step's memory without weights and cache: the widest layer in flight,
     the logits with the sampler's copies, and the context of one batch of attention."""
     vocab_size = shape.vocab_size
     widths = [spec.rows for spec in specs if spec.kind == "linear" and spec.rows < vocab_size]

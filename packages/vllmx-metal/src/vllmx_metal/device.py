@@ -1,5 +1,5 @@
-"""The device that MLX computes on: what it is called, how much memory a model may take, and what
-MLX is told of it."""
+"""The device that MLX computes on: its name, the memory that a model may take, and MLX's memory
+limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Device:
     name: str
     is_gpu: bool
     working_set_bytes: int
-    """What Metal recommends to keep in the GPU's reach; on the CPU the host's free memory."""
+    """Metal's recommended working set of the GPU; on the CPU the host's free memory."""
     free_bytes: int
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import mlx.core as mx
-from vllmx_core.ops.values import Frame, WeightRef
+import numpy as np
+from vllmx_core.ops.values import ArrayFrame, TokenIds, WeightRef
+from vllmx_core.plan import AnyArray
 
+from vllmx_metal.arrays import METAL
 from vllmx_metal.kv_cache import LayerPages
 from vllmx_metal.matrices import LinearWeight, Matrix
 from vllmx_metal.ranks import MetalRanks
@@ -16,7 +19,7 @@ from vllmx_metal.step import MetalStep
 from vllmx_metal.weights import MetalWeight
 
 
-class MetalFrame(Frame[mx.array]):
+class MetalFrame(ArrayFrame[mx.array]):
     """The graph of one step while it is built: nothing is computed until it is submitted."""
 
     def __init__(
@@ -26,26 +29,32 @@ class MetalFrame(Frame[mx.array]):
         pages: tuple[LayerPages, ...],
         states: tuple[States, ...],
         dtype: mx.Dtype,
+        features: Sequence[mx.array] = (),
+        ranks: MetalRanks | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(METAL, step.plan, features, ranks)
         self.step, self.weights, self.pages, self.dtype = step, weights, pages, dtype
         self.states = states
-        self.features: list[mx.array] = []
-        """(rows, E) of each part of the store of features; `keep` replaces them."""
-        self.ranks: MetalRanks | None = None
-        """The other ranks of the model, if it has any."""
 
     @cached_property
     def state_step(self) -> StateStep:
         """Rows and their slots, made for the first layer that asks."""
         return StateStep.of(self.step.plan)
 
-    def others(self) -> MetalRanks:
-        """The other ranks, for an op between ranks."""
-        assert self.ranks is not None, "an op between ranks needs ranks"
-        return self.ranks
+    def ids(self, ids: TokenIds) -> mx.array:
+        """See `ArrayFrame.ids`."""
+        found: mx.array = getattr(self.step, ids.source)
+        return found
 
-    def array(self, ref: WeightRef) -> mx.array:
+    def rows(self, ref: WeightRef, ids: mx.array) -> mx.array:
+        """See `ArrayFrame.rows`."""
+        return self.table(ref).rows(ids).astype(mx.float32)
+
+    def upload(self, array: AnyArray) -> mx.array:
+        """See `ArrayFrame.upload`."""
+        return mx.array(np.ascontiguousarray(array))
+
+    def vector(self, ref: WeightRef) -> mx.array:
         """A vector or a constant."""
         weight = self.weights[ref.name]
         assert isinstance(weight, mx.array), f"{ref.name} is a matrix"

@@ -1,5 +1,5 @@
-"""Which kernels of our own are used: as the environment says, or where a small case comes
-out as MLX's own ops have it."""
+"""Chooses which kernels of our own are used: as the environment says, or where a small case gives
+the same as MLX's own ops."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import numpy as np
 from vllmx_core.cache.state_rows import StateRows
 from vllmx_core.errors import ConfigError
 from vllmx_core.ops.attention import AttentionSpec
+from vllmx_core.ops.recurrence import TokenInputs
 
 from vllmx_metal.kv_cache import LayerPages, Pages
 from vllmx_metal.paged import PART, decode_rows, paged_decode
 from vllmx_metal.paged_prefill import PrefillTiles, paged_prefill
-from vllmx_metal.recurrence_kernel import Rows, Tokens, run
+from vllmx_metal.recurrence_kernel import Rows, run
 from vllmx_metal.recurrent import side_by_side
 
 logger = logging.getLogger("vllmx.metal")
@@ -34,7 +35,7 @@ _TOLERANCE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class OwnKernels:
-    """Which of our kernels attend, MLX's own attention doing the rest over gathered pages, and
+    """The kernels of ours that attend, MLX's own attention doing the rest over gathered pages, and
     whether one of them steps through the states of recurrent layers."""
 
     decode: bool = False
@@ -100,7 +101,7 @@ def recurrence_difference() -> float:
         return mx.array(random.standard_normal(shape).astype(np.float32))
 
     count, scale = sum(lengths), size**-0.5
-    tokens = Tokens(
+    tokens = TokenInputs(
         normal(count, heads, size) * scale,
         normal(count, heads, size) * scale,
         normal(count, heads, size),

@@ -1,5 +1,5 @@
 """KV pages as MLX arrays: (blocks * P, K, D) for keys and as many values in each place of the
-cache, and for 8-bit codes a scale for each vector beside them.
+cache, and for 8-bit codes a scale for each vector.
 
 MLX has values, not places: a write gives a new array. It takes the old one's memory, instead of
 copying it, only where nothing else holds the old one. So the pages are rebound with every write,
@@ -14,12 +14,30 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 from vllmx_core.backend import LoadOptions
 from vllmx_core.cache.capacity import BlockSizes, CachePlan, plain_page_bytes, plan_cache
+from vllmx_core.kv_dtypes import at_limit
 from vllmx_core.model import ModelShape, OwnedKV
 from vllmx_core.system.memory import GIB
 
+from vllmx_metal.arrays import DTYPES, METAL
 from vllmx_metal.device import Device
-from vllmx_metal.dtypes import DTYPES
-from vllmx_metal.kv_quant import CODES, dequantise, quantise
+
+CODES: Mapping[str, mx.Dtype] = {"int8": mx.int8, "fp8": mx.uint8}
+"""The types of stored codes; MLX has e4m3 as bytes."""
+
+
+def quantise(x: mx.array, dtype: str) -> tuple[mx.array, mx.array]:
+    """(..., D) float32 -> codes (..., D), scales (...)."""
+    scaled, scale = at_limit(x, dtype, METAL)
+    codes = mx.round(scaled).astype(mx.int8) if dtype == "int8" else mx.to_fp8(scaled)
+    return codes, scale
+
+
+def dequantise(codes: mx.array, scales: mx.array) -> mx.array:
+    """The values that `quantise` coded, float32."""
+    if codes.dtype == mx.uint8:
+        return mx.from_fp8(codes, mx.float32) * scales[..., None]
+    return codes.astype(mx.float32) * scales[..., None]
+
 
 _STORED: Mapping[str, mx.Dtype] = {**DTYPES, **CODES}
 BLOCK_SIZES = BlockSizes("metal")
@@ -41,7 +59,7 @@ class Pages:
 
     dtype: str
     data: mx.array  # (blocks * P, K, D)
-    scales: mx.array | None  # (blocks * P, K) float32 beside 8-bit codes
+    scales: mx.array | None  # (blocks * P, K) float32, of 8-bit codes
 
     def write(self, slots: mx.array, vectors: mx.array) -> None:
         """vectors (T, K, D) go to slots (T,), rounded to the dtype."""
@@ -98,7 +116,7 @@ def _zeros(cache: CachePlan, kv: OwnedKV, size: int) -> Pages:
 def _default_num_seqs(
     shape: ModelShape, options: LoadOptions, dtype: str, device: Device, used: int
 ) -> int:
-    """Sequences that run together where nobody asked for a number: as many as the memory beside
+    """Sequences that run together where nobody asked for a number: as many as the memory without
     `used` holds at `TYPICAL_TOKENS` or at full length, whichever is shorter, within limits."""
     tokens = min(options.max_model_len, TYPICAL_TOKENS)
     if options.num_kv_blocks is not None:

@@ -4,10 +4,10 @@ with all heads over the same rows."""
 from __future__ import annotations
 
 import mlx.core as mx
-from vllmx_core.ops.attention import AttentionSpec
+from vllmx_core.ops.attention import AttentionSpec, rotate_by
 from vllmx_core.ops.latent_attention import LatentSpec
 
-from vllmx_metal.attention import rotate
+from vllmx_metal.arrays import METAL
 from vllmx_metal.kv_cache import LayerPages
 from vllmx_metal.matrices import LinearWeight
 from vllmx_metal.step import GatheredTiles, MetalStep
@@ -30,11 +30,11 @@ def latent_attention(
     """(T, H * (Dn + Dr)), (T, C + Dr) -> (T, H * Dv); see `LatentSpec`."""
     rank, nope, dtype = spec.rank, spec.nope_size, q.dtype
     cos, sin = step.rotation(rope)
-    turned = rotate(latent[:, None, rank:], cos, sin, interleaved=spec.interleaved)
+    turned = rotate_by(latent[:, None, rank:], cos, sin, interleaved=spec.interleaved, xp=METAL)
     normed = mx.fast.rms_norm(latent[:, None, :rank], norm, spec.norm_eps)
     pages.k.write(step.slots[pages.group], mx.concatenate([normed, turned], axis=-1))
     heads = q.reshape(-1, spec.num_heads, nope + spec.rotary_dim)
-    turned = rotate(heads[..., nope:], cos, sin, interleaved=spec.interleaved)
+    turned = rotate_by(heads[..., nope:], cos, sin, interleaved=spec.interleaved, xp=METAL)
     absorbed = _by_head(heads[..., :nope], k_b).astype(dtype)
     queries = mx.concatenate([absorbed, turned], axis=-1)  # (T, H, C + Dr)
     cut = step.batches(_as_attention(spec), pages.group, gathered=True)

@@ -129,8 +129,7 @@ class MetalLoadedModel:
             self._finish_running()
             last_ids = mx.zeros(1, mx.int32)
             step = MetalStep.build(plan, self._info.block_size, last_ids, self._kernels)
-            frame = MetalFrame(step, self._weights, (), (), self._dtype)
-            frame.features = self._features
+            frame = MetalFrame(step, self._weights, (), (), self._dtype, self._features)
             self._tower.run(frame)
             mx.async_eval(self._features)
         except BaseException as error:  # whatever it is, the thread that waits gets it
@@ -172,8 +171,15 @@ class MetalLoadedModel:
             self._finish_running()  # calls between ranks compute what was built until then
         last_ids = mx.zeros(1, mx.int32) if self._last_ids is None else self._last_ids
         step = MetalStep.build(plan, self._info.block_size, last_ids, self._kernels)
-        frame = MetalFrame(step, self._weights, self._pages, self._states, self._dtype)
-        frame.features, frame.ranks = self._features, self._ranks
+        frame = MetalFrame(
+            step,
+            self._weights,
+            self._pages,
+            self._states,
+            self._dtype,
+            self._features,
+            self._ranks,
+        )
         logits: mx.array = self._interpreter.run(frame)
         return logits, step.tokens[step.logit_rows]
 
@@ -224,7 +230,7 @@ class MetalLoadedModel:
         return StepResult(ids, logprobs, logits, seconds, vectors)
 
     def _awaited(self, handle: MetalStepHandle) -> tuple[dict[str, AnyArray], float]:
-        """What came of a step. Raises RankLostError where it waits for ranks that are gone."""
+        """The arrays and seconds of a step. Raises RankLostError if other ranks are gone."""
         while self._ranks is not None and not wait([handle.done], _LOOK_S).done:
             if self._ranks.ended:
                 raise RankLostError("the other ranks have ended")

@@ -68,7 +68,7 @@ class QuantisedMatrix:
     """(columns of the codes,) int32 the input feature of each, negative where it meets 0; None: as
     they are."""
     factor: mx.array | None = None
-    """(out,) float32: multiplies what codes and scales come to."""
+    """(out,) float32: multiplies the values of codes and scales."""
 
     def multiply(self, x: mx.array) -> mx.array:
         if self.order is not None:
@@ -115,7 +115,7 @@ class QuantisedMatrix:
         return found if self.factor is None else found * self.factor[ids][:, None]
 
     def joins(self, other: Matrix) -> bool:
-        """Whether `joined` takes both."""
+        """True if `joined` takes both."""
         return (
             isinstance(other, QuantisedMatrix)
             and self.order is None
@@ -142,7 +142,7 @@ def _ordered(x: mx.array, order: mx.array) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a part of a checkpoint becomes."""
+    """The form that a part of a checkpoint gets."""
 
     mode: str
     bits: int
@@ -191,7 +191,7 @@ class StackedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """What `Ops.linear` and `Ops.logits` get; of stacks, what `Ops.experts` gets."""
+    """A matrix of `Ops.linear` or `Ops.logits` with its bias, or a stack of `Ops.experts`."""
 
     matrix: Matrix
     bias: mx.array | None  # (out,), of a stack (X, out)

@@ -20,7 +20,7 @@ class Owner:
 
     def __init__(self) -> None:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        """What is to be run; None: nothing more will be."""
+        """The calls to run; None: no more will come."""
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="vllmx-mlx", daemon=True)
         self._thread.start()

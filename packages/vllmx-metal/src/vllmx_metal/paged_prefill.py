@@ -20,7 +20,7 @@ SIMDS = 4
 ROWS = 8 * SIMDS
 """Query vectors of a threadgroup: 8 of each simdgroup, as high as its matrices."""
 MOST_HEAD_SIZE = 128
-"""Longer vectors would not fit into a threadgroup's memory beside the scores."""
+"""Longer vectors would not fit into a threadgroup's memory together with the scores."""
 INPUTS = (
     "q",
     "k_pages",
@@ -36,7 +36,7 @@ OUTPUTS = ("out",)
 
 
 def prefill_fits(spec: AttentionSpec) -> bool:
-    """Whether the kernel has a form for the layer."""
+    """True if the kernel has a form for the layer."""
     return spec.causal and spec.head_size % 8 == 0 and spec.head_size <= MOST_HEAD_SIZE
 
 

@@ -1,4 +1,4 @@
-"""What this distribution brings; see `vllmx_core.plugins.hooks`."""
+"""Registers what this distribution brings; see `vllmx_core.plugins.hooks`."""
 
 from __future__ import annotations
 

@@ -11,18 +11,17 @@ from vllmx_core.plan import F32, I32
 from vllmx_core.weights.coded import FILLED_UNIT, features_of, filled_order
 from vllmx_core.weights.part import WeightPart
 
-from vllmx_metal.dtypes import to_mlx
+from vllmx_metal.arrays import to_mlx
 from vllmx_metal.float_codes import float_form, float_matrix
 from vllmx_metal.gguf_affine import GROUP, KINDS
 from vllmx_metal.matrices import Form, QuantisedMatrix
-from vllmx_metal.packing import pack
 
 GROUPS = (128, 64, 32)
 """Sizes of affine groups that MLX's kernels have."""
 MOST_VALUES = 1 << 24
 """Values that are converted together, in whole rows: what they take meanwhile stays small."""
 _HALF_ULP = 2.0**-11
-"""What rounding to float16 changes at the most, where it does not underflow."""
+"""The largest relative change by rounding to float16, where it does not underflow."""
 
 Affine = tuple[npt.NDArray[np.uint8], F32, F32]
 """Codes (rows, cols), scales and biases (rows, groups)."""
@@ -138,3 +137,21 @@ def _narrowed(scales: mx.array, biases: mx.array, dtype: mx.Dtype) -> tuple[mx.a
 
     kept = dtype if held(scales) and held(biases) else mx.float32
     return scales.astype(kept), biases.astype(kept)
+
+
+def pack(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint32]:
+    """(rows, cols) -> (rows, cols * bits / 32); cols is a multiple of 32."""
+    rows, cols = codes.shape
+    if bits == 8:
+        packed = np.ascontiguousarray(codes)
+    elif bits in (2, 4):
+        packed = np.zeros((rows, cols * bits // 8), np.uint8)
+        for place in range(8 // bits):
+            packed |= codes[:, place :: 8 // bits] << np.uint8(place * bits)
+    else:  # eight codes fill `bits` bytes
+        word = np.zeros((rows, cols // 8), np.uint64)
+        for place in range(8):
+            word |= codes[:, place::8].astype(np.uint64) << np.uint64(place * bits)
+        octets = word.astype("<u8").view(np.uint8).reshape(rows, -1, 8)[..., :bits]
+        packed = np.ascontiguousarray(octets).reshape(rows, -1)
+    return packed.view("<u4")

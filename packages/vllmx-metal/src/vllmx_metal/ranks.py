@@ -1,4 +1,4 @@
-"""What ranks of a model say to each other, on MLX's arrays.
+"""Calls between the ranks of a model, on MLX's arrays.
 
 Ranks that MLX has joined in a group (`ring`) add in the step's graph; others meet through the host,
 which reads what was built until then. What a stage hands to the next goes through the host in any
@@ -13,53 +13,37 @@ from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
-from vllmx_core.communicator import Communicator
+from vllmx_core.communicator import ArrayRanks, Communicator, HostRanks
 from vllmx_core.errors import RankLostError
 
 _LOST = ("[ring]", "[jaccl]")
-"""What MLX's errors between ranks begin with."""
+"""MLX's errors between ranks begin with these."""
 
 
-class MetalRanks(Protocol):
-    """One rank's end, as `vllmx_core.communicator.Communicator` on arrays, of float32."""
+class MetalRanks(ArrayRanks[mx.array], Protocol):
+    """One rank's end, on arrays of float32."""
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether calls are ops of a graph, so that a step can be built while one runs."""
+        """True if calls are ops of a graph, so that a step can be built while one runs."""
         ...
 
     @property
     def over(self) -> str:
-        """What sums go through, for people."""
-        ...
-
-    def all_reduce(self, x: mx.array) -> mx.array:
-        """The sum of every rank's x, the same bits on all."""
-        ...
-
-    def all_gather(self, x: mx.array, widths: Sequence[int]) -> mx.array:
-        """Every rank's x (N, widths[rank]) side by side."""
-        ...
-
-    def send(self, x: mx.array) -> None:
-        """Hands x to the next stage."""
-        ...
-
-    def recv(self, shape: tuple[int, ...]) -> mx.array:
-        """What the stage before sent."""
+        """The transport of sums, for people."""
         ...
 
     @property
     def ended(self) -> bool:
-        """Whether calls may wait for ever for ranks that are gone."""
+        """True if calls may wait for ever for ranks that are gone."""
         ...
 
     def failure(self, error: BaseException) -> BaseException:
-        """What an error of a step means: that the others have ended, perhaps."""
+        """The cause of a step's error: that the others have ended, perhaps."""
         ...
 
 
-class HostRanks:
+class MetalHostRanks(HostRanks[mx.array]):
     """Ranks that meet through a communicator of the host, which computes what was built so far."""
 
     runs_ahead = False
@@ -68,23 +52,7 @@ class HostRanks:
     """Calls that wait watch the group, and raise."""
 
     def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-
-    def all_reduce(self, x: mx.array) -> mx.array:
-        """See `MetalRanks.all_reduce`."""
-        return mx.array(self._communicator.all_reduce(np.array(x)))
-
-    def all_gather(self, x: mx.array, widths: Sequence[int]) -> mx.array:
-        """See `MetalRanks.all_gather`."""
-        return mx.array(self._communicator.all_gather(np.array(x), widths))
-
-    def send(self, x: mx.array) -> None:
-        """See `MetalRanks.send`."""
-        self._communicator.send(np.array(x))
-
-    def recv(self, shape: tuple[int, ...]) -> mx.array:
-        """See `MetalRanks.recv`."""
-        return mx.array(self._communicator.recv(shape, np.float32))
+        super().__init__(communicator, np.array, mx.array)
 
     def failure(self, error: BaseException) -> BaseException:
         """See `MetalRanks.failure`."""
@@ -101,7 +69,7 @@ class GroupRanks:
     """
 
     def __init__(self, group: mx.distributed.Group, communicator: Communicator, kind: str) -> None:
-        self._group, self._host, self._kind = group, HostRanks(communicator), kind
+        self._group, self._host, self._kind = group, MetalHostRanks(communicator), kind
         shared = communicator.shared
         self._hands_on = shared is not None and shared.stages is not None
         self._aborted = None if shared is None else ctypes.c_uint32.from_address(shared.abort)
@@ -119,12 +87,12 @@ class GroupRanks:
         return f"MLX ({self._kind})"
 
     def all_reduce(self, x: mx.array) -> mx.array:
-        """See `MetalRanks.all_reduce`."""
+        """See `ArrayRanks.all_reduce`."""
         self._before = mx.distributed.all_sum(self._in_turn(x), group=self._group)
         return self._before
 
     def all_gather(self, x: mx.array, widths: Sequence[int]) -> mx.array:
-        """See `MetalRanks.all_gather`. MLX takes parts of one size."""
+        """See `ArrayRanks.all_gather`. MLX takes parts of one size."""
         rows, width = len(x), max(widths)
         if not rows:
             return mx.zeros((0, sum(widths)))
@@ -143,11 +111,11 @@ class GroupRanks:
         return found
 
     def send(self, x: mx.array) -> None:
-        """See `MetalRanks.send`."""
+        """See `ArrayRanks.send`."""
         self._host.send(x)
 
     def recv(self, shape: tuple[int, ...]) -> mx.array:
-        """See `MetalRanks.recv`."""
+        """See `ArrayRanks.recv`."""
         return self._host.recv(shape)
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import mlx.core as mx
+from vllmx_core.ops.recurrence import TokenInputs
 
 from vllmx_metal.paged import compiled
 
@@ -30,17 +31,6 @@ OUTPUTS = ("out", "left")
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
-    """What the tokens of a step bring to one layer, in float32."""
-
-    q: mx.array  # (T, H, Dk) normed and scaled, of each head
-    k: mx.array  # (T, H, Dk)
-    v: mx.array  # (T, H, Dv)
-    decay: mx.array  # (T, H, Dk or 1, 1)
-    strength: mx.array  # (T, H, 1)
-
-
-@dataclass(frozen=True, slots=True)
 class Rows:
     """The rows of a step."""
 
@@ -54,17 +44,15 @@ def kernel() -> Callable[..., list[mx.array]]:
     return compiled("recurrence", INPUTS, OUTPUTS)
 
 
-def run(tokens: Tokens, rows: Rows, states: mx.array, *, delta: bool) -> tuple[mx.array, mx.array]:
+def run(
+    tokens: TokenInputs, rows: Rows, states: mx.array, *, delta: bool
+) -> tuple[mx.array, mx.array]:
     """states (slots, H, Dk, Dv) -> (T, H, Dv), and the states (R, H, Dk, Dv) behind the rows."""
     count, heads, key_size = tokens.k.shape
     value_size, num_rows = tokens.v.shape[2], len(rows.source)
     out, left = kernel()(
         inputs=[
-            tokens.q,
-            tokens.k,
-            tokens.v,
-            tokens.decay,
-            tokens.strength,
+            *tokens,
             states,
             rows.source,
             rows.first_token,

@@ -10,11 +10,12 @@ import mlx.core as mx
 import numpy as np
 from vllmx_core.cache.state_rows import StateRows, conv_windows
 from vllmx_core.model import StateSpec
-from vllmx_core.ops.recurrence import RecurrenceSpec, RecurrenceWeights
+from vllmx_core.ops.recurrence import RecurrenceSpec, RecurrenceWeights, TokenInputs, prepared
 from vllmx_core.ops.short_conv import ShortConvSpec
 from vllmx_core.plan import AnyArray, StepPlan
 
-from vllmx_metal.recurrence_kernel import Rows, Tokens, run
+from vllmx_metal.arrays import METAL
+from vllmx_metal.recurrence_kernel import Rows, run
 
 
 @dataclass(slots=True)
@@ -92,12 +93,7 @@ def recurrence(
     own_kernel: bool = False,
 ) -> mx.array:
     """(T, 2 * Hk * Dk + H * Dv) -> (T, H * Dv), over and into the states (slots, H, Dk, Dv)."""
-    q, k, v = _split(qkv.astype(mx.float32), spec)
-    dt = mx.logaddexp(a.astype(mx.float32) + weights.dt_bias, 0.0)  # softplus
-    dt = mx.clip(dt, spec.dt_min, spec.dt_max).reshape(len(a), spec.num_heads, -1)
-    decay = mx.exp(-mx.exp(weights.a_log)[:, None] * dt)[..., None]  # (T, H, Dk or 1, 1)
-    strength = dt if b is None else mx.sigmoid(b.astype(mx.float32))[..., None]  # (T, H, 1)
-    tokens, delta = Tokens(q, k, v, decay, strength), spec.rule == "delta"
+    tokens, delta = prepared(qkv, a, b, spec, weights, METAL), spec.rule == "delta"
     if own_kernel:
         found, left = run(tokens, step.on_device, states.data, delta=delta)
     else:
@@ -105,12 +101,12 @@ def recurrence(
         found, left = side_by_side(tokens, step.rows, state, delta=delta)
     states.data[step.target] = left
     if weights.d is not None:
-        found = found + weights.d[:, None] * v
+        found = found + weights.d[:, None] * tokens.v
     return found.reshape(len(qkv), -1).astype(qkv.dtype)
 
 
 def side_by_side(
-    tokens: Tokens, rows: StateRows, state: mx.array, *, delta: bool
+    tokens: TokenInputs, rows: StateRows, state: mx.array, *, delta: bool
 ) -> tuple[mx.array, mx.array]:
     """(T, H, Dv), and the states (R, H, Dk, Dv) behind the rows, in the order of `rows`."""
     ended, outs, order = [], [], []
@@ -126,7 +122,7 @@ def side_by_side(
 
 
 def _one_token(
-    state: mx.array, tokens: Tokens, at: mx.array, *, delta: bool
+    state: mx.array, tokens: TokenInputs, at: mx.array, *, delta: bool
 ) -> tuple[mx.array, mx.array]:
     """One token of each of n rows: states (n, H, Dk, Dv) behind it, and answers (n, H, Dv)."""
     k, v, state = tokens.k[at], tokens.v[at], state * tokens.decay[at]
@@ -134,21 +130,6 @@ def _one_token(
         v = v - (k[:, :, None] @ state)[:, :, 0]
     state = state + k[..., None] * (tokens.strength[at] * v)[:, :, None]
     return state, (tokens.q[at][:, :, None] @ state)[:, :, 0]
-
-
-def _split(qkv: mx.array, spec: RecurrenceSpec) -> tuple[mx.array, mx.array, mx.array]:
-    """q and k (T, H, Dk) of each head, normed and scaled as the rule says, and v (T, H, Dv)."""
-    keys = spec.num_key_heads * spec.key_size
-    q, k, v = mx.split(qkv, [keys, 2 * keys], axis=1)
-    q, k = (part.reshape(-1, spec.num_key_heads, spec.key_size) for part in (q, k))
-    if spec.rule == "delta":
-        q, k = (
-            part * mx.rsqrt(mx.square(part).sum(axis=-1, keepdims=True) + spec.norm_eps)
-            for part in (q, k)
-        )
-    heads, shared = np.arange(spec.num_heads), spec.num_heads // spec.num_key_heads
-    source = _indices(heads % spec.num_key_heads if spec.tiled else heads // shared)
-    return q[:, source] * spec.scale, k[:, source], v.reshape(len(v), spec.num_heads, -1)
 
 
 def _indices(array: AnyArray) -> mx.array:

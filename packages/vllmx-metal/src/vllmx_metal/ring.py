@@ -1,4 +1,4 @@
-"""How ranks become a group of MLX (`mx.distributed`): a ring of TCP connections, or jaccl.
+"""Joins ranks in a group of MLX (`mx.distributed`): a ring of TCP connections, or jaccl.
 
 MLX asks nobody who he is: a ring takes the first connection that comes. So ranks meet here in
 phases, by the communicator that they have anyway. They bind ports of the loopback (or the addresses
@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 from vllmx_core.communicator import Communicator
 
-from vllmx_metal.ranks import GroupRanks, HostRanks, MetalRanks
+from vllmx_metal.ranks import GroupRanks, MetalHostRanks, MetalRanks
 
 logger = logging.getLogger("vllmx.metal")
 
@@ -38,7 +38,7 @@ _PROCESS = int.from_bytes(os.urandom(7))
 _PATIENCE_S = 2.0
 _HEAD_START_S = 0.2
 _NUMBERS = 4
-"""What a rank tells in a phase, at the most."""
+"""The most numbers that a rank tells in a phase."""
 
 Address = tuple[str, int]
 _LOOPBACK: Address = ("127.0.0.1", 0)
@@ -52,16 +52,16 @@ class _NoGroupError(Exception):
 
 
 def meet(communicator: Communicator | None) -> MetalRanks | None:
-    """What a rank speaks through; all ranks of a model call it at once, in MLX's thread."""
+    """Makes a rank's end. All ranks of a model call it at once, in MLX's thread."""
     if communicator is None:
         return None
     if communicator.num_ranks == 1 or communicator.shared is None:  # stages; ranks of a test
-        return HostRanks(communicator)
+        return MetalHostRanks(communicator)
     try:
         ranks = _joined(communicator)
     except _NoGroupError as error:
         logger.info("sums between ranks go through the host, not through MLX's ring: %s", error)
-        return HostRanks(communicator)
+        return MetalHostRanks(communicator)
     logger.info("sums between ranks go through %s", ranks.over)
     return ranks
 
@@ -90,7 +90,7 @@ def _is_possible() -> int:
 
 
 class _Phases:
-    """What all ranks do together, and give up together."""
+    """Steps that all ranks do together, and give up together."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -273,7 +273,7 @@ def _number(host: str) -> int:
 
 # --- jaccl ----------------------------------------------------------------------------------------
 def _jaccl_is_wanted() -> int:
-    """Whether MLX can reach others by RDMA here, and was told by which devices."""
+    """1 if MLX can reach others by RDMA here and knows the devices, else 0."""
     return int("MLX_IBV_DEVICES" in os.environ and mx.distributed.is_available("jaccl"))
 
 

@@ -79,7 +79,7 @@ def _kept(x: mx.array, rows: SamplingRows, part: AnyArray) -> mx.array:
 
 
 def _last_of_top_k(top_k: AnyArray, vocab_size: int) -> mx.array:
-    """(N, 1) where each row's k-th value stands among its sorted ones."""
+    """(N, 1) the index of each row's k-th value among its sorted ones."""
     k = np.where(top_k > 0, np.minimum(top_k, vocab_size), vocab_size)
     return mx.array((k[:, None] - 1).astype(np.int32))
 

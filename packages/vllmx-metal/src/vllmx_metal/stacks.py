@@ -22,7 +22,7 @@ from vllmx_metal.quantised import native_form
 
 
 def forms_of(spec: WeightSpec, parts: Sequence[WeightPart]) -> list[Form | None]:
-    """What each part of a weight becomes. Parts at the same place of a stack's matrices are
+    """The form of each part of a weight. Parts at the same place of a stack's matrices are
     multiplied together: they have one form, and their columns lie in order, or are dequantised."""
     forms = [None if spec.offset else native_form(part) for part in parts]
     if spec.kind != "stack":

@@ -20,7 +20,7 @@ TILE_TOKENS = 256
 BATCH_KEYS = 1 << 16
 """Keys that one batch gathers, padding included, unless a single tile has more."""
 PADDING = 1.25
-"""A batch gathers at most so many times the keys that its tiles have, beside SLACK of each."""
+"""A batch gathers at most so many times the keys that its tiles have, and SLACK for each."""
 SLACK = 64
 
 

@@ -16,7 +16,7 @@ from vllmx_core.weights.map import TieKey, bias_of, has_bias, parts_of, tie_key
 from vllmx_core.weights.part import DENSE, WeightPart, WeightSource, is_plain
 from vllmx_core.weights.spec import WeightSpec
 
-from vllmx_metal.dtypes import DTYPES, to_mlx
+from vllmx_metal.arrays import DTYPES, to_mlx
 from vllmx_metal.matrices import DenseMatrix, Form, LinearWeight, Matrix, stacked
 from vllmx_metal.quantised import quantised_matrix
 from vllmx_metal.stacks import forms_of, stack_of

@@ -1,17 +1,22 @@
-"""Paged attention in plain torch: write this step's keys and values, gather each tile's context,
-attend. All of it is float32 but for the pages themselves."""
+"""Attention in plain torch: over pages (write this step's keys and values, gather each tile's
+context, attend), and within the rows of a step without pages. All of it is float32 but for the
+pages."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
-from vllmx_core.ops.attention import AttentionSpec, AttentionWeights
+from torch.nn import functional
+from vllmx_core.ops.attention import AttentionSpec, AttentionWeights, rotate
+from vllmx_core.ops.head import softcap
+from vllmx_core.ops.segment_attention import SegmentSpec, segments
 
-from vllmx_torch.kv_cache import LayerPages, Pages
-from vllmx_torch.kv_quant import values
+from vllmx_torch.arrays import TORCH
+from vllmx_torch.kv_cache import LayerPages, Pages, values
 from vllmx_torch.step import AttentionBatch, TorchStep
 
 
@@ -45,26 +50,6 @@ class Scratch:
         return self._buffers[key][:values].view(shape)
 
 
-def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * w over the last axis, both float32."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w
-
-
-def rotate(x: Tensor, table: Tensor, *, interleaved: bool) -> Tensor:
-    """RoPE. x (T, heads, D); table (T, rotary_dim): cos, then sin, of each token's
-    position. Dimensions from rotary_dim on stay as they are."""
-    half = table.shape[1] // 2
-    cos, sin = table[:, None, :half], table[:, None, half:]  # (T, 1, rotary_dim / 2)
-    if interleaved:
-        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    else:
-        first, second = slice(0, half), slice(half, 2 * half)
-    rotated = x.clone()
-    rotated[..., first] = x[..., first] * cos - x[..., second] * sin
-    rotated[..., second] = x[..., second] * cos + x[..., first] * sin
-    return rotated
-
-
 def attention(
     qkv: Tensor,
     spec: AttentionSpec,
@@ -78,13 +63,13 @@ def attention(
     split = qkv.view(-1, spec.num_heads_in, size)  # (T, H + 2K, D)
     q, k, v = split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
     if weights.q_norm is not None:
-        q = rms_norm(q, weights.q_norm, spec.norm_eps)
+        q = TORCH.rms_norm(q, weights.q_norm, spec.norm_eps)
     if weights.k_norm is not None:
-        k = rms_norm(k, weights.k_norm, spec.norm_eps)
+        k = TORCH.rms_norm(k, weights.k_norm, spec.norm_eps)
     if weights.rope is not None:
         table = step.rotations(weights.rope, spec.rope_axes)
-        q = rotate(q, table, interleaved=spec.interleaved)
-        k = rotate(k, table, interleaved=spec.interleaved)
+        q = rotate(q, table, interleaved=spec.interleaved, xp=TORCH)
+        k = rotate(k, table, interleaved=spec.interleaved, xp=TORCH)
     out = paged_attention(q, k, v, spec, weights.sinks, step, pages, scratch)
     return out.view(-1, heads * size)
 
@@ -128,9 +113,7 @@ def _attend(
     q = q.reshape(kv_heads, tiles, group * queries, size)
     keys = scratch.gather("k", pages.k, batch.slots)  # (K, N, C, D)
     values = scratch.gather("v", pages.v, batch.slots)  # (K, N, C, D)
-    scores = (q @ keys.mT) * spec.scale  # (K, N, G * Q, C)
-    if spec.softcap is not None:
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    scores: Tensor = softcap((q @ keys.mT) * spec.scale, spec.softcap, TORCH)  # (K, N, G * Q, C)
     scores = scores.view(kv_heads, tiles, group, queries, -1)
     scores = scores.masked_fill(~batch.mask[:, None], -torch.inf)
     if sinks is not None:
@@ -140,3 +123,35 @@ def _attend(
     out = weights.reshape(kv_heads, tiles, group * queries, -1) @ values
     out = out.view(kv_heads, tiles, group, queries, size).permute(1, 3, 0, 2, 4)
     return out.reshape(tiles * queries, spec.num_heads, size)
+
+
+def segment_attention(
+    qkv: Tensor, spec: SegmentSpec, rope: Tensor | None, step: TorchStep
+) -> Tensor:
+    """(T, (H + 2K) * D) -> (T, H * D); see `SegmentSpec`."""
+    heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
+    q, k, v = qkv.view(-1, heads + 2 * kv_heads, size).split([heads, kv_heads, kv_heads], dim=1)
+    if rope is not None:
+        table = step.rotations(rope, spec.rope_axes)
+        q = rotate(q, table, interleaved=spec.interleaved, xp=TORCH)
+        k = rotate(k, table, interleaved=spec.interleaved, xp=TORCH)
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # (heads, T, D)
+    out = torch.empty((heads, *k.shape[1:]), device=q.device)  # (H, T, D)
+    for start, end in pairwise(segments(spec, step.plan)):
+        out[:, start:end] = functional.scaled_dot_product_attention(
+            q[:, start:end],
+            k[:, start:end],
+            v[:, start:end],
+            attn_mask=_window(end - start, spec.window, q.device),
+            scale=spec.scale,
+            enable_gqa=heads != kv_heads,
+        )
+    return out.transpose(0, 1).reshape(-1, heads * size)
+
+
+def _window(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """(n, n) True where a token sees another; None: everywhere."""
+    if window is None or window >= length:
+        return None
+    places = torch.arange(length, device=device)
+    return (places[:, None] - places).abs() < window

@@ -40,8 +40,7 @@ from vllmx_torch.device import (
 from vllmx_torch.foreign.model import TransformersModel
 from vllmx_torch.foreign.op import FOREIGN_MODULE, ForeignModule
 from vllmx_torch.foreign.running import RunningModule
-from vllmx_torch.kv_cache import allocate, allocate_states, plan_kv
-from vllmx_torch.kv_quant import dtypes_of
+from vllmx_torch.kv_cache import allocate, allocate_states, dtypes_of, plan_kv
 from vllmx_torch.loaded import TorchLoadedModel
 from vllmx_torch.ops import OPS
 from vllmx_torch.ranks import ranks_of
@@ -197,7 +196,7 @@ def _activation_bytes(
     max_tokens: int,
     max_rows: int,
 ) -> int:
-    """What a step takes at the most beside weights and cache, roughly: the widest layer in flight,
+    """A rough upper bound on a step's memory without weights and cache: the widest layer in flight,
     the logits with the sampler's float64 copy, and the context of one batch of attention."""
     vocab_size = shape.vocab_size
     layer = 4 * max_tokens * (2 * widest + 4 * shape.hidden_size)

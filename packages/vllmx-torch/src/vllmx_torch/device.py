@@ -1,4 +1,4 @@
-"""Which torch device a model goes to, and how much room there is."""
+"""The torch device of a model, and its free memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = ("cuda", "xpu", "mps", "cpu")
 
 
 def device_count(kind: str) -> int:
-    """How many devices of one of `KINDS` this torch can use."""
+    """The number of devices of one of `KINDS` that this torch can use."""
     if kind == "cpu":
         return 1
     if kind == "mps":
@@ -43,16 +43,16 @@ def choose_device() -> torch.device:
         wanted += ":0"
     if wanted not in known:
         raise ConfigError(
-            f"{DEVICE_VARIABLE}={wanted} is no device of this torch ({torch.__version__}): choose"
-            f" {', '.join(known)}",
+            f"{DEVICE_VARIABLE}={wanted} is not a device of this torch ({torch.__version__}):"
+            f" choose {', '.join(known)}",
             param=DEVICE_VARIABLE,
         )
     return torch.device(wanted)
 
 
 def ranks_have_devices() -> bool:
-    """Whether each rank of a model goes to a device of its own: those of the kind that would be
-    chosen have numbers. Raises as `choose_device` does."""
+    """True if each rank of a model gets a device of its own: devices of the chosen kind have
+    numbers. Raises as `choose_device` does."""
     return choose_device().index is not None
 
 
@@ -99,7 +99,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def has_float64(device: torch.device) -> bool:
-    """Whether the device computes in float64, which the sampler's definition needs."""
+    """True if the device computes in float64, which the sampler's definition needs."""
     if device.type == "xpu":
         return bool(torch.xpu.get_device_properties(device).has_fp64)
     return device.type != "mps"

@@ -1,5 +1,4 @@
-"""Mixtures of experts in plain torch: the choice of experts, and their matrices over the tokens
-that chose them.
+"""Mixtures of experts in plain torch: their matrices over the tokens that chose them.
 
 How many tokens chose an expert is known on the device alone, and a host that asks waits until all
 before is computed. So nothing is read back there: where torch has a grouped product on the device,
@@ -15,8 +14,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn import functional
-from vllmx_core.ops.experts import ExpertsSpec
-from vllmx_core.ops.route import RouteSpec
 
 from vllmx_torch.weights import LinearWeight
 
@@ -24,39 +21,6 @@ Activated = Callable[[Tensor], Tensor]
 """(rows, 2F or F) of an expert's first matrix -> (rows, F), in float32."""
 _FEW_TOKENS = 8
 """Copying what so many chose takes no longer than the wait that it saves."""
-
-
-def route(
-    logits: Tensor, spec: RouteSpec, bias: Tensor | None, factor: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(T, X) float32 -> ids (T, k) int64, weights (T, k) float32; see `vllmx_core.ops.route`."""
-    scores = logits.sigmoid() if spec.score == "sigmoid" else logits.softmax(dim=1)
-    choice = scores if bias is None else scores + bias
-    broken = choice.isnan().any(dim=1, keepdim=True)  # (T, 1)
-    if spec.groups > 1:
-        choice = choice.masked_fill(~_taking_part(choice, spec), -torch.inf)
-    ids = _best(choice, spec.chosen)
-    weights = scores.gather(1, ids)
-    if spec.renormalise:
-        weights = weights / (weights.sum(dim=1, keepdim=True) + spec.eps)
-    weights = weights * spec.scale
-    if factor is not None:
-        weights = weights * factor[ids]
-    return ids, weights.masked_fill(broken, torch.nan)
-
-
-def _best(scores: Tensor, count: int) -> Tensor:
-    """(T, count) indices by falling score, ties to the lower index, which `topk` does not say."""
-    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
-
-
-def _taking_part(choice: Tensor, spec: RouteSpec) -> Tensor:
-    """(T, X) whether an expert's group is one of the best."""
-    grouped = choice.view(len(choice), spec.groups, -1)
-    best = grouped.amax(2) if spec.group_score == "max" else grouped.topk(2, dim=2).values.sum(2)
-    mask = torch.zeros_like(best, dtype=torch.bool)
-    mask.scatter_(1, _best(best, spec.groups_kept), True)
-    return mask.repeat_interleave(grouped.shape[2], dim=1)
 
 
 def experts(
@@ -114,16 +78,10 @@ def some_experts(
     return _added(x, said.masked_fill(~here[..., None], 0.0), weights)
 
 
-def held_by(ids: Tensor, ends: Tensor) -> Tensor:
-    """ids (T, k), ends (ranks,) -> (T, ranks); see `vllmx_core.ops.combine.holders`."""
-    held = torch.zeros(len(ids), len(ends), dtype=torch.bool, device=ids.device)
-    return held.scatter_(1, torch.searchsorted(ends, ids.contiguous(), right=True), True)
-
-
 def has_grouped_product(*stacks: Tensor) -> bool:
-    """Whether the device multiplies groups without asking the host for their bounds, which torch
-    does in bfloat16 on Hopper and later, with rows of whole 16 bytes; elsewhere it has a loop in
-    the grouped product's place that does ask."""
+    """True if the device multiplies groups without asking the host for their bounds. Torch does so
+    in bfloat16 on Hopper and later, for rows of whole 16 bytes; elsewhere its grouped product is a
+    loop that asks."""
     return (
         hasattr(functional, "grouped_mm")
         and all(
@@ -189,11 +147,3 @@ def _gathered(
     for chosen in ids.unbind(1):
         said.append(product(activated(product(x, gate_up, chosen)), down, chosen))
     return torch.stack(said, dim=1)
-
-
-def clamped(gate_up: Tensor, spec: ExpertsSpec) -> Tensor:
-    """(T, 2F) -> (T, F); see `ExpertsSpec.clamp`."""
-    assert spec.clamp is not None
-    gate, up = gate_up.chunk(2, dim=-1)
-    gate, up = gate.clamp(max=spec.clamp), up.clamp(-spec.clamp, spec.clamp)
-    return gate * torch.sigmoid(spec.alpha * gate) * (up + 1)

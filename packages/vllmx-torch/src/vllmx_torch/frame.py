@@ -6,18 +6,20 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from torch import Tensor
-from vllmx_core.ops.values import Frame, WeightRef
+from vllmx_core.communicator import RowRanks
+from vllmx_core.ops.values import ArrayFrame, TokenIds, WeightRef
+from vllmx_core.plan import AnyArray
 
+from vllmx_torch.arrays import TORCH, to_device
 from vllmx_torch.attention import Scratch
 from vllmx_torch.foreign.op import FOREIGN_MODULE, ForeignModule
 from vllmx_torch.kv_cache import LayerPages
-from vllmx_torch.ranks import TorchRanks
 from vllmx_torch.recurrent import StateStep
 from vllmx_torch.step import TorchStep
 from vllmx_torch.weights import LinearWeight, TorchWeight
 
 
-class TorchFrame(Frame[Tensor]):
+class TorchFrame(ArrayFrame[Tensor]):
     """One step: its values, plan, weights, KV cache, and the states of recurrent layers, (slots,
     heads, rows, cols) each."""
 
@@ -28,33 +30,39 @@ class TorchFrame(Frame[Tensor]):
         pages: tuple[LayerPages, ...],
         states: tuple[Tensor, ...],
         scratch: Scratch,
+        features: tuple[Tensor, ...] = (),
+        ranks: RowRanks[Tensor] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(TORCH, step.plan, features, ranks)
         self.step, self.weights, self.pages, self.scratch = step, weights, pages, scratch
         self.states = states
-        self.features: tuple[Tensor, ...] = ()
-        """(rows, E) of each part of the store of features."""
-        self.ranks: TorchRanks | None = None
-        """The other ranks of the model, if it has any."""
 
     @cached_property
     def state_step(self) -> StateStep:
         """Rows and their slots, made for the first layer that asks."""
         return StateStep.of(self.step)
 
-    def others(self) -> TorchRanks:
-        """The other ranks, for an op between ranks."""
-        assert self.ranks is not None, "an op between ranks needs a communicator"
-        return self.ranks
+    def ids(self, ids: TokenIds) -> Tensor:
+        """See `ArrayFrame.ids`."""
+        found: Tensor = getattr(self.step, ids.source)
+        return found
 
-    def tensor(self, ref: WeightRef) -> Tensor:
+    def rows(self, ref: WeightRef, ids: Tensor) -> Tensor:
+        """See `ArrayFrame.rows`."""
+        return self.vector(ref)[ids].float()
+
+    def upload(self, array: AnyArray) -> Tensor:
+        """See `ArrayFrame.upload`."""
+        return to_device(array, self.step.tokens.device)
+
+    def vector(self, ref: WeightRef) -> Tensor:
         """A table, a vector or a constant."""
         weight = self.weights[ref.name]
         assert isinstance(weight, Tensor), f"{ref.name} is a matrix"
         return weight
 
     def module(self) -> ForeignModule:
-        """What runs the whole step, in place of ops."""
+        """The module that runs the whole step, in place of ops."""
         weight = self.weights[FOREIGN_MODULE]
         assert isinstance(weight, ForeignModule), "the weights are those of ops"
         return weight

@@ -1,6 +1,6 @@
 """KV pages as tensors: (K, blocks * P, D) for keys and as many values in each place of the cache,
-so that gathered context is ready for a batched product over the heads. 8-bit pages have a scale for
-each vector beside them."""
+so that gathered context is ready for a batched product over the heads. 8-bit pages come with a
+scale for each vector."""
 
 from __future__ import annotations
 
@@ -11,11 +11,41 @@ import torch
 from torch import Tensor
 from vllmx_core.backend import LoadOptions
 from vllmx_core.cache.capacity import BlockSizes, CachePlan, plan_cache
+from vllmx_core.kv_dtypes import KV_DTYPES, at_limit
 from vllmx_core.model import ModelShape, OwnedKV
 from vllmx_core.system.memory import GIB
 
-from vllmx_torch.kv_quant import CODES, quantise
+from vllmx_torch.arrays import TORCH
 from vllmx_torch.weights import DTYPES
+
+CODES = {"int8": torch.int8, "fp8": torch.uint8}
+"""The types of stored codes; e4m3 as bytes, because few operations take torch's own type."""
+
+
+def quantise(x: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
+    """(..., D) float32 -> codes (..., D), scales (...)."""
+    scaled, scale = at_limit(x, dtype, TORCH)
+    codes = (
+        scaled.round().to(torch.int8)
+        if dtype == "int8"
+        else scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+    )
+    return codes, scale
+
+
+def values(codes: Tensor) -> Tensor:
+    """Codes as torch's own type of their values, int8 or e4m3."""
+    return codes if codes.dtype == torch.int8 else codes.view(torch.float8_e4m3fn)
+
+
+def dtypes_of(device: torch.device) -> tuple[str, ...]:
+    """The KV dtypes that a device has; e4m3 is missing on some."""
+    try:
+        torch.zeros(1, device=device).to(torch.float8_e4m3fn).float()
+    except (RuntimeError, TypeError):
+        return tuple(name for name in KV_DTYPES if name != "fp8")
+    return KV_DTYPES
+
 
 _STORED: Mapping[str, torch.dtype] = {**DTYPES, **CODES}
 DEFAULT_HOST_BYTES = 4 * GIB
@@ -29,7 +59,7 @@ class Pages:
 
     dtype: str
     data: Tensor  # (K, blocks * P, D)
-    scales: Tensor | None  # (K, blocks * P) float32 beside 8-bit codes
+    scales: Tensor | None  # (K, blocks * P) float32, of 8-bit codes
 
     @property
     def num_bytes(self) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from vllmx_core.ops.attention import rotate
 from vllmx_core.ops.latent_attention import LatentSpec
 
-from vllmx_torch.attention import Scratch, rms_norm, rotate
+from vllmx_torch.arrays import TORCH
+from vllmx_torch.attention import Scratch
 from vllmx_torch.kv_cache import LayerPages
 from vllmx_torch.step import AttentionBatch, TorchStep
 from vllmx_torch.weights import LinearWeight
@@ -30,11 +32,11 @@ def latent_attention(
 ) -> Tensor:
     """(T, H * (Dn + Dr)), (T, C + Dr) -> (T, H * Dv); see `LatentSpec`."""
     table, rank, nope = rope[step.positions], spec.rank, spec.nope_size  # (T, Dr)
-    turned = rotate(latent[:, None, rank:], table, interleaved=spec.interleaved)
-    normed = rms_norm(latent[:, None, :rank], norm, spec.norm_eps)
+    turned = rotate(latent[:, None, rank:], table, interleaved=spec.interleaved, xp=TORCH)
+    normed = TORCH.rms_norm(latent[:, None, :rank], norm, spec.norm_eps)
     pages.k.write(step.slots[pages.group], torch.cat([normed, turned], dim=2))
     heads = q.view(-1, spec.num_heads, nope + spec.rotary_dim)
-    turned = rotate(heads[..., nope:], table, interleaved=spec.interleaved)
+    turned = rotate(heads[..., nope:], table, interleaved=spec.interleaved, xp=TORCH)
     queries = torch.cat([_by_head(heads[..., :nope], k_b), turned], dim=2)  # (T, H, C + Dr)
     found = queries.new_empty(len(q), spec.num_heads, rank)
     for batch in step.batches(pages.group, None, True):

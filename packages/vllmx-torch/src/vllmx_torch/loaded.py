@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from vllmx_core.backend import LoadedInfo
 from vllmx_core.backend_kit.in_flight import InFlight
+from vllmx_core.communicator import RowRanks
 from vllmx_core.ops.op import OpList
 from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepPlan, StepResult
 from vllmx_core.recorded.interpreter import Interpreter
@@ -18,7 +19,6 @@ from vllmx_torch.foreign.op import ForeignModule
 from vllmx_torch.frame import TorchFrame
 from vllmx_torch.kv_cache import LayerPages
 from vllmx_torch.ops import OPS
-from vllmx_torch.ranks import TorchRanks
 from vllmx_torch.sampler import sample
 from vllmx_torch.step import TorchStep
 from vllmx_torch.transfer import Download, Started, StepClock
@@ -44,7 +44,7 @@ class TorchLoadedModel:
         sampling_device: torch.device,
         tower: OpList | None = None,
         features: tuple[Tensor, ...] = (),
-        ranks: TorchRanks | None = None,
+        ranks: RowRanks[Tensor] | None = None,
     ) -> None:
         self._tower = None if tower is None else Interpreter(tower, OPS.handler)
         self._features, self._ranks = features, ranks
@@ -106,8 +106,7 @@ class TorchLoadedModel:
         self._tower_started = self._tower_started or self._clock.start()
         if begin == 0.0:
             step = TorchStep.upload(plan, self._info.block_size, self._last_ids, self._device)
-            self._pass = TorchFrame(step, self._weights, (), (), self._scratch)
-            self._pass.features = self._features
+            self._pass = TorchFrame(step, self._weights, (), (), self._scratch, self._features)
         assert self._pass is not None, "a pass begins with its first part"
         self._tower.run_part(self._pass, begin, end)
         if end >= 1.0:
@@ -116,8 +115,15 @@ class TorchLoadedModel:
     def _forward(self, plan: StepPlan) -> TorchStepHandle:
         started, self._tower_started = self._tower_started or self._clock.start(), None
         step = TorchStep.upload(plan, self._info.block_size, self._last_ids, self._device)
-        frame = TorchFrame(step, self._weights, self._pages, self._states, self._scratch)
-        frame.features, frame.ranks = self._features, self._ranks
+        frame = TorchFrame(
+            step,
+            self._weights,
+            self._pages,
+            self._states,
+            self._scratch,
+            self._features,
+            self._ranks,
+        )
         logits: Tensor = self._interpreter.run(frame)  # (L, V)
         return TorchStepHandle(self, started, logits, step.tokens[step.logit_rows])
 
@@ -159,7 +165,7 @@ class TorchStepHandle:
         self._owner, self.started = owner, started
         self._logits: tuple[Tensor, Tensor] | None = (logits, fed)
         self.spent_s: Callable[[], float] | None = None
-        """How long the forward pass took, where the sampler came late."""
+        """The seconds of the forward pass, where the sampler came late."""
         self.download: Download | None = None
 
     def take_logits(self) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
-"""What ranks of a model say to each other, on tensors.
+"""Calls between the ranks of a model, on tensors.
 
-Ranks whose device is no CUDA device speak through the memory that their processes share: their
+Ranks without a CUDA device speak through the memory that their processes share: their
 parts go through the host in any case, all ranks add them in one order, and who waits there sees the
 group's end. CUDA devices have NCCL, on the step's stream.
 """
@@ -11,75 +11,33 @@ import tempfile
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed
 from torch import Tensor
 from torch.nn import functional
-from vllmx_core.communicator import Communicator
+from vllmx_core.communicator import Communicator, HostRanks, RowRanks
 from vllmx_core.errors import BackendUnavailableError, ConfigError, RankLostError
 from vllmx_core.ops.all_gather import AllGather
 from vllmx_core.ops.all_reduce import AllReduce
 from vllmx_core.ops.op import Op
+from vllmx_core.plan import AnyArray
 
 _FOLDER_BYTES = 512
 _PATIENCE = timedelta(minutes=10)
 """The patience of a call of NCCL; the watch over the processes ends a group long before."""
 
 
-class TorchRanks(Protocol):
-    """One rank's end, as `vllmx_core.communicator.Communicator` on tensors."""
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x; x may be overwritten."""
-        ...
-
-    def sum_rows(self, x: Tensor, held: Tensor) -> Tensor:
-        """The sum of the rows of x (N, E) of those ranks that `held` (N, ranks) names."""
-        ...
-
-    def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """Every rank's x (N, widths[rank]) side by side."""
-        ...
-
-    def send(self, x: Tensor) -> None:
-        """Hands x to the next rank."""
-        ...
-
-    def recv(self, shape: tuple[int, ...]) -> Tensor:
-        """What the rank before sent, float32."""
-        ...
-
-
-class HostRanks:
+def host_ranks(communicator: Communicator, device: torch.device) -> HostRanks[Tensor]:
     """Ranks that meet through a communicator of the host."""
 
-    def __init__(self, communicator: Communicator, device: torch.device) -> None:
-        self._communicator, self._device = communicator, device
+    def down(x: Tensor) -> AnyArray:
+        found: AnyArray = x.cpu().numpy()
+        return found
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """See `TorchRanks.all_reduce`."""
-        return torch.from_numpy(self._communicator.all_reduce(x.cpu().numpy())).to(x.device)
-
-    def sum_rows(self, x: Tensor, held: Tensor) -> Tensor:
-        """See `TorchRanks.sum_rows`."""
-        found = self._communicator.sum_rows(x.cpu().numpy(), held.cpu().numpy())
-        return torch.from_numpy(found).to(x.device)
-
-    def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """See `TorchRanks.all_gather`."""
-        found = self._communicator.all_gather(x.cpu().numpy(), widths)
-        return torch.from_numpy(found).to(x.device)
-
-    def send(self, x: Tensor) -> None:
-        """See `TorchRanks.send`."""
-        self._communicator.send(x.float().cpu().numpy())
-
-    def recv(self, shape: tuple[int, ...]) -> Tensor:
-        """See `TorchRanks.recv`."""
-        return torch.from_numpy(self._communicator.recv(shape, np.float32)).to(self._device)
+    return HostRanks(communicator, down, lambda array: torch.from_numpy(array).to(device))
 
 
 class ProcessGroupRanks:
@@ -90,7 +48,7 @@ class ProcessGroupRanks:
         host: for that.
     """
 
-    def __init__(self, group: Any, host: HostRanks) -> None:
+    def __init__(self, group: Any, host: HostRanks[Tensor]) -> None:
         self._group, self._host = group, host
 
     @classmethod
@@ -122,20 +80,20 @@ class ProcessGroupRanks:
                     " CUDA devices need: install one with it, or leave out --tensor-parallel-size"
                 ) from error
             device = torch.device("cuda" if kind == "nccl" else "cpu")
-            found = cls(group, HostRanks(communicator, device))
+            found = cls(group, host_ranks(communicator, device))
             first = torch.ones(1, device=device)
             found.all_reduce(first)  # which connects them, so that the store is needed no more
             communicator.all_reduce(np.ones(1, np.float32))
         return found
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See `TorchRanks.all_reduce`."""
+        """See `ArrayRanks.all_reduce`."""
         x = x.contiguous()
         self._wait(lambda: self._group.allreduce([x]))
         return x
 
     def sum_rows(self, x: Tensor, held: Tensor) -> Tensor:
-        """See `TorchRanks.sum_rows`. Rows that somebody holds go from rank to rank; the host waits
+        """See `RowRanks.sum_rows`. Rows that somebody holds go from rank to rank; the host waits
         for their numbers."""
         rank, ranks, host = self._group.rank(), self._group.size(), held.cpu()
         stretches = host.tensor_split(ranks)  # of tokens, a rank's to add
@@ -152,7 +110,7 @@ class ProcessGroupRanks:
         return self.all_gather(total.T, [len(part) for part in stretches]).T.contiguous()
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """See `TorchRanks.all_gather`. Parts are made equally wide on the way."""
+        """See `ArrayRanks.all_gather`. Parts are made equally wide on the way."""
         widest = max(widths)
         padded = functional.pad(x, (0, widest - x.shape[1])).contiguous()
         parts = [torch.empty_like(padded) for _ in widths]
@@ -162,11 +120,11 @@ class ProcessGroupRanks:
         )
 
     def send(self, x: Tensor) -> None:
-        """See `TorchRanks.send`."""
+        """See `ArrayRanks.send`."""
         self._host.send(x)
 
     def recv(self, shape: tuple[int, ...]) -> Tensor:
-        """See `TorchRanks.recv`."""
+        """See `ArrayRanks.recv`."""
         return self._host.recv(shape)
 
     @staticmethod
@@ -198,13 +156,13 @@ def _check_one_host(communicator: Communicator, folder: str) -> None:
 
 def ranks_of(
     communicator: Communicator | None, device: torch.device, ops: Sequence[Op]
-) -> TorchRanks | None:
-    """How the ranks of a model with these ops speak on that kind of device; None for a model of
-    one. Stages of a model speak through the host."""
+) -> RowRanks[Tensor] | None:
+    """The calls between ranks of a model with these ops on that kind of device; None for a model of
+    one rank. Stages of a model speak through the host."""
     if communicator is None:
         return None
     meets = any(isinstance(op, AllReduce | AllGather) for op in ops)
     if device.type == "cuda" and meets:
         torch.cuda.set_device(device)
         return ProcessGroupRanks.meet(communicator, "nccl")
-    return HostRanks(communicator, device)
+    return host_ranks(communicator, device)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from vllmx_core.cache.state_rows import StateRows, conv_windows
-from vllmx_core.ops.recurrence import RecurrenceSpec, RecurrenceWeights
+from vllmx_core.ops.recurrence import RecurrenceSpec, RecurrenceWeights, prepared
 from vllmx_core.ops.short_conv import ShortConvSpec
 
+from vllmx_torch.arrays import TORCH
 from vllmx_torch.step import TorchStep
 from vllmx_torch.transfer import upload
 
@@ -74,15 +75,11 @@ def recurrence(
     states: Tensor,
 ) -> Tensor:
     """(T, 2 * Hk * Dk + H * Dv) -> (T, H * Dv), over and into the states (slots, H, Dk, Dv)."""
-    q, k, v = _split(qkv, spec)
-    dt = functional.softplus(a + weights.dt_bias).view(len(a), spec.num_heads, -1)
-    dt = dt.clamp(spec.dt_min, spec.dt_max)
-    decay = torch.exp(-weights.a_log.exp()[:, None] * dt)  # (T, H, Dk or 1)
-    strength = dt if b is None else b.sigmoid()[:, :, None]  # (T, H, 1)
+    q, k, v, decay, strength = prepared(qkv, a, b, spec, weights, TORCH)
     state, out = step.before(states), torch.empty_like(v)  # (R, H, Dk, Dv), (T, H, Dv)
     for tokens in step.rows.tokens():
         at = torch.from_numpy(tokens).to(v.device)
-        now = state[: len(tokens)].mul_(decay[at, :, :, None])
+        now = state[: len(tokens)].mul_(decay[at])
         new = v[at]
         if spec.rule == "delta":
             new = new - torch.einsum("rhkv,rhk->rhv", now, k[at])
@@ -92,19 +89,3 @@ def recurrence(
     if weights.d is not None:
         out = out + weights.d[:, None] * v
     return out.flatten(1)
-
-
-def _split(qkv: Tensor, spec: RecurrenceSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k (T, H, Dk) of each head, normed and scaled as the rule says, and v (T, H, Dv)."""
-    keys = spec.num_key_heads * spec.key_size
-    q, k, v = qkv.split([keys, keys, spec.num_heads * spec.value_size], dim=1)
-    q, k = (part.unflatten(1, (spec.num_key_heads, spec.key_size)) for part in (q, k))
-    if spec.rule == "delta":
-        q, k = (
-            part * torch.rsqrt(part.square().sum(-1, keepdim=True) + spec.norm_eps)
-            for part in (q, k)
-        )
-    heads = torch.arange(spec.num_heads, device=qkv.device)
-    shared = spec.num_heads // spec.num_key_heads
-    source = heads % spec.num_key_heads if spec.tiled else heads // shared
-    return q[:, source] * spec.scale, k[:, source], v.unflatten(1, (spec.num_heads, -1))

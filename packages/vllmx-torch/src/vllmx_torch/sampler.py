@@ -85,7 +85,7 @@ def _kept(x: Tensor, rows: SamplingRows, part: AnyArray) -> Tensor:
 
 
 def _last_of_top_k(top_k: AnyArray, x: Tensor) -> Tensor:
-    """(N, 1) where each row's k-th value stands among its sorted ones."""
+    """(N, 1) the index of each row's k-th value among its sorted ones."""
     width = x.shape[1]
     k = np.where(top_k > 0, np.minimum(top_k, width), width)
     return upload(k[:, None] - 1, np.int64, x.device)

@@ -32,7 +32,7 @@ class Started:
 
 
 class StepClock:
-    """How long steps take on a device. One for each model."""
+    """Measures steps on a device. One for each model."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -59,7 +59,7 @@ class StepClock:
         return now_s - begin_s
 
     def pause(self, started: Started) -> Callable[[], float] | None:
-        """What was spent until now, to be asked for once it has run; None where the device does
+        """The seconds spent until now, to be asked for once it has run; None where the device does
         not tell, so that waiting between the halves of a step counts."""
         if self._device.type == "cpu":
             spent_s = self.seconds(started, None)

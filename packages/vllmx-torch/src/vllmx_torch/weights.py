@@ -31,7 +31,7 @@ _COPY_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """What `linear` and the head multiply by, or a stack of X such matrices."""
+    """A matrix of `linear` or of the head with its bias, or a stack of X such matrices."""
 
     matrix: Tensor  # (out, in), of a stack (X, out, in)
     bias: Tensor | None  # (out,), of a stack (X, out)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
-import numpy as np
-
-from vllmx_core.ops.formulas import Floats, NumpyFrame, like
-from vllmx_core.ops.op import Op, expect, expect_rows
-from vllmx_core.ops.values import Value
+from vllmx_core.arrays import NUMPY, Array, Arrays
+from vllmx_core.ops.op import ArrayOp, expect, expect_rows
+from vllmx_core.ops.values import ArrayFrame, Value
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 KINDS: tuple[Activation, ...] = get_args(Activation)
@@ -17,15 +14,13 @@ ActKind = Activation | Literal["tanh"]
 """What the op has beside those that experts and gated layers have."""
 ACT_KINDS: tuple[ActKind, ...] = (*KINDS, "tanh")
 
-_erf = np.vectorize(math.erf, otypes=[np.float64])
-
 
 def expect_activation(kind: object) -> None:
     """`kind` must be an `Activation`."""
     expect(kind in KINDS, f"unknown activation {kind!r}: choose {', '.join(KINDS)}")
 
 
-class Act(Op):
+class Act(ArrayOp):
     """act(x)."""
 
     name: ClassVar[str] = "activation"
@@ -42,21 +37,23 @@ class Act(Op):
         known = f"choose {', '.join(ACT_KINDS)}"
         expect(self.kind in ACT_KINDS, f"unknown activation {self.kind!r}: {known}")
 
-    def compute(self, frame: NumpyFrame) -> None:
-        x = frame[self.x]
-        frame[self.out] = np.tanh(x) if self.kind == "tanh" else activation(x, self.kind)
+    def compute(self, frame: ArrayFrame[Any]) -> None:
+        frame[self.out] = activation(frame[self.x], self.kind, frame.xp)
 
 
-def activation(x: Floats, kind: Activation) -> Floats:
-    """silu, gelu (exact, by erf), gelu_tanh or relu."""
-    if kind == "silu":
-        with np.errstate(over="ignore"):  # exp(-x) = inf gives the right limit, -0
-            return like(x, x / (1 + np.exp(-x)))
-    if kind == "gelu":
-        return like(x, 0.5 * x * (1 + _erf(x / math.sqrt(2))))
-    if kind == "gelu_tanh":
-        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
-        return like(x, 0.5 * x * (1 + np.tanh(inner)))
-    if kind == "relu":
-        return np.maximum(x, 0)
-    raise ValueError(f"unknown activation {kind!r}")
+def activation(x: Array, kind: str, xp: Arrays = NUMPY) -> Array:
+    """The function of this name, computed wide and rounded once."""
+    return xp.fused(_activated, kind)(x)
+
+
+def gated(x: Array, g: Array, kind: str, xp: Arrays = NUMPY) -> Array:
+    """x * act(g), for shapes that broadcast."""
+    return xp.fused(_gated, kind)(x, g)
+
+
+def _activated(xp: Arrays, kind: str, x: Array) -> Array:
+    return xp.like(x, xp.activation(kind)(xp.wide(x)))
+
+
+def _gated(xp: Arrays, kind: str, x: Array, g: Array) -> Array:
+    return xp.like(x, x * xp.activation(kind)(xp.wide(g)))

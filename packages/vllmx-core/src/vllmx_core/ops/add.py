@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from vllmx_core.ops.formulas import NumpyFrame
-from vllmx_core.ops.op import Op, expect_rows, expect_same_width
-from vllmx_core.ops.values import Value
+from vllmx_core.ops.op import ArrayOp, expect_rows, expect_same_width
+from vllmx_core.ops.values import ArrayFrame, Value
 
 
-class Add(Op):
+class Add(ArrayOp):
     """x + y."""
 
     name: ClassVar[str] = "add"
@@ -25,5 +24,5 @@ class Add(Op):
     def check(self) -> None:
         expect_same_width(x=self.x, y=self.y)
 
-    def compute(self, frame: NumpyFrame) -> None:
+    def compute(self, frame: ArrayFrame[Any]) -> None:
         frame[self.out] = frame[self.x] + frame[self.y]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from vllmx_core.ops.add import Add
-from vllmx_core.ops.formulas import Floats, NumpyFrame
-from vllmx_core.ops.op import Op, expect, expect_rows, expect_same_width, expect_vector
-from vllmx_core.ops.rms_norm import RmsNorm, rms_norm
-from vllmx_core.ops.values import Value, WeightRef
+from vllmx_core.ops.op import ArrayOp, Op, expect, expect_rows, expect_same_width, expect_vector
+from vllmx_core.ops.rms_norm import RmsNorm
+from vllmx_core.ops.values import ArrayFrame, Value, WeightRef
 
 
-class AddRmsNorm(Op):
+class AddRmsNorm(ArrayOp):
     """total = x + residual, out = rms_norm(total)."""
 
     name: ClassVar[str] = "add_rms_norm"
@@ -34,21 +33,13 @@ class AddRmsNorm(Op):
         expect_vector(self.w, self.x.width)
         expect(self.eps > 0, f"eps is {self.eps}, it must be above 0")
 
-    def compute(self, frame: NumpyFrame) -> None:
-        frame[self.out], frame[self.total] = add_rms_norm(
-            frame[self.x], frame[self.residual], frame.weight(self.w), self.eps
-        )
+    def compute(self, frame: ArrayFrame[Any]) -> None:
+        total = frame[self.x] + frame[self.residual]
+        frame[self.out] = frame.xp.rms_norm(total, frame.vector(self.w), self.eps)
+        frame[self.total] = total
 
     def expand(self) -> tuple[Op, ...]:
         return (
             Add(self.x, self.residual, self.total),
             RmsNorm(self.total, self.w, self.eps, self.out),
         )
-
-
-def add_rms_norm(
-    x: Floats, residual: Floats | None, w: Floats, eps: float
-) -> tuple[Floats, Floats]:
-    """(normalised sum, sum); the sum of x alone is x itself."""
-    total = x if residual is None else x + residual
-    return rms_norm(total, w, eps), total

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from vllmx_core.ops.formulas import NumpyFrame
-from vllmx_core.ops.op import Op, expect
-from vllmx_core.ops.values import Value
+from vllmx_core.ops.op import ArrayOp, expect
+from vllmx_core.ops.values import ArrayFrame, Value
 
 
-class AllGather(Op):
+class AllGather(ArrayOp):
     """x (L, widths[rank]) of all ranks -> (L, sum of the widths), in the order of the ranks.
     Sharding puts it behind the head, of which each rank has a part of the vocabulary."""
 
@@ -25,5 +24,5 @@ class AllGather(Op):
     def check(self) -> None:
         expect(self.x.width in self.widths, f"x has {self.x.width} features, not a rank's")
 
-    def compute(self, frame: NumpyFrame) -> None:
-        frame[self.out] = frame.ranks.all_gather(frame[self.x], self.widths)
+    def compute(self, frame: ArrayFrame[Any]) -> None:
+        frame[self.out] = frame.ranks.all_gather(frame.xp.wide(frame[self.x]), self.widths)

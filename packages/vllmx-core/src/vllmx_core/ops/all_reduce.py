@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from vllmx_core.ops.formulas import NumpyFrame
-from vllmx_core.ops.op import Op, expect
-from vllmx_core.ops.values import Value
+from vllmx_core.ops.op import ArrayOp, expect
+from vllmx_core.ops.values import ArrayFrame, Value
 
 
-class AllReduce(Op):
+class AllReduce(ArrayOp):
     """x (T, E) of all ranks, added as `vllmx_core.communicator.tree_sum` does. Sharding puts it
     behind what each rank computed of a part of its input features; models do not write it."""
 
@@ -24,5 +23,5 @@ class AllReduce(Op):
     def check(self) -> None:
         expect(self.x.dtype != "i32", "ids cannot be added")
 
-    def compute(self, frame: NumpyFrame) -> None:
-        frame[self.out] = frame.ranks.all_reduce(frame[self.x])
+    def compute(self, frame: ArrayFrame[Any]) -> None:
+        frame[self.out] = frame.ranks.all_reduce(frame.xp.wide(frame[self.x]))

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vllmx_core import kv_dtypes as kv_quant
+from vllmx_core.arrays import NUMPY, Array, Arrays
 from vllmx_core.ops.formulas import Floats, NumpyFrame, like
 from vllmx_core.ops.head import softcap
 from vllmx_core.ops.op import Op, expect, expect_features, expect_vector, expect_weight
-from vllmx_core.ops.rms_norm import rms_norm
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.plan import I32, StepPlan
 from vllmx_core.records import Record
@@ -166,19 +166,34 @@ def rotations(table: Floats, plan: StepPlan, axes: tuple[int, ...]) -> Floats:
     return np.concatenate([table[at, column], table[at, half + column]], axis=1)
 
 
-def rotate(x: Floats, table: Floats, *, interleaved: bool) -> Floats:
+def rotate(x: Array, table: Array, *, interleaved: bool, xp: Arrays = NUMPY) -> Array:
     """RoPE (Su et al. 2021). x (T, heads, D); table (T, rotary_dim): cos, then sin, of each token's
     position. Dimensions from rotary_dim on stay as they are."""
     half = table.shape[1] // 2
-    cos, sin = table[:, None, :half], table[:, None, half:]  # (T, 1, rotary_dim / 2)
+    cos, sin = table[:, None, :half], table[:, None, half:]
+    return rotate_by(x, cos, sin, interleaved=interleaved, xp=xp)
+
+
+def rotate_by(x: Array, cos: Array, sin: Array, *, interleaved: bool, xp: Arrays = NUMPY) -> Array:
+    """`rotate` by cos and sin (T, 1, rotary_dim / 2)."""
+    half = cos.shape[-1]
     if interleaved:
-        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+        first, second = x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]
     else:
-        first, second = slice(0, half), slice(half, 2 * half)
-    rotated = x.copy()
-    rotated[..., first] = x[..., first] * cos - x[..., second] * sin
-    rotated[..., second] = x[..., second] * cos + x[..., first] * sin
-    return rotated
+        first, second = x[..., :half], x[..., half : 2 * half]
+    parts = list(xp.fused(_rotated)(first, second, cos, sin))
+    if interleaved:
+        parts = [xp.stack(parts, axis=-1).reshape(*x.shape[:-1], 2 * half)]
+    if 2 * half < x.shape[-1]:
+        parts.append(x[..., 2 * half :])
+    return parts[0] if len(parts) == 1 else xp.concatenate(parts, axis=-1)
+
+
+def _rotated(
+    xp: Arrays, first: Array, second: Array, cos: Array, sin: Array
+) -> tuple[Array, Array]:
+    a, b = xp.wide(first), xp.wide(second)
+    return xp.like(first, a * cos - b * sin), xp.like(first, b * cos + a * sin)
 
 
 def attention(
@@ -198,9 +213,9 @@ def attention(
     split = qkv.reshape(qkv.shape[0], spec.num_heads_in, size)  # (T, H + 2K, D)
     q, k, v = np.split(split, [heads, heads + kv_heads], axis=1)
     if weights.q_norm is not None:
-        q = rms_norm(q, weights.q_norm, spec.norm_eps)
+        q = NUMPY.rms_norm(q, weights.q_norm, spec.norm_eps)
     if weights.k_norm is not None:
-        k = rms_norm(k, weights.k_norm, spec.norm_eps)
+        k = NUMPY.rms_norm(k, weights.k_norm, spec.norm_eps)
     if weights.rope is not None:
         table = rotations(weights.rope, plan, spec.rope_axes)
         q = rotate(q, table, interleaved=spec.interleaved)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from vllmx_core.ops.formulas import Floats, NumpyFrame
-from vllmx_core.ops.op import Op, expect, expect_rows, expect_weight
-from vllmx_core.ops.values import Value, WeightRef
+from vllmx_core.arrays import NUMPY, Array, Arrays
+from vllmx_core.ops.op import ArrayOp, expect, expect_rows, expect_weight
+from vllmx_core.ops.values import ArrayFrame, Value, WeightRef
 
 
-class Clip(Op):
+class Clip(ArrayOp):
     """(T, F) of one to three values, the features of one behind those of the other; `bounds` has
     the lowest and the highest number of the first, then those of the second ... NaN stays NaN."""
 
@@ -43,13 +43,12 @@ class Clip(Op):
         count = len(self.reads)
         expect(self.bounds.rows == 2 * count, f"{given}, not two for each of {count} operands")
 
-    def compute(self, frame: NumpyFrame) -> None:
-        bounds = frame.weight(self.bounds).reshape(-1, 2)
-        parts = [clip(frame[x], pair) for x, pair in zip(self.reads, bounds, strict=True)]
-        frame[self.out] = np.concatenate(parts, axis=-1)
+    def compute(self, frame: ArrayFrame[Any]) -> None:
+        bounds = frame.vector(self.bounds).reshape(-1, 2)
+        parts = [clip(frame[x], bounds[index], frame.xp) for index, x in enumerate(self.reads)]
+        frame[self.out] = frame.xp.concatenate(parts, axis=-1)
 
 
-def clip(x: Floats, bounds: Floats) -> Floats:
+def clip(x: Array, bounds: Array, xp: Arrays = NUMPY) -> Array:
     """(T, F), (low, high) -> (T, F)."""
-    clipped: Floats = np.minimum(np.maximum(x, bounds[0]), bounds[1])
-    return clipped
+    return xp.like(x, xp.clip(x, bounds[0], bounds[1]))

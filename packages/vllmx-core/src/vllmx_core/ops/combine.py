@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
-import numpy.typing as npt
 
-from vllmx_core.ops.formulas import NumpyFrame
+from vllmx_core.communicator import RowRanks
 from vllmx_core.ops.op import Op, expect
-from vllmx_core.ops.values import Value
+from vllmx_core.ops.values import ArrayFrame, Value
 
 
 class Combine(Op):
     """x (T, E) of all ranks, each what its own experts say of a token -> their sum, on all ranks.
     Of a token those ranks are asked that have one of its experts, `ids` (T, k): `ends[r]` is the
     number behind the last expert of rank r. Sharding puts it behind experts in the place of
-    `all_reduce` where ranks are many; models do not write it."""
+    `all_reduce` where ranks are many; models do not write it. Backends whose ranks are `RowRanks`
+    compute it by its formula."""
 
     name: ClassVar[str] = "combine"
     x: Value
@@ -34,12 +34,11 @@ class Combine(Op):
         expect(last == self.ids.below, f"ranks have {last} experts, ids are of {self.ids.below}")
         expect(list(self.ends) == sorted(set(self.ends)), "a rank has no experts")
 
-    def compute(self, frame: NumpyFrame) -> None:
-        frame[self.out] = frame.ranks.sum_rows(frame[self.x], holders(frame[self.ids], self.ends))
-
-
-def holders(ids: npt.NDArray[np.int32], ends: tuple[int, ...]) -> npt.NDArray[np.bool_]:
-    """(T, ranks): whether a rank has one of the experts of a token."""
-    held = np.zeros((len(ids), len(ends)), np.bool_)
-    np.put_along_axis(held, np.searchsorted(ends, ids, side="right"), True, axis=1)
-    return held
+    def compute(self, frame: ArrayFrame[Any]) -> None:
+        ends = np.array(self.ends, np.int32)
+        begins = np.array((0, *self.ends[:-1]), np.int32)
+        ids = frame[self.ids][:, :, None]  # (T, k, 1)
+        here = (ids >= frame.upload(begins)) & (ids < frame.upload(ends))  # (T, k, ranks)
+        x = frame.xp.wide(frame[self.x])
+        ranks = cast(RowRanks[Any], frame.ranks)
+        frame[self.out] = ranks.sum_rows(x, here.any(axis=1))

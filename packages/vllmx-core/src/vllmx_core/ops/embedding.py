@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import numpy as np
-
-from vllmx_core.ops.formulas import Floats, NumpyFrame
-from vllmx_core.ops.op import Op, expect, expect_weight
-from vllmx_core.ops.values import TokenIds, Value, WeightRef
-from vllmx_core.plan import I32, StepPlan
+from vllmx_core.ops.op import ArrayOp, expect, expect_weight
+from vllmx_core.ops.values import ArrayFrame, TokenIds, Value, WeightRef
 
 
-class Embedding(Op):
+class Embedding(ArrayOp):
     """The step's token ids, positions or token types (T,), plus `offset`, become the table's rows
     (T, E). A token type beyond the table is its last one: tokenizers tell two texts apart for
     models that do not. Every model begins with this op, so the cases of all are cases of it."""
@@ -36,21 +32,8 @@ class Embedding(Op):
         expect(own, "an offset is for positions alone")
         expect_weight(self.w, "embedding")
 
-    def compute(self, frame: NumpyFrame) -> None:
-        ids = numbers(frame.plan, self.ids) + np.int32(self.offset)
+    def compute(self, frame: ArrayFrame[Any]) -> None:
+        ids = frame.ids(self.ids) + self.offset
         if self.ids.source == "token_types":
-            ids = np.minimum(ids, self.w.rows - 1)
-        frame[self.out] = embedding(ids, frame.weight(self.w))
-
-
-def numbers(plan: StepPlan, ids: TokenIds) -> I32:
-    """(T,) what `ids` stands for."""
-    if ids.source == "token_types" and plan.token_types is None:
-        return np.zeros(plan.num_tokens, np.int32)
-    found: I32 = getattr(plan, ids.source)
-    return found
-
-
-def embedding(ids: I32, table: Floats) -> Floats:
-    """(T,), (V, E) -> (T, E)."""
-    return table[ids]
+            ids = frame.xp.clip(ids, 0, self.w.rows - 1)
+        frame[self.out] = frame.rows(self.w, ids)

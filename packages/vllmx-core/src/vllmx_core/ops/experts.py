@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
+from vllmx_core.arrays import NUMPY, Array, Arrays
 from vllmx_core.ops.activation import Activation, activation, expect_activation
 from vllmx_core.ops.formulas import Floats, NumpyFrame, like
-from vllmx_core.ops.gate import opening
 from vllmx_core.ops.gated_act import gated_act
 from vllmx_core.ops.op import Op, expect, expect_features, expect_stack
 from vllmx_core.ops.values import Value, ValueType, WeightRef
@@ -142,14 +142,19 @@ def experts(
     return like(x, out)
 
 
-def activated(gate_up: Floats, spec: ExpertsSpec) -> Floats:
-    """(T, 2F or F) -> (T, F)."""
+def activated(gate_up: Array, spec: ExpertsSpec, xp: Arrays = NUMPY) -> Array:
+    """(..., 2F or F) -> (..., F)."""
     if not spec.gated:
-        return opening(gate_up, spec.activation)
+        return activation(gate_up, spec.activation, xp)
     if spec.clamp is None:
         assert spec.activation != "relu2"
-        return gated_act(gate_up, spec.activation)
-    gate, up = np.split(gate_up, 2, axis=-1)
-    gate = np.minimum(gate, spec.clamp)
-    up = np.clip(up, -spec.clamp, spec.clamp)
-    return like(gate_up, activation(gate * spec.alpha, "silu") / spec.alpha * (up + 1))
+        return gated_act(gate_up, spec.activation, xp)
+    width = gate_up.shape[-1] // 2
+    gate, up = gate_up[..., :width], gate_up[..., width:]
+    return xp.fused(_clamped, spec.clamp, spec.alpha)(gate, up)
+
+
+def _clamped(xp: Arrays, limit: float, alpha: float, gate: Array, up: Array) -> Array:
+    """See `ExpertsSpec.clamp`."""
+    g, u = xp.clip(xp.wide(gate), None, limit), xp.clip(xp.wide(up), -limit, limit)
+    return xp.like(gate, g * xp.sigmoid(alpha * g) * (u + 1))

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllmx_core.communicator import Communicator
-from vllmx_core.ops.values import Frame, WeightRef
-from vllmx_core.plan import AnyArray, StepPlan
+from vllmx_core.arrays import NUMPY
+from vllmx_core.communicator import Communicator, HostRanks
+from vllmx_core.ops.values import ArrayFrame, TokenIds, WeightRef
+from vllmx_core.plan import I32, AnyArray, StepPlan
 from vllmx_core.records import Record
 
 Floats = npt.NDArray[np.floating[Any]]
@@ -40,7 +41,7 @@ class NumpyWeights(Record):
         return sum(array.nbytes for kind in (self.arrays, self.biases) for array in kind.values())
 
 
-class NumpyFrame(Frame[AnyArray]):
+class NumpyFrame(ArrayFrame[AnyArray]):
     """One step of the reference: its values, weights, plan, KV cache, and the states of recurrent
     layers, (slots, heads, rows, cols) each."""
 
@@ -54,23 +55,30 @@ class NumpyFrame(Frame[AnyArray]):
         features: Sequence[Floats] = (),
         ranks: Communicator | None = None,
     ) -> None:
-        super().__init__()
-        self._ranks = ranks
-        self.weights, self.plan, self.pages, self.kv_dtype = weights, plan, pages, kv_dtype
-        self.states = states
-        self.features = features
-        """(rows, E) of each part of the store of features."""
-
-    @property
-    def ranks(self) -> Communicator:
-        """The other ranks of a model that is one of several."""
-        assert self._ranks is not None, "an op between ranks needs a communicator"
-        return self._ranks
+        self.weights, self.pages, self.kv_dtype, self.states = weights, pages, kv_dtype, states
+        ends = None if ranks is None else HostRanks(ranks, _same, _same, self.dtype)
+        super().__init__(NUMPY, plan, features, ends)
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The type that the formulas compute in."""
         return next(iter(self.weights.arrays.values())).dtype
+
+    def ids(self, ids: TokenIds) -> AnyArray:
+        """See `ArrayFrame.ids`."""
+        return numbers(self.plan, ids)
+
+    def vector(self, ref: WeightRef) -> Floats:
+        """See `ArrayFrame.vector`."""
+        return self.weight(ref)
+
+    def rows(self, ref: WeightRef, ids: AnyArray) -> Floats:
+        """See `ArrayFrame.rows`."""
+        return self.weight(ref)[ids]
+
+    def upload(self, array: AnyArray) -> AnyArray:
+        """See `ArrayFrame.upload`."""
+        return array.astype(self.dtype, copy=False) if array.dtype.kind == "f" else array
 
     def weight(self, ref: WeightRef) -> Floats:
         """A matrix, a vector or a table."""
@@ -79,6 +87,18 @@ class NumpyFrame(Frame[AnyArray]):
     def bias(self, ref: WeightRef) -> Floats | None:
         """The bias of a matrix, if it has one."""
         return self.weights.biases.get(ref.name)
+
+
+def _same(x: AnyArray) -> AnyArray:
+    return x
+
+
+def numbers(plan: StepPlan, ids: TokenIds) -> I32:
+    """(T,) integers that `ids` stands for."""
+    if ids.source == "token_types" and plan.token_types is None:
+        return np.zeros(plan.num_tokens, np.int32)
+    found: I32 = getattr(plan, ids.source)
+    return found
 
 
 def like(x: Floats, values: Floats) -> Floats:

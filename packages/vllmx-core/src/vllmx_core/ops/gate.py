@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
-import numpy as np
-
-from vllmx_core.ops.activation import Activation, activation
-from vllmx_core.ops.formulas import Floats, NumpyFrame, like
-from vllmx_core.ops.op import Op, expect, expect_rows
-from vllmx_core.ops.values import Value
+from vllmx_core.arrays import NUMPY, Array, Arrays
+from vllmx_core.ops.activation import Activation, gated
+from vllmx_core.ops.op import ArrayOp, expect, expect_rows
+from vllmx_core.ops.values import ArrayFrame, Value
 
 GateKind = Activation | Literal["sigmoid", "identity", "tanh", "relu2"]
 """relu2 is the square of relu."""
@@ -17,7 +15,7 @@ ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 KINDS: tuple[GateKind, ...] = (*ACTIVATIONS, "sigmoid", "identity", "tanh", "relu2")
 
 
-class Gate(Op):
+class Gate(ArrayOp):
     """x (T, F) times act(g), g (T, G) with G a divisor of F: each gate is for F / G neighbouring
     features, such as those of a head."""
 
@@ -42,25 +40,11 @@ class Gate(Op):
         divides = self.g.width > 0 and self.x.width % self.g.width == 0
         expect(divides, f"g has {self.g.width} features, which do not divide x's {self.x.width}")
 
-    def compute(self, frame: NumpyFrame) -> None:
-        frame[self.out] = gate(frame[self.x], frame[self.g], self.kind)
+    def compute(self, frame: ArrayFrame[Any]) -> None:
+        frame[self.out] = gate(frame[self.x], frame[self.g], self.kind, frame.xp)
 
 
-def gate(x: Floats, g: Floats, kind: GateKind) -> Floats:
+def gate(x: Array, g: Array, kind: GateKind, xp: Arrays = NUMPY) -> Array:
     """(T, F), (T, G) -> (T, F)."""
-    opened = opening(g, kind)
-    return (x.reshape(*g.shape, x.shape[-1] // g.shape[-1]) * opened[..., None]).reshape(x.shape)
-
-
-def opening(g: Floats, kind: GateKind) -> Floats:
-    """act(g): how far each gate is open."""
-    if kind == "sigmoid":
-        with np.errstate(over="ignore"):  # exp(-g) = inf gives the right limit, 0
-            return like(g, 1 / (1 + np.exp(-g)))
-    if kind == "identity":
-        return g
-    if kind == "tanh":
-        return np.tanh(g)
-    if kind == "relu2":
-        return np.square(np.maximum(g, 0))
-    return activation(g, kind)
+    runs = x.reshape(*g.shape, x.shape[-1] // g.shape[-1])
+    return gated(runs, g[..., None], kind, xp).reshape(x.shape)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import numpy as np
-
-from vllmx_core.ops.activation import Activation, activation, expect_activation
-from vllmx_core.ops.formulas import Floats, NumpyFrame
-from vllmx_core.ops.op import Op, expect, expect_rows
-from vllmx_core.ops.values import Value
+from vllmx_core.arrays import NUMPY, Array, Arrays
+from vllmx_core.ops.activation import Activation, expect_activation, gated
+from vllmx_core.ops.op import ArrayOp, expect, expect_rows
+from vllmx_core.ops.values import ArrayFrame, Value
 
 
-class GatedAct(Op):
+class GatedAct(ArrayOp):
     """gate_up (T, 2F), the gate first -> act(gate) * up (T, F)."""
 
     name: ClassVar[str] = "gated_act"
@@ -30,11 +28,11 @@ class GatedAct(Op):
         width = self.gate_up.width
         expect(width % 2 == 0, f"gate_up has {width} features: gate and up must be as many")
 
-    def compute(self, frame: NumpyFrame) -> None:
-        frame[self.out] = gated_act(frame[self.gate_up], self.kind)
+    def compute(self, frame: ArrayFrame[Any]) -> None:
+        frame[self.out] = gated_act(frame[self.gate_up], self.kind, frame.xp)
 
 
-def gated_act(gate_up: Floats, kind: Activation) -> Floats:
+def gated_act(gate_up: Array, kind: Activation, xp: Arrays = NUMPY) -> Array:
     """(T, 2F), the gate first -> (T, F)."""
-    gate, up = np.split(gate_up, 2, axis=-1)
-    return activation(gate, kind) * up
+    width = gate_up.shape[-1] // 2
+    return gated(gate_up[..., width:], gate_up[..., :width], kind, xp)

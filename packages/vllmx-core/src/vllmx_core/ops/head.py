@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
-
-from vllmx_core.ops.formulas import Floats, NumpyFrame, like
+from vllmx_core.arrays import NUMPY, Array, Arrays
+from vllmx_core.ops.formulas import Floats, NumpyFrame
 from vllmx_core.ops.linear import linear
 from vllmx_core.ops.op import Op, expect, expect_features, expect_matrix, expect_weight
 from vllmx_core.ops.values import LogitRows, Value, WeightRef
@@ -41,11 +40,11 @@ class Head(Op):
         frame[self.out] = logits(frame[self.x], rows, w, bias, self.softcap)
 
 
-def softcap(x: Floats, cap: float | None) -> Floats:
+def softcap(x: Array, cap: float | None, xp: Arrays = NUMPY) -> Array:
     """cap * tanh(x / cap); x itself when cap is None."""
-    return x if cap is None else like(x, cap * np.tanh(x / cap))
+    return x if cap is None else cap * xp.tanh(x / cap)
 
 
-def logits(x: Floats, rows: I32, w: Floats, bias: Floats | None, cap: float | None) -> Floats:
+def logits(x: Floats, rows: I32, w: Floats, bias: Floats | None, cap: float | None) -> Array:
     """(T, E), (L,), (V, E), (V,) -> (L, V)."""
     return softcap(linear(x[rows], w, bias), cap)

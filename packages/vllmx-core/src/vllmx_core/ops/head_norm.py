@@ -6,15 +6,11 @@ norm over all heads, weights of each head's own, layer norms, and a norm of the 
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-import numpy as np
-
-from vllmx_core.ops.formulas import Floats, NumpyFrame
-from vllmx_core.ops.layer_norm import layer_norm
-from vllmx_core.ops.op import Op, expect, expect_features, expect_vector
-from vllmx_core.ops.rms_norm import rms_norm
-from vllmx_core.ops.values import Value, WeightRef
+from vllmx_core.arrays import NUMPY, Array, Arrays
+from vllmx_core.ops.op import ArrayOp, expect, expect_features, expect_vector
+from vllmx_core.ops.values import ArrayFrame, Value, WeightRef
 from vllmx_core.records import Record
 
 
@@ -38,7 +34,7 @@ class HeadNormSpec(Record):
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
 
 
-class HeadNorm(Op):
+class HeadNorm(ArrayOp):
     """qkv (T, (H + 2K) * D) with the heads normed whose weight is given."""
 
     name: ClassVar[str] = "head_norm"
@@ -65,33 +61,34 @@ class HeadNorm(Op):
                 expect_vector(norm, count * size)
         expect(spec.eps > 0, f"eps is {spec.eps}, it must be above 0")
 
-    def compute(self, frame: NumpyFrame) -> None:
-        q_norm, k_norm = (
-            None if norm is None else frame.weight(norm) for norm in (self.q_norm, self.k_norm)
-        )
-        frame[self.out] = head_norm(frame[self.qkv], self.spec, q_norm, k_norm)
+    def compute(self, frame: ArrayFrame[Any]) -> None:
+        q_norm, k_norm = frame.optional(self.q_norm), frame.optional(self.k_norm)
+        frame[self.out] = head_norm(frame[self.qkv], self.spec, q_norm, k_norm, frame.xp)
 
 
 def head_norm(
-    qkv: Floats, spec: HeadNormSpec, q_norm: Floats | None, k_norm: Floats | None
-) -> Floats:
+    qkv: Array,
+    spec: HeadNormSpec,
+    q_norm: Array | None,
+    k_norm: Array | None,
+    xp: Arrays = NUMPY,
+) -> Array:
     """(T, (H + 2K) * D) -> the same."""
-    size = spec.head_size
-    ends = [spec.num_heads * size, (spec.num_heads + spec.num_kv_heads) * size]
-    q, k, v = np.split(qkv, ends, axis=1)
+    heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
+    q, k, v = xp.split(qkv, [heads * size, kv_heads * size, kv_heads * size])
     if q_norm is not None:
-        q = _normed(q, spec, q_norm)
+        q = _normed(q, spec, q_norm, xp)
     if k_norm is not None:
-        k = _normed(k, spec, k_norm)
+        k = _normed(k, spec, k_norm, xp)
     if spec.values:
-        heads = v.reshape(-1, spec.num_kv_heads, size)
-        v = rms_norm(heads, np.ones(size, v.dtype), spec.eps).reshape(v.shape)
-    return np.concatenate([q, k, v], axis=1)
+        runs = xp.wide(v).reshape(len(v), kv_heads, size)
+        v = xp.rms_norm(runs, None, spec.eps).reshape(v.shape)
+    return xp.like(qkv, xp.concatenate([q, k, v], axis=-1))
 
 
-def _normed(x: Floats, spec: HeadNormSpec, w: Floats) -> Floats:
-    size = len(w) if spec.across else spec.head_size
-    runs, weights = x.reshape(len(x), -1, size), w.reshape(-1, size)
+def _normed(x: Array, spec: HeadNormSpec, w: Array, xp: Arrays) -> Array:
+    runs = xp.wide(x).reshape(len(x), -1, x.shape[-1] if spec.across else spec.head_size)
+    w = w.reshape(runs.shape[1:])
     if spec.kind == "rms":
-        return rms_norm(runs, weights, spec.eps).reshape(x.shape)
-    return layer_norm(runs, weights, None, spec.eps).reshape(x.shape)
+        return xp.rms_norm(runs, w, spec.eps).reshape(x.shape)
+    return xp.layer_norm(runs, w, None, spec.eps).reshape(x.shape)

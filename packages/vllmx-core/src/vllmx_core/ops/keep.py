@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from vllmx_core.ops.formulas import NumpyFrame
-from vllmx_core.ops.op import Op, expect
+from vllmx_core.ops.op import ArrayOp, expect
 from vllmx_core.ops.patches import patches_in
-from vllmx_core.ops.values import Value
+from vllmx_core.ops.values import ArrayFrame, Value
 
 
-class Keep(Op):
+class Keep(ArrayOp):
     """Row i of x (L, E) becomes row `PatchRows.keep[i]` of a part of the store, float32. The
     recorder appends one for each of the features that a tower returns."""
 
@@ -27,5 +26,6 @@ class Keep(Op):
         merged = (self.x.rows, self.x.dtype) == ("L", "model")
         expect(merged, "features are rows that `merge` gave, and what follows from them")
 
-    def compute(self, frame: NumpyFrame) -> None:
-        frame.features[self.part][patches_in(frame.plan).keep] = frame[self.x]
+    def compute(self, frame: ArrayFrame[Any]) -> None:
+        rows = frame.upload(patches_in(frame.plan).keep)
+        frame.features[self.part][rows] = frame.xp.wide(frame[self.x])

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vllmx_core import kv_dtypes as kv_quant
+from vllmx_core.arrays import NUMPY
 from vllmx_core.ops.attention import rotate
 from vllmx_core.ops.formulas import Floats, NumpyFrame, Pages, like
 from vllmx_core.ops.op import Op, expect, expect_features, expect_vector, expect_weight
-from vllmx_core.ops.rms_norm import rms_norm
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.plan import StepPlan
 from vllmx_core.records import Record
@@ -150,7 +150,7 @@ def latent_attention(
     to what the pages hold."""
     table, rank = weights.rope[plan.positions], spec.rank  # (T, Dr)
     turned = rotate(latent[:, None, rank:], table, interleaved=spec.interleaved)[:, 0]
-    normed = rms_norm(latent[:, :rank], weights.norm, spec.norm_eps)
+    normed = NUMPY.rms_norm(latent[:, :rank], weights.norm, spec.norm_eps)
     kept = np.concatenate([normed, turned], axis=1)  # (T, C + Dr)
     if kv_dtype is not None:
         kept = kv_quant.rounded(kept, kv_dtype)

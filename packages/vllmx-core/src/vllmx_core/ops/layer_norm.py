@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import numpy as np
-
-from vllmx_core.ops.formulas import Floats, NumpyFrame, like
-from vllmx_core.ops.op import Op, expect, expect_rows, expect_vector
-from vllmx_core.ops.values import Value, WeightRef
+from vllmx_core.ops.op import ArrayOp, expect, expect_rows, expect_vector
+from vllmx_core.ops.values import ArrayFrame, Value, WeightRef
 
 
-class LayerNorm(Op):
+class LayerNorm(ArrayOp):
     """(x - mean) / sqrt(var + eps) * w + bias over the last axis."""
 
     name: ClassVar[str] = "layer_norm"
@@ -32,14 +29,6 @@ class LayerNorm(Op):
             expect_vector(self.bias, self.x.width)
         expect(self.eps > 0, f"eps is {self.eps}, it must be above 0")
 
-    def compute(self, frame: NumpyFrame) -> None:
-        bias = None if self.bias is None else frame.weight(self.bias)
-        frame[self.out] = layer_norm(frame[self.x], frame.weight(self.w), bias, self.eps)
-
-
-def layer_norm(x: Floats, w: Floats, bias: Floats | None, eps: float) -> Floats:
-    """(x - mean) / sqrt(var + eps) * w + bias over the last axis."""
-    centred = x - np.mean(x, axis=-1, keepdims=True)
-    variance = np.mean(np.square(centred), axis=-1, keepdims=True)
-    scaled = centred / np.sqrt(variance + eps) * w
-    return like(x, scaled if bias is None else scaled + bias)
+    def compute(self, frame: ArrayFrame[Any]) -> None:
+        w, bias = frame.vector(self.w), frame.optional(self.bias)
+        frame[self.out] = frame.xp.layer_norm(frame[self.x], w, bias, self.eps)

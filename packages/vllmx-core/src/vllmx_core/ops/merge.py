@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
-from vllmx_core.ops.formulas import NumpyFrame
-from vllmx_core.ops.op import Op, expect, expect_features
-from vllmx_core.ops.values import Value
+from vllmx_core.ops.op import ArrayOp, expect, expect_features
+from vllmx_core.ops.values import ArrayFrame, Value
 
 MergeKind = Literal["join", "mean"]
 KINDS: tuple[MergeKind, ...] = get_args(MergeKind)
 
 
-class Merge(Op):
+class Merge(ArrayOp):
     """(T, F) -> (L, count * F) or, as the mean, (L, F), for T = count * L: rows count * i to
     count * (i + 1) - 1 become row i."""
 
@@ -31,9 +30,8 @@ class Merge(Op):
     def check(self) -> None:
         expect(self.count >= 1, f"{self.count} rows cannot be merged")
 
-    def compute(self, frame: NumpyFrame) -> None:
-        x = frame[self.x]
-        joined = x.reshape(-1, self.count, self.x.width)
+    def compute(self, frame: ArrayFrame[Any]) -> None:
+        joined = frame[self.x].reshape(-1, self.count, self.x.width)
         frame[self.out] = (
             joined.mean(axis=1) if self.kind == "mean" else joined.reshape(-1, self.out.width)
         )

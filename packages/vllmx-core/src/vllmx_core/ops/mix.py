@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import numpy as np
-
-from vllmx_core.ops.formulas import NumpyFrame, like
-from vllmx_core.ops.op import Op, expect, expect_weight
+from vllmx_core.ops.op import ArrayOp, expect, expect_weight
 from vllmx_core.ops.patches import patches_in
-from vllmx_core.ops.values import StepInputs, Value, WeightRef
+from vllmx_core.ops.values import ArrayFrame, StepInputs, Value, WeightRef
 
 
-class Mix(Op):
+class Mix(ArrayOp):
     """(T, E): row t is the sum of the table's rows `PatchRows.table_rows[t]`, each times its number
     in `PatchRows.table_weights[t]`."""
 
@@ -29,7 +26,10 @@ class Mix(Op):
     def check(self) -> None:
         expect_weight(self.w, "embedding")
 
-    def compute(self, frame: NumpyFrame) -> None:
+    def compute(self, frame: ArrayFrame[Any]) -> None:
         rows = patches_in(frame.plan)
-        taps = frame.weight(self.w)[rows.table_rows]  # (T, k, E)
-        frame[self.out] = like(taps, np.einsum("tke,tk->te", taps, rows.table_weights))
+        ids, weights = frame.upload(rows.table_rows), frame.upload(rows.table_weights)  # (T, k)
+        taps = range(rows.table_rows.shape[1])  # one by one: (T, k, E) would be large
+        frame[self.out] = sum(
+            frame.rows(self.w, ids[:, tap]) * weights[:, tap, None] for tap in taps
+        )

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from vllmx_core.errors import OpError
 from vllmx_core.ops.formulas import NumpyFrame
-from vllmx_core.ops.values import Output, Rows, Value, WeightKind, WeightRef
+from vllmx_core.ops.values import ArrayFrame, Output, Rows, Value, WeightKind, WeightRef
 from vllmx_core.records import Record
 
 
@@ -67,6 +67,15 @@ class Op(Record, eq=False):
 
     def _fields(self) -> Iterator[tuple[str, Any]]:
         return ((name, getattr(self, name)) for name in type(self).__struct_fields__)
+
+
+class ArrayOp(Op):
+    """An op whose formula is written over `frame.xp`: every backend whose arrays speak NumPy's
+    language computes it so, unless it has a handler of its own."""
+
+    def compute(self, frame: ArrayFrame[Any]) -> None:
+        """The formula: reads the operands out of the frame and puts the results there."""
+        raise NotImplementedError
 
 
 class OpList(Record):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from vllmx_core.ops.formulas import NumpyFrame
-from vllmx_core.ops.op import Op, expect
-from vllmx_core.ops.values import StepInputs, Value
+from vllmx_core.ops.op import ArrayOp, expect
+from vllmx_core.ops.values import ArrayFrame, StepInputs, Value
 from vllmx_core.plan import PatchRows, StepPlan
 
 
-class Patches(Op):
+class Patches(ArrayOp):
     """(T, D): the normalised pixels of each patch, `StepPlan.patches`. Every tower begins with
     it."""
 
@@ -25,8 +24,8 @@ class Patches(Op):
     def check(self) -> None:
         expect(self.out.width > 0, f"patches of {self.out.width} numbers")
 
-    def compute(self, frame: NumpyFrame) -> None:
-        frame[self.out] = patches_in(frame.plan).values.astype(frame.dtype, copy=False)
+    def compute(self, frame: ArrayFrame[Any]) -> None:
+        frame[self.out] = frame.upload(patches_in(frame.plan).values)
 
 
 def patches_in(plan: StepPlan) -> PatchRows:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from vllmx_core.ops.formulas import NumpyFrame
-from vllmx_core.ops.op import Op, expect, expect_features
-from vllmx_core.ops.values import StepInputs, Value
+import numpy as np
+
+from vllmx_core.ops.op import ArrayOp, expect, expect_features
+from vllmx_core.ops.values import ArrayFrame, StepInputs, Value
 
 
-class Place(Op):
+class Place(ArrayOp):
     """(T, E) -> (T, E): where `StepPlan.feature_rows` names a row of the store of features, that
     row of its part `part` replaces x, or is added to it."""
 
@@ -28,12 +29,11 @@ class Place(Op):
     def check(self) -> None:
         expect(self.part >= 0, f"there is no part {self.part} of features")
 
-    def compute(self, frame: NumpyFrame) -> None:
+    def compute(self, frame: ArrayFrame[Any]) -> None:
         x, rows = frame[self.x], frame.plan.feature_rows
         if rows is None or not (rows >= 0).any():
             frame[self.out] = x
             return
-        out, here = x.copy(), rows >= 0  # (T, E), (T,)
-        found = frame.features[self.part][rows[here]]
-        out[here] = out[here] + found if self.adds else found
-        frame[self.out] = out
+        found = frame.features[self.part][frame.upload(np.maximum(rows, 0))]  # (T, E)
+        here = frame.upload(rows >= 0)[:, None]
+        frame[self.out] = frame.xp.where(here, x + found if self.adds else found, x)

@@ -261,7 +261,7 @@ class Ops:
         return self._record(Place.of, x, step, part, adds).out
 
     def put(self, op: O) -> O:
-        """Appends an op that was made elsewhere: a plugin's own, that expands into those above."""
+        """Appends an op that was made elsewhere, such as a plugin's own."""
         try:
             self._check(op)
         except OpError as error:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
+from vllmx_core.arrays import NUMPY, Array, Arrays
 from vllmx_core.ops.formulas import Floats, NumpyFrame, like, state_before
-from vllmx_core.ops.gate import opening
 from vllmx_core.ops.op import Op, expect, expect_features, expect_vector
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.plan import StepPlan
@@ -71,6 +71,16 @@ class RecurrenceWeights(Record, Generic[W]):
     a_log: W  # (H,)
     dt_bias: W  # (H,), with a decay a channel (H * Dk,)
     d: W | None = None  # (H,), of rule "ssd"
+
+
+class TokenInputs(NamedTuple):
+    """The numbers that a layer computes of its tokens before they take turns."""
+
+    q: Array  # (T, H, Dk)
+    k: Array  # (T, H, Dk)
+    v: Array  # (T, H, Dv)
+    decay: Array  # (T, H, Dk or 1, 1): what is left of each row of the state
+    strength: Array  # (T, H, 1): how much of its value a token writes
 
 
 class Recurrence(Op):
@@ -157,13 +167,12 @@ def recurrence(
 ) -> Floats:
     """(T, 2 * Hk * Dk + H * Dv) -> (T, H * Dv), over and into the states (slots, H, Dk, Dv)."""
     _, targets = plan.state_slots
-    q, k, v = _split(qkv, spec)
-    decay, strength = _decay_and_strength(a, b, spec, weights)  # (T, H, Dk or 1), (T, H, 1)
+    q, k, v, decay, strength = prepared(qkv, a, b, spec, weights)
     out = np.empty_like(v)  # (T, H, Dv)
     for row in range(plan.num_rows):
         state = state_before(plan, row, states)
         for t in range(int(plan.query_start[row]), int(plan.query_start[row + 1])):
-            state = decay[t, :, :, None] * state
+            state = decay[t] * state
             new = v[t]  # (H, Dv)
             if spec.rule == "delta":
                 new = new - np.einsum("hkv,hk->hv", state, k[t])
@@ -175,30 +184,37 @@ def recurrence(
     return like(qkv, out.reshape(len(qkv), -1))
 
 
-def _split(qkv: Floats, spec: RecurrenceSpec) -> tuple[Floats, Floats, Floats]:
-    """q and k (T, H, Dk) of each head, normed and scaled as the rule says, and v (T, H, Dv)."""
-    keys = spec.num_key_heads * spec.key_size
-    q, k, v = np.split(qkv, [keys, 2 * keys], axis=1)
-    q, k = (part.reshape(len(qkv), spec.num_key_heads, spec.key_size) for part in (q, k))
+def prepared(
+    qkv: Array,
+    a: Array,
+    b: Array | None,
+    spec: RecurrenceSpec,
+    weights: RecurrenceWeights[Any],
+    xp: Arrays = NUMPY,
+) -> TokenInputs:
+    """The inputs of each token's turn."""
+    count, qkv = len(qkv), xp.wide(qkv)
+    keys, size = spec.num_key_heads * spec.key_size, (spec.num_key_heads, spec.key_size)
+    q, k = (part.reshape(count, *size) for part in (qkv[:, :keys], qkv[:, keys : 2 * keys]))
     if spec.rule == "delta":
-        q, k = (_unit(part, spec.norm_eps) for part in (q, k))
-    heads = np.arange(spec.num_heads)
+        q, k = (_unit(part, spec.norm_eps, xp) for part in (q, k))
+    q, k = _of_each_head(q, spec, xp) * spec.scale, _of_each_head(k, spec, xp)
+    v = qkv[:, 2 * keys :].reshape(count, spec.num_heads, spec.value_size)
+    dt = xp.softplus(xp.wide(a) + weights.dt_bias)
+    dt = xp.clip(dt, spec.dt_min, spec.dt_max).reshape(count, spec.num_heads, -1)
+    decay = xp.exp(-xp.exp(weights.a_log)[:, None] * dt)
+    strength = dt if b is None else xp.sigmoid(xp.wide(b))[..., None]
+    return TokenInputs(q, k, v, decay[..., None], strength)
+
+
+def _unit(x: Array, eps: float, xp: Arrays) -> Array:
+    return x / xp.sqrt(xp.square(x).sum(axis=-1, keepdims=True) + eps)
+
+
+def _of_each_head(x: Array, spec: RecurrenceSpec, xp: Arrays) -> Array:
+    """(T, Hk, Dk) -> (T, H, Dk)."""
     shared = spec.num_heads // spec.num_key_heads
-    source = heads % spec.num_key_heads if spec.tiled else heads // shared
-    return q[:, source] * spec.scale, k[:, source], v.reshape(len(qkv), spec.num_heads, -1)
-
-
-def _unit(x: Floats, eps: float) -> Floats:
-    return like(x, x / np.sqrt(np.sum(np.square(x), axis=-1, keepdims=True) + eps))
-
-
-def _decay_and_strength(
-    a: Floats, b: Floats | None, spec: RecurrenceSpec, weights: RecurrenceWeights[Floats]
-) -> tuple[Floats, Floats]:
-    """What a token leaves of each row of the state (T, H, Dk or 1), and how much of its value it
-    writes (T, H, 1)."""
-    with np.errstate(invalid="ignore"):  # NaN gives NaN
-        dt = np.logaddexp(0, a + weights.dt_bias)  # softplus
-    dt = np.clip(dt, spec.dt_min, spec.dt_max).reshape(len(a), spec.num_heads, -1)
-    decay = like(a, np.exp(-np.exp(weights.a_log)[:, None] * dt))
-    return decay, like(a, dt if b is None else opening(b, "sigmoid")[..., None])
+    x = x[:, None] if spec.tiled else x[:, :, None]
+    shape = (shared, spec.num_key_heads) if spec.tiled else (spec.num_key_heads, shared)
+    wide = xp.broadcast_to(x, (len(x), *shape, spec.key_size))
+    return wide.reshape(len(x), spec.num_heads, spec.key_size)

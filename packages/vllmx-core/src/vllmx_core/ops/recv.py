@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from vllmx_core.ops.formulas import NumpyFrame
-from vllmx_core.ops.op import Op, expect
-from vllmx_core.ops.values import Value
+from vllmx_core.ops.op import ArrayOp, expect
+from vllmx_core.ops.values import ArrayFrame, Value
 
 
-class Recv(Op):
+class Recv(ArrayOp):
     """-> (T, E), of the rank of the stage before; see `vllmx_core.ops.send.Send`."""
 
     name: ClassVar[str] = "recv"
@@ -23,6 +22,5 @@ class Recv(Op):
         features = (self.out.rows, self.out.dtype) == ("T", "model")
         expect(features, "what is received is no array of features with a row for each token")
 
-    def compute(self, frame: NumpyFrame) -> None:
-        shape = (frame.plan.num_tokens, self.out.width)
-        frame[self.out] = frame.ranks.recv(shape, frame.dtype)
+    def compute(self, frame: ArrayFrame[Any]) -> None:
+        frame[self.out] = frame.ranks.recv((frame.plan.num_tokens, self.out.width))

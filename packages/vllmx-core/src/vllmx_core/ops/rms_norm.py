@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import numpy as np
-
-from vllmx_core.ops.formulas import Floats, NumpyFrame, like
-from vllmx_core.ops.op import Op, expect, expect_rows, expect_vector
-from vllmx_core.ops.values import Value, WeightRef
+from vllmx_core.ops.op import ArrayOp, expect, expect_rows, expect_vector
+from vllmx_core.ops.values import ArrayFrame, Value, WeightRef
 
 
-class RmsNorm(Op):
+class RmsNorm(ArrayOp):
     """x / sqrt(mean(x^2) + eps) * w over the last axis."""
 
     name: ClassVar[str] = "rms_norm"
@@ -29,11 +26,5 @@ class RmsNorm(Op):
         expect_vector(self.w, self.x.width)
         expect(self.eps > 0, f"eps is {self.eps}, it must be above 0")
 
-    def compute(self, frame: NumpyFrame) -> None:
-        frame[self.out] = rms_norm(frame[self.x], frame.weight(self.w), self.eps)
-
-
-def rms_norm(x: Floats, w: Floats, eps: float) -> Floats:
-    """Zhang and Sennrich 2019: x / sqrt(mean(x^2) + eps) * w over the last axis."""
-    mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
-    return like(x, x / np.sqrt(mean_square + eps) * w)
+    def compute(self, frame: ArrayFrame[Any]) -> None:
+        frame[self.out] = frame.xp.rms_norm(frame[self.x], frame.vector(self.w), self.eps)

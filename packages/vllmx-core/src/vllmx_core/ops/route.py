@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-import numpy.typing as npt
-
-from vllmx_core.ops.formulas import Floats, NumpyFrame, like
-from vllmx_core.ops.op import Op, expect, expect_features, expect_vector
-from vllmx_core.ops.values import Value, WeightRef
+from vllmx_core.arrays import NUMPY, Array, Arrays
+from vllmx_core.ops.op import ArrayOp, expect, expect_features, expect_vector
+from vllmx_core.ops.values import ArrayFrame, Value, WeightRef
 from vllmx_core.records import Record
 
 
@@ -33,7 +30,7 @@ class RouteSpec(Record):
     """Multiplies the weights, after that."""
 
 
-class Route(Op):
+class Route(ArrayOp):
     """logits (T, X) -> ids (T, k), by falling score + bias, ties to the lower expert, and weights
     (T, k): the scores of the chosen, without the bias, times `factor`. A row whose scores hold NaN
     gets NaN weights and ids that are experts all the same."""
@@ -73,48 +70,48 @@ class Route(Op):
             if weight is not None:
                 expect_vector(weight, count)
 
-    def compute(self, frame: NumpyFrame) -> None:
-        bias = None if self.bias is None else frame.weight(self.bias)
-        factor = None if self.factor is None else frame.weight(self.factor)
+    def compute(self, frame: ArrayFrame[Any]) -> None:
+        bias, factor = frame.optional(self.bias), frame.optional(self.factor)
         frame[self.ids], frame[self.slot_weights] = route(
-            frame[self.logits], self.spec, bias, factor
+            frame[self.logits], self.spec, bias, factor, frame.xp
         )
 
 
 def route(
-    logits: Floats, spec: RouteSpec, bias: Floats | None = None, factor: Floats | None = None
-) -> tuple[npt.NDArray[np.int32], Floats]:
+    logits: Array,
+    spec: RouteSpec,
+    bias: Array | None = None,
+    factor: Array | None = None,
+    xp: Arrays = NUMPY,
+) -> tuple[Array, Array]:
     """(T, X), (X,), (X,) -> ids (T, k), weights (T, k)."""
-    scores = _scores(logits, spec)  # (T, X)
+    scores = route_scores(logits, spec, xp)  # (T, X)
     choice = scores if bias is None else scores + bias
-    broken = np.isnan(choice).any(axis=1)  # (T,)
+    broken = xp.isnan(choice).any(axis=1)[:, None]  # (T, 1)
+    choice = xp.where(broken, 0.0, choice)  # NaN has no place in an order
     if spec.groups > 1:
-        choice = np.where(_taking_part(choice, spec), choice, -np.inf)
-    ids = np.argsort(-choice, axis=1, kind="stable")[:, : spec.chosen]
-    weights = np.take_along_axis(scores, ids, axis=1)
+        choice = of_best_groups(choice, spec, xp)
+    ids = xp.falling(choice)[:, : spec.chosen]
+    weights = xp.take_along_axis(scores, ids, axis=1)
     if spec.renormalise:
-        weights = weights / (weights.sum(axis=1, keepdims=True) + spec.eps)
+        weights = weights / (weights.sum(axis=1)[:, None] + spec.eps)
     weights = weights * spec.scale
     if factor is not None:
         weights = weights * factor[ids]
-    weights[broken] = np.nan
-    return ids.astype(np.int32), like(logits, weights)
+    return ids, xp.where(broken, xp.nan, weights)
 
 
-def _scores(logits: Floats, spec: RouteSpec) -> Floats:
-    with np.errstate(over="ignore", invalid="ignore"):  # an infinite logit gives NaN, or 0
-        if spec.score == "sigmoid":
-            return like(logits, 1 / (1 + np.exp(-logits)))
-        raised = np.exp(logits - logits.max(axis=1, keepdims=True))
-        return like(logits, raised / raised.sum(axis=1, keepdims=True))
+def route_scores(logits: Array, spec: RouteSpec, xp: Arrays = NUMPY) -> Array:
+    """(T, X) before the bias."""
+    logits = xp.wide(logits)
+    return xp.sigmoid(logits) if spec.score == "sigmoid" else xp.softmax(logits)
 
 
-def _taking_part(choice: Floats, spec: RouteSpec) -> npt.NDArray[np.bool_]:
-    """(T, X) whether an expert's group is one of the best."""
-    rows, count = choice.shape
-    grouped: Any = np.sort(choice.reshape(rows, spec.groups, -1), axis=2)
-    best = grouped[:, :, -1] if spec.group_score == "max" else grouped[:, :, -2:].sum(axis=2)
-    kept = np.argsort(-best, axis=1, kind="stable")[:, : spec.groups_kept]
-    mask = np.zeros((rows, spec.groups), np.bool_)
-    np.put_along_axis(mask, kept, True, axis=1)
-    return mask.repeat(count // spec.groups, axis=1)
+def of_best_groups(choice: Array, spec: RouteSpec, xp: Arrays = NUMPY) -> Array:
+    """(T, X) -> the same, -inf for experts of groups that are not among the best."""
+    grouped = choice.reshape(len(choice), spec.groups, -1)
+    counted = 1 if spec.group_score == "max" else 2
+    best = xp.take_along_axis(grouped, xp.falling(grouped)[..., :counted], axis=2).sum(axis=2)
+    place = xp.argsort(xp.falling(best), axis=1)  # (T, groups) of each group, the best one 0
+    kept = (place < spec.groups_kept)[:, :, None]
+    return xp.where(kept, grouped, -xp.inf).reshape(choice.shape)

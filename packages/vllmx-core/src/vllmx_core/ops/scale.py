@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from vllmx_core.ops.formulas import NumpyFrame
-from vllmx_core.ops.op import Op, expect, expect_rows
-from vllmx_core.ops.values import Value
+from vllmx_core.ops.op import ArrayOp, expect, expect_rows
+from vllmx_core.ops.values import ArrayFrame, Value
 
 
-class Scale(Op):
+class Scale(ArrayOp):
     """x * factor."""
 
     name: ClassVar[str] = "scale"
@@ -25,6 +24,5 @@ class Scale(Op):
     def check(self) -> None:
         expect(isinstance(self.factor, int | float), f"the factor is {self.factor!r}, no number")
 
-    def compute(self, frame: NumpyFrame) -> None:
-        x = frame[self.x]
-        frame[self.out] = x * x.dtype.type(self.factor)
+    def compute(self, frame: ArrayFrame[Any]) -> None:
+        frame[self.out] = frame[self.x] * self.factor

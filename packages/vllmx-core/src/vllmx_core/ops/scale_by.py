@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from vllmx_core.ops.formulas import Floats, NumpyFrame
-from vllmx_core.ops.op import Op, expect, expect_rows, expect_weight
-from vllmx_core.ops.values import Value, WeightRef
+from vllmx_core.arrays import NUMPY, Array, Arrays
+from vllmx_core.ops.op import ArrayOp, expect, expect_rows, expect_weight
+from vllmx_core.ops.values import ArrayFrame, Value, WeightRef
 
 
-class ScaleBy(Op):
+class ScaleBy(ArrayOp):
     """x (T, F) * w, w (G,) with G a divisor of F: each value is for F / G neighbouring features,
     one value for all."""
 
@@ -34,10 +34,11 @@ class ScaleBy(Op):
         given = f"{self.w.name!r} has {self.w.rows} values"
         expect(divides, f"{given}, which do not divide x's {self.x.width} features")
 
-    def compute(self, frame: NumpyFrame) -> None:
-        frame[self.out] = scale_by(frame[self.x], frame.weight(self.w))
+    def compute(self, frame: ArrayFrame[Any]) -> None:
+        frame[self.out] = scale_by(frame[self.x], frame.vector(self.w), frame.xp)
 
 
-def scale_by(x: Floats, w: Floats) -> Floats:
+def scale_by(x: Array, w: Array, xp: Arrays = NUMPY) -> Array:
     """(T, F), (G,) -> (T, F)."""
-    return (x.reshape(len(x), len(w), x.shape[-1] // len(w)) * w[:, None]).reshape(x.shape)
+    runs = x.reshape(len(x), len(w), x.shape[-1] // len(w))
+    return xp.like(x, (runs * w[:, None]).reshape(x.shape))

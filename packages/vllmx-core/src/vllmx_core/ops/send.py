@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from vllmx_core.ops.formulas import NumpyFrame
-from vllmx_core.ops.op import Op, expect
-from vllmx_core.ops.values import Value
+from vllmx_core.ops.op import ArrayOp, expect
+from vllmx_core.ops.values import ArrayFrame, Value
 
 
-class Send(Op):
+class Send(ArrayOp):
     """x (T, E) goes to the rank of the next stage, whose `recv` ops take what is sent in the same
     order. Cutting a model into stages puts it behind a layer; models do not write it."""
 
@@ -25,5 +24,5 @@ class Send(Op):
         features = (self.x.rows, self.x.dtype) == ("T", "model")
         expect(features, "x is no array of features with a row for each token")
 
-    def compute(self, frame: NumpyFrame) -> None:
-        frame.ranks.send(frame[self.x])
+    def compute(self, frame: ArrayFrame[Any]) -> None:
+        frame.ranks.send(frame.xp.wide(frame[self.x]))

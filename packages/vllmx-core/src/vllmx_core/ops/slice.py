@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from vllmx_core.ops.formulas import NumpyFrame
-from vllmx_core.ops.op import Op, expect, expect_rows
-from vllmx_core.ops.values import Value
+from vllmx_core.ops.op import ArrayOp, expect, expect_rows
+from vllmx_core.ops.values import ArrayFrame, Value
 
 
-class Slice(Op):
+class Slice(ArrayOp):
     """The features of x from `first` on, as many as `out` has. `vllmx_core.sharding.parts` puts it
     before products with some columns of a matrix; models do not write it."""
 
@@ -29,5 +28,5 @@ class Slice(Op):
             0 <= self.first < end <= self.x.width, f"{end} is beyond the {self.x.width} features"
         )
 
-    def compute(self, frame: NumpyFrame) -> None:
-        frame[self.out] = frame[self.x][:, self.first : self.first + self.out.width].copy()
+    def compute(self, frame: ArrayFrame[Any]) -> None:
+        frame[self.out] = frame[self.x][:, self.first : self.first + self.out.width]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Generic, Literal, TypeVar
 
+from vllmx_core.arrays import Arrays
+from vllmx_core.communicator import ArrayRanks
 from vllmx_core.errors import OpError
+from vllmx_core.plan import AnyArray, StepPlan
 from vllmx_core.records import Record, field
 
 Rows = Literal["T", "L"]
@@ -85,3 +89,49 @@ class Frame(Generic[A]):
     def drop(self, value: Value) -> None:
         """Lets go of an array that nobody reads any more."""
         del self._values[value]
+
+
+class ArrayFrame(Frame[A], ABC):
+    """The values of one step, and what formulas over `xp` need of it. A backend adds to it what
+    its own handlers need.
+
+    Args:
+        features: (rows, E) of each part of the store of features.
+        ranks: the other ranks of the model, if it has any.
+    """
+
+    def __init__(
+        self,
+        xp: Arrays,
+        plan: StepPlan,
+        features: Sequence[A] = (),
+        ranks: ArrayRanks[A] | None = None,
+    ) -> None:
+        super().__init__()
+        self.xp, self.plan, self.features, self._ranks = xp, plan, features, ranks
+
+    @property
+    def ranks(self) -> ArrayRanks[A]:
+        """The other ranks, for an op between ranks."""
+        assert self._ranks is not None, "an op between ranks needs a communicator"
+        return self._ranks
+
+    @abstractmethod
+    def ids(self, ids: TokenIds) -> A:
+        """(T,) integers that `ids` stands for."""
+
+    @abstractmethod
+    def vector(self, ref: WeightRef) -> A:
+        """A vector or a constant."""
+
+    @abstractmethod
+    def rows(self, ref: WeightRef, ids: A) -> A:
+        """(N,) -> (N, E) rows of a table, in the type of `Arrays.wide`."""
+
+    @abstractmethod
+    def upload(self, array: AnyArray) -> A:
+        """An array of the host where the step computes: floats in the type of `Arrays.wide`."""
+
+    def optional(self, ref: WeightRef | None) -> A | None:
+        """A vector that the op may have."""
+        return None if ref is None else self.vector(ref)

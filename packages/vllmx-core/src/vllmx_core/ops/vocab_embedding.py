@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import numpy as np
-
-from vllmx_core.ops.formulas import NumpyFrame
-from vllmx_core.ops.op import Op, expect, expect_weight
-from vllmx_core.ops.values import Value, WeightRef
+from vllmx_core.ops.op import ArrayOp, expect, expect_weight
+from vllmx_core.ops.values import ArrayFrame, TokenIds, Value, WeightRef
 
 
-class VocabEmbedding(Op):
+class VocabEmbedding(ArrayOp):
     """The step's tokens (T,) become (T, E): the table's rows for ids from `first` on, zeros for ids
     that the table does not have. Over all ranks the sum is the embedding."""
 
@@ -29,9 +26,8 @@ class VocabEmbedding(Op):
         expect(self.first >= 0, f"the first id is {self.first}, it must not be negative")
         expect_weight(self.w, "embedding")
 
-    def compute(self, frame: NumpyFrame) -> None:
-        table = frame.weight(self.w)
-        ids = frame.plan.tokens - np.int32(self.first)
-        has = (ids >= 0) & (ids < len(table))
-        rows = table[np.where(has, ids, 0)]
-        frame[self.out] = np.where(has[:, None], rows, table.dtype.type(0))
+    def compute(self, frame: ArrayFrame[Any]) -> None:
+        ids = frame.ids(TokenIds()) - self.first
+        has = (ids >= 0) & (ids < self.w.rows)
+        rows = frame.rows(self.w, frame.xp.where(has, ids, 0))
+        frame[self.out] = frame.xp.where(has[:, None], rows, 0.0)

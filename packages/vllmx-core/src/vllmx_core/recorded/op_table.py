@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from vllmx_core.errors import UnsupportedOpError
-from vllmx_core.ops.op import Op
+from vllmx_core.ops.op import ArrayOp, Op
 
 C = TypeVar("C")
 R = TypeVar("R")
@@ -23,10 +23,11 @@ class OpTable(Generic[C, R]):
 
     Args:
         backend: its name, for messages.
+        formulas: whether ops without a handler run by their formula over `ArrayFrame.xp`.
     """
 
-    def __init__(self, backend: str) -> None:
-        self._backend = backend
+    def __init__(self, backend: str, *, formulas: bool = False) -> None:
+        self._backend, self._formulas = backend, formulas
         self._handlers: dict[type[Op], Callable[[Any, C], R]] = {}
         self._limits: dict[type[Op], Callable[[Any], bool]] = {}
 
@@ -55,11 +56,16 @@ class OpTable(Generic[C, R]):
     def supports(self, op: Op) -> bool:
         """Whether the backend has the op with the options that it has here."""
         limit = self._limits.get(type(op))
-        return type(op) in self._handlers and (limit is None or limit(op))
+        if type(op) in self._handlers:
+            return limit is None or limit(op)
+        return self._formulas and isinstance(op, ArrayOp)
 
     def handler(self, op: Op) -> Callable[[Any, C], R]:
         """Raises UnsupportedOpError for an op that is not in the table."""
         found = self._handlers.get(type(op))
+        if found is None and self._formulas and isinstance(op, ArrayOp):
+            formula: Any = type(op).compute
+            return cast(Callable[[Any, C], R], formula)
         if found is None:
             raise UnsupportedOpError(f"backend {self._backend!r} has no op {op}")
         return found

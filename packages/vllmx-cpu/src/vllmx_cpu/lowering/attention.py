@@ -99,7 +99,7 @@ def _latent_attention(op: LatentAttention, site: Site) -> list[Call]:
 
 
 def segment_dtype(kv_dtype: str) -> str:
-    """What keys and values of segments are held in: codes would save nothing."""
+    """The type of keys and values of segments: codes would save nothing."""
     return kv_dtype if kv_dtype in VX_DTYPES else "bf16"
 
 

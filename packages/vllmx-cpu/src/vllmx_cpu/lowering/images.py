@@ -104,7 +104,7 @@ def _mix(op: Mix, site: Site) -> list[Call]:
 @OPS.add(Merge)
 def _merge(op: Merge, site: Site) -> list[Call]:
     x, y = site.address(op.x), site.address(op.out)
-    if op.kind == "join":  # rows beside each other lie in memory as they do below each other
+    if op.kind == "join":  # rows side by side lie in memory as they do one below the other
         copy = VxElementwise(x=x, y=y, width=op.x.width, factor=1.0)
         return [site.call(op, "scale", copy)]
     return [site.call(op, "merge", VxMerge(x, y, op.x.width, op.count))]

@@ -18,7 +18,7 @@ from vllmx_cpu.tape import Call
 
 OPS = Table("cpu")
 IDS = get_args(IdSource)
-"""What an embedding reads, as native/ops.h numbers it."""
+"""The inputs of an embedding, as native/ops.h numbers them."""
 PART_OF_TOKENS = len(IDS)
 """Tokens, whose rows are zeros where the table does not have them."""
 

@@ -1,4 +1,4 @@
-"""What ranks of a model say to each other."""
+"""Calls between the ranks of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ops of a loaded model point to, and the calls of native functions made of it."""
+"""Memory that the ops of a loaded model point to, and the calls of native functions made of it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from vllmx_core.recorded.op_table import OpTable
 from vllmx_core.records import Record
 
 from vllmx_cpu.images import Rotation, Turned, VxImages
-from vllmx_cpu.kv_cache import LayerPages
+from vllmx_cpu.kv_cache import LayerPages, VxStates
 from vllmx_cpu.memory import Bytes
 from vllmx_cpu.native import Isa
 from vllmx_cpu.packing import LoadedWeights
-from vllmx_cpu.states import VxStates
 from vllmx_cpu.tape import Call
 
 Address = Callable[[Value], int]
 
 
 class Lowering(Record):
-    """What the ops of one loaded model point to."""
+    """Memory that the ops of one loaded model point to."""
 
     isa: Isa
     weights: LoadedWeights

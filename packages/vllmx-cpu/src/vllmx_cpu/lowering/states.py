@@ -9,8 +9,8 @@ from vllmx_core.ops.recurrence import Recurrence
 from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.plan import F32
 
+from vllmx_cpu.kv_cache import VxStates
 from vllmx_cpu.lowering.site import Site, Table
-from vllmx_cpu.states import VxStates
 from vllmx_cpu.structs import ACTIVATIONS, NO_ACTIVATION
 from vllmx_cpu.tape import Call
 
@@ -34,7 +34,7 @@ class VxShortConv(Structure):
         ("activation", c_int32),
     ]
     taps: F32
-    """What `w` points to."""
+    """The numbers that `w` points to."""
 
 
 class VxRecurrence(Structure):

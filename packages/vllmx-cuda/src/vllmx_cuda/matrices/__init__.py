@@ -1,4 +1,4 @@
-"""How matrices lie in device memory, and how they are multiplied: one module a form.
+"""Matrices in device memory, and their products: one module a form.
 
 A *form* (`form.Form`) says how some rows of a matrix are uploaded, what memory they take, and
 which launches multiply or gather them. `kinds.KINDS` are asked in order which form a checkpoint's

@@ -34,7 +34,7 @@ def _q8(launcher: Launcher, x: Memory, cols: int, codes: ActivationCodes) -> Cal
 
 
 def rows_bytes(cols: int, tokens: int) -> ScratchBytes:
-    """What rows take as codes of any kind in `CODES`."""
+    """The memory of rows as codes of any kind in `CODES`."""
     return ScratchBytes(codes=tokens * cols, scales=4 * tokens)
 
 

@@ -65,9 +65,9 @@ class Codes8:
     """A key of `CODES`."""
     block_rows: int
     block_cols: int
-    """How many columns share one scale."""
+    """The number of columns that share one scale."""
     coded_products: bool
-    """Whether activations become codes as well."""
+    """True if activations become codes as well."""
     x_scale: float = 0.0
     """The scale of such activations, as the checkpoint fixes it; 0: each row has its own."""
     alone: str = ""
@@ -164,7 +164,7 @@ class Codes8:
         return segment.data.at(self._scales_at(segment.rows, segment.cols))
 
     def group_shift(self, cols: int) -> int:
-        """How codes8_mma finds the scale of a column."""
+        """The shift by which codes8_mma finds the scale of a column."""
         return ONE_GROUP if self.block_cols >= cols else self.block_cols.bit_length() - 1
 
     def product(self, launcher: Launcher, segment: Segment, operands: Operands) -> SegmentProduct:

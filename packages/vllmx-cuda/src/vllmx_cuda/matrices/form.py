@@ -1,4 +1,4 @@
-"""What a form of a matrix must say, and what it is given to say it with."""
+"""The protocol of a form of a matrix, and the types that it uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllmx_cuda.matrices.pieces import Piece
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What forms are chosen for."""
+    """The device and dtype that forms are chosen for."""
 
     dtype: str
     """The type of activations and dense weights."""
@@ -88,7 +88,7 @@ class Operands:
 
 
 class Launcher(Protocol):
-    """What launches are made with; `vllmx_cuda.program.lowering.Lowering` is one."""
+    """Makes launches; `vllmx_cuda.program.lowering.Lowering` is one."""
 
     @property
     def device(self) -> Device: ...
@@ -109,7 +109,7 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ActivationCodes:
-    """What x is made before a product."""
+    """Codes that x becomes before a product."""
 
     kind: str
     """A key of `activations.QUANTISERS`."""
@@ -140,13 +140,13 @@ Gather = Callable[[Memory, int], None]
 
 
 class Form(Protocol):
-    """How rows of a matrix are held. Forms are compared: parts that follow each other and have
-    equal ones lie in one segment, below each other. So a form says no more than what its kernels
-    must know of all rows."""
+    """Rows of a matrix as the device holds them. Forms are compared: neighbouring parts with equal
+    ones lie in one segment, one below the other. So a form says no more than what its kernels must
+    know of all rows."""
 
     @property
     def gathers(self) -> bool:
-        """Whether `gather` exists: else no embedding is held so."""
+        """True if `gather` exists: else no embedding is held so."""
         ...
 
     def num_bytes(self, rows: int, cols: int) -> int:
@@ -154,7 +154,7 @@ class Form(Protocol):
         ...
 
     def scratch(self, rows: int, cols: int, tokens: int) -> ScratchBytes:
-        """What the product of at most so many tokens with a segment needs."""
+        """The memory that the product of at most so many tokens with a segment needs."""
         ...
 
     def pieces(self, part: WeightPart, data: Memory, first: int, rows: int) -> Iterator[Piece]:
@@ -172,5 +172,5 @@ class Form(Protocol):
 
 
 Kind = Callable[[WeightPart, Target], Any]
-"""kind(part, target) is the Form of a part, (rows, cols), or None when it is no such part. Looks at
+"""kind(part, target) is the Form of a part, (rows, cols), or None for any other part. Looks at
 the layout and not at the buffers: those of a part that is made (`--isq`) are made by looking."""

@@ -27,11 +27,11 @@ class BlockProduct:
 
     @property
     def is_own(self) -> bool:
-        """Whether our own kernel has any number of rows."""
+        """True if our own kernel multiplies any number of rows."""
         return self.launcher.target.arch in E4M3_ARCHITECTURES
 
     def exists(self, m: int) -> bool:
-        """Whether this way can multiply m rows."""
+        """True if this way can multiply m rows."""
         return self.is_own or self._by_cublas(m)
 
     def _by_cublas(self, m: int) -> bool:

@@ -125,8 +125,8 @@ class Fp4Blocks(GgufBlocks):
 
 
 def expert_blocks(part: WeightPart, target: Target) -> GgufBlocks | None:
-    """How experts hold a part in blocks; None: it has none that they could. In float32, which is
-    for checks, always that: integer dot products round activations."""
+    """The form of a part in blocks for experts; None: it has no blocks that they could hold. In
+    float32, which is for checks, always None: integer dot products round activations."""
     if target.dtype == "f32":
         return None
     if part.layout.is_mxfp4:

@@ -55,7 +55,7 @@ class Matrix:
 
     @property
     def shape(self) -> tuple[Hashable, ...]:
-        """What its products have in common with those of other layers."""
+        """Equal for matrices whose products are alike, such as those of other layers."""
         return (self.cols, self.bias is None, *((type(s.form), s.rows) for s in self.segments))
 
     def product(self, launcher: Launcher, x: Memory, y: Memory, out_dtype: str) -> MatrixProduct:

@@ -24,12 +24,12 @@ class Stored:
     """launch(device, stored, fault) enqueues it; it raises the u32 at `fault` above 0 where it
     finds what cannot be."""
     refusal: Callable[[int], VllmxError]
-    """What a `fault` above 0 means."""
+    """The error of a `fault` above 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What fills a pinned buffer, and where the buffer goes."""
+    """The content of a pinned buffer, and its target."""
 
     target: Memory
     fill: Callable[[Bytes], object]
@@ -38,7 +38,7 @@ class Piece:
     """The memory where the rest of the buffer goes, for what is made together (codes and their
     scales)."""
     stored: Stored | None = None
-    """What the buffer holds where it is not what the target does."""
+    """The buffer's content where the target's is made of it on the device."""
 
     @property
     def targets(self) -> tuple[Memory, ...]:
@@ -47,7 +47,7 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes the buffer has."""
+        """The size of the buffer."""
         if self.stored is not None:
             return self.stored.num_bytes
         return sum(target.num_bytes for target in self.targets)

@@ -12,9 +12,8 @@ from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_cuda.device.dtypes import ITEM_BYTES
 from vllmx_cuda.matrices.dense import Dense
-from vllmx_cuda.matrices.experts import expert_form
 from vllmx_cuda.matrices.form import Form, ScratchBytes, Target
-from vllmx_cuda.matrices.kinds import form_of
+from vllmx_cuda.matrices.kinds import expert_form, form_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class MatrixPlan:
         return sum(run.form.num_bytes(run.rows, self.cols) for run in self.runs)
 
     def scratch(self, tokens: int) -> ScratchBytes:
-        """What its product with at most so many tokens needs."""
+        """The memory that its product with at most so many tokens needs."""
         need = ScratchBytes()
         for run in self.runs:
             need |= run.form.scratch(run.rows, self.cols, tokens)
@@ -60,7 +59,7 @@ class MatrixPlan:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """What `vllmx_cuda.loading.weights.load_weights` will do."""
+    """The plan of `vllmx_cuda.loading.weights.load_weights`."""
 
     dtype: str
     matrices: Mapping[TieKey, MatrixPlan]

@@ -41,7 +41,7 @@ def alignment(*spans: Memory) -> int:
 
 
 def work_bytes(rows: int, cols: int, dtype: str) -> int:
-    """What `by_pieces` needs of the work buffer, of this type or of a smaller one."""
+    """The bytes of the work buffer that `by_pieces` needs, for this type or a smaller one."""
     row_bytes = cols * ITEM_BYTES[dtype]
     return min(rows * row_bytes, max(WORK_BYTES, row_bytes))
 

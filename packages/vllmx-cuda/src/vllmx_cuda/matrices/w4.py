@@ -59,7 +59,7 @@ class W4:
 
     @property
     def gathers(self) -> bool:
-        """Whether single rows can be gathered; not with columns in an order of their own."""
+        """True if single rows can be gathered; not with columns in an order of their own."""
         return not self.packing.order
 
     def num_bytes(self, rows: int, cols: int) -> int:
@@ -128,7 +128,7 @@ class W4:
     def _ordered(
         self, launcher: Launcher, segment: Segment, operands: Operands
     ) -> tuple[Callable[[int], None], Operands]:
-        """What brings x into the order of the columns, and the operands afterwards."""
+        """The launch that brings x into the order of the columns, and the operands afterwards."""
         if not self.packing.order:
             return lambda m: None, operands
         kernel, x, cols = launcher.variant("gather_columns", VX_VEC=1), operands.x, segment.cols

@@ -64,6 +64,6 @@ class StoredBlocks:
 
 
 def stored_blocks(part: WeightPart) -> StoredBlocks | None:
-    """How the blocks of a part with a `block_type` are stored."""
+    """The storage of the blocks of a part with a `block_type`."""
     name = block_type(part)
     return None if name is None else StoredBlocks(part, BLOCKS[name])

@@ -33,7 +33,7 @@ _MOST_ZERO = {4: 127, 8: 255}
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """What the kernels are told of a matrix."""
+    """The facts about a matrix that the kernels need."""
 
     bits: int
     scale: int
@@ -44,7 +44,7 @@ class Packing:
     order: bytes = b""
     """Input feature of each column, int32; empty: in order."""
     filled: bool = False
-    """Whether groups are uneven and filled up, so that `order` is a `filled_order`."""
+    """True if groups are uneven and filled up, so that `order` is a `filled_order`."""
 
     @property
     def options(self) -> dict[str, int]:
@@ -69,8 +69,8 @@ class Packing:
 
 def packing_of(part: WeightPart) -> Packing | None:
     """None where the kernels do not have it: more than 8 bits, rows that are not whole tiles,
-    columns in order whose groups are no power of two of at least 32; shuffled ones in groups that
-    take 16 bits a weight once they are filled up."""
+    columns in order whose groups are not a power of two of at least 32; shuffled ones in groups
+    that take 16 bits a weight once they are filled up."""
     if len(part.shape) != 2 or part.shape[0] % TILE_ROWS:
         return None
     blocks = block_type(part)

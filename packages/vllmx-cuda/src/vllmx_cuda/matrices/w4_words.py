@@ -1,7 +1,7 @@
 """Integers of 4 or 8 bits in 32-bit words, as GPTQ, AWQ ("gemm") and compressed-tensors store them:
 the device puts them into the order of `kernels/w4_codes.h` while weights are loaded.
 
-Their layouts are told by `vllmx_models.quantization`. What is not here (other numbers of bits,
+`vllmx_models.quantization` describes their layouts. What is not here (other numbers of bits,
 AWQ's "gemv", a scale for the whole tensor, formats of plugins) is put into order by the host.
 """
 
@@ -33,7 +33,7 @@ _NOT_FINITE = 0x7F800000
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """What a checkpoint has for rows and columns, or for rows and groups."""
+    """A checkpoint's tensor over rows and columns, or over rows and groups."""
 
     raw: RawTensor
     shape: tuple[int, int]  # (rows / per, n) or, `transposed`, (n, rows / per)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import numpy as np
 from vllmx_core.ops.attention import Attention
-from vllmx_core.ops.embedding import Embedding, numbers
+from vllmx_core.ops.embedding import Embedding
+from vllmx_core.ops.formulas import numbers
 from vllmx_core.ops.keep import Keep
 from vllmx_core.ops.merge import Merge
 from vllmx_core.ops.mix import Mix

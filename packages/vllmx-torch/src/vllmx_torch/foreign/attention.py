@@ -38,14 +38,13 @@ _HARMLESS = frozenset(
         "use_cache",
     }
 )
-"""What a module may pass on to its attention beside what `AttentionCall` has: what is about
-training or outputs, or was used before. The batch has no padding and there is no cache, so what
-says so changes nothing."""
+"""Further arguments that a module may pass to its attention: about training or outputs, or already
+used. The batch has no padding and there is no cache, so arguments about those change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a layer asks of its attention, the same in each step."""
+    """The options of a layer's attention, the same in each step."""
 
     num_heads: int
     num_kv_heads: int

@@ -24,8 +24,8 @@ _DROPPED = frozenset(
         "use_cache",
     }
 )
-"""What a config may say about loading and running rather than about the model. Keys that begin with
-an underscore are of this kind, too."""
+"""Keys of a config that are about loading and running, not about the model. Keys that begin with an
+underscore are of this kind, too."""
 QUANTISED = (
     "is quantised, and --model-impl transformers reads checkpoints of plain weights alone: take the"
     " unquantised checkpoint"

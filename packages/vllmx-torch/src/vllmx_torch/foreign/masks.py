@@ -1,9 +1,9 @@
-"""What a module of transformers wants masked.
+"""Attention masks of a module of transformers.
 
 Modules make their masks by functions of `transformers.masking_utils`, which ask an entry of a table
 for the tensor. Ours makes a `NamedMask` that holds no values but remembers the rule it stands for:
 an attention layer that is handed one says by it which tokens it sees, and a mask that the module
-has changed on the way (by the slopes of ALiBi, say) is no `NamedMask` any more.
+has changed on the way (by the slopes of ALiBi, say) is not a `NamedMask` any more.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def named_mask(
 
 
 def window_of(rule: MaskRule, max_model_len: int) -> int | None:
-    """How many tokens a query sees, the newest included; None: all before it. Raises
+    """The number of tokens that a query sees, the newest included; None: all before it. Raises
     UnsupportedModelError for a rule that is neither."""
     last = max_model_len - 1
     seen = _seen(rule, last, max_model_len)

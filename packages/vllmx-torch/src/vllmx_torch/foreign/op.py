@@ -14,12 +14,12 @@ from vllmx_torch.kv_cache import LayerPages
 from vllmx_torch.step import TorchStep
 
 FOREIGN_MODULE = "transformers module"
-"""The name under which the module stands among the weights."""
+"""The module's name among the weights."""
 
 
 @runtime_checkable
 class ForeignModule(Protocol):
-    """What runs a whole step."""
+    """Runs a whole step."""
 
     def logits(self, step: TorchStep, pages: Sequence[LayerPages], scratch: Scratch) -> Tensor:
         """(L, V) float32."""
@@ -27,8 +27,8 @@ class ForeignModule(Protocol):
 
 
 class RunModule(Op):
-    """Computes (L, V) logits from the step's tokens by code that is no list of ops; there is no
-    formula of it, so that every backend but torch refuses it."""
+    """Computes (L, V) logits from the step's tokens by code that is not a list of ops. It has
+    no formula, so every backend but torch refuses it."""
 
     name: ClassVar[str] = "transformers"
     architecture: str

@@ -19,7 +19,8 @@ from vllmx_torch.kv_cache import LayerPages
 from vllmx_torch.step import TorchStep
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
-"""How far logits of one token may differ with its place in a batch, as a share of the greatest."""
+"""The tolerated difference of one token's logits at two places in a batch, as a share of the
+greatest."""
 
 
 class RunningModule:

@@ -1,4 +1,4 @@
-"""What a module of transformers asks of its attention, seen by running it once without values.
+"""The attention calls of a module of transformers, found by running it once without values.
 
 The module is built on the device "meta" and run over three tokens. Every attention layer must call
 our function exactly once: one that does not keeps something else between steps, or has attention of
@@ -36,7 +36,7 @@ class Layer:
     """One attention layer."""
 
     shape: AttentionShape
-    """What each of its calls must look like."""
+    """Each of its calls must have this shape."""
     window: int | None
     """Tokens that it sees, the newest included; None: all."""
 
@@ -47,7 +47,7 @@ class Layer:
         return max(self.shape.key_size, self.shape.value_size)
 
     def spec(self, number: int) -> AttentionSpec:
-        """How our attention runs it."""
+        """Our attention's options for it."""
         shape = self.shape
         return AttentionSpec(
             number,
@@ -62,18 +62,18 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What is known of a module before its weights are read."""
+    """Facts about a module, known before its weights are read."""
 
     calls: tuple[AttentionCall, ...]
     """The calls of each attention layer, in their order."""
     vocab_size: int
     parameters: tuple[int, ...]
-    """How many numbers each of its tensors has; those that are tied count once."""
+    """The size of each of its tensors; tied ones count once."""
     widest: int
     """Features of the widest activation of a token, the logits apart."""
 
     def layers(self, max_model_len: int) -> tuple[Layer, ...]:
-        """What the layers ask for. Raises UnsupportedModelError for a mask that is not ours."""
+        """The attention layers. Raises UnsupportedModelError for a mask that is not ours."""
         masks = {id(call.mask): call.mask for call in self.calls if call.mask is not None}
         windows = {key: window_of(mask.rule, max_model_len) for key, mask in masks.items()}
         return tuple(
@@ -126,7 +126,7 @@ def _refuse_by_name(cls: type[Any], config: Any) -> None:
         )
     if getattr(cls, "_is_stateful", False):
         raise UnsupportedModelError(
-            "it keeps something else between tokens than keys and values, beside or instead of"
+            "it keeps something else between tokens than keys and values, with or instead of"
             " attention"
         )
     if not getattr(cls, "_supports_attention_backend", True):

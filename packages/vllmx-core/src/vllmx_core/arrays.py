@@ -1,0 +1,133 @@
+"""NumPy's language as several array libraries speak it, so that an op has one formula for all.
+
+An `ArrayOp` (`vllmx_core.ops.op`) computes over `frame.xp`: NumPy's functions by NumPy's names. A
+method of `Arrays` is needed only where libraries differ, or where one has a kernel for the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, cast
+
+import numpy as np
+
+Array = Any
+"""An array of any library that an `Arrays` is for."""
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "tanh", "sigmoid", "identity", "relu2")
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+class Arrays:
+    """A library of arrays. Names without a method here are functions of the library."""
+
+    library: ClassVar[Any]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.library, name)
+
+    def wide(self, x: Array) -> Array:
+        """x in the type that formulas compute in, float32 or more."""
+        return x
+
+    def like(self, x: Array, values: Array) -> Array:
+        """The values in the dtype of x."""
+        return values.astype(x.dtype)
+
+    def fused(self, function: Callable[..., Array], *options: object) -> Callable[..., Array]:
+        """`function(self, *options, *arrays)` as a function of the arrays, in one kernel where the
+        library can compile one. It is elementwise but for broadcasts, and looks at no value and no
+        shape."""
+        return partial(function, self, *options)
+
+    def split(self, x: Array, widths: Sequence[int]) -> list[Array]:
+        """Neighbouring features, `widths` of them."""
+        ends = np.cumsum(widths).tolist()
+        return [x[..., end - width : end] for end, width in zip(ends, widths, strict=True)]
+
+    def activation(self, kind: str) -> Callable[[Array], Array]:
+        """The method or function of this name. Raises ValueError where it is not an activation."""
+        if kind not in _ACTIVATIONS:
+            raise ValueError(f"unknown activation {kind!r}")
+        return cast(Callable[[Array], Array], getattr(self, kind))
+
+    def identity(self, x: Array) -> Array:
+        return x
+
+    def silu(self, x: Array) -> Array:
+        return x * self.sigmoid(x)
+
+    def gelu(self, x: Array) -> Array:
+        """GELU exactly, by erf."""
+        return 0.5 * x * (1 + self.erf(x / math.sqrt(2)))
+
+    def gelu_tanh(self, x: Array) -> Array:
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
+        return 0.5 * x * (1 + self.tanh(inner))
+
+    def relu(self, x: Array) -> Array:
+        return self.maximum(x, 0)
+
+    def relu2(self, x: Array) -> Array:
+        """The square of relu."""
+        return self.square(self.relu(x))
+
+    def softplus(self, x: Array) -> Array:
+        """log(1 + exp(x))."""
+        return self.logaddexp(x, 0.0)
+
+    def softmax(self, x: Array) -> Array:
+        """Softmax over the last axis."""
+        return self.library.softmax(x, -1)
+
+    def falling(self, x: Array) -> Array:
+        """The indices of the last axis by falling value, ties to the lower one."""
+        return self.argsort(-x, axis=-1)
+
+    def rms_norm(self, x: Array, w: Array | None, eps: float) -> Array:
+        """Zhang and Sennrich 2019: x / sqrt(mean(x^2) + eps) * w over the last axis. w has the
+        shape of its last axes."""
+        mean_square = self.square(x).mean(axis=-1, keepdims=True)
+        normed = x / self.sqrt(mean_square + eps)
+        return normed if w is None else normed * w
+
+    def layer_norm(self, x: Array, w: Array | None, bias: Array | None, eps: float) -> Array:
+        """(x - mean) / sqrt(var + eps) * w + bias over the last axis."""
+        centred = x - x.mean(axis=-1, keepdims=True)
+        variance = self.square(centred).mean(axis=-1, keepdims=True)
+        normed = centred / self.sqrt(variance + eps)
+        normed = normed if w is None else normed * w
+        return normed if bias is None else normed + bias
+
+
+class NumpyArrays(Arrays):
+    """NumPy itself."""
+
+    library: ClassVar[Any] = np
+
+    def like(self, x: Array, values: Array) -> Array:
+        return values.astype(x.dtype, copy=False)
+
+    def sigmoid(self, x: Array) -> Array:
+        with np.errstate(over="ignore"):  # exp(-x) = inf gives the right limit, 0
+            return 1 / (1 + np.exp(-x))
+
+    def softplus(self, x: Array) -> Array:
+        with np.errstate(invalid="ignore"):  # NaN gives NaN
+            return np.logaddexp(0, x)
+
+    def softmax(self, x: Array) -> Array:
+        with np.errstate(invalid="ignore"):  # an infinite logit gives NaN
+            raised = np.exp(x - x.max(axis=-1, keepdims=True))
+            return raised / raised.sum(axis=-1, keepdims=True)
+
+    def falling(self, x: Array) -> Array:
+        return np.argsort(-x, axis=-1, kind="stable").astype(np.int32)
+
+    def erf(self, x: Array) -> Array:
+        """float64."""
+        return _erf(x)
+
+
+NUMPY = NumpyArrays()

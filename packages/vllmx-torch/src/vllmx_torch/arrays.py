@@ -1,0 +1,66 @@
+"""`vllmx_core.arrays.Arrays` of torch: what it names otherwise, and kernels of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+from vllmx_core.arrays import Arrays
+from vllmx_core.plan import AnyArray
+
+from vllmx_torch.transfer import upload
+
+_UPLOADED: Mapping[str, npt.DTypeLike] = {"f": np.float32, "b": np.bool_}
+
+
+class TorchArrays(Arrays):
+    """Activations are float32, which is what formulas compute in."""
+
+    library: ClassVar[Any] = torch
+
+    def like(self, x: Tensor, values: Tensor) -> Tensor:
+        return values.to(x.dtype)
+
+    def max(self, x: Tensor, axis: int, keepdims: bool) -> Tensor:
+        return x.amax(axis, keepdims)
+
+    def silu(self, x: Tensor) -> Tensor:
+        return functional.silu(x)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return functional.gelu(x)
+
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        return functional.gelu(x, approximate="tanh")
+
+    def relu(self, x: Tensor) -> Tensor:
+        return functional.relu(x)
+
+    def softplus(self, x: Tensor) -> Tensor:
+        return functional.softplus(x)
+
+    def falling(self, x: Tensor) -> Tensor:
+        # `topk` promises nothing about ties
+        order: Tensor = torch.sort(x, descending=True, stable=True)[1]
+        return order
+
+    def take_along_axis(self, x: Tensor, indices: Tensor, axis: int) -> Tensor:
+        return x.gather(axis, indices)
+
+    def layer_norm(self, x: Tensor, w: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        if w is None or w.ndim == 1:
+            return functional.layer_norm(x, x.shape[-1:], w, bias, eps)
+        return functional.layer_norm(x, x.shape[-1:], eps=eps) * w  # no bias comes with these
+
+
+TORCH = TorchArrays()
+
+
+def to_device(array: AnyArray, device: torch.device) -> Tensor:
+    """A copy on the device: numbers float32, indices int64."""
+    return upload(array, _UPLOADED.get(array.dtype.kind, np.int64), device)
