@@ -20,7 +20,7 @@ _TYPES = ("bf16", "f16", "f32", "q8_0")
 
 
 def shard_names(name: str) -> list[str]:
-    """Names of all files of the set that `name` belongs to; itself alone when it is no shard."""
+    """Names of all files of the set that `name` belongs to; only itself if it is not a shard."""
     match = _SHARD.fullmatch(name)
     if match is None or not 1 <= int(match["count"]) <= MAX_SHARDS:
         return [name]

@@ -42,13 +42,13 @@ from vllmx_models.quantization.int8 import int8_layout, int8_part
 
 logger = logging.getLogger("vllmx.models")
 ALIASES: Mapping[str, str] = {"q5_k": "q5_k_m", "q4_k": "q4_k_m", "q3_k": "q3_k_m"}
-"""What llama.cpp means by the bare names."""
+"""The mixes that llama.cpp means by the bare names."""
 ROWS_ALONE = 1024
 """The most rows that are made by whoever asks for them; more are made by all cores together."""
 
 
 class Encoding(Record):
-    """What a matrix becomes: blocks of a GGUF type, "int8" or "fp8"."""
+    """The new form of a matrix: blocks of a GGUF type, "int8" or "fp8"."""
 
     kind: str
     encoder: Encoder
@@ -211,7 +211,7 @@ def _check_dense(isq: str, part: WeightPart) -> None:
 
 
 def _layers(checkpoint: Checkpoint, model: Model, *, tied: bool) -> Layers:
-    """What the mixes ask of a model, by config.json."""
+    """Reads the properties that mixes need from config.json."""
     heads = checkpoint.config.get("num_attention_heads")
     kv_heads = checkpoint.config.get("num_key_value_heads") or heads
     shared = heads // kv_heads if isinstance(heads, int) and isinstance(kv_heads, int) else 1

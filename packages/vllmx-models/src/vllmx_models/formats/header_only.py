@@ -39,13 +39,13 @@ HUB = ("Hugging Face hub", "file on the hub")
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What is known of a model."""
+    """A model's config and, where known, the sizes of its weights."""
 
     checkpoint: Checkpoint
     """The checkpoint, whose weights have names and shapes, or names alone; nothing of them is read.
     """
     has_shapes: bool
-    """Whether `checkpoint.weights.part` says how each tensor is stored."""
+    """True if `checkpoint.weights.part` knows how each tensor is stored."""
     stored_bytes: int | None = None
     """The bytes of all weight files, where that is known."""
 
@@ -157,7 +157,7 @@ def _config_alone(path: Path) -> Checkpoint:
         raise ModelNotFoundError(f"{path} does not exist", param="model")
     if not isinstance(config.get("architectures"), list) and "model_type" not in config:
         raise UnsupportedModelError(
-            f"{path} is no config of a model: it has neither architectures nor model_type; give a"
+            f"{path} is not a model's config: it has neither architectures nor model_type; give a"
             " config.json, under whatever name",
             param="model",
         )
@@ -168,7 +168,7 @@ def _config_alone(path: Path) -> Checkpoint:
 
 
 def _hub_config(repo: str, revision: str | None) -> Header:
-    """config.json, and the size of the weights beside it."""
+    """Reads config.json and the size of the weights in its repository."""
     from huggingface_hub import HfApi, hf_hub_download
 
     try:
@@ -229,7 +229,7 @@ def _fetch_header(repo: str, name: str, revision: str | None, path: Path) -> Non
 
 
 def _is_whole(path: Path, count: int) -> bool:
-    """Whether a header ends within the first bytes, behind which the file is empty."""
+    """True if a header ends within the first `count` bytes; the rest of the file is empty."""
     try:
         file = GGUFFile(path)
     except WeightFormatError:

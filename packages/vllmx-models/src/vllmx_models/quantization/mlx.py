@@ -112,7 +112,7 @@ class MlxScheme:
         return StoredPart(name, (*lead, cols), layout, buffers)
 
     def _layout_of(self, module: str) -> Mlx:
-        """A module may have an entry of its own beside the common one."""
+        """The layout of a module, whose own entry overrides the common one."""
         own = self._whole.config.get(module)
         if not isinstance(own, Mapping):
             return _layout(self._whole)

@@ -1,4 +1,4 @@
-"""Which modules a quantisation config means: names, globs and regular expressions."""
+"""Modules named in a quantisation config: by names, globs and regular expressions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ModulePatterns:
     regular expression that must match from the beginning of the name.
 
     Raises:
-        UnsupportedModelError: a pattern that is no regular expression, or too long.
+        UnsupportedModelError: a pattern is not a regular expression, or too long.
     """
 
     def __init__(self, patterns: Iterable[str], source: str) -> None:
@@ -38,7 +38,7 @@ class ModulePatterns:
                 self._names.add(tuple(pattern.strip(".").split(".")))
 
     def match(self, module: str) -> bool:
-        """Whether the list means this module."""
+        """True if the list contains this module."""
         return self._named(module) or any(search.match(module) for search in self._searches)
 
     def _named(self, module: str) -> bool:

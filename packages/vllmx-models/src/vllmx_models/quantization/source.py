@@ -68,7 +68,7 @@ class ModuleTensors(Record):
 
 
 class Scheme(Protocol):
-    """How the tensors of a module make its weight."""
+    """Builds a module's weight from its tensors."""
 
     @property
     def name(self) -> str:
@@ -77,7 +77,7 @@ class Scheme(Protocol):
 
     @property
     def weight_suffix(self) -> str:
-        """What a model's weight map appends to a module's name."""
+        """The suffix that a model's weight map appends to a module's name."""
         ...
 
     @property
@@ -91,7 +91,7 @@ class Scheme(Protocol):
         ...
 
     def excludes(self, module: str) -> bool:
-        """Whether the config says that the module is not quantised."""
+        """True if the config excludes the module from quantisation."""
         ...
 
     def part(self, name: str, tensors: ModuleTensors) -> WeightPart:

@@ -1,6 +1,6 @@
-"""How an architecture looks in a GGUF file.
+"""GGUF description of an architecture: tensor names, metadata keys and conversions.
 
-An architecture's own file states it once, beside its config reader:
+An architecture's own file declares it once, next to its config reader:
 
     GGUF = GGUFArchitecture("Qwen3ForCausalLM", {**DECODER_TENSORS, **HEAD_NORM_TENSORS})
 
@@ -116,7 +116,7 @@ def experts_config(header: GGUFHeader) -> dict[str, Any]:
 
 
 def mixtral_config(header: GGUFHeader) -> dict[str, Any]:
-    """What a "llama" with experts has beside the keys of every decoder."""
+    """Returns the config of a "llama" with experts, without the keys that every decoder has."""
     config = experts_config(header)
     return {
         "architectures": ["MixtralForCausalLM"],
@@ -141,13 +141,13 @@ class GGUFArchitecture(Record):
     unused: tuple[str, ...] = ROPE_TENSORS
     """Whole names of tensors that `config` reads, or nobody."""
     states: Callable[[Any], Mapping[str, Any]] = lambda spec: {}
-    """states(spec) of a `DecoderSpec`: metadata that `config` reads beside those of every decoder,
-    for files that are written."""
+    """states(spec) of a `DecoderSpec`: extra metadata for written files, which `config` reads in
+    addition to the keys of every decoder."""
     kept: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
     """kept(config.json): metadata of what a model has and vllmx does not compute, for files that
     are written."""
     norm_offset: float = 0.0
-    """What a file has added to the weights of norms: 1 for Gemma, up to the third."""
+    """A constant that files add to norm weights: 1 for Gemma 1 to 3."""
     plain_norms: tuple[str, ...] = ()
     """Names in the file of norms that it has nothing added to."""
     decays: tuple[str, ...] = ()
@@ -156,9 +156,9 @@ class GGUFArchitecture(Record):
     """Names in the file that stand for what llama.cpp now has under another one of `tensors`: read,
     and never written."""
     tiled_heads: bool = False
-    """Whether value head h of a delta net reads key head h % Hk; else h // (H / Hk)."""
+    """True if value head h of a delta net reads key head h % Hk; otherwise h // (H / Hk)."""
     with_experts: str = ""
-    """What `general.architecture` says of models with experts, where it is another name."""
+    """`general.architecture` of models with experts, if that differs."""
 
     def name_of(self, pattern: str, suffix: str) -> str:
         """The original's name of a tensor, with places for the layer and perhaps the expert; empty

@@ -30,7 +30,7 @@ class TensorType(Record):
     values: int
     num_bytes: int
     dense: DType | None = None
-    """What the numbers are where a block is a single one."""
+    """The element type if a block is a single number."""
     decoder: Callable[[legacy_blocks.Blocks], F32] | None = None
 
     @property

@@ -78,7 +78,7 @@ class Cursor:
             raise self.damaged(f"{what} is not UTF-8", start + error.start) from error
 
     def damaged(self, what: str, position: int | None = None) -> WeightFormatError:
-        """The error to raise; `position` defaults to where the cursor stands."""
+        """Makes the error to raise; `position` defaults to the current one."""
         place = self.position if position is None else position
         return WeightFormatError(
             f"{self.path}, byte {place}: {what}; the file is damaged, download it again"

@@ -1,4 +1,4 @@
-"""What GGUF files of encoders say alike: their sizes, and how a text becomes one vector."""
+"""Metadata shared by GGUF files of encoders: sizes and pooling."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def _read_start(cursor: Cursor) -> tuple[int, int]:
     magic = cursor.data[start : cursor.position]
     if magic != MAGIC:
         raise WeightFormatError(
-            f"{cursor.path} begins with {magic!r}, not with {MAGIC!r}: it is no GGUF file"
+            f"{cursor.path} begins with {magic!r}, not with {MAGIC!r}: it is not a GGUF file"
         )
     version = cursor.u32("the version")
     if version and version & 0xFFFF == 0:
@@ -132,7 +132,7 @@ def _alignment(cursor: Cursor, metadata: Mapping[str, Value]) -> int:
 
 
 def _read_tensors(cursor: Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
-    """All entries, their data checked to lie inside the file and beside each other."""
+    """Reads all entries; their data must be inside the file and must not overlap."""
     entries = [_read_entry(cursor) for _ in range(count)]
     data_start = -(-cursor.position // alignment) * alignment
     found: dict[str, TensorInfo] = {}

@@ -83,7 +83,7 @@ def _config(header: GGUFHeader) -> dict[str, Any]:
 
 
 def _states(spec: DecoderSpec) -> Mapping[str, Any]:
-    """What differs from layer to layer in arrays, where it does differ."""
+    """Writes values that differ between layers as arrays, and equal ones as one number."""
     mixers = [layer.mixer for layer in spec.layers]
     heads = [mixer for mixer in mixers if isinstance(mixer, AttentionMixer)]
     slides = [mixer.window is not None for mixer in heads]

@@ -1,4 +1,4 @@
-"""What GGUF files of models with recurrent layers beside attention have alike."""
+"""Metadata shared by GGUF files of models that mix recurrent layers and attention."""
 
 from __future__ import annotations
 
@@ -101,5 +101,5 @@ def alike(header: GGUFHeader, *keys: str) -> GGUFHeader:
 
 
 def has_tensor(header: GGUFHeader, name: str) -> bool:
-    """Whether any layer has a tensor of this name."""
+    """True if any layer has a tensor of this name."""
     return any(one.startswith("blk.") and one.endswith(f".{name}") for one in header.tensors)

@@ -51,10 +51,11 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 class GGUFHeader(Record):
-    """What an architecture may ask of a file. Keys are those below "ARCHITECTURE.".
+    """Metadata and tensors of a file, for the architecture that reads it. Keys are relative to
+    "ARCHITECTURE.".
 
-    Values that are missing or impossible raise WeightFormatError, known ones that change the model
-    in a way that it does not have UnsupportedModelError.
+    Missing or impossible values raise WeightFormatError; known values that ask for an unsupported
+    variant of the model raise UnsupportedModelError.
     """
 
     path: Path

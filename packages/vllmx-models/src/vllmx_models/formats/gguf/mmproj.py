@@ -32,14 +32,13 @@ _LEAVE_OUT = "leave --mmproj out to serve its text"
 
 
 def with_tower(checkpoint: Checkpoint, path: Path | None) -> Checkpoint:
-    """The checkpoint with the tower of a file: of `path`, or of the one mmproj*.gguf beside the
-    model or in its repository. One that was not asked for and does not fit is passed over, with a
-    line in the log.
+    """Adds the tower of a file: `path`, or the only mmproj*.gguf next to the model or in its
+    repository. An incompatible file is ignored with a line in the log unless it was requested.
 
     Raises:
-        ConfigError: the file is no tower, or one of another model.
+        ConfigError: the file is not a tower, or belongs to another model.
         ModelNotFoundError: it cannot be opened.
-        UnsupportedModelError: a tower, or a tensor of one, that is not known.
+        UnsupportedModelError: the tower, or one of its tensors, is not known.
         WeightFormatError: the file is damaged.
     """
     if path is not None:
@@ -75,7 +74,7 @@ def _beside(model: Path) -> Path | None:
 
 
 def _forms_of(checkpoint: Checkpoint) -> list[str]:
-    """Types of towers that may stand before the model."""
+    """Types of towers that fit the model."""
     names = set(architecture_names(checkpoint.config))
     return [kind for kind, form in FORMS.items() if names.intersection(form.architectures)]
 
@@ -83,7 +82,7 @@ def _forms_of(checkpoint: Checkpoint) -> list[str]:
 def _joined(checkpoint: Checkpoint, path: Path) -> Checkpoint:
     if not path.is_file():
         raise ModelNotFoundError(
-            f"--mmproj {path} is no file: give the tower's GGUF file, as mmproj-F16.gguf",
+            f"--mmproj {path} is not a file: give the tower's GGUF file, as mmproj-F16.gguf",
             param="mmproj",
         )
     file = GGUFFile(path)
@@ -106,8 +105,8 @@ def _header(file: GGUFFile) -> GGUFHeader:
     name = file.metadata.get("general.architecture")
     if name != "clip":
         raise ConfigError(
-            f"--mmproj {file.path} is no tower but a model of the GGUF architecture {shown(name)}:"
-            " give the file whose name begins with mmproj",
+            f"--mmproj {file.path} is not a tower but a model of the GGUF architecture"
+            f" {shown(name)}: give the file whose name begins with mmproj",
             param="mmproj",
         )
 

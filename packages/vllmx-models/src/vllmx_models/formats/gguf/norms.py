@@ -8,7 +8,7 @@ from vllmx_core.weights.part import WeightPart, dense_part
 
 
 def is_norm(name: str) -> bool:
-    """Whether a tensor of a file is the weight of a norm."""
+    """True if a tensor of a file is the weight of a norm."""
     return name.endswith("norm.weight")
 
 

@@ -170,5 +170,5 @@ def _uncut(place: Place, wanted: str) -> WeightFormatError:
 
 
 def _has_rows(info: TensorInfo) -> bool:
-    """Whether entries of the first dimension are whole bytes of their own."""
+    """True if each entry of the first dimension takes whole bytes."""
     return len(info.shape) > 1 or info.kind.values == 1

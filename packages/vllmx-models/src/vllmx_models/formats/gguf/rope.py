@@ -64,14 +64,14 @@ def with_sections(config: Mapping[str, Any], header: GGUFHeader) -> dict[str, An
 
 
 def stated_sections(config: Mapping[str, Any], default: Sequence[int]) -> dict[str, Any]:
-    """What `with_sections` reads, of a config.json with or without a `text_config`."""
+    """The metadata that `with_sections` reads, from a config.json with or without `text_config`."""
     text = config.get("text_config") or config
     given = text.get("rope_parameters") or text.get("rope_scaling") or {}
     return {SECTIONS: np.array([*(given.get("mrope_section") or default), 0], np.int32)}
 
 
 def _scaling(header: GGUFHeader) -> dict[str, Any] | None:
-    """What the metadata say."""
+    """Reads `rope_scaling` from the metadata."""
     unnamed = "longrope" if LONG in header.tensors else "none"  # Phi-3's do not say so
     kind = header.text("rope.scaling.type", "linear" if _has_factor(header) else unnamed)
     if kind == "none":
@@ -191,7 +191,7 @@ def _read_divisors(header: GGUFHeader, name: str) -> F32:
         )
     divisors = header.vector(name)
     if not (np.isfinite(divisors) & (divisors > 0)).all():
-        raise WeightFormatError(f"{header.path}: {name} has values that are no divisors")
+        raise WeightFormatError(f"{header.path}: {name} has values that cannot divide")
     return divisors
 
 

@@ -85,5 +85,5 @@ def _check_set(files: Sequence[GGUFFile]) -> None:
 def _number(file: GGUFFile, key: str, default: int) -> int:
     value = file.metadata.get(key, default)
     if type(value) is not int:
-        raise WeightFormatError(f"{file.path}: {key} = {shown(value)} is no integer")
+        raise WeightFormatError(f"{file.path}: {key} = {shown(value)} is not an integer")
     return value

@@ -148,7 +148,7 @@ def _table(path: Path, name: str, registry: Registry) -> GGUFArchitecture:
     if spec is not None:
         found = spec.load_gguf()
         if not isinstance(found, GGUFArchitecture):
-            raise PluginError(f"model {spec.name!r}: {spec.gguf} is no GGUFArchitecture")
+            raise PluginError(f"model {spec.name!r}: {spec.gguf} is not a GGUFArchitecture")
         return found
     specs = registry.all(ModelSpec)
     known = ", ".join(sorted(known for spec in specs for known in spec.gguf_names))
@@ -173,7 +173,7 @@ def _header(path: Path, files: Sequence[GGUFFile], architecture: str) -> GGUFHea
 
 
 def _from_tensors(header: GGUFHeader) -> dict[str, Any]:
-    """What the tensors say better than the metadata."""
+    """Config values that the tensors give more reliably than the metadata."""
     table = header.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         raise WeightFormatError(

@@ -125,5 +125,5 @@ def _whole(entry: Entry) -> Iterable[Entry]:
 
 
 def _of_sound(name: str) -> bool:
-    """Whether a tensor belongs to a tower for sound, which is not run."""
+    """True if a tensor belongs to an audio tower, which is not run."""
     return name.startswith(("a.", "mm.a."))

@@ -1,6 +1,5 @@
-"""The towers that GGUF files may have beside a text model ("mmproj"), by their `projector_type`:
-what of config.json and preprocessor_config.json their metadata say, and how their tensors are
-called.
+"""Towers in GGUF files of their own ("mmproj"), by `projector_type`: how metadata become
+config.json and preprocessor_config.json, and the names of tensors.
 
 Source: convert_hf_to_gguf.py and tools/mtmd/clip.cpp of llama.cpp.
 """
@@ -30,9 +29,9 @@ class TowerForm(Record):
     """One `projector_type`. `GGUFHeader` is that of the tower's file, its architecture "clip"."""
 
     architectures: tuple[str, ...]
-    """The architectures of config.json before whose text models it stands."""
+    """The architectures of config.json that use it."""
     config: Callable[[GGUFHeader], dict[str, Any]]
-    """What config.json has beside the text model: `vision_config` and the like."""
+    """Entries of config.json for the tower: `vision_config` and the like."""
     processor: Callable[[GGUFHeader], dict[str, Any]]
     """preprocessor_config.json."""
     entries: Callable[[GGUFHeader], Iterator[Entry]]

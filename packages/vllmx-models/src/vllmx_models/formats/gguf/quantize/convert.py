@@ -76,7 +76,7 @@ class Summary(Record):
     num_bytes: int
     types: Mapping[str, TypeSummary]
     lost: tuple[str, ...] = ()
-    """What the checkpoint has and the file does not, a line each."""
+    """A line for each thing that the checkpoint has and the file does not."""
 
 
 def quantize(
@@ -99,7 +99,7 @@ def quantize(
     if mix not in MIXES:
         raise ConfigError(f"type {mix!r} is not known; known: {', '.join(MIXES)}", param="type")
     if path.suffix != ".gguf":
-        raise ConfigError(f"{path} is no name for a GGUF file: end it in .gguf", param="output")
+        raise ConfigError(f"{path} is not a name for a GGUF file: end it in .gguf", param="output")
     if path.exists() and any(path.samefile(file) for file in _files_of(source)):
         raise ConfigError(f"{path} belongs to the source: choose another name", param="output")
     checkpoint = open_checkpoint(registry, source)
@@ -168,7 +168,7 @@ class _Conversion:
         self._types: dict[str, TypeSummary] = {}
 
     def _parts(self, name: str) -> list[WeightPart]:
-        """What a tensor of the file is made of."""
+        """Opens the parts that make up a tensor of the file."""
         return [origin.open(self._weights) for origin in self._origins[name]]
 
     def _layers(self) -> Layers:
@@ -231,7 +231,7 @@ class _Conversion:
         self._add(tensor, own)
 
     def _interleaved_heads(self, tensor: NewTensor) -> int | None:
-        """How many heads have interleaved rows; None: none."""
+        """Returns the number of heads with interleaved rows, or None."""
         pattern = ".".join("{}" if part.isdigit() else part for part in tensor.name.split(".")[:-1])
         group = self._target.table.interleaved.get(pattern)
         if group is None:
@@ -294,7 +294,7 @@ def _tokenizer(checkpoint: Checkpoint, vocab_size: int, pre: str | None) -> Stat
 def _in_order(
     pool: ThreadPoolExecutor, jobs: Iterable[Callable[[], Encoded]], ahead: int
 ) -> Iterator[Encoded]:
-    """What the jobs give; a few more are under way."""
+    """Yields the jobs' results in order and keeps `ahead` more in flight."""
     under_way: deque[Future[Encoded]] = deque()
     for job in jobs:
         under_way.append(pool.submit(job))

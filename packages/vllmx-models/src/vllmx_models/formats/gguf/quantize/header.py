@@ -54,13 +54,13 @@ class Target(Record):
     """The form that a checkpoint takes in a file."""
 
     name: str
-    """What `general.architecture` says."""
+    """The value of `general.architecture`."""
     table: GGUFArchitecture
     spec: DecoderSpec
     mixer: AttentionMixer | LatentMixer
     """The mixer of the first layer that attends."""
     experts: int
-    """How many experts a layer has that has some."""
+    """The number of experts in layers that have experts."""
     metadata: Mapping[str, Any]
     extra: Mapping[str, F32]
     """Tensors that the metadata need, by their names in the file."""
@@ -119,8 +119,8 @@ def _sampling(checkpoint: Checkpoint) -> dict[str, Any]:
             continue
         if not abs(value) < 1 << 31:
             raise UnsupportedModelError(
-                f"generation_config.json of {checkpoint.path}: {ours} = {shown(value)} is no number"
-                " that a GGUF file states: repair the file"
+                f"generation_config.json of {checkpoint.path}: {ours} = {shown(value)} does not"
+                " fit a GGUF file: repair the file"
             )
         if ours != "top_k":
             found[ours] = float(value)

@@ -1,8 +1,8 @@
-"""Which tensor of a mix such as q4_k_m gets which type: the rules of llama.cpp's quantiser.
+"""Block types for the tensors of a mix such as q4_k_m, by the rules of llama.cpp's quantiser.
 
-A mix spends more bits where an error costs most: values and down projections in the first and
-last eighth of the layers and each third one between, and the head. Experts' down projections count
-as such; what chooses the experts stays F32.
+A mix spends more bits where an error costs most: the head, and values and down projections
+(experts' included) in the first and last eighth of the layers and every third layer between.
+Routers stay F32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME
 
 
 class Mix(Record):
-    """What `--type` names."""
+    """A value of `--type`."""
 
     base: str
     """The type of every matrix that no rule names."""
@@ -51,7 +51,7 @@ _NARROWER: Mapping[str, str] = {
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
 }
-"""The types for rows that are no multiple of 256."""
+"""Types for rows whose length is not a multiple of 256."""
 
 _TABLES = ("token_embd", "per_layer_token_embd")
 _EXACT = (".bias", "_norm.weight")
@@ -62,13 +62,13 @@ _FIVE_BITS_BESIDE_EXPERTS = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m")
 
 
 class Layers(Record):
-    """What the rules ask of a model."""
+    """Properties of a model that the rules need."""
 
     count: int
     heads_per_kv: int
     tied: bool
     experts: int = 0
-    """How many experts a layer has."""
+    """Experts in a layer."""
     values: tuple[int, ...] = ()
     """Numbers of the layers that have values of their own; empty: all."""
 

@@ -18,12 +18,12 @@ from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME
 
 MXFP4 = "MXFP4"
 _NAN = 255
-"""The exponent of a block that is no number."""
+"""The exponent of a block of NaNs."""
 
 
 def is_kept(parts: Sequence[WeightPart], kind: str) -> bool:
-    """Whether a tensor stays in MXFP4, where a mix gives it the type `kind`: types of as many bits
-    or more would add nothing but bytes."""
+    """True if a tensor stays in MXFP4 although a mix gives it the type `kind`: a type of as many
+    bits or more would only add bytes."""
     block = TYPES_BY_NAME[MXFP4]
     bits = block.num_bytes * 8 / block.values
     asked = TYPES_BY_NAME[kind]

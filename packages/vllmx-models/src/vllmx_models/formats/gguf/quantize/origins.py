@@ -1,5 +1,5 @@
-"""Which tensors of a checkpoint become a tensor of a GGUF file: one, or a layer's experts or heads,
-which lie in a checkpoint in many ways."""
+"""Checkpoint tensors that make up each tensor of a GGUF file: one tensor, or a layer's experts or
+heads, which checkpoints store in many ways."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _HEADS = {"blk.{}.attn_k_b": 0, "blk.{}.attn_v_b": 1}
 _ALL_HEADS = "blk.{}.attn_kv_b"
 """Both of `_HEADS` in one, as older files have it."""
 _TOWER = "model.visual."
-"""The prefix of Qwen's tower, beside the text model's own `model.`."""
+"""The prefix of Qwen's tower; the text model's is `model.`."""
 _WHOLE = ("scale", "ssm_a", "ssm_d")
 """Names of tensors that are neither a weight nor a bias."""
 _PREDICTION = "mtp."
@@ -187,8 +187,8 @@ def _made(target: Target, pattern: str, layer: int, origin: Origin) -> Origin:
 
 
 def _has(feed_forward: FeedForward | None, pattern: str) -> bool:
-    """Whether a layer may have such a tensor: some files name what all tokens go through in one
-    way in layers with experts and in another one without."""
+    """True if a layer may have such a tensor: some files name shared weights differently in layers
+    with and without experts."""
     if isinstance(feed_forward, MoE):
         return pattern not in _DENSE
     return pattern not in _SHARED

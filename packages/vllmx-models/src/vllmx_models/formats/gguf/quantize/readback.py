@@ -1,7 +1,5 @@
-"""Whether the metadata of a file that is to be written give the same model again.
-
-A trait that the format cannot state is refused rather than lost.
-"""
+"""Checks that a new file's metadata describe the same model; traits that the format cannot express
+are refused."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ def check(registry: Registry, target: Target, tensors: Sequence[NewTensor], path
 
 
 def _difference(name: str, ours: Any, theirs: Any) -> tuple[str, Any, Any]:
-    """Finds where two descriptions differ first, and what stands there."""
+    """Finds the first field in which two descriptions differ, and both values."""
     if isinstance(ours, LayerSpec) and isinstance(theirs, LayerSpec):
         ours, theirs = plain(ours), plain(theirs)
     pairs: list[tuple[str, Any, Any]] = []
@@ -72,7 +70,7 @@ def _difference(name: str, ours: Any, theirs: Any) -> tuple[str, Any, Any]:
 
 
 def _same_layers(one: DecoderSpec, other: DecoderSpec) -> bool:
-    """Whether layers are alike and their tables equal, however they are described."""
+    """True if all layers are equal, their tables compared by value."""
     if len(one.layers) != len(other.layers):
         return False
     pairs = list(zip(one.layers, other.layers, strict=True))

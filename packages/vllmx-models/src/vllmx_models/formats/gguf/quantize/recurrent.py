@@ -17,7 +17,7 @@ from vllmx_models.formats.gguf.quantize.header import Target
 
 _CONVOLUTIONS = ("blk.{}.ssm_conv1d", "blk.{}.shortconv.conv")
 _JOINED: Mapping[str, str] = {"blk.{}.attn_qkv": "qkv", "blk.{}.attn_gate": "z"}
-"""What files have apart of a matrix with the rows of each key head together."""
+"""Tensors that files split from a matrix that has the rows of each key head together."""
 _WITH_KEYS = ("blk.{}.attn_qkv", "blk.{}.ssm_conv1d")
 _OF_VALUES = ("blk.{}.attn_gate",)
 _OF_HEADS = ("blk.{}.ssm_alpha", "blk.{}.ssm_beta", "blk.{}.ssm_a", "blk.{}.ssm_dt")
@@ -65,7 +65,7 @@ def _of_mamba(mixer: MambaMixer, pattern: str, part: WeightPart) -> WeightPart:
 
 # --- the order of value heads ---------------------------------------------------------------------
 def _tiled(mixer: DeltaMixer, pattern: str, part: WeightPart) -> WeightPart:
-    """Reorders heads: head h lies beside the others that read key head h % Hk in turn."""
+    """Reorders heads so that head h reads key head h % Hk."""
     size = 1 if pattern in _OF_HEADS else mixer.value_size
     order = _tiled_order(mixer, size)
     if pattern == _COLUMNS:

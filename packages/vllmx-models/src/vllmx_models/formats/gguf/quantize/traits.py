@@ -1,7 +1,4 @@
-"""What every decoder states of itself in the metadata of a GGUF file.
-
-What one architecture says beside that, or otherwise, its `GGUFArchitecture.states` gives.
-"""
+"""GGUF metadata of any decoder; `GGUFArchitecture.states` adds to it or overrides it."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class StatedTokenizer(Record):
 
     metadata: Mapping[str, Any]
     lost: tuple[str, ...] = ()
-    """What its files say beside that, a line each."""
+    """A line for each thing that the tokenizer's files have and the metadata do not."""
 
 
 def tokenizer_metadata(
@@ -68,8 +68,8 @@ def tokenizer_metadata(
         return _stated(files, vocab_size, pre, end_ids)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise WeightFormatError(
-            f"{files.path} or a file beside it is not as it should be ({shown(error)}): download it"
-            " again"
+            f"{files.path} or a file next to it is not as it should be ({shown(error)}): download"
+            " it again"
         ) from error
 
 
@@ -114,8 +114,8 @@ def _stated(
 
 
 def _is_byte_level(part: Mapping[str, Any] | None) -> bool:
-    """Whether a pre-tokenizer spells bytes as characters, so that no byte needs a token to fall
-    back to, whatever the model says."""
+    """True if a pre-tokenizer spells bytes as characters, so that bytes need no fallback tokens,
+    whatever the model says."""
     if part is None:
         return False
     if part["type"] == "Sequence":

@@ -54,7 +54,7 @@ class NewTensor(Record):
 
     @property
     def info(self) -> TensorInfo:
-        """What a reader would say of it, without its place."""
+        """The entry that a reader would give, without its offset."""
         return TensorInfo(self.name, TYPES_BY_NAME[self.type], self.shape, 0, self.num_bytes)
 
 
