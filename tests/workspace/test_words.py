@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PLACES = sorted(path.name for path in (ROOT / "packages").iterdir())
 REMAINING = {
     "vllmx": 0,
-    "vllmx-core": 181,
+    "vllmx-core": 8,
     "vllmx-cpu": 38,
     "vllmx-cuda": 36,
     "vllmx-demo": 0,

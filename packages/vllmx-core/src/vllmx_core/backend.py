@@ -23,12 +23,12 @@ there is no driver to hang in."""
 
 
 class LoadOptions(Record):
-    """How to load a model. None always means: the backend decides and reports it in LoadedInfo."""
+    """Options for loading a model. None: the backend decides and reports it in LoadedInfo."""
 
     dtype: str = "auto"
     """auto (the checkpoint's), bf16, f16 or f32."""
     kv_cache_dtype: str = "auto"
-    """auto (the backend's choice beside `dtype`), or one of `vllmx_core.kv_dtypes.KV_DTYPES`."""
+    """auto (the backend's choice for `dtype`), or one of `vllmx_core.kv_dtypes.KV_DTYPES`."""
     max_model_len: int = 4096
     shrink_to_fit: bool = False
     """`max_model_len` is the model's own, not a wish: where memory holds fewer tokens, load with
@@ -46,8 +46,8 @@ class LoadOptions(Record):
     states for later."""
     memory_fraction: float = 0.9
     free_bytes: int | None = None
-    """The free memory to divide, where ranks share it: what one of them found before any had taken
-    some, so that all come to the same whoever is first."""
+    """The free memory to divide if ranks share a device: measured by one rank before any of them
+    allocates, so that all compute the same sizes."""
     num_threads: int | None = None
     encoder_cache_bytes: int = 256 << 20
     """The bytes that features of images may take on the device; at least those of a step are held.
@@ -92,7 +92,7 @@ class LoadedInfo(Record):
     num_feature_rows: int = 0
     """Tokens of images whose features the store holds; 0: the model sees none."""
     encodes_in_parts: bool = False
-    """Whether a pass of the tower can be given in parts; see `SeeingModel.encode`."""
+    """True if a pass of the tower can be run in parts; see `SeeingModel.encode`."""
     step_timeout_s: float = DEVICE_STEP_TIMEOUT_S
     """The time after which a step here must be taken for hung, where the user does not say."""
     cache_windows: tuple[int | None, ...] = (None,)
@@ -176,8 +176,8 @@ class Backend(Protocol):
     def name(self) -> str: ...
 
     def supports(self, op: Op) -> bool:
-        """Whether it has the op with the options that this one has. `load` refuses a model with
-        another one, unless that expands into ops that it has."""
+        """True if the backend implements the op with these options. `load` refuses a model with an
+        unsupported op, unless that expands into supported ones."""
         ...
 
     def load(self, model: Model, source: WeightSource, options: LoadOptions) -> LoadedModel:

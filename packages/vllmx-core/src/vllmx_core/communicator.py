@@ -1,4 +1,4 @@
-"""What the ranks of one model say to each other while a step runs."""
+"""Communication between the ranks of one model during a step."""
 
 from __future__ import annotations
 

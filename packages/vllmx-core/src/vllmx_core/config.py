@@ -30,8 +30,8 @@ class EngineConfig:
     tokenizer: str | None = None
     """A folder with another tokenizer; None: the model's own."""
     mmproj: str | None = None
-    """The GGUF file with the tower for images of a model in a GGUF file: a path, or
-    "org/repo:file.gguf"; None: the one that lies beside the model."""
+    """The GGUF file with the image tower of a model in a GGUF file: a path, or
+    "org/repo:file.gguf"; None: the one next to the model."""
     chat_template: str | None = None
     """A template file that replaces the model's own."""
     default_chat_template_kwargs: str | None = None
@@ -45,14 +45,13 @@ class EngineConfig:
     """The code that runs the model: vllmx (its own file of the architecture), transformers, or
     auto: the own file where there is one."""
     quantization: str | None = None
-    """How the checkpoint must be quantised, in vLLM's names; None: as it is."""
+    """The required quantisation of the checkpoint, in vLLM's names; None: any."""
     generation_config: str = "auto"
     """Source of sampling defaults: auto: the model; vllm: none; or a folder."""
     override_generation_config: str | None = None
     """Sampling defaults as a JSON object, over those of `generation_config`."""
     task: Task = "auto"
-    """What the model is loaded for; auto: what its files say, which is to generate text unless they
-    name a way of pooling."""
+    """The task to load the model for; auto: pooling if its files say so, otherwise generation."""
     dtype: Dtype = "auto"
     isq: str | None = None
     """Quantise the checkpoint to this type while it loads: q4_k_m, q8_0, int8, ..."""
@@ -84,8 +83,8 @@ class EngineConfig:
     pipeline_parallel_size: int = 1
     """Processes that have some of the layers each, and compute one step after the other."""
     pipeline_layers: str | None = None
-    """How many layers each stage has, with commas between them; "bytes": so that none reads many
-    more bytes of weights than others; None: so that none takes much longer, which is measured."""
+    """Layers of each stage, separated by commas; "bytes": balanced by bytes of weights; None:
+    balanced by measured time."""
     expert_parallel: bool = False
     """Ranks have some of the experts of a layer each, whole, in place of a part of every one."""
     rank_hosts: str | None = None
@@ -128,9 +127,9 @@ class EngineConfig:
     """Seeds requests that bring none, so that a whole run repeats."""
     served_model_name: str | None = None
     tool_parser: str = "auto"
-    """How calls of tools are read: a format by name; auto: the model's own; none: they are not."""
+    """The format of tool calls; auto: the model's own; none: they are not parsed."""
     reasoning_parser: str = "auto"
-    """How thoughts are told from content, just so."""
+    """The format of reasoning, with the same special values."""
     prefer: tuple[str, ...] = ()
     """Plugins ("distribution" or "distribution:name") that serve what another provides too."""
 
@@ -210,7 +209,7 @@ class EngineConfig:
 
     @property
     def name(self) -> str:
-        """What clients call the model."""
+        """The model's name for clients."""
         return self.served_model_name or self.model
 
 

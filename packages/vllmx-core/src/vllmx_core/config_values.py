@@ -90,8 +90,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def json_object(text: str | None, name: str, example: str) -> dict[str, Any]:
-    """What the field `name` holds as the text of a JSON object; empty without one. Raises
-    ConfigError, which shows the example."""
+    """Parses the field `name` as a JSON object; None gives an empty one. Raises ConfigError, which
+    shows the example."""
     if text is None:
         return {}
     try:
@@ -159,7 +159,7 @@ def _scalar(value: Any, hint: Any, name: str, source: str) -> Any:
 
 
 def _integer(value: str | int | float, name: str) -> int:
-    """Raises ValueError for what is no whole number."""
+    """Raises ValueError unless the value is a whole number."""
     if isinstance(value, str):
         found = _NUMBER.fullmatch(value.strip())
         if found is None:

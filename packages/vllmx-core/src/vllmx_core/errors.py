@@ -24,7 +24,7 @@ def shown(value: object) -> str:
 
 
 def shown_entry(values: Mapping[str, object], key: str) -> str:
-    """What a mapping has under a key, for a message: a text without quotes."""
+    """A mapping's entry, for a message: a text without quotes."""
     if key not in values:
         return "(absent)"
     value = shown(values[key])
@@ -63,7 +63,7 @@ class VllmxError(Exception):
 
 
 class InvalidRequestError(VllmxError, ValueError):
-    """A request that can never be served as it stands."""
+    """A request that can never be served unchanged."""
 
     http_status = 400
     code = "invalid_request"
@@ -180,7 +180,7 @@ class GrammarCheckError(VllmxError):
     http_status = 503
     code = "grammar_check_unavailable"
     retry_after_s = 5.0
-    """What the server sends as `Retry-After`."""
+    """Sent by the server as `Retry-After`."""
 
 
 class QueueTimeoutError(VllmxError):
@@ -189,7 +189,7 @@ class QueueTimeoutError(VllmxError):
     http_status = 503
     code = "queue_timeout"
     retry_after_s = 5.0
-    """What the server sends as `Retry-After`."""
+    """Sent by the server as `Retry-After`."""
 
 
 class EngineDeadError(VllmxError):

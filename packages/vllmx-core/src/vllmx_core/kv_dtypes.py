@@ -71,7 +71,7 @@ def quantise(x: Floats, dtype: str) -> tuple[Codes, F32]:
 
 
 def dequantise(codes: Codes, scales: F32) -> F32:
-    """What `quantise` stands for: int8 codes are integers, bytes are e4m3."""
+    """The inverse of `quantise`: int8 codes are integers, bytes are e4m3."""
     values = (
         codes.astype(np.float32)
         if codes.dtype == np.int8

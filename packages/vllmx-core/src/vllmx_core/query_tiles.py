@@ -77,9 +77,9 @@ class QueryTiles(Record):
     def groups(
         self, most_keys: int, *, padding: float = math.inf, slack: int = 0
     ) -> list[QueryTiles]:
-        """Tiles of as many queries and about as many keys. What a group gathers, all its tiles
-        padded to the longest, stays below `most_keys` unless it is a single tile, and below
-        `padding` times the keys that its tiles have, beside `slack` of each."""
+        """Groups of tiles with equally many queries and about as many keys. The keys of a group,
+        all its tiles padded to the longest, stay below `most_keys` unless it is a single tile, and
+        below `padding` times its tiles' own keys plus `slack` for each tile."""
         lengths = self.last_key - self.first_key + 1
         order = np.lexsort((lengths, self.queries))
         groups: list[QueryTiles] = []

@@ -24,7 +24,7 @@ Fields = dict[str, "dataclasses.Field[Any]"]
 
 
 class _DataclassFields:
-    """What the functions of `dataclasses` ask a class for, made when they do."""
+    """Makes the fields that the functions of `dataclasses` need, on first use."""
 
     def __get__(self, record: object, kind: type[Struct]) -> Fields:
         return _fields(kind)

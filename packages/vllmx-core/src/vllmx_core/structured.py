@@ -1,4 +1,4 @@
-"""What an answer must look like, as a user says it."""
+"""Constraints on an answer's form, as the user gives them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large the store for features of images is."""
+"""Size of the store for image features."""
 
 from __future__ import annotations
 

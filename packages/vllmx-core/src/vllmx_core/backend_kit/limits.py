@@ -1,4 +1,4 @@
-"""How large a step may be, and whether there is room for the weights."""
+"""Limits of a step, and the check that the weights fit."""
 
 from __future__ import annotations
 

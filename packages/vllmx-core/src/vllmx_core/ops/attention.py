@@ -50,10 +50,10 @@ class AttentionSpec(Record):
     """The line of `StepPlan.rope_positions` that turns each of the rotary_dim / 2 frequencies;
     empty: the token's position turns all."""
     spans: bool = False
-    """Whether a token sees up to `StepPlan.visible_to`, as those of an image do that see each other
-    both ways. A window reaches back alone."""
+    """True if a token sees up to `StepPlan.visible_to`, for images whose tokens attend to each
+    other in both directions. A window limits only the past."""
     shared: bool = False
-    """Whether the pages are another layer's, which `ModelShape.caches` names."""
+    """True if the pages belong to another layer, which `ModelShape.caches` names."""
 
     @property
     def num_heads_in(self) -> int:

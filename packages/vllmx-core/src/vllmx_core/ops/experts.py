@@ -17,7 +17,7 @@ from vllmx_core.records import Record
 
 
 class ExpertsSpec(Record):
-    """What an expert computes between its two matrices."""
+    """The computation between an expert's two matrices."""
 
     activation: Activation | Literal["relu2"] = "silu"
     """relu2, the square of relu, is for experts without a gate."""

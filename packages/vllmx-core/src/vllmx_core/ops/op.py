@@ -17,7 +17,7 @@ class Op(Record, eq=False):
     decorator, for a `Record` is like a dataclass already."""
 
     name: ClassVar[str]
-    """What error messages and profiles call it."""
+    """The op's name in error messages and profiles."""
     results: ClassVar[tuple[str, ...]] = ("out",)
     """The fields that it computes; the other values are its operands."""
 
@@ -79,7 +79,7 @@ class OpList(Record):
 
     @property
     def samples(self) -> bool:
-        """Whether the result is logits, from which ids are drawn."""
+        """True if the result is logits, from which ids are sampled."""
         return self.output == "tokens"
 
 
@@ -128,7 +128,7 @@ def expect_same_width(**operands: Value) -> None:
 def expect_weight(w: object, kind: WeightKind) -> None:
     """`w` must be a weight of this kind."""
     if not isinstance(w, WeightRef):
-        raise OpError(f"{w!r} is no weight of the model: take one from the mapping `w`")
+        raise OpError(f"{w!r} is not a weight of the model: take one from the mapping `w`")
     expect(w.kind == kind, f"{w.name!r} is of kind {w.kind!r}, not {kind!r}")
 
 

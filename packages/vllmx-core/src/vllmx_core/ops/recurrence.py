@@ -195,8 +195,8 @@ def _unit(x: Floats, eps: float) -> Floats:
 def _decay_and_strength(
     a: Floats, b: Floats | None, spec: RecurrenceSpec, weights: RecurrenceWeights[Floats]
 ) -> tuple[Floats, Floats]:
-    """What a token leaves of each row of the state (T, H, Dk or 1), and how much of its value it
-    writes (T, H, 1)."""
+    """The factor by which a token scales each row of the state (T, H, Dk or 1), and the one for the
+    value that it writes (T, H, 1)."""
     with np.errstate(invalid="ignore"):  # NaN gives NaN
         dt = np.logaddexp(0, a + weights.dt_bias)  # softplus
     dt = np.clip(dt, spec.dt_min, spec.dt_max).reshape(len(a), spec.num_heads, -1)

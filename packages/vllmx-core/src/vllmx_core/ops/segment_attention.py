@@ -42,7 +42,7 @@ class SegmentSpec(Record):
     rope_axes: tuple[int, ...] = ()
     """The axis that turns each frequency, see `AttentionSpec.rope_axes`."""
     windowed: bool = False
-    """Whether a segment of a tower is a window of an image, see `PatchRows.windows`."""
+    """True if segments are windows of an image, see `PatchRows.windows`."""
 
     @property
     def attention(self) -> AttentionSpec:

@@ -87,7 +87,7 @@ class PluginInfo:
 
 
 def architecture_names(config: dict[str, Any]) -> list[str]:
-    """What config.json lists under `architectures`; nothing where that is no list of names."""
+    """`architectures` of config.json; empty unless that is a list of names."""
     listed = config.get("architectures")
     return [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
 
@@ -96,7 +96,7 @@ _LISTED = 10
 """More architectures than so many are not named in a message."""
 PLUGIN_CAN = "A plugin can add it (docs/plugins.md)"
 _STREAMS = ("hc_mult", "hc_count")
-"""How many residual streams a model has, in DeepSeek's and Qwen's words."""
+"""DeepSeek's and Qwen's config keys for the number of residual streams."""
 
 
 def nearest_architecture(wanted: str, known: Iterable[str]) -> str | None:
@@ -107,7 +107,7 @@ def nearest_architecture(wanted: str, known: Iterable[str]) -> str | None:
 
 
 def _beyond_ops(config: dict[str, Any]) -> str:
-    """What no op could do for it, where its config says that."""
+    """Names a feature of the config that no op supports, if there is one."""
     inner = config.get("text_config")
     keys = {*config, *(inner if isinstance(inner, dict) else ())}
     if keys.isdisjoint(_STREAMS):
@@ -135,7 +135,7 @@ class Registry:
 
     @property
     def plugins(self) -> Sequence[PluginInfo]:
-        """What was found, the failures included, in order of their keys."""
+        """All plugins found, including those that failed, ordered by key."""
         return self._plugins
 
     def add(self, plugin: object, key: str, *, version: str = "", module: str = "") -> None:
@@ -244,7 +244,7 @@ class Registry:
 
     @property
     def preferred(self) -> Sequence[str]:
-        """The plugins that `prefer` was told."""
+        """The plugins given to `prefer`."""
         return self._prefer
 
     def conflicts(self) -> tuple[list[str], list[str]]:
@@ -275,7 +275,7 @@ class Registry:
                 if self._serving(f"{kind_name(kind)} {each.spec.name!r}") is each:
                     found.append(each.spec)
             except PluginClashError:
-                continue  # whoever asks for it by name is told
+                continue  # asking for it by name raises
         return found
 
     def find(self, kind: type[S], name: str) -> S | None:
@@ -315,7 +315,7 @@ class Registry:
         return next((spec for claim in claims if (spec := self._model(claim)) is not None), None)
 
     def unserved(self, config: dict[str, Any]) -> str:
-        """What is said of an architecture that nobody serves, without a full stop."""
+        """The error text for an architecture that no plugin serves, without a full stop."""
         names, model_type = architecture_names(config), config.get("model_type")
         wanted = listing(names, 5) or f"model_type {shown(model_type)}"
         specs = [spec for _, spec in self.provided(ModelSpec)]

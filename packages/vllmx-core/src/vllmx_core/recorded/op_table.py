@@ -1,4 +1,4 @@
-"""What a backend does with each op: the table by type that interpreters and lowerings read."""
+"""A backend's handlers by type of op, for interpreters and lowerings."""
 
 from __future__ import annotations
 
@@ -46,14 +46,13 @@ class OpTable(Generic[C, R]):
         return register
 
     def include(self, family: OpTable[C, R]) -> None:
-        """Takes the handlers of another table, so that families of ops may stand in files of their
-        own."""
+        """Adds the handlers of another table, so that families of ops can have separate files."""
         assert not self._handlers.keys() & family._handlers.keys(), "two handlers for one op"
         self._handlers |= family._handlers
         self._limits |= family._limits
 
     def supports(self, op: Op) -> bool:
-        """Whether the backend has the op with the options that it has here."""
+        """True if the backend has the op with its options."""
         limit = self._limits.get(type(op))
         return type(op) in self._handlers and (limit is None or limit(op))
 
@@ -65,5 +64,5 @@ class OpTable(Generic[C, R]):
         return found
 
     def __call__(self, op: Op, context: C) -> R:
-        """What the handler of this op gives."""
+        """Calls the handler of the op."""
         return self.handler(op)(op, context)

@@ -40,7 +40,7 @@ class Share(Record):
         return Share(self.whole * span, pieces)
 
     def between(self, begin: int, end: int) -> Share:
-        """What it has of the features from `begin` to before `end`, numbered from there."""
+        """The share of the features from `begin` to before `end`, numbered from `begin`."""
         cut = ((max(first, begin), min(last, end)) for first, last in self.pieces)
         pieces = tuple((first - begin, last - begin) for first, last in cut if first < last)
         return Share(end - begin, pieces)

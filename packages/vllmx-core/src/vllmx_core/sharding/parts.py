@@ -72,9 +72,9 @@ class Parts:
     def ops(
         self, op: Op, known: Mapping[Value, Value], w: Mapping[str, WeightRef], begin: int
     ) -> Iterator[Op]:
-        """What computes the rank's sum, the last one's result. `known` has the rank's values by
-        those of the whole; `begin` is the first feature that the rank has of what a matrix
-        reads."""
+        """Ops that compute the rank's sum, which is the last one's result. `known` maps values of
+        the whole to those of the rank; `begin` is the first feature of a matrix's input that the
+        rank has."""
         results, adds = [], list[Op]()
         for number, shard in enumerate(self.shards, self.first):
             changes: dict[str, Any] = {
@@ -105,7 +105,7 @@ class Parts:
         yield from adds
 
     def sums(self, op: Op) -> bool:
-        """Whether an op is one of those sums."""
+        """True if an op is one of those sums."""
         return bool(self.shards) and op in _sums(self.shards[0])
 
 
@@ -128,7 +128,7 @@ def parts_of_rank(shard_of: Planner, rank: int, ranks: int) -> Parts:
 
 
 def fits(shard_of: Planner, count: int) -> bool:
-    """Whether a model can be cut among so many ranks, or into so many parts."""
+    """True if a model can be cut among `count` ranks, or into `count` parts."""
     if count == 1:
         return True
     try:

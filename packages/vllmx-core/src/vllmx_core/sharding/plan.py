@@ -46,7 +46,7 @@ ColumnsOf = Callable[[WeightSpec], Columns]
 
 
 class WeightCut(MutableRecord):
-    """What a rank has of a weight."""
+    """A rank's part of a weight."""
 
     rows: Share | None = None
     cols: Piece | None = None
@@ -58,15 +58,15 @@ class WeightCut(MutableRecord):
 
 
 class ShardPlan(MutableRecord):
-    """What one rank has of a step."""
+    """One rank's part of a step."""
 
     values: dict[Value, Share] = field(default_factory=dict)
-    """What the rank has of each value that no rank has whole."""
+    """The rank's share of each value that no rank has whole."""
     weights: dict[str, WeightCut] = field(default_factory=dict)
     kv_heads: dict[int, range] = field(default_factory=dict)
     """The heads of keys and values that the rank has, for each attention layer."""
     states: dict[int, StateSpec] = field(default_factory=dict)
-    """What the rank keeps of recurrent layers that ranks divide, by `ModelShape.states`."""
+    """The rank's share of the states that ranks divide, by index in `ModelShape.states`."""
     options: dict[Op, Options] = field(default_factory=dict)
     reduced: set[Op] = field(default_factory=set)
     """Ops whose results are to be added over all ranks."""

@@ -1,5 +1,5 @@
-"""What each op makes of a cut: where its result may be cut, and what it needs then of its operands
-and weights. Ops that are not here compute whole values, on every rank alike."""
+"""Sharding rules of the ops: where a result may be cut, and which parts of the operands and weights
+a share of it needs. Ops without a rule compute whole values on every rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllmx_core.sharding.cuts import Share, Units
 
 
 class Cutter(Protocol):
-    """What the rules ask and tell while a step is gone through."""
+    """Collects the decisions of the rules as they go through a step."""
 
     ranks: int
 
@@ -35,7 +35,7 @@ class Cutter(Protocol):
         ...
 
     def shard(self, ref: WeightRef) -> str:
-        """What the weight map says."""
+        """The weight's `WeightSpec.shard`."""
         ...
 
     def value(self, op: Op, value: Value, share: Share) -> None:
@@ -60,12 +60,12 @@ Options = dict[str, Any]
 
 
 class Rule:
-    """What sharding does to one type of op, whose result a rank may have a share of.
+    """The sharding of one type of op.
 
     Args:
         units: where the result may be cut, None: nowhere.
-        take: tells the cutter what the op reads for a share of its result, and gives the options
-            that it has on this rank.
+        take: requests from the cutter what a share of the result needs, and returns the op's
+            options on this rank.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""What the parts of a step cost between two places where it can be cut into stages: the bytes of
-weights that they read, or seconds that somebody has measured."""
+"""Costs of the segments between two neighbouring cuts: bytes of weights, or measured seconds."""
 
 from __future__ import annotations
 
@@ -24,14 +23,14 @@ below it the noise of the measurement would decide."""
 
 
 def byte_costs(recording: Recording, source: WeightSource) -> list[float]:
-    """What each op adds to the time of a step: the bytes of weights that it reads."""
+    """Bytes of weights that each op reads in a step."""
     specs = {spec.name: spec for spec in recording.specs}
     return [_cost(op, specs, source) for op in recording.steps.ops]
 
 
 def _cost(op: Op, specs: Mapping[str, WeightSpec], source: WeightSource) -> float:
-    """Bytes of an op's weights. Of a table of tokens a step reads a few rows, of experts those that
-    its rows ask for."""
+    """Bytes of an op's weights that a step reads: hardly any of a token table, and only the experts
+    that its rows use."""
     if isinstance(op, Embedding):
         return 0.0
     size = sum(weight_bytes(specs[ref.name], source) for ref in op.weights if ref.name in specs)
@@ -41,7 +40,7 @@ def _cost(op: Op, specs: Mapping[str, WeightSpec], source: WeightSource) -> floa
 
 
 def used_share(chosen: int, experts: int, rows: int) -> float:
-    """How many of the experts some rows use, 0 to 1, if each row chooses as many by lot."""
+    """Expected fraction of the experts that are used if each row chooses at random."""
     return 1.0 - (1.0 - min(1.0, chosen / experts)) ** rows
 
 
@@ -62,7 +61,7 @@ def segment_bounds(cuts: Sequence[Cut]) -> list[tuple[Cut, Cut | None]]:
 def sums_of_stages(
     chosen: Sequence[Cut], cuts: Sequence[Cut], costs: Sequence[float]
 ) -> list[float]:
-    """What each stage costs, of the costs of the segments."""
+    """The cost of each stage, from the costs of the segments."""
     ends = [1 + cuts.index(cut) for cut in chosen]
     return [sum(costs[begin:end]) for begin, end in pairwise([0, *ends, len(costs)])]
 
@@ -73,8 +72,8 @@ def measured_cuts(
     seconds: Sequence[float],
     stages: int,
 ) -> tuple[Cut, ...]:
-    """The places at which the slowest stage takes least; those that balance bytes of weights where
-    it takes hardly longer, so that what is measured on one machine twice comes to the same.
+    """The places at which the slowest stage is fastest. Places that balance bytes of weights are
+    preferred if they are hardly slower, so that repeated measurements give the same result.
 
     Args:
         cuts: all places.

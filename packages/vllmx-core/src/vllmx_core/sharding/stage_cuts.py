@@ -30,7 +30,7 @@ Home = tuple[str, int]
 
 
 def home_of(op: Op) -> Home | None:
-    """Which pages or states an op reads and writes, by the model's numbers."""
+    """The pages or states that an op reads and writes, by the model's numbers."""
     spec = getattr(op, "spec", None)
     for kind in ("layer", "state"):
         number = getattr(spec, kind, None)
@@ -44,7 +44,7 @@ class Cut(Record):
 
     index: int
     crossing: tuple[Value, ...]
-    """What is made before it and read behind it, in the order in which it is made."""
+    """Values written before the cut and read after it, in order of writing."""
 
     @property
     def width(self) -> int:
@@ -86,7 +86,7 @@ def own_cut(steps: OpList, cut: Cut) -> Cut:
 
 
 def _crossing(steps: OpList) -> list[tuple[Value, ...]]:
-    """What is alive before each op."""
+    """The values alive before each op."""
     last = {value: index for index, op in enumerate(steps.ops) for value in op.reads}
     last[steps.logits] = len(steps.ops)
     alive: dict[Value, int] = {}

@@ -1,8 +1,8 @@
-"""One stage of a model, as a model that any backend loads: some of its layers, behind one another.
+"""One stage of a model, as a model that any backend loads: a run of consecutive layers.
 
-The first stage looks tokens up, each hands on what its layers came to, and the last one has the
-head. A stage has the weights, pages and states of its own layers; all have the same blocks of the
-same groups, so that one plan is good for all.
+The first stage has the embedding, each hands its layers' results on, and the last one has the head.
+A stage has the weights, pages and states of its own layers; all have the same blocks of the same
+groups, so that one plan fits all.
 """
 
 from __future__ import annotations

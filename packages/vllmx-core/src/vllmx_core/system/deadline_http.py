@@ -73,7 +73,7 @@ def get(url: str, headers: dict[str, str], seconds: float) -> tuple[int, bytes]:
 
 
 class _TimedSocket:
-    """What `http.client` needs of a socket, each wait within the deadline."""
+    """The part of a socket that `http.client` uses, each wait within the deadline."""
 
     def __init__(self, connection: socket.socket, deadline: Deadline) -> None:
         self._connection = connection
@@ -116,7 +116,7 @@ class _TimedReader(io.RawIOBase):
 def _waited(
     connection: socket.socket, deadline: Deadline, call: Callable[..., T], *arguments: Any
 ) -> T:
-    """What `call` returns, called again while it times out and the deadline has not passed."""
+    """Repeats `call` on timeouts until the deadline has passed."""
     while True:
         connection.settimeout(deadline.left_s())
         try:

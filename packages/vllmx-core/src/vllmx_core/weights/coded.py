@@ -91,7 +91,7 @@ class CodedRows(Record):
 
 
 def in_equal_groups(groups: AnyArray) -> bool:
-    """Whether columns of these groups are in order, with the same number of columns in each."""
+    """True if the groups of columns are in order and have the same number of columns each."""
     count = int(groups.max()) - int(groups.min()) + 1
     if len(groups) % count:
         return False

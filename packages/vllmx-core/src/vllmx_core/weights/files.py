@@ -30,10 +30,10 @@ _SKIPPED_BYTES = 4096
 """Runs that lie further apart are read one by one; less is read along with them and left out: a
 call costs as much, and a disk gives whole pages."""
 _AHEAD_BYTES = 128 << 10
-"""Runs that lie further apart are fetched from the disk one by one, others with what lies between
-them: a rank beside this one wants that, and small reads of a disk take many times as long."""
+"""Runs closer than this are fetched from the disk together with the gap between them: another rank
+needs the gap, and many small reads take far longer."""
 _ROOM_BYTES = 1 << 20
-"""What is read at once of runs and what lies between them."""
+"""The size of one read over runs and the gaps between them."""
 
 
 class ReadingRoom(threading.local):
@@ -119,7 +119,7 @@ class WeightFile:
                 os.posix_fadvise(self._file.fileno(), place, run_bytes, os.POSIX_FADV_WILLNEED)
 
     def _read(self, wanted: Sequence[tuple[memoryview, int]]) -> None:
-        """Fills each buffer with the bytes from the place beside it on."""
+        """Fills each buffer from its offset in the file."""
         try:
             filled = self._size() == self.num_bytes and all(
                 self._fill(buffer, begin) for buffer, begin in wanted
@@ -139,7 +139,7 @@ class WeightFile:
         return os.fstat(self._file.fileno()).st_size
 
     def _fill(self, view: memoryview, begin: int) -> bool:
-        """Whether the file held all that was wanted."""
+        """False if the file ends before the buffer is full."""
         done = 0
         while done < len(view):
             more = os.preadv(self._file.fileno(), [view[done : done + _CALL_BYTES]], begin + done)

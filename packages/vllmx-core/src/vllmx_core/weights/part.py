@@ -29,23 +29,23 @@ _WORDS = 32
 
 
 class Layout(Record):
-    """How buffers encode a matrix. A subclass names its `kind` and overrides `decode`; where
-    weights are small integers also `codes`, and where buffers do not lie row by row `row_wise` and
-    `cut`."""
+    """The encoding of a matrix in buffers. A subclass names its `kind` and overrides `decode`; also
+    `codes` if weights are small integers, and `row_wise` and `cut` if buffers are not stored row by
+    row."""
 
     bits: float
     group_size: int | None = None
     options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     kind: ClassVar[str] = ""
     has_codes: ClassVar[bool] = False
-    """Whether `codes` exists; `bits` and `group_size` are those of the integers then. Where input
-    features are not in the order of their groups, the buffer "g_idx" has the group of each."""
+    """True if `codes` exists; `bits` and `group_size` then describe its integers. If input features
+    are not in the order of their groups, the buffer "g_idx" has the group of each."""
     gathers_codes: ClassVar[bool] = False
-    """Whether `codes` is faster for rows of an index than for each of them."""
+    """True if `codes` reads scattered rows faster by one index than one by one."""
 
     @property
     def row_wise(self) -> bool:
-        """Whether each buffer has an entry for each row, or one for all rows."""
+        """True if each buffer has an entry for each row, or one for all rows."""
         return True
 
     @property
@@ -55,7 +55,7 @@ class Layout(Record):
 
     @property
     def is_mxfp4(self) -> bool:
-        """Whether the buffers are "weight", e2m1 values two to a byte, and "scale", one 8-bit
+        """True if the buffers are "weight", e2m1 values two to a byte, and "scale", an 8-bit
         exponent for each 32 of them."""
         return False
 
@@ -137,7 +137,7 @@ class WeightPart(Record):
 
     @property
     def is_shuffled(self) -> bool:
-        """Whether `group_of` is there."""
+        """True if `group_of` is set."""
         return self.group_of is not None
 
     @property
@@ -230,7 +230,7 @@ class Integers(Layout):
 
 
 def is_plain(part: WeightPart) -> bool:
-    """Whether a part's numbers are stored as they are, in one buffer."""
+    """True if a part's numbers are stored unencoded, in one buffer."""
     return isinstance(part, StoredPart) and part.layout == DENSE
 
 

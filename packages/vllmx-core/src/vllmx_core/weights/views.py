@@ -57,7 +57,7 @@ class View(WeightPart):
 
     @property
     def keeps_layout(self) -> bool:
-        """Whether rows have the buffers of `of`."""
+        """True if rows have the buffers of `of`."""
         return self.of.layout.row_wise and self.of.layout.kind == self.layout.kind
 
     def stored_rows(self, begin: int, end: int) -> StoredPart:
@@ -364,7 +364,7 @@ def _runs(index: Index) -> Iterator[Span]:
 
 
 def _are_long(index: Index) -> bool:
-    """Whether runs are so long that reading the rows between them costs more than single reads."""
+    """True if runs are so long that reading the rows between them costs more than single reads."""
     return bool(_LONG_RUN * (1 + np.count_nonzero(np.diff(index) != 1)) <= len(index))
 
 

@@ -10,7 +10,7 @@ from vllmx_core.ops.values import Value
 
 
 def num_reads(steps: OpList) -> Counter[Value]:
-    """How often each value is read; the logits count once more, for whoever samples."""
+    """Counts the reads of each value; the logits count once more, for the sampler."""
     reads = Counter(value for op in steps.ops for value in op.reads)
     reads[steps.logits] += 1
     return reads
