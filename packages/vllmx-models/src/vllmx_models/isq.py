@@ -33,8 +33,7 @@ from vllmx_core.weights.views import View, below, cols_of, entry_of
 from vllmx_models.blocks.transposed_experts import lies_across, upright
 from vllmx_models.formats.gguf.architecture import DECODER_TENSORS
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
-from vllmx_models.formats.gguf.quantize.encode import QUANTIZERS
-from vllmx_models.formats.gguf.quantize.encoders import encoder_for, float_rows
+from vllmx_models.formats.gguf.quantize.encoders import QUANTIZERS, encoder_for, float_rows
 from vllmx_models.formats.gguf.quantize.header import architecture_table
 from vllmx_models.formats.gguf.quantize.mixes import Layers, type_of
 from vllmx_models.quantization.float8 import fp8_layout, fp8_part

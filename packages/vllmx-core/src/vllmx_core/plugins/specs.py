@@ -106,7 +106,7 @@ class ModelImplSpec(_Spec):
     probe: str
     """"module:function" that says why it cannot run here, see `BackendSpec.probe`."""
     cost: str
-    """Its cost, for the log line that says what runs a model: "slower, ..."."""
+    """The cost, for the log line that says what runs a model: "slower, ..."."""
     api: int = API_VERSION
 
     def unavailable_reason(self) -> str | None:

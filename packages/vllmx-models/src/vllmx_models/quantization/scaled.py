@@ -8,7 +8,7 @@ import numpy as np
 from vllmx_core.plan import F32
 from vllmx_core.weights.tensor import RawTensor, float8_to_f32
 
-from vllmx_models.quantization.bits import U8
+from vllmx_models.quantization.affine import U8
 from vllmx_models.quantization.options import FLOATS
 from vllmx_models.quantization.source import ModuleTensors
 

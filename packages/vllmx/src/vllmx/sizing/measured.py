@@ -19,8 +19,7 @@ from vllmx_core.plugins.registry import Registry
 from vllmx_core.weights.part import WeightPart
 from vllmx_core.weights.tensor import RawTensor
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, TensorType, weight_part
-from vllmx_models.formats.gguf.quantize.encode import QUANTIZERS
-from vllmx_models.formats.gguf.quantize.encoders import encoder_for
+from vllmx_models.formats.gguf.quantize.encoders import QUANTIZERS, encoder_for
 
 ROWS = (1, 8, 32, 512)
 """Tokens of a step that are measured; between them times are interpolated."""

@@ -11,8 +11,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
+import numpy as np
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError
 from vllmx_core.records import Record
+from vllmx_core.weights.part import WeightPart, dense_part
 
 from vllmx_models.formats.gguf.architecture import GGUFArchitecture
 from vllmx_models.formats.gguf.file import GGUFFile, TensorInfo
@@ -172,3 +174,24 @@ def _uncut(place: Place, wanted: str) -> WeightFormatError:
 def _has_rows(info: TensorInfo) -> bool:
     """True if each entry of the first dimension takes whole bytes."""
     return len(info.shape) > 1 or info.kind.values == 1
+
+
+# --- vectors that files store in another form -----------------------------------------------------
+
+
+def is_norm(name: str) -> bool:
+    """True if a tensor of a file is the weight of a norm."""
+    return name.endswith("norm.weight")
+
+
+def shifted(part: WeightPart, offset: float) -> WeightPart:
+    """A vector with `offset` added to each value."""
+    if offset == 0:
+        return part
+    return dense_part(part.name, part.dequantize() + np.float32(offset))
+
+
+def log_of_negated(part: WeightPart) -> WeightPart:
+    """The logarithms of a vector's values times -1."""
+    with np.errstate(all="ignore"):  # a damaged value is NaN, which the sampler reports
+        return dense_part(part.name, np.log(-part.dequantize()))

@@ -24,8 +24,14 @@ from vllmx_models.formats.gguf.blocks import weight_part
 from vllmx_models.formats.gguf.encoders import PAIR_HEAD, text_modules
 from vllmx_models.formats.gguf.file import GGUFFile
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
-from vllmx_models.formats.gguf.norms import is_norm, log_of_negated, shifted
-from vllmx_models.formats.gguf.places import Heads, places_of, split_name
+from vllmx_models.formats.gguf.places import (
+    Heads,
+    is_norm,
+    log_of_negated,
+    places_of,
+    shifted,
+    split_name,
+)
 from vllmx_models.formats.gguf.shards import model_file, open_shards
 
 _DTYPES = {"F32": "float32", "F16": "float16"}

@@ -13,7 +13,7 @@ from vllmx_core.weights.views import below
 
 from vllmx_models.formats.gguf.blocks import weight_part
 from vllmx_models.formats.gguf.file import GGUFFile
-from vllmx_models.formats.gguf.norms import shifted
+from vllmx_models.formats.gguf.places import shifted
 
 Make = Callable[[str, Sequence[WeightPart]], WeightPart]
 """A function from the name in the original checkpoint and the file's tensors to the weight."""

@@ -24,12 +24,10 @@ from vllmx_core.weights.part import WeightPart
 from vllmx_core.weights.tensor import RawTensor
 
 from vllmx_models.file_names import shard_names
-from vllmx_models.formats.gguf.norms import is_norm, shifted
-from vllmx_models.formats.gguf.places import split_name
+from vllmx_models.formats.gguf.places import is_norm, shifted, split_name
 from vllmx_models.formats.gguf.quantize import losses
-from vllmx_models.formats.gguf.quantize.beside import kept_metadata, pooling_metadata
 from vllmx_models.formats.gguf.quantize.encoders import encoder_for, float_rows
-from vllmx_models.formats.gguf.quantize.header import target_of
+from vllmx_models.formats.gguf.quantize.header import kept_metadata, pooling_metadata, target_of
 from vllmx_models.formats.gguf.quantize.mixes import MIXES, Layers, type_of
 from vllmx_models.formats.gguf.quantize.mxfp4 import MXFP4, is_kept, stored_blocks
 from vllmx_models.formats.gguf.quantize.origins import (
