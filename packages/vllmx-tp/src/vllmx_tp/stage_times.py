@@ -37,7 +37,7 @@ from vllmx_core.sharding.stage_cuts import (
     num_layers,
     places,
 )
-from vllmx_core.sharding.stage_probe import ProbedSegment
+from vllmx_core.sharding.stages import ProbedSegment
 from vllmx_core.weights.part import WeightSource
 from vllmx_engine.core.load import OpenedModel
 

@@ -18,7 +18,7 @@ class Linear(Op):
     w: WeightRef
     out: Value
     activation: Activation | None = None
-    """Set by `passes.activated_linear`; models write a separate op."""
+    """Set by `passes.fuse_activations`; models write a separate op."""
 
     @classmethod
     def of(cls, x: Value, w: WeightRef) -> Linear:

@@ -13,8 +13,7 @@ from vllmx_core.ops.values import StepInputs, WeightRef
 from vllmx_core.plan import AnyArray
 from vllmx_core.plugins.registry import load_registry
 from vllmx_core.plugins.specs import BackendSpec
-from vllmx_core.recorded.passes import Pass
-from vllmx_core.recorded.passes.expand import expand_unsupported, unsupported_ops
+from vllmx_core.recorded.passes import Pass, expand_unsupported, unsupported_ops
 from vllmx_core.records import Record
 from vllmx_core.weights.spec import WeightSpec
 

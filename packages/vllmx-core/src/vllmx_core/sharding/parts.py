@@ -20,8 +20,8 @@ from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.slice import Slice
 from vllmx_core.ops.values import Value, WeightRef
-from vllmx_core.sharding.cuts import Share
 from vllmx_core.sharding.plan import ShardPlan, WeightCut
+from vllmx_core.sharding.shares import Share
 from vllmx_core.sharding.weights import narrowed
 from vllmx_core.weights.spec import WeightSpec
 

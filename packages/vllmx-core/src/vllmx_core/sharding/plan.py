@@ -22,8 +22,8 @@ from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.values import Value, WeightRef
 from vllmx_core.records import MutableRecord, Record, field
-from vllmx_core.sharding.cuts import Piece, Share, Units, divided
 from vllmx_core.sharding.rules import RULES, Options
+from vllmx_core.sharding.shares import Piece, Share, Units, divided
 from vllmx_core.weights.spec import WeightSpec
 
 VOCABULARY_UNIT = 64

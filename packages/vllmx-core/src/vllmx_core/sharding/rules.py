@@ -22,7 +22,7 @@ from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.ops.values import Value, WeightRef
-from vllmx_core.sharding.cuts import Share, Units
+from vllmx_core.sharding.shares import Share, Units
 
 
 class Cutter(Protocol):

@@ -8,7 +8,6 @@ from itertools import pairwise
 from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.op import Op
-from vllmx_core.ops.values import Value
 from vllmx_core.recorded.recording import Recording
 from vllmx_core.sharding.stage_cuts import Cut, balanced
 from vllmx_core.weights.map import parts_of
@@ -92,23 +91,16 @@ def likeness(
     ops: Sequence[Op], specs: Mapping[str, WeightSpec], source: WeightSource
 ) -> tuple[object, ...]:
     """Equal for segments that take the same time: ops of the same sizes, options and formats."""
+
+    def size(name: str) -> float | None:
+        return weight_bytes(specs[name], source) if name in specs else None
+
     return tuple(
         (
             op.name,
-            tuple(_size(value) for value in (*op.reads, *op.writes)),
-            tuple(
-                (ref.kind, ref.rows, ref.cols, ref.count, _format(ref.name, specs, source))
-                for ref in op.weights
-            ),
+            tuple((one.width, one.rows, one.dtype) for one in (*op.reads, *op.writes)),
+            tuple((ref.kind, ref.rows, ref.cols, ref.count, size(ref.name)) for ref in op.weights),
             repr(op.options),
         )
         for op in ops
     )
-
-
-def _size(value: Value) -> tuple[object, ...]:
-    return value.width, value.rows, value.dtype
-
-
-def _format(name: str, specs: Mapping[str, WeightSpec], source: WeightSource) -> float | None:
-    return weight_bytes(specs[name], source) if name in specs else None

@@ -10,6 +10,7 @@ side.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -121,31 +122,23 @@ def balanced(cuts: Sequence[Cut], costs: Sequence[float], stages: int) -> tuple[
     """
     total = [0.0, *accumulate(costs)]
     ends = [*(cut.index for cut in cuts), len(costs)]
-
-    def one_more(end: int) -> tuple[tuple[float, float], int]:
-        """The cost with one stage more, which ends at `ends[end]`; and where that one begins."""
-        choices = []
-        for place in range(end):
-            (dearest, squares), own = best[place], total[ends[end]] - total[ends[place]]
-            choices.append(((max(dearest, own), squares + own * own), place))
-        return min(choices)
-
-    best = [(total[end], total[end] ** 2) for end in ends]
-    """The stages so far, for each place at which the last of them may end: the dearest one's cost,
-    and the sum of the squares of all."""
-    chosen: list[list[int]] = []
-    for stage in range(1, stages):
-        rows = [
-            one_more(end) if end >= stage else ((float("inf"), 0.0), 0) for end in range(len(ends))
+    never: tuple[float, float, tuple[int, ...]] = (math.inf, 0.0, ())
+    # For each place at which the stages so far may end: the dearest one's cost, the sum of the
+    # squares of all, and the places between them, the last first.
+    best = [(total[end], total[end] ** 2, never[2]) for end in ends]
+    for _ in range(1, stages):
+        best = [
+            min(
+                (
+                    (max(dearest, own), squares + own * own, (place, *chosen))
+                    for place, (dearest, squares, chosen) in enumerate(best[:number])
+                    for own in [total[end] - total[ends[place]]]
+                ),
+                default=never,
+            )
+            for number, end in enumerate(ends)
         ]
-        best = [cost for cost, _ in rows]
-        chosen.append([place for _, place in rows])
-    found: list[Cut] = []
-    end = len(ends) - 1
-    for places_of_stage in reversed(chosen):
-        end = places_of_stage[end]
-        found.append(cuts[end])
-    return tuple(reversed(found))
+    return tuple(cuts[place] for place in reversed(best[-1][2]))
 
 
 def check_stages(cuts: Sequence[Cut], stages: int) -> None:

@@ -14,7 +14,9 @@ from typing import Any
 from vllmx_core.backend import LoadOptions
 from vllmx_core.cache.capacity import layout_of
 from vllmx_core.cache.groups import CacheLayout
+from vllmx_core.errors import OpError
 from vllmx_core.model import CacheGroup, Model, ModelShape, SharedKV
+from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.recorder import Ops
 from vllmx_core.ops.recv import Recv
@@ -147,6 +149,45 @@ def _groups(shape: ModelShape, layers: list[int], layout: CacheLayout) -> tuple[
         CacheGroup(group.window, tuple(own))
         for group, own in zip(layout.groups, found, strict=True)
     )
+
+
+class ProbedSegment(StagedModel):
+    """A part of a step that one process loads and runs alone, to measure it: it reads rows of the
+    token table instead of a previous stage's values, and sends nothing. Raises OpError unless the
+    values at its ends are as wide as those rows."""
+
+    def __init__(
+        self, whole: Model, steps: OpList, begin: Cut, end: Cut | None, layout: CacheLayout
+    ) -> None:
+        super().__init__(whole, steps, begin, end, layout)
+        self._table = _table_of(steps)
+        self._names.add(self._table.name)
+        for value in (*self._received, *(self._sent or ())):
+            if value.width != self._table.cols:
+                raise OpError(
+                    f"a value of {value.width} features crosses a place, and the table of tokens"
+                    f" has {self._table.cols}"
+                )
+
+    def forward(self, ops: Ops, w: Mapping[str, WeightRef], step: StepInputs) -> Value:
+        """Replays the part."""
+        for value in self._received:
+            ops.put(Embedding(step.tokens, self._table, 0, value))
+        for op in self._ops:
+            ops.put(op)
+        if self._sent is None:
+            return self._logits
+        total, *others = self._sent
+        for value in others:
+            total = ops.add(total, value)
+        return ops.pool(total, step, "last")
+
+
+def _table_of(steps: OpList) -> WeightRef:
+    for op in steps.ops:
+        if isinstance(op, Embedding) and op.ids.source == "tokens":
+            return op.w
+    raise OpError("the model has no table of tokens")
 
 
 def staged(

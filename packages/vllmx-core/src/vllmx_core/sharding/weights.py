@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from vllmx_core.sharding.cuts import Share
 from vllmx_core.sharding.plan import Columns, WeightCut
+from vllmx_core.sharding.shares import Share
 from vllmx_core.weights.map import parts_of
 from vllmx_core.weights.part import WeightPart, WeightSource
 from vllmx_core.weights.spec import PartSpec, RankShare, WeightSpec
