@@ -1,10 +1,9 @@
-"""One rank's end of calls between ranks: it puts its part into memory that its host's ranks share,
-and reads all parts when all have arrived. A link brings those of other hosts.
+"""Calls between ranks through memory that the ranks of a host share.
 
-The way from a rank of a stage to that of the next one, and from the last stage to rank 0.
-
-Pieces of bytes lie in the buffers of the rank that sends, two in turn, until the next rank has
-taken them. The CPU backend's native code does the same to the same words.
+In a sum or a gather, each rank writes its part and reads all parts when all have arrived; a link
+brings those of other hosts. Between stages, and from the last stage to rank 0, bytes go in pieces,
+which stay in one of the sender's two buffers until the receiver has taken them. The CPU backend's
+native code does the same with the same words.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from vllmx_tp.region import BUFFER_BYTES, RANK_BYTES, Region, Seats, Word
 
 _SPINS = 200
 """Polls of the others before the first sleep."""
+_SLEEP_S = 50e-6
 _SIZE = struct.Struct("<Q")
 Bytes = npt.NDArray[np.uint8]
 
@@ -121,11 +121,6 @@ class Incoming(_End):
     def _free(self) -> None:
         futex.publish(self._taken, self._count)
         futex.wake(self._taken)
-
-
-_SPINS = 200
-"""Looks at the others before the first sleep."""
-_SLEEP_S = 50e-6
 
 
 class SharedMemoryCommunicator:

@@ -1,7 +1,4 @@
-"""Rank 0: a loaded model whose steps the other ranks run too.
-
-What the ranks or the stages of a group can do together.
-"""
+"""Rank 0: a loaded model whose steps the other ranks run too, and the limits that all agree on."""
 
 from __future__ import annotations
 
@@ -21,13 +18,14 @@ from vllmx_tp.frames import Frame, PartFrame
 from vllmx_tp.group import Group
 from vllmx_tp.handshake import read_key
 from vllmx_tp.hosts import RemoteHost, addresses
-from vllmx_tp.loading import divide_cores, load_rank, share_of_host
+from vllmx_tp.loading import WatchedSource, divide_cores, load_rank, share_of_host
 from vllmx_tp.messages import Call, RankReady
 from vllmx_tp.pipeline import PipelinedModel
 from vllmx_tp.region import Region
 from vllmx_tp.sampled_ids import SampledIds, compares, sampled_frame
 from vllmx_tp.stage_times import with_layers
-from vllmx_tp.watched_source import WatchedSource
+
+logger = logging.getLogger("vllmx.tp")
 
 
 def load(found: FoundModel, opened: OpenedModel) -> RankedModel | PipelinedModel:
@@ -187,8 +185,6 @@ class RankedForward:
         """See `vllmx_core.backend.ForwardStep.sample`."""
         return self._owner.sample(self._step, rows)
 
-
-logger = logging.getLogger("vllmx.tp")
 
 _ALIKE_STAGES = ("backend", "dtype", "kv_cache_dtype", "block_size", "cache_windows")
 _ALIKE_RANKS = (*_ALIKE_STAGES, "max_num_batched_tokens", "max_logit_rows", "num_feature_rows")

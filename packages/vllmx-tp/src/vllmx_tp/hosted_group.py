@@ -1,10 +1,7 @@
-"""The ranks of a host in a group whose rank 0 is elsewhere, from its first word to their end.
+"""A host that runs ranks for a rank 0 on another host: `vllmx rank`.
 
-A host that runs ranks for a rank 0 elsewhere: `vllmx rank`.
-
-It waits for a rank 0 that has its key (`vllmx_tp.listener`) and runs the group that this asks for
-(`vllmx_tp.hosted_group`). Then it waits again: rank 0 is started again after it failed, and asks
-anew.
+It waits for a rank 0 that has its key (`vllmx_tp.listener`), runs the ranks that this asks for
+until the group ends, and waits again: a rank 0 that failed is started again and reconnects.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
-"""Parts of calls between ranks on their way to another host and back.
+"""Links, which copy the parts and pieces of ranks between two hosts.
 
-Each host has the whole region. A rank puts its part down there and counts itself as arrived, as if
-all shared it; a link sends what the ranks of this side put down, and puts down what comes in the
-buffers of the ranks of the other side, before it counts those as arrived. So who computes need not
-know where the others are. One thread sends and one receives; they wait for nobody but their own
-ranks and their own socket, so that the two buffers of a rank are enough here as well.
+Each host has the whole region, and ranks use it as if all shared it. A link sends what ranks of
+this side write, and writes what it receives into the buffers of the other side's ranks before it
+counts those as arrived. So ranks do not know where the others are.
 
-Pieces that stages of a model send, on their way to another host and back.
+Parts of sums and gathers: one thread sends and one receives. They wait only for their own ranks and
+socket, so that two buffers per rank are enough here too.
 
-Each host has the whole region, as it is for ranks that add (`vllmx_tp.link`). A link sends what a
-rank of this side puts down for one of the other side, and of a rank of this side how many pieces
-it has taken from one of the other side. Rank 0's host has a link to each of the others and passes
-on what these send each other: what comes in by one link is put down there as if its rank were here.
-A rank puts piece n down when piece n - 2 was taken where it is read, so two buffers are enough on
-the way as well.
+Pieces between stages: a link also sends how many pieces a rank of this side has taken. Rank 0's
+host has a link to each of the others and forwards between them: it writes what one link brings as
+if its rank were here. A rank writes piece n once its reader has taken piece n - 2, so two buffers
+are enough here too.
 """
 
 from __future__ import annotations
