@@ -150,7 +150,7 @@ def _knobs(config: EngineConfig, limits: Sequence[Limit], try_isq: str) -> list[
     from vllmx_core.plugins.registry import load_registry
     from vllmx_core.system.processors import available_processors
 
-    from vllmx.sizing.knobs import knobs
+    from vllmx.sizing.tuning import knobs
 
     backend = load_registry().choose_backend(config.backend)[0].name
     threads = available_processors() if backend == "cpu" else 0

@@ -21,7 +21,7 @@ from vllmx_core.records import Record
 from vllmx_server.config import ServerConfig
 
 from vllmx.bench.figures import percentile
-from vllmx.bench.server_process import server_process
+from vllmx.bench.processes import server_process
 from vllmx.bench.serving import Load, arrivals, closed_loop_results
 from vllmx.bench.sse_client import Streamed
 from vllmx.sizing.promise import SHARES
