@@ -1,7 +1,7 @@
-"""Values of a configuration as people write them: texts of flags and variables, YAML's own types.
+"""Converts configuration values: texts of flags and variables, and YAML's types.
 
-Integers may have a suffix as vLLM reads them (2k = 2000, 2K = 2048, 1.5m), bytes also a unit (4GB,
-4GiB); dtypes may have their short names; `auto` stands for what vllmx chooses by itself.
+Integers may have vLLM's suffixes (2k = 2000, 2K = 2048, 1.5m), bytes also a unit (4GB, 4GiB);
+dtypes may have their short names; `auto` lets vllmx choose.
 """
 
 from __future__ import annotations

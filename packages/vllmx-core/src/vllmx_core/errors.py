@@ -120,7 +120,7 @@ class UnsupportedOpError(UnsupportedModelError):
 
 
 class OpError(VllmxError):
-    """A model's forward pass gives an op what does not fit: a mistake in the model's file."""
+    """A model's forward pass calls an op with wrong operands: a mistake in the model's file."""
 
     code = "model_error"
 
@@ -133,7 +133,7 @@ class WeightFormatError(VllmxError):
 
 
 class CapacityError(VllmxError):
-    """Something does not fit into the memory that is there."""
+    """Something does not fit into the available memory."""
 
     http_status = 400
     code = "out_of_capacity"
@@ -200,14 +200,13 @@ class EngineDeadError(VllmxError):
 
 
 class StepTimeoutError(EngineDeadError):
-    """A step did not come back within `step_timeout_s`: the device hangs, and with it whoever
-    called it."""
+    """A step did not finish within `step_timeout_s`: the device hangs."""
 
     code = "step_timeout"
 
 
 class RankLostError(EngineDeadError):
-    """One of the ranks that compute a model together died, hangs or failed, which ends all."""
+    """A rank of the model died, hangs or failed, which ends all of them."""
 
     code = "rank_lost"
 

@@ -1,4 +1,4 @@
-"""The face of a model architecture.
+"""The interface of a model architecture.
 
 An architecture is one class that reads a Hugging Face `config.json`, lists its weights, and writes
 its forward pass once against `Ops`. It knows no device, no file format, no quantisation and no
@@ -115,15 +115,14 @@ class FeatureSpec(Record):
     """Features that a tower computes for each token of an image."""
 
     parts: int
-    """Rows: the one that replaces the token's embedding, and those added behind layers."""
+    """Rows for each token: one that replaces its embedding, and those added after layers."""
     width: int
     """Numbers of each."""
     spans: bool = False
     """True if the tokens of an image attend to each other in both directions: a step has all of
     them that are not computed yet, or none; see `StepPlan.visible_to`."""
     feeds: int | None = None
-    """The id that is fed for the tokens of images where layers look them up again; None: their
-    own."""
+    """The id that layers look up for image tokens, if they look ids up again; None: their own."""
 
     @property
     def row_bytes(self) -> int:
@@ -152,8 +151,8 @@ class ModelShape(Record):
     features: FeatureSpec | None = None
     """The features of images, where a model sees them: `Model.encoder` makes them."""
     groups: tuple[CacheGroup, ...] | None = None
-    """The groups of the whole model with the stage's layers in them, for a stage of a model. None:
-    `vllmx_core.cache.groups` finds them."""
+    """Set for a stage: the groups of the whole model, with the stage's layers in them. None:
+    `vllmx_core.cache.groups` makes them."""
     whole_prompts: bool = False
     """A text must be computed in one step: its tokens see later ones, or all of them are pooled."""
 
@@ -174,23 +173,22 @@ class ModelShape(Record):
 
 
 class ImagePlaces(Record):
-    """Index arrays that say where the patches and features of one image are, by its grid of
-    patches."""
+    """Positions of the patches and features of one image, computed from its grid of patches."""
 
     rope_positions: I32
-    """(A, N) what the tower's rotations turn each patch by."""
+    """(A, N) rotary positions of each patch in the tower."""
     table_rows: I32
     """(N, k) see `PatchRows`."""
     table_weights: F32
     """(N, k)"""
     token_positions: I32 | None
-    """(A, n) positions of the image's tokens behind that of its first one; None: they count on like
-    those of text."""
+    """(A, n) positions of the image's tokens relative to its first one; None: consecutive, as in
+    text."""
     advance: int
-    """The difference between the position of the token behind the image and that of its first."""
+    """The position of the token after the image, relative to the image's first one."""
     order: I32 | None = None
-    """(n,) tokens of the image in the order that the tower has their patches in, which everything
-    here that is said of patches follows; None: their own."""
+    """(n,) the image's tokens in the order of their patches in the tower, which the other arrays of
+    patches follow; None: unchanged."""
     windows: I32 | None = None
     """(w,) patches of each window, in that order; see `PatchRows`."""
 

@@ -1,5 +1,5 @@
-"""A step's rows cut into tiles of queries, and tiles put together into batches of one shape: for
-backends whose attention gathers a batch's keys and multiplies matrices."""
+"""Cuts a step's rows into tiles of queries and groups tiles into batches of one shape, for backends
+whose attention gathers a batch's keys and multiplies matrices."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 "mean"}, {"kind": "dense", "folder": "2_Dense", "in": 768, "out": 3072, "bias": False, "activation":
 "identity"} and {"kind": "normalize"}. Tensors of a dense layer are named after its folder:
 `2_Dense.linear.weight`. `config["score_tokens"]` are the ids of "no" and "yes" of a reranker, and
-`config["text_limit"]` is how many tokens of a text the model is meant to read.
+`config["text_limit"]` is the number of tokens of a text that the model reads.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _ACTIVATIONS = {
 
 
 def with_text_modules(registry: Registry, checkpoint: Checkpoint, task: str) -> Checkpoint:
-    """The checkpoint with what its folder says of pooling, and with the tensors of dense layers.
-    Raises UnsupportedModelError for a module that is not known, WeightFormatError for a file that
-    is damaged."""
+    """Adds the folder's pooling modules to the checkpoint's config, and the tensors of its dense
+    layers. Raises UnsupportedModelError for an unknown module, WeightFormatError for a damaged
+    file."""
     folder = checkpoint.path
     listed = None if task == "generate" else _read(folder / "modules.json")
     if listed is None:

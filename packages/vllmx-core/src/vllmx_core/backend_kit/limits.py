@@ -30,8 +30,8 @@ def step_limits(
 def check_weights_fit(
     num_bytes: int, free: int, dtype: str, *, where: str = "", remedy: str
 ) -> None:
-    """Raises CapacityError, before anything is read, for weights larger than the memory that is
-    free; `where` begins with a space and says of what."""
+    """Raises CapacityError, before anything is read, for weights larger than the free memory;
+    `where` begins with a space and names the memory."""
     if num_bytes > free:
         limit = remedy_for(free)
         more = "" if limit == FREE_MEMORY else f", or {limit}"

@@ -23,9 +23,8 @@ from vllmx_core.system.memory import FREE_MEMORY, format_bytes, remedy_for
 PageBytes = Callable[[OwnedKV, int, str], tuple[int, int]]
 """(what is kept, tokens of a page, dtype) -> bytes of a page of keys and of one of values."""
 MAX_BARE_BLOCKS = 1 << 19
-"""The blocks of a model without attention, unless one sequence needs more: they take no memory on
-the device, but about 40 bytes each of the engine core's, and prefixes of millions of tokens are
-enough."""
+"""Blocks of a model without attention, unless one sequence needs more. They take no memory on the
+device, but about 40 bytes each in the engine core."""
 _ITEM_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "int8": 1, "fp8": 1}
 
 
@@ -120,8 +119,8 @@ def plan_cache(
 
 
 def layout_of(shape: ModelShape, options: LoadOptions) -> CacheLayout:
-    """The groups, or one for all layers. Where pages differ in size, blocks of groups are partly
-    empty: there the layout is taken in which a sequence of max_model_len needs less memory."""
+    """The groups, or one group for all layers. If pages differ in size, blocks of groups are partly
+    empty; then the layout that needs less memory for a sequence of max_model_len is used."""
     if shape.groups is not None:
         return cache_layout(shape, grouped=True)
     whole = cache_layout(shape, grouped=False)

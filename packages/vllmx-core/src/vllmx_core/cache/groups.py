@@ -78,9 +78,8 @@ def cache_layout(shape: ModelShape, *, grouped: bool) -> CacheLayout:
 
 
 def _groups(owners: dict[int, OwnedKV]) -> list[CacheGroup]:
-    """Layers of one window after the other, in groups of equal size. Places that stay empty cost
-    memory and groups cost time, so a group is as large as the smallest kind of layer, or as the
-    largest where that leaves few places empty."""
+    """Groups of equal size, window by window. Empty places cost memory and groups cost time, so a
+    group is as large as the smallest kind of layer, or as the largest if few places stay empty."""
     kinds = [
         (window, [layer for layer, kv in owners.items() if kv.window == window])
         for window in _windows(owners) or (None,)
@@ -135,7 +134,7 @@ def _owner(layer: int, spec: SharedKV, owners: dict[int, OwnedKV]) -> int:
 
 
 def blocks_of(windows: Sequence[int | None], tokens: int, block_size: int, step_tokens: int) -> int:
-    """Most blocks that a sequence of `tokens` holds at any time, in all groups together, when a
+    """The most blocks that a sequence of `tokens` holds at any time, in all groups together, if a
     step adds at most `step_tokens` to it. A group with a window holds the pages that the first
     token of the step still sees, and those that the step writes."""
     whole, total = -(-tokens // block_size), 0
@@ -151,8 +150,8 @@ def blocks_of(windows: Sequence[int | None], tokens: int, block_size: int, step_
 def fitting_step(
     windows: Sequence[int | None], num_blocks: int, block_size: int, step_tokens: int, tokens: int
 ) -> int:
-    """The first halving of `step_tokens` with which a sequence of `tokens` fits into `num_blocks`,
-    since windows then hold fewer pages; 0: none does."""
+    """Halves `step_tokens` until a sequence of `tokens` fits into `num_blocks`, since windows then
+    hold fewer pages; 0: it never does."""
     while step_tokens > 1:
         step_tokens //= 2
         if blocks_of(windows, tokens, block_size, step_tokens) <= num_blocks:

@@ -21,8 +21,8 @@ class StateSlots(Record):
     num_slots: int
     slot_bytes: int
     num_seqs: int
-    """Sequences that may run together: `LoadOptions.num_seqs`, or fewer where nobody asked for a
-    number and their states would take more than half of the memory."""
+    """Sequences that may run together: `LoadOptions.num_seqs`, or fewer if the user set no number
+    and their states would take more than half of the memory."""
 
     @property
     def num_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""`combine`: the answers of experts that lie on many ranks, added token by token."""
+"""`combine`: the results of experts on many ranks, added token by token."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Combine(Op):
 
 
 def holders(ids: npt.NDArray[np.int32], ends: tuple[int, ...]) -> npt.NDArray[np.bool_]:
-    """(T, ranks): whether a rank has one of the experts of a token."""
+    """(T, ranks) True if the rank has one of the token's experts."""
     held = np.zeros((len(ids), len(ends)), np.bool_)
     np.put_along_axis(held, np.searchsorted(ends, ids, side="right"), True, axis=1)
     return held

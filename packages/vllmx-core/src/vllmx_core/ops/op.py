@@ -1,4 +1,4 @@
-"""`Op`, the base of all ops: what passes and backends may ask of any of them."""
+"""`Op`, the base of all ops: the interface for passes and backends."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Op(Record, eq=False):
         raise NotImplementedError
 
     def compute(self, frame: NumpyFrame) -> None:
-        """The formula in numpy: reads the operands out of the frame and puts the results there."""
+        """The formula in numpy: reads operands from the frame and writes results to it."""
         raise NotImplementedError
 
     def expand(self) -> tuple[Op, ...]:
-        """Other ops that compute the same results, for backends that do not have this one; none
-        where nothing simpler does."""
+        """Simpler ops that compute the same results, for backends without this one; empty if there
+        are none."""
         return ()
 
     def __str__(self) -> str:

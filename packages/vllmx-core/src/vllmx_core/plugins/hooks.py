@@ -43,7 +43,7 @@ class Hooks:
 
     @hookspec
     def vllmx_model_impls(self) -> tuple[ModelImplSpec, ...]:
-        """Code for architectures that nobody has a file for."""
+        """Code for architectures without a plugin of their own."""
         raise NotImplementedError
 
     @hookspec
@@ -68,7 +68,7 @@ class Hooks:
 
     @hookspec
     def vllmx_executors(self) -> tuple[ExecutorSpec, ...]:
-        """Provides what runs a model on several ranks."""
+        """Executors, which run a model on several ranks."""
         raise NotImplementedError
 
     @hookspec
@@ -78,7 +78,7 @@ class Hooks:
 
     @hookspec
     def vllmx_model_sources(self) -> tuple[ModelSourceSpec, ...]:
-        """Places that model names lead to."""
+        """Finders of a model name's files."""
         raise NotImplementedError
 
     @hookspec

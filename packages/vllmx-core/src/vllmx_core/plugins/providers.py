@@ -1,8 +1,8 @@
 """Decides which plugin serves a name that several claim.
 
-vllmx's own wins over a plugin of somebody else, which thereby goes on working for all else that it
-provides when vllmx later ships the same; `--prefer PLUGIN` turns that round. Between two plugins of
-others nothing is guessed: only what asks for that name fails, with both of them named.
+vllmx's own plugins win over those of others, so that a plugin keeps working if vllmx later ships a
+name that it provides; `--prefer PLUGIN` reverses that. Between two plugins of others nothing is
+guessed: only a request for the name fails, and the error names both.
 """
 
 from __future__ import annotations

@@ -139,9 +139,9 @@ class Registry:
         return self._plugins
 
     def add(self, plugin: object, key: str, *, version: str = "", module: str = "") -> None:
-        """Registers a plugin module or object, or leaves everything as it was and raises
-        PluginError: a misspelt or unmarked hook, one that fails or returns something else than
-        specs, an API version from the future; PluginClashError for a name given twice."""
+        """Registers a plugin module or object. Otherwise changes nothing and raises PluginError,
+        for a misspelt or unmarked hook, one that fails or does not return specs, or a newer API
+        version; or PluginClashError for a name given twice."""
         first = self._manager.get_name(plugin)
         if first is not None:
             raise PluginClashError(
@@ -167,7 +167,7 @@ class Registry:
         self._plugins.append(PluginInfo(key, version, module, None, provides))
 
     def _check_names(self, plugin: object, key: str) -> None:
-        """pluggy alone would pass over a hook without its mark, misspelt or not."""
+        """Refuses hooks without a mark, which pluggy would ignore, and misspelt ones."""
         for name in dir(plugin):
             if not name.startswith(f"{GROUP}_") or isinstance(getattr(plugin, name), ModuleType):
                 continue
@@ -230,8 +230,8 @@ class Registry:
         self._plugins.append(info)
 
     def prefer(self, plugins: Sequence[str]) -> None:
-        """Lets these plugins serve what others provide too, the first of them first. Raises
-        ConfigError for one that is not installed."""
+        """Prefers these plugins, in order, for names that others provide too. Raises ConfigError
+        for one that is not installed."""
         for wanted in plugins:
             if not any(matches(info.key, wanted) for info in self._plugins):
                 keys = sorted({part for info in self._plugins for part in info.key.split(":")})
@@ -248,8 +248,8 @@ class Registry:
         return self._prefer
 
     def conflicts(self) -> tuple[list[str], list[str]]:
-        """Names with several providers: those that nobody serves until the user decides, and
-        notes on those that are decided."""
+        """Names with several providers: those that need a decision by the user, and notes on those
+        that are decided."""
         open_, notes = [], []
         for claim, providers in sorted(self._claims.items()):
             if len(providers) < 2:
@@ -264,7 +264,7 @@ class Registry:
         return choose(claim, self._claims[claim], self._prefer)
 
     def provided(self, kind: type[S]) -> list[tuple[str, S]]:
-        """(plugin's key, spec) of every one of a kind, also of those that serve nothing."""
+        """(plugin's key, spec) of every spec of a kind, used or not."""
         return [(each.key, each.spec) for each in self._provided[kind]]
 
     def all(self, kind: type[S]) -> list[S]:

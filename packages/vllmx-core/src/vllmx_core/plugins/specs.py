@@ -49,11 +49,11 @@ class BackendSpec(_Spec):
     priority: int
     summary: str = ""
     fixed_sums: bool = False
-    """The bits of a row of a product depend on that row and the weights alone, not on how many rows
-    and columns there are besides: what `--deterministic` builds on."""
+    """True if a row of a product depends only on that row and the weights, to the last bit, and not
+    on the number of rows or columns: `--deterministic` needs that."""
     own_devices: bool | str = False
-    """Each rank of a model has a device of its own, with memory that no other rank uses; or the
-    "package.module:function" that says whether, where that depends on the device."""
+    """True if each rank of a model has its own device and memory, or the "package.module:function"
+    that decides it, if it depends on the device."""
     api: int = API_VERSION
 
     def unavailable_reason(self) -> str | None:
@@ -97,12 +97,12 @@ class ModelSpec(_Spec):
 
 @dataclass(frozen=True, slots=True)
 class ModelImplSpec(_Spec):
-    """Code that runs architectures which no plugin has a file for, and which `--model-impl` names:
-    a class constructed with the parsed config.json that is a `vllmx_core.model.Model`, or raises
-    UnsupportedModelError for what it cannot run."""
+    """Code for architectures without a plugin of their own, selected by `--model-impl`: a class
+    that is constructed with the parsed config.json and is a `vllmx_core.model.Model`, or raises
+    UnsupportedModelError."""
 
     backend: str
-    """The only one that runs its models."""
+    """The only backend that runs its models."""
     probe: str
     """"module:function" that says why it cannot run here, see `BackendSpec.probe`."""
     cost: str

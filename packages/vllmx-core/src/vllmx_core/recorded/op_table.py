@@ -33,8 +33,7 @@ class OpTable(Generic[C, R]):
     def add(
         self, kind: type[O], when: Callable[[O], bool] | None = None
     ) -> Callable[[Callable[[O, C], R]], Callable[[O, C], R]]:
-        """Registers the function below it for ops of this type, of which the backend has those that
-        `when` is true for."""
+        """Registers the decorated function for ops of this type for which `when` is true."""
 
         def register(handler: Callable[[O, C], R]) -> Callable[[O, C], R]:
             assert kind not in self._handlers, f"{kind.__name__} has a handler already"

@@ -31,14 +31,14 @@ Supports = Callable[[Op], bool]
 
 # --- expansion ------------------------------------------------------------------------------------
 def expand_unsupported(steps: OpList, supports: Supports) -> OpList:
-    """Every op that `supports` refuses becomes what it expands into, and so on; one that expands
-    into nothing supported stays as it is, for `unsupported_ops` to find."""
+    """Expands ops that `supports` refuses, recursively. An op without a supported expansion stays,
+    for `unsupported_ops` to find."""
     ops = tuple(one for op in steps.ops for one in _expanded(op, supports))
     return replace(steps, ops=ops)
 
 
 def unsupported_ops(steps: OpList, supports: Supports) -> list[Op]:
-    """The ops that neither the backend has nor what they expand into."""
+    """The ops that the backend supports neither directly nor by expansion."""
     return [op for op in expand_unsupported(steps, supports).ops if not supports(op)]
 
 

@@ -1,9 +1,9 @@
-"""Sums whose bits do not depend on how many ranks make them.
+"""Sums whose bits do not depend on the number of ranks.
 
-A product with a matrix that ranks cut along its input features is a sum over them, which floating
-point rounds by its order. Here it is always the sum of the same few parts, each the product of some
-features that one rank has: neighbours are added in pairs, then neighbouring sums, and so on, first
-those of one rank, then those of all (`vllmx_core.communicator.tree_sum`).
+If ranks cut a matrix along its input features, the product is a sum over ranks, and floating point
+rounds by the order of a sum. Here it is always the sum of the same few parts, each the product of
+some features of one rank: neighbours are added in pairs, then neighbouring sums, and so on, first
+within a rank, then over all (`vllmx_core.communicator.tree_sum`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from vllmx_core.sharding.weights import narrowed
 from vllmx_core.weights.spec import WeightSpec
 
 COUNTS = (4, 2)
-"""The numbers of parts, the best first: the first one into which all sums of the model can be cut
-is taken."""
+"""Numbers of parts, the best first: the first one that divides all sums of the model is used."""
 Planner = Callable[[int, int], ShardPlan]
 """A function of a rank and the number of ranks; raises ConfigError."""
 
@@ -110,8 +109,8 @@ class Parts:
 
 
 def parts_of_rank(shard_of: Planner, rank: int, ranks: int) -> Parts:
-    """Raises ConfigError for a model whose sums cannot be cut, and for ranks that cannot have as
-    many parts each."""
+    """The parts of a rank. Raises ConfigError if the model's sums cannot be cut, or if the parts
+    cannot be divided evenly among the ranks."""
     count = next((count for count in COUNTS if fits(shard_of, count)), 1)
     if ranks > count or count % ranks:
         fitting = " or ".join(str(one) for one in (1, 2, 4) if one <= count)

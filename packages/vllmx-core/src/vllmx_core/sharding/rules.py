@@ -164,8 +164,8 @@ def _head_norm(op: HeadNorm, share: Share, cutter: Cutter) -> Options:
 
 
 def _attention_units(op: Attention, cutter: Cutter) -> Units | None:
-    """Kv heads with all of their query heads; where ranks are more, each kv head lies on several,
-    which have some of its query heads each."""
+    """Kv heads with all of their query heads; with more ranks than kv heads, several ranks have
+    each kv head and some of its query heads."""
     spec, ranks = op.spec, cutter.ranks
     fed = cutter.units(op.qkv)
     if fed is None or spec.head_size % fed.unit or fed.sections > 1:
@@ -198,8 +198,8 @@ def _attention(op: Attention, share: Share, cutter: Cutter) -> Options:
 
 
 def _recurrence_units(op: Recurrence, cutter: Cutter) -> Units | None:
-    """Key heads with all of their heads, or, where ranks are more, each with some of them. Tiled
-    ones are cut between tiles, whose heads have a key head each, or within them."""
+    """Key heads with all of their heads, or with some of them if there are more ranks. Tiled heads
+    are cut between tiles, in which each head has another key head, or within them."""
     spec, ranks, one = op.spec, cutter.ranks, Units()
     if any(cutter.units(x) != one for x in op.reads):
         return None

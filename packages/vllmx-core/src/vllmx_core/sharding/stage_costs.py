@@ -15,10 +15,10 @@ from vllmx_core.weights.part import WeightSource
 from vllmx_core.weights.spec import WeightSpec
 
 STEP_ROWS = 16
-"""Rows of the step that costs are of: sequences that decode."""
+"""Decoding sequences in the step whose cost is estimated."""
 _CLEARLY = 0.95
-"""The slowest stage's share of what it takes cut by bytes, from which on a measured cut is taken:
-below it the noise of the measurement would decide."""
+"""A measured cut is used if its slowest stage takes at most this fraction of the time with a cut by
+bytes; otherwise noise would decide."""
 
 
 def byte_costs(recording: Recording, source: WeightSource) -> list[float]:
@@ -44,7 +44,7 @@ def used_share(chosen: int, experts: int, rows: int) -> float:
 
 
 def weight_bytes(spec: WeightSpec, source: WeightSource) -> float:
-    """Bytes of a weight in the checkpoint; matrices of a stack are taken to be alike."""
+    """Bytes of a weight in the checkpoint, assuming equal matrices in a stack."""
     first = spec.matrices[0]
     cols = max(1, spec.cols)
     parts = parts_of(first, source)
@@ -53,7 +53,7 @@ def weight_bytes(spec: WeightSpec, source: WeightSource) -> float:
 
 # --- segments -------------------------------------------------------------------------------------
 def segment_bounds(cuts: Sequence[Cut]) -> list[tuple[Cut, Cut | None]]:
-    """The parts of a step between neighbouring places; the last one has no end."""
+    """The segments of a step between neighbouring places; the last one has no end."""
     return list(pairwise([Cut(0, ()), *cuts, None]))  # type: ignore[list-item]  # the end alone
 
 

@@ -1,11 +1,11 @@
 """Places where a recorded step can be cut into stages, and the choice among them.
 
-A place is a position in the list of ops. Between two layers the residual stream crosses a cut, and
-what has still to be added to it. Inside a layer more does, or other things; so places are those
-where nothing crosses that is not as wide as the stream, and where there is none, those where least
-does. Those alone count where all that crosses are features of tokens, where hardly more crosses
-than at the best one, and where no layer on the far side reads pages or states of one on the near
-side.
+A place is a position in the list of ops. Between two layers, only the residual stream and values to
+be added to it cross a cut, all equally wide; inside a layer more or other values cross it. So
+between two mixers the place is one where only values as wide as the stream cross, if there is one,
+otherwise the one where least crosses. All values that cross must be features of tokens, no layer
+after the cut may read pages or states of one before it, and places that pass much more than the
+narrowest one are dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllmx_core.ops.vocab_embedding import VocabEmbedding
 from vllmx_core.records import Record
 
 _AS_NARROW = 1.25
-"""The factor by which more may cross between two layers than between others."""
+"""Places may pass this many times the features of the narrowest one."""
 
 Home = tuple[str, int]
 """Pages or states that ops have in common: ("layer", number) or ("state", number)."""
@@ -82,7 +82,7 @@ def places(steps: OpList, shape: ModelShape) -> list[Cut]:
 
 
 def own_cut(steps: OpList, cut: Cut) -> Cut:
-    """A place of another rank's part of the model in this one's, which has the same ops."""
+    """Converts a place of another rank's part to this rank's part, which has the same ops."""
     return Cut(cut.index, _crossing(steps)[cut.index])
 
 
@@ -100,7 +100,7 @@ def _crossing(steps: OpList) -> list[tuple[Value, ...]]:
 
 
 def _held(ops: Sequence[Op], shape: ModelShape) -> list[tuple[int, int]]:
-    """(first, last) op over each home, which no cut may part."""
+    """(first, last) op of each home, between which no cut may be."""
     spans: dict[Home, tuple[int, int]] = {}
     for index, op in enumerate(ops):
         home = home_of(op)
@@ -114,8 +114,8 @@ def _held(ops: Sequence[Op], shape: ModelShape) -> list[tuple[int, int]]:
 
 
 def balanced(cuts: Sequence[Cut], costs: Sequence[float], stages: int) -> tuple[Cut, ...]:
-    """`stages` - 1 of the places, at which the dearest stage costs least; of several such choices
-    one whose stages cost much the same.
+    """`stages` - 1 of the places that minimise the cost of the dearest stage, then the sum of the
+    squares of all costs.
 
     Args:
         costs: of each op.
@@ -156,8 +156,8 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 def num_layers(ops: Sequence[Op]) -> int:
-    """The layers that have begun in ops, by the names of their matrices, counted from the model's
-    first one. A layer's first norm is often made together with the sum of the one before."""
+    """The number of layers that have begun in ops, by the names of their matrices: a layer's first
+    norm is often computed with the sum of the previous layer."""
     return _layers_begun(ops)[-1]
 
 
@@ -180,7 +180,7 @@ def layers_between(cuts: Sequence[Cut], ops: Sequence[Op]) -> tuple[int, ...]:
 def cuts_behind(
     layers: Sequence[int], cuts: Sequence[Cut], ops: Sequence[Op], stages: int
 ) -> tuple[Cut, ...]:
-    """The places at which stages have so many layers each. Raises ConfigError where there are
+    """The places at which the stages have these numbers of layers. Raises ConfigError if there are
     none."""
     at = {num_layers(ops[: cut.index]): cut for cut in reversed(cuts)}
     *inner, last = accumulate(layers)

@@ -1,8 +1,8 @@
 """HTTP under one deadline: looking up the host, connecting, TLS, headers and body together.
 
-A timeout of `http.client` or `urllib` counts for each read, so that a server which sends a byte
-from time to time holds its client for as long as it likes. This module is imported where a request
-is sent: http.client and ssl take some ms.
+A timeout of `http.client` or `urllib` restarts with each read, so a server can hold its client
+forever by sending single bytes. Import this module only where a request is sent: http.client and
+ssl take some ms.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Parts of weights: what is to be read, as data.
+"""Parts of weights, as data: nothing is read before `rows`, `dequantize` or `coded_rows`.
 
-A `Layout` says how the buffers of a tensor encode its matrix: one subclass for each way of storing
-weights. A `StoredPart` is a tensor with its layout; `vllmx_core.weights.views` picks rows and
-columns of parts. Parts can be printed, and nothing is read before `rows`, `dequantize` or
-`coded_rows` is called.
+A `Layout` is the encoding of a matrix in buffers, with a subclass for each way of storing weights.
+A `StoredPart` is a tensor with its layout; `vllmx_core.weights.views` picks rows and columns of
+parts.
 """
 
 from __future__ import annotations
@@ -68,8 +67,8 @@ class Layout(Record):
         raise NotImplementedError
 
     def cut(self, part: StoredPart, rows: Span, cols: Span) -> StoredPart | None:
-        """Cuts rows and columns out of what is stored, so that nothing else is read; None where
-        words or groups would be cut in two."""
+        """Cuts rows and columns out of the stored buffers, so that nothing else is read; None if
+        that would split words or groups."""
         if not self.row_wise:
             return None
         buffers = {
@@ -87,8 +86,8 @@ class Layout(Record):
         return self
 
     def col_unit(self, cols: int, *, shuffled: bool) -> int:
-        """Returns the multiple of input features at which columns can be cut: what shares a scale
-        or lies in one block stays together."""
+        """Columns can be cut at multiples of this number of input features, which keeps groups and
+        blocks whole."""
         group_size = self.group_size or cols
         in_words = shuffled or (self.has_codes and group_size >= cols)
         return min(_WORDS, cols) if in_words else group_size
@@ -102,8 +101,8 @@ class WeightPart(Record):
     layout: Layout
 
     def rows(self, begin: int, end: int) -> StoredPart:
-        """Returns rows [begin, end) with their buffers, for layouts that are `row_wise`. What is
-        not stored so is read."""
+        """Returns rows [begin, end) with their buffers, for layouts that are `row_wise`. Reads only
+        parts that are not stored so."""
         raise NotImplementedError
 
     def stored(self) -> StoredPart:
@@ -132,7 +131,7 @@ class WeightPart(Record):
 
     @property
     def group_of(self) -> AnyArray | None:
-        """(cols,) the group of each input feature, where they are not in the order of groups."""
+        """(cols,) the group of each input feature, unless they are in the order of groups."""
         return None
 
     @property

@@ -102,10 +102,10 @@ class WeightSpec(Record):
     count: int = 1
     """Matrices of a stack."""
     shape: tuple[int, ...] | None = None
-    """The shape of each tensor of a "vector" whose values are more than a row, such as the taps of
-    a convolution: (rows,) row-major values all the same. Axes of length 1 in the file are ignored;
-    a part with `runs` picks along the first axis, its `rows` being values. For a "linear" whose one
-    tensor has more axes: (rows, cols), row-major, just so."""
+    """The shape of each tensor with more axes than the weight, which is flattened row-major. For a
+    "vector", such as the taps of a convolution, `rows` counts values and `runs` picks along the
+    first axis; for a "linear" of one tensor the result is (rows, cols). Axes of length 1 in the
+    file are ignored."""
 
     @property
     def rows(self) -> int:
