@@ -43,7 +43,7 @@ class _End:
         self._count = 0
 
     def _wait(self, word: npt.NDArray[np.uint32], count: int) -> None:
-        """Waits until a word has come so far. Raises RankLostError where it never will."""
+        """Waits until a word has reached `count`. Raises RankLostError if the group has ended."""
         looks = 0
         while futex.is_behind(seen := int(word[0]), count):
             if self._aborted[0]:
@@ -64,13 +64,13 @@ class Outgoing(_End):
         super().__init__(region, seats.seat, seats.beside(1))
 
     def send(self, x: AnyArray) -> None:
-        """An array, without its shape."""
+        """Sends an array without its shape."""
         flat: Bytes = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
         for begin in range(0, len(flat), BUFFER_BYTES):
             self._put(flat[begin : begin + BUFFER_BYTES])
 
     def send_message(self, data: bytes) -> None:
-        """Bytes whose number the reader does not know."""
+        """Sends bytes with their length."""
         self.send(np.frombuffer(_SIZE.pack(len(data)) + data, np.uint8))
 
     def _put(self, piece: Bytes) -> None:
@@ -124,8 +124,8 @@ class Incoming(_End):
 
 
 class SharedMemoryCommunicator:
-    """A `vllmx_core.communicator.Communicator`. Two buffers of a rank take turns: who puts down
-    part n + 2 has seen all others arrive at n + 1, which they do when they have read part n."""
+    """A `vllmx_core.communicator.Communicator`. A rank's two buffers alternate: before it writes
+    part n + 2 it has seen all others arrive at n + 1, so they have read part n."""
 
     def __init__(self, region: Region, rank: int) -> None:
         self._region, self._seats, self._place = region, region.sums(rank), rank

@@ -29,8 +29,8 @@ logger = logging.getLogger("vllmx.tp")
 
 
 def load(found: FoundModel, opened: OpenedModel) -> RankedModel | PipelinedModel:
-    """The executor. Starts the other ranks, which open the model themselves, and loads this one's
-    part meanwhile. Raises what any of them met."""
+    """The executor: starts the other ranks, which open the model themselves, and loads this one's
+    part meanwhile. Raises the error of any rank."""
     config, places = found.config, addresses(found.config.rank_hosts)
     ranks = config.num_ranks
     share = share_of_host(config, 1 + len(places))
@@ -40,7 +40,7 @@ def load(found: FoundModel, opened: OpenedModel) -> RankedModel | PipelinedModel
     found = replace(found, config=config)
     region = Region.create(ranks, config.pipeline_parallel_size)
     if opened.backend.has_own_devices():
-        # NCCL listens on the first interface that leads outside, and asks nobody who he is.
+        # NCCL listens on the first external interface, without authentication.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
     def hosts(group: Group) -> Iterator[RemoteHost]:
@@ -61,7 +61,7 @@ def load(found: FoundModel, opened: OpenedModel) -> RankedModel | PipelinedModel
     try:
         try:
             model = load_rank(opened, region, 0, cores[0], share=share, config=config)
-        except RankLostError:  # which may say no more than that the group has ended
+        except RankLostError:  # it may not contain the cause
             raise group.verdict() from None
         others = group.loaded()
         if config.pipeline_parallel_size > 1:
@@ -78,8 +78,9 @@ def load(found: FoundModel, opened: OpenedModel) -> RankedModel | PipelinedModel
 
 
 class RankedModel:
-    """A `vllmx_core.backend.LoadedModel` over this process's part and a group. Every rank samples
-    the same logits by draws that depend on nothing but the row, so ids need not be sent."""
+    """A `vllmx_core.backend.LoadedModel` over this process's part and a group. All ranks sample the
+    same ids from the same logits, because the noise depends only on the row; so ids are not sent.
+    """
 
     def __init__(self, model: LoadedModel, group: Group, info: LoadedInfo) -> None:
         self._model, self._group, self._info = model, group, info
@@ -94,7 +95,7 @@ class RankedModel:
 
     @property
     def failure(self) -> RankLostError | None:
-        """Why the group has ended, if it has; steps meet it too."""
+        """The reason why the group has ended, if it has; steps raise it too."""
         return self._group.failure
 
     def step(self, plan: StepPlan, rows: SamplingRows) -> RankedStep:
@@ -131,7 +132,7 @@ class RankedModel:
         """Waits for a step."""
         with self._group.guarded():
             result = step.result()
-        if self._group.region.aborted[0]:  # native code waits no more then, and has no error
+        if self._group.region.aborted[0]:  # native code then stops waiting without an error
             raise self._group.verdict()
         self._num_read += 1
         if self._drawn is not None:
@@ -152,7 +153,7 @@ class RankedModel:
 
 
 def encode_part(model: LoadedModel, plan: StepPlan, begin: float, end: float) -> None:
-    """Runs a part of a tower's pass; the engine calls it on models that see images alone."""
+    """Runs a part of a tower's pass; only called on models that see images."""
     seeing = cast(SeeingModel, model)
     if (begin, end) == (0.0, 1.0):
         seeing.encode(plan)
@@ -216,7 +217,7 @@ def agreed_stages(mine: LoadedInfo, others: Sequence[RankReady], num_stages: int
 
 
 def _compare_bits(ranks: Sequence[RankReady]) -> None:
-    """Warns where ranks may draw different ids, as each samples by itself."""
+    """Warns if ranks may sample different ids, since each samples by itself."""
     for name, own in ranks[0].computes_with.items():
         values = [one.computes_with.get(name, own) for one in ranks]
         if len(set(values)) > 1:

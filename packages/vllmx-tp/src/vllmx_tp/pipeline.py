@@ -60,24 +60,19 @@ class InnerStage:
 
 
 class LastStage:
-    """Tells rank 0 what came of each step.
-
-    Args:
-        region: what the ranks share.
-        rank: the first one of the last stage.
-    """
+    """Reports the result of each step to rank 0; `rank` is the first one of the last stage."""
 
     def __init__(self, region: Region, rank: int) -> None:
         self._outgoing = Outgoing(region, rank)
 
     def tell(self, result: StepResult) -> None:
-        """Returns when rank 0 has room for it."""
+        """Sends a result; returns once rank 0 has room for it."""
         self._outgoing.send_message(encode_result(result))
 
 
 class PipelinedModel:
     """A `vllmx_core.backend.LoadedModel` over the first stage and a group with the others. A thread
-    takes results as they come, so that no stage ever waits for who reads them."""
+    receives results as they arrive, so that stages never wait for the engine to read them."""
 
     def __init__(self, model: LoadedModel, group: Group, info: LoadedInfo) -> None:
         self._model, self._group, self._info = InnerStage(model), group, info
@@ -85,7 +80,7 @@ class PipelinedModel:
         """Numbers and handles of the first stage's steps that were not read."""
         self._num_launched = self._num_read = 0
         self._results: SimpleQueue[tuple[float, bytes] | None] = SimpleQueue()
-        """The results and when each came; None: no more will."""
+        """Results with their arrival times; None marks the end."""
         self._is_closed = False
         self._thread = threading.Thread(target=self._take, name="vllmx-results", daemon=True)
         self._thread.start()
@@ -96,7 +91,7 @@ class PipelinedModel:
 
     @property
     def failure(self) -> RankLostError | None:
-        """Why the group has ended, if it has; steps meet it too."""
+        """The reason why the group has ended, if it has; steps raise it too."""
         return self._group.failure
 
     def step(self, plan: StepPlan, rows: SamplingRows) -> PipelinedStep:
@@ -132,8 +127,8 @@ class PipelinedModel:
             self._own.popleft()[1].result()
 
     def _next(self) -> tuple[float, bytes] | None:
-        """The last stage's next answer. None will come where the first stage failed, which a
-        backend may say only where its step is read."""
+        """The last stage's next result. It never comes if the first stage failed, which a backend
+        may report only when its step is read."""
         while True:
             try:
                 return self._results.get(timeout=_LOOK_S)
@@ -197,7 +192,7 @@ _decoder = msgspec.msgpack.Decoder(_Arrays)
 
 
 def encode_result(result: StepResult) -> bytes:
-    """Bytes of all of the result but the time, which rank 0 knows better."""
+    """Encodes all of the result except the time, which rank 0 measures itself."""
     found = {name: getattr(result, name) for name in _OTHERS}
     if result.logprobs is not None:
         found |= {name: getattr(result.logprobs, name) for name in _LOGPROBS}
