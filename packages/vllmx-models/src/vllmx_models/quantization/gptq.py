@@ -34,7 +34,7 @@ from vllmx_models.quantization.source import ModuleTensors, QuantizedSource
 
 BITS = (2, 3, 4, 8)
 FORMATS = {"gptq": 1, "gptq_v2": 0}
-"""checkpoint_format -> what the stored zero point lacks."""
+"""checkpoint_format -> the number to add to a stored zero point."""
 
 
 class Gptq(PackedLayout):

@@ -51,13 +51,13 @@ class ModulePatterns:
 
 @lru_cache(4096)
 def compiled(pattern: str, source: str) -> Pattern:
-    """A regular expression out of a config; `source` is what an error names."""
+    """A regular expression from a config; errors name `source`."""
     return Pattern(pattern, source)
 
 
 def _glob(pattern: str, source: str) -> re.Pattern[str]:
-    """The glob between component boundaries, anywhere in a name. `translate` makes one way of each
-    star, so that `re` needs no bound."""
+    """The glob between component boundaries, anywhere in a name. `translate` makes stars that do
+    not backtrack, so `re` needs no limit."""
     if len(pattern) > MAX_PATTERN_LENGTH:
         raise UnsupportedModelError(
             f"{source}: the pattern {shown(pattern)} has {len(pattern)} characters, at most"

@@ -25,7 +25,7 @@ _FLAGS = int(re.UNICODE | re.IGNORECASE | re.DOTALL | re.VERBOSE)
 MAX_PATTERN_LENGTH = 1000
 MAX_NAME_LENGTH = 1000
 MAX_STEPS = 20_000
-"""Moves for one name; usual patterns need as many as they have characters."""
+"""Limit of moves for one name; usual patterns need one for each character."""
 _CHARACTERS = ("LITERAL", "NOT_LITERAL", "ANY", "IN")
 _ANCHORS = {
     "AT_BEGINNING": re.compile("^"),
@@ -70,7 +70,7 @@ class Pattern:
     """A regular expression; `source` is what errors name.
 
     Raises:
-        UnsupportedModelError: it is none, or too long, or has what is not known here.
+        UnsupportedModelError: it is invalid, too long, or uses an unsupported construct.
     """
 
     def __init__(self, text: str, source: str) -> None:
@@ -148,7 +148,7 @@ def _union(moves: list[Move], name: _Name, places: int) -> int:
 
 
 def _kept(holds: Callable[[_Name, int], object], name: _Name, places: int) -> int:
-    """Places, among these, where it holds."""
+    """The places among these where a condition holds."""
     found = 0
     for at in _bits(places):
         name.step()
@@ -187,7 +187,7 @@ def _repeat(low: int, high: int, body: Any, flags: int) -> Move:
 
 
 def _run(places_with: Callable[[_Name], int], *, needs_one: bool) -> Move:
-    """One character again and again: the carries of a sum run over neighbouring places."""
+    """Repeats one character: the carries of a sum run over neighbouring places."""
 
     def run(name: _Name, places: int) -> int:
         fitting = places_with(name)

@@ -101,7 +101,7 @@ class Scheme(Protocol):
 
 
 class QuantizedSource:
-    """A `WeightSource` whose quantised weights have the scheme's layout; all else is as it was."""
+    """A `WeightSource` whose quantised weights have the scheme's layout; others are unchanged."""
 
     def __init__(self, source: WeightSource, scheme: Scheme) -> None:
         self._source = source
@@ -115,7 +115,7 @@ class QuantizedSource:
         self._names = frozenset(self._logical_names())
 
     def names(self) -> Collection[str]:
-        """Names as a weight map has them; a quantised module's tensors count as one weight."""
+        """Names for weight maps; a quantised module's tensors count as one weight."""
         return self._names
 
     def part(self, name: str) -> WeightPart:

@@ -2,8 +2,8 @@
 
 Layout (versions 2 and 3, little-endian): "GGUF", version, number of tensors, number of metadata
 entries; the entries; for each tensor name, dimensions (fastest first), type and offset; padding to
-the alignment; the data. Nothing in the file is believed: every number is checked against the
-file's real size before anything is read.
+the alignment; the data. The file is untrusted: every number is checked against the file's real size
+before anything is read.
 
 Source: docs/gguf.md of ggml.
 """
@@ -78,7 +78,7 @@ class GGUFFile:
             raise
 
     def stored(self, name: str) -> FileRange:
-        """The bytes of a tensor, not read so far. Raises KeyError for an unknown name."""
+        """The bytes of a tensor, unread. Raises KeyError for an unknown name."""
         info = self.tensors[name]
         return self._file.range(info.start, info.start + info.num_bytes)
 
@@ -87,7 +87,7 @@ class GGUFFile:
         return self.stored(name).read()
 
     def close(self) -> None:
-        """Nothing of it may be read any more. The metadata goes too."""
+        """Closes the file; neither tensors nor metadata may be read afterwards."""
         self.metadata = {}
         self._file.close()
 

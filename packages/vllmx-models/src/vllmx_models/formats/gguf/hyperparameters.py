@@ -100,7 +100,7 @@ class GGUFHeader(Record):
         return value
 
     def integers(self, key: str, length: int, *, low: int = 1) -> list[int]:
-        """An array with an integer for each layer, none below `low`, or one for all."""
+        """An integer for each layer, none below `low`, from an array or one value for all."""
         value = self._value(key, _ABSENT)
         if not isinstance(value, np.ndarray):
             return [self.integer(key, low=low)] * length
@@ -109,7 +109,7 @@ class GGUFHeader(Record):
         return [int(one) for one in value]
 
     def flags(self, key: str, length: int) -> list[bool]:
-        """An array of truth values, one for each layer."""
+        """A boolean for each layer, from an array."""
         value = self._value(key, _ABSENT)
         if not isinstance(value, np.ndarray | tuple | list) or len(value) != length:
             raise self.error(key, f"must be {length} truth values")

@@ -1,5 +1,4 @@
-"""A tower for images out of a file of its own, put before the text model of another ("mmproj", as
-llama.cpp calls such a file)."""
+"""Adds the vision tower of a separate GGUF file ("mmproj" in llama.cpp) to a text model."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ def with_tower(checkpoint: Checkpoint, path: Path | None) -> Checkpoint:
 
 
 def _beside(model: Path) -> Path | None:
-    """The tower that lies in the folder of a model, or in its repository on the hub."""
+    """The tower's file in the folder of a model, or in its repository on the hub."""
     names = [path.name for path in model.parent.glob("mmproj*.gguf")]
     chosen = projector_among(names)
     if chosen is not None:

@@ -85,7 +85,7 @@ class GGUFSource:
 
 
 def deinterleaved(rows: int, heads: int) -> npt.NDArray[np.int64]:
-    """(rows,) where in the file each row lies: pairs (2i, 2i + 1) of each head come from halves
+    """(rows,) the row in the file of each row: pairs (2i, 2i + 1) of each head come from halves
     (i, i + D / 2)."""
     pairs = np.arange(rows).reshape(heads, rows // heads // 2, 2)
     return pairs.swapaxes(1, 2).reshape(-1)
@@ -172,7 +172,7 @@ def _header(path: Path, files: Sequence[GGUFFile], architecture: str) -> GGUFHea
     def vector(name: str) -> F32:
         file = next(file for file in files if name in file.tensors)
         info = file.tensors[name]
-        with np.errstate(all="ignore"):  # a NaN is judged by who asked
+        with np.errstate(all="ignore"):  # the caller checks for NaN
             return weight_part(name, info.kind, info.shape, file.data(name)).dequantize()
 
     return GGUFHeader(path, architecture, files[0].metadata, tensors, vector)

@@ -43,7 +43,7 @@ from vllmx_models.formats.gguf.quantize.writer import NewTensor, write_file
 
 QUANTIZATION_VERSION = 2
 PIECE_VALUES = 1 << 20
-"""Values that a thread takes at once."""
+"""Values of one job of a thread."""
 Progress = Callable[[str, int, int], None]
 """Called with a tensor's name, its index and the number of tensors, before each tensor."""
 
@@ -68,7 +68,7 @@ class TypeSummary(Record):
 
 
 class Summary(Record):
-    """The figures of a file that was written."""
+    """Figures about a written file."""
 
     path: Path
     num_bytes: int
@@ -116,7 +116,7 @@ def _files_of(source: Path) -> list[Path]:
 
 
 class _Conversion:
-    """One run; everything is decided in the constructor, before a tensor is read."""
+    """One conversion; the constructor decides everything before a tensor is read."""
 
     def __init__(
         self, registry: Registry, checkpoint: Checkpoint, path: Path, mix: str, pre: str | None
@@ -205,7 +205,7 @@ class _Conversion:
                 yield partial(make, begin, end)
 
     def _ranges(self, tensor: NewTensor) -> list[tuple[int, int]]:
-        """Rows that a thread takes at once; whole heads where rows of a head change places."""
+        """Rows of each job; whole heads if the rows of a head are reordered."""
         count, unit = tensor.shape[0], 1
         if (heads := self._interleaved_heads(tensor)) is not None:
             unit = count // heads
@@ -219,7 +219,7 @@ class _Conversion:
         pieces: Iterator[Encoded],
         progress: Progress | None,
     ) -> Iterator[npt.NDArray[np.uint8]]:
-        """The bytes of a tensor, out of the pieces of all."""
+        """Yields the bytes of a tensor from the next pieces."""
         if progress is not None:
             progress(tensor.name, index, len(self._tensors))
         own = []
@@ -238,7 +238,7 @@ class _Conversion:
         return target.mixer.num_heads if group == "heads" else target.num_kv_heads
 
     def _reader(self, tensor: NewTensor) -> Callable[[int, int], RawTensor]:
-        """Rows of a tensor as they go to the encoder."""
+        """Returns a function that reads rows of a tensor for the encoder."""
         extra = self._target.extra.get(tensor.name)
         if extra is not None:
             raw = RawTensor(tensor.name, "f32", extra.shape, extra.reshape(-1).view(np.uint8))
@@ -278,7 +278,7 @@ class _Conversion:
 
 
 def _tokenizer(checkpoint: Checkpoint, vocab_size: int, pre: str | None) -> StatedTokenizer:
-    """The tokenizer as the file states it: that of another file as it is, or of a folder."""
+    """The tokenizer's metadata: copied from another GGUF file, or converted from a folder."""
     stated = checkpoint.tokenizer
     if stated is not None:
         return StatedTokenizer({k: v for k, v in stated.items() if k.startswith("tokenizer.")})

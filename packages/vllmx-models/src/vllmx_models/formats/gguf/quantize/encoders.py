@@ -47,7 +47,7 @@ QUANTIZERS: Mapping[str, Callable[[F32], Blocks]] = {
 
 def encode(name: str, values: F32) -> npt.NDArray[np.uint8]:
     """Float32 values, any shape whose last dimension is a multiple of the type's block, as the
-    bytes of type `name`, flat. Values beyond what the type can express are cut.
+    bytes of type `name`, flat. Values beyond the type's range are clipped.
 
     Raises:
         WeightFormatError: a value is not finite.
@@ -71,7 +71,7 @@ def encode(name: str, values: F32) -> npt.NDArray[np.uint8]:
     with np.errstate(under="ignore"):
         for first in range(0, len(blocks), step):
             some = blocks[first : first + step]
-            # numpy sums a single column in another order than each of several
+            # numpy sums a single column in another order than several columns
             alone = len(some) == 1
             result[first : first + step] = quantizer(np.repeat(some, 2, 0) if alone else some)[
                 : len(some)
@@ -80,7 +80,7 @@ def encode(name: str, values: F32) -> npt.NDArray[np.uint8]:
 
 
 def decode(name: str, data: npt.NDArray[np.uint8]) -> F32:
-    """The values that `encode` has expressed, flat."""
+    """The inverse of `encode`, flat."""
     if name == "F32":
         return data.view("<f4")
     if name == "F16":

@@ -72,16 +72,17 @@ class Target(Record):
     extra: Mapping[str, F32]
     """Tensors that the metadata need, by their names in the file."""
     sampling: tuple[str, ...] = ()
-    """The keys of generation_config.json that `metadata` states."""
+    """The keys of generation_config.json that `metadata` contains."""
 
     @property
     def num_kv_heads(self) -> int:
-        """The number that the file states: latents are one head."""
+        """The number in the file: latents are one head."""
         return self.mixer.num_kv_heads if isinstance(self.mixer, AttentionMixer) else 1
 
 
 def target_of(registry: Registry, checkpoint: Checkpoint) -> Target:
-    """Raises UnsupportedModelError for an architecture that has no form in GGUF files here."""
+    """The form of a checkpoint. Raises UnsupportedModelError for an architecture that vllmx cannot
+    write to a GGUF file."""
     text = {key: value for key, value in checkpoint.config.items() if key not in _BESIDE}
     model = build_model(registry, replace(checkpoint, config=text))
     architecture = registry.model_for(checkpoint.config).architectures[0]
@@ -101,8 +102,8 @@ def target_of(registry: Registry, checkpoint: Checkpoint) -> Target:
 
 
 def _known_blocks(spec: DecoderSpec, architecture: str) -> AttentionMixer | LatentMixer:
-    """The first layer of attention. Raises UnsupportedModelError where a layer has another block
-    than those that files state here."""
+    """The first attention layer. Raises UnsupportedModelError if a layer has a block that vllmx
+    cannot describe in GGUF metadata."""
     for layer in spec.layers:
         if not isinstance(layer.mixer, _MIXERS) or not isinstance(layer.feed_forward, _FEEDS):
             raise UnsupportedModelError(

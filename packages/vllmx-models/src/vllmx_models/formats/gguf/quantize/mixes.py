@@ -20,7 +20,7 @@ class Mix(Record):
     base: str
     """The type of every matrix that no rule names."""
     file_type: int
-    """The number that `general.file_type` says."""
+    """The value of `general.file_type`."""
 
 
 MIXES: Mapping[str, Mix] = {
@@ -57,7 +57,7 @@ _TABLES = ("token_embd", "per_layer_token_embd")
 _EXACT = (".bias", "_norm.weight")
 _SMALL = (".ffn_gate_inp", ".ssm_conv1d", ".shortconv.conv.")
 _FEW_EXPERTS = 8
-"""Mixtral's number: its attention is so small a part that it gets more bits."""
+"""Mixtral's number: its attention is small compared with its experts and gets more bits."""
 _FIVE_BITS_BESIDE_EXPERTS = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m")
 
 
@@ -70,12 +70,12 @@ class Layers(Record):
     experts: int = 0
     """Experts in a layer."""
     values: tuple[int, ...] = ()
-    """Numbers of the layers that have values of their own; empty: all."""
+    """Numbers of the layers with separate values; empty: all."""
 
 
 def type_of(mix: str, name: str, shape: tuple[int, ...], layers: Layers) -> str:
-    """The type of one tensor, by its name in the file. Vectors stay F32; a matrix whose rows do
-    not fit its type's blocks gets the next type that they fit, in the end F16."""
+    """The type of one tensor, by its name in the file. Vectors stay F32; a matrix whose rows are
+    not whole blocks of its type gets the next type that fits, finally F16."""
     exact = name.endswith(_EXACT) or any(one in name for one in _SMALL)
     if len(shape) == 1 or exact or not name.endswith(".weight"):
         return "F32"

@@ -27,7 +27,7 @@ from vllmx_models.trunks.decoder import DecoderSpec, LayerSpec
 
 
 def check(registry: Registry, target: Target, tensors: Sequence[NewTensor], path: Path) -> None:
-    """Reads the metadata back. Raises UnsupportedModelError when another model comes out."""
+    """Reads the metadata back. Raises UnsupportedModelError if they describe another model."""
     header = GGUFHeader(
         path,
         target.name,
@@ -39,7 +39,7 @@ def check(registry: Registry, target: Target, tensors: Sequence[NewTensor], path
         "architectures": [target.table.architecture],
         "vocab_size": target.spec.vocab_size,
         "tie_word_embeddings": target.spec.tied_embeddings,
-        "torch_dtype": "bfloat16",  # of no matter: each tensor has its own
+        "torch_dtype": "bfloat16",  # unused: each tensor has its own
         **target.table.config(header),
     }
     found = registry.model_for(config).load()(config).spec
@@ -85,8 +85,8 @@ def _same_layers(one: DecoderSpec, other: DecoderSpec) -> bool:
 
 
 def plain(layer: LayerSpec) -> LayerSpec:
-    """A layer without what is compared otherwise, rotation and window, and without where and in
-    which form a checkpoint has its tensors."""
+    """A layer without RoPE and window, which are compared separately, and without the names and
+    forms of a checkpoint's tensors."""
     extra = layer.extra
     if isinstance(extra, PerLayerInput):
         extra = replace(extra, model="")
