@@ -102,7 +102,7 @@ def _better(
     first: tuple[tuple[F32, ...], F32],
     second: tuple[tuple[F32, ...], F32],
 ) -> tuple[F32, ...]:
-    """For each block the state with the smaller error, of two states with approximations."""
+    """Chooses for each block one of two states by the smaller error of its approximation."""
     old, new = (squared_error(values, found).sum(axis=0) for _, found in (first, second))
     wins = new < old
     return tuple(np.where(wins, b, a) for a, b in zip(first[0], second[0], strict=True))
