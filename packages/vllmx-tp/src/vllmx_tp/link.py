@@ -34,15 +34,15 @@ _SPINS = 100
 
 
 class LinkEndedError(Exception):
-    """The group has ended, or the other side sends what cannot be; the text says what."""
+    """The group has ended, or the other side has sent invalid data."""
 
 
 class Link:
     """A connection for parts.
 
     Args:
-        mine: whose parts go out: all ranks that are not the other side's.
-        theirs: whose parts come in.
+        mine: the ranks whose parts are sent: all that are not the other side's.
+        theirs: the ranks whose parts are received.
         on_end: called from a thread of the link when the connection breaks, with the reason.
     """
 
@@ -65,7 +65,7 @@ class Link:
             threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True).start()
 
     def _seats_of(self, ranks: Sequence[int]) -> Sequence[int]:
-        """The seats at which ranks put down what goes this way."""
+        """The seats whose buffers this link copies."""
         return ranks
 
     def _works(self) -> list[Callable[[], None]]:
@@ -132,22 +132,21 @@ class Link:
         fill(view, self._socket.recv_into)
 
     def close(self) -> None:
-        """Closes the connection, by which both threads end."""
+        """Closes the connection, which ends both threads."""
         with suppress(OSError):  # it is gone
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 def reason_of(error: Exception) -> str:
-    """Why a connection has ended, in some words."""
+    """A short reason why a connection has ended."""
     if isinstance(error, EOFError):
         return "the other side has hung up"
     return getattr(error, "strerror", None) or str(error)
 
 
 _HEAD = struct.Struct("<4I")
-"""The head of a word: which one it is, the seat, its count, and the bytes of the piece behind it.
-"""
+"""The head of a message: the word, the seat, its count, and the bytes of the piece that follows."""
 
 
 class StageLink(Link):
@@ -182,7 +181,7 @@ class StageLink(Link):
             self._tell(message)
 
     def _send_taken(self, seat: int) -> None:
-        """Sends the newest count alone."""
+        """Sends counts of taken pieces, skipping older ones."""
         word, count = self._region.word(seat, Word.PIECES), 0
         while True:
             self._wait(word, (count + 1) & 0xFFFFFFFF)
