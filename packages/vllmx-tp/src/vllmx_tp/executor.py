@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from vllmx_core.backend import ForwardStep, LoadedInfo, LoadedModel, SeeingModel, StepHandle
 from vllmx_core.errors import RankLostError, VllmxError
 from vllmx_core.plan import SamplingRows, StepPlan, StepResult
+from vllmx_core.records import Record
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.load import OpenedModel
 
@@ -20,7 +22,7 @@ from vllmx_tp.handshake import read_key
 from vllmx_tp.hosts import RemoteHost, addresses
 from vllmx_tp.loading import WatchedSource, divide_cores, load_rank, share_of_host
 from vllmx_tp.messages import Call, RankReady
-from vllmx_tp.pipeline import PipelinedModel
+from vllmx_tp.pipeline import Handle, PipelinedModel
 from vllmx_tp.region import Region
 from vllmx_tp.sampled_ids import SampledIds, compares, sampled_frame
 from vllmx_tp.stage_times import with_layers
@@ -98,26 +100,26 @@ class RankedModel:
         """The reason why the group has ended, if it has; steps raise it too."""
         return self._group.failure
 
-    def step(self, plan: StepPlan, rows: SamplingRows) -> RankedStep:
+    def step(self, plan: StepPlan, rows: SamplingRows) -> StepHandle:
         """See `vllmx_core.backend.LoadedModel.step`."""
         call = Call.STEP if self._num_begun > self._num_read else Call.NEXT
         self._num_begun += 1
         self._group.send(call, Frame(plan, rows))
         with self._group.guarded():
-            return RankedStep(self, self._model.step(plan, rows))
+            return self._handle(self._model.step(plan, rows))
 
     def forward(self, plan: StepPlan) -> RankedForward:
         """See `vllmx_core.backend.LoadedModel.forward`."""
         self._num_begun += 1
         self._group.send(Call.FORWARD, Frame(plan, None))
         with self._group.guarded():
-            return RankedForward(self, self._model.forward(plan))
+            return RankedForward(partial(self.sample, self._model.forward(plan)))
 
-    def sample(self, step: ForwardStep, rows: SamplingRows) -> RankedStep:
+    def sample(self, step: ForwardStep, rows: SamplingRows) -> StepHandle:
         """The second half of a step."""
         self._group.send(Call.SAMPLE, Frame(None, rows))
         with self._group.guarded():
-            return RankedStep(self, step.sample(rows))
+            return self._handle(step.sample(rows))
 
     def encode(self, plan: StepPlan, begin: float = 0.0, end: float = 1.0) -> None:
         """See `vllmx_core.backend.SeeingModel.encode`. Each rank has the whole tower and computes
@@ -127,6 +129,9 @@ class RankedModel:
         self._group.send(Call.ENCODE, PartFrame(begin, end))
         with self._group.guarded():
             encode_part(self._model, plan, begin, end)
+
+    def _handle(self, step: StepHandle) -> StepHandle:
+        return Handle(partial(self.read, step))
 
     def read(self, step: StepHandle) -> StepResult:
         """Waits for a step."""
@@ -161,30 +166,10 @@ def encode_part(model: LoadedModel, plan: StepPlan, begin: float, end: float) ->
         seeing.encode(plan, begin, end)
 
 
-class RankedStep:
-    """A `StepHandle`."""
-
-    __slots__ = ("_owner", "_step")
-
-    def __init__(self, owner: RankedModel, step: StepHandle) -> None:
-        self._owner, self._step = owner, step
-
-    def result(self) -> StepResult:
-        """See `vllmx_core.backend.StepHandle.result`."""
-        return self._owner.read(self._step)
-
-
-class RankedForward:
+class RankedForward(Record):
     """A `ForwardStep`."""
 
-    __slots__ = ("_owner", "_step")
-
-    def __init__(self, owner: RankedModel, step: ForwardStep) -> None:
-        self._owner, self._step = owner, step
-
-    def sample(self, rows: SamplingRows) -> RankedStep:
-        """See `vllmx_core.backend.ForwardStep.sample`."""
-        return self._owner.sample(self._step, rows)
+    sample: Callable[[SamplingRows], StepHandle]
 
 
 _ALIKE_STAGES = ("backend", "dtype", "kv_cache_dtype", "block_size", "cache_windows")

@@ -13,8 +13,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -24,6 +26,7 @@ from vllmx_core.backend import ForwardStep, LoadedInfo, LoadedModel, StepHandle
 from vllmx_core.backend_kit.in_flight import MAX_STEPS
 from vllmx_core.errors import RankLostError
 from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepPlan, StepResult
+from vllmx_core.records import Record
 
 from vllmx_tp.communicator import Incoming, Outgoing
 from vllmx_tp.frames import Frame
@@ -57,6 +60,12 @@ class InnerStage:
     def close(self) -> None:
         """See `vllmx_core.backend.LoadedModel.close`."""
         self._model.close()
+
+
+class Handle(Record):
+    """A `StepHandle`."""
+
+    result: Callable[[], StepResult]
 
 
 class LastStage:
@@ -94,7 +103,7 @@ class PipelinedModel:
         """The reason why the group has ended, if it has; steps raise it too."""
         return self._group.failure
 
-    def step(self, plan: StepPlan, rows: SamplingRows) -> PipelinedStep:
+    def step(self, plan: StepPlan, rows: SamplingRows) -> Handle:
         """See `vllmx_core.backend.LoadedModel.step`; as many are in flight as there are stages."""
         assert self._num_launched - self._num_read < self._info.num_stages, "too many in flight"
         launched_s = time.perf_counter()
@@ -103,7 +112,7 @@ class PipelinedModel:
             self._read_own(self._num_launched - MAX_STEPS)
             self._own.append((self._num_launched, self._model.step(plan, rows)))
         self._num_launched += 1
-        return PipelinedStep(self, launched_s)
+        return Handle(partial(self.read, launched_s))
 
     def forward(self, plan: StepPlan) -> ForwardStep:
         """Nobody calls it: no row of a step waits for the one before."""
@@ -161,19 +170,6 @@ class PipelinedModel:
         self._group.close(self._model.close)
         self._thread.join()
         self._group.region.close()
-
-
-class PipelinedStep:
-    """A `StepHandle`."""
-
-    __slots__ = ("_launched_s", "_owner")
-
-    def __init__(self, owner: PipelinedModel, launched_s: float) -> None:
-        self._owner, self._launched_s = owner, launched_s
-
-    def result(self) -> StepResult:
-        """See `vllmx_core.backend.StepHandle.result`."""
-        return self._owner.read(self._launched_s)
 
 
 _LOGPROBS = ("chosen", "rank", "top_ids", "top")

@@ -34,43 +34,13 @@ from vllmx_core.plugins.backend_choice import (
     check_available,
     describe,
 )
-from vllmx_core.plugins.hooks import GROUP, Hooks
+from vllmx_core.plugins.hooks import GROUP, HOOKS, HookSpecs
 from vllmx_core.plugins.providers import Provided, choose, claims, kind_name, matches, passed_over
-from vllmx_core.plugins.specs import (
-    API_VERSION,
-    ApiSpec,
-    BackendSpec,
-    CommandSpec,
-    EncoderSpec,
-    ExecutorSpec,
-    ModelImplSpec,
-    ModelSourceSpec,
-    ModelSpec,
-    ParserSpec,
-    QuantizationSpec,
-    QuantizerSpec,
-    Spec,
-    WeightFormatSpec,
-)
+from vllmx_core.plugins.specs import API_VERSION, BackendSpec, ModelSpec, Spec
 
 logger = logging.getLogger("vllmx.registry")
 
 S = TypeVar("S", bound=Spec)
-
-_HOOKS: dict[str, type[Spec]] = {
-    "vllmx_backends": BackendSpec,
-    "vllmx_models": ModelSpec,
-    "vllmx_model_impls": ModelImplSpec,
-    "vllmx_weight_formats": WeightFormatSpec,
-    "vllmx_quantizations": QuantizationSpec,
-    "vllmx_quantizers": QuantizerSpec,
-    "vllmx_encoders": EncoderSpec,
-    "vllmx_executors": ExecutorSpec,
-    "vllmx_commands": CommandSpec,
-    "vllmx_model_sources": ModelSourceSpec,
-    "vllmx_parsers": ParserSpec,
-    "vllmx_apis": ApiSpec,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +95,8 @@ class Registry:
 
     def __init__(self) -> None:
         self._manager = pluggy.PluginManager(GROUP)
-        self._manager.add_hookspecs(Hooks)
-        self._provided: dict[type[Any], list[Provided[Any]]] = {
-            kind: [] for kind in _HOOKS.values()
-        }
+        self._manager.add_hookspecs(HookSpecs)
+        self._provided: dict[type[Any], list[Provided[Any]]] = {kind: [] for kind in HOOKS.values()}
         self._claims: dict[str, list[Provided[Any]]] = {}
         self._plugins: list[PluginInfo] = []
         self._prefer: tuple[str, ...] = ()
@@ -171,8 +139,8 @@ class Registry:
         for name in dir(plugin):
             if not name.startswith(f"{GROUP}_") or isinstance(getattr(plugin, name), ModuleType):
                 continue
-            if name not in _HOOKS:
-                near = difflib.get_close_matches(name, _HOOKS, 1) or sorted(_HOOKS)
+            if name not in HOOKS:
+                near = difflib.get_close_matches(name, HOOKS, 1) or sorted(HOOKS)
                 raise PluginError(
                     f"plugin {key}: there is no hook {name!r}, did you mean {', '.join(near)}?"
                 )
@@ -192,7 +160,7 @@ class Registry:
 
     def _collect(self, plugin: object, key: str) -> list[Spec]:
         found: list[Spec] = []
-        for hook, kind in _HOOKS.items():
+        for hook, kind in HOOKS.items():
             function = getattr(plugin, hook, None)
             if function is None:
                 continue
