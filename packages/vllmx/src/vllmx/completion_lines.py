@@ -24,7 +24,7 @@ SEPARATOR = " | "
 CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
 _BATCH_KEYS = {"custom_id", "method", "url", "body"}
 _SERVER_FIELDS = {"model", "stream", "user", "metadata", "store"}
-"""Fields of a body that say nothing about the text: what is generated is this command's affair."""
+"""Fields of a body that do not affect the text and are ignored."""
 
 
 class Task(Record):
@@ -49,7 +49,7 @@ def split_prompts(text: str) -> list[Task]:
 
 
 def read_lines(text: str) -> list[Task]:
-    """Each line a prompt, or what a JSON object says. Raises ConfigError with the line's number."""
+    """Reads each line as a prompt or a JSON object. Raises ConfigError with the line's number."""
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -131,7 +131,7 @@ def _is_prompt(value: Any) -> bool:
 
 
 def repeated(tasks: list[Task], times: int) -> Iterator[Task]:
-    """Each task so many times in a row."""
+    """Yields each task `times` times in a row."""
     for task in tasks:
         yield from [task] * times
 

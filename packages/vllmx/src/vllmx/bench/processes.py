@@ -40,11 +40,11 @@ def server_process(
     environment: Mapping[str, str] | None = None,
     find_url: Callable[[str], str | None] = first_url,
 ) -> Iterator[ServerProcess]:
-    """Runs a server until the block ends. What it says once it serves is read by nobody. Raises
-    ConfigError with the end of its output where it does not start.
+    """Runs a server until the block ends; its later output is dropped. Raises ConfigError with the
+    end of its output if it does not start.
 
     Args:
-        find_url: where it answers, by what it has written; None as long as it does not.
+        find_url: finds the server's address in its output; None while it is not there.
     """
     environment = dict(os.environ if environment is None else environment)
     with tempfile.TemporaryFile("w+", errors="replace") as output:

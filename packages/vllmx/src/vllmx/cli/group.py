@@ -79,8 +79,7 @@ class Commands(click.Group):
 
 
 def _plugin_commands(ctx: click.Context) -> dict[str, CommandSpec]:
-    """Commands of plugins by name. They are loaded once for a command line, so that a broken plugin
-    is reported once."""
+    """Commands of plugins by name, loaded once, so that a broken plugin is reported once."""
     if _COMMANDS not in ctx.meta:
         from vllmx_core.plugins.registry import load_registry
 

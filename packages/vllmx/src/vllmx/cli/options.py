@@ -164,8 +164,8 @@ def _option(
 
 
 class Shown(click.ParamType[Any]):
-    """A type of which click shows the name alone: values are converted with those of the
-    environment and the config file, by `vllmx_core.config_values`."""
+    """A type that click only shows by name: `vllmx_core.config_values` converts values of flags,
+    environment and config file alike."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -198,7 +198,7 @@ FILE = (("--file", "-f", "--f", "file"), "A GGUF file: of MODEL, or by its path 
 
 
 def take_several(parameter: str) -> Callable[[F], F]:
-    """A decorator of a command, applied after its options: one of them may be repeated."""
+    """A decorator that makes an option of a command repeatable; applied after the options."""
 
     def decorate(command: F) -> F:
         for option in command.__click_params__:  # type: ignore[attr-defined]
@@ -224,7 +224,7 @@ def resolve(
     classes: tuple[type[Any], ...], flags: dict[str, Any], extra: Collection[str] | None = ()
 ) -> tuple[Any, ...]:
     """Builds the config records from flags, environment and `--config` file. Raises ConfigError for
-    a key of the file that is in no record and not in `extra`; None: any key may be extra."""
+    a key of the file that is neither in a record nor in `extra`; None allows any key."""
     flags = {name: value for name, value in flags.items() if value not in (None, ())}
     if served := served_names(flags.get(SERVED_NAME)):
         flags[SERVED_NAME] = served[0]
@@ -300,8 +300,8 @@ def _file_of_model(flags: dict[str, Any]) -> None:
 
 
 def device(text: str) -> str:
-    """The backend that a device of PyTorch, or a number of one, means. Raises ConfigError for other
-    devices than the first: which GPU is a variable."""
+    """The backend for a PyTorch device or its number. Raises ConfigError for devices other than the
+    first: a variable selects the GPU."""
     name, _, number = text.partition(":")
     if name.isdigit() and not number:
         name, number = "auto", name

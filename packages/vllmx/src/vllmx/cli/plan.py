@@ -109,7 +109,7 @@ def plan(
 
 
 def _check(model: str, shape: ModelShape, context: int | None) -> None:
-    """Raises ConfigError for what no plan can be made for."""
+    """Raises ConfigError for models and contexts that cannot be planned."""
     if shape.output != "tokens":
         raise ConfigError(
             f"{model} gives {shape.output}, plans are made for models that generate text",
@@ -126,7 +126,7 @@ def _check(model: str, shape: ModelShape, context: int | None) -> None:
 def _machine(
     registry: Registry, on: str, backend_name: str, facts: Facts
 ) -> tuple[str, float, Rates]:
-    """(what it is called, its free memory, how fast it is)."""
+    """(the machine's name, its free memory, its rates)."""
     from vllmx_core.backend import free_memory
 
     from vllmx.sizing.fixed_costs import measure_fixed

@@ -1,7 +1,7 @@
 """The environment variables that vllmx reads, and warnings of others that begin with VLLMX_.
 
-Every field of a configuration record is `VLLMX_<NAME>` besides. A plugin's own begin with the name
-of its distribution, VLLMX_ACME_... for `acme` and `vllmx-acme`, and are its own affair.
+Every field of a configuration record also has a variable `VLLMX_<NAME>`. Variables of plugins begin
+with the distribution's name, VLLMX_ACME_... for `acme` and `vllmx-acme`, and are not checked.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VARIABLES: Mapping[str, str] = {
     "VLLMX_METAL_PAGED_PREFILL": "Metal kernel for attention of prompts: 0 never, 1 always",
     "VLLMX_METAL_RECURRENCE": "Metal kernel for recurrent layers: 0 never, 1 always",
 }
-"""Environment variables that are not the field of a configuration record, and what they say."""
+"""Environment variables other than those of configuration fields, with their meanings."""
 
 
 def warn_of_unknown(environment: Iterable[str]) -> None:
@@ -52,8 +52,8 @@ def warn_of_unknown(environment: Iterable[str]) -> None:
 def warnings(
     environment: Iterable[str], fields: Collection[str], distributions: Iterable[str]
 ) -> list[str]:
-    """One line for each variable of ours that nobody reads. `fields`: of all configuration records;
-    `distributions`: of the plugins of others."""
+    """A line for each VLLMX_ variable that nothing reads. `fields`: those of all configuration
+    records; `distributions`: those of other plugins."""
     known = {*VARIABLES, *(PREFIX + field.upper() for field in fields)}
     foreign = tuple(_prefix(name) for name in distributions)
     lines = []

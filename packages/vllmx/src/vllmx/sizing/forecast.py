@@ -18,8 +18,8 @@ from vllmx.sizing.facts import Facts, Form, Matrices
 STEP_TOKENS = 2048
 BLOCK_SIZE = 16
 ACTIVATION_WIDTHS = 24
-"""Bytes of activations of a token, in bytes times the hidden size; within a third of the backends'
-arenas."""
+"""Bytes of a token's activations, divided by the hidden size; within a third of the backends'
+buffers."""
 PROMPT = 512
 BATCHES = (1, 8, 32)
 
@@ -153,5 +153,5 @@ def _of(matrices: Matrices, rates: Rates, rows: int, heads: int) -> float:
 
 
 def choose(found: list[Forecast], wish: Wish) -> Forecast | None:
-    """The most precise form that leaves room for what is wished; `found` is ordered so."""
+    """The most precise form that fits the wish; `found` is ordered by precision."""
     return next((each for each in found if each.rows >= wish.rows), None)
