@@ -61,7 +61,7 @@ class Outgoing(_End):
 
     def __init__(self, region: Region, rank: int) -> None:
         seats = region.pieces(rank)
-        super().__init__(region, seats.seat, seats.beside(1))
+        super().__init__(region, seats.seat, seats.neighbour(1))
 
     def send(self, x: AnyArray) -> None:
         """Sends an array without its shape."""
@@ -88,7 +88,7 @@ class Incoming(_End):
 
     def __init__(self, region: Region, rank: int) -> None:
         seats = region.pieces(rank)
-        super().__init__(region, seats.beside(-1), seats.seat)
+        super().__init__(region, seats.neighbour(-1), seats.seat)
 
     def recv(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> AnyArray:
         """The next array, which had this shape and type."""

@@ -86,7 +86,7 @@ class RankedModel:
 
     def __init__(self, model: LoadedModel, group: Group, info: LoadedInfo) -> None:
         self._model, self._group, self._info = model, group, info
-        self._drawn = SampledIds(group.region, 0) if compares() else None
+        self._sampled = SampledIds(group.region, 0) if compares() else None
         self._has_hosts = len(group.ranks) < group.region.num_ranks - 1
         self._num_begun = self._num_read = 0
         self._is_closed = False
@@ -140,11 +140,11 @@ class RankedModel:
         if self._group.region.aborted[0]:  # native code then stops waiting without an error
             raise self._group.verdict()
         self._num_read += 1
-        if self._drawn is not None:
-            self._drawn.tell(result.ids)
+        if self._sampled is not None:
+            self._sampled.tell(result.ids)
             if self._has_hosts:
-                self._group.send(Call.DREW, sampled_frame(self._num_read, result.ids))
-            difference = self._drawn.difference(self._group.ranks, self._group.check)
+                self._group.send(Call.SAMPLED, sampled_frame(self._num_read, result.ids))
+            difference = self._sampled.difference(self._group.ranks, self._group.check)
             if difference is not None:
                 raise self._group.lost(difference)
         return result

@@ -155,18 +155,18 @@ class StageLink(Link):
     def _works(self) -> list[Callable[[], None]]:
         self._turn = threading.Lock()
         return [
-            *(partial(self._send_pieces, seat) for seat in self._beside(1)),
-            *(partial(self._send_taken, seat) for seat in self._beside(-1)),
+            *(partial(self._send_pieces, seat) for seat in self._neighbours(1)),
+            *(partial(self._send_taken, seat) for seat in self._neighbours(-1)),
             self._receive,
         ]
 
     def _seats_of(self, ranks: Sequence[int]) -> list[int]:
         return [self._region.pieces(rank).seat for rank in ranks]
 
-    def _beside(self, distance: int) -> list[int]:
+    def _neighbours(self, distance: int) -> list[int]:
         """Seats of this side whose neighbour, `distance` seats on, is on the other side."""
         ends = (self._region.pieces(rank) for rank in self._ranks)
-        return [one.seat for one in ends if one.beside(distance) in self._theirs]
+        return [one.seat for one in ends if one.neighbour(distance) in self._theirs]
 
     def _send_pieces(self, seat: int) -> None:
         """Sends each piece of a rank once."""

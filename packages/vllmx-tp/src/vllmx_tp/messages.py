@@ -102,7 +102,7 @@ class Call(IntEnum):
     """The plan of a pass of the tower, whose parts follow."""
     BEGIN = 9
     """The first call to a host: what its ranks load (`Begin`)."""
-    DREW = 10
+    SAMPLED = 10
     """The ids that rank 0 sampled in a step, sent if ranks compare their ids
     (`vllmx_tp.sampled_ids`)."""
 

@@ -71,7 +71,7 @@ class Follower:
         self._num_alone = 0
         """Steps in a row that rank 0 began when it had read all before."""
         self._aborted = region.aborted
-        self._drawn = SampledIds(region, rank) if compares() else None
+        self._sampled = SampledIds(region, rank) if compares() else None
         self._in_flight: deque[StepHandle] = deque()
         self._num_read = 0
         self._last_ids: deque[I32] = deque(maxlen=_MAX_IN_FLIGHT)
@@ -102,7 +102,7 @@ class Follower:
             assert self._pass is not None, "a pass comes before its parts"
             encode_part(self._model, self._pass, *read_part(words))
             return
-        if call is Call.DREW:
+        if call is Call.SAMPLED:
             self._compare_with_rank_0(*read_sampled(words))
             return
         if call is Call.PASS:
@@ -128,7 +128,7 @@ class Follower:
         return self._num_alone > 1
 
     def _must_finish(self, reader: Reader) -> bool:
-        at_once = self._drawn is not None or self._in_turns
+        at_once = self._sampled is not None or self._in_turns
         return len(self._in_flight) >= (1 if at_once else _MAX_IN_FLIGHT)
 
     def _finish(self) -> StepResult:
@@ -136,8 +136,8 @@ class Follower:
         self._check()
         self._num_read += 1
         self._last_ids.append(result.ids)
-        if self._drawn is not None:
-            self._drawn.tell(result.ids)
+        if self._sampled is not None:
+            self._sampled.tell(result.ids)
         return result
 
     def _compare_with_rank_0(self, number: int, ids: I32) -> None:
@@ -145,7 +145,7 @@ class Follower:
         while self._num_read < number:
             self._finish()
         if not np.array_equal(self._last_ids[number - self._num_read - 1], ids):
-            self._differs(f"rank {self._rank} drew other ids than rank 0 in step {number}")
+            self._differs(f"rank {self._rank} sampled other ids than rank 0 in step {number}")
 
     def _differs(self, difference: str) -> None:
         """Ends the group."""
@@ -166,13 +166,13 @@ class StageFollower(Follower):
         is_last = stage == region.num_stages - 1
         super().__init__(model if is_last else InnerStage(model), region, rank, spin_s)
         self._last = LastStage(region, rank) if is_last and place == 0 else None
-        self._beside = range(rank + 1, rank + region.ranks_of_stage)
+        self._others = range(rank + 1, rank + region.ranks_of_stage)
         """The other ranks of its stage, if it is the first one."""
         if not is_last or region.ranks_of_stage == 1:
-            self._drawn = None  # it samples nothing, or alone
+            self._sampled = None  # it samples nothing, or alone
 
     def _must_finish(self, reader: Reader) -> bool:
-        if self._drawn is not None:
+        if self._sampled is not None:
             return super()._must_finish(reader)
         waits = self._last is not None and bool(self._in_flight) and not reader.has_more
         return waits or len(self._in_flight) >= _MAX_IN_FLIGHT
@@ -180,8 +180,8 @@ class StageFollower(Follower):
     def _finish(self) -> StepResult:
         result = super()._finish()
         if self._last is not None:
-            if self._drawn is not None:
-                difference = self._drawn.difference(self._beside, self._check)
+            if self._sampled is not None:
+                difference = self._sampled.difference(self._others, self._check)
                 if difference is not None:
                     self._differs(difference)
             self._last.tell(result)

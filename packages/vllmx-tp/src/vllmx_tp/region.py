@@ -73,7 +73,7 @@ class Seats(Record):
         """The rank's own seat in the region."""
         return self.first + self.own
 
-    def beside(self, distance: int) -> int:
+    def neighbour(self, distance: int) -> int:
         """The seat at a distance, cyclically."""
         return self.first + (self.own + distance) % self.count
 
@@ -180,7 +180,7 @@ class Region:
         its core's caches."""
         seats = self.sums(rank)
         swapped = seats.count == 2 and count & 2
-        return self.buffer(seats.beside(1) if swapped else seats.seat, count & 1)
+        return self.buffer(seats.neighbour(1) if swapped else seats.seat, count & 1)
 
     def write_cause(self, rank: int, text: str) -> None:
         """Records why a rank fails, before it aborts the group. Its first cause stays."""

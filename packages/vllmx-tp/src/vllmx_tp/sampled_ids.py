@@ -54,7 +54,7 @@ class SampledIds:
                 time.sleep(_WAIT_S)
             fence()
             if int(self._region.checksums(rank)[last]) != int(self._checksums[last]):
-                return f"rank {rank} drew other ids than rank {self._rank} in step {number}"
+                return f"rank {rank} sampled other ids than rank {self._rank} in step {number}"
         return None
 
 

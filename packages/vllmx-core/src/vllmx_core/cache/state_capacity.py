@@ -75,7 +75,7 @@ def _no_memory(param: str, slots: int, slot_bytes: int, room: int) -> CapacityEr
     lower = f"lower {flag} to {fits} or " if fits > 0 else ""
     return CapacityError(
         f"{param} asks for {slots} slots of {format_bytes(slot_bytes)} for the states of recurrent"
-        f" layers, there is room for {room} beside weights and KV cache: {lower}raise"
+        f" layers, there is room for {room} next to weights and KV cache: {lower}raise"
         " --memory-fraction or free memory",
         param=param,
     )

@@ -25,7 +25,7 @@ _CONNECT_S = 5.0
 
 
 class DeadlineConnection(http.client.HTTPConnection):
-    """A connection for one request. Raises DeadlineError besides what its base class raises.
+    """A connection for one request. Raises the errors of its base class, and DeadlineError.
 
     Args:
         port: None: the usual one.

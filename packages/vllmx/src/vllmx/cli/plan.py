@@ -142,7 +142,7 @@ def _machine(
     rates = measure(registry, backend, kinds, _tell, facts.forms[0].num_values)
     memory = free_memory(backend)
     fixed = measure_fixed(registry, backend_name, rates)
-    return rates.title, memory, replace(rates, beside=fixed.seconds)
+    return rates.title, memory, replace(rates, fixed=fixed.seconds)
 
 
 def _tell(doing: str, done: int, total: int) -> None:

@@ -55,7 +55,7 @@ HELP = {
     "allowed_methods": "CORS method; may be repeated.",
     "allowed_headers": "CORS header; may be repeated.",
     "allow_credentials": "CORS credentials.",
-    "allowed_hosts": "Host header to accept beside localhost on a loopback address; may be"
+    "allowed_hosts": "Host header to accept in addition to localhost on a loopback address; may be"
     " repeated; * for any.",
     "max_connections": "Open connections; default: what the limit of open files allows, up to"
     " 16384.",

@@ -57,19 +57,19 @@ def measure_fixed(registry: Registry, backend: str, rates: Rates) -> FixedCosts:
         engines = [stack.enter_context(_engine(path, backend)) for path, _ in models]
         seconds = [_medians(engines, _decoding(rows)) for rows in ROWS[:-1]]
         seconds.append(_medians(engines, _prompt))
-    beside = [
+    rests = [
         [one - _products(facts, rates, rows) for one, (_, facts) in zip(both, models, strict=True)]
         for rows, both in zip(ROWS, seconds, strict=True)
     ]
-    return divided(beside, [facts.num_layers for _, facts in models])
+    return divided(rests, [facts.num_layers for _, facts in models])
 
 
-def divided(beside: Sequence[Sequence[float]], layers: Sequence[int]) -> FixedCosts:
+def divided(rests: Sequence[Sequence[float]], layers: Sequence[int]) -> FixedCosts:
     """Divides the times of two models, in the order of `ROWS`, into a part for each layer and one
     for the step, neither below zero."""
     few, many = layers
-    layer = [max(0.0, (long - short) / (many - few)) for short, long in beside]
-    rest = [max(0.0, long - many * each) for (_, long), each in zip(beside, layer, strict=True)]
+    layer = [max(0.0, (long - short) / (many - few)) for short, long in rests]
+    rest = [max(0.0, long - many * each) for (_, long), each in zip(rests, layer, strict=True)]
     return FixedCosts(rest, layer)
 
 

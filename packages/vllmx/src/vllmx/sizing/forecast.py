@@ -129,8 +129,8 @@ def _decode_seconds(
     shape: ModelShape, form: Form, rates: Rates, rows: int, kv_bytes: float
 ) -> float:
     states = 2 * shape.state_slot_bytes  # read and written
-    beside = rows * (kv_bytes + states) * rates.seconds_per_byte()
-    return product_seconds(form, rates, rows, heads=rows) + beside
+    cache = rows * (kv_bytes + states) * rates.seconds_per_byte()
+    return product_seconds(form, rates, rows, heads=rows) + cache
 
 
 def product_seconds(form: Form, rates: Rates, rows: int, heads: int) -> float:

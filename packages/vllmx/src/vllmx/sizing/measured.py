@@ -43,7 +43,7 @@ class MeasuredRates:
     seconds: Mapping[str, Sequence[float]]
     """The seconds by type, one for each of `ROWS`."""
     bits: Mapping[str, float]
-    beside: Callable[[int, float], float] = lambda layers, rows: 0.0
+    fixed: Callable[[int, float], float] = lambda layers, rows: 0.0
     """Seconds of a step outside its products, by its layers and tokens."""
 
     def seconds_per_value(self, kind: str, bits: float, rows: float) -> float:
@@ -61,7 +61,7 @@ class MeasuredRates:
 
     def fixed_seconds(self, layers: int, rows: float) -> float:
         """See `vllmx.sizing.forecast.Rates`."""
-        return self.beside(layers, rows)
+        return self.fixed(layers, rows)
 
 
 def interpolated(rows: float, times: Sequence[float]) -> float:

@@ -45,7 +45,7 @@ def with_tower(checkpoint: Checkpoint, path: Path | None) -> Checkpoint:
     if not _forms_of(checkpoint):
         return checkpoint
     try:
-        path = _beside(checkpoint.path)
+        path = _tower_of(checkpoint.path)
         if path is None:
             return checkpoint
         joined = _joined(checkpoint, path)
@@ -56,7 +56,7 @@ def with_tower(checkpoint: Checkpoint, path: Path | None) -> Checkpoint:
     return joined
 
 
-def _beside(model: Path) -> Path | None:
+def _tower_of(model: Path) -> Path | None:
     """The tower's file in the folder of a model, or in its repository on the hub."""
     names = [path.name for path in model.parent.glob("mmproj*.gguf")]
     chosen = projector_among(names)

@@ -21,7 +21,7 @@ from vllmx_core.weights.views import rows_of
 
 from vllmx_models.formats.gguf.architecture import GGUFArchitecture
 from vllmx_models.formats.gguf.blocks import weight_part
-from vllmx_models.formats.gguf.encoders import PAIR_HEAD, text_modules
+from vllmx_models.formats.gguf.encoder_models import PAIR_HEAD, text_modules
 from vllmx_models.formats.gguf.file import GGUFFile
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.formats.gguf.places import (

@@ -42,7 +42,7 @@ _STORED_AS: Mapping[str, str] = {
 }
 _MIXERS = (AttentionMixer, LatentMixer, ConvMixer, DeltaMixer, MambaMixer, NoneType)
 _FEEDS = (DenseMLP, MoE, DenseAndExperts, NoneType)
-_BESIDE = ("vision_config", "modules")
+_OTHER_PARTS = ("vision_config", "modules")
 """Keys of config.json for parts other than the decoder."""
 _SAMPLING: Mapping[str, str] = {
     "temperature": "temp",
@@ -83,7 +83,7 @@ class Target(Record):
 def target_of(registry: Registry, checkpoint: Checkpoint) -> Target:
     """The form of a checkpoint. Raises UnsupportedModelError for an architecture that vllmx cannot
     write to a GGUF file."""
-    text = {key: value for key, value in checkpoint.config.items() if key not in _BESIDE}
+    text = {key: value for key, value in checkpoint.config.items() if key not in _OTHER_PARTS}
     model = build_model(registry, replace(checkpoint, config=text))
     architecture = registry.model_for(checkpoint.config).architectures[0]
     name, table = architecture_table(registry, architecture)

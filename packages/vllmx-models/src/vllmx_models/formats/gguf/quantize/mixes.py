@@ -58,7 +58,7 @@ _EXACT = (".bias", "_norm.weight")
 _SMALL = (".ffn_gate_inp", ".ssm_conv1d", ".shortconv.conv.")
 _FEW_EXPERTS = 8
 """Mixtral's number: its attention is small compared with its experts and gets more bits."""
-_FIVE_BITS_BESIDE_EXPERTS = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m")
+_FIVE_BITS_WITH_EXPERTS = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m")
 
 
 class Layers(Record):
@@ -161,5 +161,5 @@ def _packed(mix: str, layer: int, layers: Layers) -> str | None:
 
 def _attention_output(mix: str, layer: int, layers: Layers) -> str | None:
     if layers.experts == _FEW_EXPERTS:
-        return "Q5_K" if mix in _FIVE_BITS_BESIDE_EXPERTS else None
+        return "Q5_K" if mix in _FIVE_BITS_WITH_EXPERTS else None
     return {"q2_k": "Q3_K", "q3_k_m": "Q4_K", "q3_k_l": "Q5_K"}.get(mix)
