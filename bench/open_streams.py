@@ -22,7 +22,7 @@ from residence import Residence
 from serve import fake_model
 from served import vllmx
 from vllmx.bench.figures import show
-from vllmx.bench.server_process import server_process
+from vllmx.bench.processes import server_process
 from vllmx_testing.fake_checkpoint import install_fake_plugin
 
 _SAMPLE_S = 10.0

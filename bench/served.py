@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllmx.bench.server_process import first_url, server_process
+from vllmx.bench.processes import first_url, server_process
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from typing import Any
 
 from residence import Residence
 from vllmx.bench.figures import percentile, show
-from vllmx.bench.server_process import server_process
+from vllmx.bench.processes import server_process
 from vllmx.bench.sse_client import Streamed, stream_completion
 
 HOSTILE = Path(__file__).with_name("hostile.py")

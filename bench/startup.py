@@ -17,7 +17,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 
-from vllmx.bench.startup import startup
+from vllmx.bench.processes import startup
 
 TARGETS_S = {"vllmx --help": 0.25, "complete: first token": 1.0}
 

@@ -15,7 +15,7 @@ from vllmx_core.plan import F32
 from vllmx_core.weights.part import WeightPart
 from vllmx_models.families.qwen import qwen3
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
-from vllmx_models.formats.gguf.quantize.encode import encode
+from vllmx_models.formats.gguf.quantize.encoders import encode
 from vllmx_models.quantization.float8 import fp8_codes, fp8_part
 from vllmx_models.quantization.int8 import int8_codes, int8_part
 from vllmx_testing.plans import Row

@@ -16,7 +16,7 @@ from vllmx_cuda.device.device import Product
 from vllmx_cuda.matrices import codes8, pieces
 from vllmx_models.families.qwen import qwen3
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
-from vllmx_models.formats.gguf.quantize.encode import encode
+from vllmx_models.formats.gguf.quantize.encoders import encode
 
 from .cuda_models import (
     EIGHT_BITS,

@@ -19,7 +19,7 @@ from vllmx_core.weights.tensor import RawTensor
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.program import expert_ops
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
-from vllmx_models.formats.gguf.quantize.encode import encode
+from vllmx_models.formats.gguf.quantize.encoders import encode
 from vllmx_models.quantization.float4 import fp4_part
 from vllmx_models.quantization.float8 import Fp8, e4m3_codes
 from vllmx_testing.cuda.emulator import Emulator

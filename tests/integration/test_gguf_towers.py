@@ -230,7 +230,7 @@ def test_other_files_are_no_towers(pair: tuple[Path, Path, Any], tmp_path: Path)
     text, tower, oracle = pair
     with pytest.raises(ConfigError, match=r"'qwen3vl'.*begins with mmproj"):
         opened(text, text)
-    with pytest.raises(ModelNotFoundError, match=r"is no file"):
+    with pytest.raises(ModelNotFoundError, match=r"is not a file"):
         opened(text, tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"general.type 'mmproj'"):
         open_checkpoint(REGISTRY, tower)

@@ -119,7 +119,7 @@ def test_what_ranks_of_two_hosts_draw_is_compared(
                 "vllmx_tp.executor.sampled_frame",
                 lambda number, ids: sampled_frame(number, ids + 1),
             )
-            told = r"rank 1 drew other ids than rank 0 in step \d+ \(on host 127"
+            told = r"rank 1 sampled other ids than rank 0 in step \d+ \(on host 127"
             with pytest.raises(RankLostError, match=told):
                 until_lost(llm)
 

@@ -14,7 +14,7 @@ from vllmx_core.weights.spec import PartSpec, RowRuns, WeightSpec
 from vllmx_core.weights.tensor import RawTensor
 from vllmx_core.weights.views import cols_of, entry_of, rows_of
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
-from vllmx_models.formats.gguf.quantize.encode import encode
+from vllmx_models.formats.gguf.quantize.encoders import encode
 from vllmx_models.quantization.float8 import fp8_codes, fp8_part
 from vllmx_models.quantization.int8 import int8_codes, int8_part
 from vllmx_testing.synthetic import ArraySource

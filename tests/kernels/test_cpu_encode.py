@@ -11,8 +11,7 @@ from vllmx_core.weights.tensor import DType, RawTensor
 from vllmx_cpu.encoder import NativeEncoder
 from vllmx_cpu.native import Isa
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME
-from vllmx_models.formats.gguf.quantize.encode import QUANTIZERS
-from vllmx_models.formats.gguf.quantize.encoders import NumpyEncoder
+from vllmx_models.formats.gguf.quantize.encoders import QUANTIZERS, NumpyEncoder
 
 NUMPY = NumpyEncoder()
 DTYPES: dict[DType, type] = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}

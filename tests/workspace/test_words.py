@@ -18,13 +18,13 @@ ROOT = Path(__file__).parents[2]
 PLACES = sorted(path.name for path in (ROOT / "packages").iterdir())
 REMAINING = {
     "vllmx": 0,
-    "vllmx-core": 181,
+    "vllmx-core": 8,
     "vllmx-cpu": 0,
     "vllmx-cuda": 0,
-    "vllmx-demo": 1,
+    "vllmx-demo": 0,
     "vllmx-engine": 0,
     "vllmx-metal": 0,
-    "vllmx-models": 97,
+    "vllmx-models": 0,
     "vllmx-server": 346,
     "vllmx-testing": 0,
     "vllmx-torch": 0,

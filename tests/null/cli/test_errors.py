@@ -10,9 +10,8 @@ import sys
 import click
 import pytest
 from click.testing import CliRunner
-from vllmx.cli.completion import SHELLS
 from vllmx.cli.errors import run
-from vllmx.cli.group import cli
+from vllmx.cli.group import SHELLS, cli
 from vllmx_core.errors import ConfigError, EngineDeadError, StepTimeoutError
 
 from tests.waiting import PATIENCE_S

@@ -98,7 +98,7 @@ def test_a_config_of_any_name(tmp_path: Path) -> None:
     path.write_text("{}")
     done = run(str(path), "--on", "h100")
     assert isinstance(done.exception, UnsupportedModelError)
-    assert "is no config of a model" in str(done.exception)
+    assert "is not a model's config" in str(done.exception)
 
 
 def test_a_dense_model_by_hand(tmp_path: Path) -> None:

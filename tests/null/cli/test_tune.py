@@ -14,10 +14,9 @@ import yaml
 from click.testing import CliRunner, Result
 from vllmx.bench.sse_client import Streamed
 from vllmx.cli.tune import tune
-from vllmx.sizing.knobs import knobs
 from vllmx.sizing.promise import parse_promise
 from vllmx.sizing.trials import clean_environment, keeps_up, trial
-from vllmx.sizing.tuning import Knob, Search, Served, Setting, Trial
+from vllmx.sizing.tuning import Knob, Search, Served, Setting, Trial, knobs
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
 from vllmx_testing.fake_checkpoint import install_fake_plugin, make_fake_checkpoint

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from vllmx.cli.group import cli
+from vllmx.cli.variables import PREFIX, VARIABLES, warnings
 from vllmx_core.config import EngineConfig
-from vllmx_core.system.environment import PREFIX, VARIABLES, warnings
 from vllmx_server.config import ServerConfig
 
 ROOT = Path(__file__).parents[3]

@@ -14,10 +14,14 @@ from vllmx_core.ops.recorder import Ops
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.plan import StepPlan
-from vllmx_core.recorded.passes.activated_linear import fuse_activations
-from vllmx_core.recorded.passes.expand import expand_unsupported, unsupported_ops
-from vllmx_core.recorded.passes.gated_linear import fuse_gated_linears, gated_weights
-from vllmx_core.recorded.passes.uses import read_at_once
+from vllmx_core.recorded.passes import (
+    expand_unsupported,
+    fuse_activations,
+    fuse_gated_linears,
+    gated_weights,
+    read_at_once,
+    unsupported_ops,
+)
 from vllmx_core.recorded.recording import record
 from vllmx_core.reference.backend import ReferenceBackend
 from vllmx_testing.harness import load_options

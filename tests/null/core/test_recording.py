@@ -78,7 +78,7 @@ def wrong(call: Callable[[Ops, Value], object]) -> str:
         (lambda o, x: o.linear(o.linear(x, UP), UP),
          "Mine: linear: 'layers.3.up' has 8 columns, x has 16 features"),
         (lambda o, x: o.linear(x, NORM), "'layers.3.norm' is of kind 'vector', not 'linear'"),
-        (lambda o, x: o.linear(x, None), "linear .*: None is no weight of the model"),
+        (lambda o, x: o.linear(x, None), "linear .*: None is not a weight of the model"),
         (lambda o, x: o.linear(x, TABLE), "'rope' is of kind 'constant', not 'linear'"),
         (lambda o, x: o.embedding(x, EMBED), "embedding: it takes step.tokens"),
         (lambda o, x: o.rms_norm(o.linear(x, UP), NORM, 0.1),

@@ -12,8 +12,8 @@ from vllmx_core.ops.op import Op
 from vllmx_core.ops.recorder import Ops
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.recorded.recording import record
-from vllmx_core.sharding.cuts import Share, Units, divided
 from vllmx_core.sharding.model import sharded
+from vllmx_core.sharding.shares import Share, Units, divided
 from vllmx_testing.synthetic import ArraySource, Builder, SyntheticModel, tiny_decoder
 
 SHARDS = {"qkv": "column", "gate_up": "column", "out": "row", "down": "row", "head": "vocab"}

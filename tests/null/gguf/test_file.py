@@ -102,7 +102,7 @@ def test_what_was_read_outlives_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        (b"GGML" + b"\0" * 40, "is no GGUF file"),
+        (b"GGML" + b"\0" * 40, "is not a GGUF file"),
         (header(version=1), "version 1, versions 2 and 3"),
         (header(version=0), "version 0"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),

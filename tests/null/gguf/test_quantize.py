@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from vllmx_core.errors import WeightFormatError
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, decode_blocks
-from vllmx_models.formats.gguf.quantize.encode import QUANTIZERS, encode
+from vllmx_models.formats.gguf.quantize.encoders import QUANTIZERS, encode
 
 LLAMA_CPP_RMS = {
     "Q8_0": (1.0730e-04, 2.0305e-04),

@@ -202,7 +202,7 @@ def test_three_bits_need_whole_triples(tmp_path: Path) -> None:
         ({"sym": 1}, "sym = 1 must be true or false"),
         ({"dynamic": []}, "dynamic = .* must be an object"),
         ({"dynamic": {"x": 4}}, "dynamic = .*objects of options"),
-        ({"dynamic": {"(x": {}}}, "no regular expression"),
+        ({"dynamic": {"(x": {}}}, "not a regular expression"),
         ({"modules_to_not_convert": "lm_head"}, "must be a list of strings"),
     ],
 )

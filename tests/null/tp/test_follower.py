@@ -95,7 +95,7 @@ class Calls:
         if call is None:
             assert most_s, "nothing wakes it until a call comes"
             raise TimeoutError
-        if call is Call.DREW:
+        if call is Call.SAMPLED:
             return call, np.frombuffer(next(self.drawn).to_bytes(), np.int32)
         return call, self._words
 
@@ -246,7 +246,9 @@ def test_rank_0_sees_that_another_one_draws_other_ids(
         model.step(plan, rows).result()
     other.tell(OTHER)
     number = NUM_CHECKSUMS + 2
-    with pytest.raises(RankLostError, match=f"rank 1 drew other ids than rank 0 in step {number}$"):
+    with pytest.raises(
+        RankLostError, match=f"rank 1 sampled other ids than rank 0 in step {number}$"
+    ):
         model.step(plan, rows).result()
 
 
@@ -262,21 +264,21 @@ def test_rank_0_tells_other_hosts_what_it_drew(
     plan, rows = make_plan([Row([5], 0, [1])], 16), sampling_rows(1)
     for _ in range(3):
         model.step(plan, rows).result()
-    assert calls.count(Call.DREW) == told
+    assert calls.count(Call.SAMPLED) == told
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_rank_sees_that_rank_0_drew_other_ids(region: Region, late: bool) -> None:
     """Whether it has read that step or not, also while the next one is in flight."""
-    events, calls = list[str](), [Call.NEXT, Call.STEP, Call.DREW, Call.DREW]
+    events, calls = list[str](), [Call.NEXT, Call.STEP, Call.SAMPLED, Call.SAMPLED]
     rank = Follower(Model(events), region, 1)
     between = [None] if late else []
     reader = Calls([*calls[:2], *between, *calls[2:]], events)
     reader.drawn = iter([sampled_frame(1, SAME), sampled_frame(2, OTHER)])
-    with pytest.raises(RankLostError, match=r"rank 1 drew other ids than rank 0 in step 2$"):
+    with pytest.raises(RankLostError, match=r"rank 1 sampled other ids than rank 0 in step 2$"):
         rank.run(reader)  # type: ignore[arg-type]
     assert events == ["begins 0", "begins 1", "ends 0", "ends 1"]
-    assert region.cause(1) == "rank 1 drew other ids than rank 0 in step 2"
+    assert region.cause(1) == "rank 1 sampled other ids than rank 0 in step 2"
     assert region.aborted[0]
 
 
@@ -288,10 +290,10 @@ def test_the_last_stage_sees_that_its_ranks_draw_other_ids(monkeypatch: pytest.M
     for ids in (SAME, OTHER):
         other.tell(ids)
     first = StageFollower(Model(events), region, 2)
-    with pytest.raises(RankLostError, match="rank 3 drew other ids than rank 2 in step 2"):
+    with pytest.raises(RankLostError, match="rank 3 sampled other ids than rank 2 in step 2"):
         first.run(Calls([Call.STEP] * 3, events))  # type: ignore[arg-type]
     assert events == ["begins 0", "ends 0", "begins 1", "ends 1"]
-    assert region.cause(2) == "rank 3 drew other ids than rank 2 in step 2"
+    assert region.cause(2) == "rank 3 sampled other ids than rank 2 in step 2"
     assert region.aborted[0]
     region.close()
 

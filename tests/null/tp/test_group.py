@@ -28,10 +28,10 @@ from vllmx_tp.communicator import Outgoing
 from vllmx_tp.group import Group, cause_of
 from vllmx_tp.link import Link
 from vllmx_tp.liveness import PollTimer, StallTimer
+from vllmx_tp.loading import WatchedSource
 from vllmx_tp.messages import Call, RankAnswer, RankReady
 from vllmx_tp.pipeline import PipelinedModel
 from vllmx_tp.region import Region, Word
-from vllmx_tp.watched_source import WatchedSource
 
 from tests.waiting import PATIENCE_S, wait_until
 

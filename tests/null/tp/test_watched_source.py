@@ -13,7 +13,7 @@ from vllmx_core.weights.part import DENSE, StoredPart, WeightPart
 from vllmx_core.weights.tensor import RawTensor
 from vllmx_core.weights.views import cols_of, rows_of
 from vllmx_testing.synthetic import ArraySource
-from vllmx_tp.watched_source import WatchedSource
+from vllmx_tp.loading import WatchedSource
 
 SHAPE = (8, 64)
 VALUES = np.arange(512, dtype=np.float32).reshape(SHAPE)

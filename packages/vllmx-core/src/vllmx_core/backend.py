@@ -1,4 +1,4 @@
-"""The face of a backend: all that the engine knows of a device."""
+"""The interface between the engine and a backend."""
 
 from __future__ import annotations
 
@@ -23,45 +23,44 @@ there is no driver to hang in."""
 
 
 class LoadOptions(Record):
-    """How to load a model. None always means: the backend decides and reports it in LoadedInfo."""
+    """Options for loading a model. None: the backend decides and reports it in LoadedInfo."""
 
     dtype: str = "auto"
     """auto (the checkpoint's), bf16, f16 or f32."""
     kv_cache_dtype: str = "auto"
-    """auto (the backend's choice beside `dtype`), or one of `vllmx_core.kv_dtypes.KV_DTYPES`."""
+    """auto (the backend's choice for `dtype`), or one of `vllmx_core.kv_dtypes.KV_DTYPES`."""
     max_model_len: int = 4096
     shrink_to_fit: bool = False
-    """`max_model_len` is the model's own, not a wish: where memory holds fewer tokens, load with
-    as many KV blocks as fit (at least one) instead of raising CapacityError."""
+    """True if `max_model_len` is only the model's default: if fewer tokens fit, load with as many
+    KV blocks as fit (at least one) instead of raising CapacityError."""
     max_num_seqs: int | None = None
     max_num_batched_tokens: int = 2048
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     group_caches: bool = False
-    """The caller makes a block table for each cache group (`vllmx_core.cache.groups`), so that
-    layers with a window need not keep what the others do; False: one table for all layers."""
+    """True if the caller makes a block table for each cache group (`vllmx_core.cache.groups`), so
+    that layers with a window keep fewer pages; False: one table for all layers."""
     num_state_slots: int | None = None
     """Slots for the states of recurrent layers: one for each sequence that runs, and more to keep
     states for later."""
     memory_fraction: float = 0.9
     free_bytes: int | None = None
-    """The free memory to divide, where ranks share it: what one of them found before any had taken
-    some, so that all come to the same whoever is first."""
+    """The free memory to divide if ranks share a device: measured by one rank before any of them
+    allocates, so that all compute the same sizes."""
     num_threads: int | None = None
     encoder_cache_bytes: int = 256 << 20
-    """The bytes that features of images may take on the device; at least those of a step are held.
-    """
+    """Bytes for image features on the device; a step's features always fit."""
     enforce_eager: bool = False
     """Run op by op without the recorded step; same bits, for debugging."""
     communicator: Communicator | None = None
-    """The other ranks, of a model that is one rank's part (`vllmx_core.sharding`)."""
+    """Connects to the other ranks if the model is one rank's part (`vllmx_core.sharding`)."""
     progress: bool = False
     """Show a progress bar on standard error while weights load."""
 
     @property
     def num_seqs(self) -> int:
-        """`max_num_seqs`, for backends that choose `DEFAULT_NUM_SEQS` whatever the device."""
+        """`max_num_seqs`, by default `DEFAULT_NUM_SEQS`: for backends without another default."""
         return self.max_num_seqs or DEFAULT_NUM_SEQS
 
 
@@ -87,18 +86,17 @@ class LoadedInfo(Record):
     details: dict[str, Any]
     """Shown by `vllmx env` and in the log: kernel variant, threads, ..."""
     num_stages: int = 1
-    """Above 1: so many steps are in flight at the most, not two, each in another stage of the
-    model. They must have different rows but for chunks of a prompt, and tokens that are known."""
+    """Above 1: the maximum number of steps in flight (otherwise two), each in another stage of the
+    model. Except for chunks of a prompt their rows must differ, and their tokens must be known."""
     num_feature_rows: int = 0
     """Tokens of images whose features the store holds; 0: the model sees none."""
     encodes_in_parts: bool = False
-    """Whether a pass of the tower can be given in parts; see `SeeingModel.encode`."""
+    """True if a pass of the tower can be run in parts; see `SeeingModel.encode`."""
     step_timeout_s: float = DEVICE_STEP_TIMEOUT_S
-    """The time after which a step here must be taken for hung, where the user does not say."""
+    """The default time after which a step counts as hung."""
     cache_windows: tuple[int | None, ...] = (None,)
-    """One entry for each cache group, in the order of `StepPlan.block_tables`: how many of a
-    sequence's tokens, the newest included, its layers see. Pages before them may be given to
-    others; None: all pages stay."""
+    """One entry for each cache group, in the order of `StepPlan.block_tables`: the number of newest
+    tokens of a sequence that its layers see. Earlier pages may be reused; None: all are kept."""
     num_state_slots: int = 0
     """Slots that `StepPlan.state_from` and `state_to` may name, numbered from 0; none for a model
     without states."""
@@ -115,12 +113,12 @@ class StepHandle(Protocol):
 
 
 class ForwardStep(Protocol):
-    """A step whose forward pass was enqueued and whose logits wait for their parameters."""
+    """A step whose forward pass is enqueued and whose sampling is not."""
 
     def sample(self, rows: SamplingRows) -> StepHandle:
         """Enqueues the rest of the step and returns without waiting for it. Call once, before the
-        next `forward` or `step`; the step before may be read first. Where it raises, the step has
-        ended and counts no more."""
+        next `forward` or `step`; the previous step may be read first. If it raises, the step is no
+        longer in flight."""
         ...
 
 
@@ -133,14 +131,13 @@ class LoadedModel(Protocol):
     def step(self, plan: StepPlan, rows: SamplingRows) -> StepHandle:
         """Enqueues one step and returns without waiting for it. At most two steps are in flight
         (but see `LoadedInfo.num_stages`); the second may refer to the first one's ids by negative
-        tokens. A model that gives vectors
-        or scores samples nothing: `rows` is empty then, whatever L is."""
+        tokens. For models that give vectors or scores `rows` is empty, whatever L is."""
         ...
 
     def forward(self, plan: StepPlan) -> ForwardStep:
-        """`step` in two parts, for rows that depend on the ids of the step before: enqueue this
-        one's forward pass, read that one, then sample. It counts as a step in flight from here on;
-        results are those of `step`. Slower than `step` where nothing is late."""
+        """`step` in two parts, for rows that depend on the ids of the previous step: enqueue the
+        forward pass, read the previous step, then sample. The step is in flight from here on. The
+        results are those of `step`, which is faster if no row has to wait."""
         ...
 
     def close(self) -> None:
@@ -153,37 +150,37 @@ class SeeingModel(LoadedModel, Protocol):
 
     def encode(self, plan: StepPlan, begin: float = 0.0, end: float = 1.0) -> None:
         """Enqueues a pass of the tower, whose features later steps read; see `StepPlan.patches`.
-        Where `LoadedInfo.encodes_in_parts`, it may be given in parts, from `begin` to `end` of its
-        work: in their order, with the plan unchanged and no other pass before its end. What a pass
-        took is a part of the next step's `StepResult.elapsed_s`."""
+        With `LoadedInfo.encodes_in_parts` a pass can be split into calls for the parts from `begin`
+        to `end`, in order, with the same plan and no other pass in between. The time of a pass is
+        part of the next step's `StepResult.elapsed_s`."""
         ...
 
 
 @runtime_checkable
 class HasMemory(Protocol):
-    """A backend whose models take another memory than the host's, or not all of that."""
+    """A backend that does not simply use the host's free memory."""
 
     def free_bytes(self) -> int:
-        """Memory that a model may take on the device that `load` would choose now. Raises what
-        `load` raises where there is no device."""
+        """Memory available to a model on the device that `load` would choose now. Raises what
+        `load` raises if there is no device."""
         ...
 
 
 class Backend(Protocol):
-    """Constructed without arguments when it was chosen; cheap until `load`."""
+    """A device backend: constructed without arguments, cheap until `load`."""
 
     @property
     def name(self) -> str: ...
 
     def supports(self, op: Op) -> bool:
-        """Whether it has the op with the options that this one has. `load` refuses a model with
-        another one, unless that expands into ops that it has."""
+        """True if the backend implements the op with these options. `load` refuses a model with an
+        unsupported op, unless that expands into supported ones."""
         ...
 
     def load(self, model: Model, source: WeightSource, options: LoadOptions) -> LoadedModel:
-        """Raises UnsupportedOpError for a model with an op that it lacks, before any weight is
-        read, CapacityError when weights or one sequence of max_model_len do not fit,
-        WeightFormatError when the checkpoint does not match the model's weight map."""
+        """Raises UnsupportedOpError for an op that the backend lacks, before any weight is read;
+        CapacityError if weights or one sequence of max_model_len do not fit; WeightFormatError if
+        the checkpoint does not match the model's weight map."""
         ...
 
     def environment(self) -> dict[str, str]:
@@ -192,6 +189,5 @@ class Backend(Protocol):
 
 
 def free_memory(backend: Backend) -> int:
-    """Memory that a model may take on a backend: the device's where it has its own, else the
-    host's."""
+    """Memory available to a model on a backend: the device's own, or the host's."""
     return backend.free_bytes() if isinstance(backend, HasMemory) else free_bytes()

@@ -1,4 +1,4 @@
-"""What the ranks of one model say to each other while a step runs."""
+"""Communication between the ranks of one model during a step."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ row (`Communicator.sum_rows`)."""
 
 
 def tree_sum(parts: Sequence[T], add: Callable[[T, T], T]) -> T:
-    """Neighbours in pairs, then neighbouring sums, and so on. So ranks that have summed two, four
-    or more neighbours each go on as one that has all."""
+    """Sums neighbours in pairs, then neighbouring sums, and so on. So the result is the same if
+    each rank first sums two, four or more neighbours of its own."""
     while len(parts) > 1:
         pairs = [add(*parts[at : at + 2]) for at in range(0, len(parts) - 1, 2)]
         parts = [*pairs, *parts[2 * len(pairs) :]]
@@ -27,33 +27,33 @@ def tree_sum(parts: Sequence[T], add: Callable[[T, T], T]) -> T:
 
 
 class SharedAddresses(Record):
-    """The addresses, in this process, of the memory that ranks of one host share, for native code
-    that makes the calls itself. Each rank adds one to its `arrived` word when its part of a call
-    lies in its buffer of that turn (turns alternate), and reads the others' when theirs are as
-    far."""
+    """Addresses, in this process, of the memory that the ranks of a host share, for native code
+    that makes the calls itself. A rank writes its part of a call into one of its two buffers, which
+    alternate, adds one to its `arrived` word, and reads the others' parts once their words have
+    reached the same count."""
 
     rank: int
     num_ranks: int
     abort: int
-    """A 32-bit word: not zero when nobody will come any more."""
+    """A 32-bit word: not zero once the group has ended."""
     arrived: int
-    """A 32-bit word for each rank, `arrived_stride` bytes apart. Behind it are four more: how many
-    sleep for it by a futex; the bytes of the rank's part of each turn, written before it arrives;
-    and whether a link to another host sleeps for it, too."""
+    """A 32-bit word for each rank, `arrived_stride` bytes apart, followed by four more: the number
+    of futex waiters on it; the bytes of the rank's part in each buffer, written before it arrives;
+    and whether a link to another host waits on it."""
     arrived_stride: int
     buffers: int
-    """Two of `buffer_bytes` for each rank, one rank's after the other's. A rank's part of call n,
-    counted from 1, lies in the one of turn n modulo 2; where there are two ranks, in the other
-    rank's while n modulo 4 is 2 or 3, so that each writes where it has read two calls before."""
+    """Two buffers of `buffer_bytes` for each rank, ordered by rank. Call n, counted from 1, uses
+    buffer n modulo 2. With two ranks, each writes into the other's buffer if n modulo 4 is 2 or 3:
+    it has read that memory two calls before."""
     buffer_bytes: int
     taken: int
-    """A 32-bit word for each rank, `arrived_stride` bytes apart, for stages: how many of the pieces
-    that the rank before sent it has taken. Behind it is one more: how many sleep for it. A rank
-    counts what it sends in its `arrived` word and puts piece n into its buffer of turn n modulo 2,
-    when piece n - 2 was taken."""
+    """A 32-bit word for each rank of a stage, `arrived_stride` bytes apart: the number of pieces
+    that it has taken from the previous rank, followed by the number of waiters on the word. A rank
+    counts the pieces that it sends in its `arrived` word, and writes piece n into its buffer
+    n modulo 2 once piece n - 2 was taken."""
     stages: SharedAddresses | None = None
-    """The same of the ranks that have this one's place in the stages of the model, where stages
-    have ranks of their own; pieces go between these."""
+    """The same for the ranks at this one's place in each stage, which send pieces to each other, if
+    stages have several ranks."""
 
     @property
     def place(self) -> int:
@@ -63,9 +63,9 @@ class SharedAddresses(Record):
 
 class Communicator(Protocol):
     """One rank's end. Ranks that compute layers together make the same calls of `all_reduce` and
-    `all_gather` in the same order; each call waits for the others. Ranks that are stages of a model
-    `recv` what the rank before them `send`s; where stages have several ranks each, `rank` and
-    `num_ranks` are of a stage. Raises RankLostError where one of them will not come."""
+    `all_gather` in the same order; each call waits for the others. A rank of a stage `recv`s what
+    the previous stage `send`s. If stages have several ranks each, `rank` and `num_ranks` count
+    within a stage. Raises RankLostError if another rank has ended."""
 
     @property
     def rank(self) -> int: ...
@@ -78,10 +78,10 @@ class Communicator(Protocol):
         ...
 
     def sum_rows(self, x: AnyArray, held: npt.NDArray[np.bool_]) -> AnyArray:
-        """The sum of every rank's x (N, E), where row n of rank r counts if `held` (N, ranks) says
-        so; it is the same for all ranks. Each rank adds some rows, in the order of the ranks, and
-        hands the sums to the others: much less is read than by `all_reduce` where ranks are many
-        and few hold a row."""
+        """The sum of every rank's x (N, E), the same on all ranks; row n of rank r counts if
+        `held[n, r]`. Each rank adds some of the rows, in the order of the ranks, and sends the sums
+        to the others: with many ranks and few holders of a row this reads much less than
+        `all_reduce`."""
         ...
 
     def all_gather(self, x: AnyArray, widths: Sequence[int]) -> AnyArray:
@@ -89,17 +89,17 @@ class Communicator(Protocol):
         ...
 
     def send(self, x: AnyArray) -> None:
-        """Hands x to the next rank, that of the next stage; it is read by the time this returns.
-        Waits while that one has not taken what was sent before."""
+        """Sends x to the next stage's rank; x may be overwritten afterwards. Waits until earlier
+        pieces were taken."""
         ...
 
     def recv(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> AnyArray:
-        """The next array that the rank before sent, which had this shape and dtype."""
+        """The next array from the previous stage's rank, which has this shape and dtype."""
         ...
 
     @property
     def shared(self) -> SharedAddresses | None:
-        """The memory that the ranks share; None: the calls above are the only way."""
+        """The memory that the ranks share; None: only the calls above work."""
         ...
 
 

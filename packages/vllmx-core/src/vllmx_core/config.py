@@ -30,8 +30,8 @@ class EngineConfig:
     tokenizer: str | None = None
     """A folder with another tokenizer; None: the model's own."""
     mmproj: str | None = None
-    """The GGUF file with the tower for images of a model in a GGUF file: a path, or
-    "org/repo:file.gguf"; None: the one that lies beside the model."""
+    """The GGUF file with the image tower of a model in a GGUF file: a path, or
+    "org/repo:file.gguf"; None: the one next to the model."""
     chat_template: str | None = None
     """A template file that replaces the model's own."""
     default_chat_template_kwargs: str | None = None
@@ -45,14 +45,13 @@ class EngineConfig:
     """The code that runs the model: vllmx (its own file of the architecture), transformers, or
     auto: the own file where there is one."""
     quantization: str | None = None
-    """How the checkpoint must be quantised, in vLLM's names; None: as it is."""
+    """The required quantisation of the checkpoint, in vLLM's names; None: any."""
     generation_config: str = "auto"
     """Source of sampling defaults: auto: the model; vllm: none; or a folder."""
     override_generation_config: str | None = None
     """Sampling defaults as a JSON object, over those of `generation_config`."""
     task: Task = "auto"
-    """What the model is loaded for; auto: what its files say, which is to generate text unless they
-    name a way of pooling."""
+    """The task to load the model for; auto: pooling if its files say so, otherwise generation."""
     dtype: Dtype = "auto"
     isq: str | None = None
     """Quantise the checkpoint to this type while it loads: q4_k_m, q8_0, int8, ..."""
@@ -69,31 +68,31 @@ class EngineConfig:
     """Slots for the states of recurrent layers; None: two for each sequence that runs and two more,
     or what half of the cache's memory holds."""
     state_snapshot_tokens: int | None = None
-    """A snapshot of the states behind a prompt that saves at least so many tokens may take the
-    place of any other one; one that saves fewer takes a free slot or that of another such. None:
-    the tokens whose keys and values take as much memory as one slot."""
+    """A snapshot that saves at least so many prompt tokens may replace any other one; one that
+    saves fewer only takes a free slot, or replaces another such snapshot. None: the tokens whose
+    keys and values take as much memory as one slot."""
     memory_fraction: float = 0.9
-    """Share of the memory that is free when loading begins, of the device or else of the host, for
-    weights, buffers and KV cache together. Not a share of all memory, as in vLLM and SGLang: what
-    others hold is never counted on, and a CPU's memory is nobody's alone."""
+    """Fraction of the device's (or host's) free memory at the start of loading, for weights,
+    buffers and KV cache together. Unlike in vLLM and SGLang, it is not a fraction of all memory:
+    other processes may hold some of it."""
     memory_bytes: int | None = None
-    """Most of that memory that the model takes, whatever share of it that is; None: no limit."""
+    """An absolute limit on that memory; None: no limit."""
     num_threads: int | None = None
     tensor_parallel_size: int = 1
     """Processes that compute each layer together, each with a part of its weights."""
     pipeline_parallel_size: int = 1
-    """Processes that have some of the layers each, and compute one step after the other."""
+    """Processes that have some of the layers each and pass each step on."""
     pipeline_layers: str | None = None
-    """How many layers each stage has, with commas between them; "bytes": so that none reads many
-    more bytes of weights than others; None: so that none takes much longer, which is measured."""
+    """Layers of each stage, separated by commas; "bytes": balanced by bytes of weights; None:
+    balanced by measured time."""
     expert_parallel: bool = False
-    """Ranks have some of the experts of a layer each, whole, in place of a part of every one."""
+    """Each rank has some whole experts of a layer instead of a part of every expert."""
     rank_hosts: str | None = None
     """host:port of other hosts with ranks, with commas between them; on each runs `vllmx rank`."""
     rank_key_file: str | None = None
     """A file with the key that all hosts of ranks have."""
     deterministic: bool = False
-    """Equal bits whatever `tensor_parallel_size` is: sums of products in an order of their own."""
+    """Equal bits for every `tensor_parallel_size`: products are summed in a fixed order."""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: Literal["priority", "fcfs"] = "priority"
@@ -109,8 +108,8 @@ class EngineConfig:
     max_queue: int = 1024
     """Requests that may wait; more are refused with 429."""
     max_logprobs: int = 20
-    """Greatest `logprobs` and `prompt_logprobs` of a request; -1: as many as the vocabulary has,
-    which a request asks for by -1."""
+    """Greatest `logprobs` and `prompt_logprobs` of a request; -1: the whole vocabulary, which a
+    request asks for by -1."""
     limit_images: int = 16
     """Images of one request."""
     max_image_bytes: int = 20 << 20
@@ -118,7 +117,7 @@ class EngineConfig:
     max_image_pixels: int = 32 << 20
     """Pixels of one image, checked before it is decoded."""
     encoder_cache_memory: int = 256 << 20
-    """Bytes on the device for features of images, so that one asked about again costs no tower."""
+    """Bytes on the device for image features, so that repeated images need not be encoded again."""
     allowed_media_domains: tuple[str, ...] = ()
     """Hosts that images may be fetched from, HOST or HOST:PORT; without a port 80 and 443. None:
     requests bring them in data URLs."""
@@ -128,9 +127,9 @@ class EngineConfig:
     """Seeds requests that bring none, so that a whole run repeats."""
     served_model_name: str | None = None
     tool_parser: str = "auto"
-    """How calls of tools are read: a format by name; auto: the model's own; none: they are not."""
+    """The format of tool calls; auto: the model's own; none: they are not parsed."""
     reasoning_parser: str = "auto"
-    """How thoughts are told from content, just so."""
+    """The format of reasoning, with the same special values."""
     prefer: tuple[str, ...] = ()
     """Plugins ("distribution" or "distribution:name") that serve what another provides too."""
 
@@ -210,7 +209,7 @@ class EngineConfig:
 
     @property
     def name(self) -> str:
-        """What clients call the model."""
+        """The model's name for clients."""
         return self.served_model_name or self.model
 
 

@@ -1,7 +1,7 @@
-"""Values of a configuration as people write them: texts of flags and variables, YAML's own types.
+"""Converts configuration values: texts of flags and variables, and YAML's types.
 
-Integers may have a suffix as vLLM reads them (2k = 2000, 2K = 2048, 1.5m), bytes also a unit (4GB,
-4GiB); dtypes may have their short names; `auto` stands for what vllmx chooses by itself.
+Integers may have vLLM's suffixes (2k = 2000, 2K = 2048, 1.5m), bytes also a unit (4GB, 4GiB);
+dtypes may have their short names; `auto` lets vllmx choose.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def json_object(text: str | None, name: str, example: str) -> dict[str, Any]:
-    """What the field `name` holds as the text of a JSON object; empty without one. Raises
-    ConfigError, which shows the example."""
+    """Parses the field `name` as a JSON object; None gives an empty one. Raises ConfigError, which
+    shows the example."""
     if text is None:
         return {}
     try:
@@ -159,7 +159,7 @@ def _scalar(value: Any, hint: Any, name: str, source: str) -> Any:
 
 
 def _integer(value: str | int | float, name: str) -> int:
-    """Raises ValueError for what is no whole number."""
+    """Raises ValueError unless the value is a whole number."""
     if isinstance(value, str):
         found = _NUMBER.fullmatch(value.strip())
         if found is None:

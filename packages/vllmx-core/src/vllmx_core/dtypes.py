@@ -21,7 +21,7 @@ def short_dtype(name: str) -> str:
 
 
 def long_dtype(name: str) -> str:
-    """bfloat16, float16 or float32, as users read them, just so."""
+    """bfloat16, float16 or float32, for users; another name stays as it is."""
     short = short_dtype(name)
     return _NAMES[short][0] if short in _NAMES else name
 

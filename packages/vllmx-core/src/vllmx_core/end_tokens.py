@@ -1,4 +1,4 @@
-"""Tokens that end a sequence, by name: most GGUF files name one end token and mean several.
+"""Tokens that end a sequence, by name: most GGUF files name one end token but need several.
 
 Reading and writing such files use the same list, which follows llama.cpp.
 """

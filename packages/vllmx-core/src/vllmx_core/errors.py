@@ -24,7 +24,7 @@ def shown(value: object) -> str:
 
 
 def shown_entry(values: Mapping[str, object], key: str) -> str:
-    """What a mapping has under a key, for a message: a text without quotes."""
+    """A mapping's entry, for a message: a text without quotes."""
     if key not in values:
         return "(absent)"
     value = shown(values[key])
@@ -63,7 +63,7 @@ class VllmxError(Exception):
 
 
 class InvalidRequestError(VllmxError, ValueError):
-    """A request that can never be served as it stands."""
+    """A request that can never be served unchanged."""
 
     http_status = 400
     code = "invalid_request"
@@ -120,7 +120,7 @@ class UnsupportedOpError(UnsupportedModelError):
 
 
 class OpError(VllmxError):
-    """A model's forward pass gives an op what does not fit: a mistake in the model's file."""
+    """A model's forward pass calls an op with wrong operands: a mistake in the model's file."""
 
     code = "model_error"
 
@@ -133,7 +133,7 @@ class WeightFormatError(VllmxError):
 
 
 class CapacityError(VllmxError):
-    """Something does not fit into the memory that is there."""
+    """Something does not fit into the available memory."""
 
     http_status = 400
     code = "out_of_capacity"
@@ -180,7 +180,7 @@ class GrammarCheckError(VllmxError):
     http_status = 503
     code = "grammar_check_unavailable"
     retry_after_s = 5.0
-    """What the server sends as `Retry-After`."""
+    """Sent by the server as `Retry-After`."""
 
 
 class QueueTimeoutError(VllmxError):
@@ -189,7 +189,7 @@ class QueueTimeoutError(VllmxError):
     http_status = 503
     code = "queue_timeout"
     retry_after_s = 5.0
-    """What the server sends as `Retry-After`."""
+    """Sent by the server as `Retry-After`."""
 
 
 class EngineDeadError(VllmxError):
@@ -200,14 +200,13 @@ class EngineDeadError(VllmxError):
 
 
 class StepTimeoutError(EngineDeadError):
-    """A step did not come back within `step_timeout_s`: the device hangs, and with it whoever
-    called it."""
+    """A step did not finish within `step_timeout_s`: the device hangs."""
 
     code = "step_timeout"
 
 
 class RankLostError(EngineDeadError):
-    """One of the ranks that compute a model together died, hangs or failed, which ends all."""
+    """A rank of the model died, hangs or failed, which ends all of them."""
 
     code = "rank_lost"
 

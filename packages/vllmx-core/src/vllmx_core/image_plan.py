@@ -50,12 +50,12 @@ def _ordered(rows: F32, order: I32) -> F32:
 
 
 class Turns(Record):
-    """What rotations with axes turn the tokens of one sequence by."""
+    """Rotary positions of one sequence's tokens, for rotations with several axes."""
 
     known: I32
     """(A, n) of the first n tokens, up to the end of the last image."""
     offset: int
-    """What is added to the positions of all tokens behind them; never above 0."""
+    """Added to the positions of all later tokens; never above 0."""
 
     def at(self, start: int, end: int) -> I32:
         """(A, end - start) of a part of the sequence."""

@@ -1,17 +1,17 @@
-"""The dtypes of a KV cache, and the rule by which keys and values become 8 bits.
+"""The dtypes of a KV cache, and the quantisation of keys and values to 8 bits.
 
-A vector is one token's key (normed and rotated) or value of one kv head, D numbers. It is rounded
-when it is written, on its own, so that what a page holds does not depend on the batch:
+A vector is one token's key (normed and rotated) or value of one kv head, D numbers. Each is
+quantised by itself when it is written, so that pages do not depend on the batch:
 
     scale = max |x| / limit               limit is 127 (int8) or 448 (fp8, the largest e4m3)
     code  = nearest(x * (limit / max |x|))   to an integer or an e4m3 value, ties to even
     value = code * scale
 
-all in float32, so that every backend finds the same codes and scales. A vector without a value
-above 1e-30 is zero; one with NaN or infinity has the scale NaN, and so is what is computed with it.
+all in float32, so that every backend computes the same codes and scales. A vector without a value
+above 1e-30 is zero; one with NaN or infinity has the scale NaN, which results inherit.
 
-fp8 has a scale too, unlike vLLM's without calibration: e4m3 is fine between 2^-6 and 448, and the
-values of many models lie below.
+Unlike vLLM's fp8 without calibration, fp8 has a scale too: e4m3 is precise between 2^-6 and 448,
+and the values of many models are smaller.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Codes = npt.NDArray[np.int8] | npt.NDArray[np.uint8]
 
 def kv_dtype(wanted: str, has: Collection[str], automatic: str, backend: str) -> str:
     """The dtype that `LoadOptions.kv_cache_dtype` asks for; `automatic` for auto. Raises
-    ConfigError for a name that nobody knows, and for a dtype that the backend does not have."""
+    ConfigError for an unknown name, and for a dtype that the backend does not have."""
     name = "fp8" if wanted == "fp8_e4m3" else short_dtype(wanted)
     if name == "auto":
         return automatic
@@ -81,7 +81,7 @@ def _at_limit(xp: Arrays, limit: float, x: Array, greatest: Array) -> tuple[Arra
 
 
 def dequantise(codes: Codes, scales: F32) -> F32:
-    """What `quantise` stands for: int8 codes are integers, bytes are e4m3."""
+    """The inverse of `quantise`: int8 codes are integers, bytes are e4m3."""
     values = (
         codes.astype(np.float32)
         if codes.dtype == np.int8

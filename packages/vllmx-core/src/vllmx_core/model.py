@@ -1,4 +1,4 @@
-"""The face of a model architecture.
+"""The interface of a model architecture.
 
 An architecture is one class that reads a Hugging Face `config.json`, lists its weights, and writes
 its forward pass once against `Ops`. It knows no device, no file format, no quantisation and no
@@ -30,13 +30,13 @@ __all__ = [
 ]  # fmt: skip
 
 Array = Value
-"""What an op takes and returns; a model passes it on and never looks inside."""
+"""An operand or result of an op; opaque to models."""
 Weight = WeightRef
-"""What a model gets for a `WeightSpec` or a constant."""
+"""A model's reference to a `WeightSpec` or a constant."""
 
 
 class KVSpec(Record):
-    """What one attention layer keeps for each token."""
+    """Keys and values that one attention layer keeps for each token."""
 
     num_kv_heads: int
     head_size: int
@@ -57,12 +57,12 @@ class SharedKV(Record):
 
 
 class LatentKV(Record):
-    """What a layer of multi-head latent attention keeps for each token: one row for all heads."""
+    """The row for all heads that a layer of multi-head latent attention keeps for each token."""
 
     rank: int
     """Numbers of the latent."""
     rotary_dim: int
-    """Numbers of the rotated part of the key, beside them."""
+    """Numbers of the rotated part of the key, which follow the latent."""
 
     @property
     def window(self) -> None:
@@ -79,18 +79,18 @@ class LatentKV(Record):
 
     @property
     def value_size(self) -> int:
-        """Zero: no values are kept beside the row."""
+        """Zero: values are part of the row."""
         return 0
 
 
 OwnedKV = KVSpec | LatentKV
-"""What a layer with pages of its own keeps."""
+"""The cache of a layer with its own pages."""
 CacheSpec = OwnedKV | SharedKV
-"""What one attention layer keeps."""
+"""The cache of an attention layer."""
 
 
 class StateSpec(Record):
-    """What one recurrent layer keeps of a sequence, however long it is: float32 (heads, rows,
+    """The state that one recurrent layer keeps of a sequence of any length: float32 (heads, rows,
     cols). A short convolution keeps (1, K - 1, C) taps, a recurrence (H, Dk, Dv)."""
 
     heads: int
@@ -112,18 +112,17 @@ class CacheGroup(Record):
 
 
 class FeatureSpec(Record):
-    """What a tower makes of an image, for each token that stands for it."""
+    """Features that a tower computes for each token of an image."""
 
     parts: int
-    """Rows: the one that replaces the token's embedding, and those added behind layers."""
+    """Rows for each token: one that replaces its embedding, and those added after layers."""
     width: int
     """Numbers of each."""
     spans: bool = False
-    """Whether the tokens of an image see each other both ways: a step has all of them that are not
-    computed yet, or none; see `StepPlan.visible_to`."""
+    """True if the tokens of an image attend to each other in both directions: a step has all of
+    them that are not computed yet, or none; see `StepPlan.visible_to`."""
     feeds: int | None = None
-    """The id that is fed for the tokens of images where layers look them up again; None: their
-    own."""
+    """The id that layers look up for image tokens, if they look ids up again; None: their own."""
 
     @property
     def row_bytes(self) -> int:
@@ -132,7 +131,7 @@ class FeatureSpec(Record):
 
 
 class ModelShape(Record):
-    """What the engine and the backends must know of a model before it is loaded."""
+    """Properties of a model that the engine and the backends need before it is loaded."""
 
     vocab_size: int
     hidden_size: int
@@ -143,17 +142,17 @@ class ModelShape(Record):
     dtype: str = "bf16"
     """Checkpoint dtype by its config: bf16, f16 or f32."""
     states: tuple[StateSpec, ...] = ()
-    """What recurrent layers keep of a sequence; an op names its state by the index here. Those of
-    one sequence lie together in one slot."""
+    """States of the recurrent layers; an op names its state by its index here. A slot holds all
+    states of one sequence."""
     output: Output = "tokens"
-    """What a step gives: logits to sample from, a vector for each text, or scores of it."""
+    """A step's result: logits to sample from, or a vector or scores for each text."""
     output_size: int = 0
     """Numbers of a vector or of a text's scores; 0 where tokens are sampled."""
     features: FeatureSpec | None = None
     """The features of images, where a model sees them: `Model.encoder` makes them."""
     groups: tuple[CacheGroup, ...] | None = None
-    """The groups of the whole model with the stage's layers in them, for a stage of a model. None:
-    `vllmx_core.cache.groups` finds them."""
+    """Set for a stage: the groups of the whole model, with the stage's layers in them. None:
+    `vllmx_core.cache.groups` makes them."""
     whole_prompts: bool = False
     """A text must be computed in one step: its tokens see later ones, or all of them are pooled."""
 
@@ -174,30 +173,29 @@ class ModelShape(Record):
 
 
 class ImagePlaces(Record):
-    """Index arrays that say where the patches and features of one image are, by its grid of
-    patches."""
+    """Positions of the patches and features of one image, computed from its grid of patches."""
 
     rope_positions: I32
-    """(A, N) what the tower's rotations turn each patch by."""
+    """(A, N) rotary positions of each patch in the tower."""
     table_rows: I32
     """(N, k) see `PatchRows`."""
     table_weights: F32
     """(N, k)"""
     token_positions: I32 | None
-    """(A, n) positions of the image's tokens behind that of its first one; None: they count on like
-    those of text."""
+    """(A, n) positions of the image's tokens relative to its first one; None: consecutive, as in
+    text."""
     advance: int
-    """The difference between the position of the token behind the image and that of its first."""
+    """The position of the token after the image, relative to the image's first one."""
     order: I32 | None = None
-    """(n,) tokens of the image in the order that the tower has their patches in, which everything
-    here that is said of patches follows; None: their own."""
+    """(n,) the image's tokens in the order of their patches in the tower, which the other arrays of
+    patches follow; None: unchanged."""
     windows: I32 | None = None
     """(w,) patches of each window, in that order; see `PatchRows`."""
 
 
 class Encoder(Protocol):
-    """The tower of a model for images. Its weights and constants have names of their own beside the
-    model's; it is recorded like a model."""
+    """The image tower of a model. Its weights and constants have names that the model's do not; it
+    is recorded like a model."""
 
     @property
     def patch_width(self) -> int:
@@ -206,12 +204,12 @@ class Encoder(Protocol):
 
     @property
     def colours_last(self) -> bool:
-        """Whether a patch has its colours last: (frames, height, width, C); else they are first."""
+        """True if a patch is (frames, height, width, C); otherwise its colours come first."""
         ...
 
     @property
     def patches_per_token(self) -> int:
-        """Neighbouring patches that come to one feature."""
+        """Neighbouring patches merged into one feature."""
         ...
 
     def weights(self) -> tuple[WeightSpec, ...]:
@@ -259,8 +257,8 @@ class Model(Protocol):
         ...
 
     def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
-        """Float32 tables such as RoPE's, for positions below `max_model_len`; the backend puts them
-        beside the weights under the same names."""
+        """Float32 tables such as RoPE's, for positions below `max_model_len`; the backend stores
+        them with the weights, under the same names."""
         ...
 
     def forward(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:

@@ -1,10 +1,10 @@
-"""How a model writes its thoughts, its answer and its calls of tools: data alone.
+"""Descriptions of how models write reasoning, answers and tool calls.
 
-One description serves three ends, all in `vllmx_engine.formats`: reading answers while they
-come, making the grammar of a forced call, and writing calls as the model would.
+`vllmx_engine.formats` uses a description to parse streamed answers, to make the grammar of a forced
+call, and to write calls as the model would.
 
-A marker is given as the model writes it. White space in it is a recommendation: readers take more
-or less of it, except inside of `TaggedArguments`, where it may belong to a value.
+A marker is given as the model writes it. Readers accept more or less white space in it, except
+inside of `TaggedArguments`, where it may belong to a value.
 """
 
 from __future__ import annotations
@@ -73,12 +73,11 @@ class ValueArguments(Record):
 
 
 class NamedCall(Record):
-    """A call whose name stands before its arguments."""
+    """A call whose name precedes its arguments."""
 
     arguments: JsonArguments | TaggedArguments | ValueArguments
     header: str = "{name}"
-    """What identifies the call, with {name}, which may occur again, and perhaps {id} and
-    {index}."""
+    """The text that identifies the call, with {name} once or more, and perhaps {id} and {index}."""
     header_end: str = ""
     """The text between header and arguments."""
 
@@ -135,7 +134,7 @@ class Channels(Record):
 
 
 class OutputFormat(Record):
-    """What an answer is made of; None: the model has no such part.
+    """The parts of an answer; None: the model has no such part.
 
     Formats of third parties are found by the hook `vllmx_parsers` (`ParserSpec`).
     """
@@ -144,9 +143,9 @@ class OutputFormat(Record):
     thinking: Thinking | None = None
     calls: Calls | None = None
     channels: Channels | None = None
-    """The channels that stand in place of the two others."""
+    """Channels, which replace the two others."""
     content_begin: str = ""
-    """Stands before the content, where the model marks it, and is no part of it."""
+    """Marks the beginning of the content, which does not include it."""
     content_end: str = ""
     always_content: bool = False
     """Every answer has content, even if empty; the prompt may already have its marker."""
@@ -158,7 +157,7 @@ class OutputFormat(Record):
 
     @property
     def thinking_begin(self) -> str:
-        """What the model itself writes to begin its first thoughts."""
+        """The text by which the model itself begins its first thoughts."""
         return "" if self.thinking is None else self.thinking.begin.removeprefix(self.opened)
 
     @property

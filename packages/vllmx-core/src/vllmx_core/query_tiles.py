@@ -1,5 +1,5 @@
-"""A step's rows cut into tiles of queries, and tiles put together into batches of one shape: for
-backends whose attention gathers a batch's keys and multiplies matrices."""
+"""Cuts a step's rows into tiles of queries and groups tiles into batches of one shape, for backends
+whose attention gathers a batch's keys and multiplies matrices."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ class QueryTiles(Record):
     def groups(
         self, most_keys: int, *, padding: float = math.inf, slack: int = 0
     ) -> list[QueryTiles]:
-        """Tiles of as many queries and about as many keys. What a group gathers, all its tiles
-        padded to the longest, stays below `most_keys` unless it is a single tile, and below
-        `padding` times the keys that its tiles have, beside `slack` of each."""
+        """Groups of tiles with equally many queries and about as many keys. The keys of a group,
+        all its tiles padded to the longest, stay below `most_keys` unless it is a single tile, and
+        below `padding` times its tiles' own keys plus `slack` for each tile."""
         lengths = self.last_key - self.first_key + 1
         order = np.lexsort((lengths, self.queries))
         groups: list[QueryTiles] = []

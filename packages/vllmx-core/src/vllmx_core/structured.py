@@ -1,4 +1,4 @@
-"""What an answer must look like, as a user says it."""
+"""Constraints on an answer's form, as the user gives them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 class StructuredOutputsParams:
     """The form of an answer: exactly one of the first six. Names and meanings are vLLM's.
 
-    Construction raises `InvalidRequestError`; whether the grammar itself is sound is found out when
-    a request is made with it.
+    Construction raises `InvalidRequestError`; the grammar itself is checked with the first request.
     """
 
     json: Any = None
@@ -41,10 +40,10 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
     """A regular expression for blanks between JSON tokens, instead of the bounded usual one."""
     after_ids: tuple[int, ...] = ()
-    """The answer is free until it has had these token ids in this order, and follows the form from
-    the next one on: the end of a model's reasoning, say."""
+    """Token ids, in order, after which the form applies: the answer is free until then. For
+    example, the end of a model's reasoning."""
     field: str = "structured_outputs"
-    """The request's field that said so, for messages."""
+    """The request's field with these values, for messages."""
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) is not None]

@@ -1,11 +1,10 @@
-"""What lies beside the weights of a model that answers with vectors: the modules of
-sentence-transformers, read into the config that the model is made of.
+"""The modules of sentence-transformers in an embedding model's folder, read into its config.
 
-`config["modules"]` lists what follows the layers, in its order: {"kind": "pooling", "pooling":
+`config["modules"]` lists what follows the layers, in order: {"kind": "pooling", "pooling":
 "mean"}, {"kind": "dense", "folder": "2_Dense", "in": 768, "out": 3072, "bias": False, "activation":
 "identity"} and {"kind": "normalize"}. Tensors of a dense layer are named after its folder:
 `2_Dense.linear.weight`. `config["score_tokens"]` are the ids of "no" and "yes" of a reranker, and
-`config["text_limit"]` is how many tokens of a text the model is meant to read.
+`config["text_limit"]` is the number of tokens of a text that the model reads.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ _ACTIVATIONS = {
 
 
 def with_text_modules(registry: Registry, checkpoint: Checkpoint, task: str) -> Checkpoint:
-    """The checkpoint with what its folder says of pooling, and with the tensors of dense layers.
-    Raises UnsupportedModelError for a module that is not known, WeightFormatError for a file that
-    is damaged."""
+    """Adds the folder's pooling modules to the checkpoint's config, and the tensors of its dense
+    layers. Raises UnsupportedModelError for an unknown module, WeightFormatError for a damaged
+    file."""
     folder = checkpoint.path
     listed = None if task == "generate" else _read(folder / "modules.json")
     if listed is None:
         return checkpoint
     if not isinstance(listed, list) or len(listed) > _MAX_MODULES:
-        raise WeightFormatError(f"{folder / 'modules.json'} is no short list: download it again")
+        raise WeightFormatError(f"{folder / 'modules.json'} is not a short list: download it again")
     config = dict(checkpoint.config)
     modules = [_module(folder, each) for each in listed]
     config["modules"] = [each for each in modules if each["kind"] in _KINDS]
@@ -87,7 +86,7 @@ def _text_limit(path: Path) -> int | None:
 
 def _module(folder: Path, listed: Any) -> dict[str, Any]:
     if not isinstance(listed, dict):
-        raise WeightFormatError(f"{folder / 'modules.json'} has an entry that is no object")
+        raise WeightFormatError(f"{folder / 'modules.json'} has an entry that is not an object")
     path, kind = str(listed.get("path", "")), str(listed.get("type", "")).rsplit(".", 1)[-1]
     is_within = not Path(path).is_absolute() and ".." not in Path(path).parts
     if not is_within or not path.isprintable() or len(path) > _MAX_PATH:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllmx_core.backend import HOST_STEP_TIMEOUT_S, LoadedInfo, LoadOptions
-from vllmx_core.backend_kit.features import feature_rows, feature_shapes
+from vllmx_core.backend_kit.limits import feature_rows, feature_shapes
 from vllmx_core.dtypes import choose_dtype
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import Model

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from vllmx_core.backend import LoadOptions
-from vllmx_core.backend_kit.features import feature_bytes
-from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
+from vllmx_core.backend_kit.limits import check_weights_fit, feature_bytes, step_limits
 from vllmx_core.cache.capacity import CachePlan
 from vllmx_core.kv_dtypes import kv_dtype
 from vllmx_core.model import Model, encoder_of
@@ -14,8 +13,7 @@ from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.op import OpList
 from vllmx_core.ops.values import Rows
 from vllmx_core.plan import AnyArray
-from vllmx_core.recorded.passes.activated_linear import fuse_activations
-from vllmx_core.recorded.passes.gated_linear import fuse_gated_linears, gated_weights
+from vllmx_core.recorded.passes import fuse_activations, fuse_gated_linears, gated_weights
 from vllmx_core.recorded.recording import prepare
 from vllmx_core.records import Record
 from vllmx_core.system.memory import free_bytes

@@ -1,4 +1,4 @@
-"""What this distribution brings; see `vllmx_core.plugins.hooks`."""
+"""Plugin hooks of this distribution; see `vllmx_core.plugins.hooks`."""
 
 from __future__ import annotations
 

@@ -8,8 +8,13 @@ from importlib.metadata import version
 
 import mlx.core as mx
 from vllmx_core.backend import LoadedInfo, LoadOptions
-from vllmx_core.backend_kit.features import feature_bytes, feature_rows, feature_shapes
-from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
+from vllmx_core.backend_kit.limits import (
+    check_weights_fit,
+    feature_bytes,
+    feature_rows,
+    feature_shapes,
+    step_limits,
+)
 from vllmx_core.dtypes import choose_dtype
 from vllmx_core.kv_dtypes import KV_DTYPES, kv_dtype
 from vllmx_core.model import Model, ModelShape

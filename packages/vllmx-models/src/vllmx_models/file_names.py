@@ -20,7 +20,7 @@ _TYPES = ("bf16", "f16", "f32", "q8_0")
 
 
 def shard_names(name: str) -> list[str]:
-    """Names of all files of the set that `name` belongs to; itself alone when it is no shard."""
+    """Names of all files of the set that `name` belongs to; only itself if it is not a shard."""
     match = _SHARD.fullmatch(name)
     if match is None or not 1 <= int(match["count"]) <= MAX_SHARDS:
         return [name]
@@ -29,13 +29,13 @@ def shard_names(name: str) -> list[str]:
 
 
 def first_shard(name: str) -> str:
-    """The file of a set that stands for it."""
+    """The first file of a set, which represents it."""
     return shard_names(name)[0]
 
 
 def projector_among(names: Sequence[str]) -> str | None:
-    """The tower for images among file names, if all are of one model: in bfloat16, which all are
-    published in, else in the next of the types. None: there is none, or a choice."""
+    """The vision tower among file names, if all are of one model: in bfloat16, in which all are
+    published, otherwise in the next of the types. None: there is none, or a choice."""
     towers = sorted(name for name in names if name.lower().startswith("mmproj"))
     if len(towers) == 1:
         return towers[0]
@@ -70,8 +70,8 @@ def named_files(folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def _plain_names(folder: Path) -> list[str]:
-    """Lists the files in the order of transformers: model.safetensors first. Mistral's repositories
-    hold a second copy in another naming, consolidated*.safetensors, which is left alone."""
+    """Lists the files in the order of transformers: model.safetensors first. Ignores Mistral's
+    second copy of the weights, consolidated*.safetensors."""
     if (folder / SINGLE_NAME).is_file():
         return [SINGLE_NAME]
     found = sorted(path.name for path in folder.glob("*.safetensors"))

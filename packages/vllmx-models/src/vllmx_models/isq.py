@@ -1,8 +1,8 @@
 """In-situ quantisation: a dense checkpoint whose matrices are quantised when a backend reads them.
 
-A range of rows is made when the backend asks for it, on the thread that asks, so that no second
-copy of the model is ever in memory. Which matrix gets which type is decided by the mixes of
-`vllmx quantize`; int8 and fp8 leave the embedding and the head as they are.
+Rows are quantised when the backend asks for them, on the thread that asks, so that memory never
+holds a second copy of the model. The mixes of `vllmx quantize` choose the type of each matrix; int8
+and fp8 do not change the embedding and the head.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from vllmx_core.weights.views import View, below, cols_of, entry_of
 from vllmx_models.blocks.transposed_experts import lies_across, upright
 from vllmx_models.formats.gguf.architecture import DECODER_TENSORS
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, weight_part
-from vllmx_models.formats.gguf.quantize.encode import QUANTIZERS
-from vllmx_models.formats.gguf.quantize.encoders import encoder_for, float_rows
+from vllmx_models.formats.gguf.quantize.encoders import QUANTIZERS, encoder_for, float_rows
 from vllmx_models.formats.gguf.quantize.header import architecture_table
 from vllmx_models.formats.gguf.quantize.mixes import Layers, type_of
 from vllmx_models.quantization.float8 import fp8_layout, fp8_part
@@ -42,13 +41,13 @@ from vllmx_models.quantization.int8 import int8_layout, int8_part
 
 logger = logging.getLogger("vllmx.models")
 ALIASES: Mapping[str, str] = {"q5_k": "q5_k_m", "q4_k": "q4_k_m", "q3_k": "q3_k_m"}
-"""What llama.cpp means by the bare names."""
+"""The mixes that llama.cpp means by the bare names."""
 ROWS_ALONE = 1024
-"""The most rows that are made by whoever asks for them; more are made by all cores together."""
+"""The most rows that the asking thread quantises alone; more are shared among all cores."""
 
 
 class Encoding(Record):
-    """What a matrix becomes: blocks of a GGUF type, "int8" or "fp8"."""
+    """The new form of a matrix: blocks of a GGUF type, "int8" or "fp8"."""
 
     kind: str
     encoder: Encoder
@@ -87,7 +86,7 @@ class Quantised(View):
         return self.rows(begin, end).coded_rows(0, end - begin)
 
     def narrowed(self, rows: Span, cols: Span) -> WeightPart | None:
-        """See `WeightPart.narrowed`: only blocks can be made without the rest of their rows."""
+        """See `WeightPart.narrowed`: only blocks do not need the rest of their rows."""
         if self.layout.gguf_type is None or rows != (0, self.shape[0]):
             return None
         assert self.encoding is not None
@@ -138,8 +137,8 @@ def in_situ(name: str, checkpoint: Checkpoint, model: Model, registry: Registry)
 def matrix_types(
     mix: str, checkpoint: Checkpoint, model: Model, registry: Registry
 ) -> dict[str, str]:
-    """The GGUF type of each matrix in a mix such as q4_k_m, by the matrix's name in the checkpoint;
-    nothing is read of it but names."""
+    """The GGUF type of each matrix in a mix such as q4_k_m, by the matrix's name in the checkpoint,
+    of which only names are read."""
     specs = [spec for spec in model.weights() if _quantised(spec)]
     named = partial(name_in, checkpoint.weights)
     words = [spec for spec in specs if spec.role == "vocabulary"]
@@ -153,7 +152,7 @@ def matrix_types(
 
 
 def _quantised(spec: WeightSpec) -> bool:
-    """Matrices, but for those that choose experts: few rows, of which much depends."""
+    """True for matrices other than routers, whose few rows decide much."""
     return spec.kind in ("linear", "embedding", "stack") and spec.role != "router"
 
 
@@ -169,8 +168,8 @@ class InSituSource:
         return self._source.names()
 
     def part(self, name: str) -> WeightPart:
-        """Raises WeightFormatError when `name` is missing, and when rows are read that hold values
-        which are not finite."""
+        """Raises WeightFormatError if `name` is missing, and on reading rows with values that are
+        not finite."""
         part = self._source.part(name)
         encoding = self._encodings.get(name)
         return part if encoding is None else quantised(part, encoding)
@@ -211,7 +210,7 @@ def _check_dense(isq: str, part: WeightPart) -> None:
 
 
 def _layers(checkpoint: Checkpoint, model: Model, *, tied: bool) -> Layers:
-    """What the mixes ask of a model, by config.json."""
+    """Reads the properties that mixes need from config.json."""
     heads = checkpoint.config.get("num_attention_heads")
     kv_heads = checkpoint.config.get("num_key_value_heads") or heads
     shared = heads // kv_heads if isinstance(heads, int) and isinstance(kv_heads, int) else 1
@@ -222,8 +221,8 @@ def _layers(checkpoint: Checkpoint, model: Model, *, tied: bool) -> Layers:
 
 
 def _file_names(checkpoint: Checkpoint, registry: Registry) -> Callable[[str], str]:
-    """Names in GGUF files, by which the mixes tell roles apart; those of the common decoder for an
-    architecture that has no form there."""
+    """Returns a function to names in GGUF files, by which the mixes distinguish roles; those of the
+    common decoder if the architecture has no GGUF form."""
     architecture = registry.model_for(checkpoint.config).architectures[0]
     try:
         tensors = architecture_table(registry, architecture)[1].tensors

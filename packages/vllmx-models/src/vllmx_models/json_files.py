@@ -1,5 +1,5 @@
-"""Bounded readers for the JSON files beside the weights. A model folder is data from somebody
-else: sizes are limited, duplicate keys and malformed text are typed errors that name the file."""
+"""Bounded readers for a model folder's JSON files. The folder is untrusted: sizes are limited,
+duplicate keys and malformed text raise typed errors that name the file."""
 
 from __future__ import annotations
 

@@ -22,11 +22,7 @@ THINK = OutputFormat("think", _THINK)
 HERMES = OutputFormat(
     "hermes",
     calls=Calls(
-        JsonCall(),
-        begin="<tool_call>\n",
-        end="\n</tool_call>",
-        separator="\n",
-        after_content="\n",
+        JsonCall(), begin="<tool_call>\n", end="\n</tool_call>", separator="\n", after_content="\n"
     ),
 )
 """Hermes 2 Pro and 3, Qwen 2.5 and 3, SmolLM3, Granite 4."""
@@ -231,10 +227,7 @@ GRANITE = OutputFormat(
 PHI4 = OutputFormat(
     "phi4",
     calls=Calls(
-        JsonCall(),
-        section_begin="<|tool_call|>[",
-        section_end="]<|/tool_call|>",
-        separator=", ",
+        JsonCall(), section_begin="<|tool_call|>[", section_end="]<|/tool_call|>", separator=", "
     ),
 )
 """Phi-4-mini."""
@@ -262,9 +255,7 @@ KIMI3 = OutputFormat(
     Calls(
         NamedCall(
             TaggedArguments(
-                '<|open|>argument key="',
-                '" type="{type}"<|sep|>',
-                "<|close|>argument<|sep|>",
+                '<|open|>argument key="', '" type="{type}"<|sep|>', "<|close|>argument<|sep|>"
             ),
             '{name}" index="{index}',
             '"<|sep|>',
@@ -296,10 +287,7 @@ MINIMAX = OutputFormat(
 MINIMAX_M1 = OutputFormat(
     "minimax-m1",
     calls=Calls(
-        JsonCall(),
-        section_begin="<tool_calls>\n",
-        section_end="\n</tool_calls>",
-        separator="\n",
+        JsonCall(), section_begin="<tool_calls>\n", section_end="\n</tool_calls>", separator="\n"
     ),
 )
 MINICPM5 = OutputFormat(
@@ -367,10 +355,7 @@ def _hunyuan(name: str) -> OutputFormat:
         name,
         Thinking("<think>\n", "\n</think>\n"),
         Calls(
-            JsonCall(),
-            section_begin="<tool_calls>[",
-            section_end="]</tool_calls>",
-            separator=", ",
+            JsonCall(), section_begin="<tool_calls>[", section_end="]</tool_calls>", separator=", "
         ),
         content_begin="<answer>\n",
         content_end="\n</answer>",

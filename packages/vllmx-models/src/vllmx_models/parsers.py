@@ -1,5 +1,5 @@
-"""The formats of `vllmx_models.output_formats` by name, and texts that identify them in a chat
-template."""
+"""Registers the formats of `vllmx_models.output_formats`: names, aliases, and texts that identify
+them in a chat template. The formats themselves are imported when one is used."""
 
 from __future__ import annotations
 

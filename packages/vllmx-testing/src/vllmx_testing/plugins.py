@@ -13,7 +13,7 @@ from typing import Any
 
 from vllmx_core.errors import PluginError
 from vllmx_core.output_format import OutputFormat
-from vllmx_core.plugins.hooks import GROUP, Hooks
+from vllmx_core.plugins.hooks import GROUP, HOOKS
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.plugins.specs import (
     BackendSpec,
@@ -97,7 +97,7 @@ def check_plugin(plugin: str) -> PluginReport:
 
 def _near_hooks(plugin: object) -> list[str]:
     """Functions that look like a hook and are called by nobody."""
-    hooks = [name for name in dir(Hooks) if name.startswith(GROUP)]
+    hooks = sorted(HOOKS)
     problems = []
     for name in dir(plugin):
         value = getattr(plugin, name)

@@ -12,8 +12,13 @@ from vllmx_core.backend import (
     LoadedInfo,
     LoadOptions,
 )
-from vllmx_core.backend_kit.features import feature_bytes, feature_rows, feature_shapes
-from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
+from vllmx_core.backend_kit.limits import (
+    check_weights_fit,
+    feature_bytes,
+    feature_rows,
+    feature_shapes,
+    step_limits,
+)
 from vllmx_core.cache.capacity import CachePlan
 from vllmx_core.communicator import place_of
 from vllmx_core.dtypes import choose_dtype

@@ -20,7 +20,7 @@ _ALIGNMENT = 64
 
 
 class Ring:
-    """Places for frames, which are taken in the order in which they were placed.
+    """Places for frames, which are released in the order in which they were placed.
 
     Args:
         size: bytes of the ring.
@@ -29,7 +29,7 @@ class Ring:
     def __init__(self, size: int) -> None:
         self._size = size
         self._frames: deque[tuple[int, int]] = deque()
-        """(begin, end) of those that not all have taken, the oldest first."""
+        """(begin, end) of frames that some reader still needs, the oldest first."""
         self._num_released = 0
 
     def fits(self, size: int) -> bool:
@@ -37,14 +37,14 @@ class Ring:
         return size <= self._size // 2
 
     def release(self, num_taken: int) -> None:
-        """All readers have taken so many frames since the beginning."""
+        """Frees the frames that all readers have taken, given their number since the beginning."""
         while self._frames and self._num_released < num_taken:
             self._frames.popleft()
             self._num_released += 1
 
     def place(self, size: int) -> int | None:
-        """The first byte of a frame, which counts as placed; None while there is no room. An empty
-        ring begins anew, with what lies in the caches."""
+        """Places a frame and returns its first byte; None if there is no room yet. An empty ring
+        restarts at its beginning, which is still in the caches."""
         size = -(-size // _ALIGNMENT) * _ALIGNMENT
         begin: int | None = 0
         if self._frames:
@@ -67,11 +67,11 @@ class Sender:
     """The end of a host's first process.
 
     Args:
-        region: what the ranks share.
-        ranks: who reads.
-        sockets: to each of the others, in the order of the ranks; more may be added until the first
+        region: the memory that the ranks share.
+        ranks: the readers.
+        sockets: one to each reader, in the order of the ranks; more may be added until the first
             frame.
-        check: raises where the others are gone, called while it waits for room.
+        check: raises if a reader is gone; called while the sender waits for room.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Sender:
         self._taken = [region.word(rank, Word.TAKEN) for rank in ranks]
 
     def send(self, call: Call, frame: AnyFrame) -> None:
-        """Puts a frame where the others read it. Raises OSError where one has hung up."""
+        """Sends a frame to all readers. Raises OSError if one has hung up."""
         size = 4 * frame.num_words
         at = self._place(size)
         if at is None:
@@ -102,7 +102,7 @@ class Sender:
             one.sendall(data)
 
     def _place(self, size: int) -> int | None:
-        """The place in the ring for a frame; None: it is too large for it. Waits for readers."""
+        """Waits for a place in the ring; None if the frame is too large for the ring."""
         if not self._ring.fits(size):
             return None
         while True:
@@ -139,9 +139,9 @@ class Reader:
         return bool(self._poll.poll(0))
 
     def read(self, spin_s: float = 0.0, most_s: float | None = None) -> tuple[Call, I32]:
-        """The next call and its frame, which stays until `release`. Looks for it for `spin_s`
-        before it sleeps. Raises EOFError when rank 0 is gone, TimeoutError where no call comes
-        within `most_s`."""
+        """The next call and its frame, which stays valid until `release`. Polls for `spin_s` before
+        it sleeps. Raises EOFError if rank 0 is gone, TimeoutError if no call comes within
+        `most_s`."""
         end_s = time.monotonic() + spin_s if spin_s else 0.0
         while spin_s and not self.has_more and time.monotonic() < end_s:
             pass
@@ -158,13 +158,13 @@ class Reader:
         return Call(call), np.frombuffer(data, np.int32)
 
     def release(self) -> None:
-        """The last frame is needed no more."""
+        """Releases the last frame."""
         if self._placed:
             publish(self._taken, (int(self._taken[0]) + 1) & 0xFFFFFFFF)
 
     def _begun(self, notice: memoryview, most_s: float) -> int:
-        """The number of bytes of a notice that lie there already, 0 where it begins to come within
-        `most_s`. One that lies there takes no more system calls than a read without a limit."""
+        """Returns the bytes of a notice that have already arrived, or 0 once it begins to arrive
+        within `most_s`. If it is there, this adds no system calls to a read without a limit."""
         try:
             count = self._connection.recv_into(notice, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -1,10 +1,9 @@
-"""One rank's end of calls between ranks: it puts its part into memory that its host's ranks share,
-and reads all parts when all have arrived. A link brings those of other hosts.
+"""Calls between ranks through memory that the ranks of a host share.
 
-The way from a rank of a stage to that of the next one, and from the last stage to rank 0.
-
-Pieces of bytes lie in the buffers of the rank that sends, two in turn, until the next rank has
-taken them. The CPU backend's native code does the same to the same words.
+In a sum or a gather, each rank writes its part and reads all parts when all have arrived; a link
+brings those of other hosts. Between stages, and from the last stage to rank 0, bytes go in pieces,
+which stay in one of the sender's two buffers until the receiver has taken them. The CPU backend's
+native code does the same with the same words.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from vllmx_tp.region import BUFFER_BYTES, RANK_BYTES, Region, Seats, Word
 
 _SPINS = 200
 """Polls of the others before the first sleep."""
+_SLEEP_S = 50e-6
 _SIZE = struct.Struct("<Q")
 Bytes = npt.NDArray[np.uint8]
 
@@ -43,7 +43,7 @@ class _End:
         self._count = 0
 
     def _wait(self, word: npt.NDArray[np.uint32], count: int) -> None:
-        """Waits until a word has come so far. Raises RankLostError where it never will."""
+        """Waits until a word has reached `count`. Raises RankLostError if the group has ended."""
         looks = 0
         while futex.is_behind(seen := int(word[0]), count):
             if self._aborted[0]:
@@ -61,16 +61,16 @@ class Outgoing(_End):
 
     def __init__(self, region: Region, rank: int) -> None:
         seats = region.pieces(rank)
-        super().__init__(region, seats.seat, seats.beside(1))
+        super().__init__(region, seats.seat, seats.neighbour(1))
 
     def send(self, x: AnyArray) -> None:
-        """An array, without its shape."""
+        """Sends an array without its shape."""
         flat: Bytes = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
         for begin in range(0, len(flat), BUFFER_BYTES):
             self._put(flat[begin : begin + BUFFER_BYTES])
 
     def send_message(self, data: bytes) -> None:
-        """Bytes whose number the reader does not know."""
+        """Sends bytes with their length."""
         self.send(np.frombuffer(_SIZE.pack(len(data)) + data, np.uint8))
 
     def _put(self, piece: Bytes) -> None:
@@ -88,7 +88,7 @@ class Incoming(_End):
 
     def __init__(self, region: Region, rank: int) -> None:
         seats = region.pieces(rank)
-        super().__init__(region, seats.beside(-1), seats.seat)
+        super().__init__(region, seats.neighbour(-1), seats.seat)
 
     def recv(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> AnyArray:
         """The next array, which had this shape and type."""
@@ -123,14 +123,9 @@ class Incoming(_End):
         futex.wake(self._taken)
 
 
-_SPINS = 200
-"""Looks at the others before the first sleep."""
-_SLEEP_S = 50e-6
-
-
 class SharedMemoryCommunicator:
-    """A `vllmx_core.communicator.Communicator`. Two buffers of a rank take turns: who puts down
-    part n + 2 has seen all others arrive at n + 1, which they do when they have read part n."""
+    """A `vllmx_core.communicator.Communicator`. A rank's two buffers alternate: before it writes
+    part n + 2 it has seen all others arrive at n + 1, so they have read part n."""
 
     def __init__(self, region: Region, rank: int) -> None:
         self._region, self._seats, self._place = region, region.sums(rank), rank

@@ -1,19 +1,18 @@
-"""Rank 0: a loaded model whose steps the other ranks run too.
-
-What the ranks or the stages of a group can do together.
-"""
+"""Rank 0: a loaded model whose steps the other ranks run too, and the limits that all agree on."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from vllmx_core.backend import ForwardStep, LoadedInfo, LoadedModel, SeeingModel, StepHandle
 from vllmx_core.errors import RankLostError, VllmxError
 from vllmx_core.plan import SamplingRows, StepPlan, StepResult
+from vllmx_core.records import Record
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.load import OpenedModel
 
@@ -21,18 +20,19 @@ from vllmx_tp.frames import Frame, PartFrame
 from vllmx_tp.group import Group
 from vllmx_tp.handshake import read_key
 from vllmx_tp.hosts import RemoteHost, addresses
-from vllmx_tp.loading import divide_cores, load_rank, share_of_host
+from vllmx_tp.loading import WatchedSource, divide_cores, load_rank, share_of_host
 from vllmx_tp.messages import Call, RankReady
-from vllmx_tp.pipeline import PipelinedModel
+from vllmx_tp.pipeline import Handle, PipelinedModel
 from vllmx_tp.region import Region
 from vllmx_tp.sampled_ids import SampledIds, compares, sampled_frame
 from vllmx_tp.stage_times import with_layers
-from vllmx_tp.watched_source import WatchedSource
+
+logger = logging.getLogger("vllmx.tp")
 
 
 def load(found: FoundModel, opened: OpenedModel) -> RankedModel | PipelinedModel:
-    """The executor. Starts the other ranks, which open the model themselves, and loads this one's
-    part meanwhile. Raises what any of them met."""
+    """The executor: starts the other ranks, which open the model themselves, and loads this one's
+    part meanwhile. Raises the error of any rank."""
     config, places = found.config, addresses(found.config.rank_hosts)
     ranks = config.num_ranks
     share = share_of_host(config, 1 + len(places))
@@ -42,7 +42,7 @@ def load(found: FoundModel, opened: OpenedModel) -> RankedModel | PipelinedModel
     found = replace(found, config=config)
     region = Region.create(ranks, config.pipeline_parallel_size)
     if opened.backend.has_own_devices():
-        # NCCL listens on the first interface that leads outside, and asks nobody who he is.
+        # NCCL listens on the first external interface, without authentication.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
     def hosts(group: Group) -> Iterator[RemoteHost]:
@@ -63,7 +63,7 @@ def load(found: FoundModel, opened: OpenedModel) -> RankedModel | PipelinedModel
     try:
         try:
             model = load_rank(opened, region, 0, cores[0], share=share, config=config)
-        except RankLostError:  # which may say no more than that the group has ended
+        except RankLostError:  # it may not contain the cause
             raise group.verdict() from None
         others = group.loaded()
         if config.pipeline_parallel_size > 1:
@@ -80,12 +80,13 @@ def load(found: FoundModel, opened: OpenedModel) -> RankedModel | PipelinedModel
 
 
 class RankedModel:
-    """A `vllmx_core.backend.LoadedModel` over this process's part and a group. Every rank samples
-    the same logits by draws that depend on nothing but the row, so ids need not be sent."""
+    """A `vllmx_core.backend.LoadedModel` over this process's part and a group. All ranks sample the
+    same ids from the same logits, because the noise depends only on the row; so ids are not sent.
+    """
 
     def __init__(self, model: LoadedModel, group: Group, info: LoadedInfo) -> None:
         self._model, self._group, self._info = model, group, info
-        self._drawn = SampledIds(group.region, 0) if compares() else None
+        self._sampled = SampledIds(group.region, 0) if compares() else None
         self._has_hosts = len(group.ranks) < group.region.num_ranks - 1
         self._num_begun = self._num_read = 0
         self._is_closed = False
@@ -96,29 +97,29 @@ class RankedModel:
 
     @property
     def failure(self) -> RankLostError | None:
-        """Why the group has ended, if it has; steps meet it too."""
+        """The reason why the group has ended, if it has; steps raise it too."""
         return self._group.failure
 
-    def step(self, plan: StepPlan, rows: SamplingRows) -> RankedStep:
+    def step(self, plan: StepPlan, rows: SamplingRows) -> StepHandle:
         """See `vllmx_core.backend.LoadedModel.step`."""
         call = Call.STEP if self._num_begun > self._num_read else Call.NEXT
         self._num_begun += 1
         self._group.send(call, Frame(plan, rows))
         with self._group.guarded():
-            return RankedStep(self, self._model.step(plan, rows))
+            return self._handle(self._model.step(plan, rows))
 
     def forward(self, plan: StepPlan) -> RankedForward:
         """See `vllmx_core.backend.LoadedModel.forward`."""
         self._num_begun += 1
         self._group.send(Call.FORWARD, Frame(plan, None))
         with self._group.guarded():
-            return RankedForward(self, self._model.forward(plan))
+            return RankedForward(partial(self.sample, self._model.forward(plan)))
 
-    def sample(self, step: ForwardStep, rows: SamplingRows) -> RankedStep:
+    def sample(self, step: ForwardStep, rows: SamplingRows) -> StepHandle:
         """The second half of a step."""
         self._group.send(Call.SAMPLE, Frame(None, rows))
         with self._group.guarded():
-            return RankedStep(self, step.sample(rows))
+            return self._handle(step.sample(rows))
 
     def encode(self, plan: StepPlan, begin: float = 0.0, end: float = 1.0) -> None:
         """See `vllmx_core.backend.SeeingModel.encode`. Each rank has the whole tower and computes
@@ -129,18 +130,21 @@ class RankedModel:
         with self._group.guarded():
             encode_part(self._model, plan, begin, end)
 
+    def _handle(self, step: StepHandle) -> StepHandle:
+        return Handle(partial(self.read, step))
+
     def read(self, step: StepHandle) -> StepResult:
         """Waits for a step."""
         with self._group.guarded():
             result = step.result()
-        if self._group.region.aborted[0]:  # native code waits no more then, and has no error
+        if self._group.region.aborted[0]:  # native code then stops waiting without an error
             raise self._group.verdict()
         self._num_read += 1
-        if self._drawn is not None:
-            self._drawn.tell(result.ids)
+        if self._sampled is not None:
+            self._sampled.tell(result.ids)
             if self._has_hosts:
-                self._group.send(Call.DREW, sampled_frame(self._num_read, result.ids))
-            difference = self._drawn.difference(self._group.ranks, self._group.check)
+                self._group.send(Call.SAMPLED, sampled_frame(self._num_read, result.ids))
+            difference = self._sampled.difference(self._group.ranks, self._group.check)
             if difference is not None:
                 raise self._group.lost(difference)
         return result
@@ -154,7 +158,7 @@ class RankedModel:
 
 
 def encode_part(model: LoadedModel, plan: StepPlan, begin: float, end: float) -> None:
-    """Runs a part of a tower's pass; the engine calls it on models that see images alone."""
+    """Runs a part of a tower's pass; only called on models that see images."""
     seeing = cast(SeeingModel, model)
     if (begin, end) == (0.0, 1.0):
         seeing.encode(plan)
@@ -162,33 +166,11 @@ def encode_part(model: LoadedModel, plan: StepPlan, begin: float, end: float) ->
         seeing.encode(plan, begin, end)
 
 
-class RankedStep:
-    """A `StepHandle`."""
-
-    __slots__ = ("_owner", "_step")
-
-    def __init__(self, owner: RankedModel, step: StepHandle) -> None:
-        self._owner, self._step = owner, step
-
-    def result(self) -> StepResult:
-        """See `vllmx_core.backend.StepHandle.result`."""
-        return self._owner.read(self._step)
-
-
-class RankedForward:
+class RankedForward(Record):
     """A `ForwardStep`."""
 
-    __slots__ = ("_owner", "_step")
+    sample: Callable[[SamplingRows], StepHandle]
 
-    def __init__(self, owner: RankedModel, step: ForwardStep) -> None:
-        self._owner, self._step = owner, step
-
-    def sample(self, rows: SamplingRows) -> RankedStep:
-        """See `vllmx_core.backend.ForwardStep.sample`."""
-        return self._owner.sample(self._step, rows)
-
-
-logger = logging.getLogger("vllmx.tp")
 
 _ALIKE_STAGES = ("backend", "dtype", "kv_cache_dtype", "block_size", "cache_windows")
 _ALIKE_RANKS = (*_ALIKE_STAGES, "max_num_batched_tokens", "max_logit_rows", "num_feature_rows")
@@ -220,7 +202,7 @@ def agreed_stages(mine: LoadedInfo, others: Sequence[RankReady], num_stages: int
 
 
 def _compare_bits(ranks: Sequence[RankReady]) -> None:
-    """Warns where ranks may draw different ids, as each samples by itself."""
+    """Warns if ranks may sample different ids, since each samples by itself."""
     for name, own in ranks[0].computes_with.items():
         values = [one.computes_with.get(name, own) for one in ranks]
         if len(set(values)) > 1:

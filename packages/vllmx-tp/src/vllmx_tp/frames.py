@@ -1,8 +1,8 @@
-"""Steps as flat arrays: how plans and sampling rows lie in the ring.
+"""Frames: plans and sampling rows as flat arrays of 32-bit words.
 
-A frame is 32-bit words: a head of numbers, the arrays that every step has, then those that it may
-have. Nothing is pickled; the reader gets views. Steps are written and read one by one while cores
-have other work, so neighbours of one type go in one copy.
+A frame is a head of numbers, the arrays that every step has, then optional ones. Nothing is
+pickled; the reader gets views. Neighbouring arrays of one type are copied together, because writing
+and reading delays a step.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from vllmx_core.plan import (
 )
 
 _HEAD = 10
-"""Words: whether there are a plan and rows, T, R, L, cache groups, blocks of the widest row,
-sampling rows, max_logprobs, all_greedy. Behind them come a count and, for each array that a step
-may have and has, its number in `_PLACES` and two lengths (the second -1 for one axis)."""
+"""Words: presence of a plan and of rows, T, R, L, cache groups, blocks of the widest row, sampling
+rows, max_logprobs, all_greedy. They are followed by a count and, for each optional array of the
+step, its number in `_PLACES` and two lengths (the second is -1 for one axis)."""
 _INTS = ("top_k", "position", "target", "num_logprobs")
 _FLOATS = (
     "temperature",
@@ -56,13 +56,13 @@ _OPTIONAL: dict[str, dict[str, npt.DTypeLike]] = {
         "pending": np.bool_,
     },
 }
-"""Arrays that a step may have, by whose they are, and their types; truth values travel as words."""
+"""Optional arrays by owner, and their types; booleans are sent as words."""
 _PLACES = [(owner, name) for owner, names in _OPTIONAL.items() for name in names]
 _NUMBERS = {place: number for number, place in enumerate(_PLACES)}
 
 
 class Frame:
-    """A step on its way: of a plan, of sampling rows, or of both.
+    """A frame with a plan, sampling rows, or both.
 
     Attributes:
         num_words: that `write` fills.
@@ -118,14 +118,14 @@ class Frame:
             words[begin:at].view(_word_type(number))[:] = array.reshape(-1)
 
     def to_bytes(self) -> bytes:
-        """The same for who has no ring."""
+        """The frame as bytes, for readers without a ring."""
         words = np.empty(self.num_words, np.int32)
         self.write(words)
         return words.tobytes()
 
 
 class PartFrame:
-    """A part of a pass on its way: where it begins and where it ends."""
+    """A frame with the begin and end of a part of a pass."""
 
     num_words = 4
 
@@ -148,7 +148,7 @@ def read_part(words: I32) -> tuple[float, float]:
 
 
 class SentFrame:
-    """Words that are a frame already, as another host's are, to be put into this one's ring."""
+    """A frame that is already encoded, such as another host's."""
 
     def __init__(self, words: I32) -> None:
         self._words, self.num_words = words, len(words)
@@ -172,7 +172,7 @@ def _word_type(number: int) -> npt.DTypeLike:
 
 
 def _present(plan: StepPlan | None, rows: SamplingRows | None) -> Iterator[tuple[int, AnyArray]]:
-    """The arrays that the step has among those that it may have, by their numbers."""
+    """The optional arrays that the step has, by their numbers."""
     owners: list[tuple[str, object | None]] = []
     if plan is not None:
         owners += ("plan", plan), ("patches", plan.patches)
@@ -186,7 +186,7 @@ def _present(plan: StepPlan | None, rows: SamplingRows | None) -> Iterator[tuple
 
 
 def read_frame(words: I32) -> tuple[StepPlan | None, SamplingRows | None]:
-    """Views of what a frame holds."""
+    """Views of a frame's contents."""
     size = _HEAD + 1 + 3 * int(words[_HEAD])
     head = words[:size].tolist()
     has_plan, has_rows, tokens, rows, logit_rows, groups, width, sampled, *_ = head
@@ -227,7 +227,7 @@ def read_frame(words: I32) -> tuple[StepPlan | None, SamplingRows | None]:
 
 
 def _read_numbers(words: I32, at: int, count: int) -> tuple[list[Any], int]:
-    """The first fields of `SamplingRows` in their order, and where they end."""
+    """The first fields of `SamplingRows` in order, and the end of them."""
     seed = words[at : at + 2 * count].view(np.uint64)
     begin = at + 2 * count
     at = begin + len(_FLOATS) * count

@@ -1,5 +1,4 @@
-"""Counters in shared memory: setting one behind the data that it counts, waiting for one to change,
-and waking who waits for it so."""
+"""Counters in shared memory: publishing data with a counter, waiting for a change, and waking."""
 
 from __future__ import annotations
 
@@ -57,12 +56,12 @@ def fence_of(system: str, machine: str) -> Callable[[], None]:
 
 
 fence = fence_of(sys.platform, platform.machine())
-"""Stands between the look at a counter and the look at what it counts."""
+"""Called after a counter was read and before the data that it counts is read."""
 
 
 def publish(word: npt.NDArray[np.uint32], count: int) -> None:
-    """Sets a counter. Who sees it so, and has a `fence` behind that, sees all that this thread has
-    written before; and what this thread has read before is what it was then."""
+    """Sets a counter. A thread that reads the new count and then calls `fence` sees all earlier
+    writes of this thread, and its own later writes do not affect earlier reads of this thread."""
     fence()
     word[0] = count
 
@@ -84,6 +83,6 @@ def wait_while(word: npt.NDArray[np.uint32], seen: int) -> None:
 
 
 def wake(word: npt.NDArray[np.uint32]) -> None:
-    """All who wait for the word, in whichever process."""
+    """Wakes all waiters of the word, in all processes."""
     if _NUMBER is not None:
         _libc.syscall(_NUMBER, ctypes.c_void_p(word.ctypes.data), _WAKE, 0x7FFFFFFF, None, None, 0)

@@ -1,4 +1,4 @@
-"""The other ranks as rank 0 sees them: their processes, the ring to them, and how they end."""
+"""Rank 0's view of the other ranks: their processes, the ring to them, and how they end."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ HANG_S = 3.0
 """Seconds without a heartbeat after which a rank counts as hung or stopped."""
 _FAREWELL_S = 5.0
 _LAST_WORDS_S = 1.0
-"""The seconds that a rank which has ended the group may take to be seen to end."""
+"""Seconds within which a rank that ended the group must be seen to exit."""
 _WAIT_S = 20e-6
 
 
 class Group:
-    """Ranks of a model: processes of this host, and other hosts with theirs. One thread uses it;
-    others watch them.
+    """The other ranks of a model: processes of this host, and other hosts with theirs. One thread
+    uses the group; others watch the ranks.
 
     Args:
-        found: what they load.
-        region: whose memory they share with this process.
-        ranks: of this host, this process left out.
-        cores: of each of them.
-        share: how many ranks this host has, this process among them.
-        hosts: makes the other hosts; called once the processes of this one have begun.
-        free_bytes: of the memory that this host's ranks share, before any of them takes some; 0:
-            each finds out for itself.
+        found: the model to load.
+        region: the memory shared with this process.
+        ranks: those of this host, without this process.
+        cores: the cores of each of them.
+        share: the number of ranks on this host, with this process.
+        hosts: makes the other hosts; called once this host's processes have started.
+        free_bytes: free memory of this host's ranks before any of them allocates; 0: each measures
+            it itself.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Group:
         self._free_bytes = free_bytes
         self._hosts: list[RemoteHost] = []
         self._end: ErrorRecord | None = None
-        """Why the group has ended, if it has: the first cause."""
+        """The first cause of the group's end, if it has ended."""
         self._verdict = threading.Lock()
         self._ended = threading.Event()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -95,7 +95,7 @@ class Group:
                 hearer.start()
                 self._hearers.append(hearer)
             for host in hosts(self):
-                self._hosts.append(host)  # and it is watched while others are waited for
+                self._hosts.append(host)  # it is watched while others start
         except BaseException:
             self.kill()
             raise
@@ -103,7 +103,7 @@ class Group:
     def _spawn(self, rank: int, cores: Sequence[int]) -> None:
         ours, theirs = socket.socketpair()
         self._sockets.append(ours)
-        # A thread's end would end ranks that are tied to it; the main thread's is the process's.
+        # Ranks are tied to the thread that starts them: only the main thread lives long enough.
         tied = int(threading.current_thread() is threading.main_thread())
         command = [
             sys.executable,
@@ -136,15 +136,15 @@ class Group:
 
     # --- loading ----------------------------------------------------------------------------------
     def _begin(self, rank: int, connection: socket.socket, start: bytearray) -> None:
-        """Tells a rank what to load. Raises RankLostError where it has ended already."""
+        """Sends a rank the model to load. Raises RankLostError if it has ended already."""
         try:
             connection.sendall(start)
         except OSError as error:
             raise self._disconnected(f"rank {rank} ended while it started") from error
 
     def loaded(self) -> list[RankReady]:
-        """Waits until all are loaded and returns what the other ranks report. Raises the VllmxError
-        of a rank, or RankLostError if one ended without a report."""
+        """Waits until all are loaded and returns the other ranks' reports. Raises the VllmxError of
+        a rank, or RankLostError if one ended without a report."""
         for hearer in self._hearers:
             while hearer.is_alive():
                 self.check()
@@ -156,8 +156,8 @@ class Group:
         return found
 
     def _hear(self, rank: int) -> None:
-        """Waits for a rank's report. A rank that cannot load its part ends the group at once, as
-        rank 0 may still be loading for a long time."""
+        """Waits for a rank's report. A rank that cannot load its part ends the group at once, since
+        rank 0 may still load for a long time."""
         try:
             data = self._line_of(self._sockets[rank - self.ranks.start])
         except OSError:
@@ -175,7 +175,7 @@ class Group:
 
     @staticmethod
     def _line_of(one: socket.socket) -> bytes:
-        """The line that a rank sends, empty where it ends first. Raises OSError."""
+        """The line that a rank sends; empty if it ends first. Raises OSError."""
         data = b""
         while not data.endswith(b"\n"):
             more = one.recv(1 << 16)
@@ -186,7 +186,7 @@ class Group:
 
     # --- steps ------------------------------------------------------------------------------------
     def send(self, call: Call, frame: AnyFrame) -> None:
-        """Puts a frame where the others read it, and sends it to each host once. Raises
+        """Sends a frame to this host's ranks through the ring, and once to each other host. Raises
         RankLostError."""
         self.check()
         try:
@@ -202,27 +202,26 @@ class Group:
     # --- the end ----------------------------------------------------------------------------------
     @property
     def failure(self) -> RankLostError | None:
-        """Why the group has ended since it was loaded, if it has."""
+        """The reason why the group has ended since it was loaded, if it has."""
         found = None if self._end is None else self._end.rebuild()
         return found if isinstance(found, RankLostError) else None
 
     def check(self) -> None:
-        """Raises RankLostError where the group has ended, while it is loaded also the VllmxError
-        that a rank met."""
+        """Raises RankLostError if the group has ended, or a rank's VllmxError during loading."""
         if self._end is not None:
             raise self._end.rebuild()
 
     def lost(self, text: str) -> VllmxError:
-        """Ends the group; the first cause counts, which a rank itself may have named."""
+        """Ends the group; the first cause counts, which a rank may have reported itself."""
         return self._end_with(RankLostError(self._first_cause() or text))
 
     def failed(self, error: Exception) -> VllmxError:
-        """Ends the group by what rank 0 met, which goes to the log."""
+        """Ends the group with an error of rank 0, which is logged."""
         logger.error("rank 0 failed", exc_info=error)
         return self.lost(cause_of(0, error))
 
     def _end_with(self, error: VllmxError) -> VllmxError:
-        """Ends the group unless it has ended. Returns why it did."""
+        """Ends the group, unless it has ended, and returns the cause."""
         with self._verdict:
             if self._end is None:
                 self._end = ErrorRecord.of(error)
@@ -232,7 +231,8 @@ class Group:
         return self._end.rebuild()
 
     def _disconnected(self, text: str) -> VllmxError:
-        """A connection is gone, which is seen before the process has ended: how that ended."""
+        """Handles a lost connection, which is noticed before the process has exited: waits for the
+        exit to describe it."""
         deadline_s = time.monotonic() + _LAST_WORDS_S
         while time.monotonic() < deadline_s:
             ends = (self._end_of(rank, 0.0) for rank in self.ranks)
@@ -244,7 +244,7 @@ class Group:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Guards rank 0's own work: what fails there ends all, as the others wait for it."""
+        """Guards rank 0's own work: an error ends the group, since the others wait for rank 0."""
         try:
             yield
         except RankLostError:
@@ -253,7 +253,7 @@ class Group:
             raise self.failed(error) from error
 
     def verdict(self) -> VllmxError:
-        """The cause of the end, after this process saw the group ended by another rank."""
+        """The cause, after this process noticed that another rank ended the group."""
         deadline_s = time.monotonic() + _LAST_WORDS_S
         while self._end is None and time.monotonic() < deadline_s:
             time.sleep(_WAIT_S)
@@ -263,7 +263,7 @@ class Group:
         return next(filter(None, map(self.region.cause, range(self.region.num_ranks))), "")
 
     def _watch(self) -> None:
-        """Looks at processes, heartbeats and waits until the group ends."""
+        """Watches processes, heartbeats and waits until the group ends."""
         beats = [self.region.word(rank, Word.HEARTBEAT) for rank in self.ranks]
         stall, timer = [StallTimer() for _ in self.ranks], PollTimer(LOOK_S)
         waits = CallDeadlines(self.region)
@@ -300,7 +300,7 @@ class Group:
 
     def kill(self) -> None:
         """Ends the others at once. May be called twice."""
-        self.region.abort()  # for whoever waits for them: native threads, links
+        self.region.abort()  # ends the waits of native threads and links
         self._ended.set()
         for process in self._processes:
             process.kill()
@@ -312,8 +312,8 @@ class Group:
             host.close()
 
     def close(self, close_own: Callable[[], None] = lambda: None) -> None:
-        """Closes the models of all ranks together, since libraries may wait for each other then
-        (NCCL does), and waits for the processes. May be called twice.
+        """Closes the models of all ranks together, since libraries such as NCCL wait for each other
+        on closing, and waits for the processes. May be called twice.
 
         Args:
             close_own: closes rank 0's model.
@@ -344,7 +344,7 @@ class Group:
 
     def _end_others(self, closed: threading.Event) -> None:
         """Waits for the processes and for rank 0's model, which may wait in a step for a rank that
-        hangs. Kills what does not end in time."""
+        hangs. Kills processes that do not end in time."""
         deadline_s = time.monotonic() + _FAREWELL_S
         for process in self._processes:
             try:
@@ -357,8 +357,8 @@ class Group:
 
 
 def cause_of(rank: int, error: BaseException) -> str:
-    """The cause for requests and `/health`: the class alone for errors that are not meant for
-    users; the log has the rest."""
+    """The cause for requests and `/health`: only the class of errors that are not meant for users;
+    the log has the rest."""
     if isinstance(error, VllmxError):
         return f"rank {rank} failed: {error.message}"
     name = type(error).__name__

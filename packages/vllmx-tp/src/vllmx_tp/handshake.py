@@ -1,10 +1,9 @@
 """Mutual authentication of two hosts of one model: both have the same key, which is never sent.
 
-Each says its version, its protocol and a random number; rank 0, which calls, also says what the
-connection is for and which group it belongs to. Each shows by an HMAC over all of that that it has
-the key. Then the host that was called lets the connection in, or hangs up, for it serves one group
-at a time. What follows is neither signed nor encrypted: the network between ranks must be one that
-only they use.
+Each side sends its version, its protocol and a random number; rank 0, which calls, also sends the
+purpose of the connection and its group. Each side proves by an HMAC over all of this that it has
+the key. Then the called host accepts the connection, or hangs up, since it serves one group at a
+time. What follows is neither signed nor encrypted: only the ranks may use their network.
 """
 
 from __future__ import annotations
@@ -29,11 +28,10 @@ MAGIC = b"vllmx ranks\n"
 GROUP_BYTES = 16
 _NONCE_BYTES = 32
 PROTOCOL = 1
-"""Counts up with whatever hosts say to each other: hellos, messages, frames, what links send. The
-version may stay the same meanwhile."""
+"""Incremented with any change of hellos, messages, frames or links, even within a version."""
 _HEAD = struct.Struct(f"<{len(MAGIC)}s32sI")
-"""Magic, version and protocol. These stay as they are for all time, as hosts of any two versions
-read them before anything else."""
+"""Magic, version and protocol. They never change, because hosts of any two versions read them
+first."""
 _REST = struct.Struct(f"<B{GROUP_BYTES}s{_NONCE_BYTES}s")
 """Purpose, group, and the random number."""
 _MAC_BYTES = 32
@@ -47,7 +45,7 @@ class Purpose(IntEnum):
     """The use of a connection."""
 
     NONE = 0
-    """Said by the host that is called."""
+    """Sent by the called host."""
     STEPS = 1
     """The first connection of a group, for steps."""
     PARTS = 2
@@ -59,7 +57,7 @@ class HandshakeError(Exception):
 
 
 class BusyError(HandshakeError):
-    """The other side has said nothing in time or has hung up: it may let in who comes again."""
+    """The other side has not answered in time or has hung up: a retry may succeed."""
 
 
 def read_key(path: str | None) -> bytes:
@@ -90,8 +88,8 @@ def read_key(path: str | None) -> bytes:
 
 
 def call(connection: socket.socket, key: bytes, group: bytes, purpose: Purpose) -> None:
-    """Exchanges hellos and proofs with a host of ranks, and waits until it lets this connection in,
-    all within `HANDSHAKE_S`. Raises HandshakeError (BusyError where another try may help), OSError.
+    """Exchanges hellos and proofs with a host of ranks, and waits until it accepts this connection,
+    all within `HANDSHAKE_S`. Raises HandshakeError (BusyError if a retry may succeed), OSError.
 
     Args:
         group: (GROUP_BYTES,) random bytes, the same for both connections of a group.
@@ -107,8 +105,8 @@ def call(connection: socket.socket, key: bytes, group: bytes, purpose: Purpose) 
 
 
 def answer(connection: socket.socket, key: bytes) -> tuple[int, bytes]:
-    """The other side of `call`: the purpose and the group of who has called and has the key. The
-    connection is let in by `LET_IN`. Its proof comes second, so that the caller learns where the
+    """The other side of `call`: returns purpose and group of a caller that has the key. `LET_IN`
+    then accepts the connection. This side's proof is sent second, so that the caller learns if the
     keys differ. Raises HandshakeError, OSError."""
     deadline = Deadline(HANDSHAKE_S)
     mine = _hello(Purpose.NONE, bytes(GROUP_BYTES))
@@ -128,7 +126,7 @@ def _hello(purpose: Purpose, group: bytes) -> bytes:
 
 
 def _exchanged(connection: socket.socket, mine: bytes, deadline: Deadline) -> bytes:
-    """The other side's hello for this side's."""
+    """Sends this side's hello and returns the other's."""
     connection.settimeout(HANDSHAKE_S)
     connection.sendall(mine)
     magic = receive(connection, len(MAGIC), deadline)
@@ -157,7 +155,7 @@ def _check_proof(found: bytes, expected: bytes) -> None:
 
 
 def receive(connection: socket.socket, size: int, deadline: Deadline) -> bytes:
-    """Receives `size` bytes. Raises BusyError where the other side hangs up or the time is over."""
+    """Receives `size` bytes. Raises BusyError if the other side hangs up or the time is over."""
 
     def read(view: memoryview) -> int:
         connection.settimeout(deadline.left_s(deadline.seconds))

@@ -1,10 +1,7 @@
-"""The ranks of a host in a group whose rank 0 is elsewhere, from its first word to their end.
+"""A host that runs ranks for a rank 0 on another host: `vllmx rank`.
 
-A host that runs ranks for a rank 0 elsewhere: `vllmx rank`.
-
-It waits for a rank 0 that has its key (`vllmx_tp.listener`) and runs the group that this asks for
-(`vllmx_tp.hosted_group`). Then it waits again: rank 0 is started again after it failed, and asks
-anew.
+It waits for a rank 0 that has its key (`vllmx_tp.listener`), runs the ranks that this asks for
+until the group ends, and waits again: a rank 0 that failed is started again and reconnects.
 """
 
 from __future__ import annotations
@@ -51,25 +48,25 @@ logger = logging.getLogger("vllmx.tp")
 
 _LOOK_S = 0.2
 LINK_S = 30.0
-"""The seconds that rank 0 may take to say what to load, and to make its second connection."""
+"""Seconds that rank 0 may take to name the model, and to make its second connection."""
 _MOST_BYTES = 1 << 30
 
 
 class HostedGroup:
-    """Runs it once.
+    """Runs one group.
 
-    The thread that made it loads the ranks, which are tied to the main thread. Others read what
-    rank 0 says from the start on, show both sides that this host lives, and watch both sides.
+    The thread that made it loads the ranks, which are tied to the main thread. Other threads read
+    rank 0's messages, send heartbeats to both sides, and watch both sides.
 
     Args:
-        found: the model and the tower as they lie here.
-        place: where this host listens, for messages.
+        found: the model and the tower on this host.
+        place: the address of this host, for messages.
     """
 
     def __init__(self, caller: Caller, found: FoundModel, place: str) -> None:
         self._caller, self._socket = caller, caller.steps
         self._deadline: Deadline | None = None
-        """The time until which rank 0 may say what to load; None once it has."""
+        """The deadline for rank 0 to name the model; None once it has."""
         self._found, self._place = found, place
         self._region: Region | None = None
         self._link: Link | None = None
@@ -103,7 +100,7 @@ class HostedGroup:
                 self._group.kill()
                 self._group = None
             self._say_last(HostLoaded(error=ErrorRecord.of(error)))
-            self._ended.wait()  # rank 0 reads that, and hangs up
+            self._ended.wait()  # rank 0 reads the error and hangs up
             raise
         finally:
             self._done.set()
@@ -143,12 +140,13 @@ class HostedGroup:
             raise FrameError(f"rank 0 asks for an invalid group: {error}") from error
 
     def _load(self, begin: Begin) -> Group:
-        """Loads the ranks, and tells rank 0. Raises VllmxError, and why the group has ended."""
+        """Loads the ranks and reports to rank 0. Raises VllmxError, or the cause of the group's
+        end."""
         config, ranks = begin.config, self._ranks(begin)
         found = self._found_for(begin)
         backend = found.registry.choose_backend(config.backend)[0]
         cores = divide_cores(len(ranks), config, backend.name)
-        free = free_for_model(config, backend)  # the first of them to load would leave less
+        free = free_for_model(config, backend)  # before the first of them allocates
         self._region = Region.create(config.num_ranks, config.pipeline_parallel_size)
         self._link = self._linked(self._region, config, ranks)
         self._group = Group(found, self._region, ranks, cores, len(ranks), free_bytes=free)
@@ -159,7 +157,7 @@ class HostedGroup:
         return self._group
 
     def _ranks(self, begin: Begin) -> range:
-        """The ranks that are to run here. Raises ConfigError where there are none such."""
+        """The ranks to run here. Raises ConfigError if they do not fit the configuration."""
         config, first, count = begin.config, begin.first, begin.count
         stages = config.pipeline_parallel_size
         each = config.tensor_parallel_size if stages > 1 else 1
@@ -174,8 +172,8 @@ class HostedGroup:
         return range(first, first + count)
 
     def _found_for(self, begin: Begin) -> FoundModel:
-        """The model as it lies here, loaded as rank 0 wants. The files are looked at each time, as
-        they may have been copied since. Raises ConfigError where they are not those of rank 0."""
+        """The model on this host with rank 0's configuration. The files are checked each time,
+        since they may have been copied again. Raises ConfigError if they differ from rank 0's."""
         try:
             marks = Marks.of(self._found)
         except OSError as error:
@@ -205,7 +203,7 @@ class HostedGroup:
 
     # --- what rank 0 says -------------------------------------------------------------------------
     def _follow(self) -> None:
-        """Hands steps on until rank 0 closes."""
+        """Forwards steps until rank 0 closes."""
         try:
             self._steps()
         except (VllmxError, FrameError, OSError, EOFError) as error:
@@ -231,7 +229,7 @@ class HostedGroup:
             self._hands_on = False
 
     def _hear(self) -> tuple[Call, bytearray]:
-        """A call of rank 0 and what belongs to it. Raises EOFError, OSError, FrameError."""
+        """Reads a call of rank 0 and its data. Raises EOFError, OSError, FrameError."""
         number, size, _ = NOTICE.unpack(self._read(NOTICE.size))
         try:
             call = Call(number)
@@ -255,7 +253,7 @@ class HostedGroup:
         if self._deadline is not None:
             self._socket.settimeout(self._deadline.left_s(LINK_S))
         count = self._socket.recv_into(view)
-        self._heard += 1  # a long step on its way is a sign of life, too
+        self._heard += 1  # data of a long step are a sign of life too
         return count
 
     # --- what rank 0 hears ------------------------------------------------------------------------
@@ -276,7 +274,7 @@ class HostedGroup:
 
     # --- the end ----------------------------------------------------------------------------------
     def _end(self, cause: Exception | None) -> None:
-        """Nothing follows any more; None: rank 0 has closed. The first cause counts, and interrupts
+        """Ends the group; None: rank 0 has closed it. The first cause counts, and interrupts
         loading."""
         with self._verdict:
             if self._ended.is_set():
@@ -288,7 +286,7 @@ class HostedGroup:
             self._group.lost(str(cause))
 
     def _check(self) -> None:
-        """Raises why the group has ended, if it has and rank 0 has not closed it."""
+        """Raises the cause of the group's end, if it has ended and rank 0 has not closed it."""
         if self._cause is not None:
             raise self._cause
 
@@ -296,7 +294,7 @@ class HostedGroup:
         self._end(EOFError(f"the connection for parts has ended: {reason}"))
 
     def _look(self, passed_s: float) -> None:
-        """Looks at the ranks and at rank 0, which is silent until both connections are there."""
+        """Watches the ranks and rank 0, which is silent until both connections exist."""
         silent_s = self._silence.look(self._heard, passed_s, moves=self._hands_on)
         failure = None if self._group is None else self._group.failure
         if failure is not None:
@@ -305,7 +303,7 @@ class HostedGroup:
             self._end(EOFError("rank 0 says nothing any more: it hangs, or the network is down"))
 
     def _every(self, work: Callable[[float], None], until: threading.Event) -> None:
-        """Calls it five times a second with the seconds that `PollTimer` counts."""
+        """Calls `work` five times a second with the seconds of a `PollTimer`."""
         timer = PollTimer(_LOOK_S)
         while not until.wait(_LOOK_S):
             try:
@@ -318,7 +316,7 @@ logger = logging.getLogger("vllmx.tp")
 
 
 def listen(address: tuple[str, int]) -> socket.socket:
-    """Raises ConfigError where that cannot be."""
+    """Opens the listening socket. Raises ConfigError if that fails."""
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     try:
         return socket.create_server(address, family=family, backlog=64)
@@ -340,8 +338,7 @@ def serve_ranks(listener: socket.socket, config: EngineConfig, key: bytes) -> No
     """Runs groups one after the other until the listener is closed.
 
     Args:
-        config: names the model, and the tower of --mmproj, as they are found on this host; all
-            else is rank 0's to say.
+        config: the names of the model and of --mmproj on this host; rank 0 decides the rest.
     """
     found = find_model(config)
     host, port = listener.getsockname()[:2]

@@ -1,4 +1,4 @@
-"""The other hosts of a group as rank 0 sees them: to each a connection for steps and a link."""
+"""Rank 0's view of the other hosts of a group: to each a connection for steps and a link."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _decoder = msgspec.msgpack.Decoder(FromHost)
 
 
 def addresses(text: str | None, param: str = "rank_hosts") -> list[tuple[str, int]]:
-    """Parses the addresses of --rank-hosts, or of a flag that says where to listen, where port 0 is
-    any port. Raises ConfigError."""
+    """Parses the addresses of --rank-hosts or of --listen, for which port 0 is any port. Raises
+    ConfigError."""
     found: list[tuple[str, int]] = []
     flag, is_called = f"--{param.replace('_', '-')}", param == "rank_hosts"
     for part in filter(None, map(str.strip, (text or "").split(","))):
@@ -85,9 +85,9 @@ def connect(
     patience_s: float,
     check: Callable[[], None],
 ) -> socket.socket:
-    """A connection to a host that has the same key. Waits until one listens there, as hosts are
-    started one after the other, and until it is free: it may serve another group, or be starting
-    again. Raises ConfigError, and what `check` raises meanwhile."""
+    """Connects to a host with the same key. Waits until it listens, since hosts are started one
+    after the other, and until it is free of another group. Raises ConfigError, and what `check`
+    raises meanwhile."""
     name = f"{address[0]}:{address[1]}"
     began_s = time.monotonic()
     told_s = -_TELL_S
@@ -131,11 +131,9 @@ def _greeted(address: tuple[str, int], key: bytes, group: bytes, purpose: Purpos
 
 
 class RemoteHost:
-    """One other host. One thread sends steps, one reads, and the group's watch looks. Raises
-    ConfigError where none lets rank 0 in, what `check` raises, and the VllmxError that it met.
-
-    Attributes:
-        ranks: those that it runs.
+    """One other host, which runs `ranks`. One thread sends steps, one reads, and the group's watch
+    polls. Raises ConfigError if the host does not accept rank 0, what `check` raises, and the
+    host's VllmxError.
     """
 
     def __init__(
@@ -181,7 +179,7 @@ class RemoteHost:
         )
 
     def _link_broke(self, reason: str) -> None:
-        """The host's last words, which say why, come by the other connection."""
+        """Waits for the cause, which the host sends over the other connection."""
         self._ended.wait(_LAST_WORDS_S)
         self._hung_up(reason)
 
@@ -219,7 +217,7 @@ class RemoteHost:
         return None if record is None else record.rebuild()
 
     def _check(self, check: Callable[[], None]) -> None:
-        """Raises why the host does not go on, if it does not, and what `check` raises."""
+        """Raises the host's error, if it has ended, and what `check` raises."""
         if (error := self.error) is not None:
             raise error
         check()
@@ -227,13 +225,13 @@ class RemoteHost:
             raise RankLostError(self._cause)
 
     def send(self, notice: bytes, frame: bytes) -> None:
-        """A step, to be put into the ring there. Raises OSError."""
+        """Sends a step for the ring of the host. Raises OSError."""
         with self._turn:
             self._socket.sendall(notice + frame)
 
     def say(self, call: Call, wait_s: float = 0.0) -> None:
-        """A word without a frame. It is not said where a step is on its way, or the connection is
-        full, for longer than that."""
+        """Sends a call without a frame, unless a step is being sent or the connection is full for
+        longer than `wait_s`."""
         if self._turn.acquire(timeout=wait_s):
             try:
                 if self._room.poll(1e3 * wait_s):
@@ -243,15 +241,15 @@ class RemoteHost:
                 self._turn.release()
 
     def look(self, passed_s: float, hang_s: float) -> str | None:
-        """Shows the host that rank 0 lives. What ended the host, if anything did."""
-        self.say(Call.BEAT)  # a step on its way shows as much
+        """Sends a heartbeat to the host. Returns the cause of its end, if it has ended."""
+        self.say(Call.BEAT)  # skipped while a step is sent, which shows the same
         silent_s = self._silence.look(self._heard, passed_s)
         if self._cause is None and silent_s >= hang_s:
             return f"host {self.name} does not answer: it hangs, or the network is down"
         return self._cause
 
     def close(self) -> None:
-        """Hangs up; the ranks there end when they see that."""
+        """Closes the connections, which ends the host's ranks."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -1,19 +1,16 @@
-"""Parts of calls between ranks on their way to another host and back.
+"""Links, which copy the parts and pieces of ranks between two hosts.
 
-Each host has the whole region. A rank puts its part down there and counts itself as arrived, as if
-all shared it; a link sends what the ranks of this side put down, and puts down what comes in the
-buffers of the ranks of the other side, before it counts those as arrived. So who computes need not
-know where the others are. One thread sends and one receives; they wait for nobody but their own
-ranks and their own socket, so that the two buffers of a rank are enough here as well.
+Each host has the whole region, and ranks use it as if all shared it. A link sends what ranks of
+this side write, and writes what it receives into the buffers of the other side's ranks before it
+counts those as arrived. So ranks do not know where the others are.
 
-Pieces that stages of a model send, on their way to another host and back.
+Parts of sums and gathers: one thread sends and one receives. They wait only for their own ranks and
+socket, so that two buffers per rank are enough here too.
 
-Each host has the whole region, as it is for ranks that add (`vllmx_tp.link`). A link sends what a
-rank of this side puts down for one of the other side, and of a rank of this side how many pieces
-it has taken from one of the other side. Rank 0's host has a link to each of the others and passes
-on what these send each other: what comes in by one link is put down there as if its rank were here.
-A rank puts piece n down when piece n - 2 was taken where it is read, so two buffers are enough on
-the way as well.
+Pieces between stages: a link also sends how many pieces a rank of this side has taken. Rank 0's
+host has a link to each of the others and forwards between them: it writes what one link brings as
+if its rank were here. A rank writes piece n once its reader has taken piece n - 2, so two buffers
+are enough here too.
 """
 
 from __future__ import annotations
@@ -37,15 +34,15 @@ _SPINS = 100
 
 
 class LinkEndedError(Exception):
-    """The group has ended, or the other side sends what cannot be; the text says what."""
+    """The group has ended, or the other side has sent invalid data."""
 
 
 class Link:
     """A connection for parts.
 
     Args:
-        mine: whose parts go out: all ranks that are not the other side's.
-        theirs: whose parts come in.
+        mine: the ranks whose parts are sent: all that are not the other side's.
+        theirs: the ranks whose parts are received.
         on_end: called from a thread of the link when the connection breaks, with the reason.
     """
 
@@ -68,7 +65,7 @@ class Link:
             threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True).start()
 
     def _seats_of(self, ranks: Sequence[int]) -> Sequence[int]:
-        """The seats at which ranks put down what goes this way."""
+        """The seats whose buffers this link copies."""
         return ranks
 
     def _works(self) -> list[Callable[[], None]]:
@@ -135,22 +132,21 @@ class Link:
         fill(view, self._socket.recv_into)
 
     def close(self) -> None:
-        """Closes the connection, by which both threads end."""
+        """Closes the connection, which ends both threads."""
         with suppress(OSError):  # it is gone
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 def reason_of(error: Exception) -> str:
-    """Why a connection has ended, in some words."""
+    """A short reason why a connection has ended."""
     if isinstance(error, EOFError):
         return "the other side has hung up"
     return getattr(error, "strerror", None) or str(error)
 
 
 _HEAD = struct.Struct("<4I")
-"""The head of a word: which one it is, the seat, its count, and the bytes of the piece behind it.
-"""
+"""The head of a message: the word, the seat, its count, and the bytes of the piece that follows."""
 
 
 class StageLink(Link):
@@ -159,18 +155,18 @@ class StageLink(Link):
     def _works(self) -> list[Callable[[], None]]:
         self._turn = threading.Lock()
         return [
-            *(partial(self._send_pieces, seat) for seat in self._beside(1)),
-            *(partial(self._send_taken, seat) for seat in self._beside(-1)),
+            *(partial(self._send_pieces, seat) for seat in self._neighbours(1)),
+            *(partial(self._send_taken, seat) for seat in self._neighbours(-1)),
             self._receive,
         ]
 
     def _seats_of(self, ranks: Sequence[int]) -> list[int]:
         return [self._region.pieces(rank).seat for rank in ranks]
 
-    def _beside(self, distance: int) -> list[int]:
+    def _neighbours(self, distance: int) -> list[int]:
         """Seats of this side whose neighbour, `distance` seats on, is on the other side."""
         ends = (self._region.pieces(rank) for rank in self._ranks)
-        return [one.seat for one in ends if one.beside(distance) in self._theirs]
+        return [one.seat for one in ends if one.neighbour(distance) in self._theirs]
 
     def _send_pieces(self, seat: int) -> None:
         """Sends each piece of a rank once."""
@@ -185,7 +181,7 @@ class StageLink(Link):
             self._tell(message)
 
     def _send_taken(self, seat: int) -> None:
-        """Sends the newest count alone."""
+        """Sends counts of taken pieces, skipping older ones."""
         word, count = self._region.word(seat, Word.PIECES), 0
         while True:
             self._wait(word, (count + 1) & 0xFFFFFFFF)

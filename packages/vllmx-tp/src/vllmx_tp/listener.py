@@ -1,4 +1,4 @@
-"""The door of a host of ranks, which lets in one rank 0 at a time that has the key."""
+"""The listening socket of a host of ranks, which accepts one rank 0 at a time that has the key."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from vllmx_tp.handshake import LET_IN, HandshakeError, Purpose, answer
 logger = logging.getLogger("vllmx.tp")
 
 MOST_GREETED = 16
-"""Connections that are greeted at a time."""
+"""Concurrent handshakes."""
 _LOOK_S = 0.5
 
 
 class Caller:
-    """A rank 0 that was let in.
+    """An accepted rank 0.
 
     Attributes:
         group: the name of its group.
         steps: its first connection.
-        parts: brings its second one, once; None: it is waited for no more.
+        parts: receives its second one, or None once that is no longer awaited.
     """
 
     def __init__(self, group: bytes, steps: socket.socket) -> None:
@@ -37,7 +37,7 @@ class Caller:
         return self.group == group and not self.is_whole
 
     def close(self) -> None:
-        """Hangs up on what was not taken out of `parts`, too."""
+        """Closes the connections, also an untaken one in `parts`."""
         with suppress(OSError):  # it is gone
             self.steps.shutdown(socket.SHUT_RDWR)  # which ends the read that a thread waits in
         self.steps.close()
@@ -50,9 +50,9 @@ class Caller:
 class RankListener:
     """Listens for as long as its socket is open.
 
-    Who calls is greeted by a thread of his own, as nobody is trusted to be quick before he has
-    proved the key. Of `MOST_GREETED` the one that has taken longest makes room for the next: who
-    has the key needs a moment, and comes again.
+    Each connection has its own thread for the handshake, since clients without the key may be slow.
+    If there are `MOST_GREETED`, the oldest is dropped for a new one: a client with the key is
+    quick, and reconnects.
     """
 
     def __init__(self, listener: socket.socket, key: bytes) -> None:
@@ -65,11 +65,12 @@ class RankListener:
         threading.Thread(target=self._listen, name="vllmx-door", daemon=True).start()
 
     def caller(self) -> Caller | None:
-        """The next one, to whom the host belongs until `leave`; None: the socket was closed."""
+        """Waits for the next rank 0, which owns the host until `leave`; None: the socket was
+        closed."""
         return self._callers.get()
 
     def leave(self, caller: Caller) -> None:
-        """The host is free again."""
+        """Frees the host for another rank 0."""
         with self._turn:
             self._caller = None
         caller.close()
@@ -93,7 +94,7 @@ class RankListener:
         self._callers.put(None)
 
     def _make_room(self) -> None:
-        """Waits for a place, which the oldest leaves where there is none."""
+        """Waits for a free place, dropping the oldest handshake if there is none."""
         if self._places.acquire(blocking=False):
             return
         with self._turn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,6 +14,9 @@ from vllmx_core.model import Model
 from vllmx_core.sharding.model import sharded
 from vllmx_core.sharding.stages import staged
 from vllmx_core.system.processors import available_processors, neighbours
+from vllmx_core.weights.files import FileRange
+from vllmx_core.weights.part import WeightPart, WeightSource
+from vllmx_core.weights.tensor import RawTensor
 from vllmx_engine.core.load import OpenedModel
 
 from vllmx_tp.communicator import SharedMemoryCommunicator
@@ -155,3 +158,29 @@ def rank_options(
         kv_cache_memory_bytes=None if given is None else int(given * own),
         num_threads=(num_cores or 1) if threads is None else max(1, threads // share),
     )
+
+
+class WatchedSource:
+    """The `WeightSource` of rank 0: each read calls `check` first, which raises if another rank
+    cannot load its part. Backends may take all parts first and read their bytes later."""
+
+    def __init__(self, source: WeightSource, check: Callable[[], None]) -> None:
+        self._source, self._check = source, check
+
+    def names(self) -> Collection[str]:
+        """See `vllmx_core.weights.part.WeightSource.names`."""
+        return self._source.names()
+
+    def part(self, name: str) -> WeightPart:
+        """See `vllmx_core.weights.part.WeightSource.part`."""
+        self._check()
+        return self._source.part(name).with_buffers(self._watched)
+
+    def close(self) -> None:
+        """See `vllmx_core.weights.part.WeightSource.close`."""
+        self._source.close()
+
+    def _watched(self, raw: RawTensor) -> RawTensor:
+        if not isinstance(raw.stored, FileRange):
+            return raw
+        return replace(raw, stored=replace(raw.stored, before_read=self._check))

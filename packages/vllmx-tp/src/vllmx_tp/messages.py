@@ -19,13 +19,13 @@ from vllmx_engine.wire.ipc import ErrorRecord
 _END_BYTES = 1 << 16
 _SAMPLE_BYTES = 4096
 _NUM_SAMPLES = 256
-"""Samples of a model, and a few more where it has several files. They take 14 ms of an SSD whose
-files nobody has read before."""
+"""Samples of a model, and a few more if it has several files. Reading them takes 14 ms from an SSD
+without a cache."""
 _SUFFIXES = (".safetensors", ".gguf")
 
 
 class Marks(msgspec.Struct, frozen=True):
-    """Fingerprints of what a model is loaded from."""
+    """Fingerprints of a model's files."""
 
     model: str
     tower: str | None = None
@@ -56,8 +56,8 @@ class Marks(msgspec.Struct, frozen=True):
 
 
 def fingerprint(path: Path) -> str:
-    """Digests a folder's config and files of weights, or one file: names, sizes and samples, which
-    lie closer together than the layers of any model are long."""
+    """Digests a folder's config and weight files, or one file: names, sizes and samples, which are
+    closer together than the size of any layer."""
     files = [path] if path.is_file() else sorted(filter(_is_of_model, path.iterdir()))
     step = sum(file.stat().st_size for file in files) // _NUM_SAMPLES
     digest = hashlib.sha256()
@@ -95,14 +95,14 @@ class Call(IntEnum):
     """A part of the tower's pass that was sent last."""
     CLOSE = 5
     BEAT = 6
-    """The word to a host that rank 0 lives."""
+    """A heartbeat to a host."""
     NEXT = 7
-    """A step, which rank 0 begins when it has read all steps before."""
+    """A step that rank 0 begins after it has read all earlier ones."""
     PASS = 8
-    """The plan of a pass of the tower, which is run in the parts that follow."""
+    """The plan of a pass of the tower, whose parts follow."""
     BEGIN = 9
-    """The first word to a host: what its ranks are to load (`Begin`)."""
-    DREW = 10
+    """The first call to a host: what its ranks load (`Begin`)."""
+    SAMPLED = 10
     """The ids that rank 0 sampled in a step, sent if ranks compare their ids
     (`vllmx_tp.sampled_ids`)."""
 
@@ -113,7 +113,7 @@ INLINE = (1 << 64) - 1
 
 
 _DECIDE_BITS = ("instruction set", "torch", "mlx")
-"""The parts of what backends say of a loaded model (`LoadedInfo.details`) that decide its bits."""
+"""Entries of `LoadedInfo.details` on which the bits of results depend."""
 
 
 class RankReady(msgspec.Struct, frozen=True):
@@ -145,7 +145,7 @@ class RankReady(msgspec.Struct, frozen=True):
 
 
 class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of loading; one of both is set."""
+    """The result of loading: one of the two is set."""
 
     ready: RankReady | None = None
     error: ErrorRecord | None = None
@@ -153,7 +153,7 @@ class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 # --- between hosts --------------------------------------------------------------------------------
 class Begin(msgspec.Struct, frozen=True, kw_only=True):
-    """Rank 0 to a host: what its ranks are to load."""
+    """Rank 0's message to a host: what its ranks load."""
 
     config: EngineConfig
     first: int
@@ -164,14 +164,14 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
-    """The end of loading: the reports of all ranks of the host, or the error."""
+    """The result of loading: the reports of all ranks of the host, or the error."""
 
     ready: list[RankReady] = []
     error: ErrorRecord | None = None
 
 
 class HostBeat(msgspec.Struct, frozen=True, tag="beat"):
-    """The host lives."""
+    """A heartbeat of a host."""
 
 
 class HostEnd(msgspec.Struct, frozen=True, tag="end"):
@@ -184,8 +184,8 @@ FromHost = HostLoaded | HostBeat | HostEnd
 
 
 def fill(view: memoryview, read: Callable[[memoryview], int]) -> None:
-    """Calls `read`, as `socket.recv_into` is called, until the view is full. Raises EOFError where
-    the other side hangs up before."""
+    """Calls `read`, such as `socket.recv_into`, until the view is full. Raises EOFError if the
+    other side hangs up first."""
     while view:
         count = read(view)
         if not count:

@@ -13,8 +13,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -24,6 +26,7 @@ from vllmx_core.backend import ForwardStep, LoadedInfo, LoadedModel, StepHandle
 from vllmx_core.backend_kit.in_flight import MAX_STEPS
 from vllmx_core.errors import RankLostError
 from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepPlan, StepResult
+from vllmx_core.records import Record
 
 from vllmx_tp.communicator import Incoming, Outgoing
 from vllmx_tp.frames import Frame
@@ -59,25 +62,26 @@ class InnerStage:
         self._model.close()
 
 
-class LastStage:
-    """Tells rank 0 what came of each step.
+class Handle(Record):
+    """A `StepHandle`."""
 
-    Args:
-        region: what the ranks share.
-        rank: the first one of the last stage.
-    """
+    result: Callable[[], StepResult]
+
+
+class LastStage:
+    """Reports the result of each step to rank 0; `rank` is the first one of the last stage."""
 
     def __init__(self, region: Region, rank: int) -> None:
         self._outgoing = Outgoing(region, rank)
 
     def tell(self, result: StepResult) -> None:
-        """Returns when rank 0 has room for it."""
+        """Sends a result; returns once rank 0 has room for it."""
         self._outgoing.send_message(encode_result(result))
 
 
 class PipelinedModel:
     """A `vllmx_core.backend.LoadedModel` over the first stage and a group with the others. A thread
-    takes results as they come, so that no stage ever waits for who reads them."""
+    receives results as they arrive, so that stages never wait for the engine to read them."""
 
     def __init__(self, model: LoadedModel, group: Group, info: LoadedInfo) -> None:
         self._model, self._group, self._info = InnerStage(model), group, info
@@ -85,7 +89,7 @@ class PipelinedModel:
         """Numbers and handles of the first stage's steps that were not read."""
         self._num_launched = self._num_read = 0
         self._results: SimpleQueue[tuple[float, bytes] | None] = SimpleQueue()
-        """The results and when each came; None: no more will."""
+        """Results with their arrival times; None marks the end."""
         self._is_closed = False
         self._thread = threading.Thread(target=self._take, name="vllmx-results", daemon=True)
         self._thread.start()
@@ -96,10 +100,10 @@ class PipelinedModel:
 
     @property
     def failure(self) -> RankLostError | None:
-        """Why the group has ended, if it has; steps meet it too."""
+        """The reason why the group has ended, if it has; steps raise it too."""
         return self._group.failure
 
-    def step(self, plan: StepPlan, rows: SamplingRows) -> PipelinedStep:
+    def step(self, plan: StepPlan, rows: SamplingRows) -> Handle:
         """See `vllmx_core.backend.LoadedModel.step`; as many are in flight as there are stages."""
         assert self._num_launched - self._num_read < self._info.num_stages, "too many in flight"
         launched_s = time.perf_counter()
@@ -108,7 +112,7 @@ class PipelinedModel:
             self._read_own(self._num_launched - MAX_STEPS)
             self._own.append((self._num_launched, self._model.step(plan, rows)))
         self._num_launched += 1
-        return PipelinedStep(self, launched_s)
+        return Handle(partial(self.read, launched_s))
 
     def forward(self, plan: StepPlan) -> ForwardStep:
         """Nobody calls it: no row of a step waits for the one before."""
@@ -132,8 +136,8 @@ class PipelinedModel:
             self._own.popleft()[1].result()
 
     def _next(self) -> tuple[float, bytes] | None:
-        """The last stage's next answer. None will come where the first stage failed, which a
-        backend may say only where its step is read."""
+        """The last stage's next result. It never comes if the first stage failed, which a backend
+        may report only when its step is read."""
         while True:
             try:
                 return self._results.get(timeout=_LOOK_S)
@@ -168,19 +172,6 @@ class PipelinedModel:
         self._group.region.close()
 
 
-class PipelinedStep:
-    """A `StepHandle`."""
-
-    __slots__ = ("_launched_s", "_owner")
-
-    def __init__(self, owner: PipelinedModel, launched_s: float) -> None:
-        self._owner, self._launched_s = owner, launched_s
-
-    def result(self) -> StepResult:
-        """See `vllmx_core.backend.StepHandle.result`."""
-        return self._owner.read(self._launched_s)
-
-
 _LOGPROBS = ("chosen", "rank", "top_ids", "top")
 _OTHERS = ("ids", "logits", "vectors")
 
@@ -197,7 +188,7 @@ _decoder = msgspec.msgpack.Decoder(_Arrays)
 
 
 def encode_result(result: StepResult) -> bytes:
-    """Bytes of all of the result but the time, which rank 0 knows better."""
+    """Encodes all of the result except the time, which rank 0 measures itself."""
     found = {name: getattr(result, name) for name in _OTHERS}
     if result.logprobs is not None:
         found |= {name: getattr(result.logprobs, name) for name in _LOGPROBS}

@@ -57,16 +57,13 @@ _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 class Follower:
     """Runs what rank 0 runs, in the same order.
 
-    Where rank 0 begins a step while it waits for the one before, steps come long before they can
-    begin, and the cores that a rank would look for them with are busy. Where it reads each step
-    first, all wait for the next one: a rank looks for it for a while before it sleeps, as to be
-    woken takes longer than the way from rank 0.
+    If rank 0 begins a step while the previous one runs, calls arrive long before they can begin,
+    and cores are busy: the rank sleeps. If rank 0 reads each step first, all ranks wait for the
+    next call: the rank polls for `spin_s` before it sleeps, since waking takes longer than the
+    call's way from rank 0. `spin_s` is 0 if ranks share cores.
 
-    Some backends raise only where a step is read. So one that no call follows is read as well: rank
-    0 may wait for this rank and send nothing until it hears of the error.
-
-    Args:
-        spin_s: how long; 0 where ranks share cores.
+    Some backends raise only when a step is read. So a step is also read if no call follows: rank 0
+    may wait for this rank and send nothing until it gets the error.
     """
 
     def __init__(self, model: LoadedModel, region: Region, rank: int, spin_s: float = 0.0) -> None:
@@ -74,11 +71,11 @@ class Follower:
         self._num_alone = 0
         """Steps in a row that rank 0 began when it had read all before."""
         self._aborted = region.aborted
-        self._drawn = SampledIds(region, rank) if compares() else None
+        self._sampled = SampledIds(region, rank) if compares() else None
         self._in_flight: deque[StepHandle] = deque()
         self._num_read = 0
         self._last_ids: deque[I32] = deque(maxlen=_MAX_IN_FLIGHT)
-        """The ids of the last steps that were read, as many as rank 0 may not have spoken of."""
+        """Ids of the last steps that were read, which rank 0 may not have sent yet."""
         self._unsampled: ForwardStep | None = None
         self._pass: StepPlan | None = None
         """The last pass of the tower; its parts come one by one."""
@@ -105,11 +102,11 @@ class Follower:
             assert self._pass is not None, "a pass comes before its parts"
             encode_part(self._model, self._pass, *read_part(words))
             return
-        if call is Call.DREW:
+        if call is Call.SAMPLED:
             self._compare_with_rank_0(*read_sampled(words))
             return
         if call is Call.PASS:
-            words = words.copy()  # it outlasts its place in the ring
+            words = words.copy()  # it is needed longer than its place in the ring
         plan, rows = read_frame(words)
         match call:
             case Call.STEP | Call.NEXT if plan is not None and rows is not None:
@@ -131,7 +128,7 @@ class Follower:
         return self._num_alone > 1
 
     def _must_finish(self, reader: Reader) -> bool:
-        at_once = self._drawn is not None or self._in_turns
+        at_once = self._sampled is not None or self._in_turns
         return len(self._in_flight) >= (1 if at_once else _MAX_IN_FLIGHT)
 
     def _finish(self) -> StepResult:
@@ -139,16 +136,16 @@ class Follower:
         self._check()
         self._num_read += 1
         self._last_ids.append(result.ids)
-        if self._drawn is not None:
-            self._drawn.tell(result.ids)
+        if self._sampled is not None:
+            self._sampled.tell(result.ids)
         return result
 
     def _compare_with_rank_0(self, number: int, ids: I32) -> None:
-        """Rank 0 has read that step, so this one has as good as ended it."""
+        """Compares with rank 0's ids of a step, which this rank has almost finished too."""
         while self._num_read < number:
             self._finish()
         if not np.array_equal(self._last_ids[number - self._num_read - 1], ids):
-            self._differs(f"rank {self._rank} drew other ids than rank 0 in step {number}")
+            self._differs(f"rank {self._rank} sampled other ids than rank 0 in step {number}")
 
     def _differs(self, difference: str) -> None:
         """Ends the group."""
@@ -162,21 +159,20 @@ class Follower:
 
 
 class StageFollower(Follower):
-    """Runs a stage of what rank 0 begins. The last one tells what came of a step as soon as it
-    knows, by its first rank."""
+    """Runs a stage of each step. The first rank of the last stage reports results at once."""
 
     def __init__(self, model: LoadedModel, region: Region, rank: int, spin_s: float = 0.0) -> None:
         stage, place = divmod(rank, region.ranks_of_stage)
         is_last = stage == region.num_stages - 1
         super().__init__(model if is_last else InnerStage(model), region, rank, spin_s)
         self._last = LastStage(region, rank) if is_last and place == 0 else None
-        self._beside = range(rank + 1, rank + region.ranks_of_stage)
+        self._others = range(rank + 1, rank + region.ranks_of_stage)
         """The other ranks of its stage, if it is the first one."""
         if not is_last or region.ranks_of_stage == 1:
-            self._drawn = None  # it samples nothing, or alone
+            self._sampled = None  # it samples nothing, or alone
 
     def _must_finish(self, reader: Reader) -> bool:
-        if self._drawn is not None:
+        if self._sampled is not None:
             return super()._must_finish(reader)
         waits = self._last is not None and bool(self._in_flight) and not reader.has_more
         return waits or len(self._in_flight) >= _MAX_IN_FLIGHT
@@ -184,8 +180,8 @@ class StageFollower(Follower):
     def _finish(self) -> StepResult:
         result = super()._finish()
         if self._last is not None:
-            if self._drawn is not None:
-                difference = self._drawn.difference(self._beside, self._check)
+            if self._sampled is not None:
+                difference = self._sampled.difference(self._others, self._check)
                 if difference is not None:
                     self._differs(difference)
             self._last.tell(result)
@@ -193,8 +189,8 @@ class StageFollower(Follower):
 
 
 def _beat(region: Region, rank: int, parent: int) -> None:
-    """Beats to show that this process lives, and ends it with rank 0 or, on another host, with the
-    process that acts for rank 0: nobody there could end the ranks of a stopped process."""
+    """Sends heartbeats, and ends this process with rank 0 or, on another host, with the process
+    that acts for rank 0: nothing else could end the ranks of a stopped process."""
     word, host = (region.word(one, Word.HEARTBEAT) for one in (rank, 0))
     stall, timer, still_s = StallTimer(), PollTimer(BEAT_S), 0.0
     while os.getppid() == parent and still_s < HANG_S:
@@ -241,10 +237,10 @@ def serve(
             opened.checkpoint.weights.close()
             return_unused_bytes()
     except RankLostError:
-        raise  # another one has a cause to tell
+        raise  # another rank reports the cause
     except VllmxError as error:
         _answer(connection, RankAnswer(error=ErrorRecord.of(error)))
-        while connection.recv(1 << 16):  # an end before rank 0 has read it would be the cause
+        while connection.recv(1 << 16):  # exiting before rank 0 has read it would hide the cause
             pass
         return 0
     _answer(connection, RankAnswer(ready=RankReady.of(model.info)))

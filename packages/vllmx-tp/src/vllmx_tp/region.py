@@ -32,11 +32,11 @@ from vllmx_tp.futex import publish
 
 LINE_BYTES = 64
 NUM_CHECKSUMS = 8
-"""More than there are steps in flight."""
+"""More than the steps in flight."""
 PAGE_BYTES = 4096
 CAUSE_BYTES = 1024
 BUFFER_BYTES = 4 * MOST_ROW_WIDTH
-"""The bytes of one communicator call; longer ones go in pieces of whole rows."""
+"""Bytes of one communicator call; longer data are split into pieces of whole rows."""
 RING_BYTES = 16 << 20
 
 
@@ -46,7 +46,7 @@ class Word(IntEnum):
     HEARTBEAT = 0
     """The heartbeat. Rank 0's never beats on its own host; on others `vllmx rank` beats for it."""
     TAKEN = 1
-    """Frames that it needs no more."""
+    """Frames that it has finished with."""
     ARRIVED = 2
     """Calls of the communicator that it has begun; see also `part_bytes` and `bridged`."""
     IDS = 3
@@ -54,16 +54,15 @@ class Word(IntEnum):
     CHECKED = 4
     """Steps whose checksum was written."""
     PIECES = 5
-    """The pieces of what the rank before sent that a stage needs no more (`vllmx_tp.communicator`).
-    What it sends itself it counts in `ARRIVED`."""
+    """Pieces from the previous rank that a stage has finished with (`vllmx_tp.communicator`). It
+    counts the pieces that it sends in `ARRIVED`."""
 
 
 RANK_BYTES = len(Word) * LINE_BYTES
 
 
 class Seats(Record):
-    """Neighbouring seats of ranks that say something to each other, and the one of them that is
-    the rank's own."""
+    """Neighbouring seats of ranks that communicate, and which of them is the rank's own."""
 
     first: int
     count: int
@@ -71,20 +70,16 @@ class Seats(Record):
 
     @property
     def seat(self) -> int:
-        """The rank's own, as the region counts."""
+        """The rank's own seat in the region."""
         return self.first + self.own
 
-    def beside(self, distance: int) -> int:
-        """The one so many seats on; behind the last comes the first."""
+    def neighbour(self, distance: int) -> int:
+        """The seat at a distance, cyclically."""
         return self.first + (self.own + distance) % self.count
 
 
 class Region:
-    """One rank's view of it.
-
-    Args:
-        num_stages: into which the ranks are divided, evenly.
-    """
+    """One rank's view of the region; the ranks are divided evenly among the stages."""
 
     def __init__(self, fd: int, num_ranks: int, num_stages: int = 1) -> None:
         self.fd, self.num_ranks, self.num_stages = fd, num_ranks, num_stages
@@ -99,7 +94,7 @@ class Region:
 
     @classmethod
     def create(cls, num_ranks: int, num_stages: int = 1) -> Region:
-        """A new one, all zeros. Raises CapacityError where there is no memory for it."""
+        """Creates a region of zeros. Raises CapacityError if there is no memory for it."""
         fd = os.memfd_create("vllmx-ranks") if hasattr(os, "memfd_create") else _unlinked()
         size = size_of(num_ranks, num_stages)
         try:
@@ -126,8 +121,8 @@ class Region:
         return Seats(rank - rank % each, each, rank % each)
 
     def pieces(self, rank: int) -> Seats:
-        """The seats of the ranks that have the same place in other stages, in order. There are
-        several stages, or what is handed on would lie where parts of sums do."""
+        """The seats of the ranks at the same place in each stage, in order. Needs several stages:
+        otherwise pieces would overwrite parts of sums."""
         ranks, stages, each = self.num_ranks, self.num_stages, self.ranks_of_stage
         assert stages > 1, "nothing is handed on in a region of one stage"
         if num_seats(ranks, stages) == ranks:
@@ -140,17 +135,17 @@ class Region:
         return int(self._bytes.ctypes.data)
 
     def word_at(self, seat: int, word: Word) -> int:
-        """Bytes from the beginning to a word of a seat."""
+        """The offset of a seat's word in bytes."""
         return self._words + seat * RANK_BYTES + word * LINE_BYTES
 
     def word(self, seat: int, word: Word) -> npt.NDArray[np.uint32]:
-        """(1,) which the rank whose seat it is writes and all may read."""
+        """(1,), written by the seat's rank and readable by all."""
         at = self.word_at(seat, word)
         return self._bytes[at : at + 4].view(np.uint32)
 
     def checksums(self, rank: int) -> npt.NDArray[np.uint32]:
-        """(NUM_CHECKSUMS,) of the ids that a rank drew: of step n, counted from 0, in entry
-        n % NUM_CHECKSUMS."""
+        """(NUM_CHECKSUMS,) of a rank's sampled ids; entry n % NUM_CHECKSUMS is of step n, counted
+        from 0."""
         at = self.word_at(rank, Word.IDS)
         return self._bytes[at : at + 4 * NUM_CHECKSUMS].view(np.uint32)
 
@@ -161,14 +156,13 @@ class Region:
         return self._bytes[at : at + 4].view(np.uint32)
 
     def bridged(self, seat: int) -> npt.NDArray[np.uint32]:
-        """(1,) not zero: a link to another host sleeps until the rank arrives, so it is to wake
-        it."""
+        """(1,), not zero if a link to another host sleeps until the rank arrives and wakes it."""
         at = self.word_at(seat, Word.ARRIVED) + 16
         return self._bytes[at : at + 4].view(np.uint32)
 
     @property
     def aborted(self) -> npt.NDArray[np.uint32]:
-        """(1,) not zero: the group has ended."""
+        """(1,), not zero once the group has ended."""
         return self._bytes[:4].view(np.uint32)
 
     def abort(self) -> None:
@@ -186,10 +180,10 @@ class Region:
         its core's caches."""
         seats = self.sums(rank)
         swapped = seats.count == 2 and count & 2
-        return self.buffer(seats.beside(1) if swapped else seats.seat, count & 1)
+        return self.buffer(seats.neighbour(1) if swapped else seats.seat, count & 1)
 
     def write_cause(self, rank: int, text: str) -> None:
-        """Why a rank fails, before it aborts the group. The first of its causes stays."""
+        """Records why a rank fails, before it aborts the group. Its first cause stays."""
         if not self.cause(rank):
             data = text.encode("utf-8", "backslashreplace")[: CAUSE_BYTES - 1]
             at = self._causes + rank * CAUSE_BYTES
@@ -202,8 +196,8 @@ class Region:
         return data.split(b"\0", 1)[0].decode("utf-8", "replace")
 
     def close(self) -> None:
-        """Gives back the memory of buffers and ring. Views may still be read: words and causes stay
-        until the last of them is gone, which may be long after, the others are zeros."""
+        """Frees the memory of buffers and ring. Views stay readable: words and causes keep their
+        values until the last view is gone, the rest becomes zeros."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -213,13 +207,12 @@ class Region:
 
 
 def num_seats(num_ranks: int, num_stages: int) -> int:
-    """Seats of all ranks: one a rank, or two where ranks both meet in a stage and hand on to the
-    next."""
+    """The number of seats: one for each rank, or two if stages have several ranks."""
     return num_ranks if num_stages in (1, num_ranks) else 2 * num_ranks
 
 
 def size_of(num_ranks: int, num_stages: int) -> int:
-    """Bytes of the whole."""
+    """Bytes of a region."""
     seats = num_seats(num_ranks, num_stages)
     words, causes = _paged(seats * RANK_BYTES), _paged(num_ranks * CAUSE_BYTES)
     return PAGE_BYTES + words + causes + 2 * seats * BUFFER_BYTES + RING_BYTES

@@ -1,7 +1,7 @@
-"""Checks that ranks sampled the same ids, as they do unless there is a bug.
+"""Checks that ranks sampled the same ids, to find bugs.
 
-Ranks of one host read each other's checksums, and a step with a difference has no result. With
-other hosts, rank 0 sends its ids and each rank compares: the group ends a moment later.
+Ranks of one host compare checksums, and a step with a difference raises. Rank 0 sends its ids to
+other hosts, whose ranks compare them: on a difference the group ends a moment later.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ def compares() -> bool:
 
 
 class SampledIds:
-    """The checksums of one rank's ids, step by step, which the others read."""
+    """Checksums of one rank's ids for each step, which the others read."""
 
     def __init__(self, region: Region, rank: int) -> None:
         self._region, self._rank = region, rank
         self._checksums, self._told = region.checksums(rank), region.word(rank, Word.CHECKED)
 
     def tell(self, ids: I32) -> None:
-        """The ids of the next step."""
+        """Publishes the checksum of the next step's ids."""
         told = int(self._told[0])
         self._checksums[told % NUM_CHECKSUMS] = zlib.crc32(ids.tobytes())
         publish(self._told, (told + 1) & 0xFFFFFFFF)
 
     def difference(self, others: Iterable[int], check: Callable[[], None]) -> str | None:
-        """Says who drew other ids in the last step told, for which it waits; None: nobody did.
-        Raises what `check` raises meanwhile."""
+        """Waits for the others' checksums of the last step and describes a difference, or returns
+        None. Raises what `check` raises meanwhile."""
         number = int(self._told[0])
         last = (number - 1) % NUM_CHECKSUMS
         for rank in others:
@@ -54,7 +54,7 @@ class SampledIds:
                 time.sleep(_WAIT_S)
             fence()
             if int(self._region.checksums(rank)[last]) != int(self._checksums[last]):
-                return f"rank {rank} drew other ids than rank {self._rank} in step {number}"
+                return f"rank {rank} sampled other ids than rank {self._rank} in step {number}"
         return None
 
 

@@ -1,9 +1,9 @@
-"""The choice where a model is cut into stages: what each part of a step takes is measured on rank
-0's backend, for some rows that decode, and rank 0 tells the others.
+"""Chooses the cuts between stages: rank 0 measures each segment of a decode step on its backend and
+sends the choice to the other ranks.
 
-Each kind of part is loaded once: layers of the same ops, sizes and formats take the same time. What
-a step takes without any layer is subtracted. A model has few kinds of layers, so this takes about
-as long as reading some of its layers does, and their memory for that time.
+Each kind of segment is loaded once: layers of the same ops, sizes and formats take the same time.
+The time of a step without layers is subtracted. A model has few kinds of layers, so this takes
+about as long as reading some layers, and their memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from vllmx_core.sharding.stage_cuts import (
     num_layers,
     places,
 )
-from vllmx_core.sharding.stage_probe import ProbedSegment
+from vllmx_core.sharding.stages import ProbedSegment
 from vllmx_core.weights.part import WeightSource
 from vllmx_engine.core.load import OpenedModel
 
@@ -46,7 +46,7 @@ from vllmx_tp.loading import BY_BYTES, Cores, on_cores, part_of_rank, rank_optio
 logger = logging.getLogger("vllmx.tp")
 
 _CONTEXT = 256
-"""Tokens of each row, less where the model or its limit has fewer."""
+"""Tokens of each row, or fewer if the model's limit is lower."""
 _WARM_STEPS = 2
 _STEPS = 12
 _MOST_S = 2.0
@@ -56,8 +56,8 @@ _MOST_S = 2.0
 def with_layers(
     opened: OpenedModel, config: EngineConfig, cores: Cores, share: int
 ) -> EngineConfig:
-    """The configuration with what the stages of the model have; as it is where there are none, or
-    where it says so."""
+    """The configuration with the measured layers of each stage; unchanged without stages, or if it
+    has layers already."""
     stages = config.pipeline_parallel_size
     if stages == 1 or config.pipeline_layers is not None:
         return config
@@ -70,9 +70,9 @@ def with_layers(
         return replace(config, pipeline_layers=",".join(map(str, layers)))
     except UnsupportedOpError:
         raise  # `vllmx_engine.core.load` catches it and serves the text alone
-    except Exception as error:  # whatever a backend meets: a model is served without this too
+    except Exception as error:  # the model can be served without a measurement
         if isinstance(error, ConfigError) and error.param == "pipeline_parallel_size":
-            raise  # there are no such stages, however they are cut
+            raise  # too many stages, however they are cut
         logger.warning(
             "layers are cut by bytes of weights, as they could not be measured (%s: %s)",
             type(error).__name__,
@@ -108,8 +108,8 @@ def _measured(opened: OpenedModel, options: LoadOptions, config: EngineConfig) -
 def _of_ranks(
     cuts: Sequence[Cut], recording: Recording, opened: OpenedModel, config: EngineConfig
 ) -> list[Cut]:
-    """The places behind whose layers the parts of ranks can be cut, too. Raises OpError where these
-    are too few."""
+    """The places at whose layers the ranks' parts can be cut too. Raises OpError if they are too
+    few."""
     part = part_of_rank(opened, config, 0)
     steps = record(part, opened.options.max_model_len).steps
     ends = {num_layers(steps.ops[: cut.index]) for cut in places(steps, part.shape)}
@@ -120,7 +120,7 @@ def _of_ranks(
 
 
 def small_options(options: LoadOptions, model: Model) -> LoadOptions:
-    """Options to load a part: for the rows of a step with a short context."""
+    """Options to load a segment, with a short context."""
     rows = min(STEP_ROWS, options.num_seqs)
     length = min(_CONTEXT, options.max_model_len)
     groups = len(layout_of(model.shape, options).groups)
@@ -145,7 +145,7 @@ def segment_seconds(
     source: WeightSource,
     options: LoadOptions,
 ) -> list[float]:
-    """Seconds of each part of a step between the places `cuts`. Raises what loading raises."""
+    """Seconds of each segment between the places `cuts`. Raises what loading raises."""
     specs = {spec.name: spec for spec in recording.specs}
     layout = layout_of(model.shape, options)
     kinds: dict[object, _Kind] = {}
@@ -168,15 +168,15 @@ def segment_seconds(
 
 
 class _Kind:
-    """A loaded part of a step that stands for all that are alike."""
+    """A loaded segment, measured for all that are alike."""
 
     def __init__(self, model: LoadedModel, plan: StepPlan) -> None:
         self._model, self._plan = model, plan
         self.best_s = float("inf")
-        """The fastest step: others on the machine have slowed down what is slower."""
+        """Seconds of the fastest step: other processes only slow steps down."""
 
     def run(self, *, warm: bool) -> None:
-        """One step, which counts unless it is there to warm up."""
+        """Runs a step, and measures it unless it warms up."""
         rows = SamplingRows.greedy(self._plan.num_logit_rows)
         began_s = time.perf_counter()
         self._model.step(self._plan, rows).result()
@@ -185,8 +185,8 @@ class _Kind:
 
 
 def _run_in_turn(kinds: Sequence[_Kind]) -> None:
-    """Steps of all, one after the other, as layers are in a step: the weights of one are not in
-    caches when its turn comes, and a slow moment of the machine hits all."""
+    """Runs steps of all kinds in turn, as layers in a step: so weights are not cached, and a slow
+    moment of the machine affects all kinds."""
     for _ in range(_WARM_STEPS):
         for one in kinds:
             one.run(warm=True)

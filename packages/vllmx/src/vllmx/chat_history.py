@@ -23,7 +23,7 @@ def history_path() -> Path:
 
 
 def load(path: Path) -> list[str]:
-    """The latest entries, oldest first; none where there is no good file."""
+    """The latest entries, oldest first; empty without a readable file."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             return []
@@ -42,7 +42,7 @@ def load(path: Path) -> list[str]:
 
 
 def save(path: Path, entries: list[str]) -> None:
-    """Replaces the file, mode 0600. A folder that cannot be written costs the history, no more."""
+    """Replaces the file, mode 0600. If the folder cannot be written, only the history is lost."""
     text = "".join(json.dumps(entry) + "\n" for entry in entries[-MAX_ENTRIES:])
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -53,16 +53,16 @@ def save(path: Path, entries: list[str]) -> None:
 
 
 class LineEditor:
-    """Reads lines with editing, a history and bracketed paste where Python has readline."""
+    """Reads lines with editing, a history and bracketed paste, if Python has readline."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._new: list[str] = []
         try:
             import readline
-        except ImportError:  # a Python without it reads plain lines
+        except ImportError:  # then lines are plain
             return
-        # Python switches it off; with it, a paste of several lines is one entry.
+        # Python switches bracketed paste off; with it, several pasted lines are one entry.
         readline.parse_and_bind("set enable-bracketed-paste on")
         readline.set_auto_history(False)
         for entry in load(path) if path is not None else ():
@@ -72,7 +72,7 @@ class LineEditor:
     _readline: Any = None
 
     def read(self, prompt: str, more: str) -> str:
-        """The next entry; a backslash at the end of a line goes on. Raises EOFError."""
+        """The next entry; a backslash at the end of a line continues it. Raises EOFError."""
         line = input(prompt)
         while line.endswith("\\"):
             line = line[:-1] + "\n" + input(more)
@@ -87,6 +87,6 @@ class LineEditor:
             self._readline.add_history(line)
 
     def close(self) -> None:
-        """Writes the history: what other sessions wrote meanwhile, then this one's."""
+        """Writes the history: entries that other sessions wrote meanwhile, then this session's."""
         if self._path is not None and self._new:
             save(self._path, [*load(self._path), *self._new])

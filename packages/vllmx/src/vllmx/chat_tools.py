@@ -25,7 +25,7 @@ _SHOWN = 300
 
 
 class Aside(str):
-    """A piece that is not the answer: a thought, or a call and its result."""
+    """A piece that is not part of the answer: a thought, or a call and its result."""
 
     __slots__ = ()
 
@@ -34,7 +34,7 @@ class ChatTools:
     """The tools that the model may call.
 
     Args:
-        servers: started.
+        servers: already started.
         template_arguments: variables of the chat template.
     """
 
@@ -43,8 +43,8 @@ class ChatTools:
         self._template_arguments = template_arguments
 
     def wait(self) -> list[str]:
-        """Waits until each server was tried; a line for each that is not there. Raises ConfigError
-        for more tools than a model is given."""
+        """Waits until each server has started or failed; returns a line for each failure. Raises
+        ConfigError for too many tools."""
         for name in self._servers.names:
             self._servers.settled(name).result()
         count = len(self._tools())
@@ -63,7 +63,7 @@ class ChatTools:
     def round(
         self, engine: Engine, messages: list[dict[str, Any]], sampling: dict[str, Any]
     ) -> Round:
-        """Begins one answer of the model. Raises what the engine refuses."""
+        """Begins one answer of the model. Raises the engine's refusal."""
         from vllmx_engine.client.chat import ChatOptions
 
         functions = [tool.function for tool in self._tools()]
@@ -96,10 +96,10 @@ class ChatTools:
 
 
 class Round:
-    """One answer of the model: text, maybe thoughts before it, maybe calls behind it.
+    """One answer of the model: text, perhaps with thoughts before it and calls after it.
 
     Attributes:
-        found: what it holds, as far as it has come.
+        found: the parts of the answer so far.
     """
 
     def __init__(self, seq_id: int, stream: TextStream, params: SamplingParams) -> None:
@@ -111,7 +111,7 @@ class Round:
         self.found: ReadAnswer = ReadAnswer()
 
     def pieces(self) -> Iterator[str]:
-        """Text as it comes; thoughts are asides."""
+        """Yields text as it arrives; thoughts are asides."""
         from vllmx_engine.formats.events import ContentPiece, Event, ReasoningPiece
 
         readers: AnswerReaders | None = self.stream.readers

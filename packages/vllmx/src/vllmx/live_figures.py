@@ -14,17 +14,17 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """One look. Sums over all labels but the bounds of histograms; of shares of a whole, such as
-    the KV cache in use, the greatest: that of the model that is nearest to its limit."""
+    """One reading of the metrics: sums over all labels except bounds of histograms, and for shares
+    such as the KV cache in use the greatest, that of the model nearest to its limit."""
 
     at_s: float
     values: Mapping[str, float]
     buckets: Mapping[str, Mapping[float, float]]
-    """The observations of at most each bound, by the name of the histogram."""
+    """The number of observations up to each bound, by name of the histogram."""
 
 
 def scrape(text: str, at_s: float) -> Scrape:
-    """Parses the exposition format of Prometheus; lines that are not vllmx's are passed over."""
+    """Parses the exposition format of Prometheus; ignores lines that are not vllmx's."""
     values: dict[str, float] = {}
     buckets: dict[str, dict[float, float]] = {}
     for name, labels, number in _LINE.findall(text):
@@ -42,7 +42,7 @@ def scrape(text: str, at_s: float) -> Scrape:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of the time between two looks; None where nothing happened that could be measured."""
+    """Figures of the time between two readings; None if there is nothing to measure."""
 
     running: float
     waiting: float
@@ -56,12 +56,12 @@ class Figures:
     """Median and 99th percentile of the time to the first token."""
     between_tokens_s: tuple[float | None, float | None]
     prefix_share: float | None
-    """The share of the looked-up prompt tokens that were found in the cache."""
+    """The fraction of prompt tokens that were found in the cache."""
     preemptions_s: float
 
 
 def figures(old: Scrape, new: Scrape) -> Figures | None:
-    """None where the server began anew between the looks."""
+    """The figures between two readings; None if the server was restarted."""
     seconds = new.at_s - old.at_s
     if seconds <= 0 or new.values.get("engine_steps_total", 0) < old.values.get(
         "engine_steps_total", 0
@@ -93,9 +93,8 @@ def _spread(old: Scrape, new: Scrape, name: str) -> tuple[float | None, float | 
 
 
 def quantile(counts: Mapping[float, float], share: float) -> float | None:
-    """The quantile of a histogram with observations of at most each bound, by rising bound: within
-    its bucket the value is taken to lie evenly, as Prometheus does; beyond the last bound it is
-    that bound."""
+    """The quantile of a histogram with cumulative counts by rising bound: interpolated within a
+    bucket, as in Prometheus; beyond the last bound it is that bound."""
     total = max(counts.values(), default=0.0)
     if total <= 0:
         return None

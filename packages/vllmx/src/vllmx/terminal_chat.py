@@ -41,10 +41,10 @@ _KEYS = {"role", "content", "tool_calls", "name", "tool_call_id"}
 
 
 class Conversation:
-    """Messages so far, and what the user changed about sampling.
+    """Messages so far, and the user's changes of sampling.
 
     Args:
-        tools: that the model may call; None: there are none.
+        tools: the tools that the model may call, or None.
     """
 
     AGAIN = "again"
@@ -72,9 +72,9 @@ class Conversation:
         self.messages = [{"role": "system", "content": system}] if system else []
 
     def answer(self, text: str | None) -> Iterator[str]:
-        """Pieces of the answer to a user's message (None: to the last one again). What was said
-        before an interruption stays in the history; a failed question does not. Raises
-        ContextLengthError that says how to make room."""
+        """Yields the answer to a user's message (None: to the last one again) in pieces. An
+        interrupted answer stays in the history; a failed question does not. Raises
+        ContextLengthError, with advice for making room."""
         if text is not None:
             self.messages.append({"role": "user", "content": text})
         if self._tools is not None:
@@ -123,7 +123,7 @@ class Conversation:
                         yield shown_result(result)
                         results.append(result_message(call, result))
                 except BaseException:
-                    calls = []  # a chat must not end with a call that has no result
+                    calls = []  # a chat must not end with a call without a result
                     raise
                 finally:
                     self._engine.cancel(made.seq_id)

@@ -1,2 +1,1 @@
-"""What every backend needs beside its kernels: names of dtypes, limits of a step, refusals, and the
-steps in flight."""
+"""Parts that backends share: limits of a step, the feature store's size, steps in flight."""

@@ -1,5 +1,4 @@
-"""The steps of a model that were enqueued and not read: two at the most, of a model in stages as
-many as those, read in their order."""
+"""Steps in flight: enqueued and not read yet, at most two, or one for each stage of the model."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ Step = TypeVar("Step")
 
 
 class InFlight(Generic[Step]):
-    """The queue of one model. What breaks the contract of `LoadedModel` is an AssertionError: the
-    engine never does it.
+    """The queue of one model. Violations of the contract of `LoadedModel` are AssertionErrors.
 
     Args:
         info: its limits hold for each step.

@@ -1,9 +1,10 @@
-"""How large a step may be, and whether there is room for the weights."""
+"""Limits of a step, the size of the store for image features, and the check that weights fit."""
 
 from __future__ import annotations
 
 from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import CapacityError
+from vllmx_core.model import ModelShape
 from vllmx_core.ops.values import Rows
 from vllmx_core.system.memory import FREE_MEMORY, format_bytes, remedy_for
 
@@ -29,8 +30,8 @@ def step_limits(
 def check_weights_fit(
     num_bytes: int, free: int, dtype: str, *, where: str = "", remedy: str
 ) -> None:
-    """Raises CapacityError, before anything is read, for weights larger than the memory that is
-    free; `where` begins with a space and says of what."""
+    """Raises CapacityError, before anything is read, for weights larger than the free memory;
+    `where` begins with a space and names the memory."""
     if num_bytes > free:
         limit = remedy_for(free)
         more = "" if limit == FREE_MEMORY else f", or {limit}"
@@ -38,3 +39,25 @@ def check_weights_fit(
             f"the weights take {format_bytes(num_bytes)} as {dtype}, {format_bytes(free)} of memory"
             f" are free{where}: {remedy}{more}"
         )
+
+
+def feature_rows(shape: ModelShape, options: LoadOptions) -> int:
+    """Tokens in the store for image features: as many as fit its memory, and at least a step's."""
+    if shape.features is None:
+        return 0
+    least = min(options.max_num_batched_tokens, options.max_model_len)
+    return max(least, options.encoder_cache_bytes // shape.features.row_bytes)
+
+
+def feature_bytes(shape: ModelShape, options: LoadOptions) -> int:
+    """Bytes of the feature store on the device."""
+    if shape.features is None:
+        return 0
+    return feature_rows(shape, options) * shape.features.row_bytes
+
+
+def feature_shapes(shape: ModelShape, options: LoadOptions) -> list[tuple[int, int]]:
+    """(rows, width) of each part of the feature store."""
+    if shape.features is None:
+        return []
+    return [(feature_rows(shape, options), shape.features.width)] * shape.features.parts

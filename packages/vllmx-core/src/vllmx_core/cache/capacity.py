@@ -1,6 +1,5 @@
-"""The KV cache of a load, for every backend: its groups, the size of its blocks and how many of
-them there are, by what was asked for or what the device's memory leaves; beside it the slots for
-the states of recurrent layers."""
+"""Plans the KV cache of a load, for every backend: groups, block size, number of blocks (requested,
+or as many as the device's memory holds), and slots for the states of recurrent layers."""
 
 from __future__ import annotations
 
@@ -24,14 +23,13 @@ from vllmx_core.system.memory import FREE_MEMORY, format_bytes, remedy_for
 PageBytes = Callable[[OwnedKV, int, str], tuple[int, int]]
 """(what is kept, tokens of a page, dtype) -> bytes of a page of keys and of one of values."""
 MAX_BARE_BLOCKS = 1 << 19
-"""The blocks of a model without attention, unless one sequence needs more: they take no memory on
-the device, but about 40 bytes each of the engine core's, and prefixes of millions of tokens are
-enough."""
+"""Blocks of a model without attention, unless one sequence needs more. They take no memory on the
+device, but about 40 bytes each in the engine core."""
 _ITEM_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "int8": 1, "fp8": 1}
 
 
 class CachePlan(Record):
-    """The cache that options and memory come to; a backend allocates it."""
+    """The cache that a backend allocates, computed from options and memory."""
 
     layout: CacheLayout
     dtype: str
@@ -121,8 +119,8 @@ def plan_cache(
 
 
 def layout_of(shape: ModelShape, options: LoadOptions) -> CacheLayout:
-    """The groups, or one for all layers. Where pages differ in size, blocks of groups are partly
-    empty: there the layout is taken in which a sequence of max_model_len needs less memory."""
+    """The groups, or one group for all layers. If pages differ in size, blocks of groups are partly
+    empty; then the layout that needs less memory for a sequence of max_model_len is used."""
     if shape.groups is not None:
         return cache_layout(shape, grouped=True)
     whole = cache_layout(shape, grouped=False)
@@ -172,19 +170,20 @@ def num_kv_blocks(
     default_bytes: int | None = None,
     states: StateSlots | None = None,
 ) -> int:
-    """Blocks by num_kv_blocks, else by kv_cache_memory_bytes, else what memory_fraction of `free`
-    leaves beside `used`, up to all sequences at full length. Blocks of a model without
-    attention take no memory: there are as many as sequences may use, up to `MAX_BARE_BLOCKS`.
+    """The number of blocks: num_kv_blocks, else as many as fit in kv_cache_memory_bytes, else in
+    memory_fraction of `free` minus `used`, at most enough for all sequences at full length. Blocks
+    of a model without attention take no memory: there are as many as sequences may use, up to
+    `MAX_BARE_BLOCKS`.
 
     Args:
         block_bytes: of one block in all places.
         free: memory of the device before the weights are loaded.
         used: weights and activations.
-        default_bytes: without a flag no more than this, unless one sequence needs more.
+        default_bytes: the limit without a flag, unless one sequence needs more.
         states: slots that share the memory with the blocks.
 
-    Raises CapacityError when a sequence of max_model_len does not fit (with shrink_to_fit: when not
-    even one block for each group does).
+    Raises CapacityError if a sequence of max_model_len does not fit (with shrink_to_fit: if not
+    even one block for each group fits).
     """
     needed = _blocks_of_one(options, layout)
     taken, seqs = (states.num_bytes, states.num_seqs) if states else (0, options.num_seqs)
@@ -226,7 +225,7 @@ def _check_memory(wanted: int, left: int, param: str) -> None:
         flag = "--" + param.replace("_", "-")
         raise CapacityError(
             f"{param} asks for {format_bytes(wanted)} of KV cache, {format_bytes(max(0, left))} are"
-            f" free beside the weights: lower {flag}",
+            f" free next to the weights: lower {flag}",
             param=param,
         )
 

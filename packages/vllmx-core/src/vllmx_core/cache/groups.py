@@ -1,18 +1,17 @@
-"""Which layers share a block table: groups of layers over one pool of pages.
+"""Groups of layers that share a block table; all groups share one pool of blocks.
 
-A block is one page in each *place*; a place is memory for the keys and values of as many tokens as
-a block has. A layer belongs to a group and has a place in it, so the layers of one group use a
-block together, each in its own place, and a block id means the same bytes in every group: what one
-group frees any other may take. Layers that forget alike (equal windows) form groups, because a page
-that fell out of a window must not be held by a layer that still reads it.
+A block is one page in each *place*; a place is memory for the keys and values of a block's tokens.
+Each layer has a place in its group. A block id means the same bytes in every group, so any group
+can take the blocks that another one frees. Layers are grouped by window: a page that left the
+window of one layer must not be needed by another layer of its group.
 
 Gemma 3 12B, 40 layers with a window and 8 without, has six groups of eight places. A model whose
-layers are all of one kind has one group, whose places are its layers.
+layers are all alike has one group, whose places are its layers.
 
-Pages of different size have places of their own, of which a group uses those of its size: a block
-is then larger than what any group needs of it. Gemma 4 26B-A4B has 25 layers with a window of 1,024
-and 8 heads of 256, and 5 without and 2 heads of 512: six groups over five places of each size. A
-token takes 61 kB where one group for all layers takes 225, and the windows besides.
+Pages of different sizes have separate places, and a group uses those of its own size, so a block is
+larger than any one group needs. Gemma 4 26B-A4B has 25 layers with a window of 1,024 and 8 heads of
+256, and 5 without a window and 2 heads of 512: six groups over five places of each size. A token
+takes 61 kB plus the windows, instead of 225 kB with one group for all layers.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class CacheLayout(Record):
 
     groups: tuple[CacheGroup, ...]
     places: tuple[OwnedKV, ...]
-    """What a page of each place holds; its window says nothing here."""
+    """The contents of a page of each place; the window is meaningless here."""
     group_of: tuple[int, ...]
     """The group of each layer; `place_of` is its place there. A layer that shares has those of the
     layer that owns."""
@@ -48,9 +47,8 @@ class CacheLayout(Record):
 
 
 def cache_layout(shape: ModelShape, *, grouped: bool) -> CacheLayout:
-    """The groups of a model, those that its shape names if it does. Else one group that keeps all
-    tokens unless `grouped`, and where layers of one window have pages of different size beside
-    layers of another window.
+    """The groups of a model: those of its shape, if it names some. Otherwise one group that keeps
+    all tokens, if not `grouped` or if layers of one window have pages of different sizes.
 
     Raises UnsupportedModelError for a layer that shares the pages of one that owns none.
     """
@@ -80,9 +78,8 @@ def cache_layout(shape: ModelShape, *, grouped: bool) -> CacheLayout:
 
 
 def _groups(owners: dict[int, OwnedKV]) -> list[CacheGroup]:
-    """Layers of one window after the other, in groups of equal size. Places that stay empty cost
-    memory and groups cost time, so a group is as large as the smallest kind of layer, or as the
-    largest where that leaves few places empty."""
+    """Groups of equal size, window by window. Empty places cost memory and groups cost time, so a
+    group is as large as the smallest kind of layer, or as the largest if few places stay empty."""
     kinds = [
         (window, [layer for layer, kv in owners.items() if kv.window == window])
         for window in _windows(owners) or (None,)
@@ -106,7 +103,7 @@ def _size(kv: OwnedKV) -> tuple[int, int, int]:
 
 
 def _has_mixed_windows(owners: dict[int, OwnedKV]) -> bool:
-    """Whether layers of one window have pages of different size."""
+    """True if layers of one window have pages of different sizes."""
     kinds = {(kv.window, _size(kv)) for kv in owners.values()}
     return len(kinds) > len(_windows(owners))
 
@@ -137,7 +134,7 @@ def _owner(layer: int, spec: SharedKV, owners: dict[int, OwnedKV]) -> int:
 
 
 def blocks_of(windows: Sequence[int | None], tokens: int, block_size: int, step_tokens: int) -> int:
-    """Most blocks that a sequence of `tokens` holds at any time, in all groups together, when a
+    """The most blocks that a sequence of `tokens` holds at any time, in all groups together, if a
     step adds at most `step_tokens` to it. A group with a window holds the pages that the first
     token of the step still sees, and those that the step writes."""
     whole, total = -(-tokens // block_size), 0
@@ -153,8 +150,8 @@ def blocks_of(windows: Sequence[int | None], tokens: int, block_size: int, step_
 def fitting_step(
     windows: Sequence[int | None], num_blocks: int, block_size: int, step_tokens: int, tokens: int
 ) -> int:
-    """The first halving of `step_tokens` with which a sequence of `tokens` fits into `num_blocks`,
-    since windows then hold fewer pages; 0: none does."""
+    """Halves `step_tokens` until a sequence of `tokens` fits into `num_blocks`, since windows then
+    hold fewer pages; 0: it never does."""
     while step_tokens > 1:
         step_tokens //= 2
         if blocks_of(windows, tokens, block_size, step_tokens) <= num_blocks:

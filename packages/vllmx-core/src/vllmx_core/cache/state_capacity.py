@@ -1,7 +1,7 @@
-"""How many slots the states of recurrent layers get, and how many sequences they let run together.
+"""Number of slots for the states of recurrent layers, and of sequences that can run together.
 
-Slots and KV blocks share the memory of the cache. A running sequence needs a slot, and two more let
-one be kept while its sequence goes on elsewhere; what is beyond keeps states for later requests.
+Slots and KV blocks share the cache memory. A running sequence needs one slot. Two spare slots allow
+a snapshot while its sequence continues in another slot; more slots keep states for later requests.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from vllmx_core.records import Record
 from vllmx_core.system.memory import format_bytes
 
 SPARE_SLOTS = 2
-"""The slots that there are beside one for each sequence."""
+"""Slots in addition to one for each sequence."""
 
 
 class StateSlots(Record):
@@ -21,8 +21,8 @@ class StateSlots(Record):
     num_slots: int
     slot_bytes: int
     num_seqs: int
-    """Sequences that may run together: `LoadOptions.num_seqs`, or fewer where nobody asked for a
-    number and their states would take more than half of the memory."""
+    """Sequences that may run together: `LoadOptions.num_seqs`, or fewer if the user set no number
+    and their states would take more than half of the memory."""
 
     @property
     def num_bytes(self) -> int:
@@ -75,7 +75,7 @@ def _no_memory(param: str, slots: int, slot_bytes: int, room: int) -> CapacityEr
     lower = f"lower {flag} to {fits} or " if fits > 0 else ""
     return CapacityError(
         f"{param} asks for {slots} slots of {format_bytes(slot_bytes)} for the states of recurrent"
-        f" layers, there is room for {room} beside weights and KV cache: {lower}raise"
+        f" layers, there is room for {room} next to weights and KV cache: {lower}raise"
         " --memory-fraction or free memory",
         param=param,
     )

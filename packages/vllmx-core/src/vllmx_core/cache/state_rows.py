@@ -42,9 +42,9 @@ class StateRows(Record):
 
 
 def conv_windows(plan: StepPlan, state_rows: StateRows, kernel: int) -> tuple[Index, Index]:
-    """What a convolution reads and leaves, as rows of an array of the R * (K - 1) kept taps in the
-    order of `state_rows`, then the T tokens: (T, K) for each token, its own last, and (R, K - 1)
-    for each row, also in that order."""
+    """Rows that a convolution reads, (T, K) with each token's own row last, and rows that it keeps,
+    (R, K - 1). They index an array of the R * (K - 1) kept taps in the order of `state_rows`,
+    followed by the T tokens."""
     first, lengths, kept = state_rows.first, np.array(state_rows.lengths), kernel - 1
     rows = np.arange(plan.num_rows)
     owner = np.repeat(np.argsort(first), np.diff(plan.query_start))  # (T,)
@@ -56,6 +56,6 @@ def conv_windows(plan: StepPlan, state_rows: StateRows, kernel: int) -> tuple[In
 
 
 def _places(rows: Index, first: Index, offsets: Index, kept: int) -> Index:
-    """The row of what stands at these offsets (n, k) of the rows (n,), those below 0 being taps."""
+    """The row at each of these offsets (n, k) of the rows (n,); offsets below 0 are taps."""
     tokens = len(first) * kept + first[rows, None] + offsets
     return np.where(offsets >= 0, tokens, rows[:, None] * kept + kept + offsets)

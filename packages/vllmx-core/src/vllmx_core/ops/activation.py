@@ -11,7 +11,7 @@ from vllmx_core.ops.values import ArrayFrame, Value
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 KINDS: tuple[Activation, ...] = get_args(Activation)
 ActKind = Activation | Literal["tanh"]
-"""What the op has beside those that experts and gated layers have."""
+"""Kinds that the op has; experts and gated layers have those of `Activation`."""
 ACT_KINDS: tuple[ActKind, ...] = (*KINDS, "tanh")
 
 

@@ -1,4 +1,4 @@
-"""`add_rms_norm`: the residual stream goes on, and its norm goes into the next block."""
+"""`add_rms_norm`: a residual sum and its norm."""
 
 from __future__ import annotations
 

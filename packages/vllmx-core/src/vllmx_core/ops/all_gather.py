@@ -1,4 +1,4 @@
-"""`all_gather`: what each rank of a model has, side by side on all of them."""
+"""`all_gather`: the features of all ranks, concatenated on each of them."""
 
 from __future__ import annotations
 

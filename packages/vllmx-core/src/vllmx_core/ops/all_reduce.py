@@ -1,4 +1,4 @@
-"""`all_reduce`: the sum of what each rank of a model has, on all of them."""
+"""`all_reduce`: the sum over all ranks, on each of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllmx_core.ops.values import ArrayFrame, Value
 
 class AllReduce(ArrayOp):
     """x (T, E) of all ranks, added as `vllmx_core.communicator.tree_sum` does. Sharding puts it
-    behind what each rank computed of a part of its input features; models do not write it."""
+    after products with a part of the input features; models do not write it."""
 
     name: ClassVar[str] = "all_reduce"
     x: Value

@@ -1,7 +1,6 @@
-"""`attention`: the attention of one layer over its KV cache, from q, k and v to the heads' answers.
+"""`attention`: the attention of one layer over its KV cache.
 
-Its cases are a part of the suite of their own (`vllmx_testing.attention_checks`): they are
-about pages and steps as much as about the formula.
+Its test cases cover pages and steps as well as the formula: `vllmx_testing.attention_checks`.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class AttentionSpec(Record):
 
     The op splits `qkv` (T, (H + 2K) * D) into q | k | v, applies the optional per-head RMS norm to
     q and k, rotates the first `rotary_dim` of D, writes k and v to the layer's pages and attends.
-    Query head h reads kv head h // (H / K). A layer that shares writes nothing: q alone comes in,
-    (T, H * D), and it reads the pages of an earlier layer.
+    Query head h reads kv head h // (H / K). A layer that shares gets only q, (T, H * D), writes
+    nothing, and reads the pages of an earlier layer.
     """
 
     layer: int
@@ -50,10 +49,10 @@ class AttentionSpec(Record):
     """The line of `StepPlan.rope_positions` that turns each of the rotary_dim / 2 frequencies;
     empty: the token's position turns all."""
     spans: bool = False
-    """Whether a token sees up to `StepPlan.visible_to`, as those of an image do that see each other
-    both ways. A window reaches back alone."""
+    """True if a token sees up to `StepPlan.visible_to`, for images whose tokens attend to each
+    other in both directions. A window limits only the past."""
     shared: bool = False
-    """Whether the pages are another layer's, which `ModelShape.caches` names."""
+    """True if the pages belong to another layer, which `ModelShape.caches` names."""
 
     @property
     def num_heads_in(self) -> int:
@@ -121,16 +120,7 @@ class Attention(Op):
         given = f"{where}: k_norm is given for a layer that shares its keys"
         expect(not (spec.shared and self.k_norm), given)
         expect(heads % kv_heads == 0, f"{where}: {heads} heads over {kv_heads} kv heads")
-        even = spec.rotary_dim % 2 == 0 and 0 <= spec.rotary_dim <= size
-        expect(even, f"{where}: rotary_dim {spec.rotary_dim} of head size {size}")
-        given = f"rope is {'absent' if self.rope is None else 'given'}"
-        both = (self.rope is None) == (spec.rotary_dim == 0)
-        expect(both, f"{where}: {given}, rotary_dim is {spec.rotary_dim}")
-        expect_axes(spec.rope_axes, spec.rotary_dim)
-        if self.rope is not None:
-            expect_weight(self.rope, "constant")
-            wide = f"{where}: table {self.rope.name!r} has {self.rope.cols} columns"
-            expect(self.rope.cols == spec.rotary_dim, f"{wide}, not rotary_dim {spec.rotary_dim}")
+        expect_rotation(self.rope, spec.rotary_dim, size, spec.rope_axes, f"{where}: ")
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:
                 expect_vector(norm, size)
@@ -151,9 +141,21 @@ class Attention(Op):
         )
 
 
-def expect_axes(axes: tuple[int, ...], rotary_dim: int) -> None:
-    """A rotation has an axis for each of its frequencies, or none."""
+def expect_rotation(
+    rope: WeightRef | None, rotary_dim: int, size: int, axes: tuple[int, ...], where: str = ""
+) -> None:
+    """A head of `size` features has a table for the `rotary_dim` of them that are rotated, if any,
+    and an axis for each frequency, or none. `where` begins messages."""
+    even = rotary_dim % 2 == 0 and 0 <= rotary_dim <= size
+    expect(even, f"{where}rotary_dim {rotary_dim} of head size {size}")
+    given = f"rope is {'absent' if rope is None else 'given'}"
+    both = (rope is None) == (rotary_dim == 0)
+    expect(both, f"{where}{given}, rotary_dim is {rotary_dim}")
     expect(not axes or len(axes) * 2 == rotary_dim, f"{len(axes)} axes for {rotary_dim} features")
+    if rope is not None:
+        expect_weight(rope, "constant")
+        wide = f"{where}table {rope.name!r} has {rope.cols} columns"
+        expect(rope.cols == rotary_dim, f"{wide}, not rotary_dim {rotary_dim}")
 
 
 def rotations(table: Floats, plan: StepPlan, axes: tuple[int, ...]) -> Floats:
@@ -207,8 +209,8 @@ def attention(
     group: int = 0,
 ) -> Floats:
     """(T, (H + 2K) * D) -> (T, H * D). Writes this step's keys and values to the pages (blocks, P,
-    K, D), rounded as a cache of `kv_dtype` would (None: as they are), then each row attends to what
-    the pages hold; where they are, the plan's block table of `group` says."""
+    K, D), rounded as a cache of `kv_dtype` would (None: unrounded); then each row attends to the
+    pages that the plan's block table of `group` lists."""
     heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
     split = qkv.reshape(qkv.shape[0], spec.num_heads_in, size)  # (T, H + 2K, D)
     q, k, v = np.split(split, [heads, heads + kv_heads], axis=1)

@@ -1,4 +1,4 @@
-"""`combine`: the answers of experts that lie on many ranks, added token by token."""
+"""`combine`: the results of experts on many ranks, added token by token."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from vllmx_core.ops.values import ArrayFrame, Value
 
 
 class Combine(Op):
-    """x (T, E) of all ranks, each what its own experts say of a token -> their sum, on all ranks.
-    Of a token those ranks are asked that have one of its experts, `ids` (T, k): `ends[r]` is the
-    number behind the last expert of rank r. Sharding puts it behind experts in the place of
-    `all_reduce` where ranks are many; models do not write it. Backends whose ranks are `RowRanks`
-    compute it by its formula."""
+    """x (T, E), each rank's sum over its own experts -> the sum over all ranks, on all ranks.
+    Only ranks that have one of a token's experts `ids` (T, k) take part for that token; `ends[r]`
+    is one past the last expert of rank r. With many ranks, sharding puts it after experts instead
+    of `all_reduce`; models do not write it. Backends whose ranks are `RowRanks` compute it by its
+    formula."""
 
     name: ClassVar[str] = "combine"
     x: Value

@@ -10,8 +10,8 @@ from vllmx_core.ops.values import ArrayFrame, TokenIds, Value, WeightRef
 
 class Embedding(ArrayOp):
     """The step's token ids, positions or token types (T,), plus `offset`, become the table's rows
-    (T, E). A token type beyond the table is its last one: tokenizers tell two texts apart for
-    models that do not. Every model begins with this op, so the cases of all are cases of it."""
+    (T, E). Token types are clamped to the last row: some tokenizers emit a second type that the
+    model lacks. Every model begins with this op, so their cases test it."""
 
     name: ClassVar[str] = "embedding"
     ids: TokenIds

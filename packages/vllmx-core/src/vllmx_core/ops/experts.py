@@ -17,7 +17,7 @@ from vllmx_core.records import Record
 
 
 class ExpertsSpec(Record):
-    """What an expert computes between its two matrices."""
+    """The computation between an expert's two matrices."""
 
     activation: Activation | Literal["relu2"] = "silu"
     """relu2, the square of relu, is for experts without a gate."""
@@ -32,10 +32,10 @@ class ExpertsSpec(Record):
 class Experts(Op):
     """x (T, E), ids and weights (T, k) -> (T, E): the sum over a token's k slots, in their order,
     of weight * down(act(gate_up x)) by the expert of the slot, in float32, rounded once. The biases
-    come with the stacks. A row's bits do not depend on other rows where the backend says so.
+    come with the stacks.
 
-    With `first` the stacks have some of the experts, of which it is the number of the first; slots
-    of others add nothing."""
+    With `first`, the number of their first expert, the stacks have only some of the experts; slots
+    of the others add nothing."""
 
     name: ClassVar[str] = "experts"
     x: Value

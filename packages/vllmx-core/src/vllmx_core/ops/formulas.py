@@ -1,7 +1,7 @@
-"""What the formulas of the ops compute on: the values of one step as numpy arrays.
+"""Operands of the ops' formulas: the values of one step as numpy arrays.
 
 The formulas are written to be read: no fusion, no blocking, one after the other, in the dtype of
-the inputs (float32, or float64 when a test asks how far float32 itself is off).
+the inputs (float32, or float64 in tests that measure the error of float32).
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from vllmx_core.records import Record
 
 
 class HeadNormSpec(Record):
-    """What is normed, and how. H query heads and K key/value heads of D features; with K = 0 a row
-    is H runs of any kind."""
+    """Norm of H query heads and K key/value heads of D features; with K = 0 a row is H runs of any
+    kind."""
 
     num_heads: int  # H
     num_kv_heads: int  # K
@@ -26,7 +26,7 @@ class HeadNormSpec(Record):
     across: bool = False
     """One norm over all query heads together and one over all key heads; else each head alone."""
     values: bool = False
-    """Whether each value head is normed too, by its root mean square and without a weight."""
+    """True if value heads are normed too, by their root mean square and without a weight."""
 
     @property
     def width(self) -> int:

@@ -1,4 +1,4 @@
-"""`keep`: what a tower says of its images goes into the store of features."""
+"""`keep`: a tower's features go into the feature store."""
 
 from __future__ import annotations
 

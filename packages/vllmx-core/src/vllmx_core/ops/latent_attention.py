@@ -1,11 +1,11 @@
 """`latent_attention`: multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) over its cache.
 
 A layer keeps one row for all heads: the normed latent and the rotated part of the key. Keys and
-values are never made of it. A head's query goes through `k_b` into the space of the latents, where
-all heads read the same rows, and what they find there goes through `v_b` ("absorbed"). That is so
-in prefill and decode alike, so that what a token gives does not depend on how its prompt was cut.
+values are never expanded. `k_b` maps a head's query into the space of the latents, where all heads
+read the same rows, and `v_b` maps their result back ("absorbed"). Prefill and decode do the same,
+so that results do not depend on how a prompt was cut.
 
-Its cases are a part of the suite of their own (`vllmx_testing.latent_checks`).
+Its test cases are in `vllmx_testing.latent_checks`.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def latent_attention(
 ) -> Floats:
     """(T, H * (Dn + Dr)), (T, C + Dr) -> (T, H * Dv). Writes this step's rows to the pages, whose
     `k` is (blocks, P, 1, C + Dr), rounded as a cache of `kv_dtype` would; then each token attends
-    to what the pages hold."""
+    to the pages."""
     table, rank = weights.rope[plan.positions], spec.rank  # (T, Dr)
     turned = rotate(latent[:, None, rank:], table, interleaved=spec.interleaved)[:, 0]
     normed = NUMPY.rms_norm(latent[:, :rank], weights.norm, spec.norm_eps)

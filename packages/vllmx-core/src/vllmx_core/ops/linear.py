@@ -18,7 +18,7 @@ class Linear(Op):
     w: WeightRef
     out: Value
     activation: Activation | None = None
-    """What `passes.activated_linear` moved into it; models have an op of its own for that."""
+    """Set by `passes.fuse_activations`; models write a separate op."""
 
     @classmethod
     def of(cls, x: Value, w: WeightRef) -> Linear:

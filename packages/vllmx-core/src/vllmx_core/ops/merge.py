@@ -1,4 +1,4 @@
-"""`merge`: neighbouring patches become one row, beside each other or as their mean."""
+"""`merge`: neighbouring patches become one row, joined or averaged."""
 
 from __future__ import annotations
 

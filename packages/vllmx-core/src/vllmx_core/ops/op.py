@@ -1,4 +1,4 @@
-"""`Op`, the base of all ops: what passes and backends may ask of any of them."""
+"""`Op`, the base of all ops: the interface for passes and backends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Op(Record, eq=False):
     decorator, for a `Record` is like a dataclass already."""
 
     name: ClassVar[str]
-    """What error messages and profiles call it."""
+    """The op's name in error messages and profiles."""
     results: ClassVar[tuple[str, ...]] = ("out",)
     """The fields that it computes; the other values are its operands."""
 
@@ -51,12 +51,12 @@ class Op(Record, eq=False):
         raise NotImplementedError
 
     def compute(self, frame: NumpyFrame) -> None:
-        """The formula in numpy: reads the operands out of the frame and puts the results there."""
+        """The formula in numpy: reads operands from the frame and writes results to it."""
         raise NotImplementedError
 
     def expand(self) -> tuple[Op, ...]:
-        """Other ops that compute the same results, for backends that do not have this one; none
-        where nothing simpler does."""
+        """Simpler ops that compute the same results, for backends without this one; empty if there
+        are none."""
         return ()
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ class OpList(Record):
 
     @property
     def samples(self) -> bool:
-        """Whether the result is logits, from which ids are drawn."""
+        """True if the result is logits, from which ids are sampled."""
         return self.output == "tokens"
 
 
@@ -137,7 +137,7 @@ def expect_same_width(**operands: Value) -> None:
 def expect_weight(w: object, kind: WeightKind) -> None:
     """`w` must be a weight of this kind."""
     if not isinstance(w, WeightRef):
-        raise OpError(f"{w!r} is no weight of the model: take one from the mapping `w`")
+        raise OpError(f"{w!r} is not a weight of the model: take one from the mapping `w`")
     expect(w.kind == kind, f"{w.name!r} is of kind {w.kind!r}, not {kind!r}")
 
 

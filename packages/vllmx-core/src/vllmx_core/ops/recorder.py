@@ -251,8 +251,8 @@ class Ops:
         return self._record(Mix.of, step, w).out
 
     def merge(self, x: Value, count: int, kind: MergeKind = "join") -> Value:
-        """(T, F) -> (L, count * F) of a tower: `count` neighbouring patches become one row, beside
-        each other; with "mean" (L, F), the mean of them."""
+        """(T, F) -> (L, count * F) in a tower: joins `count` neighbouring patches into one row;
+        with "mean" (L, F), averages them."""
         return self._record(Merge.of, x, count, kind).out
 
     def place(self, x: Value, step: StepInputs, part: int = 0, *, adds: bool = False) -> Value:

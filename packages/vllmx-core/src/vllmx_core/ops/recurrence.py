@@ -1,8 +1,8 @@
 """`recurrence`: a matrix a head in place of a cache, read and written by each token in turn.
 
 The rules are the gated delta rule (arXiv 2412.06464; with a decay for each channel, arXiv
-2510.26692) and state space duality (Mamba-2, arXiv 2405.21060). Its cases are a part of the suite
-of their own (`vllmx_testing.state_checks`).
+2510.26692) and state space duality (Mamba-2, arXiv 2405.21060). Its test cases are in
+`vllmx_testing.state_checks`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RecurrenceSpec(Record):
 
 
 class RecurrenceWeights(Record, Generic[W]):
-    """The weights of a layer, as whatever a backend makes of a weight."""
+    """The weights of a layer, in a backend's own type."""
 
     a_log: W  # (H,)
     dt_bias: W  # (H,), with a decay a channel (H * Dk,)

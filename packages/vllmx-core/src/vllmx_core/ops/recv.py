@@ -1,4 +1,4 @@
-"""`recv`: what the stage before has sent."""
+"""`recv`: a value from the previous stage."""
 
 from __future__ import annotations
 

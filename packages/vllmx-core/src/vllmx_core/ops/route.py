@@ -11,18 +11,18 @@ from vllmx_core.records import Record
 
 
 class RouteSpec(Record):
-    """How k of X experts are chosen. Softmax over the chosen alone is softmax over all with
+    """Choice of k among X experts. Softmax over the chosen alone is softmax over all with
     `renormalise`."""
 
     chosen: int  # k
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """How scores come of logits: over all experts, in float32."""
+    """The function from logits to scores: over all experts, in float32."""
     groups: int = 1
     """Experts lie in so many equal groups ..."""
     groups_kept: int = 1
     """Groups that take part, the best ones; ties go to the lower group."""
     group_score: Literal["max", "best_two"] = "max"
-    """What a group counts: its best score, or the sum of its two best."""
+    """A group's score: its best one, or the sum of its two best."""
     renormalise: bool = False
     """Divides the weights by their sum + `eps`."""
     eps: float = 0.0

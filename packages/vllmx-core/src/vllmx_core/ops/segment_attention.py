@@ -11,12 +11,12 @@ from vllmx_core.ops.attention import (
     AttentionSpec,
     attend,
     attention_mask,
-    expect_axes,
+    expect_rotation,
     rotate,
     rotations,
 )
 from vllmx_core.ops.formulas import Floats, NumpyFrame
-from vllmx_core.ops.op import Op, expect, expect_features, expect_weight
+from vllmx_core.ops.op import Op, expect, expect_features
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.plan import I32, StepPlan
 from vllmx_core.records import Record
@@ -42,7 +42,7 @@ class SegmentSpec(Record):
     rope_axes: tuple[int, ...] = ()
     """The axis that turns each frequency, see `AttentionSpec.rope_axes`."""
     windowed: bool = False
-    """Whether a segment of a tower is a window of an image, see `PatchRows.windows`."""
+    """True if segments are windows of an image, see `PatchRows.windows`."""
 
     @property
     def attention(self) -> AttentionSpec:
@@ -86,16 +86,7 @@ class SegmentAttention(Op):
         expect(self.qkv.width == width, f"qkv has {self.qkv.width} features, not {wanted}")
         expect(heads % kv_heads == 0, f"{heads} heads over {kv_heads} kv heads")
         expect(spec.window is None or spec.window >= 1, f"a window of {spec.window} tokens")
-        even = spec.rotary_dim % 2 == 0 and 0 <= spec.rotary_dim <= size
-        expect(even, f"rotary_dim {spec.rotary_dim} of head size {size}")
-        given = f"rope is {'absent' if self.rope is None else 'given'}"
-        both = (self.rope is None) == (spec.rotary_dim == 0)
-        expect(both, f"{given}, rotary_dim is {spec.rotary_dim}")
-        expect_axes(spec.rope_axes, spec.rotary_dim)
-        if self.rope is not None:
-            expect_weight(self.rope, "constant")
-            wide = f"table {self.rope.name!r} has {self.rope.cols} columns"
-            expect(self.rope.cols == spec.rotary_dim, f"{wide}, not rotary_dim {spec.rotary_dim}")
+        expect_rotation(self.rope, spec.rotary_dim, size, spec.rope_axes)
 
     def compute(self, frame: NumpyFrame) -> None:
         table = None if self.rope is None else frame.weight(self.rope)

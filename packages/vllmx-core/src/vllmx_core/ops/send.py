@@ -1,4 +1,4 @@
-"""`send`: what a stage of a model has computed, on its way to the next one."""
+"""`send`: a value for the next stage."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """`short_conv`: each channel over its last few tokens, causal and depthwise.
 
-Its cases are a part of the suite of their own (`vllmx_testing.state_checks`): they are about
-slots and steps as much as about the formula.
+Its test cases cover slots and steps as well as the formula: `vllmx_testing.state_checks`.
 """
 
 from __future__ import annotations

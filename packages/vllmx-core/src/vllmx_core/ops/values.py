@@ -1,4 +1,4 @@
-"""What a model passes from op to op while its step is recorded: names of arrays, not arrays."""
+"""Values that a model passes from op to op while its step is recorded: names, not arrays."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from vllmx_core.plan import AnyArray, StepPlan
 from vllmx_core.records import Record, field
 
 Rows = Literal["T", "L"]
-"""How many rows an array has: the tokens of the step, or those that want logits."""
+"""The number of rows of an array: all tokens of the step, or those that want logits."""
 Output = Literal["tokens", "vectors", "scores"]
-"""What comes of a step: logits that ids are drawn from, a vector for each text, or scores of it."""
+"""The result of a step: logits to sample from, or a vector or scores for each text."""
 ValueType = Literal["model", "f32", "i32"]
 WeightKind = Literal["linear", "embedding", "vector", "stack", "constant"]
 A = TypeVar("A")

@@ -36,9 +36,9 @@ class Checkpoint(Record):
     weights: WeightSource
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Any = None
-    """What the format itself knows of the tokenizer (GGUF); None: files in `path`."""
+    """The tokenizer that the format itself contains (GGUF); None: files in `path`."""
     image_processor: Mapping[str, Any] = field(default_factory=dict)
-    """What the format itself knows of how images are prepared, in the terms of
+    """The image preparation that the format itself describes, in the terms of
     preprocessor_config.json; empty: files in `path`."""
 
 
@@ -66,7 +66,7 @@ def resolve_path(
 
 
 def _near_path(model: str) -> str:
-    """What may have been meant by a path that is not there, beside it in its folder."""
+    """Suggests files of the same folder for a path that does not exist."""
     path = Path(model)
     try:
         there = [each.name for each in path.parent.iterdir()]
@@ -196,7 +196,7 @@ def check_quantization(checkpoint: Checkpoint, wanted: str | None) -> None:
 
 
 def quantizer(registry: Registry, isq: str) -> QuantizerSpec:
-    """What `--isq` names, in any case of letters. Raises ConfigError."""
+    """Finds the quantiser that `--isq` names, case-insensitively. Raises ConfigError."""
     spec = registry.find(QuantizerSpec, isq.lower())
     if spec is None:
         known = [spec.name for spec in registry.all(QuantizerSpec)]
@@ -251,7 +251,7 @@ def _pickled(path: Path) -> str:
 
 
 def is_served(registry: Registry, config: dict[str, Any]) -> bool:
-    """Whether a plugin has the architecture, or the decoder that it has the layers of."""
+    """True if a plugin has the architecture, or the decoder whose layers it has."""
     if registry.find_model_for(config) is not None:
         return True
     architecture = next(iter(architecture_names(config)), "")
@@ -318,7 +318,7 @@ def _wanted_output(
 
 
 def _trunk(registry: Registry, config: dict[str, Any], architecture: str) -> dict[str, Any]:
-    """The config of what a classifier's head stands on, where that is served."""
+    """The config of the model under a classifier's head, if that is served."""
     trunk = f"{architecture.removesuffix(_CLASSIFIER)}Model"
     if architecture.endswith(_CLASSIFIER) and registry.find_model(trunk) is not None:
         return config | {"architectures": [trunk]}

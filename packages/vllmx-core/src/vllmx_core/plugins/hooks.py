@@ -6,6 +6,8 @@ without arguments, each returning a tuple of specs. It must import nothing heavy
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pluggy
 
 from vllmx_core.plugins.specs import (
@@ -20,73 +22,27 @@ from vllmx_core.plugins.specs import (
     ParserSpec,
     QuantizationSpec,
     QuantizerSpec,
+    Spec,
     WeightFormatSpec,
 )
 
 GROUP = "vllmx"
 hookspec = pluggy.HookspecMarker(GROUP)
 hookimpl = pluggy.HookimplMarker(GROUP)
-
-
-class Hooks:
-    """Hook specifications; see the module's docstring."""
-
-    @hookspec
-    def vllmx_backends(self) -> tuple[BackendSpec, ...]:
-        """Device backends."""
-        raise NotImplementedError
-
-    @hookspec
-    def vllmx_models(self) -> tuple[ModelSpec, ...]:
-        """Model architectures."""
-        raise NotImplementedError
-
-    @hookspec
-    def vllmx_model_impls(self) -> tuple[ModelImplSpec, ...]:
-        """Code for architectures that nobody has a file for."""
-        raise NotImplementedError
-
-    @hookspec
-    def vllmx_weight_formats(self) -> tuple[WeightFormatSpec, ...]:
-        """Checkpoint formats."""
-        raise NotImplementedError
-
-    @hookspec
-    def vllmx_quantizations(self) -> tuple[QuantizationSpec, ...]:
-        """Quantisation schemes."""
-        raise NotImplementedError
-
-    @hookspec
-    def vllmx_quantizers(self) -> tuple[QuantizerSpec, ...]:
-        """Types of in-situ quantisation."""
-        raise NotImplementedError
-
-    @hookspec
-    def vllmx_encoders(self) -> tuple[EncoderSpec, ...]:
-        """Fast code for quantised types."""
-        raise NotImplementedError
-
-    @hookspec
-    def vllmx_executors(self) -> tuple[ExecutorSpec, ...]:
-        """Provides what runs a model on several ranks."""
-        raise NotImplementedError
-
-    @hookspec
-    def vllmx_commands(self) -> tuple[CommandSpec, ...]:
-        """Sub-commands."""
-        raise NotImplementedError
-
-    @hookspec
-    def vllmx_model_sources(self) -> tuple[ModelSourceSpec, ...]:
-        """Places that model names lead to."""
-        raise NotImplementedError
-
-    @hookspec
-    def vllmx_parsers(self) -> tuple[ParserSpec, ...]:
-        """Formats of answers."""
-        raise NotImplementedError
-
-    @hookspec
-    def vllmx_apis(self) -> tuple[ApiSpec, ...]:
-        """APIs of the HTTP server."""
-        raise NotImplementedError
+HOOKS: Mapping[str, type[Spec]] = {
+    "vllmx_backends": BackendSpec,
+    "vllmx_models": ModelSpec,
+    "vllmx_model_impls": ModelImplSpec,
+    "vllmx_weight_formats": WeightFormatSpec,
+    "vllmx_quantizations": QuantizationSpec,
+    "vllmx_quantizers": QuantizerSpec,
+    "vllmx_encoders": EncoderSpec,
+    "vllmx_executors": ExecutorSpec,
+    "vllmx_commands": CommandSpec,
+    "vllmx_model_sources": ModelSourceSpec,
+    "vllmx_parsers": ParserSpec,
+    "vllmx_apis": ApiSpec,
+}
+"""Each hook and the type of its specs."""
+HookSpecs = type("HookSpecs", (), {name: hookspec(lambda: ()) for name in HOOKS})
+"""The hooks for pluggy."""

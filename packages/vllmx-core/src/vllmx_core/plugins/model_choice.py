@@ -19,7 +19,7 @@ logger = logging.getLogger("vllmx.models")
 
 AUTO, OWN = "auto", "vllmx"
 _SAME = {"vllm": OWN}
-"""What vLLM calls its own models."""
+"""vLLM's name for its own models."""
 _INSTALL = "`pip install 'vllmx[transformers]'` runs many such models by transformers' code, slowly"
 
 
@@ -28,7 +28,7 @@ class ChosenModel(Record):
 
     model: Model
     backend: str
-    """What `--backend` said, or the only one that runs it."""
+    """The value of `--backend`, or the only backend that runs the model."""
     impl: str = OWN
 
 
@@ -86,7 +86,7 @@ def _check_task(task: str, impl: str) -> None:
 
 
 def _perhaps(registry: Registry) -> str:
-    """What may run a model that its own file refuses, where the user left the choice."""
+    """Suggests other implementations for a model that ours refuses, if `--model-impl` is auto."""
     specs = registry.all(ModelImplSpec)
     able = [spec.name for spec in specs if spec.unavailable_reason() is None]
     return f"; --model-impl {' or '.join(able)} may run it, slowly" if able else ""

@@ -1,8 +1,8 @@
 """Decides which plugin serves a name that several claim.
 
-vllmx's own wins over a plugin of somebody else, which thereby goes on working for all else that it
-provides when vllmx later ships the same; `--prefer PLUGIN` turns that round. Between two plugins of
-others nothing is guessed: only what asks for that name fails, with both of them named.
+vllmx's own plugins win over those of others, so that a plugin keeps working if vllmx later ships a
+name that it provides; `--prefer PLUGIN` reverses that. Between two plugins of others nothing is
+guessed: only a request for the name fails, and the error names both.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def choose(claim: str, providers: Sequence[Provided[S]], prefer: Sequence[str]) 
 
 
 def passed_over(claim: str, winner: Provided[Any], providers: Sequence[Provided[Any]]) -> str:
-    """What is told of a claim that was decided."""
+    """The log line for a claim that was decided."""
     others = [each.key for each in providers if each is not winner]
     remedy = f"--prefer {others[0].partition(':')[0]} turns it round" if is_ours(winner.key) else ""
     return f"{claim} comes from {winner.key}, not from {', '.join(others)}" + (
@@ -69,12 +69,12 @@ def passed_over(claim: str, winner: Provided[Any], providers: Sequence[Provided[
 
 
 def is_ours(key: str) -> bool:
-    """Whether a plugin belongs to vllmx itself."""
+    """True if a plugin belongs to vllmx itself."""
     return key.partition(":")[0] in OUR_DISTRIBUTIONS
 
 
 def matches(key: str, wanted: str) -> bool:
-    """Whether `wanted` names a plugin, by its key "distribution:name" or either part."""
+    """True if `wanted` is a plugin's key "distribution:name" or either part of it."""
     return wanted in (key, *key.split(":"))
 
 
@@ -87,7 +87,7 @@ def kind_name(kind: type[Any]) -> str:
 
 
 def claims(spec: Any) -> Iterable[str]:
-    """What one spec of its kind alone can serve."""
+    """Names that only one spec of its kind can serve."""
     yield f"{kind_name(type(spec))} {spec.name!r}"
     if isinstance(spec, ModelSpec):
         yield from (f"architecture {name!r}" for name in spec.architectures)

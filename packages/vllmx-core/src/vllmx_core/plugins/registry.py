@@ -34,43 +34,13 @@ from vllmx_core.plugins.backend_choice import (
     check_available,
     describe,
 )
-from vllmx_core.plugins.hooks import GROUP, Hooks
+from vllmx_core.plugins.hooks import GROUP, HOOKS, HookSpecs
 from vllmx_core.plugins.providers import Provided, choose, claims, kind_name, matches, passed_over
-from vllmx_core.plugins.specs import (
-    API_VERSION,
-    ApiSpec,
-    BackendSpec,
-    CommandSpec,
-    EncoderSpec,
-    ExecutorSpec,
-    ModelImplSpec,
-    ModelSourceSpec,
-    ModelSpec,
-    ParserSpec,
-    QuantizationSpec,
-    QuantizerSpec,
-    Spec,
-    WeightFormatSpec,
-)
+from vllmx_core.plugins.specs import API_VERSION, BackendSpec, ModelSpec, Spec
 
 logger = logging.getLogger("vllmx.registry")
 
 S = TypeVar("S", bound=Spec)
-
-_HOOKS: dict[str, type[Spec]] = {
-    "vllmx_backends": BackendSpec,
-    "vllmx_models": ModelSpec,
-    "vllmx_model_impls": ModelImplSpec,
-    "vllmx_weight_formats": WeightFormatSpec,
-    "vllmx_quantizations": QuantizationSpec,
-    "vllmx_quantizers": QuantizerSpec,
-    "vllmx_encoders": EncoderSpec,
-    "vllmx_executors": ExecutorSpec,
-    "vllmx_commands": CommandSpec,
-    "vllmx_model_sources": ModelSourceSpec,
-    "vllmx_parsers": ParserSpec,
-    "vllmx_apis": ApiSpec,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +57,7 @@ class PluginInfo:
 
 
 def architecture_names(config: dict[str, Any]) -> list[str]:
-    """What config.json lists under `architectures`; nothing where that is no list of names."""
+    """`architectures` of config.json; empty unless that is a list of names."""
     listed = config.get("architectures")
     return [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
 
@@ -96,7 +66,7 @@ _LISTED = 10
 """More architectures than so many are not named in a message."""
 PLUGIN_CAN = "A plugin can add it (docs/plugins.md)"
 _STREAMS = ("hc_mult", "hc_count")
-"""How many residual streams a model has, in DeepSeek's and Qwen's words."""
+"""DeepSeek's and Qwen's config keys for the number of residual streams."""
 
 
 def nearest_architecture(wanted: str, known: Iterable[str]) -> str | None:
@@ -107,7 +77,7 @@ def nearest_architecture(wanted: str, known: Iterable[str]) -> str | None:
 
 
 def _beyond_ops(config: dict[str, Any]) -> str:
-    """What no op could do for it, where its config says that."""
+    """Names a feature of the config that no op supports, if there is one."""
     inner = config.get("text_config")
     keys = {*config, *(inner if isinstance(inner, dict) else ())}
     if keys.isdisjoint(_STREAMS):
@@ -125,23 +95,21 @@ class Registry:
 
     def __init__(self) -> None:
         self._manager = pluggy.PluginManager(GROUP)
-        self._manager.add_hookspecs(Hooks)
-        self._provided: dict[type[Any], list[Provided[Any]]] = {
-            kind: [] for kind in _HOOKS.values()
-        }
+        self._manager.add_hookspecs(HookSpecs)
+        self._provided: dict[type[Any], list[Provided[Any]]] = {kind: [] for kind in HOOKS.values()}
         self._claims: dict[str, list[Provided[Any]]] = {}
         self._plugins: list[PluginInfo] = []
         self._prefer: tuple[str, ...] = ()
 
     @property
     def plugins(self) -> Sequence[PluginInfo]:
-        """What was found, the failures included, in order of their keys."""
+        """All plugins found, including those that failed, ordered by key."""
         return self._plugins
 
     def add(self, plugin: object, key: str, *, version: str = "", module: str = "") -> None:
-        """Registers a plugin module or object, or leaves everything as it was and raises
-        PluginError: a misspelt or unmarked hook, one that fails or returns something else than
-        specs, an API version from the future; PluginClashError for a name given twice."""
+        """Registers a plugin module or object. Otherwise changes nothing and raises PluginError,
+        for a misspelt or unmarked hook, one that fails or does not return specs, or a newer API
+        version; or PluginClashError for a name given twice."""
         first = self._manager.get_name(plugin)
         if first is not None:
             raise PluginClashError(
@@ -167,12 +135,12 @@ class Registry:
         self._plugins.append(PluginInfo(key, version, module, None, provides))
 
     def _check_names(self, plugin: object, key: str) -> None:
-        """pluggy alone would pass over a hook without its mark, misspelt or not."""
+        """Refuses hooks without a mark, which pluggy would ignore, and misspelt ones."""
         for name in dir(plugin):
             if not name.startswith(f"{GROUP}_") or isinstance(getattr(plugin, name), ModuleType):
                 continue
-            if name not in _HOOKS:
-                near = difflib.get_close_matches(name, _HOOKS, 1) or sorted(_HOOKS)
+            if name not in HOOKS:
+                near = difflib.get_close_matches(name, HOOKS, 1) or sorted(HOOKS)
                 raise PluginError(
                     f"plugin {key}: there is no hook {name!r}, did you mean {', '.join(near)}?"
                 )
@@ -192,7 +160,7 @@ class Registry:
 
     def _collect(self, plugin: object, key: str) -> list[Spec]:
         found: list[Spec] = []
-        for hook, kind in _HOOKS.items():
+        for hook, kind in HOOKS.items():
             function = getattr(plugin, hook, None)
             if function is None:
                 continue
@@ -230,8 +198,8 @@ class Registry:
         self._plugins.append(info)
 
     def prefer(self, plugins: Sequence[str]) -> None:
-        """Lets these plugins serve what others provide too, the first of them first. Raises
-        ConfigError for one that is not installed."""
+        """Prefers these plugins, in order, for names that others provide too. Raises ConfigError
+        for one that is not installed."""
         for wanted in plugins:
             if not any(matches(info.key, wanted) for info in self._plugins):
                 keys = sorted({part for info in self._plugins for part in info.key.split(":")})
@@ -244,12 +212,12 @@ class Registry:
 
     @property
     def preferred(self) -> Sequence[str]:
-        """The plugins that `prefer` was told."""
+        """The plugins given to `prefer`."""
         return self._prefer
 
     def conflicts(self) -> tuple[list[str], list[str]]:
-        """Names with several providers: those that nobody serves until the user decides, and
-        notes on those that are decided."""
+        """Names with several providers: those that need a decision by the user, and notes on those
+        that are decided."""
         open_, notes = [], []
         for claim, providers in sorted(self._claims.items()):
             if len(providers) < 2:
@@ -264,7 +232,7 @@ class Registry:
         return choose(claim, self._claims[claim], self._prefer)
 
     def provided(self, kind: type[S]) -> list[tuple[str, S]]:
-        """(plugin's key, spec) of every one of a kind, also of those that serve nothing."""
+        """(plugin's key, spec) of every spec of a kind, used or not."""
         return [(each.key, each.spec) for each in self._provided[kind]]
 
     def all(self, kind: type[S]) -> list[S]:
@@ -275,7 +243,7 @@ class Registry:
                 if self._serving(f"{kind_name(kind)} {each.spec.name!r}") is each:
                     found.append(each.spec)
             except PluginClashError:
-                continue  # whoever asks for it by name is told
+                continue  # asking for it by name raises
         return found
 
     def find(self, kind: type[S], name: str) -> S | None:
@@ -315,7 +283,7 @@ class Registry:
         return next((spec for claim in claims if (spec := self._model(claim)) is not None), None)
 
     def unserved(self, config: dict[str, Any]) -> str:
-        """What is said of an architecture that nobody serves, without a full stop."""
+        """The error text for an architecture that no plugin serves, without a full stop."""
         names, model_type = architecture_names(config), config.get("model_type")
         wanted = listing(names, 5) or f"model_type {shown(model_type)}"
         specs = [spec for _, spec in self.provided(ModelSpec)]

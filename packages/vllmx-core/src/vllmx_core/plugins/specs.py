@@ -1,7 +1,7 @@
-"""What plugins return: frozen descriptions whose implementation is named, not imported.
+"""Specs that plugins return: frozen descriptions whose implementation is named, not imported.
 
-`implementation` is "package.module:attribute"; it is imported when the thing is used for the first
-time, so that registering a plugin costs nothing. `api` is the protocol version it was written for.
+`implementation` is "package.module:attribute"; it is imported on first use, so that registering a
+plugin costs nothing. `api` is the protocol version it was written for.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class BackendSpec(_Spec):
     priority: int
     summary: str = ""
     fixed_sums: bool = False
-    """The bits of a row of a product depend on that row and the weights alone, not on how many rows
-    and columns there are besides: what `--deterministic` builds on."""
+    """True if a row of a product depends only on that row and the weights, to the last bit, and not
+    on the number of rows or columns: `--deterministic` needs that."""
     own_devices: bool | str = False
-    """Each rank of a model has a device of its own, with memory that no other rank uses; or the
-    "package.module:function" that says whether, where that depends on the device."""
+    """True if each rank of a model has its own device and memory, or the "package.module:function"
+    that decides it, if it depends on the device."""
     api: int = API_VERSION
 
     def unavailable_reason(self) -> str | None:
@@ -85,7 +85,7 @@ class ModelSpec(_Spec):
     backends: tuple[str, ...] = ()
     """Backends that have all its ops, as the tests of its plugin find; none where none is named."""
     checked: tuple[str, ...] = ()
-    """What the tests of its plugin compare, in words of the plugin."""
+    """A description by the plugin of what its tests compare."""
     gguf_among: tuple[str, ...] = ()
     """Values of `general.architecture` that another spec serves and whose files may hold it."""
     api: int = API_VERSION
@@ -97,16 +97,16 @@ class ModelSpec(_Spec):
 
 @dataclass(frozen=True, slots=True)
 class ModelImplSpec(_Spec):
-    """Code that runs architectures which no plugin has a file for, and which `--model-impl` names:
-    a class constructed with the parsed config.json that is a `vllmx_core.model.Model`, or raises
-    UnsupportedModelError for what it cannot run."""
+    """Code for architectures without a plugin of their own, selected by `--model-impl`: a class
+    that is constructed with the parsed config.json and is a `vllmx_core.model.Model`, or raises
+    UnsupportedModelError."""
 
     backend: str
-    """The only one that runs its models."""
+    """The only backend that runs its models."""
     probe: str
     """"module:function" that says why it cannot run here, see `BackendSpec.probe`."""
     cost: str
-    """What it costs, for the log line that says who runs a model: "slower, ..."."""
+    """The cost, for the log line that says what runs a model: "slower, ..."."""
     api: int = API_VERSION
 
     def unavailable_reason(self) -> str | None:
@@ -194,11 +194,11 @@ class ModelSourceSpec(_Spec):
 
 @dataclass(frozen=True, slots=True)
 class ParserSpec(_Spec):
-    """How models of a family write thoughts and calls of tools: an
-    `vllmx_core.output_format.OutputFormat`, which `--tool-parser` and `--reasoning-parser` name.
+    """An `vllmx_core.output_format.OutputFormat` of a family of models, which `--tool-parser` and
+    `--reasoning-parser` name.
 
-    Without those flags the format is found by what must stand in a chat template: of those whose
-    texts all do, the one with the longest. Empty: it is used by name alone.
+    Without those flags a format matches if the chat template contains all of its texts; the match
+    with the longest texts is used. Empty: it is used only by name.
     """
 
     tool_signature: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Running a recorded step op by op, for backends that do not lower it to something of their own."""
+"""Runs a recorded step op by op, for backends that do not lower it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ F = TypeVar("F", bound="Frame[Any]")
 
 
 class Interpreter(Generic[F]):
-    """Calls the handler of each op in order; a value is dropped after its last reader, so that a
-    step holds no more memory than the model's own code would."""
+    """Calls the handler of each op in order and drops each value after its last reader."""
 
     def __init__(self, steps: OpList, handler: Callable[[Op], Callable[[Any, F], None]]) -> None:
         last = last_reads(steps.ops) | {steps.logits: len(steps.ops)}
@@ -31,7 +30,7 @@ class Interpreter(Generic[F]):
         return frame[self._logits]
 
     def run_part(self, frame: F, begin: float, end: float) -> None:
-        """Some of the ops: those of this part of the whole. Parts run in order over one frame."""
+        """Runs the ops from `begin` to `end`, fractions of the whole, in order over one frame."""
         count = len(self._program)
         for handler, op, dead in self._program[int(begin * count) : int(end * count)]:
             handler(op, frame)

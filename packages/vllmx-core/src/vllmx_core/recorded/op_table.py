@@ -1,4 +1,4 @@
-"""What a backend does with each op: the table by type that interpreters and lowerings read."""
+"""A backend's handlers by type of op, for interpreters and lowerings."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ class OpTable(Generic[C, R]):
     def add(
         self, kind: type[O], when: Callable[[O], bool] | None = None
     ) -> Callable[[Callable[[O, C], R]], Callable[[O, C], R]]:
-        """Registers the function below it for ops of this type, of which the backend has those that
-        `when` is true for."""
+        """Registers the decorated function for ops of this type for which `when` is true."""
 
         def register(handler: Callable[[O, C], R]) -> Callable[[O, C], R]:
             assert kind not in self._handlers, f"{kind.__name__} has a handler already"
@@ -47,14 +46,13 @@ class OpTable(Generic[C, R]):
         return register
 
     def include(self, family: OpTable[C, R]) -> None:
-        """Takes the handlers of another table, so that families of ops may stand in files of their
-        own."""
+        """Adds the handlers of another table, so that families of ops can have separate files."""
         assert not self._handlers.keys() & family._handlers.keys(), "two handlers for one op"
         self._handlers |= family._handlers
         self._limits |= family._limits
 
     def supports(self, op: Op) -> bool:
-        """Whether the backend has the op with the options that it has here."""
+        """True if the backend has the op with its options."""
         limit = self._limits.get(type(op))
         if type(op) in self._handlers:
             return limit is None or limit(op)
@@ -71,5 +69,5 @@ class OpTable(Generic[C, R]):
         return found
 
     def __call__(self, op: Op, context: C) -> R:
-        """What the handler of this op gives."""
+        """Calls the handler of the op."""
         return self.handler(op)(op, context)

@@ -13,8 +13,7 @@ from vllmx_core.ops.values import StepInputs, WeightRef
 from vllmx_core.plan import AnyArray
 from vllmx_core.plugins.registry import load_registry
 from vllmx_core.plugins.specs import BackendSpec
-from vllmx_core.recorded.passes import Pass
-from vllmx_core.recorded.passes.expand import expand_unsupported, unsupported_ops
+from vllmx_core.recorded.passes import Pass, expand_unsupported, unsupported_ops
 from vllmx_core.records import Record
 from vllmx_core.weights.spec import WeightSpec
 
@@ -44,8 +43,8 @@ class Recording(Record):
 
 
 def record(model: Model, max_model_len: int, passes: Sequence[Pass] = ()) -> Recording:
-    """Runs `model.forward` once over names, without any array, then `passes`. Raises OpError for
-    ops that do not fit what they are given, and for a result that is not what the shape says."""
+    """Runs `model.forward` once over names, without arrays, then `passes`. Raises OpError for ops
+    with wrong operands, and for a result that does not match the model's shape."""
     specs, constants = tuple(model.weights()), dict(model.constants(max_model_len))
     encoder = encoder_of(model)
     if encoder is not None:
@@ -94,8 +93,8 @@ def prepare(
     supports: Callable[[Op], bool],
     passes: Sequence[Pass] = (),
 ) -> Recording:
-    """Records a model for a backend: ops that it lacks are expanded. Raises UnsupportedOpError,
-    before any weight is read, where that does not help."""
+    """Records a model for a backend and expands ops that it lacks. Raises UnsupportedOpError,
+    before any weight is read, if it lacks the expansion too."""
     recording = record(model, max_model_len, passes)
     steps = expand_unsupported(recording.steps, supports)
     tower = recording.tower

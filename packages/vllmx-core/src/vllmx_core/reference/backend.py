@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vllmx_core.backend import HOST_STEP_TIMEOUT_S, LoadedInfo, LoadOptions
-from vllmx_core.backend_kit.features import feature_bytes, feature_rows, feature_shapes
 from vllmx_core.backend_kit.in_flight import InFlight
+from vllmx_core.backend_kit.limits import feature_bytes, feature_rows, feature_shapes
 from vllmx_core.cache.capacity import BlockSizes, CachePlan, check_latents, plan_cache
 from vllmx_core.communicator import Communicator
 from vllmx_core.dtypes import choose_dtype

@@ -1,1 +1,1 @@
-"""Tensor parallelism: what one rank of several computes of a model, as a model of its own."""
+"""Tensor and pipeline parallelism: one rank's part of a model, as a model of its own."""

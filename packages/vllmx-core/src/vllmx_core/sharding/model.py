@@ -27,16 +27,16 @@ from vllmx_core.weights.spec import WeightSpec
 
 MOST_RANKS = 64
 IN_PLACE_RANKS = 8
-"""The most ranks whose answers of experts are summed as everything is: all ranks read what each of
-them has of all tokens, and wait once."""
+"""The most ranks whose experts' results are summed like everything else: all ranks read the parts
+of all tokens, and wait once."""
 
 
 class ShardedModel:
-    """A `vllmx_core.model.Model`. Its map has the rank's rows and columns, its step the rank's
-    heads, and collectives where ranks need each other.
+    """A `vllmx_core.model.Model` with one rank's rows and columns of weights and its heads, and
+    collectives between the ranks.
 
     Attributes:
-        whole: the model that all ranks are.
+        whole: the model of all ranks together.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class ShardedModel:
     def _narrowed(
         self, op: Op, w: Mapping[str, WeightRef], known: dict[Value, Value]
     ) -> Iterator[Op]:
-        """The op on this rank, and the collective behind it; `known` has the rank's values by those
-        of the whole."""
+        """The op on this rank, and the collective after it; `known` maps values of the whole model
+        to the rank's."""
         shard, (result, *_) = self._shard, op.writes
         if self._parts.sums(op):
             for local in self._parts.ops(op, known, w, self._begin(op)):
@@ -111,7 +111,7 @@ class ShardedModel:
             yield gather
 
     def _begin(self, op: Op) -> int:
-        """The first feature that the rank has of what a matrix reads."""
+        """The rank's first feature of a matrix's input."""
         share = self._shard.values.get(op.reads[0])
         return 0 if share is None else share.pieces[0][0]
 
@@ -149,14 +149,14 @@ def sharded(
     whole_experts: bool = False,
     in_place_ranks: int = IN_PLACE_RANKS,
 ) -> ShardedModel:
-    """The part of rank `rank` of `ranks`; of the weights nothing is read but what tells their
-    layouts. With `deterministic`, sums are those of any other number of ranks, one among them
-    (`vllmx_core.sharding.parts`). With `whole_experts`, each rank has some of the experts of a
-    layer and runs them for all tokens; without, it has a part of each. Answers of experts on more
-    ranks than `in_place_ranks` are added token by token (`vllmx_core.ops.combine`).
+    """The part of rank `rank` of `ranks`; reads only the layouts of weights. With `deterministic`,
+    sums have the same bits for any number of ranks (`vllmx_core.sharding.parts`). With
+    `whole_experts`, each rank has some of the experts of a layer and runs them for all tokens;
+    otherwise it has a part of each. With more ranks than `in_place_ranks`, results of experts are
+    added token by token (`vllmx_core.ops.combine`).
 
-    Raises ConfigError for sizes that cannot be divided among so many ranks, with numbers that they
-    can be; OpError as recording does, and where an op needs a value whole that ranks have parts of.
+    Raises ConfigError, which suggests numbers of ranks, if sizes cannot be divided among `ranks`;
+    OpError as recording does, and if an op needs a whole value of which ranks have parts.
     """
     recording = record(model, max_model_len)
     specs = {spec.name: spec for spec in recording.specs}

@@ -1,9 +1,9 @@
-"""Sums whose bits do not depend on how many ranks make them.
+"""Sums whose bits do not depend on the number of ranks.
 
-A product with a matrix that ranks cut along its input features is a sum over them, which floating
-point rounds by its order. Here it is always the sum of the same few parts, each the product of some
-features that one rank has: neighbours are added in pairs, then neighbouring sums, and so on, first
-those of one rank, then those of all (`vllmx_core.communicator.tree_sum`).
+If ranks cut a matrix along its input features, the product is a sum over ranks, and floating point
+rounds by the order of a sum. Here it is always the sum of the same few parts, each the product of
+some features of one rank: neighbours are added in pairs, then neighbouring sums, and so on, first
+within a rank, then over all (`vllmx_core.communicator.tree_sum`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.slice import Slice
 from vllmx_core.ops.values import Value, WeightRef
-from vllmx_core.sharding.cuts import Share
 from vllmx_core.sharding.plan import ShardPlan, WeightCut
+from vllmx_core.sharding.shares import Share
 from vllmx_core.sharding.weights import narrowed
 from vllmx_core.weights.spec import WeightSpec
 
 COUNTS = (4, 2)
-"""The numbers of parts, the best first: the first one into which all sums of the model can be cut
-is taken."""
+"""Numbers of parts, the best first: the first one that divides all sums of the model is used."""
 Planner = Callable[[int, int], ShardPlan]
 """A function of a rank and the number of ranks; raises ConfigError."""
 
@@ -72,9 +71,9 @@ class Parts:
     def ops(
         self, op: Op, known: Mapping[Value, Value], w: Mapping[str, WeightRef], begin: int
     ) -> Iterator[Op]:
-        """What computes the rank's sum, the last one's result. `known` has the rank's values by
-        those of the whole; `begin` is the first feature that the rank has of what a matrix
-        reads."""
+        """Ops that compute the rank's sum, which is the last one's result. `known` maps values of
+        the whole to those of the rank; `begin` is the first feature of a matrix's input that the
+        rank has."""
         results, adds = [], list[Op]()
         for number, shard in enumerate(self.shards, self.first):
             changes: dict[str, Any] = {
@@ -105,13 +104,13 @@ class Parts:
         yield from adds
 
     def sums(self, op: Op) -> bool:
-        """Whether an op is one of those sums."""
+        """True if an op is one of those sums."""
         return bool(self.shards) and op in _sums(self.shards[0])
 
 
 def parts_of_rank(shard_of: Planner, rank: int, ranks: int) -> Parts:
-    """Raises ConfigError for a model whose sums cannot be cut, and for ranks that cannot have as
-    many parts each."""
+    """The parts of a rank. Raises ConfigError if the model's sums cannot be cut, or if the parts
+    cannot be divided evenly among the ranks."""
     count = next((count for count in COUNTS if fits(shard_of, count)), 1)
     if ranks > count or count % ranks:
         fitting = " or ".join(str(one) for one in (1, 2, 4) if one <= count)
@@ -128,7 +127,7 @@ def parts_of_rank(shard_of: Planner, rank: int, ranks: int) -> Parts:
 
 
 def fits(shard_of: Planner, count: int) -> bool:
-    """Whether a model can be cut among so many ranks, or into so many parts."""
+    """True if a model can be cut among `count` ranks, or into `count` parts."""
     if count == 1:
         return True
     try:

@@ -1,9 +1,9 @@
-"""Goes through a recorded step and decides what one rank has of each value and weight.
+"""Plans one rank's share of each value and weight of a recorded step.
 
-The step is read from its end. An op whose weight is cut along its input features, or whose rows are
-the vocabulary, begins: it says which share of its operand it reads, and a collective behind it
-makes the result whole. Whoever computes that operand then needs shares of its own operands and
-weights, and so on up to a matrix whose output features are cut, which reads a whole value.
+The step is read backwards. A chain begins at an op whose weight is cut along its input features, or
+whose rows are the vocabulary: it reads a share of its operand, and a collective after it makes the
+result whole. The op that computes that operand needs shares of its own operands and weights, and so
+on, up to a matrix whose output features are cut, which reads a whole value.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.values import Value, WeightRef
 from vllmx_core.records import MutableRecord, Record, field
-from vllmx_core.sharding.cuts import Piece, Share, Units, divided
 from vllmx_core.sharding.rules import RULES, Options
+from vllmx_core.sharding.shares import Piece, Share, Units, divided
 from vllmx_core.weights.spec import WeightSpec
 
 VOCABULARY_UNIT = 64
@@ -36,8 +36,8 @@ class Columns(Record):
     unit: int
     """Cuts are at multiples of so many."""
     orders: tuple[bytes, ...] = ()
-    """Set where groups stay whole in another order of the features alone: that of each matrix,
-    int32."""
+    """Set if groups only stay whole in another order of the features: an int32 order for each
+    matrix."""
     ordered_unit: int = 1
     """Cuts are at multiples of so many features in that order."""
 
@@ -46,33 +46,33 @@ ColumnsOf = Callable[[WeightSpec], Columns]
 
 
 class WeightCut(MutableRecord):
-    """What a rank has of a weight."""
+    """A rank's part of a weight."""
 
     rows: Share | None = None
     cols: Piece | None = None
     matrices: Piece | None = None
     """The matrices of a stack that are taken."""
     orders: tuple[bytes, ...] = ()
-    """The order, int32, in which `rows` or `cols` number the features of each matrix, of rows run
-    by run; empty: their own."""
+    """The int32 order in which `rows` or `cols` number the features of each matrix, rows run by
+    run; empty: unchanged."""
 
 
 class ShardPlan(MutableRecord):
-    """What one rank has of a step."""
+    """One rank's part of a step."""
 
     values: dict[Value, Share] = field(default_factory=dict)
-    """What the rank has of each value that no rank has whole."""
+    """The rank's share of each value that no rank has whole."""
     weights: dict[str, WeightCut] = field(default_factory=dict)
     kv_heads: dict[int, range] = field(default_factory=dict)
     """The heads of keys and values that the rank has, for each attention layer."""
     states: dict[int, StateSpec] = field(default_factory=dict)
-    """What the rank keeps of recurrent layers that ranks divide, by `ModelShape.states`."""
+    """The rank's share of the states that ranks divide, by index in `ModelShape.states`."""
     options: dict[Op, Options] = field(default_factory=dict)
     reduced: set[Op] = field(default_factory=set)
-    """Ops whose results are to be added over all ranks."""
+    """Ops whose results are added over all ranks."""
     combined: dict[Op, tuple[int, ...]] = field(default_factory=dict)
-    """Experts on so many ranks that sums are made token by token, with the number behind the last
-    expert of each rank."""
+    """Experts whose results are added token by token, with one past the last expert of each rank.
+    """
     vocabulary: dict[Op, tuple[Piece, ...]] = field(default_factory=dict)
     """Heads and embeddings, with the ids of each rank."""
 
@@ -87,10 +87,9 @@ def plan_shards(
     whole_experts: bool = False,
     combines: bool = False,
 ) -> ShardPlan:
-    """Goes through all ops; ranks have a part of each expert, with `whole_experts` some experts
-    each, whose answers are added token by token if it `combines`. Raises ConfigError for sizes that
-    cannot be divided among `ranks`, OpError where an op needs a value whole that another one has
-    cut."""
+    """Plans all ops. Ranks have a part of each expert, or with `whole_experts` some experts each,
+    whose results are added token by token if `combines`. Raises ConfigError if sizes cannot be
+    divided among `ranks`, OpError if an op needs a whole value that another op has cut."""
     return _Cutter(steps, specs, columns, rank, ranks, whole_experts, combines).run()
 
 
@@ -208,8 +207,8 @@ class _Cutter:
             self._shard.reduced.add(op)
 
     def _matrix_behind(self, op: Linear) -> WeightRef | None:
-        """The matrix whose features, activated one by one, are all that `op` reads, and that nobody
-        else reads."""
+        """The matrix whose features, activated one by one, are the input of `op` and of no other
+        op."""
         value = op.x
         while self._readers[value] == 1 and value in self._made_by:
             made_by = self._made_by[value]
@@ -221,8 +220,8 @@ class _Cutter:
         return None
 
     def _reorder(self, behind: WeightRef | None, ref: WeightRef) -> None:
-        """Has the features between two matrices numbered in the order of the groups of the second
-        one, if it has such and they may be: ranks then have whole groups."""
+        """Numbers the features between two matrices in the order of the second one's groups, if
+        possible, so that ranks have whole groups."""
         orders = self._columns(self._specs[ref.name]).orders
         if not orders or behind is None or self._users[behind.name] + self._users[ref.name] > 2:
             return
@@ -255,8 +254,9 @@ class _Cutter:
 
     # --- what must be whole -----------------------------------------------------------------------
     def _check(self, op: Op) -> None:
-        """An op has said by now what it reads a share of; all else it reads whole. Readers come
-        before the op that makes a value, so both are known when that one's turn comes."""
+        """Notes the values and weights of which an op requested no share, so that it reads them
+        whole. Raises OpError for a result that is both cut and read whole: its readers came first.
+        """
         for value in op.reads:
             if (op, value) not in self._taken:
                 self._whole.setdefault(value, op)

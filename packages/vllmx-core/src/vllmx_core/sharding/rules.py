@@ -1,5 +1,5 @@
-"""What each op makes of a cut: where its result may be cut, and what it needs then of its operands
-and weights. Ops that are not here compute whole values, on every rank alike."""
+"""Sharding rules of the ops: where a result may be cut, and which parts of the operands and weights
+a share of it needs. Ops without a rule compute whole values on every rank."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.ops.values import Value, WeightRef
-from vllmx_core.sharding.cuts import Share, Units
+from vllmx_core.sharding.shares import Share, Units
 
 
 class Cutter(Protocol):
-    """What the rules ask and tell while a step is gone through."""
+    """Collects the decisions of the rules as they go through a step."""
 
     ranks: int
 
@@ -35,7 +35,7 @@ class Cutter(Protocol):
         ...
 
     def shard(self, ref: WeightRef) -> str:
-        """What the weight map says."""
+        """The weight's `WeightSpec.shard`."""
         ...
 
     def value(self, op: Op, value: Value, share: Share) -> None:
@@ -60,12 +60,12 @@ Options = dict[str, Any]
 
 
 class Rule:
-    """What sharding does to one type of op, whose result a rank may have a share of.
+    """The sharding of one type of op.
 
     Args:
         units: where the result may be cut, None: nowhere.
-        take: tells the cutter what the op reads for a share of its result, and gives the options
-            that it has on this rank.
+        take: requests from the cutter what a share of the result needs, and returns the op's
+            options on this rank.
     """
 
     def __init__(
@@ -164,8 +164,8 @@ def _head_norm(op: HeadNorm, share: Share, cutter: Cutter) -> Options:
 
 
 def _attention_units(op: Attention, cutter: Cutter) -> Units | None:
-    """Kv heads with all of their query heads; where ranks are more, each kv head lies on several,
-    which have some of its query heads each."""
+    """Kv heads with all of their query heads; with more ranks than kv heads, several ranks have
+    each kv head and some of its query heads."""
     spec, ranks = op.spec, cutter.ranks
     fed = cutter.units(op.qkv)
     if fed is None or spec.head_size % fed.unit or fed.sections > 1:
@@ -198,8 +198,8 @@ def _attention(op: Attention, share: Share, cutter: Cutter) -> Options:
 
 
 def _recurrence_units(op: Recurrence, cutter: Cutter) -> Units | None:
-    """Key heads with all of their heads, or, where ranks are more, each with some of them. Tiled
-    ones are cut between tiles, whose heads have a key head each, or within them."""
+    """Key heads with all of their heads, or with some of them if there are more ranks. Tiled heads
+    are cut between tiles, in which each head has another key head, or within them."""
     spec, ranks, one = op.spec, cutter.ranks, Units()
     if any(cutter.units(x) != one for x in op.reads):
         return None

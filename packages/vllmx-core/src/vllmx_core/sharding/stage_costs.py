@@ -1,5 +1,4 @@
-"""What the parts of a step cost between two places where it can be cut into stages: the bytes of
-weights that they read, or seconds that somebody has measured."""
+"""Costs of the segments between two neighbouring cuts: bytes of weights, or measured seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ from itertools import pairwise
 from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.op import Op
-from vllmx_core.ops.values import Value
 from vllmx_core.recorded.recording import Recording
 from vllmx_core.sharding.stage_cuts import Cut, balanced
 from vllmx_core.weights.map import parts_of
@@ -17,21 +15,21 @@ from vllmx_core.weights.part import WeightSource
 from vllmx_core.weights.spec import WeightSpec
 
 STEP_ROWS = 16
-"""Rows of the step that costs are of: sequences that decode."""
+"""Decoding sequences in the step whose cost is estimated."""
 _CLEARLY = 0.95
-"""The slowest stage's share of what it takes cut by bytes, from which on a measured cut is taken:
-below it the noise of the measurement would decide."""
+"""A measured cut is used if its slowest stage takes at most this fraction of the time with a cut by
+bytes; otherwise noise would decide."""
 
 
 def byte_costs(recording: Recording, source: WeightSource) -> list[float]:
-    """What each op adds to the time of a step: the bytes of weights that it reads."""
+    """Bytes of weights that each op reads in a step."""
     specs = {spec.name: spec for spec in recording.specs}
     return [_cost(op, specs, source) for op in recording.steps.ops]
 
 
 def _cost(op: Op, specs: Mapping[str, WeightSpec], source: WeightSource) -> float:
-    """Bytes of an op's weights. Of a table of tokens a step reads a few rows, of experts those that
-    its rows ask for."""
+    """Bytes of an op's weights that a step reads: hardly any of a token table, and only the experts
+    that its rows use."""
     if isinstance(op, Embedding):
         return 0.0
     size = sum(weight_bytes(specs[ref.name], source) for ref in op.weights if ref.name in specs)
@@ -41,12 +39,12 @@ def _cost(op: Op, specs: Mapping[str, WeightSpec], source: WeightSource) -> floa
 
 
 def used_share(chosen: int, experts: int, rows: int) -> float:
-    """How many of the experts some rows use, 0 to 1, if each row chooses as many by lot."""
+    """Expected fraction of the experts that are used if each row chooses at random."""
     return 1.0 - (1.0 - min(1.0, chosen / experts)) ** rows
 
 
 def weight_bytes(spec: WeightSpec, source: WeightSource) -> float:
-    """Bytes of a weight in the checkpoint; matrices of a stack are taken to be alike."""
+    """Bytes of a weight in the checkpoint, assuming equal matrices in a stack."""
     first = spec.matrices[0]
     cols = max(1, spec.cols)
     parts = parts_of(first, source)
@@ -55,14 +53,14 @@ def weight_bytes(spec: WeightSpec, source: WeightSource) -> float:
 
 # --- segments -------------------------------------------------------------------------------------
 def segment_bounds(cuts: Sequence[Cut]) -> list[tuple[Cut, Cut | None]]:
-    """The parts of a step between neighbouring places; the last one has no end."""
+    """The segments of a step between neighbouring places; the last one has no end."""
     return list(pairwise([Cut(0, ()), *cuts, None]))  # type: ignore[list-item]  # the end alone
 
 
 def sums_of_stages(
     chosen: Sequence[Cut], cuts: Sequence[Cut], costs: Sequence[float]
 ) -> list[float]:
-    """What each stage costs, of the costs of the segments."""
+    """The cost of each stage, from the costs of the segments."""
     ends = [1 + cuts.index(cut) for cut in chosen]
     return [sum(costs[begin:end]) for begin, end in pairwise([0, *ends, len(costs)])]
 
@@ -73,8 +71,8 @@ def measured_cuts(
     seconds: Sequence[float],
     stages: int,
 ) -> tuple[Cut, ...]:
-    """The places at which the slowest stage takes least; those that balance bytes of weights where
-    it takes hardly longer, so that what is measured on one machine twice comes to the same.
+    """The places at which the slowest stage is fastest. Places that balance bytes of weights are
+    preferred if they are hardly slower, so that repeated measurements give the same result.
 
     Args:
         cuts: all places.
@@ -93,23 +91,16 @@ def likeness(
     ops: Sequence[Op], specs: Mapping[str, WeightSpec], source: WeightSource
 ) -> tuple[object, ...]:
     """Equal for segments that take the same time: ops of the same sizes, options and formats."""
+
+    def size(name: str) -> float | None:
+        return weight_bytes(specs[name], source) if name in specs else None
+
     return tuple(
         (
             op.name,
-            tuple(_size(value) for value in (*op.reads, *op.writes)),
-            tuple(
-                (ref.kind, ref.rows, ref.cols, ref.count, _format(ref.name, specs, source))
-                for ref in op.weights
-            ),
+            tuple((one.width, one.rows, one.dtype) for one in (*op.reads, *op.writes)),
+            tuple((ref.kind, ref.rows, ref.cols, ref.count, size(ref.name)) for ref in op.weights),
             repr(op.options),
         )
         for op in ops
     )
-
-
-def _size(value: Value) -> tuple[object, ...]:
-    return value.width, value.rows, value.dtype
-
-
-def _format(name: str, specs: Mapping[str, WeightSpec], source: WeightSource) -> float | None:
-    return weight_bytes(specs[name], source) if name in specs else None

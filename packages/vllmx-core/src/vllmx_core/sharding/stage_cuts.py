@@ -1,15 +1,16 @@
 """Places where a recorded step can be cut into stages, and the choice among them.
 
-A place is a position in the list of ops. Between two layers the residual stream crosses a cut, and
-what has still to be added to it. Inside a layer more does, or other things; so places are those
-where nothing crosses that is not as wide as the stream, and where there is none, those where least
-does. Those alone count where all that crosses are features of tokens, where hardly more crosses
-than at the best one, and where no layer on the far side reads pages or states of one on the near
-side.
+A place is a position in the list of ops. Between two layers, only the residual stream and values to
+be added to it cross a cut, all equally wide; inside a layer more or other values cross it. So
+between two mixers the place is one where only values as wide as the stream cross, if there is one,
+otherwise the one where least crosses. All values that cross must be features of tokens, no layer
+after the cut may read pages or states of one before it, and places that pass much more than the
+narrowest one are dropped.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -23,14 +24,14 @@ from vllmx_core.ops.vocab_embedding import VocabEmbedding
 from vllmx_core.records import Record
 
 _AS_NARROW = 1.25
-"""The factor by which more may cross between two layers than between others."""
+"""Places may pass this many times the features of the narrowest one."""
 
 Home = tuple[str, int]
 """Pages or states that ops have in common: ("layer", number) or ("state", number)."""
 
 
 def home_of(op: Op) -> Home | None:
-    """Which pages or states an op reads and writes, by the model's numbers."""
+    """The pages or states that an op reads and writes, by the model's numbers."""
     spec = getattr(op, "spec", None)
     for kind in ("layer", "state"):
         number = getattr(spec, kind, None)
@@ -44,7 +45,7 @@ class Cut(Record):
 
     index: int
     crossing: tuple[Value, ...]
-    """What is made before it and read behind it, in the order in which it is made."""
+    """Values written before the cut and read after it, in order of writing."""
 
     @property
     def width(self) -> int:
@@ -81,12 +82,12 @@ def places(steps: OpList, shape: ModelShape) -> list[Cut]:
 
 
 def own_cut(steps: OpList, cut: Cut) -> Cut:
-    """A place of another rank's part of the model in this one's, which has the same ops."""
+    """Converts a place of another rank's part to this rank's part, which has the same ops."""
     return Cut(cut.index, _crossing(steps)[cut.index])
 
 
 def _crossing(steps: OpList) -> list[tuple[Value, ...]]:
-    """What is alive before each op."""
+    """The values alive before each op."""
     last = {value: index for index, op in enumerate(steps.ops) for value in op.reads}
     last[steps.logits] = len(steps.ops)
     alive: dict[Value, int] = {}
@@ -99,7 +100,7 @@ def _crossing(steps: OpList) -> list[tuple[Value, ...]]:
 
 
 def _held(ops: Sequence[Op], shape: ModelShape) -> list[tuple[int, int]]:
-    """(first, last) op over each home, which no cut may part."""
+    """(first, last) op of each home, between which no cut may be."""
     spans: dict[Home, tuple[int, int]] = {}
     for index, op in enumerate(ops):
         home = home_of(op)
@@ -113,39 +114,31 @@ def _held(ops: Sequence[Op], shape: ModelShape) -> list[tuple[int, int]]:
 
 
 def balanced(cuts: Sequence[Cut], costs: Sequence[float], stages: int) -> tuple[Cut, ...]:
-    """`stages` - 1 of the places, at which the dearest stage costs least; of several such choices
-    one whose stages cost much the same.
+    """`stages` - 1 of the places that minimise the cost of the dearest stage, then the sum of the
+    squares of all costs.
 
     Args:
         costs: of each op.
     """
     total = [0.0, *accumulate(costs)]
     ends = [*(cut.index for cut in cuts), len(costs)]
-
-    def one_more(end: int) -> tuple[tuple[float, float], int]:
-        """The cost with one stage more, which ends at `ends[end]`; and where that one begins."""
-        choices = []
-        for place in range(end):
-            (dearest, squares), own = best[place], total[ends[end]] - total[ends[place]]
-            choices.append(((max(dearest, own), squares + own * own), place))
-        return min(choices)
-
-    best = [(total[end], total[end] ** 2) for end in ends]
-    """The stages so far, for each place at which the last of them may end: the dearest one's cost,
-    and the sum of the squares of all."""
-    chosen: list[list[int]] = []
-    for stage in range(1, stages):
-        rows = [
-            one_more(end) if end >= stage else ((float("inf"), 0.0), 0) for end in range(len(ends))
+    never: tuple[float, float, tuple[int, ...]] = (math.inf, 0.0, ())
+    # For each place at which the stages so far may end: the dearest one's cost, the sum of the
+    # squares of all, and the places between them, the last first.
+    best = [(total[end], total[end] ** 2, never[2]) for end in ends]
+    for _ in range(1, stages):
+        best = [
+            min(
+                (
+                    (max(dearest, own), squares + own * own, (place, *chosen))
+                    for place, (dearest, squares, chosen) in enumerate(best[:number])
+                    for own in [total[end] - total[ends[place]]]
+                ),
+                default=never,
+            )
+            for number, end in enumerate(ends)
         ]
-        best = [cost for cost, _ in rows]
-        chosen.append([place for _, place in rows])
-    found: list[Cut] = []
-    end = len(ends) - 1
-    for places_of_stage in reversed(chosen):
-        end = places_of_stage[end]
-        found.append(cuts[end])
-    return tuple(reversed(found))
+    return tuple(cuts[place] for place in reversed(best[-1][2]))
 
 
 def check_stages(cuts: Sequence[Cut], stages: int) -> None:
@@ -163,8 +156,8 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 def num_layers(ops: Sequence[Op]) -> int:
-    """The layers that have begun in ops, by the names of their matrices, counted from the model's
-    first one. A layer's first norm is often made together with the sum of the one before."""
+    """The number of layers that have begun in ops, by the names of their matrices: a layer's first
+    norm is often computed with the sum of the previous layer."""
     return _layers_begun(ops)[-1]
 
 
@@ -187,7 +180,7 @@ def layers_between(cuts: Sequence[Cut], ops: Sequence[Op]) -> tuple[int, ...]:
 def cuts_behind(
     layers: Sequence[int], cuts: Sequence[Cut], ops: Sequence[Op], stages: int
 ) -> tuple[Cut, ...]:
-    """The places at which stages have so many layers each. Raises ConfigError where there are
+    """The places at which the stages have these numbers of layers. Raises ConfigError if there are
     none."""
     at = {num_layers(ops[: cut.index]): cut for cut in reversed(cuts)}
     *inner, last = accumulate(layers)

@@ -1,8 +1,8 @@
-"""One stage of a model, as a model that any backend loads: some of its layers, behind one another.
+"""One stage of a model, as a model that any backend loads: a run of consecutive layers.
 
-The first stage looks tokens up, each hands on what its layers came to, and the last one has the
-head. A stage has the weights, pages and states of its own layers; all have the same blocks of the
-same groups, so that one plan is good for all.
+The first stage has the embedding, each hands its layers' results on, and the last one has the head.
+A stage has the weights, pages and states of its own layers; all have the same blocks of the same
+groups, so that one plan fits all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 from vllmx_core.backend import LoadOptions
 from vllmx_core.cache.capacity import layout_of
 from vllmx_core.cache.groups import CacheLayout
+from vllmx_core.errors import OpError
 from vllmx_core.model import CacheGroup, Model, ModelShape, SharedKV
+from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.recorder import Ops
 from vllmx_core.ops.recv import Recv
@@ -37,11 +39,11 @@ from vllmx_core.weights.spec import WeightSpec
 
 
 class StagedModel:
-    """A `vllmx_core.model.Model`: the ops between two cuts. What a stage before the last returns is
-    a vector for each logit row, of which its plans have none.
+    """A `vllmx_core.model.Model`: the ops between two cuts. Stages before the last return a vector
+    for each logit row, of which their plans have none.
 
     Attributes:
-        share_of_cache: how much of what the model keeps of a token it keeps, 0 to 1.
+        share_of_cache: this stage's fraction of the model's cache for a token, 0 to 1.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class StagedModel:
 
 
 def _kept(shape: ModelShape) -> int:
-    """Numbers that are kept of a token."""
+    """Numbers in the cache for each token."""
     return sum(kv.num_kv_heads * (kv.head_size + kv.value_size) for kv in shape.kv_specs)
 
 
@@ -127,8 +129,8 @@ def _renumbered(op: Op, layers: list[int], states: list[int]) -> Op:
 
 
 def _groups(shape: ModelShape, layers: list[int], layout: CacheLayout) -> tuple[CacheGroup, ...]:
-    """The groups of the whole model, with the stage's layers. Those of groups that forget alike and
-    keep alike are dealt out to these groups anew, evenly, as a block is as large as the fullest."""
+    """The groups of the whole model, with the stage's layers. Groups of equal windows and page
+    sizes share their layers evenly, since a block is as large as the fullest group."""
     kinds: dict[object, list[int]] = {}
     for number, group in enumerate(layout.groups):
         size = layout.places[layout.place_of[group.layers[0]]] if group.layers else None
@@ -149,6 +151,45 @@ def _groups(shape: ModelShape, layers: list[int], layout: CacheLayout) -> tuple[
     )
 
 
+class ProbedSegment(StagedModel):
+    """A part of a step that one process loads and runs alone, to measure it: it reads rows of the
+    token table instead of a previous stage's values, and sends nothing. Raises OpError unless the
+    values at its ends are as wide as those rows."""
+
+    def __init__(
+        self, whole: Model, steps: OpList, begin: Cut, end: Cut | None, layout: CacheLayout
+    ) -> None:
+        super().__init__(whole, steps, begin, end, layout)
+        self._table = _table_of(steps)
+        self._names.add(self._table.name)
+        for value in (*self._received, *(self._sent or ())):
+            if value.width != self._table.cols:
+                raise OpError(
+                    f"a value of {value.width} features crosses a place, and the table of tokens"
+                    f" has {self._table.cols}"
+                )
+
+    def forward(self, ops: Ops, w: Mapping[str, WeightRef], step: StepInputs) -> Value:
+        """Replays the part."""
+        for value in self._received:
+            ops.put(Embedding(step.tokens, self._table, 0, value))
+        for op in self._ops:
+            ops.put(op)
+        if self._sent is None:
+            return self._logits
+        total, *others = self._sent
+        for value in others:
+            total = ops.add(total, value)
+        return ops.pool(total, step, "last")
+
+
+def _table_of(steps: OpList) -> WeightRef:
+    for op in steps.ops:
+        if isinstance(op, Embedding) and op.ids.source == "tokens":
+            return op.w
+    raise OpError("the model has no table of tokens")
+
+
 def staged(
     model: Model,
     source: WeightSource,
@@ -159,13 +200,12 @@ def staged(
     as_rank_0: Model | None = None,
     layers: Sequence[int] | None = None,
 ) -> StagedModel:
-    """Stage `stage` of `stages`; of the weights nothing is read but what tells their layouts. Where
-    the model is one rank's part, it is cut at the ops at which `as_rank_0` is, the first rank's
-    part, so that all ranks of a stage have the same ops of their own widths. Stages have as many
-    `layers` each; None: so that none reads many more bytes of weights than others.
+    """Stage `stage` of `stages`; reads only the layouts of weights. If the model is one rank's
+    part, `as_rank_0` is the first rank's: it is cut at the same ops, so that all ranks of a stage
+    have the same ops. `layers` are those of each stage; None: balanced by bytes of weights.
 
-    Raises ConfigError for more stages than the model has layers that can be parted, and for layers
-    that it does not have or that cannot be parted there; OpError as recording does.
+    Raises ConfigError for more stages than the model can be cut into, and for `layers` that it does
+    not have or that cannot be separated; OpError as recording does.
     """
     recording = record(model, options.max_model_len)
     alike = recording if as_rank_0 is None else record(as_rank_0, options.max_model_len)

@@ -1,4 +1,4 @@
-"""Lines of a weight map, narrowed to what one rank has."""
+"""Lines of a weight map, narrowed to one rank's part."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from vllmx_core.sharding.cuts import Share
 from vllmx_core.sharding.plan import Columns, WeightCut
+from vllmx_core.sharding.shares import Share
 from vllmx_core.weights.map import parts_of
 from vllmx_core.weights.part import WeightPart, WeightSource
 from vllmx_core.weights.spec import PartSpec, RankShare, WeightSpec
 
 
 def narrowed(spec: WeightSpec, cut: WeightCut, *, biased: bool) -> WeightSpec:
-    """The rank's rows or columns. A bias behind columns is added by one rank, the one that is
-    `biased`; one of rows is cut with them. Whole matrices of a stack keep theirs."""
+    """The rank's rows or columns. If columns are cut, only the `biased` rank adds the bias; if rows
+    are cut, the bias is cut with them. Whole matrices of a stack keep theirs."""
     if cut.matrices is not None:
         first, end = cut.matrices
         mine = tuple(part for matrix in spec.matrices[first:end] for part in matrix.parts)
@@ -67,8 +67,8 @@ def columns_of(spec: WeightSpec, source: WeightSource) -> Columns:
 
 
 def group_order(part: WeightPart) -> bytes:
-    """The input features in the order of their groups, int32; empty where they are, or where groups
-    are not of one size."""
+    """The input features in the order of their groups, int32; empty if they are in order already or
+    groups have unequal sizes."""
     groups, cols = part.group_of, part.shape[1]
     if groups is None:
         return b""

@@ -1,8 +1,8 @@
 """HTTP under one deadline: looking up the host, connecting, TLS, headers and body together.
 
-A timeout of `http.client` or `urllib` counts for each read, so that a server which sends a byte
-from time to time holds its client for as long as it likes. This module is imported where a request
-is sent: http.client and ssl take some ms.
+A timeout of `http.client` or `urllib` restarts with each read, so a server can hold its client
+forever by sending single bytes. Import this module only where a request is sent: http.client and
+ssl take some ms.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CONNECT_S = 5.0
 
 
 class DeadlineConnection(http.client.HTTPConnection):
-    """A connection for one request. Raises DeadlineError besides what its base class raises.
+    """A connection for one request. Raises the errors of its base class, and DeadlineError.
 
     Args:
         port: None: the usual one.
@@ -73,7 +73,7 @@ def get(url: str, headers: dict[str, str], seconds: float) -> tuple[int, bytes]:
 
 
 class _TimedSocket:
-    """What `http.client` needs of a socket, each wait within the deadline."""
+    """The part of a socket that `http.client` uses, each wait within the deadline."""
 
     def __init__(self, connection: socket.socket, deadline: Deadline) -> None:
         self._connection = connection
@@ -116,7 +116,7 @@ class _TimedReader(io.RawIOBase):
 def _waited(
     connection: socket.socket, deadline: Deadline, call: Callable[..., T], *arguments: Any
 ) -> T:
-    """What `call` returns, called again while it times out and the deadline has not passed."""
+    """Repeats `call` on timeouts until the deadline has passed."""
     while True:
         connection.settimeout(deadline.left_s())
         try:

@@ -1,5 +1,5 @@
-"""Opens files of a model, data from somebody else: without waiting, and only regular files.
-Replaces files, and warns of secrets that others may read."""
+"""Opens files of a model, which are untrusted: only regular files, so that opening never waits.
+Replaces files atomically, and warns of secrets that others may read."""
 
 from __future__ import annotations
 

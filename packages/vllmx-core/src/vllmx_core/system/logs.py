@@ -69,11 +69,10 @@ def configure_logging(
     stream: StandardError | None = None,
     log_format: str | None = None,
 ) -> None:
-    """Everything of vllmx at `level`; libraries only from warnings on. For programs: the packages
-    themselves never touch the configuration of logging. Servers bring a `stream` that never holds
-    them up; then `logging.shutdown` must be called where a process ends without cleaning up.
-    `log_format` is text or json; None: what `FORMAT_VARIABLE` says. Raises ConfigError for an
-    unknown name."""
+    """Logs vllmx at `level` and libraries from warnings on. For programs: the packages themselves
+    never configure logging. Servers pass a `stream` that never blocks; then `logging.shutdown` must
+    be called if a process ends without cleaning up. `log_format` is text or json; None: the value
+    of `FORMAT_VARIABLE`. Raises ConfigError for an unknown name."""
     if isinstance(level, str):
         check_log_level(level)
     log_format = log_format or os.environ.get(FORMAT_VARIABLE) or "text"

@@ -1,4 +1,4 @@
-"""How much memory of the host there is to take, giving some back, and how messages write sizes."""
+"""Free memory of the host, returning freed memory to it, and sizes in messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FreeBytes(int):
 
 
 def remedy_for(free: float) -> str:
-    """What to do where `free` bytes are too few."""
+    """Advice for a message if `free` bytes are too few."""
     return free.remedy if isinstance(free, FreeBytes) else FREE_MEMORY
 
 

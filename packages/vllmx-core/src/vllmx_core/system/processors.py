@@ -1,4 +1,4 @@
-"""How many processors this process may really use, and which of them are neighbours."""
+"""Processors that this process may use, and which of them are neighbours."""
 
 from __future__ import annotations
 

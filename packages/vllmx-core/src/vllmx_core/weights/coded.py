@@ -91,7 +91,7 @@ class CodedRows(Record):
 
 
 def in_equal_groups(groups: AnyArray) -> bool:
-    """Whether columns of these groups are in order, with the same number of columns in each."""
+    """True if the groups of columns are in order and have the same number of columns each."""
     count = int(groups.max()) - int(groups.min()) + 1
     if len(groups) % count:
         return False
@@ -99,8 +99,8 @@ def in_equal_groups(groups: AnyArray) -> bool:
 
 
 def filled_order(group_of: AnyArray) -> I32:
-    """Sorts input features by their groups and fills each group up to whole units of `FILLED_UNIT`
-    columns: what multiplies equal groups in order multiplies uneven ones so.
+    """Sorts input features by their groups and pads each group to whole units of `FILLED_UNIT`
+    columns, so that kernels for equal groups in order can multiply uneven ones.
 
     Args:
         group_of: (cols,) the group of each feature; a group may have none.

@@ -21,9 +21,9 @@ class Encoded(Record):
     scales: F32 | None = None
     """(rows,) of "int8" and "fp8"."""
     squared_error: float = 0.0
-    """Sum of the squares of what the values became less what they were; if it was asked for."""
+    """Sum of the squared errors, if it was asked for."""
     squared_value: float = 0.0
-    """Sum of the values' own squares; if it was asked for."""
+    """Sum of the squared values, if it was asked for."""
 
 
 class Encoder(Protocol):

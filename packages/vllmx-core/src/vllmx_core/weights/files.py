@@ -1,7 +1,7 @@
 """Files of weights, read range by range.
 
-Nothing is mapped: a mapped file that shrinks, or whose disk fails, kills the process at the next
-look, where a read ends as an error that names the file.
+Nothing is memory-mapped: if a mapped file shrinks or its disk fails, the next access kills the
+process, whereas a read raises an error that names the file.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from vllmx_core.system.files import open_model_file
 Bytes = npt.NDArray[np.uint8]
 
 _CALL_BYTES = 1 << 30
-"""The bytes that one call reads; systems take no more than 2 GiB."""
+"""Bytes of one read call; systems allow at most 2 GiB."""
 KEPT_BYTES = 256 << 20
 _SKIPPED_BYTES = 4096
-"""Runs that lie further apart are read one by one; less is read along with them and left out: a
-call costs as much, and a disk gives whole pages."""
+"""Runs further apart than this are read one by one. Smaller gaps are read and dropped: a call costs
+as much, and disks read whole pages."""
 _AHEAD_BYTES = 128 << 10
-"""Runs that lie further apart are fetched from the disk one by one, others with what lies between
-them: a rank beside this one wants that, and small reads of a disk take many times as long."""
+"""Runs closer than this are fetched from the disk together with the gap between them: another rank
+needs the gap, and many small reads take far longer."""
 _ROOM_BYTES = 1 << 20
-"""What is read at once of runs and what lies between them."""
+"""The size of one read over runs and the gaps between them."""
 
 
 class ReadingRoom(threading.local):
-    """Memory of each thread that reads piece after piece: new memory costs as much as the read."""
+    """A buffer of each thread for successive reads: new memory costs as much as the read."""
 
     def __init__(self) -> None:
         self._room = np.empty(0, np.uint8)
@@ -50,15 +50,15 @@ class ReadingRoom(threading.local):
 
 
 class KeptReads:
-    """The ranges that were last read by who reads one again and again, at most `KEPT_BYTES` of
-    them, or a single larger one. Thread-safe: who wants the same range waits for it."""
+    """A cache of ranges that are read repeatedly: the latest ones, at most `KEPT_BYTES`, or a
+    single larger one. Thread-safe; concurrent readers of one range wait for the first."""
 
     def __init__(self) -> None:
         self._found: dict[FileRange, Bytes] = {}  # the latest last
         self._lock = threading.Lock()
 
     def read(self, place: FileRange) -> Bytes:
-        """`place.read()`, or what it gave before. Raises WeightFormatError."""
+        """Returns `place.read()` or its cached result. Raises WeightFormatError."""
         with self._lock:
             data = self._found.pop(place, None)
             self._found[place] = place.read() if data is None else data
@@ -89,37 +89,36 @@ class WeightFile:
         self.num_bytes = self._size()
 
     def range(self, begin: int, end: int) -> FileRange:
-        """Bytes from `begin` to before `end`, not read so far."""
+        """The bytes from `begin` to before `end`, unread."""
         assert 0 <= begin <= end <= self.num_bytes, (begin, end, self.num_bytes)
         return FileRange(self, begin, end)
 
     def read(self, begin: int, end: int, room: Bytes | None = None) -> Bytes:
-        """These bytes, at the front of `room` or else in memory of their own. Raises
-        WeightFormatError where the file has changed its size since it was opened, or cannot be
-        read."""
+        """Reads the bytes into the front of `room`, or into new memory. Raises WeightFormatError if
+        the file's size has changed since it was opened, or if it cannot be read."""
         found = np.empty(end - begin, np.uint8) if room is None else room[: end - begin]
         self._read([(found.data, begin)])
         return found
 
     def read_runs(self, begin: int, stride_bytes: int, runs: Bytes) -> None:
-        """Fills (n, bytes) with as many bytes each from `begin` on, from `stride_bytes` behind it
-        on, and so on. Raises as `read`."""
+        """Fills each of the n rows of (n, bytes): the first from `begin`, each next one from
+        `stride_bytes` further on. Raises as `read`."""
         places = range(begin, begin + len(runs) * stride_bytes, stride_bytes)
         self._expect(begin, places[-1] + runs.shape[1], runs.shape[1], stride_bytes)
         self._read(list(zip((run.data for run in runs), places, strict=True)))
 
     def _expect(self, begin: int, end: int, run_bytes: int, stride_bytes: int) -> None:
-        """Has the system fetch the runs from `begin` to before `end` together, where it can."""
+        """Asks the system to prefetch the runs from `begin` to before `end`, if it can."""
         if not hasattr(os, "posix_fadvise"):
             return
         if stride_bytes - run_bytes < _AHEAD_BYTES:
             run_bytes = stride_bytes = _AHEAD_BYTES
-        with suppress(OSError):  # whatever is wrong, the read will tell
+        with suppress(OSError):  # the read reports it
             for place in range(begin, end, stride_bytes):
                 os.posix_fadvise(self._file.fileno(), place, run_bytes, os.POSIX_FADV_WILLNEED)
 
     def _read(self, wanted: Sequence[tuple[memoryview, int]]) -> None:
-        """Fills each buffer with the bytes from the place beside it on."""
+        """Fills each buffer from its offset in the file."""
         try:
             filled = self._size() == self.num_bytes and all(
                 self._fill(buffer, begin) for buffer, begin in wanted
@@ -139,7 +138,7 @@ class WeightFile:
         return os.fstat(self._file.fileno()).st_size
 
     def _fill(self, view: memoryview, begin: int) -> bool:
-        """Whether the file held all that was wanted."""
+        """False if the file ends before the buffer is full."""
         done = 0
         while done < len(view):
             more = os.preadv(self._file.fileno(), [view[done : done + _CALL_BYTES]], begin + done)
@@ -149,25 +148,25 @@ class WeightFile:
         return True
 
     def close(self) -> None:
-        """Nothing of it may be read any more. May be called twice."""
+        """Closes the file; nothing may be read afterwards. May be called twice."""
         self.kept.clear()
         self._close()
 
 
 class FileRange(Record):
-    """Bytes of a file, read whenever they are asked for: all of a range, or runs of them at equal
-    distances, one behind the other, such as some columns of a matrix."""
+    """Bytes of a file, read on each access: a whole range, or equally spaced runs of bytes, such as
+    some columns of a matrix."""
 
     file: WeightFile
     begin: int
     end: int
-    """The byte behind the last one that is wanted."""
+    """One past the last byte."""
     run_bytes: int = 0
     """The bytes of each run; 0: all are wanted."""
     stride_bytes: int = 0
     """Bytes from the beginning of a run to that of the next."""
     before_read: Callable[[], None] | None = None
-    """Called before each read, also of what is cut out of the range; what it raises ends that."""
+    """Called before each read of the range or of its cuts; may raise to stop the read."""
 
     @property
     def num_bytes(self) -> int:
@@ -178,7 +177,7 @@ class FileRange(Record):
         return (self.end - self.begin - self.run_bytes) // self.stride_bytes + 1
 
     def cut(self, begin: int, end: int) -> FileRange:
-        """A part of it, from its byte `begin` to before its byte `end`; of runs, whole ones."""
+        """The part from byte `begin` to before byte `end` of the range; runs must stay whole."""
         assert 0 <= begin <= end <= self.num_bytes, (begin, end, self)
         run, stride = self.run_bytes, self.stride_bytes
         if not run or begin == end:
@@ -188,8 +187,7 @@ class FileRange(Record):
         return self._of_runs(self.begin + first * stride, self.begin + last * stride + run)
 
     def columns(self, row_bytes: int, begin: int, end: int) -> FileRange:
-        """The bytes from `begin` to before `end` of each of its rows of `row_bytes`. Rows of runs
-        are the runs."""
+        """The bytes from `begin` to before `end` of each row of `row_bytes`; runs are rows."""
         assert 0 <= begin < end <= row_bytes, (begin, end, row_bytes)
         assert self.run_bytes in (0, row_bytes), (row_bytes, self)
         stride, skipped = self.stride_bytes or row_bytes, row_bytes - end
@@ -208,7 +206,7 @@ class FileRange(Record):
         return replace(self, begin=begin, end=end, run_bytes=0, stride_bytes=0)
 
     def _joined(self) -> FileRange:
-        """The same as one range, where nothing is between the runs."""
+        """The same bytes as one range, if there are no gaps between the runs."""
         if self.run_bytes in (self.stride_bytes, self.end - self.begin):
             return self._whole(self.begin, self.end)
         return self
@@ -228,7 +226,7 @@ class FileRange(Record):
         return found
 
     def _read_over(self, runs: Bytes) -> None:
-        """Fills (n, run_bytes) with the runs out of ranges in which they and others lie."""
+        """Fills (n, run_bytes) by reading ranges that cover several runs and their gaps."""
         run, stride = self.run_bytes, self.stride_bytes
         step = min(len(runs), max(1, _ROOM_BYTES // stride))
         around = np.empty(step * stride, np.uint8)
@@ -239,5 +237,5 @@ class FileRange(Record):
             some[:] = around[: len(some) * stride].reshape(len(some), stride)[:, :run]
 
     def kept(self) -> Bytes:
-        """`read` for who will read it again soon; the bytes are not the caller's own."""
+        """Reads through the cache, for repeated reads; the bytes must not be changed."""
         return self.file.kept.read(self)

@@ -65,7 +65,7 @@ def bias_of(spec: WeightSpec, source: WeightSource) -> F32 | None:
 
 
 def has_bias(spec: WeightSpec) -> bool:
-    """Whether a matrix has a bias that is added; embeddings have none, even if tied to one."""
+    """True if a matrix has a bias to add; embeddings have none, even if tied to one."""
     return spec.kind != "embedding" and any(part.bias is not None for part in spec.parts)
 
 

@@ -1,9 +1,8 @@
-"""Parts of weights: what is to be read, as data.
+"""Parts of weights, as data: nothing is read before `rows`, `dequantize` or `coded_rows`.
 
-A `Layout` says how the buffers of a tensor encode its matrix: one subclass for each way of storing
-weights. A `StoredPart` is a tensor with its layout; `vllmx_core.weights.views` picks rows and
-columns of parts. Parts can be printed, and nothing is read before `rows`, `dequantize` or
-`coded_rows` is called.
+A `Layout` is the encoding of a matrix in buffers, with a subclass for each way of storing weights.
+A `StoredPart` is a tensor with its layout; `vllmx_core.weights.views` picks rows and columns of
+parts.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ _WORDS = 32
 
 
 class Layout(Record):
-    """How buffers encode a matrix. A subclass names its `kind` and overrides `decode`; where
-    weights are small integers also `codes`, and where buffers do not lie row by row `row_wise` and
-    `cut`."""
+    """The encoding of a matrix in buffers. A subclass names its `kind` and overrides `decode`; also
+    `codes` if weights are small integers, and `row_wise` and `cut` if buffers are not stored row by
+    row."""
 
     bits: float
     group_size: int | None = None
     options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     kind: ClassVar[str] = ""
     has_codes: ClassVar[bool] = False
-    """Whether `codes` exists; `bits` and `group_size` are those of the integers then. Where input
-    features are not in the order of their groups, the buffer "g_idx" has the group of each."""
+    """True if `codes` exists; `bits` and `group_size` then describe its integers. If input features
+    are not in the order of their groups, the buffer "g_idx" has the group of each."""
     gathers_codes: ClassVar[bool] = False
-    """Whether `codes` is faster for rows of an index than for each of them."""
+    """True if `codes` reads scattered rows faster by one index than one by one."""
 
     @property
     def row_wise(self) -> bool:
-        """Whether each buffer has an entry for each row, or one for all rows."""
+        """True if each buffer has an entry for each row, or one for all rows."""
         return True
 
     @property
@@ -55,7 +54,7 @@ class Layout(Record):
 
     @property
     def is_mxfp4(self) -> bool:
-        """Whether the buffers are "weight", e2m1 values two to a byte, and "scale", one 8-bit
+        """True if the buffers are "weight", e2m1 values two to a byte, and "scale", an 8-bit
         exponent for each 32 of them."""
         return False
 
@@ -68,8 +67,8 @@ class Layout(Record):
         raise NotImplementedError
 
     def cut(self, part: StoredPart, rows: Span, cols: Span) -> StoredPart | None:
-        """Cuts rows and columns out of what is stored, so that nothing else is read; None where
-        words or groups would be cut in two."""
+        """Cuts rows and columns out of the stored buffers, so that nothing else is read; None if
+        that would split words or groups."""
         if not self.row_wise:
             return None
         buffers = {
@@ -87,8 +86,8 @@ class Layout(Record):
         return self
 
     def col_unit(self, cols: int, *, shuffled: bool) -> int:
-        """Returns the multiple of input features at which columns can be cut: what shares a scale
-        or lies in one block stays together."""
+        """Columns can be cut at multiples of this number of input features, which keeps groups and
+        blocks whole."""
         group_size = self.group_size or cols
         in_words = shuffled or (self.has_codes and group_size >= cols)
         return min(_WORDS, cols) if in_words else group_size
@@ -102,8 +101,8 @@ class WeightPart(Record):
     layout: Layout
 
     def rows(self, begin: int, end: int) -> StoredPart:
-        """Returns rows [begin, end) with their buffers, for layouts that are `row_wise`. What is
-        not stored so is read."""
+        """Returns rows [begin, end) with their buffers, for layouts that are `row_wise`. Reads only
+        parts that are not stored so."""
         raise NotImplementedError
 
     def stored(self) -> StoredPart:
@@ -132,12 +131,12 @@ class WeightPart(Record):
 
     @property
     def group_of(self) -> AnyArray | None:
-        """(cols,) the group of each input feature, where they are not in the order of groups."""
+        """(cols,) the group of each input feature, unless they are in the order of groups."""
         return None
 
     @property
     def is_shuffled(self) -> bool:
-        """Whether `group_of` is there."""
+        """True if `group_of` is set."""
         return self.group_of is not None
 
     @property
@@ -230,7 +229,7 @@ class Integers(Layout):
 
 
 def is_plain(part: WeightPart) -> bool:
-    """Whether a part's numbers are stored as they are, in one buffer."""
+    """True if a part's numbers are stored unencoded, in one buffer."""
     return isinstance(part, StoredPart) and part.layout == DENSE
 
 

@@ -57,14 +57,14 @@ class PartSpec(Record):
     entry: int | None = None
     """Entry of a tensor with one more axis in front, such as the expert of a stack."""
     transposed: bool | None = False
-    """Whether the tensor is stored as (input features, output features); None: if its shape does
+    """True if the tensor is stored as (input features, output features); None: if its shape does
     not fit otherwise."""
     runs: RowRuns | None = None
     """Rows that are taken; None: all."""
     first_col: int | None = None
     """First column that is taken; None: all columns are."""
     turned: bool = False
-    """Whether the weight is the transpose of the rows that `runs` picks, one for each of its
+    """True if the weight is the transpose of the rows that `runs` picks, one for each of its
     columns. Quantised rows become float32."""
     share: RankShare | None = None
     """This rank's share; `rows` counts the share alone."""
@@ -72,8 +72,8 @@ class PartSpec(Record):
 
 Shard = Literal["none", "column", "row", "vocab", "expert", "head"]
 Role = Literal["", "vocabulary", "experts", "heads", "router"]
-"""What a weight's rows are, beyond features: "router" for the scores of experts, few rows that
-decide much and stay as precise as they are stored."""
+"""The meaning of a weight's rows, beyond features. Those of a "router", the scores of experts,
+decide much and keep their stored precision."""
 
 
 class WeightSpec(Record):
@@ -93,19 +93,19 @@ class WeightSpec(Record):
     second ..."""
     cols: int = 0
     shard: Shard = "none"
-    """How tensor parallelism splits it: columns = output features of each part, rows = input
-    features followed by an all-reduce, vocab = output features of table and head, expert = whole
-    matrices of a stack, head = the rows of whole heads."""
+    """The split for tensor parallelism: column = output features of each part, row = input features
+    followed by an all-reduce, vocab = output features of table and head, expert = whole matrices of
+    a stack, head = the rows of whole heads."""
     offset: float = 0.0
     """Added to a vector at load (Gemma stores norm weights minus one)."""
     role: Role = ""
     count: int = 1
     """Matrices of a stack."""
     shape: tuple[int, ...] | None = None
-    """The shape of each tensor of a "vector" whose values are more than a row, such as the taps of
-    a convolution: (rows,) row-major values all the same. Axes of length 1 in the file are ignored;
-    a part with `runs` picks along the first axis, its `rows` being values. For a "linear" whose one
-    tensor has more axes: (rows, cols), row-major, just so."""
+    """The shape of each tensor with more axes than the weight, which is flattened row-major. For a
+    "vector", such as the taps of a convolution, `rows` counts values and `runs` picks along the
+    first axis; for a "linear" of one tensor the result is (rows, cols). Axes of length 1 in the
+    file are ignored."""
 
     @property
     def rows(self) -> int:

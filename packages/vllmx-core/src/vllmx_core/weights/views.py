@@ -1,8 +1,8 @@
-"""Parts made of other parts: rows, columns, transposes, and parts below each other.
+"""Parts made of other parts: rows, columns, transposes, and concatenated rows.
 
-Views compose as data; reading them resolves the indices. Row-wise layouts stay as they are, so that
-a backend multiplies a slice with the kernels of the whole. Others become integers where they have
-codes, else float32. Slices of stored tensors become ranges of the file where the layout allows
+Views compose as data; reading them resolves the indices. Row-wise layouts are kept, so that a
+backend multiplies a slice with the kernels of the whole. Others become integers if they have codes,
+otherwise float32. Slices of stored tensors become ranges of the file if the layout allows it
 (`Layout.cut`).
 """
 
@@ -33,14 +33,14 @@ from vllmx_core.weights.tensor import RawTensor
 _MOST_READ = 4
 """Rows this close together are read with those between them: gpt-oss interleaves gate and up."""
 _LONG_RUN = 8
-"""Runs of so many neighbours are read one by one, wherever the next lies."""
+"""Runs of at least so many neighbours are read one by one, whatever the gaps."""
 Piece = TypeVar("Piece", StoredPart, F32, CodedRows)
 
 
 # --- views ----------------------------------------------------------------------------------------
 class View(WeightPart):
-    """A part that is read from others. A row-wise layout overrides `stored_rows`, any other is read
-    as `floats` and, if it has integers, as `integers`."""
+    """A part that is read from others. Subclasses with a row-wise layout override `stored_rows`;
+    the others are read as `floats` and, if they have integers, as `integers`."""
 
     parts: tuple[WeightPart, ...]
     groups: AnyArray | None = None
@@ -57,7 +57,7 @@ class View(WeightPart):
 
     @property
     def keeps_layout(self) -> bool:
-        """Whether rows have the buffers of `of`."""
+        """True if rows have the buffers of `of`."""
         return self.of.layout.row_wise and self.of.layout.kind == self.layout.kind
 
     def stored_rows(self, begin: int, end: int) -> StoredPart:
@@ -334,8 +334,8 @@ def share_of(part: WeightPart, share: RankShare) -> WeightPart:
 def _layout_of(
     part: WeightPart, cols: slice | Index = slice(None)
 ) -> tuple[Layout, AnyArray | None]:
-    """Returns the layout of picks of a part, and the groups of its columns where they are not in
-    order: integers if it has them, else floats, unless it is row-wise."""
+    """Returns the layout of picks of a part (its own if it is row-wise, otherwise integers if it
+    has codes, otherwise floats), and the groups of its columns if they are not in order."""
     layout = part.layout
     if layout.row_wise:
         return layout, None
@@ -351,7 +351,7 @@ def _layout_of(
 
 
 def _stored_as(part: WeightPart) -> tuple[Layout, str]:
-    """Parts that agree in this can be joined row by row as they are."""
+    """A key that is equal for parts whose stored rows can be concatenated."""
     weight = part.buffers.get("weight") if isinstance(part, StoredPart) else None
     return part.layout, "" if weight is None else weight.dtype
 
@@ -364,7 +364,7 @@ def _runs(index: Index) -> Iterator[Span]:
 
 
 def _are_long(index: Index) -> bool:
-    """Whether runs are so long that reading the rows between them costs more than single reads."""
+    """True if runs are so long that reading the rows between them costs more than single reads."""
     return bool(_LONG_RUN * (1 + np.count_nonzero(np.diff(index) != 1)) <= len(index))
 
 

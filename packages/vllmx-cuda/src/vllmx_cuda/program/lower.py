@@ -42,7 +42,7 @@ from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.ops.values import Value
 from vllmx_core.ops.vocab_embedding import VocabEmbedding
 from vllmx_core.recorded.op_table import OpTable
-from vllmx_core.recorded.passes.uses import read_at_once
+from vllmx_core.recorded.passes import read_at_once
 
 from vllmx_cuda.device.dtypes import ITEM_BYTES
 from vllmx_cuda.device.memory import Memory

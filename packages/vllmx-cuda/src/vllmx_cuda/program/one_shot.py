@@ -8,7 +8,7 @@ from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.all_reduce import AllReduce
 from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.values import Value
-from vllmx_core.recorded.passes.uses import num_reads, read_at_once
+from vllmx_core.recorded.passes import num_reads, read_at_once
 
 from vllmx_cuda.device.device import Device
 from vllmx_cuda.device.memory import Memory

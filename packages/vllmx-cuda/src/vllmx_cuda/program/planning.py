@@ -7,8 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllmx_core.backend import LoadOptions
-from vllmx_core.backend_kit.features import feature_bytes, feature_shapes
-from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
+from vllmx_core.backend_kit.limits import (
+    check_weights_fit,
+    feature_bytes,
+    feature_shapes,
+    step_limits,
+)
 from vllmx_core.cache.capacity import CachePlan, layout_of
 from vllmx_core.model import Model
 from vllmx_core.ops.mix import Mix

@@ -6,14 +6,13 @@ H heads of D features for queries, keys and values alike, K taps of the convolut
 from __future__ import annotations
 
 from vllmx_core.model import Array, RecurrenceSpec, ShortConvSpec, StateSpec
-from vllmx_core.records import Record
 from vllmx_core.weights.spec import PartSpec, WeightSpec
 
 from vllmx_models.blocks.layer import LayerNames, LayerScope, linear, part, vector
-from vllmx_models.blocks.recurrent import repeated, runs_norm, taps
+from vllmx_models.blocks.recurrent import RecurrentMixer, repeated, runs_norm, taps
 
 
-class KimiDeltaMixer(Record):
+class KimiDeltaMixer(RecurrentMixer):
     """Decays and gates are low-rank projections (rank D); the output is normalised and gated by
     sigmoid."""
 
@@ -21,14 +20,6 @@ class KimiDeltaMixer(Record):
     head_size: int  # D
     kernel: int  # K
     norm_eps: float
-
-    @property
-    def cache(self) -> None:
-        return None
-
-    @property
-    def rope(self) -> None:
-        return None
 
     @property
     def states(self) -> tuple[StateSpec, ...]:

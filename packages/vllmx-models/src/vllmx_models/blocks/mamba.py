@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 
 from vllmx_core.model import Array, RecurrenceSpec, ShortConvSpec, StateSpec
-from vllmx_core.records import Record
 from vllmx_core.weights.spec import PartSpec, RowRuns, WeightSpec
 
 from vllmx_models.blocks.layer import (
@@ -21,10 +20,10 @@ from vllmx_models.blocks.layer import (
     part,
     vector,
 )
-from vllmx_models.blocks.recurrent import runs_norm, taps
+from vllmx_models.blocks.recurrent import RecurrentMixer, runs_norm, taps
 
 
-class MambaMixer(Record):
+class MambaMixer(RecurrentMixer):
     """Mamba-2 with an output gated by SiLU and normalised group by group."""
 
     num_heads: int  # H
@@ -39,14 +38,6 @@ class MambaMixer(Record):
     dt_min: float = 0.0
     dt_max: float = math.inf
     module: str = "mamba"
-
-    @property
-    def cache(self) -> None:
-        return None
-
-    @property
-    def rope(self) -> None:
-        return None
 
     @property
     def width(self) -> int:

@@ -41,7 +41,19 @@ class DeltaNames(Record):
     out: str = "out_proj"
 
 
-class DeltaMixer(Record):
+class RecurrentMixer(Record):
+    """The base of mixers without a KV cache and without RoPE."""
+
+    @property
+    def cache(self) -> None:
+        return None
+
+    @property
+    def rope(self) -> None:
+        return None
+
+
+class DeltaMixer(RecurrentMixer):
     """Gated DeltaNet (arXiv:2412.06464): the delta rule with one decay a head; the output is
     normalised and gated by SiLU."""
 
@@ -54,14 +66,6 @@ class DeltaMixer(Record):
     tiled: bool = False
     """True if head h reads key head h % Hk, as in GGUF files; else h // (H / Hk)."""
     names: DeltaNames = DeltaNames()
-
-    @property
-    def cache(self) -> None:
-        return None
-
-    @property
-    def rope(self) -> None:
-        return None
 
     @property
     def states(self) -> tuple[StateSpec, ...]:

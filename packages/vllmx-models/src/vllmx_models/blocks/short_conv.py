@@ -6,7 +6,6 @@ E hidden size, K taps, T tokens.
 from __future__ import annotations
 
 from vllmx_core.model import Array, ShortConvSpec, StateSpec
-from vllmx_core.records import Record
 from vllmx_core.weights.spec import PartSpec, WeightSpec
 
 from vllmx_models.blocks.layer import (
@@ -17,24 +16,16 @@ from vllmx_models.blocks.layer import (
     part,
     vector,
 )
-from vllmx_models.blocks.recurrent import taps
+from vllmx_models.blocks.recurrent import RecurrentMixer, taps
 
 
-class ConvMixer(Record):
+class ConvMixer(RecurrentMixer):
     """out(c * conv(b * x)), where b, c and x come out of one matrix."""
 
     channels: int  # E
     kernel: int  # K
     bias: bool = False
     module: str = "conv"
-
-    @property
-    def cache(self) -> None:
-        return None
-
-    @property
-    def rope(self) -> None:
-        return None
 
     @property
     def states(self) -> tuple[StateSpec, ...]:

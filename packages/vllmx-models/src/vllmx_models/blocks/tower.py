@@ -6,11 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
-from vllmx_core.model import Array, Ops, Weight
-from vllmx_core.plan import I32
+from vllmx_core.errors import InvalidRequestError
+from vllmx_core.model import Activation, Array, Ops, Weight
+from vllmx_core.ops.segment_attention import SegmentSpec
+from vllmx_core.plan import I32, AnyArray
+from vllmx_core.records import Record
 from vllmx_core.weights.spec import PartSpec, WeightSpec
 
 from vllmx_models.blocks.layer import part, vector
+from vllmx_models.blocks.rope import Rope
+
+_LONGEST_SIDE = 1 << 14
 
 
 def merge_order(tall: int, wide: int, merge: int) -> tuple[I32, I32]:
@@ -46,3 +52,63 @@ def prefixed(spec: WeightSpec, prefix: str, others: tuple[str, ...]) -> WeightSp
 def _prefixed(one: PartSpec, prefix: str, others: tuple[str, ...]) -> PartSpec:
     name = one.name.removeprefix(prefix)
     return replace(one, alternatives=tuple(other + name for other in others))
+
+
+class PatchTower(Record):
+    """The part that Qwen's towers share: patches of one frame or more, RoPE by row and column, and
+    squares of patches merged into tokens."""
+
+    depth: int
+    hidden_size: int
+    num_heads: int
+    mlp_size: int
+    activation: Activation
+    patch: int
+    frames: int
+    merge: int
+    out_size: int
+    theta: float
+
+    @property
+    def patch_width(self) -> int:
+        """See `vllmx_core.model.Encoder`."""
+        return 3 * self.frames * self.patch**2
+
+    @property
+    def patches_per_token(self) -> int:
+        """See `vllmx_core.model.Encoder`."""
+        return self.merge**2
+
+    @property
+    def colours_last(self) -> bool:
+        """See `vllmx_core.model.Encoder`."""
+        return False
+
+    @property
+    def attention(self) -> SegmentSpec:
+        """Attention whose first half of frequencies rotates by row, the second one by column."""
+        head = self.hidden_size // self.num_heads
+        axes = (0,) * (head // 4) + (1,) * (head // 4)
+        return SegmentSpec(self.num_heads, self.num_heads, head, head**-0.5, head, rope_axes=axes)
+
+    def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
+        """RoPE tables of the row axis, then of the column axis; an image of n tokens has at most n
+        rows and columns of merged patches."""
+        longest = min(max_model_len * self.merge, _LONGEST_SIDE)
+        half = self.hidden_size // self.num_heads // 2
+        cos, sin = np.split(Rope("default", self.theta, half, longest).table(longest), 2, axis=1)
+        return {"visual.rope": np.concatenate([cos, cos, sin, sin], axis=1)}
+
+    def sides(self, grid: tuple[int, int, int]) -> tuple[int, int]:
+        """Height and width in patches. Raises InvalidRequestError for an image of other sides."""
+        frames, tall, wide = grid
+        merge, most = self.merge, _LONGEST_SIDE
+        whole = frames == 1 and tall % merge == 0 and wide % merge == 0
+        if not whole or not (merge <= tall <= most and merge <= wide <= most):
+            raise InvalidRequestError(f"the model cannot see an image of {grid} patches")
+        return tall, wide
+
+    def positions(self, tall: int, wide: int) -> I32:
+        """(3, N) of the tokens of an image: time is constant, rows and columns count from 0."""
+        row, column = merge_order(tall // self.merge, wide // self.merge, 1)
+        return np.stack([np.zeros_like(row), row, column])

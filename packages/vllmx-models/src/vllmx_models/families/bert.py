@@ -12,7 +12,7 @@ from vllmx_models.blocks.norms import LayerNorms, Norm
 from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import attention_mixer, dense_mlp, head_size, num_layers
 from vllmx_models.formats.gguf.architecture import GGUFArchitecture
-from vllmx_models.formats.gguf.encoders import encoder_config, labels
+from vllmx_models.formats.gguf.encoder_models import encoder_config, labels
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.trunks.decoder import LayerSpec
 from vllmx_models.trunks.encoder import Encoder, EncoderNames, EncoderSpec

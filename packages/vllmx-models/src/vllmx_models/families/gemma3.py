@@ -30,7 +30,7 @@ from vllmx_models.formats.gguf.architecture import (
     SANDWICH_TENSORS,
     GGUFArchitecture,
 )
-from vllmx_models.formats.gguf.encoders import text_modules
+from vllmx_models.formats.gguf.encoder_models import text_modules
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.towers.siglip import SiglipTower
 from vllmx_models.trunks.decoder import Decoder, DecoderSpec, ModelNames

@@ -22,7 +22,7 @@ from vllmx_models.configs.decoder import (
     sliding_layers,
 )
 from vllmx_models.formats.gguf.architecture import GGUFArchitecture
-from vllmx_models.formats.gguf.encoders import encoder_config
+from vllmx_models.formats.gguf.encoder_models import encoder_config
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.trunks.decoder import LayerSpec
 from vllmx_models.trunks.encoder import Encoder, EncoderNames, EncoderSpec

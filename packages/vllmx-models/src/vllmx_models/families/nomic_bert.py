@@ -13,7 +13,7 @@ from vllmx_models.blocks.rope import read_rope
 from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import attention_mixer, dense_mlp, head_size, num_layers
 from vllmx_models.formats.gguf.architecture import GGUFArchitecture
-from vllmx_models.formats.gguf.encoders import encoder_config
+from vllmx_models.formats.gguf.encoder_models import encoder_config
 from vllmx_models.trunks.decoder import LayerSpec
 from vllmx_models.trunks.encoder import Encoder, EncoderNames, EncoderSpec
 from vllmx_models.trunks.pooling_heads import ClassHead, num_labels, pooled
@@ -96,7 +96,7 @@ def _nomic_config(config: Mapping[str, Any], architecture: str) -> ConfigReader:
 def _gte_config(config: Mapping[str, Any], architecture: str) -> ConfigReader:
     """Reads a config of transformers, or of the code that came with GTE's first files and called
     the model "new". That one scales rotations by a fixed NTK: the base times a factor, and the
-    frequencies besides by its root (https://kexue.fm/archives/9706)."""
+    frequencies in addition by its root (https://kexue.fm/archives/9706)."""
     read = ConfigReader(config, architecture)
     if config.get("model_type") != "new":
         return read

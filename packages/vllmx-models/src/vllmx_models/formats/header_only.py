@@ -1,5 +1,5 @@
-"""Models of which nothing but the header is at hand: config.json without its weights, and what the
-Hugging Face hub tells without a download."""
+"""Models of which only the header is available: config.json without weights, or the metadata on the
+Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -29,29 +29,28 @@ from vllmx_models.sources import is_gguf_name, is_repo_id, unreachable_model
 
 CONFIG = "config.json"
 FIRST_BYTES = 4 << 20
-"""The bytes of a GGUF file on the hub that are read first; four times as many while its header goes
-on."""
+"""Bytes of a GGUF file on the hub that are read first, then four times as many until the header
+ends."""
 MOST_BYTES = 256 << 20
-"""No header is longer: the longest vocabularies take 20 MB."""
+"""The largest header; the longest vocabularies take 20 MB."""
 HUB = ("Hugging Face hub", "file on the hub")
 """The model sources that would download a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What is known of a model."""
+    """A model's config and, where known, the sizes of its weights."""
 
     checkpoint: Checkpoint
-    """The checkpoint, whose weights have names and shapes, or names alone; nothing of them is read.
-    """
+    """The checkpoint, with names and perhaps shapes of weights, but no values."""
     has_shapes: bool
-    """Whether `checkpoint.weights.part` says how each tensor is stored."""
+    """True if `checkpoint.weights.part` knows how each tensor is stored."""
     stored_bytes: int | None = None
     """The bytes of all weight files, where that is known."""
 
 
 class NamedWeights:
-    """A `WeightSource` that knows which tensors an architecture would read, and nothing of them."""
+    """A `WeightSource` that only has the names of the tensors that an architecture reads."""
 
     def __init__(self, model: Model | None = None) -> None:
         specs = () if model is None else model.weights()
@@ -71,9 +70,9 @@ class NamedWeights:
 
 @contextmanager
 def opened_header(registry: Registry, model: str, revision: str | None = None) -> Iterator[Header]:
-    """The header of a folder or file, of a config.json alone, or of a model on the hub, of which
-    nothing else is downloaded. Raises ModelNotFoundError, UnsupportedModelError and
-    WeightFormatError as loading does."""
+    """The header of a folder or file, of a config.json alone, or of a model on the hub, without
+    downloading the rest. Raises ModelNotFoundError, UnsupportedModelError and WeightFormatError as
+    loading does."""
     path = _path_at_hand(registry, model, revision)
     with tempfile.TemporaryDirectory(prefix="vllmx-header-") as folder:
         header = (
@@ -88,7 +87,7 @@ def opened_header(registry: Registry, model: str, revision: str | None = None) -
 
 
 def _header_at(registry: Registry, path: Path) -> Header:
-    """The header of a model that is here."""
+    """The header of a local model."""
     if _is_config_alone(path):
         config = path / CONFIG if path.is_dir() else path
         return Header(_config_alone(config), has_shapes=False)
@@ -96,8 +95,8 @@ def _header_at(registry: Registry, path: Path) -> Header:
 
 
 def _hub_header(registry: Registry, model: str, revision: str | None, folder: Path) -> Header:
-    """The header of a model on the hub; where that cannot be asked, of what was downloaded before.
-    `folder`: for the beginnings of its files."""
+    """The header of a model on the hub or, if the hub cannot be reached, of an earlier download.
+    `folder` holds the beginnings of its files."""
     repo, _, name = model.partition(":")
     if not is_repo_id(repo) or (name and not is_gguf_name(name)):
         raise ModelNotFoundError(
@@ -118,12 +117,12 @@ def _hub_header(registry: Registry, model: str, revision: str | None, folder: Pa
 
 
 def _downloaded(repo: str, name: str, revision: str | None) -> Path | None:
-    """The folder, or the file of this name, that the hub's cache has of a model."""
+    """The folder of a model in the hub's cache, or its file of this name."""
     from huggingface_hub import snapshot_download
 
     try:
         folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
-    except Exception:  # it is not there, in one of many words
+    except Exception:  # not in the cache, which has many errors
         return None
     path = folder / (name or "config.json")
     if not path.is_file():
@@ -132,7 +131,7 @@ def _downloaded(repo: str, name: str, revision: str | None) -> Path | None:
 
 
 def _path_at_hand(registry: Registry, model: str, revision: str | None) -> Path | None:
-    """The folder or file of a model that is here: a path, or in a package such as the demo's."""
+    """The folder or file of a local model: a path, or in a package such as the demo's."""
     for spec in model_sources(registry):
         if spec.name not in HUB:
             path: Path | None = spec.load()(model, revision, False)
@@ -157,7 +156,7 @@ def _config_alone(path: Path) -> Checkpoint:
         raise ModelNotFoundError(f"{path} does not exist", param="model")
     if not isinstance(config.get("architectures"), list) and "model_type" not in config:
         raise UnsupportedModelError(
-            f"{path} is no config of a model: it has neither architectures nor model_type; give a"
+            f"{path} is not a model's config: it has neither architectures nor model_type; give a"
             " config.json, under whatever name",
             param="model",
         )
@@ -168,13 +167,13 @@ def _config_alone(path: Path) -> Checkpoint:
 
 
 def _hub_config(repo: str, revision: str | None) -> Header:
-    """config.json, and the size of the weights beside it."""
+    """Reads config.json and the size of the weights in its repository."""
     from huggingface_hub import HfApi, hf_hub_download
 
     try:
         path = Path(hf_hub_download(repo, "config.json", revision=revision))
         listed: Any = HfApi().model_info(repo, revision=revision, files_metadata=True).siblings
-    except Exception as error:  # the errors of its HTTP client share no base with its own
+    except Exception as error:  # the HTTP client's errors have another base class
         raise unreachable_model(repo, revision, error) from error
     sizes = [
         each.size
@@ -186,7 +185,7 @@ def _hub_config(repo: str, revision: str | None) -> Header:
 
 
 def _hub_gguf(repo: str, name: str, revision: str | None, folder: Path) -> Path:
-    """Files of the size of those on the hub in which the header alone is filled in."""
+    """Local files of the same size as those on the hub, with only the header filled in."""
     paths = []
     for shard in shard_names(name):
         path = folder / Path(shard).name
@@ -229,7 +228,7 @@ def _fetch_header(repo: str, name: str, revision: str | None, path: Path) -> Non
 
 
 def _is_whole(path: Path, count: int) -> bool:
-    """Whether a header ends within the first bytes, behind which the file is empty."""
+    """True if a header ends within the first `count` bytes; the rest of the file is empty."""
     try:
         file = GGUFFile(path)
     except WeightFormatError:

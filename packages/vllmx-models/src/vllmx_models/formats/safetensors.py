@@ -1,5 +1,5 @@
 """The weight format "safetensors": a folder with config.json and one or more *.safetensors files,
-or a single such file beside its config.json."""
+or a single such file next to its config.json."""
 
 from __future__ import annotations
 

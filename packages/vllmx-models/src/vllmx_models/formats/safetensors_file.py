@@ -1,8 +1,8 @@
 """Reader of one safetensors file.
 
 Layout: 8 bytes little-endian header length N, N bytes of JSON that map each tensor name to dtype,
-shape and byte range, then the data. Nothing in the file is believed: every number is checked
-against the file's real size before anything is read.
+shape and byte range, then the data. The file is untrusted: every number is checked against the
+file's real size before anything is read.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class SafetensorsFile:
         return self._entries
 
     def tensor(self, name: str) -> RawTensor:
-        """Returns a tensor, not read so far. Raises KeyError for an unknown name, WeightFormatError
-        for a dtype that is stored validly but has no place in vllmx."""
+        """Returns a tensor, unread. Raises KeyError for an unknown name, WeightFormatError for a
+        valid dtype that vllmx does not support."""
         dtype, shape, begin, end = self._entries[name]
         if dtype not in _DTYPES:
             raise WeightFormatError(
@@ -86,7 +86,7 @@ class SafetensorsFile:
         return RawTensor(name, _DTYPES[dtype], shape, self._file.range(begin, end))
 
     def close(self) -> None:
-        """Nothing of it may be read any more."""
+        """Closes the file; nothing may be read afterwards."""
         self._file.close()
 
     def _damaged(self, what: str) -> WeightFormatError:

@@ -19,8 +19,7 @@ from vllmx_core.weights.coded import CodedRows
 from vllmx_core.weights.part import Index, Span, StoredPart, WeightPart, WeightSource
 from vllmx_core.weights.tensor import RawTensor
 
-from vllmx_models.quantization.affine import PackedLayout, group_map, groups_between
-from vllmx_models.quantization.bits import U8, unpack
+from vllmx_models.quantization.affine import U8, PackedLayout, group_map, groups_between, unpack
 from vllmx_models.quantization.options import FLOATS, QuantReader
 from vllmx_models.quantization.source import ModuleTensors, QuantizedSource
 

@@ -44,7 +44,7 @@ class _Group(Record):
     activations: Options
 
     def rank(self, module: str, source: str) -> int:
-        """How well it means the module: 3 by name, 2 by a pattern, 1 by the class, 0 not."""
+        """Specificity of the match: 3 by name, 2 by a pattern, 1 by the class, 0 not at all."""
         if module in self.targets:
             return 3
         patterns = (t.removeprefix("re:") for t in self.targets if t.startswith("re:"))

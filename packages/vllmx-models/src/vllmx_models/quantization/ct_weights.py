@@ -15,7 +15,7 @@ from vllmx_core.records import Record
 from vllmx_core.weights.part import StoredPart, WeightPart
 from vllmx_core.weights.tensor import RawTensor
 
-from vllmx_models.quantization.bits import packed_words
+from vllmx_models.quantization.affine import packed_words
 from vllmx_models.quantization.float4 import fp4_part
 from vllmx_models.quantization.float8 import checkpoint_part
 from vllmx_models.quantization.int8 import Int8

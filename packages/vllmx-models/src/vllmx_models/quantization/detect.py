@@ -1,4 +1,4 @@
-"""Finds the quantisation of a folder: in config.json, or in a file of its own beside it."""
+"""Finds a folder's quantisation: in config.json, or in a separate file."""
 
 from __future__ import annotations
 

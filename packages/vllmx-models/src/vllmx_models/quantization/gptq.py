@@ -20,8 +20,13 @@ from vllmx_core.weights.coded import CodedRows
 from vllmx_core.weights.part import Index, Span, StoredPart, WeightPart, WeightSource
 from vllmx_core.weights.tensor import RawTensor
 
-from vllmx_models.quantization.affine import PackedLayout, group_map, groups_between
-from vllmx_models.quantization.bits import packed_words, unpack
+from vllmx_models.quantization.affine import (
+    PackedLayout,
+    group_map,
+    groups_between,
+    packed_words,
+    unpack,
+)
 from vllmx_models.quantization.modules import compiled
 from vllmx_models.quantization.options import FLOATS, QuantReader
 from vllmx_models.quantization.patterns import Pattern
@@ -29,7 +34,7 @@ from vllmx_models.quantization.source import ModuleTensors, QuantizedSource
 
 BITS = (2, 3, 4, 8)
 FORMATS = {"gptq": 1, "gptq_v2": 0}
-"""checkpoint_format -> what the stored zero point lacks."""
+"""checkpoint_format -> the number to add to a stored zero point."""
 
 
 class Gptq(PackedLayout):

@@ -21,7 +21,7 @@ from vllmx_core.records import Record
 from vllmx_core.weights.part import Layout, StoredPart, WeightPart, WeightSource
 from vllmx_core.weights.tensor import float8_to_f32
 
-from vllmx_models.quantization.bits import U8, unpack
+from vllmx_models.quantization.affine import U8, unpack
 from vllmx_models.quantization.options import FLOATS, QuantReader
 from vllmx_models.quantization.scaled import e2m1_to_f32
 from vllmx_models.quantization.source import ModuleTensors, QuantizedSource
@@ -112,7 +112,7 @@ class MlxScheme:
         return StoredPart(name, (*lead, cols), layout, buffers)
 
     def _layout_of(self, module: str) -> Mlx:
-        """A module may have an entry of its own beside the common one."""
+        """The layout of a module, whose own entry overrides the common one."""
         own = self._whole.config.get(module)
         if not isinstance(own, Mapping):
             return _layout(self._whole)

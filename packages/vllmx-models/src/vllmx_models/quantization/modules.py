@@ -1,4 +1,4 @@
-"""Which modules a quantisation config means: names, globs and regular expressions."""
+"""Modules named in a quantisation config: by names, globs and regular expressions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ModulePatterns:
     regular expression that must match from the beginning of the name.
 
     Raises:
-        UnsupportedModelError: a pattern that is no regular expression, or too long.
+        UnsupportedModelError: a pattern is not a regular expression, or too long.
     """
 
     def __init__(self, patterns: Iterable[str], source: str) -> None:
@@ -38,7 +38,7 @@ class ModulePatterns:
                 self._names.add(tuple(pattern.strip(".").split(".")))
 
     def match(self, module: str) -> bool:
-        """Whether the list means this module."""
+        """True if the list contains this module."""
         return self._named(module) or any(search.match(module) for search in self._searches)
 
     def _named(self, module: str) -> bool:
@@ -51,13 +51,13 @@ class ModulePatterns:
 
 @lru_cache(4096)
 def compiled(pattern: str, source: str) -> Pattern:
-    """A regular expression out of a config; `source` is what an error names."""
+    """A regular expression from a config; errors name `source`."""
     return Pattern(pattern, source)
 
 
 def _glob(pattern: str, source: str) -> re.Pattern[str]:
-    """The glob between component boundaries, anywhere in a name. `translate` makes one way of each
-    star, so that `re` needs no bound."""
+    """The glob between component boundaries, anywhere in a name. `translate` makes stars that do
+    not backtrack, so `re` needs no limit."""
     if len(pattern) > MAX_PATTERN_LENGTH:
         raise UnsupportedModelError(
             f"{source}: the pattern {shown(pattern)} has {len(pattern)} characters, at most"

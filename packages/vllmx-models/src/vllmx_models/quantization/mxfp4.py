@@ -1,4 +1,4 @@
-"""MXFP4 as gpt-oss has it: the experts' weights in blocks of 32 e2m1 values with one exponent.
+"""MXFP4 of gpt-oss: the experts' weights in blocks of 32 e2m1 values with one exponent.
 
 X_blocks (experts, rows, cols / 32, 16) U8: two values to a byte, the low four bits first; X_scales
 (experts, rows, cols / 32) U8: the block is multiplied by 2 ** (scale - 127). The part X has the

@@ -12,7 +12,7 @@ from vllmx_models.config import ConfigReader
 from vllmx_models.quantization.modules import ModulePatterns
 
 FLOATS: tuple[DType, ...] = ("f16", "bf16", "f32")
-"""What scales may be stored as."""
+"""Types in which scales may be stored."""
 _NEEDED = object()
 Value = TypeVar("Value")
 

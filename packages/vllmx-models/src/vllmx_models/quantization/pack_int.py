@@ -14,8 +14,13 @@ from vllmx_core.weights.coded import CodedRows
 from vllmx_core.weights.part import Index, Span, StoredPart
 from vllmx_core.weights.tensor import RawTensor
 
-from vllmx_models.quantization.affine import PackedLayout, group_map, groups_between
-from vllmx_models.quantization.bits import packed_words, unpack
+from vllmx_models.quantization.affine import (
+    PackedLayout,
+    group_map,
+    groups_between,
+    packed_words,
+    unpack,
+)
 
 
 class PackInt(PackedLayout):

@@ -1,9 +1,9 @@
-"""Regular expressions out of a config, matched in bounded time.
+"""Regular expressions from a config, matched in bounded time.
 
-Python's `re` tries one way through a pattern after the other, and there may be more ways than it
-can ever try: `(a|a)(a|a)...b`. Here all ways are followed at once, as the set of places in the name
-that they have come to, one bit of an integer each. `re` still parses, so the language is Python's,
-without what needs a memory of the way: back references and possessive repeats.
+Python's `re` backtracks, which takes exponential time for patterns such as `(a|a)(a|a)...b`. This
+matcher follows all alternatives at once, as the set of positions that they have reached: one bit
+of an integer per position. `re` still parses, so the syntax is Python's, without the constructs
+that need backtracking: back references and possessive repeats.
 
 Sources: K. Thompson, Regular expression search algorithm, 1968; for repeats of one character R.
 Cameron et al., Bitwise data parallelism in regular expression matching, 2014.
@@ -25,7 +25,7 @@ _FLAGS = int(re.UNICODE | re.IGNORECASE | re.DOTALL | re.VERBOSE)
 MAX_PATTERN_LENGTH = 1000
 MAX_NAME_LENGTH = 1000
 MAX_STEPS = 20_000
-"""Moves for one name; usual patterns need as many as they have characters."""
+"""Limit of moves for one name; usual patterns need one for each character."""
 _CHARACTERS = ("LITERAL", "NOT_LITERAL", "ANY", "IN")
 _ANCHORS = {
     "AT_BEGINNING": re.compile("^"),
@@ -47,7 +47,7 @@ class _TooLongError(Exception):
 
 
 class _Name:
-    """What is matched: which places have which character, and how much may still be done."""
+    """The text to match: the positions of each character, and the remaining work limit."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -63,14 +63,14 @@ class _Name:
 
 
 Move = Callable[[_Name, int], int]
-"""A step from the places that the ways have come to, to those that they come to next."""
+"""A function from the set of reached positions to the next one."""
 
 
 class Pattern:
     """A regular expression; `source` is what errors name.
 
     Raises:
-        UnsupportedModelError: it is none, or too long, or has what is not known here.
+        UnsupportedModelError: it is invalid, too long, or uses an unsupported construct.
     """
 
     def __init__(self, text: str, source: str) -> None:
@@ -88,12 +88,12 @@ class Pattern:
             self._move = _sequence(nodes, flags)
         except (re.error, RecursionError, OverflowError, ValueError) as error:
             raise UnsupportedModelError(
-                f"{self._label} is no regular expression ({error}): repair the config"
+                f"{self._label} is not a regular expression ({error}): repair the config"
             ) from error
 
     def match(self, name: str) -> bool:
-        """Whether the beginning of `name` matches, as `re.match` has it. Raises
-        UnsupportedModelError where that takes too long."""
+        """True if the beginning of `name` matches, as in `re.match`. Raises UnsupportedModelError
+        if that takes too long."""
         try:
             if len(name) > MAX_NAME_LENGTH:
                 raise _TooLongError
@@ -148,7 +148,7 @@ def _union(moves: list[Move], name: _Name, places: int) -> int:
 
 
 def _kept(holds: Callable[[_Name, int], object], name: _Name, places: int) -> int:
-    """Places, among these, where it holds."""
+    """The places among these where a condition holds."""
     found = 0
     for at in _bits(places):
         name.step()
@@ -164,7 +164,8 @@ def _bits(places: int) -> Iterator[int]:
 
 
 def _repeat(low: int, high: int, body: Any, flags: int) -> Move:
-    """More rounds than the name has places change nothing: each round moves on or stands still."""
+    """Repeats `body`. Rounds are capped at the name's length: a round that does not advance adds
+    nothing."""
     once = _sequence(body, flags)
     operation, argument = body[0] if len(body) == 1 else ("", None)
     if low <= 1 and high == _parser.MAXREPEAT and str(operation) in _CHARACTERS:
@@ -186,7 +187,7 @@ def _repeat(low: int, high: int, body: Any, flags: int) -> Move:
 
 
 def _run(places_with: Callable[[_Name], int], *, needs_one: bool) -> Move:
-    """One character again and again: the carries of a sum run over neighbouring places."""
+    """Repeats one character: the carries of a sum run over neighbouring places."""
 
     def run(name: _Name, places: int) -> int:
         fitting = places_with(name)
@@ -209,7 +210,7 @@ def _assertion(direction: int, body: Any, flags: int, *, negated: bool) -> Move:
 
 
 def _places_with(operation: str, argument: Any, flags: int) -> Callable[[_Name], int]:
-    """Which places have a character of the node's."""
+    """Returns a function that finds the positions whose character the node accepts."""
     if operation == "LITERAL" and not flags & re.IGNORECASE:
         return lambda name: name.places_of.get(chr(argument), 0)
     items = argument if operation == "IN" else [(operation.removeprefix("NOT_"), argument)]
@@ -228,7 +229,7 @@ def _places_with(operation: str, argument: Any, flags: int) -> Callable[[_Name],
 
 
 def _in_class(kind: str, value: Any, character: str) -> bool:
-    """Whether an entry of [...] has the character."""
+    """True if an entry of [...] contains the character."""
     if kind == "LITERAL":
         return character == chr(value)
     if kind == "RANGE":

@@ -8,7 +8,7 @@ import numpy as np
 from vllmx_core.plan import F32
 from vllmx_core.weights.tensor import RawTensor, float8_to_f32
 
-from vllmx_models.quantization.bits import U8
+from vllmx_models.quantization.affine import U8
 from vllmx_models.quantization.options import FLOATS
 from vllmx_models.quantization.source import ModuleTensors
 
@@ -18,7 +18,7 @@ _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
 _BYTES = np.arange(256)
 _E2M1_PAIRS = np.stack([_E2M1[_BYTES & 15], _E2M1[_BYTES >> 4]], axis=1).view(np.uint64)[:, 0]
-"""The two float32 values of each byte as they lie in memory, the one of the low four bits first."""
+"""The two float32 values of each byte, that of the low four bits first."""
 
 
 def e2m1_to_f32(packed: U8) -> F32:
@@ -28,7 +28,7 @@ def e2m1_to_f32(packed: U8) -> F32:
 
 
 def scales_to_f32(scale: RawTensor) -> F32:
-    """Scales in their shape. Unsigned bytes are exponents, as F8_E8M0 has them."""
+    """Scales in their shape. Unsigned bytes are exponents, as in F8_E8M0."""
     if scale.dtype == "u8":
         return float8_to_f32(scale.view(), "f8e8m0")  # type: ignore[arg-type]
     return scale.to_f32()

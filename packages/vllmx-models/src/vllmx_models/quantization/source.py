@@ -68,7 +68,7 @@ class ModuleTensors(Record):
 
 
 class Scheme(Protocol):
-    """How the tensors of a module make its weight."""
+    """Builds a module's weight from its tensors."""
 
     @property
     def name(self) -> str:
@@ -77,7 +77,7 @@ class Scheme(Protocol):
 
     @property
     def weight_suffix(self) -> str:
-        """What a model's weight map appends to a module's name."""
+        """The suffix that a model's weight map appends to a module's name."""
         ...
 
     @property
@@ -91,7 +91,7 @@ class Scheme(Protocol):
         ...
 
     def excludes(self, module: str) -> bool:
-        """Whether the config says that the module is not quantised."""
+        """True if the config excludes the module from quantisation."""
         ...
 
     def part(self, name: str, tensors: ModuleTensors) -> WeightPart:
@@ -101,7 +101,7 @@ class Scheme(Protocol):
 
 
 class QuantizedSource:
-    """A `WeightSource` whose quantised weights have the scheme's layout; all else is as it was."""
+    """A `WeightSource` whose quantised weights have the scheme's layout; others are unchanged."""
 
     def __init__(self, source: WeightSource, scheme: Scheme) -> None:
         self._source = source
@@ -115,7 +115,7 @@ class QuantizedSource:
         self._names = frozenset(self._logical_names())
 
     def names(self) -> Collection[str]:
-        """Names as a weight map has them; a quantised module's tensors count as one weight."""
+        """Names for weight maps; a quantised module's tensors count as one weight."""
         return self._names
 
     def part(self, name: str) -> WeightPart:

@@ -7,50 +7,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
-from vllmx_core.errors import InvalidRequestError
-from vllmx_core.model import Activation, Array, ImagePlaces, Ops, StepInputs, Weight
-from vllmx_core.ops.segment_attention import SegmentSpec
-from vllmx_core.plan import I32, AnyArray
-from vllmx_core.records import Record
+from vllmx_core.model import Array, ImagePlaces, Ops, StepInputs, Weight
+from vllmx_core.plan import I32
 from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_models.blocks.layer import part, vector
-from vllmx_models.blocks.rope import Rope
-from vllmx_models.blocks.tower import linear, merge_order, prefixed
+from vllmx_models.blocks.tower import PatchTower, linear, merge_order, prefixed
 
 _EPS = 1e-6
-_LONGEST_SIDE = 1 << 14
 
 
-class WindowTower(Record):
+class WindowTower(PatchTower):
     """A `vllmx_core.model.Encoder`."""
 
-    depth: int
-    hidden_size: int
-    num_heads: int
-    mlp_size: int
-    activation: Activation
-    patch: int
-    frames: int
-    merge: int
     window: int
     """Side of a window in tokens."""
     whole: frozenset[int]
     """Layers that attend to the whole image."""
-    out_size: int
-    theta: float
     deepstack: tuple[int, ...] = ()
-    colours_last: bool = False
-
-    @property
-    def patch_width(self) -> int:
-        """See `vllmx_core.model.Encoder`."""
-        return 3 * self.frames * self.patch**2
-
-    @property
-    def patches_per_token(self) -> int:
-        """See `vllmx_core.model.Encoder`."""
-        return self.merge**2
 
     # --- weights ----------------------------------------------------------------------------------
     def weights(self) -> tuple[WeightSpec, ...]:
@@ -76,29 +50,13 @@ class WindowTower(Record):
         yield linear("visual.merger.up", "visual.merger.mlp.0", joined, joined)
         yield linear("visual.merger.down", "visual.merger.mlp.2", self.out_size, joined)
 
-    def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
-        """RoPE tables of the row axis, then of the column axis."""
-        longest = min(max_model_len * self.merge, _LONGEST_SIDE)
-        quarter = self.hidden_size // self.num_heads // 2
-        cos, sin = np.split(Rope("default", self.theta, quarter, longest).table(longest), 2, axis=1)
-        return {"visual.rope": np.concatenate([cos, cos, sin, sin], axis=1)}
-
     # --- the pass ---------------------------------------------------------------------------------
     def forward(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> tuple[Array, ...]:
         """See `vllmx_core.model.Encoder`."""
-        head = self.hidden_size // self.num_heads
-        spec = SegmentSpec(
-            self.num_heads,
-            self.num_heads,
-            head,
-            head**-0.5,
-            head,
-            rope_axes=(0,) * (head // 4) + (1,) * (head // 4),
-        )
         x = ops.linear(ops.patches(step, self.patch_width), w["visual.patch"])  # (T, E)
         for index in range(self.depth):
             ours = f"visual.{index}"
-            seen = replace(spec, windowed=index not in self.whole)
+            seen = replace(self.attention, windowed=index not in self.whole)
             qkv = ops.linear(ops.rms_norm(x, w[f"{ours}.norm1"], _EPS), w[f"{ours}.qkv"])
             found = ops.segment_attention(qkv, seen, step, rope=w["visual.rope"])
             x = ops.add(x, ops.linear(found, w[f"{ours}.o"]))
@@ -113,20 +71,16 @@ class WindowTower(Record):
     def places(self, grid: tuple[int, int, int]) -> ImagePlaces:
         """See `vllmx_core.model.Encoder`: time is constant within an image, rows and columns
         count from its first token, and text continues after the maximum."""
-        frames, tall, wide = grid
-        merge, most = self.merge, _LONGEST_SIDE
-        whole = frames == 1 and tall % merge == 0 and wide % merge == 0
-        if not whole or not (merge <= tall <= most and merge <= wide <= most):
-            raise InvalidRequestError(f"the model cannot see an image of {grid} patches")
+        tall, wide = self.sides(grid)
+        merge = self.merge
         order, windows = _windows(tall // merge, wide // merge, self.window)
         axes = np.stack(merge_order(tall, wide, merge)).reshape(2, -1, self.patches_per_token)
-        token_row, token_column = merge_order(tall // merge, wide // merge, 1)
         count = tall * wide
         return ImagePlaces(
             axes[:, order].reshape(2, -1),
             np.zeros((count, 0), np.int32),
             np.zeros((count, 0), np.float32),
-            np.stack([np.zeros_like(token_row), token_row, token_column]),
+            self.positions(tall, wide),
             max(tall, wide) // merge,
             order,
             windows * np.int32(self.patches_per_token),

@@ -7,54 +7,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import numpy as np
-from vllmx_core.errors import InvalidRequestError
-from vllmx_core.model import Activation, Array, ImagePlaces, Ops, StepInputs, Weight
-from vllmx_core.ops.segment_attention import SegmentSpec
-from vllmx_core.plan import F32, I32, AnyArray
-from vllmx_core.records import Record
+from vllmx_core.model import Array, ImagePlaces, Ops, StepInputs, Weight
+from vllmx_core.plan import F32, I32
 from vllmx_core.weights.spec import PartSpec, WeightSpec
 
 from vllmx_models.blocks.layer import part
-from vllmx_models.blocks.rope import Rope
-from vllmx_models.blocks.tower import linear, merge_order, norm, normed
+from vllmx_models.blocks.tower import PatchTower, linear, merge_order, norm, normed
 
 _EPS = 1e-6
-_LONGEST_SIDE = 1 << 14
 
 
-class QwenTower(Record):
+class QwenTower(PatchTower):
     """A `vllmx_core.model.Encoder`."""
 
-    depth: int
-    hidden_size: int
-    num_heads: int
-    mlp_size: int
-    activation: Activation
-    patch: int
-    frames: int
-    merge: int
     table_side: int
     """Side of the square position table."""
-    out_size: int
-    theta: float
     deepstack: tuple[int, ...]
     """Layers whose output is merged into features for the decoder's first layers."""
     module: str = "model.visual"
-    colours_last: bool = False
-
-    @property
-    def patch_width(self) -> int:
-        """See `vllmx_core.model.Encoder`."""
-        return 3 * self.frames * self.patch**2
-
-    @property
-    def patches_per_token(self) -> int:
-        """See `vllmx_core.model.Encoder`."""
-        return self.merge**2
-
-    @property
-    def head_size(self) -> int:
-        return self.hidden_size // self.num_heads
 
     # --- weights ----------------------------------------------------------------------------------
     def weights(self) -> tuple[WeightSpec, ...]:
@@ -86,33 +56,16 @@ class QwenTower(Record):
             yield linear(f"{ours}.up", f"{theirs}.linear_fc1", joined, joined)
             yield linear(f"{ours}.down", f"{theirs}.linear_fc2", self.out_size, joined)
 
-    def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
-        """Frequencies of the row, then those of the column; an image of n tokens has at most so
-        many rows and columns of merged patches."""
-        longest = min(max_model_len * self.merge, _LONGEST_SIDE)
-        half = Rope("default", self.theta, self.head_size // 2, longest).table(longest)
-        cos, sin = np.split(half, 2, axis=1)
-        return {"visual.rope": np.concatenate([cos, cos, sin, sin], axis=1)}
-
     # --- the pass ---------------------------------------------------------------------------------
     def forward(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> tuple[Array, ...]:
         """See `vllmx_core.model.Encoder`: first what replaces tokens, then what is added."""
         x = ops.linear(ops.patches(step, self.patch_width), w["visual.patch"])  # (T, E)
         x = ops.add(x, ops.mix(step, w["visual.positions"]))
-        quarter = self.head_size // 4
-        spec = SegmentSpec(
-            self.num_heads,
-            self.num_heads,
-            self.head_size,
-            self.head_size**-0.5,
-            self.head_size,
-            rope_axes=(0,) * quarter + (1,) * quarter,
-        )
         added = []
         for index in range(self.depth):
             ours = f"visual.{index}"
             qkv = ops.linear(normed(ops, x, w, f"{ours}.norm1", _EPS), w[f"{ours}.qkv"])
-            seen = ops.segment_attention(qkv, spec, step, rope=w["visual.rope"])
+            seen = ops.segment_attention(qkv, self.attention, step, rope=w["visual.rope"])
             x = ops.add(x, ops.linear(seen, w[f"{ours}.o"]))
             up = ops.linear(normed(ops, x, w, f"{ours}.norm2", _EPS), w[f"{ours}.up"])
             x = ops.add(x, ops.linear(ops.activation(up, self.activation), w[f"{ours}.down"]))
@@ -131,24 +84,18 @@ class QwenTower(Record):
     def places(self, grid: tuple[int, int, int]) -> ImagePlaces:
         """See `vllmx_core.model.Encoder`: time is constant within an image, rows and columns
         count from its first token, and text continues after the maximum."""
-        frames, tall, wide = grid
-        merge, most = self.merge, _LONGEST_SIDE
-        whole = frames == 1 and tall % merge == 0 and wide % merge == 0
-        if not whole or not (merge <= tall <= most and merge <= wide <= most):
-            raise InvalidRequestError(f"the model cannot see an image of {grid} patches")
-        row, column = merge_order(tall, wide, merge)
+        tall, wide = self.sides(grid)
+        row, column = merge_order(tall, wide, self.merge)
         rows, row_weights = _taps(row, tall, self.table_side)
         columns, column_weights = _taps(column, wide, self.table_side)
         table_rows = rows[:, :, None] * self.table_side + columns[:, None, :]  # (N, 2, 2)
         weights = row_weights[:, :, None] * column_weights[:, None, :]
-        token_row, token_column = merge_order(tall // merge, wide // merge, 1)
-        positions = np.stack([np.zeros_like(token_row), token_row, token_column])
         return ImagePlaces(
             np.stack([row, column]),
             table_rows.reshape(-1, 4),
             weights.reshape(-1, 4),
-            positions,
-            max(tall, wide) // merge,
+            self.positions(tall, wide),
+            max(tall, wide) // self.merge,
         )
 
 

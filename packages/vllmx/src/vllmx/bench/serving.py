@@ -14,7 +14,7 @@ from vllmx.bench.sse_client import Streamed, stream_completion
 
 
 class Load(Record):
-    """The requests that a measurement sends, and where to."""
+    """The requests of a measurement, and the server's address."""
 
     url: str
     model: str
@@ -56,8 +56,8 @@ async def open_loop(load: Load, requests_per_s: float) -> dict[str, float | int]
 async def arrivals(
     load: Load, requests_per_s: float, patience_s: float | None = None
 ) -> list[Streamed]:
-    """The requests of a Poisson process. `patience_s`: how long after the last arrival answers are
-    waited for; a request that has none by then is an error."""
+    """The requests of a Poisson process. A request without an answer `patience_s` after the last
+    arrival is an error."""
     source = random.Random(load.seed)  # noqa: S311 - test data
     tasks = []
     due = time.perf_counter()

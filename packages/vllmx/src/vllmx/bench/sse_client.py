@@ -1,6 +1,6 @@
 """A small HTTP/1.1 client for load tests: one streamed request a connection, times of each event.
 
-Client libraries cost more CPU for an event than the server does; this one only cuts lines.
+Client libraries use more CPU for an event than the server does; this one only splits lines.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Streamed(MutableRecord):
 async def stream_completion(
     url: str, path: str, body: Mapping[str, Any], api_key: str | None = None
 ) -> Streamed:
-    """Posts a request with stream = true and notes when its events come. A refusal or a broken
+    """Posts a request with stream = true and records the times of its events. A refusal or a broken
     connection is an `error` in the result."""
     parts = urlsplit(url)
     payload = json.dumps(

@@ -1,7 +1,7 @@
 """The entry point of the `vllmx` command; `vllmx.cli.group` has the commands.
 
-Nothing that is not in memory anyhow is imported before `main` has seen to Ctrl-C, which may come
-while modules are imported. The traceback of an earlier one is of the interpreter's start.
+Before `main` has set up Ctrl-C, only modules that are loaded anyway are imported, since Ctrl-C may
+come during imports. An earlier one gives a traceback of the interpreter's start.
 """
 
 import _signal as signal  # type: ignore[import-not-found]  # which imports no `enum`

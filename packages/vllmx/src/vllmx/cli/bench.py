@@ -160,6 +160,6 @@ def _served_model(url: str, api_key: str | None) -> str:
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS OF COMPLETE]...")
 def startup(repeat: int, as_json: bool, flags: tuple[str, ...]) -> None:
     """Process start to the first generated text, in fresh processes."""
-    from vllmx.bench.startup import startup as measure
+    from vllmx.bench.processes import startup as measure
 
     click.echo(show([measure(repeat, flags)], as_json))

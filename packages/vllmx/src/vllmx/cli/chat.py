@@ -13,8 +13,13 @@ from vllmx_core.errors import VllmxError
 from vllmx_core.system.logs import configure_logging
 
 from vllmx.cli.command import ModelCommand
-from vllmx.cli.options import engine_options, log_level_option, resolve
-from vllmx.cli.sampling import sampling_options, take_sampling
+from vllmx.cli.options import (
+    engine_options,
+    log_level_option,
+    resolve,
+    sampling_options,
+    take_sampling,
+)
 
 if TYPE_CHECKING:
     from vllmx_server.mcp.servers import ToolServers

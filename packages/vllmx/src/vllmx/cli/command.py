@@ -22,7 +22,7 @@ logger = logging.getLogger("vllmx.flags")
 SERVED_NAME = "served_model_name"
 _DOTTED = re.compile(r"(--[A-Za-z][\w-]*|-[a-z]c)\.([A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*)*)")
 FOREIGN = "foreign_"
-"""Begins the parameters of flags that are not ours, so that they meet none of ours."""
+"""Prefix of the parameters of other servers' flags, so that they differ from ours."""
 
 
 def _dotted_names() -> frozenset[str]:
@@ -78,8 +78,8 @@ def _put_key(target: dict[str, Any], keys: list[str], text: str, name: str) -> N
 
 
 class ModelCommand(click.Command):
-    """A command with the flags of `engine_options`. Flags of other servers are hidden in its help;
-    where it has a flag of that name itself, its own counts. Underscores are dashes, as in vLLM."""
+    """A command with the flags of `engine_options`. Flags of other servers are hidden in its help,
+    and its own flags override them. Underscores are dashes, as in vLLM."""
 
     @cached_property
     def foreign(self) -> dict[str, ForeignFlag]:
@@ -107,8 +107,8 @@ class ModelCommand(click.Command):
         return rest
 
     def _overridden(self, given: Sequence[click.Parameter]) -> list[click.Parameter]:
-        """Warns of each option that is given twice, the last of which wins, and tells which
-        switches of other servers lose to their opposites."""
+        """Warns of each option that is given twice, the last of which wins, and returns the
+        switches of other servers that lose to their opposites."""
         of_option: dict[object, list[click.Parameter]] = {}
         for parameter in given:
             if isinstance(parameter, click.Option) and not parameter.multiple:
@@ -125,15 +125,15 @@ class ModelCommand(click.Command):
         return lost
 
     def _sets(self, parameter: click.Parameter) -> object:
-        """The same for a switch of other servers and its opposite."""
+        """A key that is equal for a switch of other servers and its opposite."""
         flag = self.foreign.get(str(parameter.name))
         if flag is None or not flag.bare or flag.field is None:
             return parameter.name
         return flag.field, flag.key
 
     def _names_apart(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """`--served-model-name a b` as one option for each name. A last word that is a model stays
-        one where nothing else names the model."""
+        """Splits `--served-model-name a b` into one option for each name. If the last word can be
+        a model and nothing else names the model, it is the model."""
         option = next((one for one in self.params if one.name == SERVED_NAME), None)
         if option is None:
             return args
@@ -163,7 +163,7 @@ class ModelCommand(click.Command):
         ]
 
     def _learn(self, args: list[str]) -> None:
-        """Makes options of the flags that are given: all of them would cost each start 15 ms."""
+        """Makes options only for the flags that are given: all of them would take 15 ms."""
         own = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
         given = {arg.partition("=")[0] for arg in args if arg.startswith("-")}
         given |= {arg[:2] for arg in given if not arg.startswith("--")}  # -c8192

@@ -14,9 +14,14 @@ from vllmx_core.errors import ConfigError
 from vllmx_core.system.logs import configure_logging
 
 from vllmx.cli.command import ModelCommand
-from vllmx.cli.options import engine_options, log_level_option, resolve
-from vllmx.cli.sampling import sampling_options, take_sampling
-from vllmx.prompt_lines import Task, read_lines, repeated, split_prompts
+from vllmx.cli.options import (
+    engine_options,
+    log_level_option,
+    resolve,
+    sampling_options,
+    take_sampling,
+)
+from vllmx.completion_lines import Task, read_lines, repeated, split_prompts
 
 if TYPE_CHECKING:
     from vllmx_engine.llm import LLM
@@ -132,7 +137,7 @@ def _together(
 ) -> None:
     from vllmx_engine.llm import LLM
 
-    from vllmx.completion_records import records
+    from vllmx.completion_lines import records
 
     options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     with LLM(**options) as llm:

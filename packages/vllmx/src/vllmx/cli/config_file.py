@@ -56,8 +56,8 @@ def _load(text: str) -> Any:
 
 
 def _twice(node: Any, seen: set[int]) -> str | None:
-    """A key that a mapping of a YAML document has twice: the value before would be lost. `seen` has
-    what was looked through: aliases name one node many times."""
+    """A key that a mapping of a YAML document has twice, which would lose its first value. `seen`
+    has the visited nodes: aliases refer to one node many times."""
     from yaml import MappingNode, ScalarNode, SequenceNode
 
     if id(node) in seen:
@@ -86,9 +86,9 @@ def known_keys(
     *,
     takes_all: bool = False,
 ) -> dict[str, Any]:
-    """The file by the names of fields: other names of our flags are replaced, flags of other
-    servers are taken as on the command line. Raises ConfigError for an unknown key, unless
-    `takes_all`: such keys are left out then."""
+    """The file by names of fields: aliases of our flags are replaced, flags of other servers are
+    applied as on the command line. Raises ConfigError for an unknown key, unless `takes_all`, which
+    drops such keys."""
     names = {
         name.lstrip("-"): field
         for field, texts in aliases.items()
@@ -113,7 +113,7 @@ def known_keys(
                 f"the config file has the unknown key {key!r}{nearest(dashed, [*known, *names])};"
                 " known are the flags of this command without their dashes"
             )
-    for flag, value in theirs:  # last, for some add to what ours says
+    for flag, value in theirs:  # last, because some add to values of ours
         apply(flag, value, found)
     return found
 

@@ -37,8 +37,7 @@ LIBRARIES = (
 
 
 def collect() -> dict[str, dict[str, str]]:
-    """Sections of facts; nothing in it is secret (environment variables are named, keys are not
-    shown)."""
+    """Sections of facts without secrets: environment variables are shown, keys are not."""
     registry = load_registry()
     backends: dict[str, str] = {}
     sections: dict[str, dict[str, str]] = {}
@@ -66,7 +65,7 @@ def collect() -> dict[str, dict[str, str]]:
 
 
 def _ranks(registry: Registry) -> dict[str, str]:
-    """The backends that can compute one model together, and over what."""
+    """The backends that support several ranks, and how their ranks communicate."""
     from vllmx_core.ops.all_reduce import AllReduce
     from vllmx_core.ops.send import Send
     from vllmx_core.ops.values import Value
@@ -89,18 +88,18 @@ def _backends_with(registry: Registry, op: Op) -> list[str]:
     """Names of backends that run here and have the op."""
     found = []
     for spec in registry.all(BackendSpec):
-        with suppress(Exception):  # of a plugin, perhaps, or for want of a library
+        with suppress(Exception):  # a plugin's error, or a missing library
             if spec.unavailable_reason() is None and spec.load()().supports(op):
                 found.append(spec.name)
     return found
 
 
 def _environment(spec: BackendSpec, reason: str | None) -> dict[str, str]:
-    """Asks a backend about this machine, even if it cannot run here: someone who installs a driver
-    wants to know what else is missing. If it cannot answer, only the reason is shown."""
+    """A backend's facts about this machine, even if it cannot run here: they help to find what is
+    missing. If that fails, only the reason is shown."""
     try:
         found: dict[str, str] = spec.load()().environment()
-    except Exception as error:  # of a plugin, perhaps; a bug report needs the rest all the same
+    except Exception as error:  # a plugin's error must not hide the rest of a bug report
         return {} if reason is not None else {"error": f"{type(error).__name__}: {error}"}
     return found
 

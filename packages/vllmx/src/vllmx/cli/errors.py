@@ -1,4 +1,4 @@
-"""One look for all errors of the command line, and its exit codes."""
+"""Error output and exit codes of the command line."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ FAILED, WRONG, INTERRUPTED = 1, 2, 128 + signal.SIGINT
 
 
 def run(command: click.Command, arguments: list[str] | None = None) -> int:
-    """Runs a command. 0: done; 1: vllmx or a device failed; 2: something is to be said differently;
-    130: Ctrl-C. Whatever else is raised is a bug, with its traceback."""
+    """Runs a command and returns its exit code. 0: done; 1: vllmx or a device failed; 2: wrong
+    arguments or input; 130: Ctrl-C. Other exceptions are bugs and pass through."""
     try:
         code = command.main(arguments, prog_name="vllmx", standalone_mode=False)
     except (click.exceptions.Abort, KeyboardInterrupt):
@@ -23,13 +23,13 @@ def run(command: click.Command, arguments: list[str] | None = None) -> int:
     except VllmxError as error:
         show(error.message)
         return FAILED if isinstance(error, EngineDeadError) else WRONG
-    except SystemExit as end:  # a command that says its own code
+    except SystemExit as end:  # the command's own exit code
         code = end.code
     return code if isinstance(code, int) else 0
 
 
 def show(message: str, hint: str = "") -> None:
-    """Prints an error, and where more is said, on standard error."""
+    """Prints an error and a hint on standard error."""
     label = click.style("error:", fg="red", bold=True)
     click.echo(f"{label} {message[:1].lower() + message[1:]}{hint}", err=True)
 

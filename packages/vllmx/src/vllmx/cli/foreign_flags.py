@@ -28,16 +28,16 @@ Translation = Mapping[str, Any] | Callable[[str], Any]
 
 
 class ForeignFlag(Record):
-    """A flag that vllmx does not have itself. Its users see `text`."""
+    """A flag that vllmx does not have itself; `text` is the message for users."""
 
     names: tuple[str, ...]
     text: str
     bare: bool = False
-    """It takes no value."""
+    """True if it takes no value."""
     optional: bool = False
-    """It may go without its value."""
+    """True if its value is optional."""
     accepts: tuple[str, ...] | None = ()
-    """Values that are taken and do nothing; None: all."""
+    """Values that are accepted without effect; None: all."""
     field: str | None = None
     """Our field that it sets, to `translation` of its value or, for a bare flag, to `value`."""
     translation: Translation | None = None
@@ -49,12 +49,12 @@ class ForeignFlag(Record):
 
     @property
     def name(self) -> str:
-        """The one of its names that says most."""
+        """The longest of its names."""
         return max(self.names, key=len)
 
     def apart(self) -> Iterator[ForeignFlag]:
-        """The flags of a line of the table one by one, so that messages name the one that is given:
-        each long name, with the short ones before it. Names that set ours are one flag's."""
+        """Splits a line of the table into a flag for each long name, with the short names before
+        it, so that messages name the given flag. Flags that set ours are not split."""
         if self.field is not None or self.variable is not None:
             yield self
             return
@@ -66,8 +66,8 @@ class ForeignFlag(Record):
                 names = []
 
     def turned_off(self) -> ForeignFlag | None:
-        """The opposite of a switch, as vLLM's parser has one for each: `--no-x` of `--x`, and
-        `--disable-x` of `--enable-x`. Turned off, what is refused is taken."""
+        """The opposite of a switch, as in vLLM's parser: `--no-x` of `--x`, and `--disable-x` of
+        `--enable-x`. The opposite of a refused switch is accepted."""
         names = tuple(off for name in self.names for off in _opposites(name))
         if not names or self.variable is not None:
             return None
@@ -104,7 +104,7 @@ def _opposites(name: str) -> Iterator[str]:
 
 
 def number(text: str) -> int | float:
-    """Raises ConfigError."""
+    """Parses a finite number. Raises ConfigError."""
     try:
         value = float(text)
         if math.isfinite(value):
@@ -115,13 +115,13 @@ def number(text: str) -> int | float:
 
 
 def context(text: str) -> str:
-    """0 is the model's own length."""
+    """Translates 0, which means the model's own length."""
     return "auto" if text == "0" else text
 
 
 def layers(text: str) -> str:
-    """The backend that holds this number of layers. Raises ConfigError for a part of a model: 99 is
-    what people write for all."""
+    """The backend for this number of layers on the GPU, where 99 means all. Raises ConfigError for
+    a part of a model."""
     if text == "0":
         return "cpu"
     if text in ("all", "auto", "-1") or (text.isdecimal() and float(text) >= 99):
@@ -130,13 +130,14 @@ def layers(text: str) -> str:
 
 
 def answer_tokens(text: str) -> int | float | None:
-    """-1 and -2 are as many as the context holds."""
+    """Translates -1 and -2, which mean as many as the context holds."""
     value = number(text)
     return None if value in (-1, -2) else value
 
 
 def thinking_budget(text: str) -> bool | None:
-    """-1 is none, 0 no thoughts at all. Raises ConfigError for others, which requests set."""
+    """Translates -1, no budget, and 0, no thoughts. Raises ConfigError for other values, which
+    requests set."""
     if text in ("-1", "0"):
         return None if text == "-1" else False
     raise ConfigError("requests set it: thinking_token_budget; -1 and 0 are taken")
@@ -155,8 +156,8 @@ def keys_of(text: str) -> tuple[str, ...]:
 
 
 def structured_outputs(text: str) -> str | None:
-    """The reasoning parser of vLLM's JSON object. Raises ConfigError for what requests say
-    themselves and for what vllmx does not do; which library holds a structure changes nothing."""
+    """The reasoning parser in vLLM's JSON object. Raises ConfigError for keys that requests set and
+    for unsupported ones; the choice of a library is ignored."""
     config = json_object(text, "structured_outputs_config", '{"reasoning_parser": "qwen3"}')
     for key, value in config.items():
         if key not in STRUCTURED_OUTPUTS:
@@ -183,7 +184,7 @@ STRUCTURED_OUTPUTS = {
     "reasoning_parser_plugin": "plugins bring parsers by the hook vllmx_parsers (docs/plugins.md)",
     "enable_in_reasoning": "thoughts are free, the answer has the form",
 }
-"""Keys of vLLM's JSON object; with a reason, a value that says something is refused."""
+"""Keys of vLLM's JSON object; with a reason, true values are refused."""
 
 
 TRANSLATIONS: Mapping[str, Callable[[str], Any]] = {
@@ -200,8 +201,8 @@ TRANSLATIONS: Mapping[str, Callable[[str], Any]] = {
 
 @cache
 def families() -> Mapping[str, tuple[ForeignFlag, ...]]:
-    """The flags of foreign_flags.json by the server that has them. A text `$name` is one of the
-    file's `reasons`, a translation that is a text one of `TRANSLATIONS`."""
+    """The flags of foreign_flags.json by server. A text `$name` refers to the file's `reasons`, and
+    a translation that is a string to `TRANSLATIONS`."""
     tables = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
     reasons = tables.pop("reasons")
     return {
@@ -232,8 +233,8 @@ def every_flag() -> Iterator[ForeignFlag]:
 
 
 def apply(flag: ForeignFlag, value: Any, fields: dict[str, Any]) -> None:
-    """Takes a flag: into `fields`, into the environment, or with a note. Raises ConfigError that
-    says why it is refused and what to do."""
+    """Applies a flag: sets a field or an environment variable, or logs that it has no effect.
+    Raises ConfigError, with the reason and the remedy, for a refused flag."""
     is_json = isinstance(value, bool | dict | list)  # of a config file
     text = json.dumps(value, default=str) if is_json else str(value)
     if flag.variable is not None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import os
-import re
 from collections.abc import Mapping
 from importlib import import_module
 
 import click
 from vllmx_core.config_values import nearest
 from vllmx_core.plugins.specs import CommandSpec
-from vllmx_core.system.environment import PREFIX, warnings
 
 BUILT_IN: Mapping[str, tuple[str, str]] = {
     "serve": ("vllmx.cli.serve:serve", "Serve a model over the OpenAI HTTP API."),
@@ -35,12 +31,18 @@ BUILT_IN: Mapping[str, tuple[str, str]] = {
     "keys": ("vllmx.cli.keys:keys", "Make API keys with rights and limits, and list them."),
     "models": ("vllmx.cli.models:models", "List the architectures that can be served."),
     "plugins": ("vllmx.cli.plugins:plugins", "List plugins and what they provide."),
-    "completion": ("vllmx.cli.completion:completion", "Print completion for bash, zsh or fish."),
+    "completion": ("vllmx.cli.group:completion", "Print completion for bash, zsh or fish."),
     "env": ("vllmx.cli.env:env", "Print what a bug report needs."),
 }
 
 
 _COMMANDS = "vllmx.cli.group.commands"
+SHELLS = ("bash", "zsh", "fish")
+WHERE = {
+    "bash": '~/.bashrc: eval "$(vllmx completion bash)"',
+    "zsh": '~/.zshrc: eval "$(vllmx completion zsh)"',
+    "fish": "~/.config/fish/config.fish: vllmx completion fish | source",
+}
 
 
 class Commands(click.Group):
@@ -77,36 +79,13 @@ class Commands(click.Group):
 
 
 def _plugin_commands(ctx: click.Context) -> dict[str, CommandSpec]:
-    """Commands of plugins by name. They are loaded once for a command line, so that a broken plugin
-    is reported once."""
+    """Commands of plugins by name, loaded once, so that a broken plugin is reported once."""
     if _COMMANDS not in ctx.meta:
         from vllmx_core.plugins.registry import load_registry
 
         ctx.meta[_COMMANDS] = {spec.name: spec for spec in load_registry().all(CommandSpec)}
     found: dict[str, CommandSpec] = ctx.meta[_COMMANDS]
     return found
-
-
-def _warn_of_unknown_variables() -> None:
-    """Warns on standard error of each VLLMX_ variable that nothing reads."""
-    given = [name for name in os.environ if name.startswith(PREFIX)]
-    if not given:
-        return
-    from importlib.metadata import entry_points, requires
-
-    from vllmx_core.config import EngineConfig
-    from vllmx_core.plugins.hooks import GROUP
-    from vllmx_core.plugins.registry import plugin_key
-    from vllmx_server.config import ServerConfig
-
-    fields = {
-        field.name for cls in (EngineConfig, ServerConfig) for field in dataclasses.fields(cls)
-    }
-    ours = {re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in requires("vllmx") or ()}
-    plugins = {plugin_key(point).partition(":")[0] for point in entry_points(group=GROUP)}
-    for line in warnings(given, fields, plugins - ours):
-        with contextlib.suppress(OSError):  # standard error is closed
-            click.echo(f"warning: {line}", err=True)
 
 
 @click.command(
@@ -117,4 +96,18 @@ def _warn_of_unknown_variables() -> None:
 @click.version_option(package_name="vllmx", message="vllmx %(version)s")
 def cli() -> None:
     """Serves large language models on CPUs and GPUs."""
-    _warn_of_unknown_variables()
+    if any(name.startswith("VLLMX_") for name in os.environ):
+        from vllmx.cli.variables import warn_of_unknown
+
+        warn_of_unknown(os.environ)
+
+
+@click.command(epilog="\b\n" + "\n".join(WHERE.values()))
+@click.argument("shell", type=click.Choice(SHELLS))
+def completion(shell: str) -> None:
+    """Print completion for SHELL; your shell's start file evaluates it."""
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None, "click has all three"
+    click.echo(found(cli, {}, "vllmx", "_VLLMX_COMPLETE").source())

@@ -100,7 +100,7 @@ def add(
 
 
 def _refusal(error: Exception, name: str) -> ConfigError:
-    """Names the flag behind a record that was refused."""
+    """Names the flag that led to a refused record."""
     reason, _, field = str(error).partition(" - at `$.")
     if field == "name`":
         return ConfigError(

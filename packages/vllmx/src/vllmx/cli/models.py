@@ -16,15 +16,15 @@ class Architecture(Record):
     """One line of the list."""
 
     model_type: str
-    """The `model_type` of config.json; "-" where the architecture alone tells it."""
+    """The `model_type` of config.json; "-" if only `architectures` identifies it."""
     architectures: tuple[str, ...]
     """Names that `architectures` in config.json may have."""
     gguf: tuple[str, ...]
-    """`general.architecture` of GGUF files; none: such files are not read."""
+    """Values of `general.architecture` in GGUF files; empty: such files are not read."""
     formats: tuple[str, ...]
     """The formats of files: safetensors, the installed quantisations of it, and gguf."""
     backends: tuple[str, ...]
-    """Backends that have all its ops; none: its plugin says nothing of it."""
+    """Backends that have all its ops; empty: its plugin does not name any."""
     checked: tuple[str, ...]
     """Properties that its plugin's tests compare."""
     plugin: str

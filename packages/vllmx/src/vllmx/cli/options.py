@@ -164,8 +164,8 @@ def _option(
 
 
 class Shown(click.ParamType[Any]):
-    """A type of which click shows the name alone: values are converted with those of the
-    environment and the config file, by `vllmx_core.config_values`."""
+    """A type that click only shows by name: `vllmx_core.config_values` converts values of flags,
+    environment and config file alike."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -198,7 +198,7 @@ FILE = (("--file", "-f", "--f", "file"), "A GGUF file: of MODEL, or by its path 
 
 
 def take_several(parameter: str) -> Callable[[F], F]:
-    """A decorator of a command, applied after its options: one of them may be repeated."""
+    """A decorator that makes an option of a command repeatable; applied after the options."""
 
     def decorate(command: F) -> F:
         for option in command.__click_params__:  # type: ignore[attr-defined]
@@ -224,7 +224,7 @@ def resolve(
     classes: tuple[type[Any], ...], flags: dict[str, Any], extra: Collection[str] | None = ()
 ) -> tuple[Any, ...]:
     """Builds the config records from flags, environment and `--config` file. Raises ConfigError for
-    a key of the file that is in no record and not in `extra`; None: any key may be extra."""
+    a key of the file that is neither in a record nor in `extra`; None allows any key."""
     flags = {name: value for name, value in flags.items() if value not in (None, ())}
     if served := served_names(flags.get(SERVED_NAME)):
         flags[SERVED_NAME] = served[0]
@@ -300,8 +300,8 @@ def _file_of_model(flags: dict[str, Any]) -> None:
 
 
 def device(text: str) -> str:
-    """The backend that a device of PyTorch, or a number of one, means. Raises ConfigError for other
-    devices than the first: which GPU is a variable."""
+    """The backend for a PyTorch device or its number. Raises ConfigError for devices other than the
+    first: a variable selects the GPU."""
     name, _, number = text.partition(":")
     if name.isdigit() and not number:
         name, number = "auto", name
@@ -323,3 +323,48 @@ def device(text: str) -> str:
 def _of(cls: type[Any], file: Mapping[str, Any]) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(cls)}
     return {key: value for key, value in file.items() if key.replace("-", "_") in names}
+
+
+# --- sampling -------------------------------------------------------------------------------------
+_SAMPLING = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "sampling_seed",
+    "stop",
+    "min_tokens",
+    "ignore_eos",
+)
+
+
+def sampling_options(command: F) -> F:
+    """One option for each sampling parameter; None, if it is not given, means the model's own."""
+    options = (
+        click.option("--max-tokens", "-n", type=int, help="Longest output, in tokens."),
+        click.option("--temperature", type=float, help="0 = greedy."),
+        click.option("--top-p", type=float, help="Nucleus sampling."),
+        click.option("--top-k", type=int, help="Keep the k likeliest; 0 = all."),
+        click.option("--min-p", type=float, help="Keep what is this likely relative to the best."),
+        click.option("--repetition-penalty", type=float, help="Above 1 discourages repetition."),
+        click.option("--presence-penalty", type=float, help="-2 to 2."),
+        click.option("--frequency-penalty", type=float, help="-2 to 2."),
+        click.option("--sampling-seed", type=int, help="Makes the draws repeat."),
+        click.option("--stop", multiple=True, help="Text that ends the output; may be repeated."),
+        click.option("--min-tokens", type=int, help="Shortest output, in tokens."),
+        click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the end."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def take_sampling(flags: dict[str, Any]) -> dict[str, Any]:
+    """Moves the sampling parameters out of a command's flags, for `SamplingParams`."""
+    given = {name: flags.pop(name) for name in _SAMPLING}
+    given["seed"] = given.pop("sampling_seed")
+    return {name: value for name, value in given.items() if value not in (None, ())}

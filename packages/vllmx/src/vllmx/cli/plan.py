@@ -109,7 +109,7 @@ def plan(
 
 
 def _check(model: str, shape: ModelShape, context: int | None) -> None:
-    """Raises ConfigError for what no plan can be made for."""
+    """Raises ConfigError for models and contexts that cannot be planned."""
     if shape.output != "tokens":
         raise ConfigError(
             f"{model} gives {shape.output}, plans are made for models that generate text",
@@ -126,7 +126,7 @@ def _check(model: str, shape: ModelShape, context: int | None) -> None:
 def _machine(
     registry: Registry, on: str, backend_name: str, facts: Facts
 ) -> tuple[str, float, Rates]:
-    """(what it is called, its free memory, how fast it is)."""
+    """(the machine's name, its free memory, its rates)."""
     from vllmx_core.backend import free_memory
 
     from vllmx.sizing.fixed_costs import measure_fixed
@@ -142,7 +142,7 @@ def _machine(
     rates = measure(registry, backend, kinds, _tell, facts.forms[0].num_values)
     memory = free_memory(backend)
     fixed = measure_fixed(registry, backend_name, rates)
-    return rates.title, memory, replace(rates, beside=fixed.seconds)
+    return rates.title, memory, replace(rates, fixed=fixed.seconds)
 
 
 def _tell(doing: str, done: int, total: int) -> None:

@@ -42,7 +42,7 @@ def plugins(prefer: tuple[str, ...], as_json: bool) -> None:
 
 
 def _shadowed(registry: Registry) -> list[str]:
-    """Commands of plugins that are never called, for vllmx has them itself."""
+    """Commands of plugins that are hidden by vllmx's own of the same name."""
     from vllmx.cli.group import BUILT_IN
 
     return [

@@ -74,7 +74,7 @@ def quantize(
 
 
 def may_replace(output: Path) -> None:
-    """Asks before a file is replaced. Raises ConfigError where nobody can be asked, and Abort."""
+    """Asks before replacing a file. Raises ConfigError without a terminal, and Abort."""
     if not output.exists():
         return
     if not sys.stdin.isatty():

@@ -55,7 +55,7 @@ HELP = {
     "allowed_methods": "CORS method; may be repeated.",
     "allowed_headers": "CORS header; may be repeated.",
     "allow_credentials": "CORS credentials.",
-    "allowed_hosts": "Host header to accept beside localhost on a loopback address; may be"
+    "allowed_hosts": "Host header to accept in addition to localhost on a loopback address; may be"
     " repeated; * for any.",
     "max_connections": "Open connections; default: what the limit of open files allows, up to"
     " 16384.",
@@ -120,7 +120,7 @@ def serve(**flags: Any) -> None:
     models = _models(flags)
     engine, server = resolve((EngineConfig, ServerConfig), flags, ("models",))
     engine = models[0].engine if models else engine
-    os.environ[FORMAT_VARIABLE] = server.log_format  # of all processes that are started
+    os.environ[FORMAT_VARIABLE] = server.log_format  # for child processes
     configure_logging(server.log_level, log_format=server.log_format)
     _warn_of_config(flags)
     if server.enable_log_requests:
@@ -132,18 +132,18 @@ def serve(**flags: Any) -> None:
             engine, server, models=models, on_ready=partial(_announce, server.log_format, stream)
         )
     finally:
-        stream.finish()  # an error is shown after what the log has to say
+        stream.finish()  # the log comes before an error message
 
 
 def _warn_of_config(flags: dict[str, Any]) -> None:
-    """One warning where the config file has keys of clients and others may read it."""
+    """Warns if the config file has API keys and other users may read it."""
     path = config_path(flags)
     if path and {"api_key", "admin_key"} & {key.replace("-", "_") for key in read_yaml(path)}:
         warn_of_readers(path, "--config")
 
 
 def _models(flags: dict[str, Any]) -> list[ModelConfig]:
-    """Several models, where flags or the file name some; `flags` are those of the first then."""
+    """Several models, if flags or the file name them; `flags` then become those of the first."""
     texts = flags["model"] or ()
     file = read_yaml(config_path(flags))
     entries = file.get("models")
@@ -194,7 +194,7 @@ _EXAMPLES = {
 def _announce(
     log_format: str, stream: StandardError | TextIO, name: str, info: CoreInfo, url: str
 ) -> None:
-    """Says what is served, and how to ask it; among lines that programs read, as one of them."""
+    """Prints the served models and an example request; in a JSON log, as a line of JSON."""
     served = (
         f"vllmx serves {name} ({info.architecture}, {info.dtype}) on {info.backend},"
         f" context {info.max_model_len}, {info.num_kv_blocks * info.block_size} tokens of KV cache,"

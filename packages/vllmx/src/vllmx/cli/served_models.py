@@ -34,17 +34,16 @@ def served_models(
     flags: dict[str, Any],
     configured: Callable[[dict[str, Any]], EngineConfig],
 ) -> list[ModelConfig]:
-    """The models that flags and the file name, in their order.
+    """The models of flags and file, in order.
 
     Args:
-        texts: of `--model`.
-        entries: `models` of the file; None where there is none.
-        flags: those that all models have in common.
-        configured: an engine's configuration from such flags.
+        texts: the values of `--model`.
+        entries: `models` of the file, or None.
+        flags: the flags of all models.
+        configured: makes an engine's configuration from flags.
 
     Raises:
-        ConfigError: a text or an entry that does not name a model, or models that exclude each
-        other.
+        ConfigError: a text or an entry does not name a model, or models conflict.
     """
     found = [_of_text(text) for text in texts]
     if entries is not None:

@@ -20,7 +20,7 @@ from vllmx_core.system.progress import show_progress
 from vllmx.cli.command import ModelCommand
 from vllmx.cli.config_file import read_yaml
 from vllmx.cli.errors import FAILED
-from vllmx.cli.options import ALIASES, engine_options, resolve
+from vllmx.cli.options import ALIASES, config_path, engine_options, resolve
 from vllmx.cli.quantize import may_replace
 
 if TYPE_CHECKING:
@@ -125,8 +125,7 @@ def _server_keys(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The server settings in the file of --config, as written."""
     from vllmx_server.config import ServerConfig
 
-    path = flags.get("config_file") or os.environ.get("VLLMX_CONFIG")
-    content = read_yaml(path)
+    content = read_yaml(config_path(flags))
     if "models" in content:
         raise ConfigError(
             "--config lists several models, and one is tuned: name it, without that file",
@@ -150,7 +149,7 @@ def _knobs(config: EngineConfig, limits: Sequence[Limit], try_isq: str) -> list[
     from vllmx_core.plugins.registry import load_registry
     from vllmx_core.system.processors import available_processors
 
-    from vllmx.sizing.knobs import knobs
+    from vllmx.sizing.tuning import knobs
 
     backend = load_registry().choose_backend(config.backend)[0].name
     threads = available_processors() if backend == "cpu" else 0
@@ -176,7 +175,7 @@ def _changed(setting: Setting, base: Setting | None = None) -> str:
 
 
 def _check_place(path: Path) -> None:
-    """Raises ConfigError, before minutes of trials, where nothing can be written."""
+    """Raises ConfigError, before minutes of trials, if the output cannot be written."""
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"cannot write {path}: name a file in a folder that is there")
 
@@ -247,7 +246,7 @@ def _show(search: Search, best: Outcome, base: Setting, output: Path, as_json: b
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN: a figure that is not there is null."""
+    """Replaces NaN, which JSON lacks, by null."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -21,24 +21,24 @@ from vllmx_models.isq import matrix_types
 
 Use = Literal["table", "head", "experts", "linear", "tower"]
 FORMS = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m")
-"""The quantisations that are weighed against each other, from the most precise one on."""
+"""The quantisations to compare, the most precise first."""
 STORED = "stored"
 
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """Matrices of one weight, and what a step reads of them."""
+    """Matrices of one weight and their use in a step."""
 
     use: Use
-    """A table gives a row for each token, a head is multiplied for rows that sample, experts where
-    they are chosen, a tower where images are."""
+    """A table is read one row per token, a head is multiplied for rows that sample, experts only if
+    they are chosen, a tower only for images."""
     count: int
     values: int
     """Numbers of each matrix."""
     kind: str
-    """A GGUF type, or "stored" for what has no such name."""
+    """A GGUF type, or "stored" for other formats."""
     bits: float
-    """A number takes, scales included."""
+    """Bits of a number, with scales."""
     chosen: int = 0
     """Number of the `count` experts that a token uses."""
 
@@ -65,7 +65,7 @@ class Form:
 
     @property
     def values_used(self) -> float:
-        """Multiplied for one token."""
+        """Numbers multiplied for one token."""
         shares = {"table": 0.0, "tower": 0.0, "head": 1.0, "linear": 1.0}
         return sum(
             each.values * each.count * shares[each.use]
@@ -76,7 +76,7 @@ class Form:
 
     @property
     def bits(self) -> float:
-        """A number takes on average."""
+        """Average bits of a number."""
         return 8 * self.num_bytes / max(1, self.num_values)
 
 
@@ -88,12 +88,12 @@ class Facts:
     shape: ModelShape
     num_layers: int
     forms: tuple[Form, ...]
-    """The form in which the model is stored, then the quantisations that may be had of it."""
+    """The stored form of the model, then its possible quantisations."""
 
 
 def facts_of(header: Header, registry: Registry) -> Facts:
-    """Raises UnsupportedModelError for an architecture that is not served, ConfigError where the
-    header does not tell how weights are stored."""
+    """The facts of a model. Raises UnsupportedModelError for an architecture that is not served,
+    ConfigError if the header does not show how weights are stored."""
     checkpoint = header.checkpoint
     model = build_model(registry, checkpoint)
     if not header.has_shapes:
@@ -127,7 +127,7 @@ def _stored(header: Header, checkpoint: Checkpoint, model: Model) -> Iterator[Ma
 
 
 def _bits_for_all(header: Header, checkpoint: Checkpoint, values: int) -> float | None:
-    """Bits of a number where no tensor says it: by the files' size, or what dense ones have."""
+    """Bits of a number if tensors have no types: by the files' size, or of dense weights."""
     if header.has_shapes:
         return None
     quantised = checkpoint.config.get("quantization_config")

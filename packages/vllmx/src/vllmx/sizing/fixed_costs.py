@@ -57,24 +57,24 @@ def measure_fixed(registry: Registry, backend: str, rates: Rates) -> FixedCosts:
         engines = [stack.enter_context(_engine(path, backend)) for path, _ in models]
         seconds = [_medians(engines, _decoding(rows)) for rows in ROWS[:-1]]
         seconds.append(_medians(engines, _prompt))
-    beside = [
+    rests = [
         [one - _products(facts, rates, rows) for one, (_, facts) in zip(both, models, strict=True)]
         for rows, both in zip(ROWS, seconds, strict=True)
     ]
-    return divided(beside, [facts.num_layers for _, facts in models])
+    return divided(rests, [facts.num_layers for _, facts in models])
 
 
-def divided(beside: Sequence[Sequence[float]], layers: Sequence[int]) -> FixedCosts:
-    """Divides the times of two models, in the order of `ROWS`, into what is theirs by layers and
-    what is the step's. Neither is below zero."""
+def divided(rests: Sequence[Sequence[float]], layers: Sequence[int]) -> FixedCosts:
+    """Divides the times of two models, in the order of `ROWS`, into a part for each layer and one
+    for the step, neither below zero."""
     few, many = layers
-    layer = [max(0.0, (long - short) / (many - few)) for short, long in beside]
-    rest = [max(0.0, long - many * each) for (_, long), each in zip(beside, layer, strict=True)]
+    layer = [max(0.0, (long - short) / (many - few)) for short, long in rests]
+    rest = [max(0.0, long - many * each) for (_, long), each in zip(rests, layer, strict=True)]
     return FixedCosts(rest, layer)
 
 
 def _with_fewer_layers(whole: Path, folder: Path) -> Path:
-    """A folder with the model `whole`, of whose weights those of later layers are not read."""
+    """A folder with the model `whole`, without its later layers."""
     for path in whole.iterdir():
         if path.name != "config.json":
             (folder / path.name).symlink_to(path)
@@ -104,7 +104,7 @@ def _engine(path: Path, backend: str) -> LLM:
 
 
 def _medians(engines: Sequence[LLM], measure: Callable[[LLM], float]) -> list[float]:
-    """The median of each engine; they take turns, and a round first does not count."""
+    """The median of each engine; they take turns after a warm-up round."""
     rounds = [[measure(engine) for engine in engines] for _ in range(1 + ROUNDS)][1:]
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 

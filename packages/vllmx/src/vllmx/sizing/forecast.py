@@ -18,8 +18,8 @@ from vllmx.sizing.facts import Facts, Form, Matrices
 STEP_TOKENS = 2048
 BLOCK_SIZE = 16
 ACTIVATION_WIDTHS = 24
-"""Bytes of activations of a token, in bytes times the hidden size; within a third of the backends'
-arenas."""
+"""Bytes of a token's activations, divided by the hidden size; within a third of the backends'
+buffers."""
 PROMPT = 512
 BATCHES = (1, 8, 32)
 
@@ -129,8 +129,8 @@ def _decode_seconds(
     shape: ModelShape, form: Form, rates: Rates, rows: int, kv_bytes: float
 ) -> float:
     states = 2 * shape.state_slot_bytes  # read and written
-    beside = rows * (kv_bytes + states) * rates.seconds_per_byte()
-    return product_seconds(form, rates, rows, heads=rows) + beside
+    cache = rows * (kv_bytes + states) * rates.seconds_per_byte()
+    return product_seconds(form, rates, rows, heads=rows) + cache
 
 
 def product_seconds(form: Form, rates: Rates, rows: int, heads: int) -> float:
@@ -153,5 +153,5 @@ def _of(matrices: Matrices, rates: Rates, rows: int, heads: int) -> float:
 
 
 def choose(found: list[Forecast], wish: Wish) -> Forecast | None:
-    """The most precise form that leaves room for what is wished; `found` is ordered so."""
+    """The most precise form that fits the wish; `found` is ordered by precision."""
     return next((each for each in found if each.rows >= wish.rows), None)

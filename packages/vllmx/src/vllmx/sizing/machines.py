@@ -1,8 +1,7 @@
-"""Machines that models may be planned for: memory, and how fast it and the arithmetic are, as their
-makers publish it.
+"""Machines for planning, with published memory sizes, bandwidths and rates of arithmetic.
 
-Rates of arithmetic are those of 16-bit products without sparsity, summed in 32 bits. Apple
-publishes none; the table has the GPUs' 32-bit rates, cores times clock.
+Rates are those of 16-bit products without sparsity, summed in 32 bits. Apple publishes none; the
+table has the GPUs' 32-bit rates, cores times clock.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from vllmx_core.errors import ConfigError
 from vllmx_core.system.memory import GIB
 
 MEMORY_SHARE = 0.8
-"""The share of the published bandwidth that reading weights reaches."""
+"""The fraction of the published bandwidth that is reached when reading weights."""
 ARITHMETIC_SHARE = 0.5
-"""The share of the published rate that products of prompts reach."""
+"""The fraction of the published rate that products of prompts reach."""
 STEP_S = 100e-6
 """Seconds of each step outside its layers: launch, sampler, and host work that is not hidden."""
 LAYER_S = 10e-6
 """Seconds of a layer in addition to reading its weights: about five dependent kernels of 2 us."""
 DEVICES_SHARE = 0.85
-"""The share of n times one device's speed that n devices reach together."""
+"""The fraction of n times one device's speed that n devices reach together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +71,12 @@ MACHINES: Mapping[str, Machine] = {
     "m3-ultra": Machine("Apple M3 Ultra, 512 GB", 0.75 * 512 * GIB, 819e9, 28e12),
     "m2-max": Machine("Apple M2 Max, 96 GB", 0.75 * 96 * GIB, 400e9, 13e12),
 }
-"""macOS lets a GPU have three quarters of the memory."""
+"""The machines by name. macOS gives a GPU three quarters of the memory."""
 MOST_DEVICES = 1024
 
 
 def machine(name: str) -> Machine:
-    """h100, 8xh100 ... Raises ConfigError for one that is not listed."""
+    """The machine of a name such as h100 or 8xh100. Raises ConfigError for an unknown one."""
     match = re.fullmatch(r"(?:(\d{1,4})x)?(.+)", name.lower())
     count, plain = (int(match[1] or 1), match[2]) if match else (1, name)
     if plain not in MACHINES or not 1 <= count <= MOST_DEVICES:

@@ -19,21 +19,20 @@ from vllmx_core.plugins.registry import Registry
 from vllmx_core.weights.part import WeightPart
 from vllmx_core.weights.tensor import RawTensor
 from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME, TensorType, weight_part
-from vllmx_models.formats.gguf.quantize.encode import QUANTIZERS
-from vllmx_models.formats.gguf.quantize.encoders import encoder_for
+from vllmx_models.formats.gguf.quantize.encoders import QUANTIZERS, encoder_for
 
 ROWS = (1, 8, 32, 512)
 """Tokens of a step that are measured; between them times are interpolated."""
 PROBE_BYTES = 192 << 20
-"""The least that a probe's weights take, beyond what caches hold; layers are added up to it, or up
-to the size of a smaller model, of which caches hold as much."""
+"""The minimum size of a probe's weights, larger than caches; layers are added up to it, or up to
+the size of the model if that is smaller."""
 MAX_LAYERS = 48
 HIDDEN = 1024
 VOCABULARY = 2048
 CONTEXT = 512
 ROUNDS = 7
 _TILE = 32
-"""Rows that are quantised; the others are copies, which take as long."""
+"""Rows that are quantised; the others are copies, which are equally fast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +43,12 @@ class MeasuredRates:
     seconds: Mapping[str, Sequence[float]]
     """The seconds by type, one for each of `ROWS`."""
     bits: Mapping[str, float]
-    beside: Callable[[int, float], float] = lambda layers, rows: 0.0
+    fixed: Callable[[int, float], float] = lambda layers, rows: 0.0
     """Seconds of a step outside its products, by its layers and tokens."""
 
     def seconds_per_value(self, kind: str, bits: float, rows: float) -> float:
-        """See `vllmx.sizing.forecast.Rates`. A type that was not measured is taken for the one of
-        the nearest size."""
+        """See `vllmx.sizing.forecast.Rates`. For a type that was not measured, uses the one of the
+        nearest size."""
         if kind not in self.seconds:
             kind = min(self.bits, key=lambda name: abs(self.bits[name] - bits))
         times = self.seconds[kind]
@@ -62,7 +61,7 @@ class MeasuredRates:
 
     def fixed_seconds(self, layers: int, rows: float) -> float:
         """See `vllmx.sizing.forecast.Rates`."""
-        return self.beside(layers, rows)
+        return self.fixed(layers, rows)
 
 
 def interpolated(rows: float, times: Sequence[float]) -> float:
@@ -85,8 +84,8 @@ def measure(
     tell: Callable[[str, int, int], None],
     num_values: int,
 ) -> MeasuredRates:
-    """Rates of types of GGUF files on a backend, for a model with so many numbers in its weights.
-    `tell(doing, done, total)` shows how far it is."""
+    """Measures the rates of GGUF types on a backend, for a model with this many numbers in its
+    weights. `tell(doing, done, total)` shows the progress."""
     seconds, bits = {}, {}
     ordered = sorted(kinds)
     with quiet_log():
@@ -171,7 +170,7 @@ class RandomWeights:
         return self._shapes.keys()
 
     def part(self, name: str) -> WeightPart:
-        """Raises KeyError for a tensor that the model has not."""
+        """Raises KeyError for a tensor that the model does not have."""
         shape = self._shapes[name]
         if len(shape) == 1:
             ones = np.ones(shape, np.float32).view(np.uint8)
@@ -198,7 +197,7 @@ class RandomWeights:
 
 
 def _step_seconds(loaded: LoadedModel, tokens: int) -> float:
-    """The median step: of so many sequences, or for the largest number of one prompt."""
+    """The median time of a step: with `tokens` sequences, or one prompt for the largest number."""
     plan, rows = _step(loaded.info.block_size, tokens)
     loaded.step(plan, rows).result()
     times = []
@@ -210,7 +209,7 @@ def _step_seconds(loaded: LoadedModel, tokens: int) -> float:
 
 
 def _step(block_size: int, tokens: int) -> tuple[StepPlan, SamplingRows]:
-    """Sequences of one token each, in a block of their own or its like; or one whole prompt."""
+    """A step of sequences with one token each, or of one whole prompt."""
     prompt = tokens == ROWS[-1]
     count = 1 if prompt else tokens
     each = tokens // count
@@ -233,7 +232,7 @@ def _step(block_size: int, tokens: int) -> tuple[StepPlan, SamplingRows]:
 
 @contextmanager
 def quiet_log() -> Iterator[None]:
-    """The probes load like models, which is worth no line each."""
+    """Hides the log of probes, which are loaded like models."""
     logger = logging.getLogger("vllmx")
     before = logger.level
     logger.setLevel(logging.WARNING)

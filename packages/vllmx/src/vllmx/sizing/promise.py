@@ -18,7 +18,7 @@ SHARES: Mapping[str, float] = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _LIMIT = re.compile(r"([a-z0-9]+?)(?:[._-]?(p[0-9.]+))?\s*<=?\s*([0-9]*\.?[0-9]+)\s*([a-z]*)")
 _UNITS = {"ms": 1e-3, "s": 1.0}
 MARGIN = 0.1
-"""The share of a limit that is left for days that are not like this one."""
+"""The fraction of a limit that is kept as a reserve for worse conditions."""
 _FORM = 'a promise is written as "ttft<500ms,itl.p95<50ms"'
 
 
@@ -44,7 +44,7 @@ def as_ms(seconds: float) -> str:
 
 
 def parse_promise(text: str) -> tuple[Limit, ...]:
-    """The limits that a text lists. Raises ConfigError that names the part that is wrong."""
+    """Parses the limits of a promise. Raises ConfigError, which names the wrong part."""
     limits: list[Limit] = []
     for part in text.split(","):
         limit = _parse(part.strip().lower())
@@ -79,8 +79,8 @@ def _parse(part: str) -> Limit:
 
 
 def broken(limits: Sequence[Limit], figures: Mapping[str, float]) -> list[str]:
-    """Describes each limit that figures do not keep with `MARGIN`; `figures`: seconds by
-    `Limit.name`. A missing figure (NaN) breaks its limit."""
+    """Describes each limit that is broken, with `MARGIN`; `figures`: seconds by `Limit.name`. A
+    missing figure (NaN) breaks its limit."""
     found = []
     for limit in limits:
         value = figures[limit.name]

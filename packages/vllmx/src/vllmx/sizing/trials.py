@@ -1,4 +1,4 @@
-"""Trials of a setting: a server in a process of its own, and requests that arrive at a rate."""
+"""Trials of a setting: a server in a separate process, and requests that arrive at a rate."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from vllmx_core.records import Record
 from vllmx_server.config import ServerConfig
 
 from vllmx.bench.figures import percentile
-from vllmx.bench.server_process import server_process
+from vllmx.bench.processes import server_process
 from vllmx.bench.serving import Load, arrivals, closed_loop_results
 from vllmx.bench.sse_client import Streamed
 from vllmx.sizing.promise import SHARES
 from vllmx.sizing.tuning import Served, Setting, Trial
 
 _NUM_IDS = 1000
-"""Prompts are random ids below it: every vocabulary has those."""
+"""Prompts are random ids below this, which every vocabulary has."""
 _ALONE = 6
 _PATIENCE = 60.0
 _MODEL = "tuned"
 
 
 class Work(Record):
-    """The shape of a request, and how many make a trial."""
+    """The shape of a request, and the number of requests of a trial."""
 
     input_len: int
     output_len: int
     seconds: float
-    """Requests arrive for so long ..."""
+    """Seconds in which requests arrive ..."""
     least: int
-    """Requests that are sent at the least."""
+    """The minimum number of requests."""
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def write_yaml(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Lists in place of tuples, and numbers in the spelling of the file that they come from."""
+    """Replaces tuples by lists, and numbers by their spelling in the file."""
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -90,16 +90,15 @@ def _plain(value: Any) -> Any:
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variables that say of a server what its file says: they would win
-    over it."""
+    """The environment without the variables of settings, which would override the server's file."""
     names = {field.name for cls in (EngineConfig, ServerConfig) for field in fields(cls)}
     variables = {f"VLLMX_{name.upper()}" for name in (*names, "config")}
     return {key: value for key, value in environment.items() if key not in variables}
 
 
 def _alone(load: Load) -> list[Streamed]:
-    """Requests that have the server for themselves; the first, which warms it, is left out. Raises
-    ConfigError where one fails."""
+    """Runs requests one by one; the first, which warms the server up, is left out. Raises
+    ConfigError if one fails."""
     results = asyncio.run(closed_loop_results(load, 1))
     for result in results:
         if result.error is not None or not result.event_s:

@@ -1,13 +1,13 @@
-"""Looks for the setting that keeps a promise at the highest rate of requests.
+"""Searches for the setting that keeps a promise at the highest rate of requests.
 
 A setting is measured by trials: requests arrive at a rate, and the promise is kept or not. The rate
-is doubled until it is not, and the interval halved then. The next setting differs in one value from
-the best one so far, and is first asked for a little more than that reached: most fail there, after
+is doubled until the promise is broken, then the interval is halved. The next setting differs in one
+value from the best one so far, and is first tried at a slightly higher rate: most fail there, after
 two trials.
 
-Machines have other things to do. So a trial that breaks the promise is made again, and the majority
-of three decides; what is written was kept by most of three trials with requests that the search has
-not seen; and where trials contradict each other the search says so.
+Other processes disturb trials. So a trial that breaks the promise is repeated, and the majority of
+three decides; the result is confirmed by most of three trials with new requests; and contradictions
+between trials are reported.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
+from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
 from vllmx_core.records import MutableRecord, Record, field
 
@@ -23,11 +24,13 @@ from vllmx.sizing.promise import Limit, as_ms, broken, hopeless
 
 Value = int | float | str
 Setting = Mapping[str, Value]
-"""Fields of EngineConfig that are not left to their defaults."""
+"""Values of EngineConfig's fields that differ from the defaults."""
 _HALVINGS = 4
-"""A rate is lowered so often before a setting counts as one that cannot keep the promise."""
+"""The number of lower rates to try before a setting counts as unable to keep the promise."""
 _STEADY = 1.3
-"""Times of the same requests differ by so much where nothing else runs."""
+"""The factor by which times of the same requests differ on an idle machine."""
+_STEP_MS = 50.0, 200.0
+_STEP_TOKENS = 512, 4096
 
 
 class Trial(Record):
@@ -48,7 +51,7 @@ class Trial(Record):
     """The error of the first request that failed."""
 
     def faults(self, limits: Sequence[Limit]) -> list[str]:
-        """Why this trial does not keep the promise; empty where it does."""
+        """The reasons why this trial breaks the promise; empty if it keeps it."""
         found = broken(limits, self.figures) if self.failed < self.requests else []
         if self.failed:
             found.append(f"{self.failed} of {self.requests} requests failed: {self.error}")
@@ -84,7 +87,7 @@ class Outcome(MutableRecord):
     missed: Trial | None = None
     """The one with the lowest rate that did not."""
     error: str | None = None
-    """Why the server did not start with it."""
+    """The reason why the server did not start with it."""
 
     @property
     def rate(self) -> float:
@@ -92,7 +95,7 @@ class Outcome(MutableRecord):
 
 
 class Knob(Record):
-    """A value that is tried in several sizes."""
+    """A setting to try with several values."""
 
     name: str
     values: Callable[[Outcome], Sequence[Value]]
@@ -103,9 +106,9 @@ class Search(MutableRecord):
     """A search under way.
 
     Args:
-        precision: rates that differ by less than this share count as equal.
-        max_rate: no higher rate is tried.
-        tell: is called before each trial, with the share of the work that is done.
+        precision: rates that differ by less than this fraction count as equal.
+        max_rate: the highest rate to try.
+        tell: called before each trial, with the fraction of the work that is done.
     """
 
     serve: Serve
@@ -123,8 +126,8 @@ class Search(MutableRecord):
     """Rates at which one trial kept the promise and another did not."""
 
     def run(self, base: Setting, knobs: Sequence[Knob]) -> Outcome:
-        """The best setting, `base` or one that differs from it in values of knobs. Its trial is
-        one with requests that the search has not seen; no `held` in it: none keeps the promise."""
+        """The best setting, `base` or one that differs from it in values of knobs. Its trial used
+        requests that are new to the search; without `held`, no setting keeps the promise."""
         best = self._measure(base, 0.0)
         for knob in knobs:
             for value in knob.values(best):
@@ -145,7 +148,7 @@ class Search(MutableRecord):
         return best
 
     def _tried(self, setting: Setting, to_beat: float) -> Outcome:
-        """A setting that no server starts with is passed over: the best one so far may stay."""
+        """Tries a setting. A setting with which the server does not start is skipped."""
         try:
             return self._measure(setting, to_beat)
         except ConfigError as error:
@@ -181,11 +184,11 @@ class Search(MutableRecord):
     def _judged(
         self, measure: Measure, rate: float, first: int, enough: int = 2
     ) -> tuple[bool, Trial]:
-        """Returns whether a rate is held by two of three trials, and a trial that shows it.
+        """Returns whether two of three trials keep the promise at a rate, and one of the majority.
 
         Args:
             first: seed of the first trial.
-            enough: 1: one that keeps the promise is enough; what is chosen in the end is tried
+            enough: 1: one trial that keeps the promise is enough, since the final choice is tried
                 again.
         """
         found: dict[bool, list[Trial]] = {True: [], False: []}
@@ -201,7 +204,7 @@ class Search(MutableRecord):
         return held, found[held][-1]
 
     def _note_alone(self, served: Served) -> None:
-        """Compares the times of requests that had the server for themselves."""
+        """Compares the times of sequential requests, to detect an unsteady machine."""
         least, most = min(served.alone_s), max(served.alone_s)
         if most > _STEADY * least:
             self.doubts.append(f"one request alone took {as_ms(least)} to {as_ms(most)}")
@@ -217,8 +220,7 @@ class Search(MutableRecord):
                 return
 
     def _raise_rate(self, holds: Callable[[float], bool], rate: float, factor: float) -> None:
-        """Raises the rate from one that is held to where one is not; each step is twice as far at
-        the most."""
+        """Raises the rate until the promise is broken, at most doubling each step."""
         while rate < self.max_rate:
             higher = min(self.max_rate, rate * factor)
             if not holds(higher):
@@ -248,3 +250,45 @@ class Search(MutableRecord):
                 rate /= 1 + self.precision * 2**attempt
         best.held = None  # what it held was luck
         return best
+
+
+# --- knobs ----------------------------------------------------------------------------------------
+def knobs(
+    config: EngineConfig, limits: Sequence[Limit], threads: int, types: Sequence[str]
+) -> list[Knob]:
+    """Lists the settings to try, those with the widest effect first; given fields are not varied.
+
+    Args:
+        threads: the default number of compute threads; 0 if it does not matter, as on a GPU.
+        types: quantisations to try.
+    """
+    # With few cores, the API process and the clients need one too.
+    fewer_threads = {threads - 1, threads // 2} if threads > 1 else set()
+    found = [
+        _fixed("num_threads", sorted(fewer_threads, reverse=True)),
+        _fixed("target_step_ms", _step_targets(limits)),
+        Knob("max_num_seqs", _fewer_rows),
+        _fixed("max_num_batched_tokens", _STEP_TOKENS),
+    ]
+    defaults = EngineConfig()
+    left = [knob for knob in found if getattr(config, knob.name) == getattr(defaults, knob.name)]
+    return [_fixed("isq", types), *left]
+
+
+def _fixed(name: str, values: Sequence[Value]) -> Knob:
+    return Knob(name, lambda _: values)
+
+
+def _step_targets(limits: Sequence[Limit]) -> Sequence[float]:
+    """Targets below the limits: a step with a chunk of a prompt delays the tokens of all others."""
+    gaps = [limit.seconds * 1e3 for limit in limits if limit.measure in ("itl", "tpot")]
+    return [round(min(gaps) * share, 1) for share in (0.9, 0.5)] if gaps else _STEP_MS
+
+
+def _fewer_rows(best: Outcome) -> Sequence[int]:
+    """Fewer rows than were in flight: steps get shorter, and requests wait. More would change
+    nothing."""
+    trial = best.missed or best.held
+    if trial is None:
+        return (16, 4)
+    return sorted({max(1, round(trial.peak * share)) for share in (0.75, 0.5)}, reverse=True)

@@ -1,6 +1,6 @@
-"""How an architecture looks in a GGUF file.
+"""GGUF description of an architecture: tensor names, metadata keys and conversions.
 
-An architecture's own file states it once, beside its config reader:
+An architecture's own file declares it once, next to its config reader:
 
     GGUF = GGUFArchitecture("Qwen3ForCausalLM", {**DECODER_TENSORS, **HEAD_NORM_TENSORS})
 
@@ -95,15 +95,14 @@ def _inner_size(header: GGUFHeader) -> int:
 
 
 def _epsilon(header: GGUFHeader) -> dict[str, Any]:
-    """The epsilon of layer norms, where the file speaks of such, else of RMS norms."""
+    """The epsilon of layer norms, if the file has one, otherwise of RMS norms."""
     if header.has("attention.layer_norm_epsilon"):
         return {"layer_norm_eps": header.number("attention.layer_norm_epsilon")}
     return {"rms_norm_eps": header.number("attention.layer_norm_rms_epsilon")}
 
 
 def experts_config(header: GGUFHeader) -> dict[str, Any]:
-    """The keys of config.json for experts; F is `feed_forward_length` where nothing else is said
-    of it."""
+    """The keys of config.json for experts; their width is `feed_forward_length` by default."""
     config = {
         "num_experts": header.integer("expert_count"),
         "num_experts_per_tok": header.integer("expert_used_count"),
@@ -116,7 +115,7 @@ def experts_config(header: GGUFHeader) -> dict[str, Any]:
 
 
 def mixtral_config(header: GGUFHeader) -> dict[str, Any]:
-    """What a "llama" with experts has beside the keys of every decoder."""
+    """Returns the config of a "llama" with experts, without the keys that every decoder has."""
     config = experts_config(header)
     return {
         "architectures": ["MixtralForCausalLM"],
@@ -135,34 +134,32 @@ class GGUFArchitecture(Record):
     """Name in the file -> name in the original checkpoint; see `DECODER_TENSORS`. A key with
     ".weight" or ".bias" at its end names one tensor, and the original's whole name is given."""
     interleaved: Mapping[str, Literal["heads", "kv_heads"]] = field(default_factory=dict)
-    """Names in the file whose rows are brought back to the original's order, head by head."""
+    """Names in the file whose rows must be reordered within each head."""
     config: Callable[[GGUFHeader], dict[str, Any]] = decoder_config
     """Metadata -> config.json. Vocabulary, ties, dtype and `architectures` are added to it."""
     unused: tuple[str, ...] = ROPE_TENSORS
-    """Whole names of tensors that `config` reads, or nobody."""
+    """Whole names of tensors that are not weights: `config` reads them, or they are unused."""
     states: Callable[[Any], Mapping[str, Any]] = lambda spec: {}
-    """states(spec) of a `DecoderSpec`: metadata that `config` reads beside those of every decoder,
-    for files that are written."""
+    """states(spec) of a `DecoderSpec`: extra metadata for written files, which `config` reads in
+    addition to the keys of every decoder."""
     kept: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
-    """kept(config.json): metadata of what a model has and vllmx does not compute, for files that
-    are written."""
+    """kept(config.json): metadata for written files about parts that vllmx does not compute."""
     norm_offset: float = 0.0
-    """What a file has added to the weights of norms: 1 for Gemma, up to the third."""
+    """A constant that files add to norm weights: 1 for Gemma 1 to 3."""
     plain_norms: tuple[str, ...] = ()
-    """Names in the file of norms that it has nothing added to."""
+    """Names in the file of norms without `norm_offset`."""
     decays: tuple[str, ...] = ()
-    """Names in the file of vectors that it has as -exp of the original's."""
+    """Names in the file of vectors stored as -exp of the original's."""
     read_only: tuple[str, ...] = ()
-    """Names in the file that stand for what llama.cpp now has under another one of `tensors`: read,
-    and never written."""
+    """Older names in the file of some of `tensors`: read, but never written."""
     tiled_heads: bool = False
-    """Whether value head h of a delta net reads key head h % Hk; else h // (H / Hk)."""
+    """True if value head h of a delta net reads key head h % Hk; otherwise h // (H / Hk)."""
     with_experts: str = ""
-    """What `general.architecture` says of models with experts, where it is another name."""
+    """`general.architecture` of models with experts, if that differs."""
 
     def name_of(self, pattern: str, suffix: str) -> str:
         """The original's name of a tensor, with places for the layer and perhaps the expert; empty
-        where the architecture has no such."""
+        if the architecture does not have it."""
         if (whole := self.tensors.get(pattern + suffix)) is not None:
             return whole
         stem = self.tensors.get(pattern)

@@ -30,7 +30,7 @@ class TensorType(Record):
     values: int
     num_bytes: int
     dense: DType | None = None
-    """What the numbers are where a block is a single one."""
+    """The element type if a block is a single number."""
     decoder: Callable[[legacy_blocks.Blocks], F32] | None = None
 
     @property
@@ -117,8 +117,7 @@ def weight_part(
 
 
 def decode_blocks(kind: TensorType, data: npt.NDArray[np.uint8]) -> F32:
-    """The values of consecutive blocks, flat. A scale that is not finite gives values that are
-    not; nothing is raised."""
+    """The values of consecutive blocks, flat. Scales that are not finite give such values."""
     assert kind.decoder is not None, f"{kind.name} has no blocks"
     blocks = data.reshape(-1, kind.num_bytes)
     values: F32 = np.empty(len(blocks) * kind.values, np.float32)

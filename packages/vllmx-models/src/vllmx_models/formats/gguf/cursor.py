@@ -12,12 +12,12 @@ _U64 = struct.Struct("<Q")
 MAX_STRING_BYTES = 64 << 20
 MAX_HEADER_BYTES = 512 << 20
 _FIRST_BYTES = 1 << 20
-"""The bytes that are read at once; each time these do not suffice, as many again."""
+"""Bytes of the first read; each further read doubles them."""
 
 
 class Cursor:
-    """A position in a file; every read checks that the bytes are there. What came of the file so
-    far is in `data`, from its first byte on.
+    """A position in a file; every read checks that the bytes are there. `data` has the bytes read
+    so far, from the first one.
 
     Raises:
         WeightFormatError: from each read, naming file, place and what was being read.
@@ -44,7 +44,7 @@ class Cursor:
         self.data += self._file.read(len(self.data), wanted).tobytes()
 
     def skip(self, count: int, what: str) -> int:
-        """Moves behind the next `count` bytes, and returns where in `data` they begin."""
+        """Skips `count` bytes and returns their beginning in `data`."""
         if count > self.remaining:
             raise self.damaged(f"{what} needs {count} bytes, {self.remaining} are left")
         start = self.position
@@ -78,7 +78,7 @@ class Cursor:
             raise self.damaged(f"{what} is not UTF-8", start + error.start) from error
 
     def damaged(self, what: str, position: int | None = None) -> WeightFormatError:
-        """The error to raise; `position` defaults to where the cursor stands."""
+        """Makes the error to raise; `position` defaults to the current one."""
         place = self.position if position is None else position
         return WeightFormatError(
             f"{self.path}, byte {place}: {what}; the file is damaged, download it again"

@@ -2,8 +2,8 @@
 
 Layout (versions 2 and 3, little-endian): "GGUF", version, number of tensors, number of metadata
 entries; the entries; for each tensor name, dimensions (fastest first), type and offset; padding to
-the alignment; the data. Nothing in the file is believed: every number is checked against the
-file's real size before anything is read.
+the alignment; the data. The file is untrusted: every number is checked against the file's real size
+before anything is read.
 
 Source: docs/gguf.md of ggml.
 """
@@ -78,7 +78,7 @@ class GGUFFile:
             raise
 
     def stored(self, name: str) -> FileRange:
-        """The bytes of a tensor, not read so far. Raises KeyError for an unknown name."""
+        """The bytes of a tensor, unread. Raises KeyError for an unknown name."""
         info = self.tensors[name]
         return self._file.range(info.start, info.start + info.num_bytes)
 
@@ -87,7 +87,7 @@ class GGUFFile:
         return self.stored(name).read()
 
     def close(self) -> None:
-        """Nothing of it may be read any more. The metadata goes too."""
+        """Closes the file; neither tensors nor metadata may be read afterwards."""
         self.metadata = {}
         self._file.close()
 
@@ -103,7 +103,7 @@ def _read_start(cursor: Cursor) -> tuple[int, int]:
     magic = cursor.data[start : cursor.position]
     if magic != MAGIC:
         raise WeightFormatError(
-            f"{cursor.path} begins with {magic!r}, not with {MAGIC!r}: it is no GGUF file"
+            f"{cursor.path} begins with {magic!r}, not with {MAGIC!r}: it is not a GGUF file"
         )
     version = cursor.u32("the version")
     if version and version & 0xFFFF == 0:
@@ -132,7 +132,7 @@ def _alignment(cursor: Cursor, metadata: Mapping[str, Value]) -> int:
 
 
 def _read_tensors(cursor: Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
-    """All entries, their data checked to lie inside the file and beside each other."""
+    """Reads all entries; their data must be inside the file and must not overlap."""
     entries = [_read_entry(cursor) for _ in range(count)]
     data_start = -(-cursor.position // alignment) * alignment
     found: dict[str, TensorInfo] = {}

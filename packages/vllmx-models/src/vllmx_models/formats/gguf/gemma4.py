@@ -1,5 +1,5 @@
-"""Gemma 4 in GGUF files: sizes for each layer in arrays, and the part of a head that turns as one
-divisor for each frequency."""
+"""Gemma 4 in GGUF files: arrays with sizes of each layer, and partial RoPE as a divisor for each
+frequency."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _TENSORS: Mapping[str, str] = {
 }
 _KINDS = {True: "sliding_attention", False: "full_attention"}
 _STILL = 1e20
-"""A divisor above this one makes a frequency of no matter."""
+"""Frequencies with a larger divisor do not rotate."""
 
 
 def _config(header: GGUFHeader) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def _config(header: GGUFHeader) -> dict[str, Any]:
 
 
 def _states(spec: DecoderSpec) -> Mapping[str, Any]:
-    """What differs from layer to layer in arrays, where it does differ."""
+    """Writes values that differ between layers as arrays, and equal ones as one number."""
     mixers = [layer.mixer for layer in spec.layers]
     heads = [mixer for mixer in mixers if isinstance(mixer, AttentionMixer)]
     slides = [mixer.window is not None for mixer in heads]
@@ -120,13 +120,12 @@ def _width(feed_forward: FeedForward | None) -> int:
 
 
 def _one_or_all(values: list[int]) -> Any:
-    """An array where they are not all equal."""
+    """An array unless all values are equal."""
     return values[0] if len(set(values)) == 1 else np.array(values, np.uint32)
 
 
 def _heads(header: GGUFHeader, slides: list[bool]) -> dict[str, Any]:
-    """Heads of layers with a window and of those without; a layer without values of its own takes
-    its keys for them."""
+    """Heads of layers with and without a window; a layer without values uses its keys."""
     kv_heads = header.integers("attention.head_count_kv", len(slides))
     whole = slides.index(False) if False in slides else 0
     local = slides.index(True) if True in slides else whole

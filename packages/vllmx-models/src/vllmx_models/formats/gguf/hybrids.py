@@ -1,4 +1,4 @@
-"""What GGUF files of models with recurrent layers beside attention have alike."""
+"""Metadata shared by GGUF files of models that mix recurrent layers and attention."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ NEXT_TOKENS: Mapping[str, str] = {
         "shared_head_norm",
     )
 }
-"""The tensors of layers of multi-token prediction, which nobody reads."""
+"""Tensors of multi-token prediction, which are not used."""
 
 
 def mamba_tensors(module: str) -> dict[str, str]:
-    """The names of Mamba-2's; `module` has a place for the layer."""
+    """The names of Mamba-2's tensors; `module` has a place for the layer."""
     names = {
         "ssm_in": "in_proj",
         "ssm_conv1d": "conv1d",
@@ -45,7 +45,7 @@ def mamba_tensors(module: str) -> dict[str, str]:
 
 
 def attention_of(spec: DecoderSpec) -> AttentionMixer:
-    """The attention of the first layer that has some. Raises UnsupportedModelError."""
+    """The attention of the first layer with attention. Raises UnsupportedModelError."""
     found = next((one for one in spec.mixers if isinstance(one, AttentionMixer)), None)
     if found is None:
         raise UnsupportedModelError(
@@ -55,15 +55,14 @@ def attention_of(spec: DecoderSpec) -> AttentionMixer:
 
 
 def kv_heads_of(spec: DecoderSpec) -> NDArray[np.int32]:
-    """Key/value heads of each layer, for files that are written; 0: it has no attention."""
+    """Key/value heads of each layer, for written files; 0: no attention."""
     mixers = (layer.mixer for layer in spec.layers)
     counts = [one.num_kv_heads if isinstance(one, AttentionMixer) else 0 for one in mixers]
     return np.array(counts, np.int32)
 
 
 def mamba_states(spec: DecoderSpec) -> dict[str, Any]:
-    """The sizes of Mamba-2, for files that are written. Raises UnsupportedModelError where no
-    layer is one."""
+    """The sizes of Mamba-2, for written files. Raises UnsupportedModelError if no layer is one."""
     mixer = next((one for one in spec.mixers if isinstance(one, MambaMixer)), None)
     if mixer is None:
         raise UnsupportedModelError(
@@ -80,13 +79,13 @@ def mamba_states(spec: DecoderSpec) -> dict[str, Any]:
 
 
 def of_each_layer(header: GGUFHeader, key: str) -> list[int]:
-    """A value for each layer; 0 says that it has none of these."""
+    """A value for each layer; 0 if the layer is of another kind."""
     return header.integers(key, header.integer("block_count"), low=0)
 
 
 def alike(header: GGUFHeader, *keys: str) -> GGUFHeader:
-    """The header with one value for these keys in place of one for each layer: that of the layers
-    which have any."""
+    """The header with one value for these keys instead of one for each layer: the value that all
+    layers with any share."""
     made: dict[str, Any] = {}
     for key in keys:
         values = set(of_each_layer(header, key)) - {0} if header.has(key) else set()
@@ -101,5 +100,5 @@ def alike(header: GGUFHeader, *keys: str) -> GGUFHeader:
 
 
 def has_tensor(header: GGUFHeader, name: str) -> bool:
-    """Whether any layer has a tensor of this name."""
+    """True if any layer has a tensor of this name."""
     return any(one.startswith("blk.") and one.endswith(f".{name}") for one in header.tensors)

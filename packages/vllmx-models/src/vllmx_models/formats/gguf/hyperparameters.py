@@ -51,10 +51,11 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 class GGUFHeader(Record):
-    """What an architecture may ask of a file. Keys are those below "ARCHITECTURE.".
+    """Metadata and tensors of a file, for the architecture that reads it. Keys are relative to
+    "ARCHITECTURE.".
 
-    Values that are missing or impossible raise WeightFormatError, known ones that change the model
-    in a way that it does not have UnsupportedModelError.
+    Missing or impossible values raise WeightFormatError; known values that ask for an unsupported
+    variant of the model raise UnsupportedModelError.
     """
 
     path: Path
@@ -99,7 +100,7 @@ class GGUFHeader(Record):
         return value
 
     def integers(self, key: str, length: int, *, low: int = 1) -> list[int]:
-        """An array with an integer for each layer, none below `low`, or one for all."""
+        """An integer for each layer, none below `low`, from an array or one value for all."""
         value = self._value(key, _ABSENT)
         if not isinstance(value, np.ndarray):
             return [self.integer(key, low=low)] * length
@@ -108,7 +109,7 @@ class GGUFHeader(Record):
         return [int(one) for one in value]
 
     def flags(self, key: str, length: int) -> list[bool]:
-        """An array of truth values, one for each layer."""
+        """A boolean for each layer, from an array."""
         value = self._value(key, _ABSENT)
         if not isinstance(value, np.ndarray | tuple | list) or len(value) != length:
             raise self.error(key, f"must be {length} truth values")

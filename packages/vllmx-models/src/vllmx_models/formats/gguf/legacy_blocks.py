@@ -1,7 +1,7 @@
 """Block types of 32 values with one scale: Q4_0 to Q8_0, IQ4_NL and MXFP4.
 
-Each function takes (N, bytes) blocks as they lie in the file and gives (N, 32) float32. The
-arithmetic keeps ggml's order, so that the results are the same to the bit.
+Each function takes (N, bytes) blocks as stored in the file and returns (N, 32) float32, bit for bit
+the same as ggml by the same order of operations.
 """
 
 from __future__ import annotations

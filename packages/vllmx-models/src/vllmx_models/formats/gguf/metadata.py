@@ -1,7 +1,7 @@
 """The key-value part of a GGUF header, without copies of its arrays.
 
-Numeric arrays are views into the header, arrays of strings are walked once to find their end
-and decoded when somebody asks. Limits keep a hostile file from costing more than its size.
+Numeric arrays are views into the header; arrays of strings are scanned once for their end and
+decoded on first use. Limits keep a hostile file from costing more than its size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllmx_models.formats.gguf.cursor import MAX_STRING_BYTES, Cursor
 MAX_ENTRIES = 1 << 16
 MAX_KEY_BYTES = (1 << 16) - 1  # the specification's
 MAX_STRINGS = 1 << 23
-"""Strings of one file's arrays, all of which Python has to step over."""
+"""Strings in all arrays of one file, which Python scans one by one."""
 MAX_INNER_ARRAYS = 1 << 16
 """Arrays inside arrays of one file, each an object of its own."""
 MAX_DEPTH = 4
@@ -63,12 +63,12 @@ class StringArray(Sequence[str]):
 
     @property
     def stored(self) -> bytes:
-        """Lengths and bytes of all, as they lie in the file."""
+        """Lengths and bytes of all strings, as stored in the file."""
         return self.cursor.data[self.start : self.end]
 
     @cached_property
     def strings(self) -> list[str]:
-        """All of them. Raises WeightFormatError for one that is not UTF-8."""
+        """All strings, decoded. Raises WeightFormatError for one that is not UTF-8."""
         data, position, found = self.cursor.data, self.start, []
         for _ in range(self.length):
             end = position + 8 + _LENGTH.unpack_from(data, position)[0]
@@ -95,7 +95,7 @@ class StringArray(Sequence[str]):
 
 
 def read_metadata(cursor: Cursor, count: int) -> dict[str, Value]:
-    """`count` entries from the cursor on. Raises WeightFormatError."""
+    """Reads `count` entries at the cursor. Raises WeightFormatError."""
     if count > MAX_ENTRIES:
         raise cursor.damaged(f"{count} metadata entries, at most {MAX_ENTRIES} are allowed")
     reader = _Reader(cursor)
@@ -111,7 +111,7 @@ def read_metadata(cursor: Cursor, count: int) -> dict[str, Value]:
 
 
 class _Reader:
-    """Values of one file, with a common budget for what costs more than its bytes."""
+    """Reads the values of one file, within common limits for costly kinds of values."""
 
     def __init__(self, cursor: Cursor) -> None:
         self._cursor = cursor
@@ -174,7 +174,7 @@ class _Reader:
         return array.view(np.bool_)
 
     def _strings(self, count: int, key: str) -> StringArray:
-        """Steps over the strings; this loop sees every token of a vocabulary, so it is tight."""
+        """Scans the strings. A hot loop: it runs for every token of a vocabulary."""
         cursor, unpack = self._cursor, _LENGTH.unpack_from
         data, start, last = cursor.data, cursor.position, cursor.size - 8
         position, last_there = start, len(data) - 8

@@ -1,5 +1,4 @@
-"""A tower for images out of a file of its own, put before the text model of another ("mmproj", as
-llama.cpp calls such a file)."""
+"""Adds the vision tower of a separate GGUF file ("mmproj" in llama.cpp) to a text model."""
 
 from __future__ import annotations
 
@@ -32,14 +31,13 @@ _LEAVE_OUT = "leave --mmproj out to serve its text"
 
 
 def with_tower(checkpoint: Checkpoint, path: Path | None) -> Checkpoint:
-    """The checkpoint with the tower of a file: of `path`, or of the one mmproj*.gguf beside the
-    model or in its repository. One that was not asked for and does not fit is passed over, with a
-    line in the log.
+    """Adds the tower of a file: `path`, or the only mmproj*.gguf next to the model or in its
+    repository. An incompatible file is ignored with a line in the log unless it was requested.
 
     Raises:
-        ConfigError: the file is no tower, or one of another model.
+        ConfigError: the file is not a tower, or belongs to another model.
         ModelNotFoundError: it cannot be opened.
-        UnsupportedModelError: a tower, or a tensor of one, that is not known.
+        UnsupportedModelError: the tower, or one of its tensors, is not known.
         WeightFormatError: the file is damaged.
     """
     if path is not None:
@@ -47,7 +45,7 @@ def with_tower(checkpoint: Checkpoint, path: Path | None) -> Checkpoint:
     if not _forms_of(checkpoint):
         return checkpoint
     try:
-        path = _beside(checkpoint.path)
+        path = _tower_of(checkpoint.path)
         if path is None:
             return checkpoint
         joined = _joined(checkpoint, path)
@@ -58,8 +56,8 @@ def with_tower(checkpoint: Checkpoint, path: Path | None) -> Checkpoint:
     return joined
 
 
-def _beside(model: Path) -> Path | None:
-    """The tower that lies in the folder of a model, or in its repository on the hub."""
+def _tower_of(model: Path) -> Path | None:
+    """The tower's file in the folder of a model, or in its repository on the hub."""
     names = [path.name for path in model.parent.glob("mmproj*.gguf")]
     chosen = projector_among(names)
     if chosen is not None:
@@ -75,7 +73,7 @@ def _beside(model: Path) -> Path | None:
 
 
 def _forms_of(checkpoint: Checkpoint) -> list[str]:
-    """Types of towers that may stand before the model."""
+    """Types of towers that fit the model."""
     names = set(architecture_names(checkpoint.config))
     return [kind for kind, form in FORMS.items() if names.intersection(form.architectures)]
 
@@ -83,7 +81,7 @@ def _forms_of(checkpoint: Checkpoint) -> list[str]:
 def _joined(checkpoint: Checkpoint, path: Path) -> Checkpoint:
     if not path.is_file():
         raise ModelNotFoundError(
-            f"--mmproj {path} is no file: give the tower's GGUF file, as mmproj-F16.gguf",
+            f"--mmproj {path} is not a file: give the tower's GGUF file, as mmproj-F16.gguf",
             param="mmproj",
         )
     file = GGUFFile(path)
@@ -106,8 +104,8 @@ def _header(file: GGUFFile) -> GGUFHeader:
     name = file.metadata.get("general.architecture")
     if name != "clip":
         raise ConfigError(
-            f"--mmproj {file.path} is no tower but a model of the GGUF architecture {shown(name)}:"
-            " give the file whose name begins with mmproj",
+            f"--mmproj {file.path} is not a tower but a model of the GGUF architecture"
+            f" {shown(name)}: give the file whose name begins with mmproj",
             param="mmproj",
         )
 

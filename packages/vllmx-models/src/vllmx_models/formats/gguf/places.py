@@ -1,7 +1,7 @@
 """Finds each weight of the original checkpoint in GGUF files.
 
 Most tensors are one weight. The rows of queries, keys and values may be one tensor, and a layer's
-experts always are: (X, rows, columns), which is cut into the weights of each.
+experts always are: (X, rows, columns). Such tensors are split.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
+import numpy as np
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError
 from vllmx_core.records import Record
+from vllmx_core.weights.part import WeightPart, dense_part
 
 from vllmx_models.formats.gguf.architecture import GGUFArchitecture
 from vllmx_models.formats.gguf.file import GGUFFile, TensorInfo
@@ -23,11 +25,11 @@ _FUSED = "blk.{}.attn_qkv"
 _FUSED_EXPERTS: Mapping[str, tuple[str, ...]] = {
     "blk.{}.ffn_gate_up_exps": ("blk.{}.ffn_gate_exps", "blk.{}.ffn_up_exps"),
 }
-"""The same of experts: in each of them, the rows of one and then of the other."""
+"""Gate and up of experts in one tensor: the rows of the gate, then of up, for each expert."""
 ONE_ROW = ("blk.{}.ffn_gate_inp_shexp",)
-"""Matrices of one row, which files have as vectors."""
+"""Matrices of one row, which files store as vectors."""
 _VECTORS = ("blk.{}.ssm_a", "blk.{}.ssm_d", "blk.{}.ssm_norm")
-"""Vectors, which files may have as matrices."""
+"""Vectors, which files may store as matrices."""
 MOST_EXPERTS = 1 << 14
 
 
@@ -49,7 +51,7 @@ class Heads(Record):
 
 
 class Place(Record):
-    """The tensor, and the range of it, that a weight comes from."""
+    """The tensor that has a weight, and the weight's range in it."""
 
     file: GGUFFile
     info: TensorInfo
@@ -58,13 +60,13 @@ class Place(Record):
     """Bytes of the tensor."""
     shape: tuple[int, ...]
     heads: int | None = None
-    """The number of heads within each of which its rows are interleaved; None: they are not."""
+    """The number of heads if rows are interleaved within each head; None: they are not."""
 
 
 def places_of(files: Sequence[GGUFFile], table: GGUFArchitecture, heads: Heads) -> dict[str, Place]:
-    """Finds the places of weights by the names of the original checkpoint. Raises
-    UnsupportedModelError for a tensor that the architecture does not have, WeightFormatError for
-    one that is there twice or cannot be cut."""
+    """The place of each weight by its name in the original checkpoint. Raises UnsupportedModelError
+    for a tensor that the architecture does not have, WeightFormatError for one that occurs twice or
+    cannot be split."""
     places: dict[str, Place] = {}
     for file in files:
         for info in file.tensors.values():
@@ -95,7 +97,7 @@ def split_name(name: str) -> tuple[str, str, str]:
 def _weights(
     file: GGUFFile, info: TensorInfo, table: GGUFArchitecture, heads: Heads
 ) -> Iterator[tuple[str, Place]]:
-    """The weights in one tensor, and where they are."""
+    """The weights in one tensor with their places."""
     pattern, layer, suffix = split_name(info.name)
     whole = Place(file, info, 0, info.num_bytes, info.shape)
     fused = _FUSED_EXPERTS.get(pattern, (pattern,))
@@ -146,7 +148,7 @@ def _entries(stack: Place) -> list[Place]:
 
 
 def _cut(place: Place, sizes: Sequence[int]) -> list[Place]:
-    """Pieces of so many entries of the first dimension each."""
+    """Pieces with these numbers of entries of the first dimension."""
     count = place.shape[0]
     if len(sizes) == 1 and sizes[0] == count:
         return [place]
@@ -170,5 +172,26 @@ def _uncut(place: Place, wanted: str) -> WeightFormatError:
 
 
 def _has_rows(info: TensorInfo) -> bool:
-    """Whether entries of the first dimension are whole bytes of their own."""
+    """True if each entry of the first dimension takes whole bytes."""
     return len(info.shape) > 1 or info.kind.values == 1
+
+
+# --- vectors that files store in another form -----------------------------------------------------
+
+
+def is_norm(name: str) -> bool:
+    """True if a tensor of a file is the weight of a norm."""
+    return name.endswith("norm.weight")
+
+
+def shifted(part: WeightPart, offset: float) -> WeightPart:
+    """A vector with `offset` added to each value."""
+    if offset == 0:
+        return part
+    return dense_part(part.name, part.dequantize() + np.float32(offset))
+
+
+def log_of_negated(part: WeightPart) -> WeightPart:
+    """The logarithms of a vector's values times -1."""
+    with np.errstate(all="ignore"):  # the sampler reports NaN of damaged values
+        return dense_part(part.name, np.log(-part.dequantize()))

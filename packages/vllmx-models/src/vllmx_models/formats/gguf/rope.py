@@ -1,8 +1,8 @@
-"""Rotary embedding in a GGUF file -> the keys of config.json.
+"""RoPE of a GGUF file as keys of config.json.
 
-Llama 3's scaling is not in the metadata: the file has its effect, one divisor for each frequency,
-as the tensor rope_freqs. Where Llama 3's formula gives these divisors it is named again, so that
-the table is that of the original model to the bit; any others are taken as they are.
+Files do not name Llama 3's scaling, but have its divisors of the frequencies in the tensor
+rope_freqs. If Llama 3's formula gives these divisors, the config names it, so that the table has
+the same bits as the original model's; other divisors are used unchanged.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SECTIONS = "rope.dimension_sections"
 
 
 def with_sections(config: Mapping[str, Any], header: GGUFHeader) -> dict[str, Any]:
-    """The config with the frequencies that turn by time, row and column, where the file has such.
+    """Adds the sections of frequencies that rotate by time, row and column, if the file has them.
     Raises WeightFormatError."""
     if not header.has(SECTIONS):
         return dict(config)
@@ -64,14 +64,14 @@ def with_sections(config: Mapping[str, Any], header: GGUFHeader) -> dict[str, An
 
 
 def stated_sections(config: Mapping[str, Any], default: Sequence[int]) -> dict[str, Any]:
-    """What `with_sections` reads, of a config.json with or without a `text_config`."""
+    """The metadata that `with_sections` reads, from a config.json with or without `text_config`."""
     text = config.get("text_config") or config
     given = text.get("rope_parameters") or text.get("rope_scaling") or {}
     return {SECTIONS: np.array([*(given.get("mrope_section") or default), 0], np.int32)}
 
 
 def _scaling(header: GGUFHeader) -> dict[str, Any] | None:
-    """What the metadata say."""
+    """Reads `rope_scaling` from the metadata."""
     unnamed = "longrope" if LONG in header.tensors else "none"  # Phi-3's do not say so
     kind = header.text("rope.scaling.type", "linear" if _has_factor(header) else unnamed)
     if kind == "none":
@@ -147,7 +147,7 @@ def _longrope(header: GGUFHeader) -> dict[str, Any]:
 
 
 def _divisors(header: GGUFHeader, theta: float, rotary_dim: int) -> dict[str, Any]:
-    """The scaling that rope_freqs stands for."""
+    """The scaling that gives the divisors of rope_freqs."""
     divisors = _read_divisors(header, FREQS)
     if len(divisors) != rotary_dim // 2:
         raise WeightFormatError(
@@ -191,7 +191,7 @@ def _read_divisors(header: GGUFHeader, name: str) -> F32:
         )
     divisors = header.vector(name)
     if not (np.isfinite(divisors) & (divisors > 0)).all():
-        raise WeightFormatError(f"{header.path}: {name} has values that are no divisors")
+        raise WeightFormatError(f"{header.path}: {name} has values that cannot divide")
     return divisors
 
 

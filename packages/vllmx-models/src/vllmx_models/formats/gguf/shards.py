@@ -12,8 +12,8 @@ from vllmx_models.formats.gguf.file import GGUFFile
 
 
 def model_file(folder: Path) -> Path:
-    """The one model in a folder, the first of its shards. Projectors of vision models are passed
-    over. Raises ModelNotFoundError when there is none or a choice."""
+    """The only model in a folder, or its first shard; projectors of vision models are ignored.
+    Raises ModelNotFoundError if there is none, or more than one."""
     names = sorted(path.name for path in folder.glob("*.gguf") if path.is_file())
     models = sorted({first_shard(name) for name in names if not name.startswith("mmproj")})
     if len(models) == 1:
@@ -85,5 +85,5 @@ def _check_set(files: Sequence[GGUFFile]) -> None:
 def _number(file: GGUFFile, key: str, default: int) -> int:
     value = file.metadata.get(key, default)
     if type(value) is not int:
-        raise WeightFormatError(f"{file.path}: {key} = {shown(value)} is no integer")
+        raise WeightFormatError(f"{file.path}: {key} = {shown(value)} is not an integer")
     return value

@@ -21,11 +21,17 @@ from vllmx_core.weights.views import rows_of
 
 from vllmx_models.formats.gguf.architecture import GGUFArchitecture
 from vllmx_models.formats.gguf.blocks import weight_part
-from vllmx_models.formats.gguf.encoders import PAIR_HEAD, text_modules
+from vllmx_models.formats.gguf.encoder_models import PAIR_HEAD, text_modules
 from vllmx_models.formats.gguf.file import GGUFFile
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
-from vllmx_models.formats.gguf.norms import is_norm, log_of_negated, shifted
-from vllmx_models.formats.gguf.places import Heads, places_of, split_name
+from vllmx_models.formats.gguf.places import (
+    Heads,
+    is_norm,
+    log_of_negated,
+    places_of,
+    shifted,
+    split_name,
+)
 from vllmx_models.formats.gguf.shards import model_file, open_shards
 
 _DTYPES = {"F32": "float32", "F16": "float16"}
@@ -79,7 +85,7 @@ class GGUFSource:
 
 
 def deinterleaved(rows: int, heads: int) -> npt.NDArray[np.int64]:
-    """(rows,) where in the file each row lies: pairs (2i, 2i + 1) of each head come from halves
+    """(rows,) the row in the file of each row: pairs (2i, 2i + 1) of each head come from halves
     (i, i + D / 2)."""
     pairs = np.arange(rows).reshape(heads, rows // heads // 2, 2)
     return pairs.swapaxes(1, 2).reshape(-1)
@@ -148,7 +154,7 @@ def _table(path: Path, name: str, registry: Registry) -> GGUFArchitecture:
     if spec is not None:
         found = spec.load_gguf()
         if not isinstance(found, GGUFArchitecture):
-            raise PluginError(f"model {spec.name!r}: {spec.gguf} is no GGUFArchitecture")
+            raise PluginError(f"model {spec.name!r}: {spec.gguf} is not a GGUFArchitecture")
         return found
     specs = registry.all(ModelSpec)
     known = ", ".join(sorted(known for spec in specs for known in spec.gguf_names))
@@ -166,14 +172,14 @@ def _header(path: Path, files: Sequence[GGUFFile], architecture: str) -> GGUFHea
     def vector(name: str) -> F32:
         file = next(file for file in files if name in file.tensors)
         info = file.tensors[name]
-        with np.errstate(all="ignore"):  # a NaN is judged by who asked
+        with np.errstate(all="ignore"):  # the caller checks for NaN
             return weight_part(name, info.kind, info.shape, file.data(name)).dequantize()
 
     return GGUFHeader(path, architecture, files[0].metadata, tensors, vector)
 
 
 def _from_tensors(header: GGUFHeader) -> dict[str, Any]:
-    """What the tensors say better than the metadata."""
+    """Config values that the tensors give more reliably than the metadata."""
     table = header.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         raise WeightFormatError(

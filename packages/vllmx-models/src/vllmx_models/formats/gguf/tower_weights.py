@@ -1,5 +1,4 @@
-"""Weights of a tower out of a GGUF file: under the names of the original checkpoint, and in its
-forms where the file has others."""
+"""Weights of a tower in a GGUF file, with the names and shapes of the original checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from vllmx_core.weights.views import below
 
 from vllmx_models.formats.gguf.blocks import weight_part
 from vllmx_models.formats.gguf.file import GGUFFile
-from vllmx_models.formats.gguf.norms import shifted
+from vllmx_models.formats.gguf.places import shifted
 
 Make = Callable[[str, Sequence[WeightPart]], WeightPart]
 """A function from the name in the original checkpoint and the file's tensors to the weight."""
@@ -21,19 +20,19 @@ Make = Callable[[str, Sequence[WeightPart]], WeightPart]
 
 # --- forms ----------------------------------------------------------------------------------------
 def as_it_is(name: str, parts: Sequence[WeightPart]) -> WeightPart:
-    """Takes a tensor as it lies in the file."""
+    """The tensor, unchanged."""
     (part,) = parts
     return part
 
 
 def without_offset(name: str, parts: Sequence[WeightPart]) -> WeightPart:
-    """The weight of a norm that the file has plus one."""
+    """The weight of a norm, to which the file has added one."""
     return shifted(parts[0], -1.0)
 
 
 def one_below_the_other(name: str, parts: Sequence[WeightPart]) -> WeightPart:
-    """Joins the rows of queries, keys and values, which the file has apart. Rows keep their bytes
-    where all parts have one type."""
+    """Joins the rows of queries, keys and values, which the file stores separately. Rows keep their
+    bytes if all parts have the same type."""
     return below(name, parts)
 
 
@@ -55,7 +54,7 @@ def colours_last(name: str, parts: Sequence[WeightPart]) -> WeightPart:
 
 # --- the source -----------------------------------------------------------------------------------
 class Entry(Record):
-    """The tensors of the file that one weight, or several, are made of."""
+    """A weight, or a weight and its bias, and the tensors of the file that make it up."""
 
     name: str
     """The name in the original checkpoint."""
@@ -63,11 +62,11 @@ class Entry(Record):
     """The names in the file."""
     make: Make = as_it_is
     whole: bool = False
-    """The names are those of one tensor, and not of a weight and perhaps a bias."""
+    """True if the names are those of one tensor; otherwise ".weight" and ".bias" are added."""
 
 
 class TowerSource:
-    """A `WeightSource` of a text model and of a tower from a file of its own."""
+    """A `WeightSource` of a text model and of a tower from another file."""
 
     def __init__(self, text: WeightSource, file: GGUFFile, entries: Iterable[Entry]) -> None:
         self._text = text
@@ -125,5 +124,5 @@ def _whole(entry: Entry) -> Iterable[Entry]:
 
 
 def _of_sound(name: str) -> bool:
-    """Whether a tensor belongs to a tower for sound, which is not run."""
+    """True if a tensor belongs to an audio tower, which is not run."""
     return name.startswith(("a.", "mm.a."))

@@ -1,6 +1,5 @@
-"""The towers that GGUF files may have beside a text model ("mmproj"), by their `projector_type`:
-what of config.json and preprocessor_config.json their metadata say, and how their tensors are
-called.
+"""Towers in GGUF files of their own ("mmproj"), by `projector_type`: how metadata become
+config.json and preprocessor_config.json, and the names of tensors.
 
 Source: convert_hf_to_gguf.py and tools/mtmd/clip.cpp of llama.cpp.
 """
@@ -30,9 +29,9 @@ class TowerForm(Record):
     """One `projector_type`. `GGUFHeader` is that of the tower's file, its architecture "clip"."""
 
     architectures: tuple[str, ...]
-    """The architectures of config.json before whose text models it stands."""
+    """The architectures of config.json that use it."""
     config: Callable[[GGUFHeader], dict[str, Any]]
-    """What config.json has beside the text model: `vision_config` and the like."""
+    """Entries of config.json for the tower: `vision_config` and the like."""
     processor: Callable[[GGUFHeader], dict[str, Any]]
     """preprocessor_config.json."""
     entries: Callable[[GGUFHeader], Iterator[Entry]]
@@ -44,7 +43,7 @@ def _depth(header: GGUFHeader) -> int:
 
 
 def _colours(header: GGUFHeader) -> dict[str, Any]:
-    """Mean and deviation of each colour; 0.5 where the file is silent."""
+    """Mean and deviation of each colour, by default 0.5."""
     found = {}
     for key in ("image_mean", "image_std"):
         values = header.metadata.get(f"clip.vision.{key}")
@@ -56,15 +55,14 @@ def _colours(header: GGUFHeader) -> dict[str, Any]:
 
 
 def _layers(header: GGUFHeader, theirs: str, names: Mapping[str, str]) -> Iterator[Entry]:
-    """Yields, layer by layer, the weights that are one tensor here and there."""
+    """Yields the weights of each layer that are one tensor in both formats."""
     for layer in range(_depth(header)):
         for stored, name in names.items():
             yield Entry(f"{theirs}.{layer}.{name}", (f"v.blk.{layer}.{stored}",))
 
 
 def _feed_forward(header: GGUFHeader) -> tuple[str, str]:
-    """The names of the matrix that widens and of the one that narrows, which old files have the
-    other way round."""
+    """The names of the widening and the narrowing matrix, which are swapped in old files."""
     down = header.tensors.get("v.blk.0.ffn_down.weight")
     swapped = down is not None and down.shape[-1] == header.integer("vision.embedding_length")
     inner = header.integer("vision.feed_forward_length", 0, low=0)
@@ -266,8 +264,8 @@ _GEMMA4_LINEARS = {
 }
 _GEMMA4_TOKENS = 280
 _CAUSAL_WIDTHS = (1536, 2560)
-"""The widths of the text models E2B and E4B, where the tokens of an image do not see each other
-both ways. No file says so."""
+"""The widths of the text models E2B and E4B, in which attention within an image is causal; files do
+not say so."""
 
 
 def _gemma4_config(header: GGUFHeader) -> dict[str, Any]:
@@ -301,7 +299,7 @@ def _gemma4_config(header: GGUFHeader) -> dict[str, Any]:
 
 
 def _own(header: GGUFHeader) -> Iterator[str]:
-    """Names of the tower's tensors, without those of one for sound."""
+    """Names of the tower's tensors, without those of an audio tower."""
     return (name for name in header.tensors if name.startswith("v."))
 
 
@@ -367,6 +365,6 @@ FORMS: Mapping[str, TowerForm] = {
 
 
 def projector_type(header: GGUFHeader) -> str:
-    """The type of the tower for images; files with one for sound too have it under a name of its
-    own. Empty: the file has none."""
+    """The type of the vision tower, whose key differs in files that also have an audio tower;
+    empty: the file has none."""
     return header.text("vision.projector_type", header.text("projector_type", ""))

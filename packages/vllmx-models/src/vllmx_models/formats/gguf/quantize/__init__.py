@@ -1,6 +1,6 @@
 """Quantises float32 to GGUF's block types, and converts a checkpoint to a GGUF file.
 
-`search` finds scales, `legacy` and `k` make blocks out of them, `encode` is the table of both;
-`mixes` says which tensor gets which type, `header` and `vocabulary` state a checkpoint's config and
-tokenizer in GGUF's terms, `writer` writes the file and `convert` leads through it all.
+`search` finds scales, `legacy` and `k` make blocks of them, and `encoders` chooses between them and
+a plugin. `mixes` gives each tensor its type, `header` and `vocabulary` turn a checkpoint's config
+and tokenizer into metadata, `writer` writes the file, and `convert` runs all of it.
 """

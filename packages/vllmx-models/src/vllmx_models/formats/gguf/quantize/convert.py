@@ -24,12 +24,10 @@ from vllmx_core.weights.part import WeightPart
 from vllmx_core.weights.tensor import RawTensor
 
 from vllmx_models.file_names import shard_names
-from vllmx_models.formats.gguf.norms import is_norm, shifted
-from vllmx_models.formats.gguf.places import split_name
+from vllmx_models.formats.gguf.places import is_norm, shifted, split_name
 from vllmx_models.formats.gguf.quantize import losses
-from vllmx_models.formats.gguf.quantize.beside import kept_metadata, pooling_metadata
 from vllmx_models.formats.gguf.quantize.encoders import encoder_for, float_rows
-from vllmx_models.formats.gguf.quantize.header import target_of
+from vllmx_models.formats.gguf.quantize.header import kept_metadata, pooling_metadata, target_of
 from vllmx_models.formats.gguf.quantize.mixes import MIXES, Layers, type_of
 from vllmx_models.formats.gguf.quantize.mxfp4 import MXFP4, is_kept, stored_blocks
 from vllmx_models.formats.gguf.quantize.origins import (
@@ -45,7 +43,7 @@ from vllmx_models.formats.gguf.quantize.writer import NewTensor, write_file
 
 QUANTIZATION_VERSION = 2
 PIECE_VALUES = 1 << 20
-"""Values that a thread takes at once."""
+"""Values of one job of a thread."""
 Progress = Callable[[str, int, int], None]
 """Called with a tensor's name, its index and the number of tensors, before each tensor."""
 
@@ -70,13 +68,13 @@ class TypeSummary(Record):
 
 
 class Summary(Record):
-    """The figures of a file that was written."""
+    """Figures about a written file."""
 
     path: Path
     num_bytes: int
     types: Mapping[str, TypeSummary]
     lost: tuple[str, ...] = ()
-    """What the checkpoint has and the file does not, a line each."""
+    """A line for each thing that the checkpoint has and the file does not."""
 
 
 def quantize(
@@ -99,7 +97,7 @@ def quantize(
     if mix not in MIXES:
         raise ConfigError(f"type {mix!r} is not known; known: {', '.join(MIXES)}", param="type")
     if path.suffix != ".gguf":
-        raise ConfigError(f"{path} is no name for a GGUF file: end it in .gguf", param="output")
+        raise ConfigError(f"{path} is not a name for a GGUF file: end it in .gguf", param="output")
     if path.exists() and any(path.samefile(file) for file in _files_of(source)):
         raise ConfigError(f"{path} belongs to the source: choose another name", param="output")
     checkpoint = open_checkpoint(registry, source)
@@ -118,7 +116,7 @@ def _files_of(source: Path) -> list[Path]:
 
 
 class _Conversion:
-    """One run; everything is decided in the constructor, before a tensor is read."""
+    """One conversion; the constructor decides everything before a tensor is read."""
 
     def __init__(
         self, registry: Registry, checkpoint: Checkpoint, path: Path, mix: str, pre: str | None
@@ -168,7 +166,7 @@ class _Conversion:
         self._types: dict[str, TypeSummary] = {}
 
     def _parts(self, name: str) -> list[WeightPart]:
-        """What a tensor of the file is made of."""
+        """Opens the parts that make up a tensor of the file."""
         return [origin.open(self._weights) for origin in self._origins[name]]
 
     def _layers(self) -> Layers:
@@ -207,7 +205,7 @@ class _Conversion:
                 yield partial(make, begin, end)
 
     def _ranges(self, tensor: NewTensor) -> list[tuple[int, int]]:
-        """Rows that a thread takes at once; whole heads where rows of a head change places."""
+        """Rows of each job; whole heads if the rows of a head are reordered."""
         count, unit = tensor.shape[0], 1
         if (heads := self._interleaved_heads(tensor)) is not None:
             unit = count // heads
@@ -221,7 +219,7 @@ class _Conversion:
         pieces: Iterator[Encoded],
         progress: Progress | None,
     ) -> Iterator[npt.NDArray[np.uint8]]:
-        """The bytes of a tensor, out of the pieces of all."""
+        """Yields the bytes of a tensor from the next pieces."""
         if progress is not None:
             progress(tensor.name, index, len(self._tensors))
         own = []
@@ -231,7 +229,7 @@ class _Conversion:
         self._add(tensor, own)
 
     def _interleaved_heads(self, tensor: NewTensor) -> int | None:
-        """How many heads have interleaved rows; None: none."""
+        """Returns the number of heads with interleaved rows, or None."""
         pattern = ".".join("{}" if part.isdigit() else part for part in tensor.name.split(".")[:-1])
         group = self._target.table.interleaved.get(pattern)
         if group is None:
@@ -240,7 +238,7 @@ class _Conversion:
         return target.mixer.num_heads if group == "heads" else target.num_kv_heads
 
     def _reader(self, tensor: NewTensor) -> Callable[[int, int], RawTensor]:
-        """Rows of a tensor as they go to the encoder."""
+        """Returns a function that reads rows of a tensor for the encoder."""
         extra = self._target.extra.get(tensor.name)
         if extra is not None:
             raw = RawTensor(tensor.name, "f32", extra.shape, extra.reshape(-1).view(np.uint8))
@@ -280,7 +278,7 @@ class _Conversion:
 
 
 def _tokenizer(checkpoint: Checkpoint, vocab_size: int, pre: str | None) -> StatedTokenizer:
-    """The tokenizer as the file states it: that of another file as it is, or of a folder."""
+    """The tokenizer's metadata: copied from another GGUF file, or converted from a folder."""
     stated = checkpoint.tokenizer
     if stated is not None:
         return StatedTokenizer({k: v for k, v in stated.items() if k.startswith("tokenizer.")})
@@ -294,7 +292,7 @@ def _tokenizer(checkpoint: Checkpoint, vocab_size: int, pre: str | None) -> Stat
 def _in_order(
     pool: ThreadPoolExecutor, jobs: Iterable[Callable[[], Encoded]], ahead: int
 ) -> Iterator[Encoded]:
-    """What the jobs give; a few more are under way."""
+    """Yields the jobs' results in order and keeps `ahead` more in flight."""
     under_way: deque[Future[Encoded]] = deque()
     for job in jobs:
         under_way.append(pool.submit(job))

@@ -1,18 +1,20 @@
-"""A checkpoint's config as GGUF metadata: the inverse of an architecture's config reader."""
+"""A checkpoint's config as GGUF metadata, the inverse of an architecture's config reader; pooling;
+and the keys kept from a GGUF file that is converted again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import NoneType
 from typing import Any
 
-from vllmx_core.errors import UnsupportedModelError, shown
+from vllmx_core.errors import UnsupportedModelError, listing, shown
 from vllmx_core.plan import F32
 from vllmx_core.plugins.checkpoint import Checkpoint, build_model
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.plugins.specs import ModelSpec
 from vllmx_core.records import Record
+from vllmx_core.text_modules import JoinedSource, with_text_modules
 
 from vllmx_models.blocks.attention import AttentionMixer
 from vllmx_models.blocks.dense import DenseMLP
@@ -23,6 +25,7 @@ from vllmx_models.blocks.moe import MoE
 from vllmx_models.blocks.recurrent import DeltaMixer
 from vllmx_models.blocks.short_conv import ConvMixer
 from vllmx_models.formats.gguf.architecture import GGUFArchitecture
+from vllmx_models.formats.gguf.file import GGUFFile
 from vllmx_models.formats.gguf.quantize.traits import decoder_metadata, experts_of
 from vllmx_models.trunks.decoder import Decoder, DecoderSpec
 
@@ -39,7 +42,7 @@ _STORED_AS: Mapping[str, str] = {
 }
 _MIXERS = (AttentionMixer, LatentMixer, ConvMixer, DeltaMixer, MambaMixer, NoneType)
 _FEEDS = (DenseMLP, MoE, DenseAndExperts, NoneType)
-_BESIDE = ("vision_config", "modules")
+_OTHER_PARTS = ("vision_config", "modules")
 """Keys of config.json for parts other than the decoder."""
 _SAMPLING: Mapping[str, str] = {
     "temperature": "temp",
@@ -48,34 +51,39 @@ _SAMPLING: Mapping[str, str] = {
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
+_POOLING = {"mean": 1, "cls": 2, "last": 3}
+_SCORES = 4
+_OWN = ("general.alignment", "general.file_type", "general.quantization_version", "general.type")
+"""Keys that describe one file, not the model."""
 
 
 class Target(Record):
     """The form that a checkpoint takes in a file."""
 
     name: str
-    """What `general.architecture` says."""
+    """The value of `general.architecture`."""
     table: GGUFArchitecture
     spec: DecoderSpec
     mixer: AttentionMixer | LatentMixer
     """The mixer of the first layer that attends."""
     experts: int
-    """How many experts a layer has that has some."""
+    """The number of experts in layers that have experts."""
     metadata: Mapping[str, Any]
     extra: Mapping[str, F32]
     """Tensors that the metadata need, by their names in the file."""
     sampling: tuple[str, ...] = ()
-    """The keys of generation_config.json that `metadata` states."""
+    """The keys of generation_config.json that `metadata` contains."""
 
     @property
     def num_kv_heads(self) -> int:
-        """The number that the file states: latents are one head."""
+        """The number in the file: latents are one head."""
         return self.mixer.num_kv_heads if isinstance(self.mixer, AttentionMixer) else 1
 
 
 def target_of(registry: Registry, checkpoint: Checkpoint) -> Target:
-    """Raises UnsupportedModelError for an architecture that has no form in GGUF files here."""
-    text = {key: value for key, value in checkpoint.config.items() if key not in _BESIDE}
+    """The form of a checkpoint. Raises UnsupportedModelError for an architecture that vllmx cannot
+    write to a GGUF file."""
+    text = {key: value for key, value in checkpoint.config.items() if key not in _OTHER_PARTS}
     model = build_model(registry, replace(checkpoint, config=text))
     architecture = registry.model_for(checkpoint.config).architectures[0]
     name, table = architecture_table(registry, architecture)
@@ -94,8 +102,8 @@ def target_of(registry: Registry, checkpoint: Checkpoint) -> Target:
 
 
 def _known_blocks(spec: DecoderSpec, architecture: str) -> AttentionMixer | LatentMixer:
-    """The first layer of attention. Raises UnsupportedModelError where a layer has another block
-    than those that files state here."""
+    """The first attention layer. Raises UnsupportedModelError if a layer has a block that vllmx
+    cannot describe in GGUF metadata."""
     for layer in spec.layers:
         if not isinstance(layer.mixer, _MIXERS) or not isinstance(layer.feed_forward, _FEEDS):
             raise UnsupportedModelError(
@@ -119,8 +127,8 @@ def _sampling(checkpoint: Checkpoint) -> dict[str, Any]:
             continue
         if not abs(value) < 1 << 31:
             raise UnsupportedModelError(
-                f"generation_config.json of {checkpoint.path}: {ours} = {shown(value)} is no number"
-                " that a GGUF file states: repair the file"
+                f"generation_config.json of {checkpoint.path}: {ours} = {shown(value)} does not"
+                " fit a GGUF file: repair the file"
             )
         if ours != "top_k":
             found[ours] = float(value)
@@ -141,3 +149,50 @@ def architecture_table(registry: Registry, architecture: str) -> tuple[str, GGUF
     raise UnsupportedModelError(
         f"{architecture} has no form in GGUF files that vllmx knows; known: {known}"
     )
+
+
+# --- other metadata -------------------------------------------------------------------------------
+def pooling_metadata(
+    registry: Registry, checkpoint: Checkpoint, name: str
+) -> tuple[dict[str, Any], list[str]]:
+    """(keys for a model that makes vectors or scores, a line for each part of its pooling that the
+    file lacks)."""
+    try:
+        found = with_text_modules(registry, checkpoint, "auto")
+    except UnsupportedModelError as error:
+        return {}, [error.message]
+    if isinstance(found.weights, JoinedSource):
+        for source in found.weights.others.values():
+            source.close()
+    config, modules = found.config, found.config.get("modules", ())
+    kinds = [module["kind"] for module in modules]
+    lost = [f"modules.json: the dense layer {m['folder']}" for m in modules if m["kind"] == "dense"]
+    if "pooling" in kinds and "normalize" not in kinds:
+        lost.append("modules.json: vectors without a normalize module; readers normalise them")
+    if "score_tokens" in config:
+        lost.append(f"modules.json: scores by the tokens {shown(config['score_tokens'])}")
+    if (limit := config.get("text_limit")) is not None:
+        lost.append(f"sentence_bert_config.json: max_seq_length = {limit}")
+    prompts = config.get("text_settings", {}).get("prompts")
+    if isinstance(prompts, Mapping) and any(prompts.values()):
+        lost.append(f"config_sentence_transformers.json: the prompts {listing(list(prompts), 4)}")
+    pooling = [module["pooling"] for module in modules if module["kind"] == "pooling"]
+    kind = _SCORES if config.get("scores_pairs") else _POOLING[pooling[0]] if pooling else None
+    return ({} if kind is None else {f"{name}.pooling_type": kind}), lost
+
+
+def kept_metadata(
+    checkpoint: Checkpoint, written: Collection[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """(general keys of a converted GGUF file that are kept, a line with the keys that are not)."""
+    if checkpoint.path.suffix != ".gguf":
+        return {}, []
+    file = GGUFFile(checkpoint.path)
+    metadata = file.metadata
+    file.close()
+    rest = [key for key in metadata if key not in written and key not in _OWN]
+    kept = {key: metadata[key] for key in rest if key.startswith("general.")}
+    if "general.name" in metadata:  # readers know some tokenizers by it
+        kept["general.name"] = metadata["general.name"]
+    lost = [key for key in rest if key not in kept and not key.startswith(("split.", "quantize."))]
+    return kept, [f"keys of {checkpoint.path.name}: {listing(lost, 8)}"] if lost else []

@@ -1,8 +1,8 @@
 """Super-blocks of 256 values: the inverse of `vllmx_models.formats.gguf.k_blocks`.
 
-Each function takes (N, 256) finite float32 values and gives (N, bytes) blocks. Groups find their
-own scales first; the super-block's float16 scales follow, and the small integers in between are
-chosen by trying the neighbours of the nearest ones with the codes that each of them gives.
+Each function takes (N, 256) finite float32 values and returns (N, bytes) blocks. First each group
+gets a scale, then the super-block its float16 scales; the groups' small integer scales are chosen
+by trying the neighbours of the nearest ones with the codes that each of them gives.
 Arrays are (G, S, N): G values in each of S groups of N blocks.
 """
 
@@ -102,7 +102,7 @@ def _better(
     first: tuple[tuple[F32, ...], F32],
     second: tuple[tuple[F32, ...], F32],
 ) -> tuple[F32, ...]:
-    """Block by block the state, of two with their approximations, whose error is less."""
+    """Chooses for each block one of two states by the smaller error of its approximation."""
     old, new = (squared_error(values, found).sum(axis=0) for _, found in (first, second))
     wins = new < old
     return tuple(np.where(wins, b, a) for a, b in zip(first[0], second[0], strict=True))

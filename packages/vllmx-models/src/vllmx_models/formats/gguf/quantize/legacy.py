@@ -23,7 +23,7 @@ from vllmx_models.formats.gguf.quantize.search import (
 
 _E8M0_BIAS = 127
 _MOST_E8M0 = 252
-"""The greatest of the exponents under which the greatest level is finite."""
+"""The greatest exponent with which the greatest level is finite."""
 _E2M1_LEVELS = np.array((0, 0.5, 1, 1.5, 2, 3, 4, 6), np.float32)
 _E2M1_BOUNDS = (_E2M1_LEVELS[1:] + _E2M1_LEVELS[:-1]) / 2
 
@@ -42,8 +42,8 @@ def join_planes(values: Blocks, width: int, bits: int) -> Blocks:
 
 
 def _columns(values: F32, reach: int) -> F32:
-    """(32, N), cut to what scales of float16 can express; no zero has a sign, so that the bytes do
-    not depend on which of two a minimum takes."""
+    """(32, N), clipped to the range of float16 scales, without negative zeros, so that bytes do not
+    depend on which zero a minimum returns."""
     limit = F16_MAX * np.float32(reach)
     columns: F32 = np.ascontiguousarray(np.clip(values, -limit, limit).T)
     columns += np.float32(0)
@@ -110,8 +110,8 @@ def q8_0(values: F32) -> Blocks:
 
 
 def mxfp4(values: F32) -> Blocks:
-    """The exponent under which the greatest value is between 4 and 8 times the scale, or the next
-    one, whichever costs less: the greatest level is 6."""
+    """Uses the exponent with which the greatest value is between 4 and 8 times the scale, or the
+    next one, whichever has the smaller error: the greatest level is 6."""
     _, power = np.frexp(np.abs(values).max(axis=1))  # below 2^power, at least half of it
     first = np.clip(power - 3 + _E8M0_BIAS, 0, _MOST_E8M0 - 1)
     found = [_e2m1(values, first + more) for more in (0, 1)]
@@ -123,7 +123,7 @@ def mxfp4(values: F32) -> Blocks:
 
 
 def _e2m1(values: F32, exponent: npt.NDArray[np.int32]) -> tuple[Blocks, F32]:
-    """The nearest levels under these exponents: codes (N, 32), and what they stand for."""
+    """The nearest levels with these exponents: codes (N, 32), and their values."""
     scale = np.ldexp(np.float32(1), exponent - _E8M0_BIAS)[:, None]  # (N, 1)
     with np.errstate(over="ignore"):
         scaled = np.abs(values) / scale

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint that a GGUF file has no place for, one line each for the summary."""
+"""Parts of a checkpoint that a GGUF file cannot store, one line each for the summary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WHOLE_TOKENS = frozenset(
         "glm4", "glm5", "tekken",
     )
 )  # fmt: skip
-"""Pre-tokenizers whose readers take a piece that is a token whole."""
+"""Pre-tokenizers whose readers do not split a piece that is a token."""
 _OF_NO_MATTER = frozenset(
     (
         "_from_model_config", "transformers_version", "eos_token_id", "bos_token_id",
@@ -32,7 +32,7 @@ _OF_NO_MATTER = frozenset(
         "return_dict_in_generate", "output_scores", "output_attentions", "output_hidden_states",
     )
 )  # fmt: skip
-"""Keys of generation_config.json that change no answer, or have a place in the file."""
+"""Keys of generation_config.json that change no answer, or that the file stores elsewhere."""
 _PARTS = {
     "vision_config": "the part of the model that sees images",
     "audio_config": "the part of the model that hears",
@@ -63,8 +63,8 @@ def of_tensors(towers: Collection[str], predicting: Collection[str]) -> Iterator
 
 
 def of_tokenizer(files: TokenizerFiles, pre: str | None, ids: Mapping[str, int]) -> Iterator[str]:
-    """Steps of tokenizer.json that readers of the file will not take. `pre` names the pre-tokenizer
-    of a byte-level BPE; None: SentencePiece."""
+    """Steps of tokenizer.json that readers of the file skip. `pre` names the pre-tokenizer of a
+    byte-level BPE; None: SentencePiece."""
     kinds = [step["type"] for step in steps(files.tokenizer.get("normalizer"))]
     usual = {"Prepend", "Replace"} if pre is None else {"NFC"} if pre in COMPOSED else set()
     for kind in kinds:
@@ -99,8 +99,8 @@ def of_tokenizer(files: TokenizerFiles, pre: str | None, ids: Mapping[str, int])
 def of_ends(
     wanted: Collection[str], metadata: Mapping[str, Any], tokens: list[str], marked: Collection[str]
 ) -> Iterator[str]:
-    """End tokens that readers of the file will not know, and tokens that they will take for ends.
-    `wanted`: those of the checkpoint; `metadata`: the keys of the tokenizer."""
+    """End tokens that readers of the file do not know, and tokens that they wrongly take for end
+    tokens. `wanted`: those of the checkpoint; `metadata`: the keys of the tokenizer."""
     named = {
         tokens[metadata[key]]
         for key in ("eos_token_id", "eot_token_id", "eom_token_id")

@@ -1,8 +1,8 @@
-"""Which tensor of a mix such as q4_k_m gets which type: the rules of llama.cpp's quantiser.
+"""Block types for the tensors of a mix such as q4_k_m, by the rules of llama.cpp's quantiser.
 
-A mix spends more bits where an error costs most: values and down projections in the first and
-last eighth of the layers and each third one between, and the head. Experts' down projections count
-as such; what chooses the experts stays F32.
+A mix spends more bits where an error costs most: the head, and values and down projections
+(experts' included) in the first and last eighth of the layers and every third layer between.
+Routers stay F32.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME
 
 
 class Mix(Record):
-    """What `--type` names."""
+    """A value of `--type`."""
 
     base: str
     """The type of every matrix that no rule names."""
     file_type: int
-    """The number that `general.file_type` says."""
+    """The value of `general.file_type`."""
 
 
 MIXES: Mapping[str, Mix] = {
@@ -51,31 +51,31 @@ _NARROWER: Mapping[str, str] = {
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
 }
-"""The types for rows that are no multiple of 256."""
+"""Types for rows whose length is not a multiple of 256."""
 
 _TABLES = ("token_embd", "per_layer_token_embd")
 _EXACT = (".bias", "_norm.weight")
 _SMALL = (".ffn_gate_inp", ".ssm_conv1d", ".shortconv.conv.")
 _FEW_EXPERTS = 8
-"""Mixtral's number: its attention is so small a part that it gets more bits."""
-_FIVE_BITS_BESIDE_EXPERTS = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m")
+"""Mixtral's number: its attention is small compared with its experts and gets more bits."""
+_FIVE_BITS_WITH_EXPERTS = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m")
 
 
 class Layers(Record):
-    """What the rules ask of a model."""
+    """Properties of a model that the rules need."""
 
     count: int
     heads_per_kv: int
     tied: bool
     experts: int = 0
-    """How many experts a layer has."""
+    """Experts in a layer."""
     values: tuple[int, ...] = ()
-    """Numbers of the layers that have values of their own; empty: all."""
+    """Numbers of the layers with separate values; empty: all."""
 
 
 def type_of(mix: str, name: str, shape: tuple[int, ...], layers: Layers) -> str:
-    """The type of one tensor, by its name in the file. Vectors stay F32; a matrix whose rows do
-    not fit its type's blocks gets the next type that they fit, in the end F16."""
+    """The type of one tensor, by its name in the file. Vectors stay F32; a matrix whose rows are
+    not whole blocks of its type gets the next type that fits, finally F16."""
     exact = name.endswith(_EXACT) or any(one in name for one in _SMALL)
     if len(shape) == 1 or exact or not name.endswith(".weight"):
         return "F32"
@@ -161,5 +161,5 @@ def _packed(mix: str, layer: int, layers: Layers) -> str | None:
 
 def _attention_output(mix: str, layer: int, layers: Layers) -> str | None:
     if layers.experts == _FEW_EXPERTS:
-        return "Q5_K" if mix in _FIVE_BITS_BESIDE_EXPERTS else None
+        return "Q5_K" if mix in _FIVE_BITS_WITH_EXPERTS else None
     return {"q2_k": "Q3_K", "q3_k_m": "Q4_K", "q3_k_l": "Q5_K"}.get(mix)

@@ -1,7 +1,7 @@
-"""Matrices that a checkpoint has in MXFP4 already: their blocks as a GGUF file has them.
+"""Converts matrices that a checkpoint stores in MXFP4 to GGUF blocks, without loss.
 
-Both have 32 e2m1 values and one exponent, so that nothing is lost. A checkpoint has neighbours in a
-byte and all exponents apart; a file has value i and value i + 16 in a byte, behind the exponent.
+Both have 32 e2m1 values with one exponent. A checkpoint packs neighbours into a byte and stores
+exponents separately; a GGUF block has the exponent, then values i and i + 16 in each byte.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME
 
 MXFP4 = "MXFP4"
 _NAN = 255
-"""The exponent of a block that is no number."""
+"""The exponent of a block of NaNs."""
 
 
 def is_kept(parts: Sequence[WeightPart], kind: str) -> bool:
-    """Whether a tensor stays in MXFP4, where a mix gives it the type `kind`: types of as many bits
-    or more would add nothing but bytes."""
+    """True if a tensor stays in MXFP4 although a mix gives it the type `kind`: a type of as many
+    bits or more would only add bytes."""
     block = TYPES_BY_NAME[MXFP4]
     bits = block.num_bytes * 8 / block.values
     asked = TYPES_BY_NAME[kind]
@@ -39,8 +39,7 @@ def _is_stored(part: WeightPart) -> bool:
 
 
 def stored_blocks(parts: Sequence[WeightPart], begin: int, end: int) -> Encoded:
-    """The blocks of whole matrices, one below the other. Raises WeightFormatError for exponents
-    that are none."""
+    """The concatenated blocks of whole matrices. Raises WeightFormatError for invalid exponents."""
     return Encoded(np.concatenate([_blocks(part) for part in parts[begin:end]]))
 
 

@@ -1,5 +1,5 @@
-"""Which tensors of a checkpoint become a tensor of a GGUF file: one, or a layer's experts or heads,
-which lie in a checkpoint in many ways."""
+"""Checkpoint tensors that make up each tensor of a GGUF file: one tensor, or a layer's experts or
+heads, which checkpoints store in many ways."""
 
 from __future__ import annotations
 
@@ -37,21 +37,22 @@ _EXPERTS = {
 }
 _HEADS = {"blk.{}.attn_k_b": 0, "blk.{}.attn_v_b": 1}
 _ALL_HEADS = "blk.{}.attn_kv_b"
-"""Both of `_HEADS` in one, as older files have it."""
+"""Both of `_HEADS` in one tensor, as in older files."""
 _TOWER = "model.visual."
-"""The prefix of Qwen's tower, beside the text model's own `model.`."""
+"""The prefix of Qwen's tower; the text model's is `model.`."""
 _WHOLE = ("scale", "ssm_a", "ssm_d")
 """Names of tensors that are neither a weight nor a bias."""
 _PREDICTION = "mtp."
-"""Multi-token prediction in checkpoints that have it in a module of its own."""
+"""The prefix of multi-token prediction in checkpoints with a separate module for it."""
 _DENSE = {"blk.{}.ffn_gate": 0, "blk.{}.ffn_up": 1, "blk.{}.ffn_down": None}
 _SHARED = {"blk.{}.ffn_gate_shexp": 0, "blk.{}.ffn_up_shexp": 1, "blk.{}.ffn_down_shexp": None}
-"""The part of a feed-forward's first matrix that a tensor is; None: it is its second one."""
+"""The index of a tensor among the parts of a feed-forward's first matrix; None: the second matrix.
+"""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class Origin(Record):
-    """A tensor of the checkpoint, or what is picked of it."""
+    """A tensor of the checkpoint, or a part of it."""
 
     name: str
     """The name in the checkpoint."""
@@ -78,7 +79,7 @@ def is_stack(target: Target, name: str) -> bool:
 
 
 def stacked_rows(parts: Sequence[WeightPart], begin: int, end: int) -> RawTensor:
-    """Whole matrices of a stack, one below the other."""
+    """The concatenated rows of whole matrices of a stack."""
     pieces = [float_rows(part, 0, part.shape[0]) for part in parts[begin:end]]
     first = pieces[0]
     if len(pieces) == 1:
@@ -91,7 +92,7 @@ def stacked_rows(parts: Sequence[WeightPart], begin: int, end: int) -> RawTensor
 
 
 def as_vector(part: WeightPart) -> WeightPart:
-    """A matrix of one row as a file has it."""
+    """A matrix of one row as a vector."""
     if len(part.shape) == 1:
         return part
     return dense_part(part.name, part.dequantize().reshape(-1))
@@ -158,7 +159,7 @@ def _passed(target: Target, checkpoint: Checkpoint, unused: Collection[str]) -> 
 def _found(
     target: Target, pattern: str, suffix: str, layer: int, source: WeightSource
 ) -> tuple[Origin, ...]:
-    """Origins of a tensor that are there: all of them, or none."""
+    """The origins of a tensor if the checkpoint has all of them; otherwise none."""
     original, block = target.table.name_of(pattern, suffix), target.spec.layers[layer]
     if pattern in target.table.read_only or not _has(block.feed_forward, pattern):
         return ()
@@ -182,13 +183,13 @@ def _whole(name: str) -> Origin:
 
 
 def _made(target: Target, pattern: str, layer: int, origin: Origin) -> Origin:
-    """Adds to an origin what the file has otherwise than the checkpoint."""
+    """Adds the conversion from the checkpoint's form to the file's."""
     return Origin(origin.name, lambda source: in_file(target, pattern, layer, origin.open(source)))
 
 
 def _has(feed_forward: FeedForward | None, pattern: str) -> bool:
-    """Whether a layer may have such a tensor: some files name what all tokens go through in one
-    way in layers with experts and in another one without."""
+    """True if a layer may have such a tensor: some files name shared weights differently in layers
+    with and without experts."""
     if isinstance(feed_forward, MoE):
         return pattern not in _DENSE
     return pattern not in _SHARED
@@ -219,8 +220,7 @@ def _within(
 
 
 def _spelled(target: Target, name: str) -> list[str]:
-    """A name of the text model alone as checkpoints have it: behind other words where the model is
-    a part of a larger one."""
+    """Spellings of a name of the text model, which has a prefix in checkpoints of larger models."""
     names = target.spec.names
     if names.also is None:
         return [name]
@@ -233,8 +233,7 @@ def _spelled(target: Target, name: str) -> list[str]:
 def _picked(
     target: Target, pattern: str, suffix: str, layer: int, source: WeightSource
 ) -> list[Origin]:
-    """The matrices, biases or norms of a layer's experts or heads, however the checkpoint has
-    them."""
+    """The matrices, biases or norms of a layer's experts or heads, in any form of checkpoint."""
     block = target.spec.layers[layer]
     theirs = f"{target.spec.names.layers}.{layer}"
     if pattern in _HEADS and isinstance(block.mixer, LatentMixer):

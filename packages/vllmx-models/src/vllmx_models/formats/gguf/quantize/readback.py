@@ -1,7 +1,5 @@
-"""Whether the metadata of a file that is to be written give the same model again.
-
-A trait that the format cannot state is refused rather than lost.
-"""
+"""Checks that a new file's metadata describe the same model; traits that the format cannot express
+are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from vllmx_models.trunks.decoder import DecoderSpec, LayerSpec
 
 
 def check(registry: Registry, target: Target, tensors: Sequence[NewTensor], path: Path) -> None:
-    """Reads the metadata back. Raises UnsupportedModelError when another model comes out."""
+    """Reads the metadata back. Raises UnsupportedModelError if they describe another model."""
     header = GGUFHeader(
         path,
         target.name,
@@ -41,7 +39,7 @@ def check(registry: Registry, target: Target, tensors: Sequence[NewTensor], path
         "architectures": [target.table.architecture],
         "vocab_size": target.spec.vocab_size,
         "tie_word_embeddings": target.spec.tied_embeddings,
-        "torch_dtype": "bfloat16",  # of no matter: each tensor has its own
+        "torch_dtype": "bfloat16",  # unused: each tensor has its own
         **target.table.config(header),
     }
     found = registry.model_for(config).load()(config).spec
@@ -57,7 +55,7 @@ def check(registry: Registry, target: Target, tensors: Sequence[NewTensor], path
 
 
 def _difference(name: str, ours: Any, theirs: Any) -> tuple[str, Any, Any]:
-    """Finds where two descriptions differ first, and what stands there."""
+    """Finds the first field in which two descriptions differ, and both values."""
     if isinstance(ours, LayerSpec) and isinstance(theirs, LayerSpec):
         ours, theirs = plain(ours), plain(theirs)
     pairs: list[tuple[str, Any, Any]] = []
@@ -72,7 +70,7 @@ def _difference(name: str, ours: Any, theirs: Any) -> tuple[str, Any, Any]:
 
 
 def _same_layers(one: DecoderSpec, other: DecoderSpec) -> bool:
-    """Whether layers are alike and their tables equal, however they are described."""
+    """True if all layers are equal, their tables compared by value."""
     if len(one.layers) != len(other.layers):
         return False
     pairs = list(zip(one.layers, other.layers, strict=True))
@@ -87,8 +85,8 @@ def _same_layers(one: DecoderSpec, other: DecoderSpec) -> bool:
 
 
 def plain(layer: LayerSpec) -> LayerSpec:
-    """A layer without what is compared otherwise, rotation and window, and without where and in
-    which form a checkpoint has its tensors."""
+    """A layer without RoPE and window, which are compared separately, and without the names and
+    forms of a checkpoint's tensors."""
     extra = layer.extra
     if isinstance(extra, PerLayerInput):
         extra = replace(extra, model="")

@@ -1,5 +1,5 @@
-"""Layers that keep a state as GGUF files have them: convolutions without an axis of one, decays
-already made, the value heads of delta nets in the order of the file."""
+"""Recurrent layers in the form of GGUF files: convolutions without an axis of one, decays as -exp,
+the value heads of delta nets in the order of the file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllmx_models.formats.gguf.quantize.header import Target
 
 _CONVOLUTIONS = ("blk.{}.ssm_conv1d", "blk.{}.shortconv.conv")
 _JOINED: Mapping[str, str] = {"blk.{}.attn_qkv": "qkv", "blk.{}.attn_gate": "z"}
-"""What files have apart of a matrix with the rows of each key head together."""
+"""Tensors that files split from a matrix that has the rows of each key head together."""
 _WITH_KEYS = ("blk.{}.attn_qkv", "blk.{}.ssm_conv1d")
 _OF_VALUES = ("blk.{}.attn_gate",)
 _OF_HEADS = ("blk.{}.ssm_alpha", "blk.{}.ssm_beta", "blk.{}.ssm_a", "blk.{}.ssm_dt")
@@ -27,7 +27,7 @@ _COLUMNS = "blk.{}.ssm_out"
 def joined(
     target: Target, pattern: str, layer: int, present: Callable[[str], bool]
 ) -> WeightSpec | None:
-    """The rows of a tensor that a checkpoint has within a larger one, where it has that."""
+    """The rows of a tensor that a checkpoint stores within a larger one, if it does."""
     mixer = target.spec.layers[layer].mixer
     if pattern not in _JOINED or not isinstance(mixer, DeltaMixer) or mixer.names.qkvz is None:
         return None
@@ -40,7 +40,7 @@ def joined(
 
 
 def in_file(target: Target, pattern: str, layer: int, part: WeightPart) -> WeightPart:
-    """A tensor of the checkpoint as the file has it."""
+    """Converts a tensor of the checkpoint to the file's form."""
     if pattern in target.table.decays:
         part = dense_part(part.name, -np.exp(part.dequantize()))
     if pattern in _CONVOLUTIONS and len(part.shape) == 3:
@@ -65,7 +65,7 @@ def _of_mamba(mixer: MambaMixer, pattern: str, part: WeightPart) -> WeightPart:
 
 # --- the order of value heads ---------------------------------------------------------------------
 def _tiled(mixer: DeltaMixer, pattern: str, part: WeightPart) -> WeightPart:
-    """Reorders heads: head h lies beside the others that read key head h % Hk in turn."""
+    """Reorders heads so that head h reads key head h % Hk."""
     size = 1 if pattern in _OF_HEADS else mixer.value_size
     order = _tiled_order(mixer, size)
     if pattern == _COLUMNS:
@@ -81,6 +81,6 @@ def _tiled(mixer: DeltaMixer, pattern: str, part: WeightPart) -> WeightPart:
 
 
 def _tiled_order(mixer: DeltaMixer, size: int) -> Index:
-    """The row that each row comes from, where each head has `size` of them."""
+    """The source row of each row, with `size` rows for each head."""
     heads = np.arange(mixer.num_heads * size).reshape(mixer.num_key_heads, -1, size)
     return heads.swapaxes(0, 1).reshape(-1)

@@ -54,8 +54,8 @@ def squared_error(values: F32, approximation: F32) -> F32:
 def symmetric(values: F32, low: int, high: int, steps: F32) -> F32:
     """Scales d, (M,), for value = d * q with q in [low, high], low = -high - 1 or -high.
 
-    Of each pair of candidates one sends the value of the greatest magnitude to `low` + step, the
-    other to `high` - step; d has the sign that this takes.
+    Each pair of candidates maps the value of the greatest magnitude to `low` + step and to
+    `high` - step; d gets the sign that this needs.
     """
     extreme = np.take_along_axis(values, np.abs(values).argmax(axis=0)[None], axis=0)[0]  # (M,)
     unit = inverse(extreme)

@@ -1,7 +1,4 @@
-"""What every decoder states of itself in the metadata of a GGUF file.
-
-What one architecture says beside that, or otherwise, its `GGUFArchitecture.states` gives.
-"""
+"""GGUF metadata of any decoder; `GGUFArchitecture.states` adds to it or overrides it."""
 
 from __future__ import annotations
 
@@ -40,8 +37,8 @@ _YARN: Mapping[str, str] = {
 def decoder_metadata(
     spec: DecoderSpec, mixer: AttentionMixer | LatentMixer, name: str
 ) -> tuple[dict[str, Any], dict[str, F32]]:
-    """Keys with "ARCHITECTURE." before them, and tensors that belong to them. `mixer` is the
-    first that attends."""
+    """Keys with the prefix "ARCHITECTURE.", and the tensors that they need. `mixer` is the first
+    one of attention."""
     values: dict[str, Any] = {
         "block_count": len(spec.layers),
         "embedding_length": spec.hidden_size,
@@ -89,8 +86,8 @@ def _heads(mixer: AttentionMixer) -> dict[str, Any]:
 
 
 def _latents(mixer: LatentMixer) -> dict[str, Any]:
-    """Describes latents as they are attended to, one head of keys and values for all; lengths
-    ending in "mla" are those of heads that are not absorbed."""
+    """Describes latents as one head of keys and values for all query heads; lengths ending in "mla"
+    are those of heads before absorption."""
     values = {
         "attention.head_count_kv": 1,
         "attention.key_length": mixer.rank + mixer.rope.rotary_dim,
@@ -107,9 +104,9 @@ def _window(mixer: Mixer) -> int | None:
 
 
 def _feed_forward(layers: list[FeedForward | None]) -> dict[str, Any]:
-    """The widths; of a model with experts alone the dense one is an expert's."""
+    """The widths; without dense layers the dense width is an expert's."""
     values: dict[str, Any] = {}
-    for feed_forward in reversed(layers):  # what the first layers say holds
+    for feed_forward in reversed(layers):  # the first layers win
         if isinstance(feed_forward, DenseMLP):
             values["feed_forward_length"] = feed_forward.intermediate_size
         elif isinstance(feed_forward, DenseAndExperts):
@@ -150,7 +147,7 @@ def _scaling(rope: Rope) -> tuple[dict[str, Any], dict[str, F32]]:
         extra = {name: np.asarray(options[key], np.float32) for name, key in factors.items()}
         original = rope.number("original_max_position_embeddings", rope.max_positions)
         return {"type": "longrope", "original_context_length": int(original)}, extra
-    if rope.kind == "proportional":  # one divisor for each frequency, of which the slow ones rest
+    if rope.kind == "proportional":  # a divisor for each frequency; slow ones do not rotate
         inverse, _ = rope.frequencies(rope.max_positions)
         return {}, {FREQS: np.where(inverse == 0, STILL, np.float32(1)).astype(np.float32)}
     if rope.kind == "default":

@@ -20,7 +20,7 @@ from vllmx_models.formats.gguf.quantize.tokenizer_files import (
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6
 _MARKED = (CONTROL, USER_DEFINED)
-"""Types of tokens that are known as ends by their names."""
+"""Types of tokens that readers recognise as end tokens by name."""
 _NAMED = {
     "bos": "bos",
     "eos": "eos",
@@ -38,15 +38,15 @@ _PRE_TOKENIZERS: Mapping[tuple[str, ...], str] = {
     (_WORD + r"\p{N}{1,3}" + _REST,): "llama-bpe",
     (_WORD + r"\p{N}" + _REST,): "qwen2",
 }
-"""The expressions that tokenizer.json splits by, before the byte-level step's own."""
+"""Split expressions of tokenizer.json, without that of the byte-level step."""
 
 
 class StatedTokenizer(Record):
-    """A tokenizer in the terms of a GGUF file."""
+    """A tokenizer as GGUF metadata."""
 
     metadata: Mapping[str, Any]
     lost: tuple[str, ...] = ()
-    """What its files say beside that, a line each."""
+    """A line for each thing that the tokenizer's files have and the metadata do not."""
 
 
 def tokenizer_metadata(
@@ -68,8 +68,8 @@ def tokenizer_metadata(
         return _stated(files, vocab_size, pre, end_ids)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise WeightFormatError(
-            f"{files.path} or a file beside it is not as it should be ({shown(error)}): download it"
-            " again"
+            f"{files.path} or a file next to it is not as it should be ({shown(error)}): download"
+            " it again"
         ) from error
 
 
@@ -114,8 +114,8 @@ def _stated(
 
 
 def _is_byte_level(part: Mapping[str, Any] | None) -> bool:
-    """Whether a pre-tokenizer spells bytes as characters, so that no byte needs a token to fall
-    back to, whatever the model says."""
+    """True if a pre-tokenizer spells bytes as characters, so that bytes need no fallback tokens,
+    whatever the model says."""
     if part is None:
         return False
     if part["type"] == "Sequence":
@@ -126,7 +126,7 @@ def _is_byte_level(part: Mapping[str, Any] | None) -> bool:
 def _ends(
     ids: Sequence[int], eos: int | None, tokens: Sequence[str], marked: Collection[str]
 ) -> dict[str, int]:
-    """The keys of end tokens that readers do not know by name: the file's own, where the tokenizer
+    """Keys for end tokens that readers do not recognise by name: the usual one, if the tokenizer
     names none, and two more."""
     found: dict[str, int] = {}
     if eos is None and ids:
@@ -167,7 +167,7 @@ def _merge(pair: Any, vocab: Mapping[str, int]) -> str:
     """Writes two tokens with a space between them, as older files do."""
     left, right = pair.split(" ") if isinstance(pair, str) else pair
     for token in (left, right, left + right):
-        if token not in vocab:  # nothing would load what is written
+        if token not in vocab:  # readers would refuse the file
             raise WeightFormatError(
                 f"tokenizer.json has a merge of {shown(left)} and {shown(right)}, and no token"
                 f" {shown(token)}: download it again"
@@ -176,7 +176,7 @@ def _merge(pair: Any, vocab: Mapping[str, int]) -> str:
 
 
 def _scores(tokens: Sequence[str], merges: Sequence[str]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The rank of the first merge that makes a token, negated: the merges come in their order."""
+    """The negated rank of the first merge that makes each token, since merges run in order."""
     first: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         first.setdefault(merge.replace(" ", ""), rank)

@@ -1,7 +1,7 @@
 """Writes one GGUF file, version 3: the inverse of `vllmx_models.formats.gguf.file`.
 
-The header is complete before the first tensor comes, because all sizes follow from shapes and
-types; tensors are then written one after the other and need not be in memory together.
+The header is written first, because all sizes follow from shapes and types; tensors follow one by
+one, so that they need not be in memory together.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class NewTensor(Record):
 
     @property
     def info(self) -> TensorInfo:
-        """What a reader would say of it, without its place."""
+        """The entry that a reader would give, without its offset."""
         return TensorInfo(self.name, TYPES_BY_NAME[self.type], self.shape, 0, self.num_bytes)
 
 
@@ -121,7 +121,7 @@ def _number(key: str, value: float) -> bytes:
 
 
 def _value(key: str, value: Any) -> list[bytes]:
-    """The type's code and the value."""
+    """Encodes a value: the type's code, then the value."""
     if isinstance(value, bool):
         return [struct.pack("<IB", _BOOL, value)]
     if isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""What GGUF files of encoders say alike: their sizes, and how a text becomes one vector."""
+"""Metadata shared by GGUF files of encoders: sizes and pooling."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def encoder_config(header: GGUFHeader, *honoured: str) -> dict[str, Any]:
 
 
 def text_modules(header: GGUFHeader) -> dict[str, Any]:
-    """`modules` of the config as `vllmx_core.text_modules` reads them from folders, or that the
-    model `scores_pairs`, with the rows of a head for "no" and "yes" alone (`score_rows`), if it has
-    one; nothing where the file does not say how it pools."""
+    """`modules` of the config as `vllmx_core.text_modules` reads them from folders; for a reranker
+    `scores_pairs`, and `score_rows` if its head only has rows for "no" and "yes"; empty if the file
+    does not specify pooling."""
     kind = header.integer("pooling_type", 0, low=0, high=1 << 8)
     if kind == 0:
         return {}
@@ -57,6 +57,6 @@ def text_modules(header: GGUFHeader) -> dict[str, Any]:
 
 
 def labels(header: GGUFHeader) -> dict[str, Any]:
-    """`num_labels`, where the file has a head of scores."""
+    """`num_labels`, if the file has a head of scores."""
     head = header.tensors.get(f"{PAIR_HEAD}.weight")
     return {} if head is None else {"num_labels": head.shape[0] if len(head.shape) > 1 else 1}

@@ -1,4 +1,5 @@
-"""Inputs of `vllmx complete`: prompts of a flag, lines of text, JSON lines, OpenAI batches.
+"""Lines of `vllmx complete`. Inputs: prompts of a flag, lines of text, JSON lines, OpenAI batches.
+Outputs: JSON lines, and those of an OpenAI batch.
 
 A JSON line has "prompt" or "messages" and sampling parameters of its own; a line of an OpenAI batch
 file has them in its "body". Unknown keys are refused with the number of their line.
@@ -8,18 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllmx_core.config_values import nearest
 from vllmx_core.errors import ConfigError, InvalidRequestError, shown
 from vllmx_core.records import Record, field
 
+if TYPE_CHECKING:
+    from vllmx_engine.wire.outputs import CompletionOutput, RequestOutput
+
 SEPARATOR = " | "
 CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
 _BATCH_KEYS = {"custom_id", "method", "url", "body"}
 _SERVER_FIELDS = {"model", "stream", "user", "metadata", "store"}
-"""Fields of a body that say nothing about the text: what is generated is this command's affair."""
+"""Fields of a body that do not affect the text and are ignored."""
 
 
 class Task(Record):
@@ -44,7 +49,7 @@ def split_prompts(text: str) -> list[Task]:
 
 
 def read_lines(text: str) -> list[Task]:
-    """Each line a prompt, or what a JSON object says. Raises ConfigError with the line's number."""
+    """Reads each line as a prompt or a JSON object. Raises ConfigError with the line's number."""
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -126,6 +131,61 @@ def _is_prompt(value: Any) -> bool:
 
 
 def repeated(tasks: list[Task], times: int) -> Iterator[Task]:
-    """Each task so many times in a row."""
+    """Yields each task `times` times in a row."""
     for task in tasks:
         yield from [task] * times
+
+
+# --- outputs --------------------------------------------------------------------------------------
+def records(task: Task, output: RequestOutput, model: str) -> Iterator[dict[str, Any]]:
+    """Yields the output lines of one task: one line for a batch, else one for each choice."""
+    if task.custom_id is not None:
+        yield _batch_record(task, output, model)
+        return
+    asked = {"prompt": task.prompt} if task.messages is None else {"messages": task.messages}
+    for choice in output.outputs:
+        yield {
+            **asked,
+            "text": choice.text,
+            "finish_reason": choice.finish_reason,
+            "prompt_tokens": len(output.prompt_token_ids),
+            "completion_tokens": len(choice.token_ids),
+        }
+
+
+def _batch_record(task: Task, output: RequestOutput, model: str) -> dict[str, Any]:
+    """A line of the output file of OpenAI's batch API."""
+    prompt_tokens = len(output.prompt_token_ids)
+    completion_tokens = sum(len(choice.token_ids) for choice in output.outputs)
+    chat = task.messages is not None
+    body = {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{output.request_id}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [_choice(choice, chat) for choice in output.outputs],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        },
+    }
+    failed = None if output.error is None else {"code": "failed", "message": output.error}
+    response = {"status_code": 200, "request_id": output.request_id, "body": body}
+    return {
+        "id": f"batch_req_{output.request_id}",
+        "custom_id": task.custom_id,
+        "response": None if failed else response,
+        "error": failed,
+    }
+
+
+def _choice(choice: CompletionOutput, chat: bool) -> dict[str, Any]:
+    message = {"role": "assistant", "content": choice.text}
+    text = {"message": message} if chat else {"text": choice.text}
+    return {
+        "index": choice.index,
+        **text,
+        "logprobs": None,
+        "finish_reason": choice.finish_reason,
+    }

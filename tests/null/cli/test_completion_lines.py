@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from vllmx.completion_records import records
-from vllmx.prompt_lines import Task, read_lines, split_prompts
+from vllmx.completion_lines import Task, read_lines, records, split_prompts
 from vllmx_core.errors import ConfigError
 from vllmx_engine.wire.outputs import CompletionOutput, RequestOutput
 

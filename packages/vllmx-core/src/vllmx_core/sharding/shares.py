@@ -1,4 +1,4 @@
-"""Arithmetic of shards: where a row of features may be cut, and which of them a rank has."""
+"""Shares of ranks: where a row of features may be cut, and each rank's pieces."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class Share(Record):
         return Share(self.whole * span, pieces)
 
     def between(self, begin: int, end: int) -> Share:
-        """What it has of the features from `begin` to before `end`, numbered from there."""
+        """The share of the features from `begin` to before `end`, numbered from `begin`."""
         cut = ((max(first, begin), min(last, end)) for first, last in self.pieces)
         pieces = tuple((first - begin, last - begin) for first, last in cut if first < last)
         return Share(end - begin, pieces)
 
 
 class Units(Record):
-    """The places where a value may be cut: multiples of `unit` features; with several sections of
-    equal size, as many ranks get each, and none has features of two."""
+    """The places where a value may be cut: multiples of `unit` features. With several sections of
+    equal size, each belongs to equally many ranks, and no rank has features of two sections."""
 
     unit: int = 1
     sections: int = 1
@@ -61,7 +61,7 @@ class Units(Record):
 
 def divided(whole: int, units: Units, ranks: int, what: str) -> tuple[Piece, ...]:
     """The contiguous part of each rank, as equal as units allow. Raises ConfigError, which names
-    `what` is divided, where a rank would have nothing."""
+    `what`, if a rank would have nothing."""
     sections, unit = units.sections, units.unit
     if ranks % sections or whole % sections:
         raise _indivisible(f"{what}: {sections} sections are not for {ranks} ranks alike")

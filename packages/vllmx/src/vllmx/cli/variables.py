@@ -1,13 +1,23 @@
-"""The environment variables that vllmx reads, and which names were meant by those that it does not.
+"""The environment variables that vllmx reads, and warnings of others that begin with VLLMX_.
 
-Every field of a configuration record is `VLLMX_<NAME>` besides. A plugin's own begin with the name
-of its distribution, VLLMX_ACME_... for `acme` and `vllmx-acme`, and are its own affair.
+Every field of a configuration record also has a variable `VLLMX_<NAME>`. Variables of plugins begin
+with the distribution's name, VLLMX_ACME_... for `acme` and `vllmx-acme`, and are not checked.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import difflib
+import re
 from collections.abc import Collection, Iterable, Mapping
+from importlib.metadata import entry_points, requires
+
+import click
+from vllmx_core.config import EngineConfig
+from vllmx_core.plugins.hooks import GROUP
+from vllmx_core.plugins.registry import plugin_key
+from vllmx_server.config import ServerConfig
 
 PREFIX = "VLLMX_"
 VARIABLES: Mapping[str, str] = {
@@ -24,14 +34,26 @@ VARIABLES: Mapping[str, str] = {
     "VLLMX_METAL_PAGED_PREFILL": "Metal kernel for attention of prompts: 0 never, 1 always",
     "VLLMX_METAL_RECURRENCE": "Metal kernel for recurrent layers: 0 never, 1 always",
 }
-"""Environment variables that are not the field of a configuration record, and what they say."""
+"""Environment variables other than those of configuration fields, with their meanings."""
+
+
+def warn_of_unknown(environment: Iterable[str]) -> None:
+    """Warns on standard error of each VLLMX_ variable that nothing reads."""
+    fields = {
+        field.name for cls in (EngineConfig, ServerConfig) for field in dataclasses.fields(cls)
+    }
+    ours = {re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in requires("vllmx") or ()}
+    plugins = {plugin_key(point).partition(":")[0] for point in entry_points(group=GROUP)}
+    for line in warnings(environment, fields, plugins - ours):
+        with contextlib.suppress(OSError):  # standard error is closed
+            click.echo(f"warning: {line}", err=True)
 
 
 def warnings(
     environment: Iterable[str], fields: Collection[str], distributions: Iterable[str]
 ) -> list[str]:
-    """One line for each variable of ours that nobody reads. `fields`: of all configuration records;
-    `distributions`: of the plugins of others."""
+    """A line for each VLLMX_ variable that nothing reads. `fields`: those of all configuration
+    records; `distributions`: those of other plugins."""
     known = {*VARIABLES, *(PREFIX + field.upper() for field in fields)}
     foreign = tuple(_prefix(name) for name in distributions)
     lines = []
