@@ -5,9 +5,10 @@ import logging
 import os
 from collections.abc import Iterator
 
-# Read as numpy is imported. The other cores run other tests: threads of BLAS, which wait by
-# turning, would take them half a second for each second of products.
+# Read as numpy and torch are imported. The other cores run other tests: threads of BLAS and OpenMP,
+# which wait by turning, would take them half a second for each second of products.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_THREAD_LIMIT", "1")  # whatever number a program asks torch for
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -149,7 +149,8 @@ class Call:
 
     def _of_pytest(self, part: Part) -> list[str]:
         """A lost GPU costs one process of several; a test that hangs costs itself."""
-        more = ["-n", "4"] if _has("xdist") and not part.tool else []
+        workers = "1" if self.rehearse else "4"  # each collects all tests, a rehearsal runs one
+        more = ["-n", workers] if _has("xdist") and not part.tool else []
         return more + (
             ["--timeout=40", "--timeout-method=thread"] if _has("pytest_timeout") else []
         )

@@ -309,12 +309,7 @@ class Family:
         tokens = torch.tensor([ids])
         given = {"input_ids": tokens, self.types: (tokens == PAD).int(), **self.given(images)}
         model.model.rope_deltas = None
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # several wait for each other where a machine is busy
-        try:
-            found: np.ndarray = model(**given).logits[0].numpy()
-        finally:
-            torch.set_num_threads(threads)
+        found: np.ndarray = model(**given).logits[0].numpy()
         return found
 
 

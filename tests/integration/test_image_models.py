@@ -133,15 +133,25 @@ def test_the_record_has_the_backends_with_all_ops(folder: Path) -> None:
     assert found == set(spec.backends)
 
 
+@pytest.fixture(scope="module")
+def answered(family: Family, oracle: Any) -> dict[str, tuple[list[Any], list[int], Any]]:
+    """Images, ids and the oracle's logits of each case, for all backends."""
+    found = {}
+    for name, (sizes, _) in CASES.items():
+        images = [family.image(*size) for size in sizes]
+        ids = [*prompt(images)[0], 11, 12]
+        found[name] = images, ids, family.logits(oracle, ids, images)
+    return found
+
+
 @pytest.mark.parametrize(("family", "backend", "eager"), RUNS, indirect=["family"])
-def test_logits(family: Family, oracle: Any, folder: Path, backend: str, eager: bool) -> None:
+def test_logits(
+    family: Family, answered: dict[str, Any], folder: Path, backend: str, eager: bool
+) -> None:
     model, loaded = load(folder, backend, enforce_eager=eager)
     try:
-        for name, (sizes, chunks) in CASES.items():
-            images = [family.image(*size) for size in sizes]
-            chunks = WHOLE.get(name, chunks) if family.spans else chunks
-            ids = [*prompt(images)[0], 11, 12]
-            wanted = family.logits(oracle, ids, images)
+        for name, (images, ids, wanted) in answered.items():
+            chunks = WHOLE.get(name, CASES[name][1]) if family.spans else CASES[name][1]
             tower, steps = plans(model, ids, images, chunks)
             if tower is not None and loaded.info.encodes_in_parts:
                 ends = [0.0, 0.01, 0.4, 0.55, 1.0]

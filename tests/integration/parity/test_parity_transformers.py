@@ -169,14 +169,15 @@ def test_logits_and_greedy_ids(
     folder, model = build(case)
     assert (len(list(folder.glob("*.safetensors"))) > 2) == case.shards
     runner = open_runner(folder, case.max_model_len)
-    ids = [runner.greedy([prompt()], NEW, chunk)[0] for chunk in (1, 7, PROMPT)]
-    tokens = prompt() + ids[0]
+    [ids] = runner.greedy([prompt()], NEW, 1)
+    for chunk in (7, PROMPT):  # behind other chunks, decoding is the same once it has begun
+        assert runner.greedy([prompt()], 8, chunk) == [ids[:8]]
+    tokens = prompt() + ids
     with torch.no_grad():
         logits = model(torch.tensor([tokens])).logits[0].double().numpy()  # (T, V)
     best = np.sort(logits[PROMPT - 1 : -1], axis=-1)
     assert (best[:, -1] - best[:, -2]).min() > 1e-4 * np.abs(logits).max()  # no near-tie to flip
-    assert logits[PROMPT - 1 : -1].argmax(-1).tolist() == ids[0]
-    assert ids[0] == ids[1] == ids[2]
+    assert logits[PROMPT - 1 : -1].argmax(-1).tolist() == ids
     error = 0.0
     for chunk in (7, LENGTH):
         found = runner.log_softmax(tokens, chunk)
