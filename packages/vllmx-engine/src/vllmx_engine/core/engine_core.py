@@ -21,8 +21,10 @@ from vllmx_engine.core.grammars import Grammars
 from vllmx_engine.core.images import Images
 from vllmx_engine.core.limits import most_in_flight, step_cost, step_limits
 from vllmx_engine.core.prefix_cache import CacheIdentity
-from vllmx_engine.core.scheduler import Batch, Scheduler
+from vllmx_engine.core.scheduler import Scheduler
 from vllmx_engine.core.sequence import Sequence, check_request
+from vllmx_engine.core.speculation import drafting_of
+from vllmx_engine.core.step_work import Batch
 from vllmx_engine.core.waiting_queue import Clock, QueueDeadlines, timed_out
 from vllmx_engine.wire.grammars import Vocabulary
 from vllmx_engine.wire.images import ImageRoom
@@ -94,6 +96,7 @@ class EngineCore:
             chunked_prefill=config.enable_chunked_prefill,
             identity=CacheIdentity(config.model, _cache_dtype(model.info), self.limits.block_size),
             images=sees,
+            drafting=drafting_of(config),
         )
         scheduler = self._scheduler
         self._builder = BatchBuilder(
@@ -135,6 +138,8 @@ class EngineCore:
             self._take_grammars(_GRAMMAR_WAIT_S if self._idle else 0.0)
             if self._deadlines:
                 self._end_overdue()
+            while self._in_flight and self._waits_for_tokens():
+                self._collect(self._in_flight.popleft())
             launched = self._launch()
             self._idle = launched is None and not self._in_flight
             if launched is not None:
@@ -145,6 +150,15 @@ class EngineCore:
             self.activity.calls += 1
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _waits_for_tokens(self) -> bool:
+        """True if the next step is scheduled behind the results of those in flight: their drafts
+        decide how far rows come, or the next drafts begin with their tokens. Stages have rows of
+        their own in each step."""
+        speculator = self._scheduler.speculator
+        if speculator is None or not speculator.is_on or self.limits.num_stages > 1:
+            return False
+        return speculator.wants_tokens or bool(self._in_flight[-1].step.batch.drafts)
 
     def _launch(self) -> _Launched | None:
         self.activity.doing, self.activity.batch = "scheduling a step", None
@@ -344,6 +358,7 @@ class EngineCore:
             prefix_cache_hits=scheduler.num_hit_tokens,
             step_seconds=self._step_s,
             step_sizes=tuple(self._step_sizes),
+            **({} if scheduler.speculator is None else scheduler.speculator.counts()),
         )
 
     def reset_prefix_cache(self) -> bool:

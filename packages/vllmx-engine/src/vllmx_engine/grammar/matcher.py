@@ -95,6 +95,11 @@ class Matcher(Protocol):
         """Takes the last tokens back. Raises GrammarError."""
         ...
 
+    def num_allowed(self, tokens: list[int]) -> int:
+        """The number of the first of these tokens that may come next, one behind the other, before
+        the answer can only end."""
+        ...
+
     def forced_tokens(self) -> list[int]:
         """Tokens that must come next, in the form that the tokenizer would give their text."""
         ...
@@ -289,6 +294,17 @@ class GrammarMatcher:
             del self._tokens[-num_tokens:]
         if not self._is_lost and not self._matcher.rollback(num_tokens):
             self._fail()
+
+    def num_allowed(self, tokens: list[int]) -> int:
+        """See `Matcher`."""
+        if self._is_lost:
+            return 0
+        allowed = tokens[: self._matcher.validate_tokens(tokens)]
+        trial = self._matcher.deep_copy() if allowed else self._matcher
+        for place, token in enumerate(allowed):
+            if not trial.consume_token(token) or trial.is_stopped():
+                return place
+        return len(allowed)
 
     def forced_tokens(self) -> list[int]:
         """See `Matcher`."""
