@@ -208,7 +208,7 @@ class Sequence:
         self.skipped_step = -1
         """Number of a step under way that computes a token of it that is known by now."""
         self.drafts: RowDrafts | None = None
-        """Its averages of draft tokens; None: it drafts none."""
+        """The averages of its draft tokens; None: it drafts none."""
         self.num_accepted = self.num_rejected = 0
         """Draft tokens of its steps that were kept, and those that were not."""
         self.is_plain = False
