@@ -56,6 +56,9 @@ class LoadOptions(Record):
     """Run op by op without the recorded step; same bits, for debugging."""
     communicator: Communicator | None = None
     """The other ranks, of a model that is one rank's part (`vllmx_core.sharding`)."""
+    pages: Any = None
+    """The `HasPages.pages` of a loaded model with the same layers, to share: this one allocates
+    none, and both write them."""
     progress: bool = False
     """Show a progress bar on standard error while weights load."""
 
@@ -156,6 +159,16 @@ class SeeingModel(LoadedModel, Protocol):
         Where `LoadedInfo.encodes_in_parts`, it may be given in parts, from `begin` to `end` of its
         work: in their order, with the plan unchanged and no other pass before its end. What a pass
         took is a part of the next step's `StepResult.elapsed_s`."""
+        ...
+
+
+@runtime_checkable
+class HasPages(Protocol):
+    """A loaded model whose KV pages another one can share."""
+
+    @property
+    def pages(self) -> Any:
+        """The pages, for `LoadOptions.pages` of the same backend."""
         ...
 
 

@@ -13,7 +13,7 @@ from vllmx_core.config_values import convert, nearest
 from vllmx_core.errors import ConfigError
 
 DEMO_MODEL = "demo"
-DRAFTERS = ("off", "auto", "ngram", "suffix")
+DRAFTERS = ("off", "auto", "ngram", "suffix", "twin")
 MAX_DRAFT = 16
 """The most draft tokens of a sequence in one step."""
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "half", "float"]
@@ -108,7 +108,8 @@ class EngineConfig:
     speculate: str = "off"
     """Drafter of tokens that a step verifies, which changes no answer: ngram: what followed the
     same tokens before; suffix: votes of all such places, with recent answers of the same key;
-    auto: the best of those that the model has; off: none."""
+    model:PATH: a smaller model of the same vocabulary, by path or Hugging Face id; twin: the model
+    itself in 4 bits; auto: the best of those that the model has; off: none."""
     speculate_tokens: str = "auto"
     """Draft tokens of a row in a step, at most 16; auto: as many as pay."""
     enforce_eager: bool = False
@@ -193,6 +194,15 @@ class EngineConfig:
             )
 
     @property
+    def draft_model(self) -> str:
+        """The PATH of `speculate` model:PATH, or the model itself for its twin; empty: no model
+        drafts."""
+        kind, _, path = self.speculate.partition(":")
+        if kind == "model":
+            return path
+        return self.model if kind == "twin" else ""
+
+    @property
     def num_ranks(self) -> int:
         """Processes that compute the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
@@ -216,10 +226,10 @@ class EngineConfig:
             )
 
     def _check_speculation(self) -> None:
-        if self.speculate not in DRAFTERS:
+        if self.speculate not in DRAFTERS and not self.draft_model:
             raise ConfigError(
-                f"--speculate must be one of {', '.join(DRAFTERS)}, got {self.speculate!r}"
-                f"{nearest(self.speculate, DRAFTERS)}",
+                f"--speculate must be one of {', '.join(DRAFTERS)} or model:PATH, got"
+                f" {self.speculate!r}{nearest(self.speculate, DRAFTERS)}",
                 param="speculate",
             )
         tokens = self.speculate_tokens

@@ -171,9 +171,25 @@ class Committer:
         speculator = self._scheduler.speculator
         assert speculator is not None, sequence.request_id
         speculator.observe(sequence, len(draft), len(ids) - 1)
-        self._scheduler.take_verified(sequence, len(ids))
+        self._resume(sequence, len(ids))
         logprobs = _logprobs(sequence, ids, logit, details)
         return self._told(sequence, ids, reason, logprobs, step.number)
+
+    def _resume(self, sequence: Sequence, num_new: int) -> None:
+        """Lets a sequence decode again behind the `num_new` tokens that a step with its draft
+        brought: keys and values of all but the last are valid."""
+        scheduler, row = self._scheduler, sequence.row
+        if row < 0:
+            return
+        computed = len(sequence.tokens) - 1
+        self._table.resume(row, computed, sequence.tokens[-1])
+        self._table.start_decoding(sequence)
+        if self._table.num_cached[row] < computed // self._size:
+            scheduler.prefixes.file(sequence, computed)
+        if scheduler.blocks.has_windows:
+            scheduler.blocks.slide(np.array([row]))
+        if len(scheduler.share) > 1:  # the first of them was charged when the step was scheduled
+            scheduler.share.charge(self._table.client.item(row), num_new - 1)
 
     def _told(
         self,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from vllmx_core.plan import I32, AnyArray
+from vllmx_core.records import MutableRecord
 
 from vllmx_engine.core.sequence import Sequence
 
@@ -38,6 +39,34 @@ class Drafter(Protocol):
 
     def ended(self, sequence: Sequence) -> None:
         """Learns from an answer that is complete."""
+        ...
+
+
+class Draft(MutableRecord):
+    """Draft tokens of a row, with the chance that each is kept."""
+
+    index: int
+    """The place of the row among the decodes of the step."""
+    sequence: Sequence
+    ids: list[int]
+    chances: list[float]
+
+
+@runtime_checkable
+class DraftsByModel(Drafter, Protocol):
+    """A drafter whose guesses reserve places, which it fills for all rows of a step at once."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step that drafts one token for each row."""
+        ...
+
+    def fill(self, drafts: list[Draft]) -> None:
+        """Replaces the ids of drafts; there may be fewer."""
+        ...
+
+    def verified(self, sequence: Sequence) -> None:
+        """Learns that a sequence has the draft tokens that were kept."""
         ...
 
 

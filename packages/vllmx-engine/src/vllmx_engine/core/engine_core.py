@@ -17,13 +17,15 @@ from vllmx_core.records import MutableRecord
 
 from vllmx_engine.core.batch import BatchBuilder, Step
 from vllmx_engine.core.commit import Committer, error_output
+from vllmx_engine.core.draft_model import DraftModel
 from vllmx_engine.core.grammars import Grammars
 from vllmx_engine.core.images import Images
 from vllmx_engine.core.limits import most_in_flight, step_cost, step_limits
+from vllmx_engine.core.load_drafter import LoadedDrafter
 from vllmx_engine.core.prefix_cache import CacheIdentity
 from vllmx_engine.core.scheduler import Scheduler
 from vllmx_engine.core.sequence import Sequence, check_request
-from vllmx_engine.core.speculation import drafting_of
+from vllmx_engine.core.speculation import Drafting, Speculator, drafting_of
 from vllmx_engine.core.step_work import Batch
 from vllmx_engine.core.waiting_queue import Clock, QueueDeadlines, timed_out
 from vllmx_engine.wire.grammars import Vocabulary
@@ -64,6 +66,7 @@ class EngineCore:
         vocab_size: ids below it may occur.
         shape: of a model that gives vectors or scores.
         encoder: the tower of a model that sees images.
+        drafter: the model that drafts, if one does; closed by `close`.
         clock: of deadlines.
     """
 
@@ -76,6 +79,7 @@ class EngineCore:
         vocab_size: int,
         shape: ModelShape | None = None,
         encoder: Encoder | None = None,
+        drafter: LoadedDrafter | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self._model = model
@@ -99,6 +103,17 @@ class EngineCore:
             drafting=drafting_of(config),
         )
         scheduler = self._scheduler
+        self._draft_model: DraftModel | None = None
+        if drafter is not None:
+            self._draft_model = DraftModel(
+                drafter.model,
+                scheduler.table,
+                self.limits.windows.index(None),
+                vocab_size,
+                shares_pages=drafter.shares_pages,
+            )
+            drafting = Drafting(self._draft_model, drafting_of(config).num_tokens)
+            scheduler.speculator = Speculator(scheduler.table, self._cost, drafting)
         self._builder = BatchBuilder(
             scheduler.table, self.limits, self._cost, scheduler.states, sees
         )
@@ -374,6 +389,8 @@ class EngineCore:
             self._in_flight.clear()
             self._builder.close()
             self._grammars.close()
+            if self._draft_model is not None:
+                self._draft_model.close()
             self._model.close()
         finally:
             self.activity.calls += 1

@@ -12,6 +12,7 @@ import numpy as np
 from vllmx_core.plan import AnyArray
 
 from vllmx_engine.core.cost import StepCost
+from vllmx_engine.core.drafters import Draft
 from vllmx_engine.core.images import Images, StepImages
 from vllmx_engine.core.kv import BlockPool
 from vllmx_engine.core.limits import Limits
@@ -21,7 +22,7 @@ from vllmx_engine.core.row_blocks import RowBlocks
 from vllmx_engine.core.row_states import RowStates
 from vllmx_engine.core.rows import RowTable
 from vllmx_engine.core.sequence import Sequence
-from vllmx_engine.core.speculation import Draft, Drafting, Speculator
+from vllmx_engine.core.speculation import Drafting, Speculator
 from vllmx_engine.core.state_slots import SlotPool
 from vllmx_engine.core.step_budget import Chunk, PriorityShare, StepBudget
 from vllmx_engine.core.step_work import Batch, load_of
@@ -173,21 +174,6 @@ class Scheduler:
         self.table.feed_known(row)
         insort(self.prefills, sequence, key=self.queue.order)
 
-    def take_verified(self, sequence: Sequence, num_tokens: int) -> None:
-        """The last `num_tokens` known tokens of a sequence come from one step, whose keys and
-        values of all but the last are valid: it goes on behind them."""
-        row = sequence.row
-        if row < 0:
-            return
-        self.table.resume(row, len(sequence.tokens) - 1, sequence.tokens[-1])
-        self.table.start_decoding(sequence)
-        if self.table.num_cached[row] < self.table.computed[row] // self.limits.block_size:
-            self.prefixes.file(sequence, int(self.table.computed[row]))
-        if self.blocks.has_windows:
-            self.blocks.slide(np.array([row]))
-        if len(self.share) > 1:
-            self.share.charge(self.table.client.item(row), num_tokens - 1)
-
     # --- one step ---------------------------------------------------------------------------------
     def schedule(self) -> Batch | None:
         """The next step, or None when nothing can be computed before a result comes in."""
@@ -221,7 +207,7 @@ class Scheduler:
             if not self.make_room(draft.sequence, len(draft.ids)):
                 held = int(self.table.num_blocks[draft.sequence.row]) * self.limits.block_size
                 del draft.ids[max(0, len(draft.ids) - (num_tokens - held)) :]
-        return [draft for draft in drafts if draft.ids]
+        return self.speculator.filled([draft for draft in drafts if draft.ids])
 
     def _chunks(
         self, decodes: tuple[int, int], victim: Sequence | None, images: StepImages | None

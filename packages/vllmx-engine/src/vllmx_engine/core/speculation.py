@@ -11,10 +11,17 @@ from typing import Any
 
 from vllmx_core.config import MAX_DRAFT, EngineConfig
 from vllmx_core.plan import AnyArray
-from vllmx_core.records import MutableRecord, Record
+from vllmx_core.records import Record
 
 from vllmx_engine.core.cost import StepCost, StepLoad
-from vllmx_engine.core.drafters import Drafter, Guess, NgramDrafter, SuffixDrafter
+from vllmx_engine.core.drafters import (
+    Draft,
+    Drafter,
+    DraftsByModel,
+    Guess,
+    NgramDrafter,
+    SuffixDrafter,
+)
 from vllmx_engine.core.rows import RowTable
 from vllmx_engine.core.sequence import RowDrafts, Sequence
 
@@ -28,6 +35,8 @@ _MAX_LOOKS = 16
 """Rows whose guesses are compared with what comes while nothing is drafted."""
 _COST_PERIOD = 16
 """Steps between two looks at the cost model, whose fit takes a tenth of a millisecond."""
+_PROBE_PERIOD = 64
+"""Steps without drafts after which a draft model tries again."""
 _UNKNOWN_SHARE = 0.1
 """The share of a step that one more token takes while it was not measured."""
 
@@ -52,16 +61,6 @@ def drafting_of(config: EngineConfig) -> Drafting:
     return Drafting(drafter, None if tokens == "auto" else int(tokens))
 
 
-class Draft(MutableRecord):
-    """Draft tokens of a row, with the chance that each is kept."""
-
-    index: int
-    """The place of the row among the decodes of the step."""
-    sequence: Sequence
-    ids: list[int]
-    chances: list[float]
-
-
 class Speculator:
     """Owned by the core's thread."""
 
@@ -70,15 +69,16 @@ class Speculator:
         self._cost = cost
         drafting = drafting or Drafting()
         self._drafter = drafting.drafter
+        self._model = drafting.drafter if isinstance(drafting.drafter, DraftsByModel) else None
         self._predictions = NgramDrafter()
         self._num_tokens = drafting.num_tokens
         self._num_predicted = 0
         """Live sequences with a prediction."""
-        self._chance, self._gain = _FIRST_CHANCE, 0.0
+        self._chance, self._gain = _FIRST_CHANCE, 0.0 if self._model is None else 1.0
         """Averages over ended sequences, which new ones begin with."""
         self._share = _UNKNOWN_SHARE
         """The time of one more token in a step, as a share of the step."""
-        self._num_steps = 0
+        self._num_steps = self._num_idle = 0
         self._next_look = 0
         self.wants_tokens = self._drafter is not None and self._num_tokens is not None
         """Drafts gain so much that the next step should wait for all tokens before it."""
@@ -140,12 +140,33 @@ class Speculator:
             if self._table.last_token[row] >= 0 and (draft := self._draft(index, sequence)):
                 found.append(draft)
         self.wants_tokens = self._num_tokens is not None or gains >= _LEAST_GAIN * len(rows)
+        self._num_idle = 0 if self.wants_tokens else self._num_idle + 1
+        if self._model is not None and self._num_idle >= _PROBE_PERIOD:
+            self.wants_tokens = True  # once, to see whether the text has become easier
         return self._paying(found, decodes.size, room)
+
+    def filled(self, drafts: list[Draft]) -> list[Draft]:
+        """Returns drafts with the tokens of the draft model, if there is one, and without those
+        that cannot be kept."""
+        if self._model is not None and drafts:
+            self._model.fill(drafts)
+        for draft in drafts:
+            sequence = draft.sequence
+            stops = [place for place, token in enumerate(draft.ids) if token in sequence.stop_ids]
+            if stops:  # nothing comes behind it
+                del draft.ids[stops[0] :]
+            if sequence.grammar is not None:
+                del draft.ids[sequence.grammar.num_draftable(draft.ids) :]
+        return [draft for draft in drafts if draft.ids]
 
     def _measure(self, num_decodes: int, context: int) -> None:
         if self._num_steps % _COST_PERIOD == 0:
-            share = self._cost.row_share(StepLoad(num_decodes, context))
+            load = StepLoad(num_decodes, context)
+            share = self._cost.row_share(load)
             self._share = _UNKNOWN_SHARE if share is None else share
+            seconds = self._cost.predict(load)
+            if self._model is not None and seconds:  # all rows share its steps
+                self._share += self._model.step_s / seconds / num_decodes
         self._num_steps += 1
 
     def _guess(self, sequence: Sequence, most: int) -> Guess:
@@ -154,6 +175,8 @@ class Speculator:
 
     def _look(self, rows: list[int], worth: float) -> None:
         """Compares the guesses of rows that do not draft with what came: a few of them in turn."""
+        if self._model is not None:
+            return
         first = self._next_look % max(1, len(rows))
         self._next_look += _MAX_LOOKS
         for row in (rows[first:] + rows[:first])[:_MAX_LOOKS]:
@@ -177,11 +200,6 @@ class Speculator:
         drafts = sequence.drafts
         assert drafts is not None, sequence.request_id
         ids, shares = self._guess(sequence, most) if most > 0 else Guess([])
-        stops = [place for place, token in enumerate(ids) if token in sequence.stop_ids]
-        if stops:  # nothing comes behind it
-            del ids[stops[0] :]
-        if sequence.grammar is not None:
-            del ids[sequence.grammar.num_draftable(ids) :]
         if not ids:
             drafts.gain -= _WEIGHT * drafts.gain
             return None
@@ -228,6 +246,8 @@ class Speculator:
             self.accepted_at[place] += 1
         sequence.num_accepted += num_accepted
         sequence.num_rejected += num_drafted - num_accepted
+        if self._model is not None:
+            self._model.verified(sequence)
         drafts = sequence.drafts
         if drafts is not None:
             tried = min(num_accepted + 1, num_drafted)

@@ -7,8 +7,8 @@ from vllmx_core.plan import I32, AnyArray
 from vllmx_core.records import Record
 
 from vllmx_engine.core.cost import StepLoad
+from vllmx_engine.core.drafters import Draft
 from vllmx_engine.core.images import StepImages
-from vllmx_engine.core.speculation import Draft
 from vllmx_engine.core.step_budget import Chunk
 
 
