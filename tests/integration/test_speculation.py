@@ -80,6 +80,7 @@ def plain(backend: str, **config: Any) -> list[Any]:
         ("twin", "5", 0.5),
         ("twin", "auto", 0.5),
         ("model:demo", "4", 0.8),
+        ("layers:4", "3", 0.2),
     ],
 )
 def test_answers_are_those_without_drafts(speculate: str, tokens: str, least: float) -> None:
@@ -144,6 +145,8 @@ def test_other_backends(backend: str) -> None:
     [
         ("ngran", "auto", "ngram"),
         ("model:", "auto", "model:PATH"),
+        ("layers:6", "auto", "from 1 to 5"),
+        ("layers:x", "auto", "layers:N"),
         ("ngram", "17", "16"),
         ("ngram", "many", "auto"),
         ("model:/nowhere/at/all", "auto", "--speculate"),

@@ -109,7 +109,8 @@ class EngineConfig:
     """Drafter of tokens that a step verifies, which changes no answer: ngram: what followed the
     same tokens before; suffix: votes of all such places, with recent answers of the same key;
     model:PATH: a smaller model of the same vocabulary, by path or Hugging Face id; twin: the model
-    itself in 4 bits; auto: the best of those that the model has; off: none."""
+    itself in 4 bits; layers:N: its first N layers and its head; auto: the best of those that the
+    model has; off: none."""
     speculate_tokens: str = "auto"
     """Draft tokens of a row in a step, at most 16; auto: as many as pay."""
     enforce_eager: bool = False
@@ -194,15 +195,6 @@ class EngineConfig:
             )
 
     @property
-    def draft_model(self) -> str:
-        """The PATH of `speculate` model:PATH, or the model itself for its twin; empty: no model
-        drafts."""
-        kind, _, path = self.speculate.partition(":")
-        if kind == "model":
-            return path
-        return self.model if kind == "twin" else ""
-
-    @property
     def num_ranks(self) -> int:
         """Processes that compute the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
@@ -226,9 +218,11 @@ class EngineConfig:
             )
 
     def _check_speculation(self) -> None:
-        if self.speculate not in DRAFTERS and not self.draft_model:
+        kind, _, rest = self.speculate.partition(":")
+        is_layers = kind == "layers" and rest.isdecimal() and int(rest) > 0
+        if self.speculate not in DRAFTERS and not is_layers and not (kind == "model" and rest):
             raise ConfigError(
-                f"--speculate must be one of {', '.join(DRAFTERS)} or model:PATH, got"
+                f"--speculate must be one of {', '.join(DRAFTERS)}, model:PATH or layers:N, got"
                 f" {self.speculate!r}{nearest(self.speculate, DRAFTERS)}",
                 param="speculate",
             )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from typing import Any
 
 from vllmx_core.backend import HasPages, LoadedModel, LoadOptions
 from vllmx_core.errors import CapacityError, ConfigError, VllmxError
@@ -42,17 +44,19 @@ def load_drafter(
         VllmxError: it cannot be read; the message names --speculate.
     """
     config = found.config
-    if not config.draft_model:
+    kind, _, rest = config.speculate.partition(":")
+    if kind not in ("model", "twin", "layers"):
         return None
     _check_target(found, target)
-    is_twin = config.speculate == "twin"
     try:
-        path = found.path if is_twin else resolve_path(found.registry, config.draft_model)
+        path = resolve_path(found.registry, rest) if kind == "model" else found.path
         checkpoint = open_checkpoint(found.registry, path, config.load_format)
     except VllmxError as error:
         raise _named(error) from error
     try:
-        return _load(found, spec, target, vocab_size, checkpoint, is_twin=is_twin)
+        if kind == "layers":
+            checkpoint = replace(checkpoint, config=_first_layers(checkpoint.config, int(rest)))
+        return _load(found, spec, target, vocab_size, checkpoint, kind)
     except VllmxError as error:
         raise _named(error) from error
     finally:
@@ -65,8 +69,7 @@ def _load(
     target: LoadedModel,
     vocab_size: int,
     checkpoint: Checkpoint,
-    *,
-    is_twin: bool,
+    kind: str,
 ) -> LoadedDrafter:
     chosen = choose_model(found.registry, checkpoint, OWN, spec.name, "generate")
     model = chosen.model
@@ -76,10 +79,11 @@ def _load(
             " choose a draft model of the same family",
             param="speculate",
         )
-    if is_twin:
+    if kind == "twin":
         checkpoint = quantise_in_situ(found.registry, checkpoint, model, _TWIN_TYPE)
     info = target.info
-    shares = is_twin and isinstance(target, HasPages)
+    is_part = kind == "twin" or (kind == "layers" and len(info.cache_windows) == 1)
+    shares = is_part and isinstance(target, HasPages)
     options = LoadOptions(
         dtype=found.config.dtype,
         kv_cache_dtype=info.kv_cache_dtype if shares else "auto",
@@ -98,6 +102,26 @@ def _load(
     loaded: LoadedModel = spec.load()().load(model, checkpoint.weights, options)
     logger.info("drafting by %s, %.0f MB", found.config.speculate, loaded.info.weight_bytes / 1e6)
     return LoadedDrafter(loaded, shares)
+
+
+def _first_layers(config: dict[str, Any], count: int) -> dict[str, Any]:
+    """The configuration of a model's first layers. Raises ConfigError."""
+    inner = config.get("text_config")
+    if isinstance(inner, dict):
+        return {**config, "text_config": _first_layers(inner, count)}
+    known = config.get("num_hidden_layers")
+    if not isinstance(known, int) or not 0 < count < known:
+        raise ConfigError(
+            f"the model has {known} layers, so layers:N takes from 1 to {(known or 1) - 1}, got"
+            f" {count}",
+            param="speculate",
+        )
+    lists = {
+        key: value[:count]
+        for key, value in config.items()
+        if isinstance(value, list) and len(value) == known
+    }
+    return {**config, **lists, "num_hidden_layers": count}
 
 
 def _check_target(found: FoundModel, target: LoadedModel) -> None:
