@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import textwrap
+from typing import Any
+
 import numpy as np
 import pytest
+from vllmx_engine.core import batch, commit, sampling_rows
 from vllmx_engine.core.drafters import match_ends
 from vllmx_engine.wire.messages import pack_ids
 
 from .harness import QUIET, RULES, Harness, prompts
 
 
-@pytest.mark.parametrize("count", range(1, 17))
-@pytest.mark.parametrize("overlap", [True, False])
-def test_answers_do_not_depend_on_drafts(count: int, overlap: bool) -> None:
+def run_mixed(count: int, *, overlap: bool) -> Harness:
+    """Runs requests of all kinds with drafts of `count` tokens, a fifth of them wrong."""
     harness = Harness(
         {"max_tokens": 64, "max_logit_rows": 64},
         {"async_scheduling": overlap},
@@ -28,11 +32,18 @@ def test_answers_do_not_depend_on_drafts(count: int, overlap: bool) -> None:
             {"allowed_token_ids": tuple(range(20))},
             {"prompt_logprobs": 1, "temperature": 1.0},
         ][index % 6]
-        harness.add(prompt, 24, params=params, bad_words_ids=[[1, 2], [3, 4, 5]])
+        bad_words = [[a, b] for a in range(8) for b in range(8)]
+        harness.add(prompt, 24, params=params, bad_words_ids=bad_words)
     harness.run()
     harness.check_outputs()
     harness.check_idle()
-    stats = harness.core.stats()
+    return harness
+
+
+@pytest.mark.parametrize("count", range(1, 17))
+@pytest.mark.parametrize("overlap", [True, False])
+def test_answers_do_not_depend_on_drafts(count: int, overlap: bool) -> None:
+    stats = run_mixed(count, overlap=overlap).core.stats()
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert sum(stats.accepted_at) == stats.num_accepted_tokens
 
@@ -111,3 +122,36 @@ def test_blocks_that_are_scarce_shorten_drafts() -> None:
 )
 def test_longest_matches(context: list[int], least: int, ends: list[int]) -> None:
     assert match_ends(np.array(context, np.int32), least).tolist() == ends
+
+
+FAULTS = [
+    (commit.Committer, "_verify", "token != drafted", "False"),
+    (commit.Committer, "_resume", "len(sequence.tokens) - 1", "len(sequence.tokens) - 2"),
+    (commit.Committer, "_resume", "len(sequence.tokens) - 1", "len(sequence.tokens)"),
+    (sampling_rows, "_own_drafted", "draft[:place]", "draft[: max(0, place - 1)]"),
+    (sampling_rows, "_own_drafted", "counts.add(draft[place])", "counts.add(draft[0])"),
+    (sampling_rows.RowsBuilder, "_gathered", "+ np.int32(1)", "+ np.int32(2)"),
+    (
+        sampling_rows.RowsBuilder,
+        "_gather",
+        "np.repeat(rows, counts)",
+        "np.resize(rows, sum(counts))",
+    ),
+    (batch.BatchBuilder, "_mixed", "= draft.ids", "= draft.ids[::-1]"),
+]
+"""A draft token that is kept wrongly, a length that is off by one, bans and counts of another
+place, noise of another position, parameters of another row, tokens in the wrong order."""
+
+
+@pytest.mark.parametrize(("owner", "name", "old", "new"), FAULTS)
+def test_planted_faults_are_found(
+    owner: Any, name: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = getattr(owner, name)
+    source = textwrap.dedent(inspect.getsource(function))
+    assert old in source
+    names: dict[str, Any] = {}
+    exec(source.replace(old, new), function.__globals__, names)
+    monkeypatch.setattr(owner, name, names[name])
+    with pytest.raises((AssertionError, IndexError, ValueError)):
+        run_mixed(4, overlap=True)
