@@ -170,7 +170,8 @@ class Committer:
                 break
         speculator = self._scheduler.speculator
         assert speculator is not None, sequence.request_id
-        speculator.observe(sequence, len(draft), len(ids) - 1)
+        if draft:  # a mask that could not be made leaves none
+            speculator.observe(sequence, len(draft), len(ids) - 1)
         self._resume(sequence, len(ids))
         logprobs = _logprobs(sequence, ids, logit, details)
         return self._told(sequence, ids, reason, logprobs, step.number)
