@@ -25,7 +25,7 @@ from vllmx_engine.core.load_drafter import LoadedDrafter
 from vllmx_engine.core.prefix_cache import CacheIdentity
 from vllmx_engine.core.scheduler import Scheduler
 from vllmx_engine.core.sequence import Sequence, check_request
-from vllmx_engine.core.speculation import Drafting, Speculator, drafting_of
+from vllmx_engine.core.speculation import Drafting, drafting_of
 from vllmx_engine.core.step_work import Batch
 from vllmx_engine.core.waiting_queue import Clock, QueueDeadlines, timed_out
 from vllmx_engine.wire.grammars import Vocabulary
@@ -112,8 +112,7 @@ class EngineCore:
                 vocab_size,
                 shares_pages=drafter.shares_pages,
             )
-            drafting = Drafting(self._draft_model, drafting_of(config).num_tokens)
-            scheduler.speculator = Speculator(scheduler.table, self._cost, drafting)
+            self.draft_with(Drafting(self._draft_model, drafting_of(config).num_tokens))
         self._builder = BatchBuilder(
             scheduler.table, self.limits, self._cost, scheduler.states, sees
         )
@@ -311,6 +310,11 @@ class EngineCore:
             self._deadlines.add(sequence)
         except Exception as error:  # one request's fault must not stop the others
             self._outputs.append(error_output(request.request_id, error, request.shown))
+
+    def draft_with(self, drafting: Drafting) -> None:
+        """Replaces how later requests draft, if the model can verify drafts."""
+        if self._scheduler.speculator is not None:
+            self._scheduler.speculator.use(drafting)
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Sets the vocabulary, which must come before the first request with a grammar."""

@@ -67,24 +67,26 @@ class Speculator:
     def __init__(self, table: RowTable, cost: StepCost, drafting: Drafting | None = None) -> None:
         self._table = table
         self._cost = cost
-        drafting = drafting or Drafting()
-        self._drafter = drafting.drafter
-        self._model = drafting.drafter if isinstance(drafting.drafter, DraftsByModel) else None
         self._predictions = NgramDrafter()
-        self._num_tokens = drafting.num_tokens
         self._num_predicted = 0
         """Live sequences with a prediction."""
-        self._chance, self._gain = _FIRST_CHANCE, 0.0 if self._model is None else 1.0
-        """Averages over ended sequences, which new ones begin with."""
         self._share = _UNKNOWN_SHARE
         """The time of one more token in a step, as a share of the step."""
-        self._num_steps = self._num_idle = 0
-        self._next_look = 0
-        self.wants_tokens = self._drafter is not None and self._num_tokens is not None
-        """Drafts gain so much that the next step should wait for all tokens before it."""
+        self._num_steps = self._num_idle = self._next_look = 0
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.accepted_at = [0] * MAX_DRAFT
         """Accepted tokens by their place in the draft."""
+        self.use(drafting or Drafting())
+
+    def use(self, drafting: Drafting) -> None:
+        """Replaces the drafter of later sequences."""
+        self._drafter = drafting.drafter
+        self._model = drafting.drafter if isinstance(drafting.drafter, DraftsByModel) else None
+        self._num_tokens = drafting.num_tokens
+        self._chance, self._gain = _FIRST_CHANCE, 0.0 if self._model is None else 1.0
+        """Averages over ended sequences, which new ones begin with."""
+        self.wants_tokens = self._drafter is not None and self._num_tokens is not None
+        """Drafts gain so much that the next step should wait for all tokens before it."""
 
     # --- sequences --------------------------------------------------------------------------------
     @property
