@@ -221,7 +221,7 @@ def draft_model(text: str) -> str:
 
 
 def draft_tokens(text: str) -> str:
-    """At most as many as a step verifies; 0 leaves the number to us. Raises ConfigError."""
+    """Cuts the number to what a step verifies; 0 leaves it to us. Raises ConfigError."""
     count = number(text)
     return "auto" if count == 0 else str(min(int(count), MAX_DRAFT))
 
