@@ -263,14 +263,39 @@ def test_keys_of_an_object_are_flags_too() -> None:
     assert config.reasoning_parser == "x"
     engine("--limit-mm-per-prompt.image", "2", "-cc.mode", "3", "--attention-config.backend", "F")
     for line, text in (
-        ("--speculative-config.method ngram", "vllmx does not speculate"),
+        ("--speculative-config.method eagle3", "other drafters are not served yet"),
         ("--override-generation-config.top_k", "wants a value"),
     ):
         with pytest.raises(ConfigError, match=text):
             engine(*line.split())
+    config = engine("--speculative-config.method", "ngram")
+    assert (config.speculate, config.speculate_tokens) == ("ngram", "auto")
     assert engine("-mmodel.gguf").model == "model.gguf"
     with pytest.raises(click.NoSuchOption):
         configs("--no-such-flag.key", "5")
+
+
+@pytest.mark.parametrize(
+    ("line", "speculate", "tokens"),
+    [
+        (
+            ["-sc", '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'],
+            "ngram",
+            "5",
+        ),
+        (["-sc", '{"model": "small", "num_speculative_tokens": 3}'], "model:small", "3"),
+        (["-sc", '{"method": "draft_model", "model": "small"}'], "model:small", "auto"),
+        (["--speculative-model", "a/b", "--num-speculative-tokens", "4"], "model:a/b", "4"),
+        (["-md", "small.gguf", "--draft-max", "32", "--draft-min", "2"], "model:small.gguf", "16"),
+        (["-md", "small.gguf", "--spec-type", "draft-simple"], "model:small.gguf", "auto"),
+        (["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "8"], "ngram", "auto"),
+        (["--spec-default"], "auto", "auto"),
+        (["--spec-type", "none"], "off", "auto"),
+    ],
+)
+def test_flags_of_speculation(line: list[str], speculate: str, tokens: str) -> None:
+    config = engine(*line)
+    assert (config.speculate, config.speculate_tokens) == (speculate, tokens)
 
 
 @pytest.mark.parametrize(

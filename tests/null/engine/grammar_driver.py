@@ -9,7 +9,10 @@ import tokenizers
 from tokenizers import models
 from vllmx_core.config import EngineConfig
 from vllmx_core.sampling import SamplingParams
+from vllmx_engine.core.drafters import Guess
 from vllmx_engine.core.engine_core import EngineCore
+from vllmx_engine.core.sequence import Sequence
+from vllmx_engine.core.speculation import Drafting, Speculator
 from vllmx_engine.grammar.check import translate
 from vllmx_engine.wire.grammars import FreePart, Grammar, GrammarSpec, Vocabulary
 from vllmx_engine.wire.messages import CoreOutput, CoreRequest, TokenLogprobs, pack_ids
@@ -38,6 +41,22 @@ def text_of(ids: list[int]) -> str:
     return b"".join(TOKENS[token] for token in ids if token != EOS).decode()
 
 
+class RepeatingDrafter:
+    """Drafts known answers, with every seventh token wrong."""
+
+    def __init__(self, answers: dict[str, list[int]]) -> None:
+        self._answers = answers
+
+    def guess(self, sequence: Sequence, most: int) -> Guess:
+        known = len(sequence.tokens) - sequence.num_prompt
+        answer = self._answers[sequence.request_id]
+        answer = [3 if place % 7 == 6 else token for place, token in enumerate(answer)]
+        return Guess(answer[known:][:most])
+
+    def ended(self, sequence: Sequence) -> None:
+        pass
+
+
 class Driver:
     """A core over the fake model, and what it said."""
 
@@ -48,8 +67,10 @@ class Driver:
         blocks: int = 64,
         stages: int = 1,
         slots: int | None = None,
+        drafts: dict[str, list[int]] | None = None,
         **config: Any,
     ) -> None:
+        """`drafts`: answers to draft, by the names of requests."""
         self.model = FakeLoadedModel(
             rules,
             num_blocks=blocks,
@@ -65,6 +86,10 @@ class Driver:
             max_model_len=64,
             vocab_size=VOCAB_SIZE,
         )
+        if drafts is not None and self.core._scheduler.speculator is not None:
+            scheduler = self.core._scheduler
+            drafting = Drafting(RepeatingDrafter(drafts), 5)
+            scheduler.speculator = Speculator(scheduler.table, scheduler.cost, drafting)
         self.core.set_vocabulary(vocabulary())
         self.ids: dict[str, list[int]] = defaultdict(list)
         self.logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)

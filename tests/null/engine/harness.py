@@ -13,8 +13,10 @@ import numpy as np
 from vllmx_core.config import EngineConfig
 from vllmx_core.plan import SamplingRows, StepPlan
 from vllmx_core.sampling import SamplingParams
+from vllmx_engine.core.drafters import Guess
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.sequence import Sequence as LiveSequence
+from vllmx_engine.core.speculation import Drafting, Speculator
 from vllmx_engine.wire.messages import CoreOutput, CoreRequest, TokenLogprobs, is_piece, pack_ids
 from vllmx_testing.fake import (
     FakeError,
@@ -39,6 +41,27 @@ def prompts(count: int, longest: int = 30, seed: int = 0) -> list[list[int]]:
     return [
         [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, longest))] for _ in range(count)
     ]
+
+
+class KnowingDrafter:
+    """Drafts what comes, but for a share of the tokens."""
+
+    def __init__(self, harness: Harness, wrong: float) -> None:
+        self._harness = harness
+        self._wrong = wrong
+        self._rng = random.Random(0)
+
+    def guess(self, sequence: LiveSequence, most: int) -> Guess:
+        answer = self._harness.expected(sequence.request_id)
+        known = len(sequence.tokens) - sequence.num_prompt
+        ids = [*answer[known:], *range(most)][:most]
+        return Guess([self._rng.randrange(VOCAB_SIZE) if self._spoils() else one for one in ids])
+
+    def _spoils(self) -> bool:
+        return self._rng.random() < self._wrong
+
+    def ended(self, sequence: LiveSequence) -> None:
+        pass
 
 
 @dataclass
@@ -88,6 +111,8 @@ class Harness:
     model: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     rules: FakeRules = RULES
+    drafts: tuple[float, int | None] | None = None
+    """Drafts of which this share is wrong, of so many tokens; None for these: as many as pay."""
     max_model_len: int = MAX_MODEL_LEN
     clock: Callable[[], float] = time.monotonic
 
@@ -102,6 +127,10 @@ class Harness:
             clock=self.clock,
         )
         self.requests: dict[str, CoreRequest] = {}
+        if self.drafts is not None and self.core._scheduler.speculator is not None:
+            scheduler, (wrong, count) = self.core._scheduler, self.drafts
+            drafting = Drafting(KnowingDrafter(self, wrong), count)
+            scheduler.speculator = Speculator(scheduler.table, scheduler.cost, drafting)
         self.ids: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.first: dict[str, CoreOutput] = {}
@@ -251,6 +280,7 @@ class Harness:
                 seen = max(0, computed - window + 1) // size
                 assert first <= seen, "a block that is still seen was given back"
                 before = self._computed[0].get((row, int(table.epoch[row])), 0)
+                before -= int(table.waits[row])  # its last token may be taken back
                 unseen = max(0, before - window + 1) // size
                 assert first >= min(filed, unseen), "a block outlived its window"
             assert end * size >= computed, "tokens without a block"

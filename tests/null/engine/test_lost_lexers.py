@@ -179,9 +179,13 @@ STATES = FakeRules(vocab_size=VOCAB_SIZE, has_states=True)
     ],
     ids=str,
 )
-@pytest.mark.parametrize("losses", [2, 9])
-def test_lost_lexers_change_no_answer(losses: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("losses", "drafts"), [(2, False), (9, False), (0, True), (9, True)])
+def test_neither_lost_lexers_nor_drafts_change_answers(
+    losses: int, drafts: bool, options: dict[str, Any]
+) -> None:
     sound = answers(0, **options)
+    if drafts:
+        options = {**options, "drafts": dict(sound.ids)}
     lossy = answers(losses, **options)
     assert lossy.ids == sound.ids
     assert lossy.logprobs == sound.logprobs
@@ -191,6 +195,7 @@ def test_lost_lexers_change_no_answer(losses: int, options: dict[str, Any]) -> N
     for number in range(0, 12, 4):
         assert re.fullmatch(PATTERNS[0], text_of(lossy.ids[f"g{number}"]))
     stats = lossy.core.stats()
+    assert (stats.num_accepted_tokens > 100) == (drafts and options.get("rules") is not STATES)
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert stats.num_free_blocks == stats.num_blocks
 

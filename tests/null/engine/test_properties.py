@@ -44,6 +44,10 @@ WINDOWS: st.SearchStrategy[tuple[int | None, ...]] = st.just((None,)) | st.lists
 ).map(tuple)
 # of states: none, or so many slots beside one for each sequence
 SPARE_SLOTS = st.none() | st.integers(0, 12)
+# of drafts: none, or the share that is wrong, with a fixed number of tokens or as many as pay
+DRAFTS = st.none() | st.tuples(
+    st.sampled_from([0.0, 0.3, 1.0]), st.none() | st.sampled_from([1, 2, 5, 16])
+)
 PARAMS: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.just({}),
     st.fixed_dictionaries(
@@ -86,6 +90,7 @@ class EngineMachine(RuleBasedStateMachine):
         windows=WINDOWS,
         spare_slots=SPARE_SLOTS,
         run_blocks=st.sampled_from([1, 2, 3, 64]),
+        drafts=DRAFTS,
     )
     def start(
         self,
@@ -96,6 +101,7 @@ class EngineMachine(RuleBasedStateMachine):
         windows: tuple[int | None, ...],
         spare_slots: int | None,
         run_blocks: int,
+        drafts: tuple[float, int | None] | None,
     ) -> None:
         rules = FakeRules(
             VOCAB_SIZE,
@@ -107,7 +113,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         slots = config["max_num_seqs"] + (spare_slots or 0)
         sizes = {**model, "token_s": step_s, "num_state_slots": slots}
-        self.harness = Harness(sizes, config, rules)
+        self.harness = Harness(sizes, config, rules, drafts)
         self.harness.core._scheduler.prefixes.run_blocks = run_blocks
 
     @rule(

@@ -55,6 +55,9 @@ class LoadOptions(Record):
     """Run op by op without the recorded step; same bits, for debugging."""
     communicator: Communicator | None = None
     """Connects to the other ranks if the model is one rank's part (`vllmx_core.sharding`)."""
+    pages: Any = None
+    """The `HasPages.pages` of a loaded model with the same layers, to share: this one allocates
+    none, and both write them."""
     progress: bool = False
     """Show a progress bar on standard error while weights load."""
 
@@ -153,6 +156,16 @@ class SeeingModel(LoadedModel, Protocol):
         With `LoadedInfo.encodes_in_parts` a pass can be split into calls for the parts from `begin`
         to `end`, in order, with the same plan and no other pass in between. The time of a pass is
         part of the next step's `StepResult.elapsed_s`."""
+        ...
+
+
+@runtime_checkable
+class HasPages(Protocol):
+    """A loaded model whose KV pages another one can share."""
+
+    @property
+    def pages(self) -> Any:
+        """The pages, for `LoadOptions.pages` of the same backend."""
         ...
 
 

@@ -13,6 +13,9 @@ from vllmx_core.config_values import convert, nearest
 from vllmx_core.errors import ConfigError
 
 DEMO_MODEL = "demo"
+DRAFTERS = ("off", "auto", "ngram", "suffix", "twin")
+MAX_DRAFT = 16
+"""The most draft tokens of a sequence in one step."""
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "half", "float"]
 
 
@@ -101,6 +104,14 @@ class EngineConfig:
     token budget alone decides."""
     async_scheduling: bool = True
     """Prepare step n + 1 while step n runs."""
+    speculate: str = "off"
+    """Drafter of tokens that a step verifies, which changes no answer: ngram: what followed the
+    same tokens before; suffix: votes of all such places, with recent answers of the same key;
+    model:PATH: a smaller model of the same vocabulary, by path or Hugging Face id; twin: the model
+    itself in 4 bits; layers:N: its first N layers and its head; auto: the best of those that the
+    model has; off: none."""
+    speculate_tokens: str = "auto"
+    """Draft tokens of a row in a step, at most 16; auto: as many as pay."""
     enforce_eager: bool = False
     step_timeout_s: float | None = None
     """A step that takes longer counts as hung, and the engine core as lost; 0: never. None: by the
@@ -136,6 +147,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         self._check_dtype()
         self._check_layers()
+        self._check_speculation()
         for name, low, high in (
             ("max_model_len", 1, 1 << 31),
             ("max_num_seqs", 1, 4096),
@@ -202,6 +214,22 @@ class EngineConfig:
                 f"--pipeline-layers {text} is of {len(numbers)} stages, and there are"
                 f" {self.pipeline_parallel_size}: set --pipeline-parallel-size {len(numbers)}",
                 param="pipeline_layers",
+            )
+
+    def _check_speculation(self) -> None:
+        kind, _, rest = self.speculate.partition(":")
+        is_layers = kind == "layers" and rest.isdecimal() and int(rest) > 0
+        if self.speculate not in DRAFTERS and not is_layers and not (kind == "model" and rest):
+            raise ConfigError(
+                f"--speculate must be one of {', '.join(DRAFTERS)}, model:PATH or layers:N, got"
+                f" {self.speculate!r}{nearest(self.speculate, DRAFTERS)}",
+                param="speculate",
+            )
+        tokens = self.speculate_tokens
+        if tokens != "auto" and not (tokens.isdecimal() and 1 <= int(tokens) <= MAX_DRAFT):
+            raise ConfigError(
+                f"--speculate-tokens must be auto or from 1 to {MAX_DRAFT}, got {tokens!r}",
+                param="speculate_tokens",
             )
 
     def _check_dtype(self) -> None:

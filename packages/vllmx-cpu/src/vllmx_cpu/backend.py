@@ -79,7 +79,7 @@ class CpuBackend:
             isa,
             weights,
             sizes.segments,
-            allocate_pages(sizes.kv),
+            options.pages or allocate_pages(sizes.kv),
             allocate_states(model.shape.states, sizes.kv.states),
             sizes.kv.block_size,
             sizes.kv.dtype,

@@ -15,6 +15,7 @@ from vllmx_core.plan import F32, I32, SamplingRows, StepPlan, StepResult
 from vllmx_core.records import Record
 
 from vllmx_cpu.images import VxSee, reads_images, see
+from vllmx_cpu.kv_cache import LayerPages
 from vllmx_cpu.lowering.images import turns
 from vllmx_cpu.lowering.site import Lowering
 from vllmx_cpu.lowering.table import lower
@@ -69,6 +70,11 @@ class CpuLoadedModel:
         self._end = lowering.isa.op(*ending)
         self._in_flight: InFlight[CpuStep] = InFlight(info, samples=samples)
         self._last: CpuStep | None = None
+
+    @property
+    def pages(self) -> tuple[LayerPages, ...]:
+        """See `vllmx_core.backend.HasPages`."""
+        return self._lowering.pages
 
     @property
     def info(self) -> LoadedInfo:

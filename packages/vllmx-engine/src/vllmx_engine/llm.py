@@ -35,8 +35,11 @@ from vllmx_engine.client.pooling import (
 from vllmx_engine.client.request import Prompt, Request, RequestOptions
 from vllmx_engine.client.request_limits import checked_ids
 from vllmx_engine.client.request_state import RequestState
+from vllmx_engine.core.drafters import Drafter
+from vllmx_engine.core.engine_core import EngineCore
+from vllmx_engine.core.speculation import Drafting
 from vllmx_engine.text.tokenizer import Tokenizer
-from vllmx_engine.wire.messages import CoreInfo, PoolingTask
+from vllmx_engine.wire.messages import CoreInfo, CoreStats, PoolingTask
 from vllmx_engine.wire.outputs import PoolingRequestOutput, RequestOutput
 
 log = logging.getLogger("vllmx.llm")
@@ -137,6 +140,20 @@ class LLM(HasEngine):
     @property
     def tokenizer(self) -> Tokenizer:
         return self._engine.tokenizer
+
+    def stats(self) -> CoreStats:
+        """Counters and gauges of the engine since it was loaded."""
+        return self._engine.on_core(EngineCore.stats)
+
+    def draft_with(self, drafter: Drafter | None, num_tokens: int | None = None) -> None:
+        """Replaces the drafter of later requests, which changes no answer.
+
+        Args:
+            drafter: None: only requests with a prediction draft.
+            num_tokens: draft tokens of a sequence in each step; None: as many as pay.
+        """
+        drafting = Drafting(drafter, num_tokens)
+        self._engine.on_core(lambda core: core.draft_with(drafting))
 
     def sampling_params(self, **explicit: Any) -> SamplingParams:
         """The model's recommended parameters, replaced where `explicit` names a value."""

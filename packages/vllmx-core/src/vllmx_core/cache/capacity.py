@@ -189,7 +189,8 @@ def num_kv_blocks(
     taken, seqs = (states.num_bytes, states.num_seqs) if states else (0, options.num_seqs)
     if options.num_kv_blocks is not None:
         blocks = options.num_kv_blocks
-        _check_memory(blocks * block_bytes, free - used - taken, "num_kv_blocks")
+        if options.pages is None:
+            _check_memory(blocks * block_bytes, free - used - taken, "num_kv_blocks")
     elif not layout.places:
         blocks = max(needed, min(needed * seqs, MAX_BARE_BLOCKS))
         _check_memory(taken, free - used, "kv_cache_memory_bytes")

@@ -101,6 +101,11 @@ class ReferenceLoadedModel:
         return self._steps.samples
 
     @property
+    def pages(self) -> tuple[Pages, ...]:
+        """See `vllmx_core.backend.HasPages`."""
+        return self._pages
+
+    @property
     def info(self) -> LoadedInfo:
         return self._info
 
@@ -210,7 +215,7 @@ class ReferenceBackend:
         return ReferenceLoadedModel(
             recording.steps,
             weights,
-            _pages(cache, dtype),
+            options.pages or _pages(cache, dtype),
             states,
             info,
             recording.tower,

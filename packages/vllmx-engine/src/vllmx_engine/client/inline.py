@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import EngineDeadError, RankLostError, StepTimeoutError
@@ -24,6 +24,7 @@ from vllmx_engine.client.pooling import PoolingBuilder
 from vllmx_engine.client.request import Request, RequestBuilder
 from vllmx_engine.client.request_state import OutputKind, RequestState
 from vllmx_engine.client.request_table import RequestTable
+from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.found_model import find_model
 from vllmx_engine.core.load import load_core
 from vllmx_engine.core.watchdog import StepWatch, log_stuck
@@ -133,6 +134,9 @@ _GIVEN_UP = (StepTimeoutError, RankLostError)
 """Ends of a core that its own thread need not have met."""
 
 
+T = TypeVar("T")
+
+
 class InlineEngine:
     """An engine core and its requests. Several threads may use it: steps run on a thread of their
     own while anybody waits (see `Stepper`), and whatever else touches the core takes turns with
@@ -168,6 +172,12 @@ class InlineEngine:
         self._verdict_on_grammars = threading.Lock()
         self._grammars: OrderedDict[bytes, str] = OrderedDict()
         """Grammars that can be followed, by digest: the prompts of a call mostly share one."""
+
+    def on_core(self, call: Callable[[EngineCore], T]) -> T:
+        """Calls a function with the core between two steps. Raises EngineDeadError."""
+        with self._a_turn():
+            self._check_open()
+            return call(self._core)
 
     def submit(self, request: Request, kind: OutputKind = "final") -> RequestState:
         """Queues a request. Raises EngineDeadError."""

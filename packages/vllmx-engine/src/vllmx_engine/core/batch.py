@@ -13,9 +13,9 @@ from vllmx_engine.core.limits import Limits
 from vllmx_engine.core.row_states import RowStates
 from vllmx_engine.core.rows import RowTable, known_tokens
 from vllmx_engine.core.sampling_rows import NOTHING_SAMPLED, LogitOwners, RowsBuilder
-from vllmx_engine.core.scheduler import Batch
 from vllmx_engine.core.sequence import Sequence
 from vllmx_engine.core.step_budget import Chunk
+from vllmx_engine.core.step_work import Batch
 
 
 class Step(MutableRecord):
@@ -76,7 +76,8 @@ class BatchBuilder:
         else:
             rows = batch.decodes
         select = _selector(rows)
-        plan = self._mixed(batch, rows) if batch.chunks else self._decode(rows, select)
+        is_mixed = bool(batch.chunks or batch.drafts)
+        plan = self._mixed(batch, rows) if is_mixed else self._decode(rows, select)
         plan.block_tables = self._block_tables(rows, select)
         self._see(plan, batch, rows)
         table = self._table
@@ -101,9 +102,12 @@ class BatchBuilder:
         )
         # The next step is prepared while this one runs: the table moves on before its results come.
         table.computed[select] = plan.context_len
-        sampled = select if not batch.chunks else owners.rows
+        sampled = owners.rows if is_mixed else select
         table.last_token[sampled] = -1 - owners.logits  # references, until `commit` has the ids
         table.sampled_in[sampled] = number
+        if batch.drafts:
+            drafted = [draft.index for draft in batch.drafts]
+            table.await_draft(rows[drafted], plan.positions[plan.query_start[drafted]])
         # A slow mask would delay every row of the next step: its row sits that step out.
         for row in owners.constrained:
             if row.sequence.grammar is not None and row.sequence.grammar.is_slow:
@@ -139,6 +143,10 @@ class BatchBuilder:
         late = self._sampling.edit(
             step.owners, sampling, step.number, lambda: self._patience(step), self._may_be_late
         )
+        for sequence in step.owners.lost:
+            row = sequence.row
+            self._table.resume(row, int(self._table.computed[row]), sequence.tokens[-1])
+        step.late += step.owners.lost
         for sequence in late:
             step.context_len[step.rows == sequence.row] -= 1
             self._table.take_back(sequence.row, sequence.tokens[-1])
@@ -185,6 +193,7 @@ class BatchBuilder:
         """Decodes and chunks."""
         table, chunks, num_decodes = self._table, batch.chunks, batch.decodes.size
         lengths = np.ones(rows.size, np.int32)
+        lengths[:num_decodes] = batch.decode_lengths
         lengths[num_decodes:] = [chunk.num_tokens for chunk in chunks]
         query_start = self._query_start[: rows.size + 1]
         np.cumsum(lengths, out=query_start[1:])
@@ -194,7 +203,9 @@ class BatchBuilder:
         positions[:] = np.repeat(first - query_start[:-1], lengths)
         positions += self._ascending[:total]
         tokens = self._tokens[:total]
-        tokens[:num_decodes] = table.last_token[batch.decodes]
+        tokens[query_start[:num_decodes]] = table.last_token[batch.decodes]
+        for draft in batch.drafts:
+            tokens[query_start[draft.index] + 1 : query_start[draft.index + 1]] = draft.ids
         for chunk, start in zip(chunks, query_start[num_decodes:-1].tolist(), strict=True):
             end = chunk.start + chunk.num_tokens
             tokens[start : start + chunk.num_tokens] = known_tokens(
@@ -253,7 +264,7 @@ def _selector(rows: AnyArray) -> AnyArray | slice:
 
 def _logit_rows(num_decodes: int, chunks: tuple[Chunk, ...], query_start: I32) -> I32:
     """(L,) the decodes' tokens and the tail of each chunk."""
-    parts = [np.arange(num_decodes, dtype=np.int32)]
+    parts = [np.arange(query_start[num_decodes], dtype=np.int32)]
     for chunk, end in zip(chunks, query_start[num_decodes + 1 :].tolist(), strict=True):
         parts.append(np.arange(end - chunk.num_logits, end, dtype=np.int32))
     return np.concatenate(parts)

@@ -62,10 +62,14 @@ class Committer:
             outputs += self._score(scored, result, details)
         num_tokens = 0
         logits = owners.logits.tolist()  # one conversion; indexing numpy costs more for each row
+        drafts = owners.drafts
         for sequence, token, logit in zip(owners.sequences, ids.tolist(), logits, strict=True):
             if sequence.finished:
                 continue
             try:
+                if drafts and logit in drafts:
+                    outputs += self._verify(sequence, drafts[logit], logit, step, details)
+                    continue
                 if not sequence.is_plain or token < 0:
                     if sequence.skipped_step == step.number or sequence in step.late:
                         continue  # its token is one of those that were forced, or had no mask
@@ -120,6 +124,8 @@ class Committer:
         blocks that their windows no longer see."""
         full = step.context_len // self._size > self._table.num_cached[step.rows]
         full &= self._table.epoch[step.rows] == step.epochs
+        drafted = [draft.index for draft in step.batch.drafts]
+        full[drafted] = False  # not known yet, see `_verify`
         rows, lengths = step.rows[full].tolist(), step.context_len[full].tolist()
         for row, length in zip(rows, lengths, strict=True):
             sequence = self._table.owner[row]
@@ -128,7 +134,9 @@ class Committer:
         if self._scheduler.states is not None:
             self._scheduler.states.file(step.number, step.rows, step.epochs, step.context_len)
         if self._scheduler.blocks.has_windows:
-            self._scheduler.blocks.slide(step.rows[self._table.epoch[step.rows] == step.epochs])
+            settled = self._table.epoch[step.rows] == step.epochs
+            settled[drafted] = False
+            self._scheduler.blocks.slide(step.rows[settled])
 
     def _special(
         self, sequence: Sequence, token: int, logit: int, details: StepLogprobs, number: int
@@ -136,19 +144,72 @@ class Committer:
         """A first token, or one with log-probabilities or a grammar."""
         is_first = len(sequence.tokens) == sequence.num_prompt
         reason = sequence.accept(token)
-        wanted, named = sequence.request.params.logprobs, sequence.request.params.logprob_token_ids
-        logprobs = None if wanted is None else [details.of(logit, token, wanted, named)]
+        logprobs = _logprobs(sequence, [token], logit, details)
         if is_first:
             sequence.mark_started()
             self.prompt_tokens += sequence.num_prompt
             self._scheduler.release_followers(sequence)
-        ids = [token]
+        return self._told(sequence, [token], reason, logprobs, number, is_first=is_first)
+
+    def _verify(
+        self, sequence: Sequence, draft: list[int], logit: int, step: Step, details: StepLogprobs
+    ) -> list[CoreOutput]:
+        """Takes in the tokens that were drawn behind the last known one and behind each token of
+        the draft, up to the first that the draft did not have."""
+        if sequence in step.owners.lost:
+            return []
+        drawn = details.ids[logit : logit + len(draft) + 1].tolist()
+        ids: list[int] = []
+        reason: FinishReason | None = None
+        for token, drafted in zip(drawn, [*draft, -1], strict=True):
+            if token < 0:
+                raise _no_token(step, sequence)
+            reason = sequence.accept(token)
+            ids.append(token)
+            if reason is not None or token != drafted:
+                break
+        speculator = self._scheduler.speculator
+        assert speculator is not None, sequence.request_id
+        if draft:  # a mask that could not be made leaves none
+            speculator.observe(sequence, len(draft), len(ids) - 1)
+        self._resume(sequence, len(ids))
+        logprobs = _logprobs(sequence, ids, logit, details)
+        return self._told(sequence, ids, reason, logprobs, step.number)
+
+    def _resume(self, sequence: Sequence, num_new: int) -> None:
+        """Lets a sequence decode again behind the `num_new` tokens that a step with its draft
+        brought: keys and values of all but the last are valid."""
+        scheduler, row = self._scheduler, sequence.row
+        if row < 0:
+            return
+        computed = len(sequence.tokens) - 1
+        self._table.resume(row, computed, sequence.tokens[-1])
+        self._table.start_decoding(sequence)
+        if self._table.num_cached[row] < computed // self._size:
+            scheduler.prefixes.file(sequence, computed)
+        if scheduler.blocks.has_windows:
+            scheduler.blocks.slide(np.array([row]))
+        if len(scheduler.share) > 1:  # the first of them was charged when the step was scheduled
+            scheduler.share.charge(self._table.client.item(row), num_new - 1)
+
+    def _told(
+        self,
+        sequence: Sequence,
+        ids: list[int],
+        reason: FinishReason | None,
+        logprobs: list[TokenLogprobs] | None,
+        number: int,
+        *,
+        is_first: bool = False,
+    ) -> list[CoreOutput]:
+        """Reports the tokens that were taken in from step `number`, and those that a grammar forces
+        behind them."""
         if reason is None and sequence.grammar is not None:
             if sequence.grammar.paused_step == number:
                 self.paused.append(sequence)
-            elif wanted is None:
+            elif logprobs is None:
                 forced, reason = self._forced(sequence, number)
-                ids += forced
+                ids = ids + forced
         self.generation_tokens += len(ids)
         is_detailed = logprobs is not None or sequence.request.params.prompt_logprobs is not None
         if reason is None and not is_detailed and sequence.hold(len(ids)):
@@ -159,7 +220,7 @@ class Committer:
         return [self._output(sequence, told, reason, logprobs, is_first=is_first)]
 
     def _forced(self, sequence: Sequence, number: int) -> tuple[list[int], FinishReason | None]:
-        """Takes in the tokens that the grammar leaves no choice about, behind the one that step
+        """Takes in the tokens that the grammar leaves no choice about, behind those that step
         `number` sampled: they are computed as one chunk. Says whether the sequence ends with
         them."""
         assert sequence.grammar is not None, sequence.request_id
@@ -205,6 +266,8 @@ class Committer:
             num_cached_tokens=sequence.num_cached_tokens if is_first else 0,
             queue_s=sequence.queue_s if is_first else None,
             held_s=held_s,
+            num_accepted=0 if reason is None else sequence.num_accepted,
+            num_rejected=0 if reason is None else sequence.num_rejected,
             vector=b"" if vector is None else vector.tobytes(),
         )
 
@@ -221,6 +284,17 @@ class Committer:
             return list(_pieces(scored, details))
         except Exception as error:  # one request's fault must not stop the others
             return [self.fail(sequence, error)]
+
+
+def _logprobs(
+    sequence: Sequence, ids: list[int], logit: int, details: StepLogprobs
+) -> list[TokenLogprobs] | None:
+    """Log-probabilities of tokens that were drawn from logit rows from `logit` on; None where
+    nobody asked."""
+    wanted, named = sequence.request.params.logprobs, sequence.request.params.logprob_token_ids
+    if wanted is None:
+        return None
+    return [details.of(place, token, wanted, named) for place, token in enumerate(ids, logit)]
 
 
 def _pieces(scored: Scored, details: StepLogprobs) -> Iterator[CoreOutput]:

@@ -189,6 +189,15 @@ class StepCost:
         _, each, context, *_ = self._coefficients()
         return each * num_decodes + context * decode_context
 
+    def row_share(self, load: StepLoad) -> float | None:
+        """The time of one more decoded token, as a share of a step's; None while only steps of one
+        size were measured."""
+        sizes = self._rings[0][: min(self._seen[0], _REMEMBERED), 1]
+        seconds = self.predict(load)
+        if not seconds or sizes.min(initial=0) == sizes.max(initial=0):
+            return None
+        return self.decode_seconds(1, 0) / seconds
+
     @property
     def knows_towers(self) -> bool:
         """True once a step with a tower pass was measured."""

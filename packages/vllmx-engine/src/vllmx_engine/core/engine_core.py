@@ -17,12 +17,16 @@ from vllmx_core.records import MutableRecord
 
 from vllmx_engine.core.batch import BatchBuilder, Step
 from vllmx_engine.core.commit import Committer, error_output
+from vllmx_engine.core.draft_model import DraftModel
 from vllmx_engine.core.grammars import Grammars
 from vllmx_engine.core.images import Images
 from vllmx_engine.core.limits import most_in_flight, step_cost, step_limits
+from vllmx_engine.core.load_drafter import LoadedDrafter
 from vllmx_engine.core.prefix_cache import CacheIdentity
-from vllmx_engine.core.scheduler import Batch, Scheduler
+from vllmx_engine.core.scheduler import Scheduler
 from vllmx_engine.core.sequence import Sequence, check_request
+from vllmx_engine.core.speculation import Drafting, drafting_of
+from vllmx_engine.core.step_work import Batch
 from vllmx_engine.core.waiting_queue import Clock, QueueDeadlines, timed_out
 from vllmx_engine.wire.grammars import Vocabulary
 from vllmx_engine.wire.images import ImageRoom
@@ -62,6 +66,7 @@ class EngineCore:
         vocab_size: ids below it may occur.
         shape: of a model that gives vectors or scores.
         encoder: the tower of a model that sees images.
+        drafter: the model that drafts, if one does; closed by `close`.
         clock: of deadlines.
     """
 
@@ -74,6 +79,7 @@ class EngineCore:
         vocab_size: int,
         shape: ModelShape | None = None,
         encoder: Encoder | None = None,
+        drafter: LoadedDrafter | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self._model = model
@@ -94,8 +100,19 @@ class EngineCore:
             chunked_prefill=config.enable_chunked_prefill,
             identity=CacheIdentity(config.model, _cache_dtype(model.info), self.limits.block_size),
             images=sees,
+            drafting=drafting_of(config),
         )
         scheduler = self._scheduler
+        self._draft_model: DraftModel | None = None
+        if drafter is not None:
+            self._draft_model = DraftModel(
+                drafter.model,
+                scheduler.table,
+                self.limits.windows.index(None),
+                vocab_size,
+                shares_pages=drafter.shares_pages,
+            )
+            self.draft_with(Drafting(self._draft_model, drafting_of(config).num_tokens))
         self._builder = BatchBuilder(
             scheduler.table, self.limits, self._cost, scheduler.states, sees
         )
@@ -135,6 +152,8 @@ class EngineCore:
             self._take_grammars(_GRAMMAR_WAIT_S if self._idle else 0.0)
             if self._deadlines:
                 self._end_overdue()
+            while self._in_flight and self._waits_for_tokens():
+                self._collect(self._in_flight.popleft())
             launched = self._launch()
             self._idle = launched is None and not self._in_flight
             if launched is not None:
@@ -145,6 +164,15 @@ class EngineCore:
             self.activity.calls += 1
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _waits_for_tokens(self) -> bool:
+        """True if the next step is scheduled behind the results of those in flight: their drafts
+        decide how far rows come, or the next drafts begin with their tokens. Stages have rows of
+        their own in each step."""
+        speculator = self._scheduler.speculator
+        if speculator is None or not speculator.is_on or self.limits.num_stages > 1:
+            return False
+        return speculator.wants_tokens or bool(self._in_flight[-1].step.batch.drafts)
 
     def _launch(self) -> _Launched | None:
         self.activity.doing, self.activity.batch = "scheduling a step", None
@@ -283,6 +311,11 @@ class EngineCore:
         except Exception as error:  # one request's fault must not stop the others
             self._outputs.append(error_output(request.request_id, error, request.shown))
 
+    def draft_with(self, drafting: Drafting) -> None:
+        """Replaces how later requests draft, if the model can verify drafts."""
+        if self._scheduler.speculator is not None:
+            self._scheduler.speculator.use(drafting)
+
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Sets the vocabulary, which must come before the first request with a grammar."""
         self._grammars.set_vocabulary(vocabulary)
@@ -344,6 +377,7 @@ class EngineCore:
             prefix_cache_hits=scheduler.num_hit_tokens,
             step_seconds=self._step_s,
             step_sizes=tuple(self._step_sizes),
+            **({} if scheduler.speculator is None else scheduler.speculator.counts()),
         )
 
     def reset_prefix_cache(self) -> bool:
@@ -359,6 +393,8 @@ class EngineCore:
             self._in_flight.clear()
             self._builder.close()
             self._grammars.close()
+            if self._draft_model is not None:
+                self._draft_model.close()
             self._model.close()
         finally:
             self.activity.calls += 1

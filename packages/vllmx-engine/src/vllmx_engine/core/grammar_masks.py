@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from contextlib import closing
 
 import numpy as np
 from vllmx_core.errors import GrammarError
@@ -162,6 +163,30 @@ def _apply_rules(row: Constrained, mask: U32) -> None:
             " go on: allow the tokens that the grammar needs",
             param="allowed_token_ids",
         )
+
+
+def fill_drafted(group: list[Constrained], draft: list[int]) -> bool:
+    """Fills the masks of a row with a draft: `group[i]` comes behind i tokens of the draft. Where a
+    later mask cannot be made, the draft is cut before it. False, with masks that allow everything,
+    where the first one must be made elsewhere."""
+    grammar = group[0].sequence.grammar
+    assert grammar is not None, group[0].sequence.request_id
+    masks = [row.mask for row in group if row.mask is not None]
+    made = 0
+    error: Exception | None = None
+    with closing(grammar.masks_behind(draft, masks)) as filled:
+        try:
+            for row, mask in zip(group, filled, strict=True):
+                _apply_rules(row, mask)
+                made += 1
+        except Exception as found:  # one request's fault must not stop the others
+            error = found
+    for row in group[made:]:
+        _allow_all(row)
+    del draft[max(0, made - 1) :]
+    if not made and error is not None and not isinstance(error, LexerLostError):
+        raise error
+    return made > 0
 
 
 def forbids_all(sequence: Sequence, constrained: Iterable[Constrained]) -> bool:

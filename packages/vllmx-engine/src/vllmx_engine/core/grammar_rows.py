@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count
 
 import numpy as np
@@ -289,6 +290,40 @@ class GrammarRow:
             return []
         return self._matcher.forced_tokens()
 
+    def num_draftable(self, ids: list[int]) -> int:
+        """The number of the first of these tokens that may come next, one behind the other, and
+        behind which masks are likely to be made in no time."""
+        if self._is_free:
+            recent = tuple(self._recent)
+            for place, token in enumerate(ids):
+                recent = (*recent, token)
+                if any(recent[-len(end) :] == end for end in self._ends):
+                    return place
+            return len(ids)
+        if self._begin or self.is_slow or not self._fill.is_quick:
+            return 0
+        return self._matcher.num_allowed(ids)
+
+    def masks_behind(self, draft: list[int], masks: list[U32]) -> Generator[U32]:
+        """Fills and yields the next mask, then the ones behind each token of a draft, whose tokens
+        were all `num_draftable`. Raises what `Matcher.fill_mask` does."""
+        num_taken = 0
+        try:
+            for place, mask in enumerate(masks):
+                if self._is_free:
+                    self._fill_free(mask)
+                elif place == 0 and self._first_mask is not None:
+                    self._fill_first(mask)
+                else:
+                    self._matcher.fill_mask(mask)
+                yield mask
+                if place < len(draft) and not self._is_free:
+                    self._matcher.consume(draft[place])
+                    num_taken += 1
+        finally:
+            with suppress(LexerLostError):  # the next mask tells
+                self._matcher.rollback(num_taken)
+
     def next_fill(self) -> MaskFill | None:
         """Returns the fill of the next mask, if that takes time; `fill_mask` expects it to be
         done."""
@@ -378,6 +413,24 @@ class ThoughtBudget:
         if self._forced or self._inner is None:
             return list(self._forced)
         return self._inner.forced_tokens()
+
+    def num_draftable(self, ids: list[int]) -> int:
+        """See `GrammarRow`."""
+        if self._forced or self._begin:
+            return 0
+        if self._num_left is not None:  # the end of the thoughts itself is not drafted
+            ends = [place for place, token in enumerate(ids) if token == self._thoughts.end_ids[-1]]
+            ids = ids[: min([max(0, self._num_left - 1), *ends])]
+        return len(ids) if self._inner is None else self._inner.num_draftable(ids)
+
+    def masks_behind(self, draft: list[int], masks: list[U32]) -> Generator[U32]:
+        """See `GrammarRow`."""
+        if self._inner is not None:
+            yield from self._inner.masks_behind(draft, masks)
+            return
+        for mask in masks:
+            mask[:] = _ALL
+            yield mask
 
     def next_fill(self) -> MaskFill | None:
         """See `GrammarRow`."""

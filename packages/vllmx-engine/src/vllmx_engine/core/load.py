@@ -33,6 +33,7 @@ from vllmx_core.weights.part import WeightSource
 from vllmx_engine.core.core_info import core_info, log_info
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.found_model import FoundModel
+from vllmx_engine.core.load_drafter import load_drafter
 from vllmx_engine.core.load_options import fitting_length, load_options
 from vllmx_engine.core.pooling import check_task, pooling_info, with_score_tokens
 from vllmx_engine.wire.messages import CoreInfo
@@ -130,6 +131,7 @@ def load_core(found: FoundModel) -> tuple[EngineCore, CoreInfo]:
         )
     try:
         max_model_len = fitting_length(found.config, options, loaded.info)
+        drafter = load_drafter(found, opened.backend, loaded, model.shape.vocab_size)
         core = EngineCore(
             loaded,
             found.config,
@@ -137,6 +139,7 @@ def load_core(found: FoundModel) -> tuple[EngineCore, CoreInfo]:
             vocab_size=model.shape.vocab_size,
             shape=model.shape,
             encoder=encoder_of(model),
+            drafter=drafter,
         )
         seconds = time.monotonic() - started
         pooling = pooling_info(checkpoint, model.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from array import array
 from bisect import bisect_left
+from collections.abc import Sequence
 
 import numpy as np
 from vllmx_core.errors import InvalidRequestError
@@ -74,12 +75,17 @@ class LogitRules:
             self._counts = Counts(self._prompt.distinct())
         return self._counts
 
-    def edits(self, tokens: array[int], num_generated: int) -> tuple[array[int], array[float]]:
+    def edits(
+        self, tokens: array[int], num_generated: int, draft: Sequence[int] = ()
+    ) -> tuple[array[int], array[float]]:
         """Ids, each once, and additions to their logits, for token number `num_generated` of the
-        output. Where there are phrases, `tokens` are all tokens before it."""
+        output. Where there are phrases, `tokens` and then `draft` are all tokens before it."""
         more: dict[int, float] = {}
         if num_generated < self.min_tokens:
             more = dict.fromkeys(self.stop_ids, _BANNED)
+        if self.phrases and draft:
+            longest = max(len(prefix) for found in self.phrases.values() for prefix, _ in found)
+            tokens = tokens[-longest:] + array("i", draft)
         if self.phrases and num_generated:
             for prefix, last in self.phrases.get(tokens[-1], ()):
                 size = len(prefix)
@@ -121,6 +127,13 @@ class Counts:
         self.ids = in_prompt[:]
         self.output_counts = _ZERO * len(in_prompt)
         """The count of each of `ids` in the output (0: in the prompt alone)."""
+
+    def copy(self) -> Counts:
+        """A copy, which counts on its own."""
+        other = copy.copy(self)
+        other._index = dict(self._index)
+        other.ids, other.output_counts = self.ids[:], self.output_counts[:]
+        return other
 
     def add(self, token: int) -> None:
         """Counts a generated token."""

@@ -54,6 +54,7 @@ class StepLogprobs:
 
     def __init__(self, result: StepResult, whole: I32 | None) -> None:
         self._result = result
+        self.ids = result.ids
         self._places: dict[int, int] = {}
         """The places where the logits of rows lie that came back whole."""
         if whole is not None:

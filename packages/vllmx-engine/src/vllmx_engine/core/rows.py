@@ -202,6 +202,19 @@ class RowTable:
         self.feed_end[row] = 0
         self.sampled_in[row] = -1
 
+    def await_draft(self, rows: AnyArray, computed: AnyArray) -> None:
+        """Rows that verify drafts in the step that was just built: what it computes of them is not
+        known, so they do not decode until `resume`."""
+        self.computed[rows] = computed
+        self.feed_end[rows] = 0
+
+    def resume(self, row: int, computed: int, token: int) -> None:
+        """Sets the number of computed tokens of a row and the token to feed next; it decodes again
+        after `start_decoding`."""
+        self.computed[row] = computed
+        self.last_token[row] = token
+        self.sampled_in[row] = -1
+
     def take_back(self, row: int, token: int) -> None:
         """Takes the step's token back that a row's last known one brings: it is fed that one again
         after `start_decoding`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -21,12 +22,12 @@ from vllmx_core.plan import (
 )
 from vllmx_core.records import MutableRecord, field
 
-from vllmx_engine.core.grammar_masks import Constrained, GrammarMasks
+from vllmx_engine.core.grammar_masks import Constrained, GrammarMasks, fill_drafted
 from vllmx_engine.core.limits import Limits
 from vllmx_engine.core.logit_rules import Counts, LogitRules
 from vllmx_engine.core.rows import FLOAT_DEFAULTS, FLOAT_FIELDS, RowTable
-from vllmx_engine.core.scheduler import Batch
 from vllmx_engine.core.sequence import Sequence
+from vllmx_engine.core.step_work import Batch
 
 _FLOAT_DEFAULTS: F32 = np.array([list(FLOAT_DEFAULTS.values())], np.float32).T  # (fields, 1)
 
@@ -52,18 +53,26 @@ class Scored(MutableRecord):
 
 
 class LogitOwners(MutableRecord):
-    """The sequences that a step's logit rows belong to, and what each gets. S sampling rows."""
+    """The sequences that a step's logit rows belong to, and what each gets. S rows sample a token,
+    those with drafts one more for each draft token."""
 
     rows: AnyArray  # (S,) rows of the table
-    logits: I32  # (S,) their logit rows, ascending
+    logits: I32  # (S,) their first logit rows, ascending
     sequences: list[Sequence]  # S of them
     scored: list[Scored] = field(default_factory=list)
-    edited: list[tuple[int, Sequence, LogitRules]] = field(default_factory=list)
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    """The draft tokens of rows, by their first logit row."""
+    edited: list[tuple[int, Sequence, LogitRules, list[int]]] = field(default_factory=list)
     masked: list[tuple[int, U32]] = field(default_factory=list)
     counted: list[tuple[int, Counts]] = field(default_factory=list)
-    """Logit rows with edits, masks and penalties, ascending."""
+    """Logit rows with edits (and the draft tokens before them), masks and penalties, ascending."""
     constrained: list[Constrained] = field(default_factory=list)
     """Logit rows with grammars; their masks follow those of `masked`."""
+    drafted: list[list[Constrained]] = field(default_factory=list)
+    """The logit rows of each row with a grammar and a draft; their masks come last."""
+    lost: list[Sequence] = field(default_factory=list)
+    """Sequences of these whose masks must be made elsewhere; what the step samples for them counts
+    for nothing."""
     whole: I32 | None = None
     """`SamplingRows.whole`."""
     broken: list[tuple[Sequence, Exception]] = field(default_factory=list)
@@ -110,9 +119,23 @@ class RowsBuilder:
             owners.broken += filled.failed
             owners.ended += filled.ended
             late = filled.late
+        for group in owners.drafted:
+            self._fill_drafted(group, owners)
         if owners.edited:
             sampling.edits = _edits(owners, sampling)
         return late
+
+    @staticmethod
+    def _fill_drafted(group: list[Constrained], owners: LogitOwners) -> None:
+        """Fills the masks of a row with a grammar and a draft."""
+        sequence = group[0].sequence
+        try:
+            is_lost = not fill_drafted(group, owners.drafts[group[0].logit])
+        except Exception as error:  # one request's fault must not stop the others
+            owners.broken.append((sequence, error))
+            return
+        if is_lost:
+            owners.lost.append(sequence)
 
     def close(self) -> None:
         """Ends the threads that make masks."""
@@ -121,7 +144,7 @@ class RowsBuilder:
     def _gathered(
         self, batch: Batch, rows: AnyArray, plan: StepPlan
     ) -> tuple[LogitOwners, SamplingRows]:
-        if batch.chunks:
+        if batch.chunks or batch.drafts:
             owners = self._mixed_owners(batch, rows)
             return owners, self._gather(owners, plan.positions[plan.logit_rows] + np.int32(1))
         if self._kept is not None:
@@ -135,21 +158,26 @@ class RowsBuilder:
         self._kept = self._table.version, rows, owners, sampling
         return owners, sampling
 
-    def _owners(self, rows: AnyArray, logits: I32) -> LogitOwners:
+    def _owners(
+        self, rows: AnyArray, logits: I32, drafts: dict[int, list[int]] | None = None
+    ) -> LogitOwners:
         """The owners of sampling rows: row `rows[i]` of the table draws from logit row
-        `logits[i]`."""
-        owners = LogitOwners(rows, logits, [])
+        `logits[i]`, and from one more behind it for each token of its draft."""
+        owners = LogitOwners(rows, logits, [], drafts=drafts or {})
         for row, logit in zip(rows.tolist(), logits.tolist(), strict=True):
             sequence = self._table.owner[row]
             assert sequence is not None
             owners.sequences.append(sequence)
+            if drafts and logit in drafts:
+                _own_drafted(owners, sequence, logit, drafts[logit])
+                continue
             if sequence.grammar is not None:
                 owners.constrained.append(Constrained(logit, sequence))
             rules = sequence.rules
             if rules is None:
                 continue
             if rules.has_edits:
-                owners.edited.append((logit, sequence, rules))
+                owners.edited.append((logit, sequence, rules, []))
             if rules.mask is not None and sequence.grammar is None:
                 owners.masked.append((logit, rules.mask))
             if (counts := rules.counts) is not None:
@@ -157,8 +185,11 @@ class RowsBuilder:
         return owners
 
     def _mixed_owners(self, batch: Batch, rows: AnyArray) -> LogitOwners:
-        next_logit = batch.decodes.size
-        sampling, logits = batch.decodes.tolist(), list(range(next_logit))
+        ends = np.cumsum(batch.decode_lengths)
+        first = ends - batch.decode_lengths
+        next_logit = int(ends[-1]) if ends.size else 0
+        sampling, logits = batch.decodes.tolist(), first.tolist()
+        drafts = {logits[draft.index]: draft.ids for draft in batch.drafts}
         scored: list[Scored] = []
         for chunk in batch.chunks:
             count = chunk.num_logits - chunk.samples
@@ -169,7 +200,7 @@ class RowsBuilder:
             if chunk.samples:
                 sampling.append(chunk.sequence.row)
                 logits.append(next_logit - 1)
-        owners = self._owners(np.array(sampling, np.int64), np.array(logits, np.int32))
+        owners = self._owners(np.array(sampling, np.int64), np.array(logits, np.int32), drafts)
         owners.scored = scored
         return owners
 
@@ -180,6 +211,11 @@ class RowsBuilder:
         top_k, seed = np.zeros(num_logits, np.int32), np.zeros(num_logits, np.uint64)
         target, num_logprobs = np.full((2, num_logits), -1, np.int32)
         at = owners.logits
+        if owners.drafts:
+            counts = [1 + len(owners.drafts.get(logit, ())) for logit in at.tolist()]
+            rows = np.repeat(rows, counts)
+            behind = [range(logit, logit + n) for logit, n in zip(at.tolist(), counts, strict=True)]
+            at = np.fromiter(chain.from_iterable(behind), np.int32)
         floats[:, at] = table.floats[rows].T
         top_k[at], seed[at] = table.top_k[rows], table.seed[rows]
         num_logprobs[at] = table.num_logprobs[rows]
@@ -205,21 +241,43 @@ class RowsBuilder:
             all_greedy=not floats[0].any(),
             whole=owners.whole,
         )
-        if owners.masked or owners.constrained:
+        if owners.masked or owners.constrained or owners.drafted:
             self._place_masks(owners, sampling)
         return sampling
 
     def _place_masks(self, owners: LogitOwners, sampling: SamplingRows) -> None:
         """Masks that stay as they are, then room for those that `edit` fills."""
-        logits = [logit for logit, _ in owners.masked] + [row.logit for row in owners.constrained]
+        constrained = [*owners.constrained, *chain.from_iterable(owners.drafted)]
+        logits = [logit for logit, _ in owners.masked] + [row.logit for row in constrained]
         sampling.mask_index = np.full(sampling.num_rows, -1, np.int32)
         sampling.mask_index[logits] = range(len(logits))
         masks = np.zeros((len(logits), (self._limits.vocab_size + 31) // 32), np.uint32)
         for index, (_, mask) in enumerate(owners.masked):
             masks[index] = mask
-        for index, row in enumerate(owners.constrained, len(owners.masked)):
+        for index, row in enumerate(constrained, len(owners.masked)):
             row.mask = masks[index]
         sampling.masks = masks
+
+
+def _own_drafted(owners: LogitOwners, sequence: Sequence, first: int, draft: list[int]) -> None:
+    """Adds the logit rows of a row with a draft, each with the draft tokens before it."""
+    rules, num_logits = sequence.rules, len(draft) + 1
+    if sequence.grammar is not None:
+        group = [Constrained(first + place, sequence) for place in range(num_logits)]
+        owners.drafted.append(group)
+    if rules is None:
+        return
+    counts = None if rules.counts is None else rules.counts.copy()
+    for place in range(num_logits):
+        if rules.has_edits:
+            owners.edited.append((first + place, sequence, rules, draft[:place]))
+        if rules.mask is not None and sequence.grammar is None:
+            owners.masked.append((first + place, rules.mask))
+        if counts is not None:
+            owners.counted.append((first + place, counts))
+            if place < len(draft):
+                counts = counts.copy()
+                counts.add(draft[place])
 
 
 def _edits(owners: LogitOwners, sampling: SamplingRows) -> LogitEdits:
@@ -227,13 +285,14 @@ def _edits(owners: LogitOwners, sampling: SamplingRows) -> LogitEdits:
     logits: list[int] = []
     ids: list[array[int]] = []
     values: list[array[float]] = []
-    must_end = {row.logit for row in owners.constrained if row.must_end}
-    for logit, sequence, rules in owners.edited:
+    constrained = chain(owners.constrained, *owners.drafted)
+    must_end = {row.logit for row in constrained if row.must_end}
+    for logit, sequence, rules, draft in owners.edited:
         try:
             generated = int(sampling.position[logit]) - sequence.num_prompt
             if logit in must_end:
                 generated = max(generated, rules.min_tokens)
-            own_ids, own_values = rules.edits(sequence.tokens, generated)
+            own_ids, own_values = rules.edits(sequence.tokens, generated, draft)
         except Exception as error:  # one request's fault must not stop the others
             owners.broken.append((sequence, error))
             continue

@@ -10,9 +10,9 @@ from collections.abc import Generator, Iterable
 
 import numpy as np
 from vllmx_core.plan import AnyArray
-from vllmx_core.records import Record
 
-from vllmx_engine.core.cost import StepCost, StepLoad
+from vllmx_engine.core.cost import StepCost
+from vllmx_engine.core.drafters import Draft
 from vllmx_engine.core.images import Images, StepImages
 from vllmx_engine.core.kv import BlockPool
 from vllmx_engine.core.limits import Limits
@@ -22,36 +22,11 @@ from vllmx_engine.core.row_blocks import RowBlocks
 from vllmx_engine.core.row_states import RowStates
 from vllmx_engine.core.rows import RowTable
 from vllmx_engine.core.sequence import Sequence
+from vllmx_engine.core.speculation import Drafting, Speculator
 from vllmx_engine.core.state_slots import SlotPool
 from vllmx_engine.core.step_budget import Chunk, PriorityShare, StepBudget
+from vllmx_engine.core.step_work import Batch, load_of
 from vllmx_engine.core.waiting_queue import WaitingSequences
-
-
-class Batch(Record):
-    """The work of one step."""
-
-    decodes: AnyArray
-    """Rows of the table that decode one token each, ascending."""
-    chunks: tuple[Chunk, ...]
-    load: StepLoad
-    images: StepImages | None = None
-    """Work for the chunks' images before the step; None: the model sees none."""
-
-
-def load_of(
-    num_decodes: int, context: int, chunks: list[Chunk], images: StepImages | None
-) -> StepLoad:
-    """Returns the step's cost terms, see `StepCost`."""
-    tokens, work = 0, 0.0
-    for chunk in chunks:
-        tokens += chunk.num_tokens
-        work += chunk.num_tokens * (chunk.start + chunk.num_tokens / 2)
-    load = StepLoad(num_decodes, context, tokens, work)
-    if images is None:
-        return load
-    tower = images.towers.load
-    return load._replace(patches=tower.patches, patch_work=tower.work)
-
 
 logger = logging.getLogger("vllmx.scheduler")
 
@@ -87,6 +62,7 @@ class Scheduler:
         chunked_prefill: bool = True,
         identity: CacheIdentity | None = None,
         images: Images | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self._images = images
         self.limits, self.cost = limits, cost
@@ -101,6 +77,10 @@ class Scheduler:
         if slots is not None:
             self.states = RowStates(limits, self.table, slots, keep_snapshots=prefix_caching)
             self.cache.forgotten = slots.forget
+        self.speculator: Speculator | None = None
+        """Set where the model can verify drafts."""
+        if slots is None and not limits.pools:
+            self.speculator = Speculator(self.table, cost, drafting)
         self.live: dict[str, Sequence] = {}
         """All sequences between `add` and `finish`, by request id."""
         self.running: list[Sequence] = []
@@ -131,6 +111,8 @@ class Scheduler:
         by its arrival."""
         sequence.root = self.cache.root(sequence.request.cache_salt)
         self.live[sequence.request_id] = sequence
+        if self.speculator is not None:
+            self.speculator.add(sequence)
         self._waiting.enter(sequence, hold=hold)
 
     def release(self, sequence: Sequence) -> None:
@@ -148,13 +130,18 @@ class Scheduler:
     def finish(self, sequence: Sequence, *, forget: bool = False) -> None:
         """Ends a sequence in whatever state it is; its blocks are free from here on. `forget`:
         they are not to be found as prefixes."""
-        sequence.finished = True
-        del self.live[sequence.request_id]
+        self._end(sequence)
         if sequence.row >= 0:
             self._leave_row(sequence, forget=forget)
         else:
             self._waiting.take_out(sequence)
         self._waiting.leave([sequence])
+
+    def _end(self, sequence: Sequence) -> None:
+        sequence.finished = True
+        del self.live[sequence.request_id]
+        if self.speculator is not None:
+            self.speculator.finish(sequence)
 
     def finish_all(self, sequences: Iterable[Sequence]) -> None:
         """`finish` for each, at a fraction of its cost for those that wait in the queue."""
@@ -162,8 +149,7 @@ class Scheduler:
         for sequence in elsewhere:
             self.finish(sequence)
         for sequence in queued:
-            sequence.finished = True
-            del self.live[sequence.request_id]
+            self._end(sequence)
         self.queue.remove_all(queued)
         self._waiting.leave(queued)
         if self.running:
@@ -194,17 +180,34 @@ class Scheduler:
         del self._dropped[-_MAX_FREED:]  # a microsecond each, see `_dropped`
         decodes, victim = self._decodes()
         context = int(self.table.computed[decodes].sum()) + decodes.size if decodes.size else 0
+        drafts = self._drafts(decodes, context)
+        num_decoded = decodes.size + sum(len(draft.ids) for draft in drafts)
         chunks: list[Chunk] = []
         images: StepImages | None = None
         if self.prefills or self.queue:  # a step of decodes alone plans no prompts
             images = None if self._images is None else self._images.for_step(self.cost)
-            chunks = self._chunks((decodes.size, context), victim, images)
+            chunks = self._chunks((num_decoded, context), victim, images)
         if not decodes.size and not chunks:
             return None
-        load = load_of(decodes.size, context, chunks, images)
-        batch = Batch(decodes, tuple(chunks), load, images)
+        load = load_of(num_decoded, context, chunks, images)
+        batch = Batch(decodes, tuple(chunks), load, images, tuple(drafts))
         self._charge(batch)
         return batch
+
+    def _drafts(self, decodes: AnyArray, context: int) -> list[Draft]:
+        """Drafts for decodes, as far as tokens, logit rows and blocks go."""
+        if self.speculator is None or not self.speculator.is_on or not decodes.size:
+            return []
+        room = min(self.limits.token_budget, self.limits.max_logit_rows) - decodes.size
+        if self.prefills or self.queue:
+            room //= 2
+        drafts = self.speculator.drafts(decodes, context, room)
+        for draft in drafts:
+            num_tokens = len(draft.sequence.tokens) + len(draft.ids)
+            if not self.make_room(draft.sequence, len(draft.ids)):
+                held = int(self.table.num_blocks[draft.sequence.row]) * self.limits.block_size
+                del draft.ids[max(0, len(draft.ids) - (num_tokens - held)) :]
+        return self.speculator.filled([draft for draft in drafts if draft.ids])
 
     def _chunks(
         self, decodes: tuple[int, int], victim: Sequence | None, images: StepImages | None

@@ -69,6 +69,19 @@ class SequenceImages(Record):
         return found
 
 
+class RowDrafts(MutableRecord):
+    """A sequence's averages of draft tokens."""
+
+    chance: float
+    """The average share of draft tokens that were right, up to the first wrong one."""
+    gain: float
+    """The average number of tokens gained in a step, less what drafts cost."""
+    looked_at: int = -1
+    """The number of tokens known when a guess was last made without drafting; -1: none was."""
+    looked_for: int = -1
+    """The token that was guessed then; -1: none."""
+
+
 _ID_BYTES = 4
 _MOST_HELD = 256
 """Tokens that are sent at once when the client reads the answer only at its end: decoding them
@@ -106,6 +119,7 @@ class Sequence:
         "awaited_step",
         "content",
         "digests",
+        "drafts",
         "finished",
         "found",
         "grammar",
@@ -113,11 +127,13 @@ class Sequence:
         "images",
         "is_plain",
         "limit",
+        "num_accepted",
         "num_cached_tokens",
         "num_charged",
         "num_held",
         "num_passed",
         "num_prompt",
+        "num_rejected",
         "num_scored",
         "queue_s",
         "rank",
@@ -191,6 +207,10 @@ class Sequence:
         """Number of the step that still brings a token of it, where it was preempted meanwhile."""
         self.skipped_step = -1
         """Number of a step under way that computes a token of it that is known by now."""
+        self.drafts: RowDrafts | None = None
+        """The averages of its draft tokens; None: it drafts none."""
+        self.num_accepted = self.num_rejected = 0
+        """Draft tokens of its steps that were kept, and those that were not."""
         self.is_plain = False
         """Committing a token needs no more than appending it; never so for the first one."""
 

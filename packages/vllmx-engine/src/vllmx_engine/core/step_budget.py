@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from vllmx_core.plan import AnyArray
@@ -13,9 +13,6 @@ from vllmx_engine.core.cost import StepCost, StepLoad
 from vllmx_engine.core.limits import Limits
 from vllmx_engine.core.rows import RowTable
 from vllmx_engine.core.sequence import Sequence
-
-if TYPE_CHECKING:
-    pass
 
 
 class Chunk(NamedTuple):

@@ -256,6 +256,18 @@ class Matcher:
         if not self._is_lost and not self._matcher.rollback(num_tokens):
             self._fail()
 
+    def num_allowed(self, tokens: list[int]) -> int:
+        """Returns how many of the first tokens may come next, one behind the other, before the
+        answer can only end."""
+        if self._is_lost:
+            return 0
+        allowed = tokens[: self._matcher.validate_tokens(tokens)]
+        trial = self._matcher.deep_copy() if allowed else self._matcher
+        for place, token in enumerate(allowed):
+            if not trial.consume_token(token) or trial.is_stopped():
+                return place
+        return len(allowed)
+
     def forced_tokens(self) -> list[int]:
         """Tokens that must come next, in the form that the tokenizer would give their text."""
         ids: list[int] = [] if self._is_lost else self._matcher.compute_ff_tokens()

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from vllmx_core.config import MAX_DRAFT
 from vllmx_core.plan import I32
 from vllmx_core.sampling import MAX_LOGPROBS, SamplingParams
 
@@ -118,6 +119,9 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     token_types: bytes = b""
     """The text of a pair that each prompt token belongs to, as `pack_ids`; empty: there is one
     text."""
+    prediction: bytes = b""
+    """Token ids, as `pack_ids`, of a text that the answer is expected to repeat in parts; the
+    engine drafts from it."""
     at_end: bool = False
     """The client reads the tokens only at the end: they are sent many at a time."""
     leader: str | None = None
@@ -237,6 +241,9 @@ class CoreOutput(
     """The seconds for which the first token was held back, see `CoreRequest.at_end`."""
     vector: bytes = b""
     """The result of a pooling request: float32, in this machine's byte order."""
+    num_accepted: int = 0
+    """Draft tokens that became part of the answer, and those that did not; with finish_reason."""
+    num_rejected: int = 0
 
 
 def is_piece(output: CoreOutput) -> bool:
@@ -271,6 +278,13 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     step_sizes: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)
     """Steps by the tokens that they finished, see `STEP_TOKENS`: a whole prompt with the step that
     reads its end, and new tokens. Steps that finished none are left out."""
+    num_drafts: int = 0
+    """Rows of steps that verified draft tokens."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Draft tokens that were kept."""
+    accepted_at: tuple[int, ...] = (0,) * MAX_DRAFT
+    """Draft tokens that were kept, by their place in the draft."""
 
 
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):

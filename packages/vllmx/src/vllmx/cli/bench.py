@@ -1,4 +1,4 @@
-"""`vllmx bench`: throughput, latency, serving and start-up."""
+"""`vllmx bench`: throughput, latency, speculation, serving and start-up."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import click
 from vllmx_core.config import EngineConfig
@@ -23,7 +23,7 @@ _TIMEOUT_S = 10.0
 
 @click.group()
 def bench() -> None:
-    """Measure throughput, latency, serving and start-up."""
+    """Measure throughput, latency, speculation, serving and start-up."""
 
 
 def _load_options(input_len: int, output_len: int) -> Callable[[F], F]:
@@ -95,6 +95,61 @@ def latency(
     """Percentiles of the whole time and of the time to first token."""
     sizes = {"input_len": input_len, "output_len": output_len, "repeat": repeat}
     _offline("latency", batches, as_json, flags, **sizes)
+
+
+@bench.command(cls=ModelCommand)
+@engine_options
+@click.option(
+    "--drafters",
+    default="ngram,suffix",
+    show_default=True,
+    help="Values of --speculate, with commas between them; simulated: see --acceptance.",
+)
+@click.option(
+    "--prompts", type=click.File(), help="A file with a prompt in each line; default: four of ours."
+)
+@click.option("--output-len", type=click.IntRange(2), default=128, show_default=True)
+@click.option("--temperature", type=click.FloatRange(0, 2), default=0.0, show_default=True)
+@click.option("--together", type=click.IntRange(1), default=1, help="Prompts that run at once.")
+@click.option("--repeat", type=click.IntRange(1), default=3, show_default=True)
+@click.option(
+    "--acceptance",
+    type=click.FloatRange(0, 1),
+    help="Adds the drafter simulated: so large a share of its tokens is right, and it costs"
+    " nothing.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Write JSON, for scripts.")
+def speculate(
+    drafters: str,
+    prompts: TextIO | None,
+    output_len: int,
+    temperature: float,
+    together: int,
+    repeat: int,
+    acceptance: float | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Speed and acceptance of drafters next to plain decoding."""
+    configure_logging("warning")
+    (config,) = resolve((EngineConfig,), flags)
+    from vllmx.bench.speculation import SIMULATED, default_prompts, speculation
+
+    names = [name for name in drafters.split(",") if name]
+    if acceptance is not None and SIMULATED not in names:
+        names.append(SIMULATED)
+    texts = default_prompts() if prompts is None else [line for line in prompts if line.strip()]
+    rows = speculation(
+        {field.name: getattr(config, field.name) for field in dataclasses.fields(config)},
+        names,
+        texts,
+        output_len=output_len,
+        temperature=temperature,
+        together=together,
+        repeat=repeat,
+        acceptance=acceptance,
+    )
+    click.echo(show(list(rows), as_json))
 
 
 @bench.command(cls=ModelCommand)

@@ -18,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from vllmx_core.config import MAX_DRAFT
 from vllmx_core.config_values import json_object, nearest
 from vllmx_core.errors import ConfigError, shown
 from vllmx_core.records import Record
@@ -187,6 +188,64 @@ STRUCTURED_OUTPUTS = {
 """Keys of vLLM's JSON object; with a reason, true values are refused."""
 
 
+_DRAFTERS = {
+    "none": "off",
+    "ngram": "ngram",
+    "ngram_gpu": "ngram",
+    "suffix": "suffix",
+    "ngram-simple": "ngram",
+    "ngram-map-k": "ngram",
+    "ngram-map-k4v": "suffix",
+    "ngram-mod": "suffix",
+    "ngram-cache": "suffix",
+}
+"""Our names of vLLM's methods and llama.cpp's types."""
+_OF_MODELS = frozenset(("draft_model", "draft", "draft-simple"))
+_SPECULATIVE_KEYS = frozenset(
+    ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+)
+
+
+def drafter(text: str) -> str | None:
+    """The drafter of a method's name; None: a flag for the draft model says it. Raises
+    ConfigError."""
+    if text in _OF_MODELS:
+        return None
+    if text not in _DRAFTERS:
+        known = ", ".join((*_DRAFTERS, "draft_model"))
+        raise ConfigError(f"{known} are taken, other drafters are not served yet")
+    return _DRAFTERS[text]
+
+
+def draft_model(text: str) -> str:
+    return f"model:{text}"
+
+
+def draft_tokens(text: str) -> str:
+    """Cuts the number to what a step verifies; 0 leaves it to us. Raises ConfigError."""
+    count = number(text)
+    return "auto" if count == 0 else str(min(int(count), MAX_DRAFT))
+
+
+def speculative_config(text: str) -> dict[str, str]:
+    """The fields that vLLM's JSON object sets. Raises ConfigError."""
+    config = json_object(text, "speculative_config", '{"method": "ngram"}')
+    for key in config:
+        if key not in _SPECULATIVE_KEYS:
+            raise ConfigError(
+                f"its key {shown(key)} is not served{nearest(key, _SPECULATIVE_KEYS)}"
+            )
+    model, method = config.get("model"), config.get("method")
+    found = {"speculate": "auto"}
+    if method is not None and (ours := drafter(str(method))) is not None:
+        found["speculate"] = ours
+    elif model is not None:
+        found["speculate"] = draft_model(str(model))
+    if "num_speculative_tokens" in config:
+        found["speculate_tokens"] = draft_tokens(str(config["num_speculative_tokens"]))
+    return found
+
+
 TRANSLATIONS: Mapping[str, Callable[[str], Any]] = {
     "str": str,
     "number": number,
@@ -196,6 +255,10 @@ TRANSLATIONS: Mapping[str, Callable[[str], Any]] = {
     "thinking_budget": thinking_budget,
     "keys_of": keys_of,
     "structured_outputs": structured_outputs,
+    "drafter": drafter,
+    "draft_model": draft_model,
+    "draft_tokens": draft_tokens,
+    "speculative_config": speculative_config,
 }
 
 
@@ -258,14 +321,19 @@ def _set(flag: ForeignFlag, text: str, fields: dict[str, Any]) -> None:
     if flag.key is not None:
         _set_key(flag, flag.key, ours, fields)
         return
-    before = fields.get(flag.field)
-    own = "--" + flag.field.replace("_", "-")
+    for name, value in ours.items() if isinstance(ours, dict) else ((flag.field, ours),):
+        _set_field(flag, name, value, fields)
+
+
+def _set_field(flag: ForeignFlag, field: str, ours: Any, fields: dict[str, Any]) -> None:
+    before = fields.get(field)
+    own = "--" + field.replace("_", "-")
     if before not in (None, (), ours):
         raise ConfigError(
             f"{flag.name} asks for {own} {ours}, which is given as {before!r} too: give one",
-            param=flag.field,
+            param=field,
         )
-    fields[flag.field] = ours
+    fields[field] = ours
     logger.info("%s is taken as %s %s", flag.name, own, ours)
 
 

@@ -108,6 +108,10 @@ HELP: Mapping[str, str] = {
     "target_step_ms": "Bound on a step's time while others decode and a prompt comes in; each"
     " further prompt that waits raises it, up to 8 times; none: no bound.",
     "async_scheduling": "Prepare the next step while one runs.",
+    "speculate": "Draft tokens that a step verifies together, which changes no answer: ngram"
+    " (repeated text), suffix (that, with recent answers), model:PATH (a smaller model), twin (the"
+    " model in 4 bits), layers:N (its first layers), auto (the best that the model has) or off.",
+    "speculate_tokens": "Draft tokens of a sequence in one step, up to 16; auto: as many as pay.",
     "step_timeout_s": "Seconds after which a step counts as hung and the engine core is started"
     " again; 0: never; default: 300, on CPUs 3600.",
     "enforce_eager": "Run op by op, for debugging.",

@@ -1,0 +1,165 @@
+"""Speculation on the demo model changes no answer and no log-probability, to the last bit."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllmx import LLM, SamplingParams, StructuredOutputsParams
+from vllmx_core.errors import ConfigError
+from vllmx_engine.wire.messages import CoreStats
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+    },
+    "required": ["name", "tags"],
+    "additionalProperties": False,
+}
+TEXTS = (
+    "Once upon a time there was a little dog. Once upon a time there was a little",
+    "Tom and Lily went to the park. Tom and Lily",
+    "One day, a",
+    "The cat said hello. The cat said hello. The cat",
+)
+PARAMS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 1.5, "min_p": 0.05, "n": 2},
+    {"temperature": 0.8, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    {"temperature": 0.6, "stop": ("dog", "."), "min_tokens": 9},
+    {"temperature": 0.9, "logprobs": 3, "prompt_logprobs": 1},
+    {"temperature": 0.5, "bad_words": ("the", " was a"), "logprobs": 0},
+    {"temperature": 1.0, "structured_outputs": StructuredOutputsParams(json=SCHEMA)},
+    {"temperature": 0.7, "logit_bias": {300: 2.0}, "presence_penalty": 0.4},
+)
+
+
+def answers(**config: Any) -> tuple[list[Any], CoreStats]:
+    """Ids, reasons and log-probabilities of 40 requests, and the counters after them."""
+    cases = [(text, params) for params in PARAMS for text in TEXTS]
+    params = [
+        SamplingParams(max_tokens=40, seed=number, **fields)
+        for number, (_, fields) in enumerate(cases)
+    ]
+    with LLM("demo", num_kv_blocks=400, max_model_len=256, **config) as llm:
+        outputs = llm.generate([text for text, _ in cases], params, use_tqdm=False)
+        stats = llm._engine._core.stats()
+    found = [
+        (
+            output.prompt_logprobs,
+            choice.text,
+            choice.token_ids,
+            choice.finish_reason,
+            choice.logprobs,
+        )
+        for output in outputs
+        for choice in output.outputs
+    ]
+    return found, stats
+
+
+@cache
+def plain(backend: str, **config: Any) -> list[Any]:
+    found, stats = answers(backend=backend, **config)
+    assert stats.num_draft_tokens == 0
+    return found
+
+
+@pytest.mark.parametrize(
+    ("speculate", "tokens", "least"),
+    [
+        ("ngram", "3", 0.1),
+        ("suffix", "16", 0.02),
+        ("twin", "1", 0.7),
+        ("twin", "5", 0.5),
+        ("twin", "auto", 0.5),
+        ("model:demo", "4", 0.8),
+        ("layers:4", "3", 0.2),
+    ],
+)
+def test_answers_are_those_without_drafts(speculate: str, tokens: str, least: float) -> None:
+    found, stats = answers(backend="cpu", speculate=speculate, speculate_tokens=tokens)
+    assert found == plain("cpu")
+    assert stats.num_draft_tokens > 50
+    assert stats.num_accepted_tokens > least * stats.num_draft_tokens
+
+
+def test_other_schedules() -> None:
+    """Few blocks preempt rows, small steps cut prompts, and steps do not overlap."""
+    small = {"max_num_batched_tokens": 24, "max_num_seqs": 5, "num_kv_blocks": 40}
+    for more in ({}, {"async_scheduling": False}, {"enable_prefix_caching": False}):
+        with LLM(
+            "demo", max_model_len=256, backend="cpu", speculate="twin", **small, **more
+        ) as llm:
+            outputs = llm.generate(
+                list(TEXTS) * 4,
+                [SamplingParams(max_tokens=60, seed=n, temperature=0.9) for n in range(16)],
+                use_tqdm=False,
+            )
+            found = [choice.token_ids for output in outputs for choice in output.outputs]
+        assert found == long_answers()
+
+
+@cache
+def long_answers() -> list[Any]:
+    with LLM("demo", max_model_len=256, backend="cpu") as llm:
+        outputs = llm.generate(
+            list(TEXTS) * 4,
+            [SamplingParams(max_tokens=60, seed=n, temperature=0.9) for n in range(16)],
+            use_tqdm=False,
+        )
+    return [choice.token_ids for output in outputs for choice in output.outputs]
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_other_backends(backend: str) -> None:
+    """Products depend on the batch there, so texts are compared and not bits."""
+    pytest.importorskip("torch") if backend == "torch" else None
+    cases = list(TEXTS)
+    params = [SamplingParams(max_tokens=12, seed=n, temperature=0.8) for n in range(len(cases))]
+    texts = []
+    for speculate in ("off", "twin"):
+        with LLM(
+            "demo",
+            backend=backend,
+            dtype="float32",
+            max_model_len=128,
+            speculate=speculate,
+            num_kv_blocks=64,
+        ) as llm:
+            outputs = llm.generate(cases, params, use_tqdm=False)
+            texts.append([output.outputs[0].text for output in outputs])
+            if speculate == "twin":
+                assert llm._engine._core.stats().num_accepted_tokens > 0
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("speculate", "tokens", "word"),
+    [
+        ("ngran", "auto", "ngram"),
+        ("model:", "auto", "model:PATH"),
+        ("layers:6", "auto", "from 1 to 5"),
+        ("layers:x", "auto", "layers:N"),
+        ("ngram", "17", "16"),
+        ("ngram", "many", "auto"),
+        ("model:/nowhere/at/all", "auto", "--speculate"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_start(speculate: str, tokens: str, word: str) -> None:
+    with pytest.raises(ConfigError, match=word) as caught:
+        LLM("demo", speculate=speculate, speculate_tokens=tokens)
+    assert caught.value.param in ("speculate", "speculate_tokens")
+
+
+def test_a_damaged_draft_model_is_refused_at_start(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}garbage")
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(ConfigError, match="draft model cannot be loaded"):
+        LLM("demo", speculate=f"model:{tmp_path}")

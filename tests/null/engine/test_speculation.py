@@ -1,0 +1,157 @@
+"""Drafts: whatever is drafted, answers are those without drafts, and good drafts save steps."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from typing import Any
+
+import numpy as np
+import pytest
+from vllmx_engine.core import batch, commit, sampling_rows
+from vllmx_engine.core.drafters import match_ends
+from vllmx_engine.wire.messages import pack_ids
+
+from .harness import QUIET, RULES, Harness, prompts
+
+
+def run_mixed(count: int, *, overlap: bool) -> Harness:
+    """Runs requests of all kinds with drafts of `count` tokens, a fifth of them wrong."""
+    harness = Harness(
+        {"max_tokens": 64, "max_logit_rows": 64},
+        {"async_scheduling": overlap},
+        RULES,
+        (0.2, count),
+    )
+    for index, prompt in enumerate(prompts(12, seed=count)):
+        params = [
+            {},
+            {"temperature": 0.7},
+            {"frequency_penalty": 0.5, "repetition_penalty": 1.3},
+            {"min_tokens": 9, "logprobs": 2},
+            {"allowed_token_ids": tuple(range(20))},
+            {"prompt_logprobs": 1, "temperature": 1.0},
+        ][index % 6]
+        bad_words = [[a, b] for a in range(8) for b in range(8)]
+        harness.add(prompt, 24, params=params, bad_words_ids=bad_words)
+    harness.run()
+    harness.check_outputs()
+    harness.check_idle()
+    return harness
+
+
+@pytest.mark.parametrize("count", range(1, 17))
+@pytest.mark.parametrize("overlap", [True, False])
+def test_answers_do_not_depend_on_drafts(count: int, overlap: bool) -> None:
+    stats = run_mixed(count, overlap=overlap).core.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert sum(stats.accepted_at) == stats.num_accepted_tokens
+
+
+def test_right_drafts_save_steps() -> None:
+    """A draft of k right tokens makes k + 1 tokens of one step."""
+    harness = Harness(rules=QUIET, drafts=(0.0, 4))
+    harness.add([1, 2, 3], 41)
+    harness.run()
+    harness.check_outputs()
+    assert harness.core.stats().num_steps == 1 + 8
+    assert harness.last["r0"].num_accepted == 32
+    assert harness.last["r0"].num_rejected == 0
+
+
+def test_drafts_that_do_not_pay_are_not_made() -> None:
+    """Wrong drafts end drafting, and steps overlap again: the device waits for nobody."""
+    harness = Harness({"token_s": 1e-5, "step_s": 1e-4}, {}, QUIET, (1.0, None), 256)
+    harness.add([1, 2, 3], 200)
+    harness.run()
+    harness.check_outputs()
+    assert harness.core.stats().num_draft_tokens < 10
+    assert len(harness.loaded.records) < 210
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_stages(num_stages: int) -> None:
+    harness = Harness({"num_stages": num_stages}, {}, RULES, (0.3, 3))
+    for prompt in prompts(10):
+        harness.add(prompt, 20)
+    harness.run()
+    harness.check_outputs()
+    assert harness.core.stats().num_accepted_tokens > 0
+
+
+def test_predictions_are_drafted_without_a_drafter() -> None:
+    """A request's prediction is drafted, wherever the answer goes on with it."""
+    harness = Harness(rules=QUIET)
+    harness.add([1, 2, 3], 40)
+    harness.run()
+    answer = harness.ids["r0"]
+    edited = [*answer[:12], 0, 0, *answer[12:]]
+    harness.add([1, 2, 3], 40, prediction=pack_ids(edited), name="predicted")
+    before = harness.core.stats().num_steps
+    harness.run()
+    harness.check_outputs()
+    assert harness.ids["predicted"] == answer
+    assert harness.core.stats().num_steps - before < 15
+    assert harness.last["predicted"].num_accepted > 25
+    assert harness.last["r0"].num_accepted == 0
+    harness.check_idle()
+
+
+def test_blocks_that_are_scarce_shorten_drafts() -> None:
+    harness = Harness({"num_blocks": 6}, {"max_num_seqs": 3}, QUIET, (0.1, 16))
+    for prompt in prompts(6, longest=12):
+        harness.add(prompt, 20)
+    harness.run()
+    harness.check_outputs()
+    harness.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("context", "least", "ends"),
+    [
+        ([1, 2, 3, 9, 1, 2], 2, [2]),
+        ([1, 2, 3, 9, 4, 2], 2, []),
+        ([1, 2, 3, 9, 4, 2], 1, [2]),
+        ([5, 5, 5, 5], 2, [3]),
+        ([1, 2, 7, 1, 2, 8, 1, 2], 2, [2, 5]),
+        ([0, 1, 2, 7, 0, 1, 2, 8, 5, 1, 2], 2, [3, 7]),
+        ([2, -1, 2], 1, [1]),
+        ([1, -1, 2, 3, 1, -1, 2], 1, [3]),
+        ([4], 1, []),
+    ],
+)
+def test_longest_matches(context: list[int], least: int, ends: list[int]) -> None:
+    assert match_ends(np.array(context, np.int32), least).tolist() == ends
+
+
+FAULTS = [
+    (commit.Committer, "_verify", "token != drafted", "False"),
+    (commit.Committer, "_resume", "len(sequence.tokens) - 1", "len(sequence.tokens) - 2"),
+    (commit.Committer, "_resume", "len(sequence.tokens) - 1", "len(sequence.tokens)"),
+    (sampling_rows, "_own_drafted", "draft[:place]", "draft[: max(0, place - 1)]"),
+    (sampling_rows, "_own_drafted", "counts.add(draft[place])", "counts.add(draft[0])"),
+    (sampling_rows.RowsBuilder, "_gathered", "+ np.int32(1)", "+ np.int32(2)"),
+    (
+        sampling_rows.RowsBuilder,
+        "_gather",
+        "np.repeat(rows, counts)",
+        "np.resize(rows, sum(counts))",
+    ),
+    (batch.BatchBuilder, "_mixed", "= draft.ids", "= draft.ids[::-1]"),
+]
+"""A draft token that is kept wrongly, a length that is off by one, bans and counts of another
+place, noise of another position, parameters of another row, tokens in the wrong order."""
+
+
+@pytest.mark.parametrize(("owner", "name", "old", "new"), FAULTS)
+def test_planted_faults_are_found(
+    owner: Any, name: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = getattr(owner, name)
+    source = textwrap.dedent(inspect.getsource(function))
+    assert old in source
+    names: dict[str, Any] = {}
+    exec(source.replace(old, new), function.__globals__, names)
+    monkeypatch.setattr(owner, name, names[name])
+    with pytest.raises((AssertionError, IndexError, ValueError)):
+        run_mixed(4, overlap=True)
