@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 
 from vllmx_core.errors import TemplateError
@@ -69,16 +70,13 @@ def find_format(
 def merged(thinking: OutputFormat, tools: OutputFormat) -> OutputFormat:
     """A format with the thoughts of one and the calls of another."""
     content = tools if tools.content_begin or tools.skipped else thinking
-    return OutputFormat(
-        tools.name if tools.name == thinking.name else f"{thinking.name}+{tools.name}",
-        thinking.thinking,
-        tools.calls,
-        next((each.channels for each in (tools, thinking) if each.channels), None),
-        content.content_begin,
-        content.content_end,
-        content.always_content,
-        tools.opened or thinking.opened,
-        content.skipped,
+    return replace(
+        content,
+        name=tools.name if tools.name == thinking.name else f"{thinking.name}+{tools.name}",
+        thinking=thinking.thinking,
+        calls=tools.calls,
+        channels=tools.channels or thinking.channels,
+        opened=tools.opened or thinking.opened,
     )
 
 

@@ -28,13 +28,11 @@ def without(ranges: Iterable[tuple[int, int]], excluded: Iterable[tuple[int, int
     """The difference of two sets."""
     found = list(ranges)
     for low, high in excluded:
-        parts = [
-            (each, part) for each in found for part in ((each[0], low - 1), (high + 1, each[1]))
-        ]
         found = [
-            (max(each[0], part[0]), min(each[1], part[1]))
-            for each, part in parts
-            if max(each[0], part[0]) <= min(each[1], part[1])
+            part
+            for begin, end in found
+            for part in ((begin, min(end, low - 1)), (max(begin, high + 1), end))
+            if part[0] <= part[1]
         ]
     return tuple(found)
 

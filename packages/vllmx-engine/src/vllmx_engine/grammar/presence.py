@@ -11,6 +11,8 @@ from itertools import combinations, product
 from math import comb
 from typing import Any
 
+from vllmx_core.records import Record
+
 from vllmx_engine.grammar.parts import ANNOTATIONS, NothingLeftError, Schema, add_choice
 
 _MAX_NAMES = 6
@@ -22,17 +24,12 @@ Holds = Callable[[frozenset[str]], bool]
 """True if a formula holds for an object with exactly these properties."""
 
 
-class Formula:
-    """A condition on which properties are present.
+class Formula(Record):
+    """A condition on which properties are present."""
 
-    Args:
-        names: those that it speaks of.
-        holds: whether it holds.
-    """
-
-    def __init__(self, names: frozenset[str], holds: Holds) -> None:
-        self.names = names
-        self.holds = holds
+    names: frozenset[str]
+    """The properties that it speaks of."""
+    holds: Holds
 
     @property
     def holds_of_others(self) -> bool:

@@ -55,19 +55,22 @@ class PieceCoding(Record):
 
 def piece_coding(backend: tokenizers.Tokenizer) -> PieceCoding | None:
     """The coding for this tokenizer's decoder, or None where bytes per token do not describe it."""
-    decoder = backend.decoder
-    if decoder is None:
-        return None
-    stages = _flatten(json.loads(decoder.__getstate__()))
+    stages = stages_of(backend.decoder, "decoders")
     if [stage["type"] for stage in stages] == ["ByteLevel"]:
         return PieceCoding(_byte_level_bytes, "replace")
     return _sentencepiece_coding(stages)
 
 
-def _flatten(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    if decoder.get("type") == "Sequence":
-        return [stage for part in decoder["decoders"] for stage in _flatten(part)]
-    return [decoder]
+def stages_of(part: Any, name: str) -> list[dict[str, Any]]:
+    """The steps of a part of a tokenizer, as tokenizer.json writes them. `name`: that of the list
+    in a part of several."""
+
+    def flat(state: dict[str, Any]) -> list[dict[str, Any]]:
+        if state["type"] == "Sequence":
+            return [stage for each in state[name] for stage in flat(each)]
+        return [state]
+
+    return [] if part is None else flat(json.loads(part.__getstate__()))
 
 
 def _sentencepiece_coding(stages: list[dict[str, Any]]) -> PieceCoding | None:

@@ -9,13 +9,14 @@ bound.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tokenizers
 from tokenizers import pre_tokenizers
 from vllmx_core.records import Record
+
+from vllmx_engine.text.pieces import stages_of
 
 PIECE_CHARS = 1 << 18
 """A piece of text has a million tokens at the most, and takes 0.1 s."""
@@ -83,11 +84,11 @@ class TokenBound(Record):
 
 def token_bound(backend: tokenizers.Tokenizer) -> TokenBound | None:
     """The bound of this tokenizer; None where there is none."""
-    steps = _stages(backend.pre_tokenizer, "pretokenizers")
+    steps = stages_of(backend.pre_tokenizer, "pretokenizers")
     if not all(_keeps_all(step) for step in steps):
         return None
     in_bytes = any(step["type"] == "ByteLevel" for step in steps)
-    shrinks = _shrinks(_stages(backend.normalizer, "normalizers"), in_bytes=in_bytes)
+    shrinks = _shrinks(stages_of(backend.normalizer, "normalizers"), in_bytes=in_bytes)
     added = backend.get_added_tokens_decoder().values()
     strips = any(token.lstrip or token.rstrip for token in added)
     if shrinks is None or strips or not _spells_everything(backend, in_bytes=in_bytes):
@@ -95,15 +96,6 @@ def token_bound(backend: tokenizers.Tokenizer) -> TokenBound | None:
     longest = max(map(len, backend.get_vocab(with_added_tokens=False)), default=1)
     of_added = (len(token.content.encode() if in_bytes else token.content) for token in added)
     return TokenBound(shrinks * max(longest, *of_added, 1), in_bytes)
-
-
-def _stages(part: Any, name: str) -> list[dict[str, Any]]:
-    """The steps of a normaliser or pre-tokeniser, as tokenizer.json writes them."""
-    if part is None:
-        return []
-    state = json.loads(part.__getstate__())
-    steps: list[dict[str, Any]] = state[name] if state["type"] == "Sequence" else [state]
-    return steps
 
 
 def _keeps_all(step: dict[str, Any]) -> bool:
