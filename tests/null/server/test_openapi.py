@@ -26,7 +26,7 @@ from vllmx_server.apis.pooling.answers import (
     ScoreList,
 )
 from vllmx_server.apis.responses.answers import Response as ResponseShown
-from vllmx_server.apis.responses.events import ResponsesEvent
+from vllmx_server.apis.responses.answers import ResponsesEvent
 from vllmx_server.apis.responses.output import Output
 from vllmx_server.apis.responses.routes import FRAMING
 from vllmx_server.apis.responses.tools import ToolForm

@@ -13,9 +13,8 @@ import httpx
 import msgspec
 import pytest
 from vllmx_core.errors import ContextLengthError
-from vllmx_server.apis.responses.answers import Response
-from vllmx_server.apis.responses.events import ResponsesEvent
-from vllmx_server.apis.responses.kept import KeptResponses
+from vllmx_server.apis.responses.answers import Response, ResponsesEvent
+from vllmx_server.apis.responses.store import KeptResponses
 from vllmx_server.mcp import servers as tool_server_module
 from vllmx_server.mcp import stdio
 from vllmx_server.mcp.servers import ToolServers

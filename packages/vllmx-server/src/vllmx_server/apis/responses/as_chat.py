@@ -8,8 +8,7 @@ from typing import Any, TypeGuard
 
 from vllmx_core.errors import InvalidRequestError, shown
 
-from vllmx_server.apis.responses.items import summary_of
-from vllmx_server.apis.responses.mcp_items import text_of_error
+from vllmx_server.apis.responses.items import summary_of, text_of_error
 from vllmx_server.apis.responses.schema import InputItem, InputPart, ResponsesRequest, TextOptions
 from vllmx_server.apis.responses.tools import choice_of, functions_of, whole_name
 from vllmx_server.generating.chat_body import (

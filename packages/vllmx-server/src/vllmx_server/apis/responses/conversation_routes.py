@@ -7,21 +7,20 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vllmx_server.apis.responses.answers import ItemList
+from vllmx_server.apis.responses.answers import ConversationObject, DeletedConversation, ItemList
 from vllmx_server.apis.responses.as_chat import check_items
-from vllmx_server.apis.responses.conversation_answers import ConversationObject, DeletedConversation
-from vllmx_server.apis.responses.conversation_schema import (
+from vllmx_server.apis.responses.conversation_store import Conversations
+from vllmx_server.apis.responses.items import named, shown
+from vllmx_server.apis.responses.schema import (
     ADD,
     CREATE,
     UPDATE,
     AddItems,
     CreateConversation,
+    InputItem,
     UpdateConversation,
 )
-from vllmx_server.apis.responses.conversation_store import Conversations
-from vllmx_server.apis.responses.items import named, shown
-from vllmx_server.apis.responses.kept import KeptResponses
-from vllmx_server.apis.responses.schema import InputItem
+from vllmx_server.apis.responses.store import KeptResponses
 from vllmx_server.generating.reading import body_bytes, checked, read_json
 from vllmx_server.generating.served import served_of
 from vllmx_server.http.client import client_of, owner_of

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 from vllmx_core.errors import InvalidRequestError, VllmxError, shown
 
-from vllmx_server.apis.responses.conversation_answers import ConversationObject
+from vllmx_server.apis.responses.answers import ConversationObject
 from vllmx_server.apis.responses.items import new_item_id
 from vllmx_server.apis.responses.schema import InputItem
 from vllmx_server.generating.chat_body import MAX_MESSAGES

@@ -13,15 +13,16 @@ from vllmx_engine.client.request_stream import RequestStream
 from vllmx_server.apis.responses.answer import usage_of
 from vllmx_server.apis.responses.answers import Compaction, CountedInput
 from vllmx_server.apis.responses.as_chat import chat_of, items_of
-from vllmx_server.apis.responses.input_schema import (
+from vllmx_server.apis.responses.items import item_of, named, shown
+from vllmx_server.apis.responses.routes import FRAMING, Asked, asked_of, call_of, items_before
+from vllmx_server.apis.responses.schema import (
     COMPACT,
     INPUT_TOKENS,
     CompactRequest,
+    InputItem,
     InputTokensRequest,
+    ResponsesRequest,
 )
-from vllmx_server.apis.responses.items import item_of, named, shown
-from vllmx_server.apis.responses.routes import FRAMING, Asked, asked_of, call_of, items_before
-from vllmx_server.apis.responses.schema import InputItem, ResponsesRequest
 from vllmx_server.generating.chat_call import chat_call, submit_chat
 from vllmx_server.generating.chat_events import ChatEvents, ContentPiece
 from vllmx_server.generating.field_names import RESPONSES_FIELDS

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from vllmx_server.apis.responses.mcp_items import (
+from vllmx_server.apis.responses.items import (
     CallDone,
     Happening,
     ToolsListed,
@@ -28,7 +28,7 @@ from vllmx_server.generating.content_logprobs import ContentLogprobs
 from vllmx_server.store.database import new_id
 
 if TYPE_CHECKING:
-    from vllmx_server.apis.responses.mcp_tools import RequestTools
+    from vllmx_server.apis.responses.mcp_rounds import RequestTools
 
 Told = tuple[str, dict[str, Any]]
 """The type of an event without "response.", and its own fields."""

@@ -13,16 +13,14 @@ from vllmx_core.errors import InvalidRequestError, VllmxError
 from vllmx_engine.client.request_limits import resolve_logprobs
 from vllmx_engine.client.request_stream import RequestStream
 
-from vllmx_server.apis.responses.answer import ResponseAnswer
-from vllmx_server.apis.responses.answers import ItemList
+from vllmx_server.apis.responses.answer import BackgroundResponses, ResponseAnswer, Running
+from vllmx_server.apis.responses.answers import ErrorEvent, ItemList, ResponsesEvent
 from vllmx_server.apis.responses.answers import Response as ResponseObject
 from vllmx_server.apis.responses.as_chat import chat_of
-from vllmx_server.apis.responses.background import BackgroundResponses, Running
-from vllmx_server.apis.responses.events import ErrorEvent, ResponsesEvent
 from vllmx_server.apis.responses.items import shown
-from vllmx_server.apis.responses.kept import KeptResponses
-from vllmx_server.apis.responses.mcp_servers import requested_servers
 from vllmx_server.apis.responses.schema import RESPONSES, InputItem, ResponsesRequest
+from vllmx_server.apis.responses.store import KeptResponses
+from vllmx_server.apis.responses.tools import requested_servers
 from vllmx_server.errors import error_fields
 from vllmx_server.generating.chat_body import MAX_MESSAGES
 from vllmx_server.generating.chat_call import ChatCall, chat_call, submit_chat
@@ -53,8 +51,7 @@ from vllmx_server.limits.admitted import expected_tokens
 from vllmx_server.watch.tracing import trace_of
 
 if TYPE_CHECKING:
-    from vllmx_server.apis.responses.rounds import ToolRounds
-    from vllmx_server.apis.responses.tool_request import ToolRequest
+    from vllmx_server.apis.responses.mcp_rounds import ToolRequest, ToolRounds
 
 encode = msgspec.json.Encoder().encode
 _PIECE = 64 << 10
@@ -139,7 +136,7 @@ def asked_of(request: Request, served: Served, body: ResponsesRequest) -> Asked:
     names = None if servers is None else servers.names
     wanted = requested_servers(body, names, served_of(request).holder(request))
     if wanted:  # imported where there are servers of tools, at the start
-        from vllmx_server.apis.responses.tool_request import ToolRequest
+        from vllmx_server.apis.responses.mcp_rounds import ToolRequest
 
         return ToolRequest(request, served, body, wanted, items_before)
     return None if body.has_past else _call(served, body, ())

@@ -1,7 +1,8 @@
-"""POST /v1/responses."""
+"""Bodies of /v1/responses and /v1/conversations."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -196,3 +197,164 @@ class ResponsesRequest(GeneratingFields, kw_only=True, forbid_unknown_fields=Tru
 
 
 RESPONSES = msgspec.json.Decoder(ResponsesRequest)
+
+
+class ResponseInput(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The conversation that a response would continue."""
+
+    model: str | None = None
+    input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)] | None = None
+    instructions: str | None = None
+    previous_response_id: Annotated[str, Meta(max_length=64)] | None = None
+
+
+class InputTokensRequest(ResponseInput, kw_only=True, forbid_unknown_fields=True):
+    """The fields of a response that make its prompt."""
+
+    conversation: Annotated[str, Meta(min_length=1, max_length=64)] | ConversationName | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vllmx's own: variables of the template."""
+    # Accepted and ignored.
+    personality: Annotated[str, Meta(max_length=64)] | None = None
+
+    def check(self) -> None:
+        """Cross-field rules. Raises InvalidRequestError."""
+        self.request().check()
+
+    def request(self) -> ResponsesRequest:
+        """The request for the response whose prompt is counted."""
+        return ResponsesRequest(
+            input=self.input or "",
+            instructions=self.instructions,
+            previous_response_id=self.previous_response_id,
+            conversation=self.conversation,
+            tools=self.tools,
+            tool_choice=self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            text=self.text,
+            reasoning=self.reasoning,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+
+MAX_SUMMARY_TOKENS = 2048
+REQUEST = """\
+Summarize the conversation so far, so that somebody who reads nothing but your summary can go on \
+with it. State what the user wants, what was decided and why, facts, names, numbers and paths that \
+matter, what tools returned, and what is left to do. Answer with the summary alone."""
+"""The last user message, which asks the model for the summary."""
+
+
+class CompactRequest(ResponseInput, kw_only=True, forbid_unknown_fields=True):
+    """A conversation to summarize."""
+
+    # Accepted and ignored.
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: Any = None
+    service_tier: str | None = None
+    image: Any = None
+
+    @property
+    def stream(self) -> None:
+        """The answer is never streamed."""
+
+    @property
+    def request_id(self) -> None:
+        """The request has no name of its own."""
+
+    @property
+    def max_output_tokens(self) -> int:
+        return MAX_SUMMARY_TOKENS
+
+    def check(self) -> None:
+        """Cross-field rules. Raises InvalidRequestError."""
+        self.past().check()
+
+    def past(self) -> ResponsesRequest:
+        """The conversation itself."""
+        return ResponsesRequest(
+            input=self.input or "",
+            instructions=self.instructions,
+            previous_response_id=self.previous_response_id,
+        )
+
+    def request(self) -> ResponsesRequest:
+        """The request for the summary, without thoughts."""
+        items = self.input or []
+        if isinstance(items, str):
+            items = [InputItem("message", role="user", content=items)]
+        return ResponsesRequest(
+            input=[*items, InputItem("message", role="user", content=REQUEST)],
+            instructions=self.instructions,
+            previous_response_id=self.previous_response_id,
+            max_output_tokens=MAX_SUMMARY_TOKENS,
+            reasoning=Reasoning(effort="none"),
+            store=False,
+        )
+
+
+INPUT_TOKENS = msgspec.json.Decoder(InputTokensRequest)
+COMPACT = msgspec.json.Decoder(CompactRequest)
+
+
+MAX_ADDED = 20
+"""Items in one request, as in OpenAI's API."""
+MAX_ID = 128
+Items = Annotated[list[InputItem], Meta(max_length=MAX_ADDED)]
+
+
+class _NoModel(msgspec.Struct, forbid_unknown_fields=True):
+    """A body without a model."""
+
+    @property
+    def model(self) -> None:
+        """Conversations belong to no model."""
+
+    def check(self) -> None:
+        """Nothing depends on another field."""
+
+
+class CreateConversation(_NoModel, kw_only=True, forbid_unknown_fields=True):
+    items: Items | None = None
+    metadata: Metadata | None = None
+
+    def check(self) -> None:
+        """Cross-field rules. Raises InvalidRequestError."""
+        _check_ids(self.items or ())
+
+
+class UpdateConversation(_NoModel, kw_only=True, forbid_unknown_fields=True):
+    metadata: Metadata | None
+    """Replaces the metadata; null clears it."""
+
+
+class AddItems(_NoModel, kw_only=True, forbid_unknown_fields=True):
+    items: Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_ADDED)]
+    include: Any = None
+    """Accepted and ignored."""
+
+    def check(self) -> None:
+        """Cross-field rules. Raises InvalidRequestError."""
+        _check_ids(self.items)
+
+
+def _check_ids(items: Sequence[InputItem]) -> None:
+    for index, item in enumerate(items):
+        if item.id is not None and len(item.id) > MAX_ID:
+            raise InvalidRequestError(
+                f"items[{index}].id has {len(item.id)} characters, at most {MAX_ID} are allowed:"
+                " leave it out, and the item gets one",
+                param=f"items[{index}].id",
+            )
+
+
+CREATE = msgspec.json.Decoder(CreateConversation)
+UPDATE = msgspec.json.Decoder(UpdateConversation)
+ADD = msgspec.json.Decoder(AddItems)

@@ -5,13 +5,19 @@ from __future__ import annotations
 import sqlite3
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllmx_core.errors import InvalidRequestError, VllmxError, shown
 
+from vllmx_server.apis.responses.conversation_store import Conversations
 from vllmx_server.apis.responses.schema import InputItem
+from vllmx_server.config import ServerConfig
 from vllmx_server.store.database import Database, now
+
+if TYPE_CHECKING:
+    from vllmx_server.mcp.servers import ToolServers
+
 
 MAX_EVENTS_BYTES = 32 << 20
 """The events of a longer stream are not kept."""
@@ -221,3 +227,22 @@ def _not_known(response_id: str, param: str | None = None) -> ResponseNotKnownEr
 
 def _unusable(text: str) -> InvalidRequestError:
     return InvalidRequestError(f"previous_response_id: {text}", param="previous_response_id")
+
+
+class KeptResponses:
+    """Responses and conversations in one database.
+
+    Attributes:
+        tool_servers: MCP servers of the operator; None: there are none.
+    """
+
+    def __init__(self, config: ServerConfig, database: Database) -> None:
+        most, lifetime_s = config.max_stored_bytes, config.lifetime_s
+        self.responses = Responses(database, most, lifetime_s)
+        self.conversations = Conversations(database, most, lifetime_s)
+        self.tool_servers: ToolServers | None = None
+
+    async def clean(self) -> None:
+        """Deletes what is too old."""
+        await self.responses.clean()
+        await self.conversations.clean()

@@ -1,0 +1,422 @@
+"""The tools of a request for a response with MCP servers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from vllmx_core.errors import InvalidRequestError, shown
+from vllmx_engine.client.answers import ReadAnswer
+from vllmx_engine.client.request import Request as EngineRequest
+from vllmx_engine.client.request_stream import RequestStream
+from vllmx_engine.wire.outputs import RequestMetrics, ToolCall
+
+from vllmx_server.apis.responses.as_chat import chat_of, items_of
+from vllmx_server.apis.responses.items import CallDone, Happening, ToolsListed
+from vllmx_server.apis.responses.schema import InputItem, ResponsesRequest
+from vllmx_server.apis.responses.store import KeptResponses
+from vllmx_server.apis.responses.tools import RequestedServer, functions_of
+from vllmx_server.errors import AbortedError, ToolServerError
+from vllmx_server.generating.chat_body import ChatCompletionRequest, ChatMessage, ToolFunction
+from vllmx_server.generating.chat_body import ToolCall as WrittenCall
+from vllmx_server.generating.chat_call import ChatCall, chat_call, submit_chat
+from vllmx_server.generating.chat_events import AnswerEnd, ChatEvent, ChatEvents
+from vllmx_server.generating.field_names import RESPONSES_FIELDS
+from vllmx_server.generating.generation import Generation, Usage
+from vllmx_server.generating.reading import body_bytes
+from vllmx_server.generating.served import Served
+from vllmx_server.generating.tools import ALLOWED, no_longer_required
+from vllmx_server.http.client import client_of
+from vllmx_server.http.deadline import Deadline
+from vllmx_server.mcp.offered import OfferedTool, called, chosen
+from vllmx_server.mcp.results import ToolResult, failure
+from vllmx_server.mcp.servers import ToolServers
+from vllmx_server.watch.metrics import Metrics
+
+
+class RequestTools:
+    """The tools of a request: those of MCP servers, and the client's own functions.
+
+    Args:
+        wanted: servers.
+        offered: the tools that each of them has now.
+    """
+
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        wanted: Sequence[RequestedServer],
+        offered: Mapping[str, Sequence[OfferedTool]],
+    ) -> None:
+        self.of_servers = {
+            each.label: chosen(offered[each.label], each.allowed, each.param)
+            if offered[each.label]
+            else []
+            for each in wanted
+        }
+        self._own = {each["function"]["name"] for each in functions_of(body.tools) or ()}
+
+    @property
+    def functions(self) -> list[dict[str, Any]]:
+        """The servers' tools in the form of chats."""
+        return [tool.function for tools in self.of_servers.values() for tool in tools]
+
+    def called(self, name: str) -> OfferedTool | None:
+        """The server's tool that the model means; None: the client's, or nobody's."""
+        if name in self._own:
+            return None
+        return called((tool for tools in self.of_servers.values() for tool in tools), name)
+
+    def choice(self, choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+        """A `tool_choice` whose tools of servers are named as functions. Raises
+        InvalidRequestError."""
+        if not isinstance(choice, dict):
+            return choice
+        if choice.get("type") == ALLOWED and isinstance(choice.get("tools"), list):
+            named = [each for tool in choice["tools"] for each in self._allowed(tool)]
+            return choice | {"tools": named}
+        if choice.get("type") != "mcp":
+            return choice
+        label, name = choice.get("server_label"), choice.get("name")
+        for tool in self._of(label):
+            if name in (tool.tool, tool.name):
+                return _function(tool)
+        raise InvalidRequestError(
+            f"tool_choice names {shown(name)} of {shown(label)}, which is none of the tools of MCP"
+            " servers that the request asks for",
+            param="tool_choice",
+        )
+
+    def needed_servers(self, choice: str | dict[str, Any] | None) -> list[str]:
+        """Servers at least one of which must have tools to meet `choice`."""
+        if choice == "required":
+            return [] if self._own or self.functions else list(self.of_servers)
+        if not isinstance(choice, dict):
+            return []
+        tools = choice.get("tools") if choice.get("type") == ALLOWED else [choice]
+        found = [tool for tool in tools or () if isinstance(tool, dict)]
+        labels = [str(tool.get("server_label")) for tool in found if tool.get("type") == "mcp"]
+        if len(labels) < len(found) or any(self._of(label) for label in labels):
+            return []  # something else may be called
+        return labels
+
+    def _allowed(self, tool: Any) -> list[Any]:
+        """One tool that a choice allows, or all of a server's."""
+        if not isinstance(tool, dict) or tool.get("type") != "mcp":
+            return [tool]
+        if tool.get("name") is not None:
+            return [self.choice(tool)]
+        label = str(tool.get("server_label"))
+        if label not in self.of_servers:
+            raise InvalidRequestError(
+                f"tool_choice allows the tools of {shown(label)}, which is none of the MCP servers"
+                " that the request asks for",
+                param="tool_choice",
+            )
+        return [_function(each) for each in self._of(label)]
+
+    def _of(self, label: Any) -> Sequence[OfferedTool]:
+        return self.of_servers.get(label, ()) if isinstance(label, str) else ()
+
+
+def _function(tool: OfferedTool) -> dict[str, Any]:
+    return {"type": "function", "name": tool.name}
+
+
+MAX_CALLS = 32
+"""Calls of one round that are run."""
+
+
+Submit = Callable[[Sequence[ChatMessage], int, bool], Awaitable[list[RequestStream]]]
+"""Starts the next answer of the model, from: what followed on the request's own conversation,
+tokens generated so far, and whether it is the last one, in which nothing may be called."""
+
+
+class ToolRounds:
+    """What happens in the rounds of one response, in place of the `Generation` and the events of
+    one answer.
+
+    Args:
+        first: streams of the first answer, started.
+        unlisted: servers whose tools the conversation has not listed yet, with why they have none.
+        max_rounds: answers of the model.
+        max_calls: of servers' tools, in all; None: as many as the rounds allow.
+        max_tokens: of all answers together; None: as many as the context holds.
+
+    Attributes:
+        tools: of the request.
+        usage: of all rounds so far.
+    """
+
+    def __init__(
+        self,
+        first: list[RequestStream],
+        submit: Submit,
+        tools: RequestTools,
+        servers: ToolServers,
+        unlisted: dict[str, str | None],
+        *,
+        metrics: Metrics,
+        started_s: float,
+        deadline: Deadline,
+        max_rounds: int,
+        max_calls: int | None,
+        max_tokens: int | None,
+    ) -> None:
+        self.usage = Usage(0)
+        self._metrics = metrics
+        self._deadline = deadline
+        self._generation = Generation(first, metrics, started_s, deadline, self.usage)
+        self._generations = [self._generation]
+        self._submit = submit
+        self.tools = tools
+        self._max_tokens = max_tokens
+        self._servers = servers
+        self._unlisted = unlisted
+        self._rounds_left = max_rounds - 1
+        self._calls_left = max_rounds * MAX_CALLS if max_calls is None else max_calls
+        self._after: list[ChatMessage] = []
+        self._closed = asyncio.Event()
+
+    has_middle = False
+
+    def more(self, text: str, ids: list[int]) -> Sequence[ChatEvent]:
+        """See `ChatEvents.more`; nothing comes past `all`."""
+        raise AssertionError("rounds have no middle")
+
+    def divert(self, *_: Any) -> None:
+        """See `Generation.divert`; nothing comes past `all`."""
+        raise AssertionError("rounds have no middle")
+
+    @property
+    def requests(self) -> list[tuple[EngineRequest, RequestMetrics | None]]:
+        """See `Generation.requests`; of all rounds."""
+        return [each for made in self._generations for each in made.requests]
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """See `Generation.finish_reasons`; of all rounds."""
+        return [reason for made in self._generations for reason in made.finish_reasons]
+
+    def close(self) -> None:
+        """Ends whatever goes on. Must be called, may be called twice."""
+        self._closed.set()
+        self._generation.close()
+
+    async def all(self) -> AsyncGenerator[Happening, None]:
+        """All that happens, as it comes. Raises what the engine raises, AbortedError after `close`
+        and RequestTimeoutError when the time is up."""
+        for label, fault in self._unlisted.items():
+            yield ToolsListed(label, self.tools.of_servers[label], fault)
+        while True:
+            found, end = ReadAnswer(), None
+            async with aclosing(ChatEvents(self._generation).all()) as events:
+                async for event in events:
+                    if isinstance(event, AnswerEnd):
+                        end = event
+                        continue
+                    found.add([event])
+                    yield event
+            assert end is not None
+            calls = found.tool_calls if end.finish_reason == "tool_calls" else []
+            meant = [(call, tool) for call in calls if (tool := self.tools.called(call.name))]
+            if not meant:
+                yield end
+                return
+            results = await self._unless_closed(self._results(meant))
+            for number, result in enumerate(results):
+                yield CallDone(number, result)
+            if len(meant) < len(calls):  # the client's part is to come
+                yield end
+                return
+            if self._max_tokens is not None and self.usage.completion_tokens >= self._max_tokens:
+                yield AnswerEnd("length", None)
+                return
+            self._note(found, meant, results)
+            await self._next()
+
+    async def _next(self) -> None:
+        """Begins the next round."""
+        self._rounds_left -= 1
+        started_s = time.monotonic()
+        used = self.usage.completion_tokens
+        streams = await self._unless_closed(self._submit(self._after, used, self._rounds_left <= 0))
+        self._generation.close()
+        made = Generation(streams, self._metrics, started_s, self._deadline, self.usage)
+        self._generation = made
+        self._generations.append(made)
+
+    async def _unless_closed(self, work: Any) -> Any:
+        """What `work` returns. After `close`, and when the time is up, it is cancelled."""
+        working = asyncio.ensure_future(self._deadline.bound(work))
+        closing = asyncio.ensure_future(self._closed.wait())
+        try:
+            await asyncio.wait((working, closing), return_when=asyncio.FIRST_COMPLETED)
+            if self._closed.is_set():
+                raise AbortedError("the response was ended: send the request again")
+            return working.result()
+        finally:
+            closing.cancel()
+            if not working.done():
+                working.cancel()
+                working.add_done_callback(_forget)
+
+    async def _results(self, calls: list[tuple[ToolCall, OfferedTool]]) -> list[ToolResult]:
+        """What calls come to, which run together."""
+        running: list[asyncio.Future[ToolResult]] = []
+        for number, (call, tool) in enumerate(calls):
+            if number < MAX_CALLS and self._calls_left > 0:
+                self._calls_left -= 1
+                future = self._servers.call(tool, call.arguments)
+                running.append(asyncio.wrap_future(future))
+                continue
+            refused = asyncio.get_running_loop().create_future()
+            refused.set_result(failure("so many calls are not run: answer without this one"))
+            running.append(refused)
+        return await asyncio.gather(*running)
+
+    def _note(
+        self,
+        found: ReadAnswer,
+        calls: list[tuple[ToolCall, OfferedTool]],
+        results: list[ToolResult],
+    ) -> None:
+        """The round becomes part of the conversation."""
+        turn = ChatMessage("assistant", found.content)
+        turn.reasoning_content = found.reasoning or None
+        turn.tool_calls = [
+            WrittenCall(ToolFunction(tool.name, call.arguments), id=call.id) for call, tool in calls
+        ]
+        self._after.append(turn)
+        self._after += [
+            ChatMessage("tool", result.text, name=tool.name, tool_call_id=call.id)
+            for (call, tool), result in zip(calls, results, strict=True)
+        ]
+
+
+def _forget(working: asyncio.Future[Any]) -> None:
+    """Aborts what was started for nobody."""
+    if working.cancelled() or working.exception() is not None:
+        return
+    for each in working.result():
+        if isinstance(each, RequestStream):
+            each.abort()
+
+
+Before = Callable[[Request, Served, ResponsesRequest], Awaitable[list[InputItem]]]
+"""Reads the conversation that a request goes on with; its bytes are counted as the body's."""
+
+
+class ToolRequest:
+    """One request.
+
+    Args:
+        wanted: servers that it asks for.
+        before: reads the conversation before it.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        served: Served,
+        body: ResponsesRequest,
+        wanted: Sequence[RequestedServer],
+        before: Before,
+    ) -> None:
+        servers = served.store(KeptResponses).tool_servers
+        assert servers is not None
+        self._request = request
+        self._served = served
+        self._body = body
+        self._wanted = wanted
+        self._read = before
+        self._before: list[InputItem] = []
+        self._servers: ToolServers = servers
+        self._faults: dict[str, str | None] = {}
+        self._num_bytes = 0
+        self._tools: RequestTools
+
+    async def first_call(self) -> ChatCall:
+        """The first call of the model, once the servers were tried. Raises InvalidRequestError."""
+        labels = [each.label for each in self._wanted]
+        for label in labels:
+            await asyncio.wrap_future(self._servers.settled(label))
+        self._faults = {label: self._servers.fault(label) for label in labels}
+        offered = {label: self._servers.tools(label) for label in labels}
+        self._tools = RequestTools(self._body, self._wanted, offered)
+        self._check_choice()
+        self._before = await self._read(self._request, self._served, self._body)
+        self._num_bytes = body_bytes(self._request)
+        self._num_bytes += len(msgspec.json.encode(self._tools.functions))
+        return await self._built((), 0, False)
+
+    def _check_choice(self) -> None:
+        """Raises ToolServerError if a call is required that only unreachable servers could take."""
+        needed = self._tools.needed_servers(self._body.tool_choice)
+        for label in needed:
+            if (fault := self._faults.get(label)) is not None:
+                raise ToolServerError(
+                    f"tool_choice asks for a call of a tool, but the MCP server {label!r} cannot be"
+                    f' reached ({fault}): set tool_choice to "auto", or try again once it runs',
+                    param="tool_choice",
+                )
+
+    def rounds(
+        self, streams: list[RequestStream], started_s: float, deadline: Deadline
+    ) -> ToolRounds:
+        """What follows on the first answer."""
+        body, config = self._body, self._served.config
+        known = {
+            item.server_label
+            for item in (*self._before, *items_of(body))
+            if item.type == "mcp_list_tools"
+        }
+        return ToolRounds(
+            streams,
+            self._round,
+            self._tools,
+            self._servers,
+            {label: fault for label, fault in self._faults.items() if label not in known or fault},
+            metrics=self._served.metrics,
+            started_s=started_s,
+            deadline=deadline,
+            max_rounds=config.mcp_max_rounds,
+            max_calls=body.max_tool_calls,
+            max_tokens=body.max_output_tokens,
+        )
+
+    async def _round(
+        self, after: Sequence[ChatMessage], used: int, is_last: bool
+    ) -> list[RequestStream]:
+        call = await self._built(after, used, is_last)
+        with RESPONSES_FIELDS.told():
+            return await submit_chat(self._request, self._served, call, by_events=True)
+
+    async def _built(self, after: Sequence[ChatMessage], used: int, is_last: bool) -> ChatCall:
+        size = self._num_bytes + sum(len(each.content or ()) for each in after)
+        self._request.scope["state"]["body_bytes"] = size
+        return await self._served.llm.text.run(
+            client_of(self._request), size, lambda _: self._call(after, used, is_last)
+        )
+
+    def _call(self, after: Sequence[ChatMessage], used: int, is_last: bool) -> ChatCall:
+        def extend(chat: ChatCompletionRequest) -> None:
+            chat.messages += after
+            chat.tools = [*(chat.tools or ()), *self._tools.functions] or None
+            if is_last:
+                chat.tool_choice = "none"
+            elif after and chat.tool_choice != "none":
+                chat.tool_choice = no_longer_required(chat.tool_choice)
+            if chat.max_tokens is not None:
+                chat.max_tokens -= used
+
+        choice = self._tools.choice(self._body.tool_choice)
+        body = msgspec.structs.replace(self._body, tool_choice=choice)
+        chat = chat_of(body, self._before, extend)
+        with RESPONSES_FIELDS.told():
+            return chat_call(self._served, chat)
