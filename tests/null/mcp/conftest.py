@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from vllmx_server.mcp import server as one_server
 from vllmx_server.mcp import servers, stdio
-from vllmx_server.mcp.results import ToolResult
+from vllmx_server.mcp.offered import ToolResult
 from vllmx_server.mcp.servers import ToolServers
 from vllmx_server.mcp.settings import read_servers
 

@@ -20,11 +20,7 @@ def vllmx_apis() -> tuple[ApiSpec, ...]:
         _api("responses", "responses.api:ResponsesApi"),
         _api("status", "status.routes:StatusApi"),
         _api("text", "text.routes:TextApi"),
-        _api(
-            "tokenizer info",
-            "text.tokenizer_info:TokenizerInfoApi",
-            "enable_tokenizer_info_endpoint",
-        ),
+        _api("tokenizer info", "text.routes:TokenizerInfoApi", "enable_tokenizer_info_endpoint"),
         _api("web page", "web.routes:WebApi", "web"),
     )
 

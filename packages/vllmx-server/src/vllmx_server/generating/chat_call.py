@@ -12,9 +12,8 @@ from vllmx_engine.client.chat import ChatOptions
 from vllmx_engine.client.request_limits import resolve_logprobs
 from vllmx_engine.client.request_stream import RequestStream
 
-from vllmx_server.generating.caller import caller_of
 from vllmx_server.generating.chat_body import ChatCompletionRequest
-from vllmx_server.generating.reading import body_bytes
+from vllmx_server.generating.reading import body_bytes, caller_of
 from vllmx_server.generating.served import Served
 
 

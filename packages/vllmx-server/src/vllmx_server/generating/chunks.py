@@ -1,4 +1,4 @@
-"""The parts of a streamed chunk that do not change, encoded once."""
+"""Streamed chunks, whose constant parts are encoded once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from vllmx_engine.formats.events import (
+    ArgumentsPiece,
+    CallBegin,
+    CallEnd,
+    ContentPiece,
+    Event,
+    ReasoningPiece,
+)
 
 from vllmx_server.generating.answers import RequestTimings
 from vllmx_server.generating.generation import Usage
@@ -64,3 +72,57 @@ class Chunks:
         if self.has_usage:
             return b'],"usage":%b%b}\n\n' % (encode(usage.shown(num_unsent)), more)
         return b"]" + more + self.tail[1:]
+
+
+class PlainChunks:
+    """Chunks of one choice of a stream without log-probabilities and the like, of ready bytes: one
+    is made for almost every token."""
+
+    def __init__(self, chunks: Chunks, index: int) -> None:
+        self._begin = b'%b{"index":%d,"delta":' % (chunks.head, index)
+        self._end = b',"logprobs":null,"finish_reason":null}' + chunks.tail
+        self._begin_content = self._begin + b'{"content":'
+        self._begin_reasoning = self._begin + b'{"reasoning_content":'
+        self._end_text = b"}" + self._end
+
+    def content(self, text: str) -> bytes:
+        """A piece of the answer."""
+        return b"%b%b%b" % (self._begin_content, encode(text), self._end_text)
+
+    def of(self, event: Event) -> bytes:
+        """What an event adds."""
+        if isinstance(event, ContentPiece):
+            return self.content(event.text)
+        if isinstance(event, ReasoningPiece):
+            text = encode(event.text)
+            found = (self._begin_reasoning, text, b',"reasoning":', text, self._end_text)
+            return b"".join(found)
+        if isinstance(event, ArgumentsPiece):
+            delta = b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (
+                event.index,
+                encode(event.text),
+            )
+        else:
+            delta = encode(delta_of(event))
+        return b"%b%b%b" % (self._begin, delta, self._end)
+
+
+def delta_of(event: Event) -> dict[str, Any]:
+    """What an event adds to the message."""
+    match event:
+        case ContentPiece(text):
+            return {"content": text}
+        case ReasoningPiece(text):
+            return {"reasoning_content": text, "reasoning": text}
+        case CallBegin(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            call = {"index": index, "id": call_id, "type": "function", "function": function}
+            return {"tool_calls": [call]}
+        case ArgumentsPiece(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+    return {}
+
+
+def deltas(events: list[Event]) -> list[dict[str, Any]]:
+    """One for each event that adds something, or an empty one."""
+    return [delta_of(event) for event in events if not isinstance(event, CallEnd)] or [{}]

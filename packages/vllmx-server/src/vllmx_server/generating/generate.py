@@ -10,9 +10,14 @@ import msgspec
 from starlette.requests import Request
 from vllmx_engine.client.request_stream import RequestStream
 
-from vllmx_server.generating.caller import request_id_of
 from vllmx_server.generating.generation import Generation
-from vllmx_server.generating.reading import CheckedBody, body_bytes, checked, read_json
+from vllmx_server.generating.reading import (
+    CheckedBody,
+    body_bytes,
+    checked,
+    read_json,
+    request_id_of,
+)
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.deadline import deadline_of
 from vllmx_server.http.disconnect import unless_gone

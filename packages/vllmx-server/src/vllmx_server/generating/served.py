@@ -1,4 +1,4 @@
-"""What an API is given: the engine, the configuration, limits, metrics, and the other processes."""
+"""A served model as APIs see it: engine, configuration, limits, metrics, other processes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -18,7 +19,6 @@ from vllmx_engine.wire.messages import CoreInfo
 
 from vllmx_server import __version__
 from vllmx_server.config import ServerConfig
-from vllmx_server.generating.models import ModelHost
 from vllmx_server.generating.pooling import Pooler
 from vllmx_server.http.client import owner_of
 from vllmx_server.http.operation import Endpoint
@@ -31,7 +31,7 @@ from vllmx_server.limits.priorities import PriorityRange, priority_ranges
 from vllmx_server.limits.rate_limiter import RateLimiter, Unlimited
 from vllmx_server.limits.sharing import Sharing
 from vllmx_server.limits.usage import KeyUsage, UsageLedger
-from vllmx_server.store.storage import Storage
+from vllmx_server.store.database import Storage
 from vllmx_server.watch.metrics import MetricCounts, Metrics
 from vllmx_server.watch.prompt_log import PromptLog
 from vllmx_server.watch.tracing import trace_of
@@ -258,3 +258,37 @@ def cache_labels(llm: AsyncLLM) -> dict[str, object]:
         "enable_prefix_caching": config.enable_prefix_caching,
         "gpu_memory_utilization": config.memory_fraction,
     }
+
+
+State = Literal["unloaded", "loading", "loaded", "failed"]
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One model of several, loaded or not."""
+
+    name: str
+    aliases: tuple[str, ...]
+    root: str
+    state: State
+    num_bytes: int | None = None
+    """The bytes of weights and KV cache, once it was loaded."""
+    max_model_len: int | None = None
+    takes_images: bool | None = None
+    error: str | None = None
+    """Why it could not be loaded."""
+
+
+class ModelHost(Protocol):
+    """Loads and unloads models, here or in another process."""
+
+    async def load(self, name: str) -> object:
+        """Returns when the model serves. Raises what loading met."""
+        ...
+
+    async def unload(self, name: str) -> None:
+        """Ends a model's core. Raises InvalidRequestError while requests need it."""
+        ...
+
+    async def cards(self) -> Sequence[ModelInfo]:
+        """All models but the default one."""
+        ...

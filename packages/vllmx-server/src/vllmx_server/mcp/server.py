@@ -14,8 +14,14 @@ from vllmx_core.errors import excerpt
 from vllmx_server import __version__
 from vllmx_server.mcp.http import http_transport
 from vllmx_server.mcp.listing import ToolLists
-from vllmx_server.mcp.offered import OfferedTool, offered
-from vllmx_server.mcp.results import TIMED_OUT, ToolResult, failure, read_result
+from vllmx_server.mcp.offered import (
+    TIMED_OUT,
+    OfferedTool,
+    ToolResult,
+    failure,
+    offered,
+    read_result,
+)
 from vllmx_server.mcp.settings import ServerSettings
 from vllmx_server.mcp.stdio import StdioTransport
 from vllmx_server.watch.tool_counts import ToolCounts

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from vllmx_server.mcp.offered import OfferedTool
-from vllmx_server.mcp.results import REFUSED, ToolResult, failure
+from vllmx_server.mcp.offered import REFUSED, OfferedTool, ToolResult, failure
 from vllmx_server.mcp.server import ToolServer
 from vllmx_server.mcp.settings import ServerSettings
 from vllmx_server.watch.tool_counts import Outcome, ToolCounts

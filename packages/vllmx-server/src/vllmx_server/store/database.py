@@ -1,4 +1,4 @@
-"""SQLite on a thread of its own; ids and times of stored objects."""
+"""SQLite on a thread of its own, with the folder of `--data-dir`; ids and times of objects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TypeVar
 from vllmx_core.errors import ConfigError, VllmxError
 from vllmx_core.system.private_traceback import private_traceback
 
-from vllmx_server.store.folder import TEMPORARY
+from vllmx_server.store.folder import TEMPORARY, Folder
 
 
 def new_id(prefix: str) -> str:
@@ -179,3 +179,34 @@ def _open(path: str) -> sqlite3.Connection:
         )
     connection.executescript(_ADDED)
     return connection
+
+
+class Storage:
+    """Opened together; the database once it is needed.
+
+    Args:
+        data_dir: path of the folder; None: nothing outlives the server.
+        folder: in place of one that is opened.
+
+    Raises ConfigError where the folder cannot be used.
+    """
+
+    def __init__(self, data_dir: str | None, folder: Folder | None = None) -> None:
+        self.folder = folder or Folder(data_dir)
+        self.database = Database(self.folder.database)
+
+    async def check(self) -> None:
+        """Raises ConfigError where a folder that was named can keep nothing."""
+        try:
+            await self.database.run(lambda connection: None)
+        except StorageError as error:
+            raise ConfigError(
+                f"nothing can be kept in --data-dir {self.folder.database} just now"
+                f" ({error.reason}): free some space there, or name another folder",
+                param="data_dir",
+            ) from None
+
+    def close(self) -> None:
+        """Waits for work in progress. May be called twice."""
+        self.database.close()
+        self.folder.close()

@@ -8,15 +8,15 @@ from vllmx_core.bounds import MAX_LIFETIME_S
 from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.apis.batches.answers import FileList, FileObject
-from vllmx_server.apis.batches.kept import KeptFiles
+from vllmx_server.apis.batches.runner import KeptFiles
 from vllmx_server.apis.batches.upload import uploaded
+from vllmx_server.generating.api import keyed
 from vllmx_server.generating.served import served_of
 from vllmx_server.http.answers import Deleted
 from vllmx_server.http.client import owner_of
 from vllmx_server.http.hosts import check_origin
-from vllmx_server.http.operation import AFTER, BODY, LIMIT, ORDER, Form, Media, Operation, Query
+from vllmx_server.http.operation import AFTER, BODY, LIMIT, ORDER, Form, Media, Query
 from vllmx_server.http.pages import answer, check_query, newest_first, number, page
-from vllmx_server.http.route import Right, Route
 
 PURPOSES = ("batch", "user_data", "assistants", "fine-tune", "vision", "evals")
 _FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
@@ -131,45 +131,37 @@ _FORM = Form(
     ("file", "purpose"),
 )
 ROUTES = (
-    Route(
+    keyed(
         "POST",
         "/v1/files",
         upload,
-        Operation(
-            TAG, FileObject, _FORM, statuses=BODY, example={"file": _LINE, "purpose": "batch"}
-        ),
-        right=Right.HOLDERS,
+        TAG,
+        FileObject,
+        _FORM,
+        statuses=BODY,
+        example={"file": _LINE, "purpose": "batch"},
     ),
-    Route(
+    keyed(
         "GET",
         "/v1/files",
         list_files,
-        Operation(
-            TAG,
-            FileList,
-            query=(
-                Query("purpose", "Those of one purpose."),
-                Query("limit", "Files of a page.", {**LIMIT, "maximum": 10_000}),
-                ORDER,
-                AFTER,
-            ),
+        TAG,
+        FileList,
+        query=(
+            Query("purpose", "Those of one purpose."),
+            Query("limit", "Files of a page.", {**LIMIT, "maximum": 10_000}),
+            ORDER,
+            AFTER,
         ),
-        right=Right.HOLDERS,
     ),
-    Route("GET", _ONE, retrieve, Operation(TAG, FileObject, statuses=(404,)), right=Right.HOLDERS),
-    Route(
-        "DELETE",
-        _ONE,
-        delete,
-        Operation(TAG, Deleted, statuses=(404,)),
-        led=True,
-        right=Right.HOLDERS,
-    ),
-    Route(
+    keyed("GET", _ONE, retrieve, TAG, FileObject, statuses=(404,)),
+    keyed("DELETE", _ONE, delete, TAG, Deleted, statuses=(404,), led=True),
+    keyed(
         "GET",
         "/v1/files/{id}/content",
         content,
-        Operation(TAG, Media(("application/octet-stream",)), statuses=(404,)),
-        right=Right.HOLDERS,
+        TAG,
+        Media(("application/octet-stream",)),
+        statuses=(404,),
     ),
 )

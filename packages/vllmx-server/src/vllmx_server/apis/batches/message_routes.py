@@ -8,17 +8,18 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from vllmx_core.errors import InvalidRequestError
 
-from vllmx_server.apis.batches.files import FileNotKnownError, StoredFile
-from vllmx_server.apis.batches.kept import KeptFiles
-from vllmx_server.apis.batches.message_answers import (
+from vllmx_server.apis.batches.answers import (
     DeletedMessageBatch,
     MessageBatch,
     MessageBatchList,
 )
-from vllmx_server.apis.batches.message_schema import CREATE, CreateMessageBatch
+from vllmx_server.apis.batches.files import FileNotKnownError, StoredFile
 from vllmx_server.apis.batches.messages import PREFIX, PURPOSE, URL, input_lines, results, shown
 from vllmx_server.apis.batches.routes import cancelled, check_room
+from vllmx_server.apis.batches.runner import KeptFiles
+from vllmx_server.apis.batches.schema import CREATE_MESSAGES, CreateMessageBatch
 from vllmx_server.apis.batches.store import Batch
+from vllmx_server.generating.api import keyed
 from vllmx_server.generating.reading import checked, read_json
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.client import owner_of
@@ -37,7 +38,7 @@ async def create(request: Request) -> Response:
     served.check_admission()
 
     def parse(data: bytes) -> tuple[int, bytes]:
-        body = checked(data, served, CREATE)
+        body = checked(data, served, CREATE_MESSAGES)
         return len(body.requests), input_lines(body.requests, served.config.max_body_bytes)
 
     num_requests, lines = await read_json(request, served, parse)
@@ -149,56 +150,54 @@ _ONE = "/v1/messages/batches/{id}"
 _PARAMS = {"max_tokens": 16, "messages": HELLO}
 _KNOWN = Operation(_TAG, MessageBatch, statuses=(404,), is_anthropic=True)
 ROUTES = (
-    Route(
+    keyed(
         "POST",
         "/v1/messages/batches",
         create,
-        Operation(
-            _TAG,
-            MessageBatch,
-            CreateMessageBatch,
-            statuses=BODY,
-            example={"requests": [{"custom_id": "one", "params": _PARAMS}]},
-            is_anthropic=True,
-        ),
+        _TAG,
+        MessageBatch,
+        CreateMessageBatch,
+        statuses=BODY,
+        example={"requests": [{"custom_id": "one", "params": _PARAMS}]},
+        is_anthropic=True,
         led=True,
-        right=Right.HOLDERS,
     ),
-    Route(
+    keyed(
         "GET",
         "/v1/messages/batches",
         list_batches,
-        Operation(
-            _TAG,
-            MessageBatchList,
-            query=(
-                Query("after_id", "The id behind which the page begins."),
-                Query("before_id", "The page ends before this id."),
-                Query("limit", "Batches of a page.", {**LIMIT, "maximum": 1000}),
-                Query("beta", "Accepted and ignored."),
-            ),
-            is_anthropic=True,
+        _TAG,
+        MessageBatchList,
+        query=(
+            Query("after_id", "The id behind which the page begins."),
+            Query("before_id", "The page ends before this id."),
+            Query("limit", "Batches of a page.", {**LIMIT, "maximum": 1000}),
+            Query("beta", "Accepted and ignored."),
         ),
+        is_anthropic=True,
         led=True,
-        right=Right.HOLDERS,
     ),
     Route("GET", _ONE, retrieve, _KNOWN, led=True, right=Right.HOLDERS),
-    Route(
+    keyed(
         "DELETE",
         _ONE,
         delete,
-        Operation(_TAG, DeletedMessageBatch, statuses=(404,), is_anthropic=True),
+        _TAG,
+        DeletedMessageBatch,
+        statuses=(404,),
+        is_anthropic=True,
         led=True,
-        right=Right.HOLDERS,
     ),
     Route(
         "POST", "/v1/messages/batches/{id}/cancel", cancel, _KNOWN, led=True, right=Right.HOLDERS
     ),
-    Route(
+    keyed(
         "GET",
         "/v1/messages/batches/{id}/results",
         show_results,
-        Operation(_TAG, Media(("application/x-jsonl",)), statuses=(404,), is_anthropic=True),
-        right=Right.HOLDERS,
+        _TAG,
+        Media(("application/x-jsonl",)),
+        statuses=(404,),
+        is_anthropic=True,
     ),
 )

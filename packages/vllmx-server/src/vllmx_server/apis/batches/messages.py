@@ -10,9 +10,9 @@ from typing import BinaryIO
 
 import msgspec
 
+from vllmx_server.apis.batches.answers import MessageBatch, MessageBatchCounts
 from vllmx_server.apis.batches.files import Files
-from vllmx_server.apis.batches.message_answers import MessageBatch, MessageBatchCounts
-from vllmx_server.apis.batches.message_schema import BatchedMessage
+from vllmx_server.apis.batches.schema import BatchedMessage
 from vllmx_server.apis.batches.store import Batch
 from vllmx_server.errors import BodyTooLargeError, MessagesError, MessagesErrorFields
 

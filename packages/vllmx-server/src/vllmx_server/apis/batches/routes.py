@@ -10,16 +10,16 @@ from vllmx_core.errors import QueueFullError
 
 from vllmx_server.apis.batches.answers import BatchList, BatchObject
 from vllmx_server.apis.batches.file_routes import TAG
-from vllmx_server.apis.batches.kept import KeptFiles
+from vllmx_server.apis.batches.runner import KeptFiles
 from vllmx_server.apis.batches.schema import CREATE, CreateBatch
 from vllmx_server.apis.batches.store import Batch
 from vllmx_server.errors import OverloadedError
+from vllmx_server.generating.api import keyed
 from vllmx_server.generating.reading import checked, read_json
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.client import owner_of
-from vllmx_server.http.operation import AFTER, BODY, LIMIT, Operation, Query
+from vllmx_server.http.operation import AFTER, BODY, LIMIT, Query
 from vllmx_server.http.pages import answer, check_query, number, page
-from vllmx_server.http.route import Right, Route
 from vllmx_server.store.database import new_id, now
 
 MAX_OPEN = 100
@@ -97,46 +97,26 @@ async def cancelled(served: Served, batch: Batch) -> Batch:
 
 
 ROUTES = (
-    Route(
+    keyed(
         "POST",
         "/v1/batches",
         create,
-        Operation(
-            TAG,
-            BatchObject,
-            CreateBatch,
-            statuses=(*BODY, 404),
-            example={"input_file_id": "file-0123", "endpoint": "/v1/chat/completions"},
-        ),
+        TAG,
+        BatchObject,
+        CreateBatch,
+        statuses=(*BODY, 404),
+        example={"input_file_id": "file-0123", "endpoint": "/v1/chat/completions"},
         led=True,
-        right=Right.HOLDERS,
     ),
-    Route(
+    keyed(
         "GET",
         "/v1/batches",
         list_batches,
-        Operation(
-            TAG,
-            BatchList,
-            query=(AFTER, Query("limit", "Batches of a page.", {**LIMIT, "maximum": 100})),
-        ),
+        TAG,
+        BatchList,
+        query=(AFTER, Query("limit", "Batches of a page.", {**LIMIT, "maximum": 100})),
         led=True,
-        right=Right.HOLDERS,
     ),
-    Route(
-        "GET",
-        "/v1/batches/{id}",
-        retrieve,
-        Operation(TAG, BatchObject, statuses=(404,)),
-        led=True,
-        right=Right.HOLDERS,
-    ),
-    Route(
-        "POST",
-        "/v1/batches/{id}/cancel",
-        cancel,
-        Operation(TAG, BatchObject, statuses=(404,)),
-        led=True,
-        right=Right.HOLDERS,
-    ),
+    keyed("GET", "/v1/batches/{id}", retrieve, TAG, BatchObject, statuses=(404,), led=True),
+    keyed("POST", "/v1/batches/{id}/cancel", cancel, TAG, BatchObject, statuses=(404,), led=True),
 )

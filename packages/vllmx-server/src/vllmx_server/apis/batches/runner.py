@@ -1,4 +1,4 @@
-"""Works on all batches that have not ended."""
+"""Files and batches of a server, and the work on batches that have not ended."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from vllmx_core.errors import InvalidRequestError, VllmxError
 from vllmx_core.system.private_traceback import private_traceback
 
 from vllmx_server.apis.batches.answers import BatchError, Status
-from vllmx_server.apis.batches.files import FileNotKnownError, Files
+from vllmx_server.apis.batches.files import FileNotKnownError, Files, Quota
 from vllmx_server.apis.batches.input import InputReader
 from vllmx_server.apis.batches.line import LineAnswerer
-from vllmx_server.apis.batches.line_slots import LineSlots
-from vllmx_server.apis.batches.lines import AnswerWriter, LineRunner
+from vllmx_server.apis.batches.lines import AnswerWriter, LineRunner, LineSlots
 from vllmx_server.apis.batches.output import finish
 from vllmx_server.apis.batches.store import Batch, Batches
-from vllmx_server.store.database import logger, now
+from vllmx_server.config import ServerConfig
+from vllmx_server.generating.served import Served
+from vllmx_server.store.database import Storage, logger, now
 
 _PAGE = 1000
 _TRY_AGAIN_S = 5.0
@@ -184,3 +185,40 @@ class BatchRunner:
 def _enter(batch: Batch, status: Status) -> None:
     batch.status = status
     batch.times[status] = now()
+
+
+class KeptFiles:
+    """Files, and batches over them.
+
+    Attributes:
+        runner: works on the batches; set before the first request.
+    """
+
+    def __init__(self, config: ServerConfig, storage: Storage) -> None:
+        quota = Quota(config.max_stored_bytes, config.max_stored_files)
+        self.files = Files(storage.database, storage.folder, quota, config.lifetime_s)
+        self.batches = Batches(storage.database, config.max_stored_files)
+        self.runner: BatchRunner
+        self._lifetime_s = config.lifetime_s
+
+    async def clean(self) -> None:
+        """Deletes what is too old."""
+        await self.files.clean()
+        await self.batches.forget_before(now() - self._lifetime_s)
+
+
+def batch_runner(kept: KeptFiles, served: Served) -> BatchRunner:
+    """The runner of a server, whose lines take the rows that other requests leave free."""
+    llm = served.llm
+    slots = LineSlots(
+        lambda: llm.info.max_num_seqs, lambda: max(0, llm.num_in_flight - slots.num_taken)
+    )
+    assert served.app is not None
+    return BatchRunner(
+        kept.batches,
+        kept.files,
+        LineAnswerer(served.app, served.endpoints),
+        slots,
+        served.config.max_body_bytes,
+        lambda: llm.is_ready or served.sleeps_idle,
+    )

@@ -20,21 +20,19 @@ from vllmx_server.generating.answers import (
     ChatLogprobs,
     FinishReason,
 )
-from vllmx_server.generating.api import Api
+from vllmx_server.generating.api import Api, keyed
 from vllmx_server.generating.chat_body import DECODER, ChatCompletionRequest
 from vllmx_server.generating.chat_call import ChatCall, chat_call, submit_chat
-from vllmx_server.generating.chat_reading import PlainChunks, ReadStream, WholeAnswer, deltas
-from vllmx_server.generating.chunks import Chunks
+from vllmx_server.generating.chat_events import ReadStream, WholeAnswer
+from vllmx_server.generating.chunks import Chunks, PlainChunks, deltas
 from vllmx_server.generating.generate import generate
-from vllmx_server.generating.generation import Generation
+from vllmx_server.generating.generation import Generation, request_timings
 from vllmx_server.generating.logprobs import chat_logprobs, prompt_logprobs
-from vllmx_server.generating.request_timings import request_timings
 from vllmx_server.generating.sampling import stream_options
 from vllmx_server.generating.served import Served
 from vllmx_server.generating.tools import is_named_tool
 from vllmx_server.http.event_stream import DONE, HeldResponse
-from vllmx_server.http.operation import GENERATES, GENERATING, HELLO, Events, Operation
-from vllmx_server.http.route import Right, Route
+from vllmx_server.http.operation import GENERATES, GENERATING, HELLO, Events
 from vllmx_server.schema.record import json_pieces, lazily
 
 
@@ -250,21 +248,18 @@ class ChatAnswer:
 
 class ChatApi(Api):
     routes = (
-        Route(
+        keyed(
             "POST",
             "/v1/chat/completions",
             chat_completions,
-            Operation(
-                GENERATING,
-                ChatCompletion,
-                ChatCompletionRequest,
-                events=Events(ChatChunk, is_named=False, ends_with="[DONE]"),
-                statuses=GENERATES,
-                example={"messages": HELLO, "max_tokens": 16},
-                task="generate",
-            ),
+            GENERATING,
+            ChatCompletion,
+            ChatCompletionRequest,
+            events=Events(ChatChunk, is_named=False, ends_with="[DONE]"),
+            statuses=GENERATES,
+            example={"messages": HELLO, "max_tokens": 16},
+            task="generate",
             of_model=True,
             span="chat",
-            right=Right.HOLDERS,
         ),
     )

@@ -23,18 +23,16 @@ from vllmx_engine.wire.outputs import CompletionOutput, RequestOutput
 from vllmx_server.apis.completions.answers import TextChoice, TextChunk, TextCompletion
 from vllmx_server.apis.completions.schema import DECODER, CompletionRequest
 from vllmx_server.generating.answers import TextLogprobs
-from vllmx_server.generating.api import Api
-from vllmx_server.generating.caller import caller_of
+from vllmx_server.generating.api import Api, keyed
 from vllmx_server.generating.chunks import Chunks, encode
 from vllmx_server.generating.generate import generate
-from vllmx_server.generating.generation import Generation
+from vllmx_server.generating.generation import Generation, request_timings
 from vllmx_server.generating.logprobs import CompletionLogprobs, prompt_logprobs
-from vllmx_server.generating.request_timings import request_timings
+from vllmx_server.generating.reading import caller_of
 from vllmx_server.generating.sampling import stream_options
 from vllmx_server.generating.served import Served
 from vllmx_server.http.event_stream import DONE, HeldResponse
-from vllmx_server.http.operation import GENERATES, GENERATING, Events, Operation
-from vllmx_server.http.route import Right, Route
+from vllmx_server.http.operation import GENERATES, GENERATING, Events
 from vllmx_server.schema.record import json_pieces, lazily
 
 
@@ -301,21 +299,18 @@ class CompletionAnswer:
 
 class CompletionsApi(Api):
     routes = (
-        Route(
+        keyed(
             "POST",
             "/v1/completions",
             completions,
-            Operation(
-                GENERATING,
-                TextCompletion,
-                CompletionRequest,
-                events=Events(TextChunk, is_named=False, ends_with="[DONE]"),
-                statuses=GENERATES,
-                example={"prompt": "Once upon a time", "max_tokens": 16},
-                task="generate",
-            ),
+            GENERATING,
+            TextCompletion,
+            CompletionRequest,
+            events=Events(TextChunk, is_named=False, ends_with="[DONE]"),
+            statuses=GENERATES,
+            example={"prompt": "Once upon a time", "max_tokens": 16},
+            task="generate",
             of_model=True,
             span="text_completion",
-            right=Right.HOLDERS,
         ),
     )

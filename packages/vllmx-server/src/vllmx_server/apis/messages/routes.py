@@ -35,7 +35,7 @@ from vllmx_server.apis.messages.schema import (
     MessagesRequest,
 )
 from vllmx_server.errors import messages_error_body
-from vllmx_server.generating.api import Api
+from vllmx_server.generating.api import Api, keyed
 from vllmx_server.generating.chat_call import ChatCall, chat_call, submit_chat
 from vllmx_server.generating.chat_events import ChatEvents
 from vllmx_server.generating.field_names import MESSAGES_FIELDS
@@ -46,8 +46,7 @@ from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.client import client_of
 from vllmx_server.http.disconnect import while_there
 from vllmx_server.http.event_stream import Framing, HeldResponse
-from vllmx_server.http.operation import BODY, GENERATES, GENERATING, HELLO, TEXT, Events, Operation
-from vllmx_server.http.route import Right, Route
+from vllmx_server.http.operation import BODY, GENERATES, GENERATING, HELLO, TEXT, Events
 
 encode = msgspec.json.Encoder().encode
 
@@ -186,38 +185,32 @@ class MessagesAnswer:
 
 class MessagesApi(Api):
     routes = (
-        Route(
+        keyed(
             "POST",
             "/v1/messages",
             messages,
-            Operation(
-                GENERATING,
-                Message,
-                MessagesRequest,
-                events=Events(MessagesEvent, is_named=True),
-                statuses=GENERATES,
-                example={"messages": HELLO, "max_tokens": 16},
-                is_anthropic=True,
-                task="generate",
-            ),
+            GENERATING,
+            Message,
+            MessagesRequest,
+            events=Events(MessagesEvent, is_named=True),
+            statuses=GENERATES,
+            example={"messages": HELLO, "max_tokens": 16},
+            is_anthropic=True,
+            task="generate",
             of_model=True,
             span="chat",
-            right=Right.HOLDERS,
         ),
-        Route(
+        keyed(
             "POST",
             "/v1/messages/count_tokens",
             count_tokens,
-            Operation(
-                TEXT,
-                CountedTokens,
-                CountTokensRequest,
-                statuses=(*BODY, 404),
-                example={"messages": HELLO},
-                is_anthropic=True,
-                task="generate",
-            ),
+            TEXT,
+            CountedTokens,
+            CountTokensRequest,
+            statuses=(*BODY, 404),
+            example={"messages": HELLO},
+            is_anthropic=True,
+            task="generate",
             of_model=True,
-            right=Right.HOLDERS,
         ),
     )

@@ -14,8 +14,7 @@ import msgspec
 from vllmx_core.errors import VllmxError
 
 from vllmx_server import __version__
-from vllmx_server.apis.openapi.bounds import Bounds, security
-from vllmx_server.apis.openapi.schemas import REF, Schema, schemas_of
+from vllmx_server.apis.openapi.schemas import REF, Bounds, Schema, schemas_of, security
 from vllmx_server.errors import ErrorAnswer, MessagesError
 from vllmx_server.http.operation import ANY, COUNTED, Events, Form, Media, Operation
 from vllmx_server.http.route import Route

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from vllmx_core.errors import InvalidRequestError, shown
 
-from vllmx_server.apis.operators.answers import ModelState, PrefixCachesReset
 from vllmx_server.generating.api import Api
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.answers import Health
@@ -20,12 +19,23 @@ from vllmx_server.http.operation import BODY, STATUS, Endpoint, Operation
 from vllmx_server.http.pages import answer
 from vllmx_server.http.route import Right, Route
 from vllmx_server.schema.decode import decode
+from vllmx_server.schema.record import Record
 
 
 class NamedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of /v1/models/load and /unload."""
 
     model: str
+
+
+class ModelState(Record, kw_only=True):
+    model: str
+    state: Literal["unloaded", "loaded"]
+
+
+class PrefixCachesReset(Record, kw_only=True):
+    reset: dict[str, bool]
+    """Whether each model's cache was reset; false where requests run."""
 
 
 _NAMED = msgspec.json.Decoder(NamedModel)

@@ -45,7 +45,6 @@ from vllmx_server.apis.pooling.schema import (
     is_activated,
 )
 from vllmx_server.generating.answers import PoolingUsage
-from vllmx_server.generating.caller import caller_of, request_id_of
 from vllmx_server.generating.chat_call import check_template
 from vllmx_server.generating.field_names import RERANK_FIELDS
 from vllmx_server.generating.generation import Usage
@@ -57,7 +56,15 @@ from vllmx_server.generating.pooling import (
     Task,
     pooler_for,
 )
-from vllmx_server.generating.reading import CheckedBody, body_bytes, checked, most_tokens, read_json
+from vllmx_server.generating.reading import (
+    CheckedBody,
+    body_bytes,
+    caller_of,
+    checked,
+    most_tokens,
+    read_json,
+    request_id_of,
+)
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.client import client_of
 from vllmx_server.http.deadline import deadline_of

@@ -21,12 +21,17 @@ from vllmx_server.apis.pooling.routes import (
     shortened,
     vectors_route,
 )
-from vllmx_server.apis.pooling.schema import RerankRequest
-from vllmx_server.apis.pooling.tei_schema import EMBED, RANK_TEXTS, EmbedRequest, RankTextsRequest
+from vllmx_server.apis.pooling.schema import (
+    EMBED,
+    RANK_TEXTS,
+    EmbedRequest,
+    RankTextsRequest,
+    RerankRequest,
+)
 from vllmx_server.generating.api import Api
-from vllmx_server.generating.by_shape import Endpoint, by_shape
 from vllmx_server.generating.field_names import TEI_EMBED_FIELDS, TEI_RERANK_FIELDS
 from vllmx_server.generating.pooling import pooler_for
+from vllmx_server.generating.reading import Endpoint, by_shape
 from vllmx_server.generating.served import served_of
 from vllmx_server.schema.record import Items, json_pieces
 

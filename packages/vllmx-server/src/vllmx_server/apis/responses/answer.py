@@ -1,4 +1,4 @@
-"""One response: what is shown of it while it comes to be, whole or in events."""
+"""A response while it is generated, whole, as events, or in the background."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from vllmx_server.apis.responses.store import KeptResponses, StoredResponse
 from vllmx_server.apis.responses.tools import forms_of
 from vllmx_server.errors import cut_message, internal_error
 from vllmx_server.generating.chat_events import ChatEvents
-from vllmx_server.generating.content_logprobs import ContentLogprobs
 from vllmx_server.generating.generation import Generation, Usage
+from vllmx_server.generating.logprobs import ContentLogprobs
 from vllmx_server.generating.served import Served
 from vllmx_server.http.event_stream import Held
 from vllmx_server.store.database import logger, new_id, now

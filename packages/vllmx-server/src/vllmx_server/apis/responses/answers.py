@@ -1,4 +1,4 @@
-"""Answers of /v1/responses."""
+"""Answers and events of /v1/responses, and answers of /v1/conversations."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from vllmx_server.apis.responses.schema import (
     UpdateConversation,
 )
 from vllmx_server.apis.responses.store import KeptResponses
+from vllmx_server.generating.api import keyed
 from vllmx_server.generating.reading import body_bytes, checked, read_json
 from vllmx_server.generating.served import served_of
 from vllmx_server.http.client import client_of, owner_of
@@ -32,11 +33,9 @@ from vllmx_server.http.operation import (
     LIMIT,
     ORDER,
     Media,
-    Operation,
     Query,
 )
 from vllmx_server.http.pages import answer, check_query, newest_first, number, page
-from vllmx_server.http.route import Right, Route
 from vllmx_server.store.database import new_id, now
 
 _INCLUDE = ("include", "include[]")
@@ -143,89 +142,53 @@ _TAG = "Conversations"
 _ONE = "/v1/conversations/{id}"
 _ITEM = "/v1/conversations/{id}/items/{item}"
 ROUTES = (
-    Route(
+    keyed(
         "POST",
         "/v1/conversations",
         create,
-        Operation(
-            _TAG,
-            ConversationObject,
-            CreateConversation,
-            statuses=BODY,
-            example={"items": HELLO, "metadata": {"topic": "demo"}},
-        ),
-        right=Right.HOLDERS,
+        _TAG,
+        ConversationObject,
+        CreateConversation,
+        statuses=BODY,
+        example={"items": HELLO, "metadata": {"topic": "demo"}},
     ),
-    Route(
-        "GET",
-        _ONE,
-        retrieve,
-        Operation(_TAG, ConversationObject, statuses=(404,)),
-        right=Right.HOLDERS,
-    ),
-    Route(
+    keyed("GET", _ONE, retrieve, _TAG, ConversationObject, statuses=(404,)),
+    keyed(
         "POST",
         _ONE,
         update,
-        Operation(
-            _TAG,
-            ConversationObject,
-            UpdateConversation,
-            statuses=(*BODY, 404),
-            example={"metadata": {"topic": "demo"}},
-        ),
-        right=Right.HOLDERS,
+        _TAG,
+        ConversationObject,
+        UpdateConversation,
+        statuses=(*BODY, 404),
+        example={"metadata": {"topic": "demo"}},
     ),
-    Route(
-        "DELETE",
-        _ONE,
-        delete,
-        Operation(_TAG, DeletedConversation, statuses=(404,)),
-        right=Right.HOLDERS,
-    ),
-    Route(
+    keyed("DELETE", _ONE, delete, _TAG, DeletedConversation, statuses=(404,)),
+    keyed(
         "POST",
         "/v1/conversations/{id}/items",
         add_items,
-        Operation(
-            _TAG,
-            ItemList,
-            AddItems,
-            query=INCLUDE,
-            statuses=(*BODY, 404),
-            example={"items": HELLO},
-        ),
-        right=Right.HOLDERS,
+        _TAG,
+        ItemList,
+        AddItems,
+        query=INCLUDE,
+        statuses=(*BODY, 404),
+        example={"items": HELLO},
     ),
-    Route(
+    keyed(
         "GET",
         "/v1/conversations/{id}/items",
         list_items,
-        Operation(
-            _TAG,
-            ItemList,
-            query=(
-                Query("limit", "Items of a page.", {**LIMIT, "maximum": 100}),
-                ORDER,
-                AFTER,
-                *INCLUDE,
-            ),
-            statuses=(404,),
+        _TAG,
+        ItemList,
+        query=(
+            Query("limit", "Items of a page.", {**LIMIT, "maximum": 100}),
+            ORDER,
+            AFTER,
+            *INCLUDE,
         ),
-        right=Right.HOLDERS,
+        statuses=(404,),
     ),
-    Route(
-        "GET",
-        _ITEM,
-        item,
-        Operation(_TAG, Media(("application/json",)), query=INCLUDE, statuses=(404,)),
-        right=Right.HOLDERS,
-    ),
-    Route(
-        "DELETE",
-        _ITEM,
-        delete_item,
-        Operation(_TAG, ConversationObject, statuses=(404,)),
-        right=Right.HOLDERS,
-    ),
+    keyed("GET", _ITEM, item, _TAG, Media(("application/json",)), query=INCLUDE, statuses=(404,)),
+    keyed("DELETE", _ITEM, delete_item, _TAG, ConversationObject, statuses=(404,)),
 )

@@ -23,6 +23,7 @@ from vllmx_server.apis.responses.schema import (
     InputTokensRequest,
     ResponsesRequest,
 )
+from vllmx_server.generating.api import keyed
 from vllmx_server.generating.chat_call import chat_call, submit_chat
 from vllmx_server.generating.chat_events import ChatEvents, ContentPiece
 from vllmx_server.generating.field_names import RESPONSES_FIELDS
@@ -33,9 +34,8 @@ from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.client import client_of
 from vllmx_server.http.disconnect import while_there
 from vllmx_server.http.event_stream import HeldResponse
-from vllmx_server.http.operation import BODY, GENERATES, GENERATING, TEXT, Operation
+from vllmx_server.http.operation import BODY, GENERATES, GENERATING, TEXT
 from vllmx_server.http.pages import answer
-from vllmx_server.http.route import Right, Route
 from vllmx_server.schema.record import Items, json_pieces
 from vllmx_server.store.database import new_id, now
 
@@ -135,34 +135,28 @@ class _Compaction:
 
 
 ROUTES = (
-    Route(
+    keyed(
         "POST",
         "/v1/responses/input_tokens",
         input_tokens,
-        Operation(
-            TEXT,
-            CountedInput,
-            InputTokensRequest,
-            statuses=(*BODY, 404),
-            example={"input": "Hello!"},
-            task="generate",
-        ),
+        TEXT,
+        CountedInput,
+        InputTokensRequest,
+        statuses=(*BODY, 404),
+        example={"input": "Hello!"},
+        task="generate",
         of_model=True,
-        right=Right.HOLDERS,
     ),
-    Route(
+    keyed(
         "POST",
         "/v1/responses/compact",
         compact,
-        Operation(
-            GENERATING,
-            Compaction,
-            CompactRequest,
-            statuses=GENERATES,
-            example={"input": "Hello!"},
-            task="generate",
-        ),
+        GENERATING,
+        Compaction,
+        CompactRequest,
+        statuses=GENERATES,
+        example={"input": "Hello!"},
+        task="generate",
         of_model=True,
-        right=Right.HOLDERS,
     ),
 )

@@ -1,4 +1,4 @@
-"""Items of responses and conversations: ids, forms in the API, and summaries of compaction."""
+"""Items of responses and conversations: ids, forms in the API, summaries, calls of MCP tools."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from vllmx_server.generating.chat_events import ChatEvent
 from vllmx_server.store.database import new_id
 
 if TYPE_CHECKING:
-    from vllmx_server.mcp.offered import OfferedTool
-    from vllmx_server.mcp.results import ToolResult
+    from vllmx_server.mcp.offered import OfferedTool, ToolResult
 
 
 _PREFIXES = {

@@ -1,4 +1,4 @@
-"""The tools of a request for a response with MCP servers."""
+"""Responses with MCP tools: the model calls them in rounds until it answers without a call."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ from vllmx_server.generating.served import Served
 from vllmx_server.generating.tools import ALLOWED, no_longer_required
 from vllmx_server.http.client import client_of
 from vllmx_server.http.deadline import Deadline
-from vllmx_server.mcp.offered import OfferedTool, called, chosen
-from vllmx_server.mcp.results import ToolResult, failure
+from vllmx_server.mcp.offered import OfferedTool, ToolResult, called, chosen, failure
 from vllmx_server.mcp.servers import ToolServers
 from vllmx_server.watch.metrics import Metrics
 

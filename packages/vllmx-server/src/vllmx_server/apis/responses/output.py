@@ -24,7 +24,7 @@ from vllmx_server.generating.chat_events import (
     ContentPiece,
     ReasoningPiece,
 )
-from vllmx_server.generating.content_logprobs import ContentLogprobs
+from vllmx_server.generating.logprobs import ContentLogprobs
 from vllmx_server.store.database import new_id
 
 if TYPE_CHECKING:

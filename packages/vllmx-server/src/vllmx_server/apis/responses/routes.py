@@ -22,6 +22,7 @@ from vllmx_server.apis.responses.schema import RESPONSES, InputItem, ResponsesRe
 from vllmx_server.apis.responses.store import KeptResponses
 from vllmx_server.apis.responses.tools import requested_servers
 from vllmx_server.errors import error_fields
+from vllmx_server.generating.api import keyed
 from vllmx_server.generating.chat_body import MAX_MESSAGES
 from vllmx_server.generating.chat_call import ChatCall, chat_call, submit_chat
 from vllmx_server.generating.field_names import RESPONSES_FIELDS
@@ -42,11 +43,9 @@ from vllmx_server.http.operation import (
     LIMIT,
     ORDER,
     Events,
-    Operation,
     Query,
 )
 from vllmx_server.http.pages import answer, check_query, newest_first, number, one_of, page
-from vllmx_server.http.route import Right, Route
 from vllmx_server.limits.admitted import expected_tokens
 from vllmx_server.watch.tracing import trace_of
 
@@ -283,82 +282,67 @@ def _behind(items: list[InputItem], after: str) -> list[InputItem]:
 
 _STORED = "Stored responses"
 ROUTES = (
-    Route(
+    keyed(
         "POST",
         "/v1/responses",
         create,
-        Operation(
-            GENERATING,
-            ResponseObject,
-            ResponsesRequest,
-            events=Events(ResponsesEvent, is_named=True),
-            statuses=GENERATES,
-            example={"input": "Hello!", "max_output_tokens": 16},
-            task="generate",
-        ),
+        GENERATING,
+        ResponseObject,
+        ResponsesRequest,
+        events=Events(ResponsesEvent, is_named=True),
+        statuses=GENERATES,
+        example={"input": "Hello!", "max_output_tokens": 16},
+        task="generate",
         of_model=True,
         span="chat",
-        right=Right.HOLDERS,
     ),
-    Route(
+    keyed(
         "GET",
         "/v1/responses/{id}",
         retrieve,
-        Operation(
-            _STORED,
-            ResponseObject,
-            query=(
-                Query(
-                    "stream",
-                    "The events of one that runs in the background, or was made with `background`"
-                    " and `stream`.",
-                    {"enum": ["true", "false"]},
-                ),
-                Query(
-                    "starting_after",
-                    "The number of the last event that is known.",
-                    {"type": "integer", "minimum": 0, "maximum": 1 << 29},
-                ),
-                *INCLUDE,
-                Query("include_obfuscation", "Accepted and ignored."),
+        _STORED,
+        ResponseObject,
+        query=(
+            Query(
+                "stream",
+                "The events of one that runs in the background, or was made with `background`"
+                " and `stream`.",
+                {"enum": ["true", "false"]},
             ),
-            events=Events(ResponsesEvent, is_named=True),
-            statuses=(404,),
+            Query(
+                "starting_after",
+                "The number of the last event that is known.",
+                {"type": "integer", "minimum": 0, "maximum": 1 << 29},
+            ),
+            *INCLUDE,
+            Query("include_obfuscation", "Accepted and ignored."),
         ),
+        events=Events(ResponsesEvent, is_named=True),
+        statuses=(404,),
         led=True,
-        right=Right.HOLDERS,
     ),
-    Route(
-        "DELETE",
-        "/v1/responses/{id}",
-        delete,
-        Operation(_STORED, Deleted, statuses=(404,)),
-        led=True,
-        right=Right.HOLDERS,
-    ),
-    Route(
+    keyed("DELETE", "/v1/responses/{id}", delete, _STORED, Deleted, statuses=(404,), led=True),
+    keyed(
         "POST",
         "/v1/responses/{id}/cancel",
         cancel,
-        Operation(_STORED, ResponseObject, statuses=(404,)),
+        _STORED,
+        ResponseObject,
+        statuses=(404,),
         led=True,
-        right=Right.HOLDERS,
     ),
-    Route(
+    keyed(
         "GET",
         "/v1/responses/{id}/input_items",
         input_items,
-        Operation(
-            _STORED,
-            ItemList,
-            query=(
-                Query("limit", "Items of a page.", {**LIMIT, "maximum": 100}),
-                ORDER,
-                AFTER,
-                *INCLUDE,
-            ),
-            statuses=(404,),
+        _STORED,
+        ItemList,
+        query=(
+            Query("limit", "Items of a page.", {**LIMIT, "maximum": 100}),
+            ORDER,
+            AFTER,
+            *INCLUDE,
         ),
-        right=Right.HOLDERS,
+        statuses=(404,),
     ),
 )

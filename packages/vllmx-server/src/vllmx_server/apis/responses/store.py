@@ -1,4 +1,4 @@
-"""Responses that clients come back to."""
+"""Stored responses."""
 
 from __future__ import annotations
 

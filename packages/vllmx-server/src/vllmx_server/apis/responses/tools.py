@@ -1,4 +1,4 @@
-"""Tools and tool choices of Responses as those of chats, and calls as items."""
+"""Tools and tool choices of Responses as those of chats; requested MCP servers."""
 
 from __future__ import annotations
 

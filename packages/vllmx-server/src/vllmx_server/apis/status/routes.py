@@ -13,7 +13,7 @@ from vllmx_core.errors import ModelNotFoundError, listing, shown
 
 from vllmx_server import __version__
 from vllmx_server.apis.status.answers import KeyUsed, KeyUsedList, ModelCard, ModelList, Version
-from vllmx_server.generating.api import Api
+from vllmx_server.generating.api import Api, keyed
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.answers import Health
 from vllmx_server.http.client import owner_of
@@ -184,49 +184,37 @@ def _open(method: str, path: str, endpoint: Endpoint, *, for_operators: bool = T
 
 class StatusApi(Api):
     routes = (
-        Route(
-            "GET",
-            "/v1/models",
-            models,
-            Operation(STATUS, ModelList),
-            for_operators=True,
-            right=Right.HOLDERS,
-        ),
-        Route(
+        keyed("GET", "/v1/models", models, STATUS, ModelList, for_operators=True),
+        keyed(
             "GET",
             "/v1/models/{name:path}",
             model,
-            Operation(STATUS, ModelCard, statuses=(404,)),
+            STATUS,
+            ModelCard,
+            statuses=(404,),
             for_operators=True,
-            right=Right.HOLDERS,
         ),
         _open("GET", "/ping", ready, for_operators=False),
         _open("POST", "/ping", ready, for_operators=False),
         _open("GET", "/health", ready),
         _open("GET", "/health/live", live),
         _open("GET", "/health/ready", ready),
-        Route(
+        keyed(
             "GET",
             "/metrics",
             metrics,
-            Operation(STATUS, Media((CONTENT_TYPE.partition(";")[0],))),
+            STATUS,
+            Media((CONTENT_TYPE.partition(";")[0],)),
             for_operators=True,
-            right=Right.HOLDERS,
         ),
-        Route(
-            "GET",
-            "/version",
-            version,
-            Operation(STATUS, Version),
-            for_operators=True,
-            right=Right.HOLDERS,
-        ),
-        Route(
+        keyed("GET", "/version", version, STATUS, Version, for_operators=True),
+        keyed(
             "GET",
             "/v1/usage",
             usage,
-            Operation(STATUS, KeyUsedList, text="Of all keys for one that says `admin`."),
+            STATUS,
+            KeyUsedList,
+            text="Of all keys for one that says `admin`.",
             for_operators=True,
-            right=Right.HOLDERS,
         ),
     )

@@ -1,7 +1,8 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -10,16 +11,21 @@ from starlette.responses import Response
 from vllmx_core.errors import InvalidRequestError
 from vllmx_engine.client.request_limits import id_outside
 
-from vllmx_server.apis.text.answers import Detokenized, Tokenized
-from vllmx_server.apis.text.schema import DETOKENIZE, TOKENIZE, DetokenizeRequest, TokenizeRequest
-from vllmx_server.generating.api import Api
+from vllmx_server.apis.text.schema import (
+    DETOKENIZE,
+    TOKENIZE,
+    Detokenized,
+    DetokenizeRequest,
+    Tokenized,
+    TokenizeRequest,
+)
+from vllmx_server.generating.api import Api, keyed
 from vllmx_server.generating.chat_call import check_template
 from vllmx_server.generating.reading import body_bytes, checked, counted, most_tokens, read_json
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.client import client_of
 from vllmx_server.http.disconnect import while_there
-from vllmx_server.http.operation import BODY, TEXT, Operation
-from vllmx_server.http.route import Right, Route
+from vllmx_server.http.operation import BODY, TEXT, Media
 from vllmx_server.schema.record import Items, json_pieces
 
 _encode = msgspec.json.Encoder().encode
@@ -126,32 +132,63 @@ def check_ids(tokens: list[int], vocab_size: int) -> None:
 
 class TextApi(Api):
     routes = (
-        Route(
+        keyed(
             "POST",
             "/tokenize",
             tokenize,
-            Operation(
-                TEXT,
-                Tokenized,
-                TokenizeRequest,
-                statuses=(*BODY, 404),
-                example={"prompt": "Hello!"},
-            ),
+            TEXT,
+            Tokenized,
+            TokenizeRequest,
+            statuses=(*BODY, 404),
+            example={"prompt": "Hello!"},
             of_model=True,
-            right=Right.HOLDERS,
         ),
-        Route(
+        keyed(
             "POST",
             "/detokenize",
             detokenize,
-            Operation(
-                TEXT,
-                Detokenized,
-                DetokenizeRequest,
-                statuses=(*BODY, 404),
-                example={"tokens": [72, 105]},
-            ),
+            TEXT,
+            Detokenized,
+            DetokenizeRequest,
+            statuses=(*BODY, 404),
+            example={"tokens": [72, 105]},
             of_model=True,
-            right=Right.HOLDERS,
+        ),
+    )
+
+
+_FOLDERS = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file", "cache_dir")
+"""Entries that name files of whoever wrote the tokenizer."""
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """The configuration of the tokenizer, as tokenizer_config.json has it, and the chat template
+    that is in use. Raises ForbiddenError for a key that may not use the model."""
+    served = served_of(request)
+    served_of(request).holder(request).check_model(*served.names)
+    data = await served.llm.text.run(client_of(request), 0, lambda _: _encoded(served))
+    return Response(data, media_type="application/json")
+
+
+def _encoded(served: Served) -> bytes:
+    tokenizer = served.llm.tokenizer
+    found: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.config}
+    for name in _FOLDERS:
+        found.pop(name, None)
+    if served.llm.chat_template is not None:
+        found["chat_template"] = served.llm.chat_template
+    # The standard library's, for such files hold integers of more than 64 bits.
+    return json.dumps(found).encode()
+
+
+class TokenizerInfoApi(Api):
+    routes = (
+        keyed(
+            "GET",
+            "/tokenizer_info",
+            tokenizer_info,
+            TEXT,
+            Media(("application/json",)),
+            text="There under `--enable-tokenizer-info-endpoint` alone.",
         ),
     )
