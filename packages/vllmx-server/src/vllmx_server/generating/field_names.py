@@ -62,6 +62,3 @@ MESSAGES_FIELDS = FieldNames(
         r"tools\[(\d+)\]\.function": r"tools[\1]",
     }
 )
-RERANK_FIELDS = FieldNames({"input": "documents"})
-TEI_EMBED_FIELDS = FieldNames({"input": "inputs"})
-TEI_RERANK_FIELDS = FieldNames({"input": "texts"})

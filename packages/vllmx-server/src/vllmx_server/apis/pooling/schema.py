@@ -27,7 +27,7 @@ Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
 
 
 class PoolingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What all of these routes take."""
+    """The fields of all routes but those of text-embeddings-inference (TEI)."""
 
     model: str | None = None
     truncate_prompt_tokens: limits.Truncation | None = None
@@ -39,7 +39,7 @@ class PoolingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user: str | None = None
 
     def check(self) -> None:
-        """Nothing depends on another field."""
+        """Cross-field rules. Raises InvalidRequestError."""
 
 
 class InputFields(PoolingFields, kw_only=True, forbid_unknown_fields=True):
@@ -59,13 +59,11 @@ class InputFields(PoolingFields, kw_only=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         """Cross-field rules. Raises InvalidRequestError."""
-        PoolingFields.check(self)
         if (self.input is None) == (self.messages is None):
             raise InvalidRequestError("give either input or messages", param="input")
         check_free_form(self.chat_template_kwargs, "chat_template_kwargs")
 
-    def inputs(self) -> list[PoolingText]:
-        """The inputs of `input`; none for a conversation. Raises InvalidRequestError."""
+    def pooling_texts(self) -> list[PoolingText]:
         return [] if self.input is None else texts_of(self.input, "input")
 
     def conversation(self) -> list[dict[str, Any]]:
@@ -131,6 +129,10 @@ class EmbeddingsRequest(InputFields, kw_only=True, forbid_unknown_fields=True):
     dimensions: limits.Dimensions | None = None
     normalize: bool | None = None
 
+    @property
+    def is_normalized(self) -> bool:
+        return self.normalize is not False
+
 
 class PoolingRequest(EmbeddingsRequest, kw_only=True, forbid_unknown_fields=True):
     """vLLM's pooling: what the model makes of each input."""
@@ -145,8 +147,22 @@ class ClassifyRequest(InputFields, kw_only=True, forbid_unknown_fields=True):
     use_activation: bool | None = None
     """vLLM's newer name of it."""
 
+    @property
+    def is_normalized(self) -> bool:
+        return self.activation is not False and self.use_activation is not False
 
-class ScoreRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+
+class ScoringFields(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+    activation: bool | None = None
+    use_activation: bool | None = None
+    """vLLM's newer name of it."""
+
+    @property
+    def is_normalized(self) -> bool:
+        return self.activation is not False and self.use_activation is not False
+
+
+class ScoreRequest(ScoringFields, kw_only=True, forbid_unknown_fields=True):
     """vLLM's scores: one text with each of several, or pairs."""
 
     text_1: Texts | None = None
@@ -154,12 +170,8 @@ class ScoreRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
     queries: Texts | None = None
     """`queries` is a newer name of `text_1`, `documents` one of `text_2`."""
     documents: Texts | None = None
-    activation: bool | None = None
-    use_activation: bool | None = None
-    """vLLM's newer name of it."""
 
-    def pairs(self) -> list[PoolingText]:
-        """Raises InvalidRequestError."""
+    def pooling_texts(self) -> list[PoolingText]:
         first = self.text_1 if self.queries is None else self.queries
         second = self.text_2 if self.documents is None else self.documents
         if first is None or second is None:
@@ -182,7 +194,7 @@ class Document(msgspec.Struct):
     text: str
 
 
-class RerankRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+class RerankRequest(ScoringFields, kw_only=True, forbid_unknown_fields=True):
     """Jina's and Cohere's reranking."""
 
     query: str
@@ -191,9 +203,6 @@ class RerankRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
     """0: all documents come back."""
     return_documents: bool | None = None
     """None: yes, as in vLLM."""
-    activation: bool | None = None
-    use_activation: bool | None = None
-    """vLLM's newer name of it."""
     # Accepted and ignored.
     max_chunks_per_doc: Any = None
 
@@ -201,21 +210,12 @@ class RerankRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
         """The texts of the documents."""
         return [each if isinstance(each, str) else each.text for each in self.documents]
 
-
-def is_activated(body: ClassifyRequest | ScoreRequest | RerankRequest) -> bool:
-    """Whether scores are made of what the model gives; unless a request says otherwise."""
-    return body.activation is not False and body.use_activation is not False
-
-
-EMBEDDINGS = msgspec.json.Decoder(EmbeddingsRequest)
-POOLING = msgspec.json.Decoder(PoolingRequest)
-CLASSIFY = msgspec.json.Decoder(ClassifyRequest)
-SCORE = msgspec.json.Decoder(ScoreRequest)
-RERANK = msgspec.json.Decoder(RerankRequest)
+    def pooling_texts(self) -> list[PoolingText]:
+        return [PoolingText(self.query, pair=text) for text in self.texts()]
 
 
 class TEIFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields of both routes."""
+    """The fields of TEI's routes."""
 
     model: str | None = None
     """vllmx's own, for servers with several models."""
@@ -235,10 +235,6 @@ class TEIFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def cache_salt(self) -> None:
         """TEI has no salts."""
 
-    @property
-    def request_id(self) -> None:
-        """TEI does not name requests."""
-
     def check(self) -> None:
         """Cross-field rules. Raises InvalidRequestError."""
         if self.truncate and (self.truncation_direction or "").lower() == "left":
@@ -257,8 +253,11 @@ class EmbedRequest(TEIFields, kw_only=True, forbid_unknown_fields=True):
     """The model's prompt that is written before each input; None: its default, if it has one."""
     dimensions: limits.Dimensions | None = None
 
-    def texts(self) -> list[PoolingText]:
-        """Raises InvalidRequestError."""
+    @property
+    def is_normalized(self) -> bool:
+        return self.normalize is not False
+
+    def pooling_texts(self) -> list[PoolingText]:
         return texts_of(self.inputs, "inputs")
 
 
@@ -270,9 +269,28 @@ class RankTextsRequest(TEIFields, kw_only=True, forbid_unknown_fields=True):
     return_text: bool | None = None
     """Whether the answer repeats the texts; None: no."""
 
-    def pairs(self) -> list[PoolingText]:
+    @property
+    def is_normalized(self) -> bool:
+        return not self.raw_scores
+
+    def pooling_texts(self) -> list[PoolingText]:
         return [PoolingText(self.query, pair=text) for text in self.texts]
 
 
+PoolingBody = (
+    EmbeddingsRequest
+    | ClassifyRequest
+    | ScoreRequest
+    | RerankRequest
+    | EmbedRequest
+    | RankTextsRequest
+)
+"""All have `pooling_texts`, which makes the inputs of the model, none for a conversation, and
+`is_normalized`: vectors have length 1, scores go through the model's activation."""
+EMBEDDINGS = msgspec.json.Decoder(EmbeddingsRequest)
+POOLING = msgspec.json.Decoder(PoolingRequest)
+CLASSIFY = msgspec.json.Decoder(ClassifyRequest)
+SCORE = msgspec.json.Decoder(ScoreRequest)
+RERANK = msgspec.json.Decoder(RerankRequest)
 EMBED = msgspec.json.Decoder(EmbedRequest)
 RANK_TEXTS = msgspec.json.Decoder(RankTextsRequest)
