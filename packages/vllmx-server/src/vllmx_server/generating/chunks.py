@@ -82,7 +82,6 @@ class PlainChunks:
         self._begin = b'%b{"index":%d,"delta":' % (chunks.head, index)
         self._end = b',"logprobs":null,"finish_reason":null}' + chunks.tail
         self._begin_content = self._begin + b'{"content":'
-        self._begin_reasoning = self._begin + b'{"reasoning_content":'
         self._end_text = b"}" + self._end
 
     def content(self, text: str) -> bytes:
@@ -93,18 +92,7 @@ class PlainChunks:
         """What an event adds."""
         if isinstance(event, ContentPiece):
             return self.content(event.text)
-        if isinstance(event, ReasoningPiece):
-            text = encode(event.text)
-            found = (self._begin_reasoning, text, b',"reasoning":', text, self._end_text)
-            return b"".join(found)
-        if isinstance(event, ArgumentsPiece):
-            delta = b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (
-                event.index,
-                encode(event.text),
-            )
-        else:
-            delta = encode(delta_of(event))
-        return b"%b%b%b" % (self._begin, delta, self._end)
+        return b"%b%b%b" % (self._begin, encode(delta_of(event)), self._end)
 
 
 def delta_of(event: Event) -> dict[str, Any]:

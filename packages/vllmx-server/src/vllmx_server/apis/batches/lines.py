@@ -77,14 +77,13 @@ class LineRunner:
         files: Files,
         answerer: LineAnswerer,
         slots: LineSlots,
-        writer: AnswerWriter,
         is_ready: Callable[[], bool],
     ) -> None:
         self._batches = batches
         self._files = files
         self._answerer = answerer
         self._slots = slots
-        self._writer = writer
+        self._writer = AnswerWriter(batches)
         self._is_ready = is_ready
         self._suspects = asyncio.Lock()
 
@@ -100,6 +99,10 @@ class LineRunner:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def finish(self) -> None:
+        """Returns when all answers are kept that can be."""
+        await self._writer.finish()
 
     async def _begin_all(self, batch: Batch, path: Path, tasks: set[asyncio.Task[None]]) -> bool:
         """Whether there were any."""

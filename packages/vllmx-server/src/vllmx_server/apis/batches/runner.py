@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 
 from vllmx_core.errors import InvalidRequestError, VllmxError
@@ -13,7 +12,7 @@ from vllmx_server.apis.batches.answers import BatchError, Status
 from vllmx_server.apis.batches.files import FileNotKnownError, Files, Quota
 from vllmx_server.apis.batches.input import InputReader
 from vllmx_server.apis.batches.line import LineAnswerer
-from vllmx_server.apis.batches.lines import AnswerWriter, LineRunner, LineSlots
+from vllmx_server.apis.batches.lines import LineRunner, LineSlots
 from vllmx_server.apis.batches.output import finish
 from vllmx_server.apis.batches.store import Batch, Batches
 from vllmx_server.config import ServerConfig
@@ -29,23 +28,15 @@ class BatchRunner:
 
     Args:
         max_line_bytes: of a line of an input.
-        is_ready: whether the engine takes requests.
     """
 
     def __init__(
-        self,
-        batches: Batches,
-        files: Files,
-        answerer: LineAnswerer,
-        slots: LineSlots,
-        max_line_bytes: int,
-        is_ready: Callable[[], bool],
+        self, batches: Batches, files: Files, lines: LineRunner, max_line_bytes: int
     ) -> None:
         self._batches = batches
         self._files = files
+        self._lines = lines
         self._max_line_bytes = max_line_bytes
-        self._writer = AnswerWriter(batches)
-        self._lines = LineRunner(batches, files, answerer, slots, self._writer, is_ready)
         self._open: dict[str, Batch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._answering: dict[str, asyncio.Task[None]] = {}
@@ -95,7 +86,7 @@ class BatchRunner:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        await self._writer.finish()
+        await self._lines.finish()
 
     # --- one batch --------------------------------------------------------------------------------
     async def _work(self, batch: Batch) -> None:
@@ -214,11 +205,11 @@ def batch_runner(kept: KeptFiles, served: Served) -> BatchRunner:
         lambda: llm.info.max_num_seqs, lambda: max(0, llm.num_in_flight - slots.num_taken)
     )
     assert served.app is not None
-    return BatchRunner(
+    lines = LineRunner(
         kept.batches,
         kept.files,
         LineAnswerer(served.app, served.endpoints),
         slots,
-        served.config.max_body_bytes,
         lambda: llm.is_ready or served.sleeps_idle,
     )
+    return BatchRunner(kept.batches, kept.files, lines, served.config.max_body_bytes)

@@ -25,7 +25,7 @@ from vllmx_server.generating.chat_body import DECODER, ChatCompletionRequest
 from vllmx_server.generating.chat_call import ChatCall, chat_call, submit_chat
 from vllmx_server.generating.chat_events import ReadStream, WholeAnswer
 from vllmx_server.generating.chunks import Chunks, PlainChunks, deltas
-from vllmx_server.generating.generate import generate
+from vllmx_server.generating.generate import Answer, generate
 from vllmx_server.generating.generation import Generation, request_timings
 from vllmx_server.generating.logprobs import chat_logprobs, prompt_logprobs
 from vllmx_server.generating.sampling import stream_options
@@ -47,7 +47,7 @@ async def _submit(
     return await submit_chat(request, served, call)
 
 
-class ChatAnswer:
+class ChatAnswer(Answer):
     """Makes the wire format of one request's outputs."""
 
     def __init__(
@@ -77,7 +77,6 @@ class ChatAnswer:
         self._plain = [PlainChunks(self._chunks, index) for index in range(count)]
 
     async def whole(self) -> Iterator[bytes]:
-        """The body of an answer that is not streamed, in pieces."""
         (final,) = await self._generation.finals()
         read: list[WholeAnswer] = []
         if self._readers is not None:
@@ -116,8 +115,6 @@ class ChatAnswer:
         )
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The chunks of a streamed answer with their SSE framing; none before the engine's first
-        output."""
         usage, chunks = self._generation.usage, self._chunks
         readings, is_plain, begun = self._readings, self.has_middle, False
         async with aclosing(self._generation.outputs()) as outputs:
@@ -141,13 +138,11 @@ class ChatAnswer:
 
     @property
     def has_middle(self) -> bool:
-        """See `Answer.has_middle`."""
         body = self._body
         has_more = body.num_logprobs is not None or body.return_token_ids or self._chunks.has_usage
         return not has_more
 
     def middle(self, text: str, ids: list[int]) -> bytes:
-        """See `Answer.middle`."""
         if not self._readings:
             return self._plain[0].content(text) if text else b""
         reading, usage = self._readings[0], self._generation.usage

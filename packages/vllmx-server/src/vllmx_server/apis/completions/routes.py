@@ -20,12 +20,17 @@ from vllmx_engine.text.fim import fim_marks
 from vllmx_engine.text.output import prompt_offsets
 from vllmx_engine.wire.outputs import CompletionOutput, RequestOutput
 
-from vllmx_server.apis.completions.answers import TextChoice, TextChunk, TextCompletion
-from vllmx_server.apis.completions.schema import DECODER, CompletionRequest
+from vllmx_server.apis.completions.schema import (
+    DECODER,
+    CompletionRequest,
+    TextChoice,
+    TextChunk,
+    TextCompletion,
+)
 from vllmx_server.generating.answers import TextLogprobs
 from vllmx_server.generating.api import Api, keyed
 from vllmx_server.generating.chunks import Chunks, encode
-from vllmx_server.generating.generate import generate
+from vllmx_server.generating.generate import Answer, generate
 from vllmx_server.generating.generation import Generation, request_timings
 from vllmx_server.generating.logprobs import CompletionLogprobs, prompt_logprobs
 from vllmx_server.generating.reading import caller_of
@@ -109,7 +114,7 @@ class Echo:
     """The offsets in it at which the prompt's tokens begin."""
 
 
-class CompletionAnswer:
+class CompletionAnswer(Answer):
     """Makes the wire format of one request's outputs. Choice j of prompt i has index i * n + j."""
 
     def __init__(
@@ -135,7 +140,6 @@ class CompletionAnswer:
         self._end = b',"logprobs":null,"finish_reason":null}' + self._chunks.tail
 
     async def whole(self) -> Iterator[bytes]:
-        """The body of an answer that is not streamed, in pieces."""
         finals = await self._generation.finals()
         if self._body.echo:
             self._echoes = await asyncio.to_thread(lambda: list(map(self._echo_of, finals)))
@@ -205,8 +209,6 @@ class CompletionAnswer:
         return self._state.llm.tokenizer.decode(output.prompt_token_ids)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The chunks of a streamed answer with their SSE framing; none before the engine's first
-        output."""
         body, usage, chunks = self._body, self._generation.usage, self._chunks
         is_plain = self.has_middle
         begun: set[int] = set()
@@ -238,13 +240,11 @@ class CompletionAnswer:
 
     @property
     def has_middle(self) -> bool:
-        """See `Answer.has_middle`."""
         body = self._body
         has_more = body.logprobs is not None or body.return_token_ids or self._chunks.has_usage
         return not has_more
 
     def middle(self, text: str, ids: list[int]) -> bytes:
-        """See `Answer.middle`."""
         return b"%b%b%b" % (self._begin, encode(text), self._end) if text else b""
 
     def _plain(self, number: int, text: str) -> bytes:

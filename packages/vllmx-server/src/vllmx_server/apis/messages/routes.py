@@ -39,7 +39,7 @@ from vllmx_server.generating.api import Api, keyed
 from vllmx_server.generating.chat_call import ChatCall, chat_call, submit_chat
 from vllmx_server.generating.chat_events import ChatEvents
 from vllmx_server.generating.field_names import MESSAGES_FIELDS
-from vllmx_server.generating.generate import generate
+from vllmx_server.generating.generate import Answer, generate
 from vllmx_server.generating.generation import Generation
 from vllmx_server.generating.reading import body_bytes, checked, counted, most_tokens, read_json
 from vllmx_server.generating.served import Served, served_of
@@ -106,7 +106,7 @@ async def count_tokens(request: Request) -> Response:
     return Response(encode(CountedTokens(input_tokens=len(tokens))), media_type="application/json")
 
 
-class MessagesAnswer:
+class MessagesAnswer(Answer):
     """Makes the wire format of one request's outputs."""
 
     def __init__(
@@ -120,7 +120,6 @@ class MessagesAnswer:
         self._blocks = BlockEvents()
 
     async def whole(self) -> Iterator[bytes]:
-        """The body of an answer that is not streamed."""
         blocks = Blocks()
         async with aclosing(self._events.all()) as events:
             async for event in events:
@@ -129,7 +128,6 @@ class MessagesAnswer:
         return iter((encode(self._message(blocks.content, stop, done=True)),))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of a streamed answer; none before the engine's first output."""
         blocks, begun = self._blocks, False
         async with aclosing(self._events.all()) as events:
             async for event in events:
@@ -149,7 +147,6 @@ class MessagesAnswer:
     has_middle = True
 
     def middle(self, text: str, ids: list[int]) -> bytes:
-        """See `Answer.middle`."""
         return b"".join([self._blocks.of(event) for event in self._events.more(text, ids)])
 
     def _start(self) -> bytes:

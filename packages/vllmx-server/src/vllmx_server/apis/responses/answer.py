@@ -21,6 +21,7 @@ from vllmx_server.apis.responses.store import KeptResponses, StoredResponse
 from vllmx_server.apis.responses.tools import forms_of
 from vllmx_server.errors import cut_message, internal_error
 from vllmx_server.generating.chat_events import ChatEvents
+from vllmx_server.generating.generate import Answer
 from vllmx_server.generating.generation import Generation, Usage
 from vllmx_server.generating.logprobs import ContentLogprobs
 from vllmx_server.generating.served import Served
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 encode = msgspec.json.Encoder().encode
 
 
-class ResponseAnswer:
+class ResponseAnswer(Answer):
     """Makes one response of a generation, and keeps it at its end where that is wanted.
 
     Attributes:
@@ -109,11 +110,9 @@ class ResponseAnswer:
 
     @property
     def has_middle(self) -> bool:
-        """See `Answer.has_middle`."""
         return self._events.has_middle
 
     def middle(self, text: str, ids: list[int]) -> bytes:
-        """See `Answer.middle`."""
         told = (told for event in self._events.more(text, ids) for told in self._output.take(event))
         return b"".join(map(self._event, told))
 

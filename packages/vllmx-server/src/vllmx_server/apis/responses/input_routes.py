@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from itertools import chain
 
@@ -27,7 +27,7 @@ from vllmx_server.generating.api import keyed
 from vllmx_server.generating.chat_call import chat_call, submit_chat
 from vllmx_server.generating.chat_events import ChatEvents, ContentPiece
 from vllmx_server.generating.field_names import RESPONSES_FIELDS
-from vllmx_server.generating.generate import generate
+from vllmx_server.generating.generate import Answer, generate
 from vllmx_server.generating.generation import Generation
 from vllmx_server.generating.reading import body_bytes, checked, counted, most_tokens, read_json
 from vllmx_server.generating.served import Served, served_of
@@ -65,32 +65,14 @@ async def input_tokens(request: Request) -> Response:
 
 async def compact(request: Request) -> HeldResponse:
     """Shortens a conversation to the user's messages and a summary that the model writes."""
-    compaction = _Compaction()
-    return await generate(
-        request, COMPACT, compaction.asked, compaction.submit, compaction.answer, FRAMING
-    )
-
-
-class _Compaction:
-    """One request: its conversation, and its answer."""
-
-    def __init__(self) -> None:
-        self._kept: list[InputItem] = []
-        self._generation: Generation
-
-    def asked(self, served: Served, body: CompactRequest) -> ResponsesRequest:
-        """The request for the summary. Raises InvalidRequestError for items that are not served."""
-        asked = body.request()
-        chat_of(asked, ())
-        return asked
+    kept: list[InputItem] = []
 
     async def submit(
-        self, request: Request, served: Served, body: CompactRequest, asked: ResponsesRequest
+        request: Request, served: Served, body: CompactRequest, asked: ResponsesRequest
     ) -> list[RequestStream]:
-        """Starts the summary. Raises what the engine refuses."""
         before = await items_before(request, served, asked)
         items = named([*before, *items_of(body.past())])
-        self._kept = [item for item in items if item.role in _KEPT]
+        kept.extend(item for item in items if item.role in _KEPT)
         with RESPONSES_FIELDS.told():
             call = await served.llm.text.run(
                 client_of(request),
@@ -99,15 +81,29 @@ class _Compaction:
             )
             return await submit_chat(request, served, call, by_events=True)
 
-    def answer(
-        self, served: Served, body: CompactRequest, request_id: str, generation: Generation
-    ) -> _Compaction:
-        """See `generate`."""
+    return await generate(
+        request,
+        COMPACT,
+        _asked,
+        submit,
+        lambda served, body, request_id, generation: _Compaction(kept, generation),
+        FRAMING,
+    )
+
+
+def _asked(served: Served, body: CompactRequest) -> ResponsesRequest:
+    """The request for the summary. Raises InvalidRequestError for items that are not served."""
+    asked = body.request()
+    chat_of(asked, ())
+    return asked
+
+
+class _Compaction(Answer):
+    def __init__(self, kept: list[InputItem], generation: Generation) -> None:
+        self._kept = kept
         self._generation = generation
-        return self
 
     async def whole(self) -> Iterator[bytes]:
-        """The body of the answer."""
         texts: list[str] = []
         async with aclosing(ChatEvents(self._generation).all()) as events:
             async for event in events:
@@ -121,17 +117,6 @@ class _Compaction:
             "usage": usage_of(self._generation.usage),
         }
         return json_pieces(found)
-
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Nothing is streamed here."""
-        raise NotImplementedError
-        yield b""
-
-    has_middle = False
-
-    def middle(self, text: str, ids: list[int]) -> bytes:
-        """Nothing is streamed here."""
-        return b""
 
 
 ROUTES = (

@@ -26,14 +26,13 @@ from vllmx_server.generating.api import keyed
 from vllmx_server.generating.chat_body import MAX_MESSAGES
 from vllmx_server.generating.chat_call import ChatCall, chat_call, submit_chat
 from vllmx_server.generating.field_names import RESPONSES_FIELDS
-from vllmx_server.generating.generate import held
+from vllmx_server.generating.generate import held, started
 from vllmx_server.generating.generation import Generation
 from vllmx_server.generating.reading import body_bytes, checked, read_json
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.answers import Deleted
 from vllmx_server.http.client import client_of, owner_of
 from vllmx_server.http.deadline import deadline_of
-from vllmx_server.http.disconnect import unless_gone
 from vllmx_server.http.event_stream import Framing, HeldResponse
 from vllmx_server.http.operation import (
     AFTER,
@@ -46,8 +45,6 @@ from vllmx_server.http.operation import (
     Query,
 )
 from vllmx_server.http.pages import answer, check_query, newest_first, number, one_of, page
-from vllmx_server.limits.admitted import expected_tokens
-from vllmx_server.watch.tracing import trace_of
 
 if TYPE_CHECKING:
     from vllmx_server.apis.responses.mcp_rounds import ToolRequest, ToolRounds
@@ -69,13 +66,6 @@ def _failed(error: VllmxError) -> bytes:
 FRAMING = Framing(_failed)
 
 
-class _ElsewhereError(Exception):
-    """Another process of the server answers what goes on in the background."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-
 Asked: TypeAlias = "ChatCall | ToolRequest | None"
 """The generation that a body asks for; None: stored items must be read before it is known."""
 
@@ -85,34 +75,33 @@ async def create(request: Request) -> Response | HeldResponse:
     served, owner, started_s = served_of(request), owner_of(request), time.monotonic()
     deadline = deadline_of(request, served.config)
 
-    def parse(data: bytes) -> tuple[ResponsesRequest, Asked]:
+    def parse(data: bytes) -> tuple[ResponsesRequest, Asked] | bytes:
         body = checked(data, served, RESPONSES)
         info = served.llm.info
         resolve_logprobs("top_logprobs", body.top_logprobs, info.max_logprobs, info.vocab_size)
         if body.background and not served.processes.leads:
-            raise _ElsewhereError(data)
+            return data
         return body, asked_of(request, served, body)
 
     served.check_admission()
-    try:
-        body, asked = await read_json(request, served, parse)
-    except _ElsewhereError as found:
-        return await served.processes.relay(request, found.data)
-    release = await served.admit(request, expected_tokens(body_bytes(request), body))
-    try:
-        submit = _submit(request, served, body, asked)
-        streams = await unless_gone(request.receive, submit, deadline)
-    except BaseException:
-        release()
-        raise
-    generation: Generation | ToolRounds
-    if asked is None or isinstance(asked, ChatCall):
-        generation = Generation(streams, served.metrics, started_s, deadline)
-    else:
-        generation = asked.rounds(streams, started_s, deadline)
-    release.usage = generation.usage
-    if (trace := trace_of(request)) is not None:
-        trace.generation = generation
+    found = await read_json(request, served, parse)
+    if isinstance(found, bytes):  # the leading process runs what goes on in the background
+        return await served.processes.relay(request, found)
+    body, asked = found
+
+    def generation_of(streams: list[RequestStream]) -> Generation | ToolRounds:
+        if asked is None or isinstance(asked, ChatCall):
+            return Generation(streams, served.metrics, started_s, deadline)
+        return asked.rounds(streams, started_s, deadline)
+
+    generation, release = await started(
+        request,
+        served,
+        body,
+        deadline,
+        lambda: _submit(request, served, body, asked),
+        generation_of,
+    )
     made = ResponseAnswer(served, owner, body, generation)
     if not body.background:
         return held(served, bool(body.stream), made, generation, release, FRAMING)
