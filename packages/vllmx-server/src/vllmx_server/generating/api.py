@@ -1,4 +1,4 @@
-"""What an API is to the server that hosts it."""
+"""The interface of an API to the server that hosts it."""
 
 from __future__ import annotations
 

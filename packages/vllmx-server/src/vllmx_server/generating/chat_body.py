@@ -24,9 +24,9 @@ from vllmx_server.schema.decode import check_free_form
 MAX_MESSAGES = 4096
 MAX_TEMPLATE = 64 << 10
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-"""How much to think; "none" turns thinking off."""
+"""The amount of thinking; "none" turns it off."""
 THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""What templates call whether the model thinks."""
+"""The names of the template's switches for thinking."""
 _OPTIONAL = (
     "name", "tool_call_id", "reasoning_content", "reasoning", "thinking_blocks", "refusal", "audio",
     "function_call",
@@ -148,7 +148,7 @@ def check_messages(messages: list[ChatMessage]) -> None:
 
 
 def generation_prompt(add: bool | None, continue_final_message: bool | None) -> bool:
-    """Whether the prompt ends with the beginning of an answer. Raises InvalidRequestError."""
+    """True if the prompt ends with the beginning of an answer. Raises InvalidRequestError."""
     if add and continue_final_message:
         raise InvalidRequestError(
             "continue_final_message goes on with the last message, and add_generation_prompt begins"
@@ -233,7 +233,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
         return [message.for_template(index) for index, message in enumerate(self.messages)]
 
     def chat_options(self) -> ChatOptions:
-        """How to render the conversation. Raises InvalidRequestError."""
+        """The options for rendering the conversation. Raises InvalidRequestError."""
         arguments = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             thinks = dict.fromkeys(THINKING_SWITCHES, self.reasoning_effort != "none")

@@ -30,7 +30,7 @@ class ChatCall:
 
 
 def chat_call(served: Served, body: ChatCompletionRequest, fit: bool = False) -> ChatCall:
-    """What a checked body comes to; for a large one, call it on a thread. Raises
+    """The call for a checked body; for a large one, run this on a thread. Raises
     InvalidRequestError.
 
     Args:

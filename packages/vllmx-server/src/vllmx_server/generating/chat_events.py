@@ -128,17 +128,17 @@ class ReadStream:
         self._counter = readers.reasoning_counter()
         self._hides_reasoning = hides_reasoning
         self.num_new_reasoning_tokens = 0
-        """How many tokens of the output that was read last are thoughts."""
+        """The number of tokens of thoughts in the output that was read last."""
 
     def events(self, choice: CompletionOutput) -> list[Event]:
-        """What an output adds."""
+        """The events of an output."""
         events = self.more(choice.text, choice.token_ids)
         if choice.finish_reason is not None:
             events = events + self._shown(self._reader.finish(is_cut=is_cut(choice)))
         return events
 
     def more(self, text: str, ids: list[int]) -> list[Event]:
-        """What text and tokens add after which more follows."""
+        """The events of text and tokens after which more follows."""
         events = self._reader.push(text)
         self.num_new_reasoning_tokens = self._counter.add(ids, self._reader)
         return self._shown(events)

@@ -57,7 +57,7 @@ class Chunks:
     def chunk(
         self, choice: dict[str, Any], usage: Usage, num_unsent: int = 0, **extra: Any
     ) -> bytes:
-        """One choice, and fields beside it. `num_unsent`: tokens in `usage` that the client gets
+        """One choice, and fields next to it. `num_unsent`: tokens in `usage` that the client gets
         with later chunks."""
         more = b"".join(b",%b:%b" % (encode(name), encode(extra[name])) for name in extra)
         encoded = b"".join(json_pieces(choice))
@@ -89,14 +89,14 @@ class PlainChunks:
         return b"%b%b%b" % (self._begin_content, encode(text), self._end_text)
 
     def of(self, event: Event) -> bytes:
-        """What an event adds."""
+        """The chunk of an event."""
         if isinstance(event, ContentPiece):
             return self.content(event.text)
         return b"%b%b%b" % (self._begin, encode(delta_of(event)), self._end)
 
 
 def delta_of(event: Event) -> dict[str, Any]:
-    """What an event adds to the message."""
+    """The part of the message that an event adds."""
     match event:
         case ContentPiece(text):
             return {"content": text}

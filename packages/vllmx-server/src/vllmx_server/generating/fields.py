@@ -22,7 +22,7 @@ class JSONSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """What the whole answer is; "text" leaves it free."""
+    """The form of the whole answer; "text" leaves it free."""
 
     type: str = "text"
     json_schema: JSONSchemaFormat | None = None

@@ -1,4 +1,4 @@
-"""What the generating routes have in common: from the body to a response that holds the engine."""
+"""The path of generating routes from the body to a response that holds the engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GeneratingBody(CheckedBody, Protocol):
 
     @property
     def stream(self) -> bool | None:
-        """Whether the answer comes in events."""
+        """True if the answer is streamed as events."""
         ...
 
     @property

@@ -111,8 +111,7 @@ class Generation:
 
     @property
     def requests(self) -> list[tuple[Request, RequestMetrics | None]]:
-        """What the engine was asked for each prompt, and when things happened as far as they
-        have."""
+        """The engine's request for each prompt, and its times as far as they are known."""
         watches = zip(self._streams, self._watches, strict=True)
         return [(stream.request, watch.times) for stream, watch in watches]
 

@@ -34,7 +34,7 @@ def finite(value: float) -> float:
 
 
 def is_long(row: TokenLogprobs) -> bool:
-    """Whether making all of it at once would hold up the event loop."""
+    """True if making all of it at once would hold up the event loop."""
     return bool(row.packed)
 
 
@@ -187,7 +187,7 @@ class ContentLogprobs:
         assert isinstance(rows, LogprobRows)
         num_tokens = len(choice.token_ids)
         if choice.finish_reason == "stop" and not isinstance(choice.stop_reason, str):
-            num_tokens -= 1  # the token that ended the answer is no text
+            num_tokens -= 1  # the token that ended the answer is not text
         for token, row in zip(choice.token_ids[:num_tokens], rows.rows, strict=False):
             text = self._decode(rows.tokenizer.token_bytes(token))
             self._undecided.append((text, row))
@@ -199,7 +199,7 @@ class ContentLogprobs:
             self._entries += (chat_entry(row, self._top, rows.tokenizer) for _, row in rest)
 
     def _told(self, text: str) -> str | None:
-        """What content is told now that a token's text was read; None while nothing is told."""
+        """The content that is known once a token's text was read; None while nothing is decided."""
         if self._reader is None:
             return text or None
         events = self._reader.push(text)
@@ -207,7 +207,7 @@ class ContentLogprobs:
         return content or ("" if events else None)
 
     def _decide(self, content: str, tokenizer: Tokenizer) -> None:
-        """Takes those of the tokens so far as content whose text is in what was told. Those in
+        """Takes those of the tokens so far as content whose text is in that content. Those in
         front of them are markers, and those behind them may become one."""
         start = "".join(text for text, _ in self._undecided).rfind(content)
         at, end = 0, start + len(content)

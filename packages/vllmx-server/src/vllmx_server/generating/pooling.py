@@ -28,7 +28,7 @@ _LOADS: dict[Task, tuple[str, str]] = {
 
 
 class PoolingOptions(msgspec.Struct, frozen=True):
-    """How inputs become tokens, and whose they are."""
+    """Options for the tokens of inputs, and whose they are."""
 
     add_special_tokens: bool = True
     max_tokens: int | None = None
@@ -41,7 +41,7 @@ class PoolingOptions(msgspec.Struct, frozen=True):
 
 
 class Pooled(msgspec.Struct, frozen=True):
-    """What came of one input."""
+    """The result of one input."""
 
     values: F32
     """(dimensions,) of a vector, (1,) of a score, (classes,) of probabilities."""

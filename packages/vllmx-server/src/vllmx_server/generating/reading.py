@@ -68,7 +68,7 @@ def checked(data: bytes, served: Served, decoder: Decoder[B]) -> B:
 
 
 def most_tokens(served: Served) -> int:
-    """How many tokens of a text are listed or counted: a million, and what the context holds."""
+    """The most tokens of a text that are listed or counted: a million, or a full context."""
     return max(_LISTED_TOKENS, served.llm.info.max_model_len)
 
 

@@ -35,7 +35,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def has_usage(self) -> bool:
-        """Whether the stream has the usage, at its end or in each chunk."""
+        """True if the stream has the usage, at its end or in each chunk."""
         asked = self.include_usage
         return bool(self.continuous_usage_stats if asked is None else asked)
 
@@ -154,7 +154,7 @@ def _logit_bias(entries: dict[str, float]) -> dict[int, float]:
 
 
 def structured_outputs(body: StructuredFields) -> StructuredOutputsParams | None:
-    """What the answer must look like; None where it is free. Raises InvalidRequestError."""
+    """The form that the answer must have; None if it is free. Raises InvalidRequestError."""
     found: dict[str, Callable[[], StructuredOutputsParams]] = {}
     wanted, outer = body.response_format, body.structured_outputs
     if wanted is not None and wanted.type != "text":

@@ -88,11 +88,11 @@ class Models(Protocol):
         ...
 
     def is_open(self, name: str) -> bool:
-        """Whether requests for a model need not wait."""
+        """True if requests for a model need not wait."""
         ...
 
     async def served(self, name: str) -> Served:
-        """What answers for a model. Waits while it loads. Raises what loading met, and
+        """The `Served` of a model. Waits while it loads. Raises what loading met, and
         OverloadedError when that takes too long."""
         ...
 
@@ -126,7 +126,7 @@ class Served:
     keys: ApiKeys
     """The keys of those who may use the server."""
     usage: UsageLedger
-    """What each of them has used."""
+    """The usage of each key."""
     sharing: Sharing
     """The limits that are shared with other processes of the server."""
     pooler: Pooler | None = None
@@ -134,7 +134,7 @@ class Served:
     models: Models | None = None
     """The models where there are several; None: `llm` is the only one."""
     limiter: RateLimiter = field(default_factory=Unlimited)
-    """What keys may have."""
+    """The limits of keys."""
     settlements: Settlements = field(default_factory=Settlements)
     priorities: dict[str, PriorityRange] = field(default_factory=dict)
     """See `priority_ranges`."""
@@ -145,7 +145,7 @@ class Served:
     routes: Sequence[Route] = ()
     """The routes of all APIs."""
     endpoints: Mapping[str, Endpoint] = field(default_factory=dict)
-    """What answers POST requests, by path."""
+    """The endpoints of POST requests, by path."""
     app: ASGIApp | None = None
     """The application of the endpoints, for requests that come by no connection."""
     stores: dict[type[Any], Any] = field(default_factory=dict)
@@ -191,7 +191,7 @@ class Served:
         return (own,) if self.models is None else (own, *self.models.aliases(own))
 
     def check_admission(self) -> None:
-        """Whether a generation request would be admitted now; checked before its body is read.
+        """Checks that a generation request would be admitted now, before its body is read.
         Raises OverloadedError while draining or over `max_concurrent_requests`, QueueFullError,
         EngineDeadError."""
         self.admission.check()

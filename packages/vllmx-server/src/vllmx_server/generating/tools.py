@@ -63,7 +63,7 @@ def _as_written(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_tools(tools: list[dict[str, Any]] | None) -> None:
-    """Raises InvalidRequestError for what is no definition of a tool, or nested too deeply, and for
+    """Raises InvalidRequestError for definitions that are wrong or nested too deeply, and for
     names that models could not write or tell apart."""
     check_free_form(tools, "tools")
     check_shape(tools or [], list[Tool], "tools")
@@ -116,7 +116,7 @@ def _check_named(choice: dict[str, Any], names: list[str], place: str) -> None:
 
 
 def is_named_tool(choice: str | dict[str, Any] | None) -> bool:
-    """Whether a checked choice names the one tool that must be called."""
+    """True if a checked choice names the one tool that must be called."""
     return isinstance(choice, dict) and choice.get("type") != ALLOWED
 
 

@@ -1,4 +1,4 @@
-"""What an MCP server writes, cut into lines that are never longer than a limit."""
+"""The output of an MCP server, cut into lines that are never longer than a limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 MAX_MESSAGE_BYTES = 4 << 20
 """Longer messages are not read."""
 MAX_NOISE_BYTES = 1 << 20
-"""The most bytes of lines that are no messages, in all: some servers greet."""
+"""The most bytes, in all, of lines that are not messages: some servers greet."""
 _ENDS = 256
 _ID = rb'"id"\s*:\s*(\d{1,9})\s*'
 _FIRST = re.compile(rb'\s*\{\s*(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?' + _ID + rb",")
@@ -18,7 +18,7 @@ _LAST = re.compile(_ID + rb'(?:,\s*"jsonrpc"\s*:\s*"2\.0"\s*)?\}\s*$')
 
 
 class BabbleError(Exception):
-    """What comes is no conversation."""
+    """The server does not speak the protocol."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,7 @@ class MessageLines:
         self._add(rest)
 
     def unread(self, line: bytes) -> Unread | None:
-        """What is known of a line that cannot be read. Raises BabbleError where that goes on and
-        on."""
+        """The request that an unreadable line answers. Raises BabbleError for too many of them."""
         self._note_noise(len(line))
         found = _FIRST.match(line) or _LAST.search(line[-_ENDS:])
         return None if found is None else Unread(int(found[1]), "the answer cannot be read")
@@ -59,7 +58,7 @@ class MessageLines:
     def _note_noise(self, num_bytes: int) -> None:
         self._noise += num_bytes + 1
         if self._noise > MAX_NOISE_BYTES:
-            raise BabbleError("it writes what are no messages")
+            raise BabbleError("it writes lines that are not messages")
 
     def _add(self, piece: bytes) -> None:
         self._size += len(piece)
@@ -86,7 +85,7 @@ class MessageLines:
 
 
 class Pace:
-    """How fast a server is listened to, so that reading it leaves time for others."""
+    """The rate at which a server is read, so that reading it leaves time for others."""
 
     MESSAGES_PER_S = 2000.0
     BYTES_PER_S = 8e6
@@ -98,7 +97,7 @@ class Pace:
         self._seen_s = time.monotonic()
 
     def wait_s(self, num_messages: int, num_bytes: int, num_skipped: int) -> float:
-        """How long not to read after that."""
+        """Seconds to wait before the next read."""
         now_s = time.monotonic()
         self._debt_s = max(0.0, self._debt_s - (now_s - self._seen_s))
         self._seen_s = now_s

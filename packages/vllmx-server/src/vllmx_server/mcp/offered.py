@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MAX_TOOLS = 128
 """The most tools of one server."""
 MAX_TOOL_BYTES = 16 << 10
-"""The most bytes of one tool's definition, which stands in every prompt."""
+"""The most bytes of one tool's definition, which is part of every prompt."""
 _MAX_NAME = 128
 _STRANGE = re.compile(r"[^A-Za-z0-9_-]")
 
@@ -29,7 +29,7 @@ class OfferedTool(msgspec.Struct, frozen=True):
     """One tool."""
 
     name: str
-    """What models call: the server's name, two underscores, and the tool's name without the
+    """The models' name for it: the server's name, two underscores, and the tool's name without
     characters that models cannot write."""
     server: str
     tool: str

@@ -64,7 +64,7 @@ class ToolServer:
         self.tools: tuple[OfferedTool, ...] = ()
         self.fault: str | None = "it is being started"
         self.settled = asyncio.Event()
-        """Set once the first attempt to reach it came to something."""
+        """Set once the first attempt to reach it has ended."""
         self.transport: StdioTransport | None = None
         self._session: ClientSession | None = None
         self._stopping = asyncio.Event()
@@ -103,7 +103,7 @@ class ToolServer:
         self._stopping.set()
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
-        """What a tool answers, or why it did not; never raises."""
+        """Returns the tool's result or error; never raises."""
         session, wait_s = self._session, self.settings.call_timeout_seconds
         if session is None:
             return failure(f"the tool's server cannot be reached: {self.fault}")
@@ -187,7 +187,7 @@ class ToolServer:
             raise
 
     def _why_it_ended(self, transport: StdioTransport) -> str:
-        """What it wrote to standard error is told only while no call may have been in it."""
+        """Standard error is quoted only while it cannot contain anything of a call."""
         line = "" if self._up_s else transport.last_line
         return f"{transport.fault}: {line}" if line else f"{transport.fault}"
 
@@ -271,7 +271,7 @@ class ToolServer:
             self._checking = False
 
     def _is_silent(self) -> bool:
-        """Whether nobody's call can be what it is busy with."""
+        """True if it cannot be busy with a call."""
         silent_s = time.monotonic() - self._lists.heard_s
         return not self._num_waiting or silent_s > self.settings.call_timeout_seconds
 

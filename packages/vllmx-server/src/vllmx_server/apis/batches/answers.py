@@ -21,7 +21,7 @@ Status = Literal[
 
 
 class FileObject(Record, kw_only=True):
-    """What is known of a file."""
+    """A stored file."""
 
     id: str
     object: Literal["file"] = "file"
@@ -35,7 +35,7 @@ class FileObject(Record, kw_only=True):
 
 
 class BatchError(Record):
-    """What is wrong with an input file."""
+    """One error of an input file."""
 
     code: str
     message: str
@@ -55,7 +55,7 @@ class RequestCounts(Record, kw_only=True):
 
 
 class BatchObject(Record, kw_only=True):
-    """How far a batch is."""
+    """The state of a batch."""
 
     id: str
     object: Literal["batch"] = "batch"

@@ -45,7 +45,7 @@ class StorageFullError(VllmxError):
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """What is known of a file, as the columns of the table are."""
+    """A row of the table of files."""
 
     id: str
     owner: str
@@ -69,11 +69,11 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 _FILE_BYTES = 4096
-"""What a file takes of the quota besides its content: a place on the disk, and in the database."""
+"""The bytes that a file counts besides its content: a place on the disk and in the database."""
 
 
 class Quota(NamedTuple):
-    """What one key may keep, or keeps."""
+    """The most that one key may keep, or the amount that it keeps."""
 
     num_bytes: int
     num_files: int
@@ -97,7 +97,7 @@ class Files:
         self._threads = ThreadPoolExecutor(2, "vllmx-files")
 
     async def on_thread(self, work: Callable[[], T]) -> T:
-        """What `work` makes of the disk. Raises StorageError where that fails."""
+        """Runs `work`, which uses the disk. Raises StorageError if that fails."""
 
         def guarded() -> T:
             try:
@@ -137,7 +137,7 @@ class Files:
         self._arriving.setdefault(owner, []).append(wanted)
 
     def give_back(self, owner: str, num_bytes: int) -> None:
-        """What `take` counted has arrived, or does not come."""
+        """Ends the count that `take` began."""
         self._arriving[owner].remove(num_bytes + _FILE_BYTES)
         if not self._arriving[owner]:
             del self._arriving[owner]

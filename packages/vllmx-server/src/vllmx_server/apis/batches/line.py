@@ -25,7 +25,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a route answered."""
+    """The answer of a route."""
 
     status: int
     request_id: str
@@ -79,7 +79,7 @@ class LineAnswerer:
         self._endpoints = endpoints
 
     async def answer(self, url: str, body: bytes, owner: str) -> Answer:
-        """What the route answers; it raises nothing but CancelledError, which ends the work."""
+        """Calls the route. Raises nothing but CancelledError, which ends the work."""
         request_id = os.urandom(16).hex()
         scope = self._scope(url, body, owner, request_id)
         collected = _Collected()

@@ -15,7 +15,7 @@ from vllmx_server.apis.batches.store import Batch, Batches, Line, LineState
 
 Item = tuple[str, int, LineState, bytes]
 _GATHER_S = 0.05
-"""How long answers wait for others: a transaction costs as much as a part of each."""
+"""Seconds that answers wait for others, so that they share a transaction."""
 
 
 class AnswerWriter:
@@ -105,7 +105,7 @@ class LineRunner:
         await self._writer.finish()
 
     async def _begin_all(self, batch: Batch, path: Path, tasks: set[asyncio.Task[None]]) -> bool:
-        """Whether there were any."""
+        """True if there were any."""
         after = 0
         while page := await self._batches.waiting(batch.id, after, _PAGE):
             for lines in _together(page):
@@ -162,7 +162,7 @@ class LineRunner:
 
 def _together(lines: Sequence[Line]) -> Iterator[list[Line]]:
     """Lines that are read at once: a turn of a thread costs as much as a third of a short answer.
-    What stands between two of them, which have answers, is read as well."""
+    Answered lines between two of them are read as well."""
     held: list[Line] = []
     for line in lines:
         if held and line.start + line.length - held[0].start > _READ_BYTES:
@@ -181,7 +181,7 @@ def _read(path: Path, lines: Sequence[Line]) -> bytes:
 
 
 _LOOK_S = 0.05
-"""How soon a place that somebody else left is seen."""
+"""Seconds between two looks for a place that another request left."""
 
 
 class LineSlots:
@@ -223,7 +223,7 @@ class LineSlots:
         self._give()
 
     def _has_place(self) -> bool:
-        """Whether there is a place. More are given than rows are free, so that a row that ends has
+        """True if there is a place. More are given than rows are free, so that a row that ends has
         a successor in the engine's queue, and several at a time: what begins a line is fastest
         where it has just begun another one. One is where nothing is free, so that batches end some
         day."""

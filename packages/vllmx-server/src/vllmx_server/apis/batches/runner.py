@@ -98,7 +98,7 @@ class BatchRunner:
                     logger.error("batch %s waits: %s", batch.id, error.message)
                     await asyncio.sleep(_TRY_AGAIN_S)
         except Exception as error:
-            logger.error("batch %s stands still\n%s", batch.id, private_traceback(error))
+            logger.error("batch %s has stopped\n%s", batch.id, private_traceback(error))
         finally:
             if not batch.is_open:
                 self._open.pop(batch.id, None)

@@ -120,7 +120,9 @@ class Upload:
             self.name = file_name(options.get(b"filename", b"").decode(errors="replace"))
             self._field, self._content = None, self.path.open("xb")
         elif b"filename" in options:
-            raise InvalidRequestError(f"{name!r} is no file of this route: use 'file'", param=name)
+            raise InvalidRequestError(
+                f"{name!r} is not a file field of this route: use 'file'", param=name
+            )
         elif name in self.fields:
             raise InvalidRequestError(f"the field {name!r} is given twice", param=name)
         else:

@@ -163,7 +163,7 @@ class ChatAnswer(Answer):
     def _read_chunks(
         self, choice: CompletionOutput, reading: ReadStream, is_plain: bool, num_unsent: int
     ) -> bytes:
-        """What an output adds: a chunk for each part of the message, or none."""
+        """A chunk for each part of the message that an output adds; maybe none."""
         events, usage, chunks = reading.events(choice), self._generation.usage, self._chunks
         if usage.reasoning_tokens is not None:
             usage.reasoning_tokens += reading.num_new_reasoning_tokens

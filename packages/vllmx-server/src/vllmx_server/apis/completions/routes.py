@@ -64,7 +64,7 @@ def _asked(served: Served, body: CompletionRequest) -> Asked:
 
 
 def _filled(served: Served, prompts: list[str | list[int]], suffix: str) -> list[str | list[int]]:
-    """Prompts for what stands between each of these and the suffix. Raises InvalidRequestError."""
+    """Prompts for the text between each of these and the suffix. Raises InvalidRequestError."""
     marks = fim_marks(served.llm.tokenizer)
     if marks is None:
         raise InvalidRequestError(
@@ -127,7 +127,7 @@ class CompletionAnswer(Answer):
         self._n = body.n or 1
         self._created = int(time.time())
         self._echoes: list[Echo] = []
-        """What is echoed of each prompt, where `echo` asks for it."""
+        """The echo of each prompt, if `echo` asks for it."""
         self._chunks = Chunks(
             "text_completion",
             self._id,

@@ -30,7 +30,7 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     """None: special tokens are added."""
 
     suffix: str | None = None
-    """What stands behind the text that is wanted, for models that were trained to fill in."""
+    """The text behind the wanted one, for models that were trained to fill in."""
 
     # Taken where they ask for what is done anyway: see `unserved`.
     prompt_embeds: Any = None
@@ -76,7 +76,7 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
         if self.thinking_token_budget not in (None, -1):
             raise InvalidRequestError(
                 f"thinking_token_budget = {shown(self.thinking_token_budget)} is not served:"
-                " only the answers of chats have thoughts that are told apart",
+                " only the answers of chats separate thoughts from content",
                 param="thinking_token_budget",
             )
         self.check_streamed("logprobs", self.logprobs)
@@ -89,7 +89,7 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
             )
         if self.suffix and self.echo:
             raise InvalidRequestError(
-                "echo repeats what stands before the answer, and with suffix that is not all of"
+                "echo repeats the text before the answer, and with suffix that is not all of"
                 " the prompt: leave out one of them",
                 param="echo",
             )

@@ -81,7 +81,7 @@ class Blocks:
         return new
 
     def _fill_inputs(self) -> None:
-        """What was cut by `length` is no JSON and stays an empty object."""
+        """An input that was cut by `length` cannot be read and stays an empty object."""
         for index, block in self._calls.items():
             try:
                 found = msgspec.json.decode("".join(self._arguments.get(index, ())) or "{}")
@@ -100,7 +100,7 @@ class BlockEvents:
         self._end: AnswerEnd | None = None
 
     def of(self, event: ChatEvent) -> bytes:
-        """What goes out for what happened next; maybe nothing."""
+        """The bytes to send for an event; maybe none."""
         if isinstance(event, ContentPiece):
             return self._open("text", _TEXT) + self._delta(b'"text_delta","text":', event.text)
         if isinstance(event, ReasoningPiece):

@@ -86,7 +86,7 @@ async def _submit(
 
 
 async def count_tokens(request: Request) -> Response:
-    """How many tokens the prompt of a Messages request has."""
+    """Counts the tokens in the prompt of a Messages request."""
     served, client = served_of(request), client_of(request)
     decoder = BETA_COUNT_TOKENS if _is_beta(request) else COUNT_TOKENS
 

@@ -78,7 +78,7 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CountTokensRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):
-    """What makes the prompt."""
+    """The fields that make the prompt."""
 
     model: str | None = None
     messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_MESSAGES)]

@@ -32,7 +32,7 @@ class Document:
 
 
 async def document(request: Request) -> Response:
-    """What all routes take and answer, as OpenAPI 3.1, with the bounds of this server."""
+    """The OpenAPI 3.1 document of all routes, with the bounds of this server."""
     served = served_of(request)
     known = served.store(Document)
     if known.json is None:

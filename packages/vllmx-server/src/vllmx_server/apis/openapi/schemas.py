@@ -77,7 +77,7 @@ def _complete(schema: Schema, kind: type[msgspec.Struct]) -> None:
 
 
 def _is_unserved(name: str, schema: Schema) -> bool:
-    """Whether a field of a request is known, but not served."""
+    """True if a field of a request is known, but not served."""
     return name in UNSERVED and "default" in schema
 
 
@@ -152,7 +152,7 @@ class Bounds:
         return cls(tasks, has_keys, greatest, info.vocab_size)
 
     def does(self, task: Task) -> bool:
-        """Whether the model answers routes of a task; unknown counts as yes."""
+        """True if the model answers routes of a task, or that is unknown."""
         if self.tasks is None:
             return True
         return task in self.tasks or (task == "pool" and "generate" not in self.tasks)

@@ -1,5 +1,5 @@
-"""What operators do to a running server: /v1/models/load and /unload, /sleep, /wake,
-/reset_prefix_cache, /shutdown. All of them want a key of --admin-key."""
+"""Control of a running server: /v1/models/load and /unload, /sleep, /wake, /reset_prefix_cache,
+/shutdown. All of them require a key of --admin-key."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ModelState(Record, kw_only=True):
 
 class PrefixCachesReset(Record, kw_only=True):
     reset: dict[str, bool]
-    """Whether each model's cache was reset; false where requests run."""
+    """True for each model whose cache was reset; false where requests run."""
 
 
 _NAMED = msgspec.json.Decoder(NamedModel)

@@ -88,7 +88,7 @@ async def embeddings(request: Request) -> Response:
 
 
 async def pooling(request: Request) -> Response:
-    """What the model makes of each input: a vector, or the probabilities of its classes."""
+    """The model's output for each input: a vector, or the probabilities of its classes."""
     pooler = served_of(request).pooler
     task: Task = "embed" if pooler is None or "embed" in pooler.tasks else "classify"
     body, pooled = await _pool(request, POOLING, task)
@@ -114,7 +114,7 @@ async def classify(request: Request) -> Response:
 
 
 async def score(request: Request) -> Response:
-    """How well texts belong together."""
+    """Scores of how well texts belong together."""
     body, pooled = await _pool(request, SCORE, "score")
     rows = (Score(index=index, score=float(each.values[0])) for index, each in enumerate(pooled))
     return _listed(request, body, ScoreList, rows, pooled)

@@ -80,7 +80,7 @@ class InputFields(PoolingFields, kw_only=True, forbid_unknown_fields=True):
         return found
 
     def chat_options(self) -> ChatOptions:
-        """How to render `messages`. Raises InvalidRequestError."""
+        """The options for rendering `messages`. Raises InvalidRequestError."""
         add = generation_prompt(bool(self.add_generation_prompt), self.continue_final_message)
         return ChatOptions(
             add_generation_prompt=add,
@@ -267,7 +267,7 @@ class RankTextsRequest(TEIFields, kw_only=True, forbid_unknown_fields=True):
     raw_scores: bool | None = None
     """Scores as the model gives them, without its activation."""
     return_text: bool | None = None
-    """Whether the answer repeats the texts; None: no."""
+    """True if the answer repeats the texts; None: no."""
 
     @property
     def is_normalized(self) -> bool:

@@ -188,7 +188,7 @@ def _format(body: ResponsesRequest) -> dict[str, Any]:
 
 
 def _fields(body: ResponsesRequest, model: str) -> dict[str, Any]:
-    """What is shown from the beginning."""
+    """The fields of a response that has just begun."""
     reasoning = body.reasoning
     return {
         "id": new_id("resp_"),

@@ -91,7 +91,7 @@ class McpToolError(Record, kw_only=True, tag_field="type", tag="mcp_tool_executi
 
 
 class McpCall(Record, kw_only=True, tag_field="type", tag="mcp_call"):
-    """A call of an MCP server's tool, and what it came to."""
+    """A call of an MCP server's tool, and its result."""
 
     id: str
     status: Literal["in_progress", "completed", "incomplete", "failed"]
@@ -183,7 +183,7 @@ class Response(Record, kw_only=True):
 
 
 class ItemList(Page, kw_only=True):
-    """What a response was asked, as it was sent, with ids."""
+    """The input items of a response, as they were sent, with ids."""
 
     data: list[dict[str, Any]]
 

@@ -190,7 +190,7 @@ class Messages:
         self.found.append(ChatMessage("tool", parts, name=name, tool_call_id=item.call_id))
 
     def _mcp_call(self, item: InputItem, where: str) -> None:
-        """The call and what it came to are two turns."""
+        """The call and its result are two turns."""
         for field in ("id", "name", "server_label"):
             if getattr(item, field) is None:
                 raise _lacks(where, field)

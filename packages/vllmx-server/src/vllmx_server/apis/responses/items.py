@@ -112,7 +112,7 @@ class ToolsListed(msgspec.Struct, frozen=True):
 
 
 class CallDone(msgspec.Struct, frozen=True):
-    """A call of this round came to something."""
+    """A call of this round has ended."""
 
     number: int
     """The number of the call among those of the round."""
@@ -157,7 +157,7 @@ def new_call(tool: OfferedTool) -> dict[str, Any]:
 
 
 def finish_call(item: dict[str, Any], result: ToolResult) -> None:
-    """Puts what a call came to into its item."""
+    """Puts the result of a call into its item."""
     item["status"] = "failed" if result.is_error else "completed"
     if not result.is_error:
         item["output"] = result.text
@@ -170,7 +170,7 @@ def finish_call(item: dict[str, Any], result: ToolResult) -> None:
 
 
 def text_of_error(error: Any) -> str:
-    """What the model reads of a call's `error`, which a client may have written."""
+    """The text that the model reads for a call's `error`, which a client may have written."""
     if isinstance(error, dict):
         content = error.get("content")
         if isinstance(content, list):

@@ -137,7 +137,7 @@ tokens generated so far, and whether it is the last one, in which nothing may be
 
 
 class ToolRounds:
-    """What happens in the rounds of one response, in place of the `Generation` and the events of
+    """The rounds of one response, in place of the `Generation` and the events of
     one answer.
 
     Args:
@@ -251,7 +251,7 @@ class ToolRounds:
         self._generations.append(made)
 
     async def _unless_closed(self, work: Any) -> Any:
-        """What `work` returns. After `close`, and when the time is up, it is cancelled."""
+        """Returns the result of `work`, which is cancelled by `close` and when the time is up."""
         working = asyncio.ensure_future(self._deadline.bound(work))
         closing = asyncio.ensure_future(self._closed.wait())
         try:
@@ -266,7 +266,7 @@ class ToolRounds:
                 working.add_done_callback(_forget)
 
     async def _results(self, calls: list[tuple[ToolCall, OfferedTool]]) -> list[ToolResult]:
-        """What calls come to, which run together."""
+        """Runs calls together and returns their results."""
         running: list[asyncio.Future[ToolResult]] = []
         for number, (call, tool) in enumerate(calls):
             if number < MAX_CALLS and self._calls_left > 0:
@@ -368,7 +368,7 @@ class ToolRequest:
     def rounds(
         self, streams: list[RequestStream], started_s: float, deadline: Deadline
     ) -> ToolRounds:
-        """What follows on the first answer."""
+        """The rounds that begin with the first answer."""
         body, config = self._body, self._served.config
         known = {
             item.server_label

@@ -1,4 +1,4 @@
-"""What a model answers as items of a response, and as the events of a stream."""
+"""The model's answer as items of a response, and as events of a stream."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class Output:
             yield from self.close("completed" if self._is_whole(event) else "incomplete")
 
     def _is_whole(self, end: AnswerEnd) -> bool:
-        """Whether the item that is open at the end of an answer is all that it was to be: an open
-        call is one that a stop string cut, where the answer does not end by calls."""
+        """True if the item that is open at the end of an answer is complete: a stop string cut an
+        open call unless the answer ends by calls."""
         is_call = self._open is not None and self._open.endswith("_call")
         return end.finish_reason != "length" and (not is_call or end.finish_reason == "tool_calls")
 

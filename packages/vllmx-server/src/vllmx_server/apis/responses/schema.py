@@ -46,7 +46,7 @@ class InputItem(msgspec.Struct, omit_defaults=True):
     namespace: str | None = None
     arguments: str | None = None
     input: str | None = None
-    """What a custom tool is called with."""
+    """The input of a call of a custom tool."""
     output: str | list[InputPart] | None = None
     summary: list[InputPart] | None = None
     status: str | None = None
@@ -116,7 +116,7 @@ class ResponsesRequest(GeneratingFields, kw_only=True, forbid_unknown_fields=Tru
     reasoning: Reasoning | None = None
     metadata: Metadata | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    """What does not fit is refused in either."""
+    """An input that does not fit is refused in either case."""
 
     stop: str | limits.Stops | None = None
     thinking_token_budget: limits.ThinkingBudget | None = None
@@ -150,7 +150,7 @@ class ResponsesRequest(GeneratingFields, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def has_past(self) -> bool:
-        """Whether the request continues something that is stored."""
+        """True if the request continues a stored conversation."""
         return self.previous_response_id is not None or self.conversation is not None
 
     @property

@@ -49,7 +49,7 @@ class StoredResponse(msgspec.Struct, kw_only=True):
         return self.response["status"] in ("queued", "in_progress")
 
     def items(self) -> list[InputItem]:
-        """What it adds to a conversation."""
+        """The items that it adds to a conversation."""
         return [*self.input, *msgspec.convert(self.response["output"], list[InputItem])]
 
 
@@ -58,7 +58,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Responses:
-    """What the database has of responses.
+    """The responses in the database.
 
     Args:
         max_bytes_of_owner: of one key; the oldest make room.
@@ -188,7 +188,7 @@ def _are_few(events: Sequence[bytes]) -> bool:
 
 
 def _behind(events: bytes, after: int) -> bytes:
-    """What follows on event number `after`; events are numbered from 0."""
+    """The events behind number `after`; the first one is number 0."""
     start = 0
     for _ in range(after + 1):
         end = events.find(b"\n\n", start)

@@ -19,7 +19,7 @@ _FREE_FORM = {
     "required": ["input"],
     "additionalProperties": False,
 }
-"""What a custom tool takes: models call functions, so its text is the one argument."""
+"""The parameters of a custom tool: models call functions, so its text is the one argument."""
 
 
 class _Format(msgspec.Struct):
@@ -71,7 +71,7 @@ def _as_function(tool: _Custom, namespace: str | None) -> dict[str, Any]:
 
 
 def whole_name(name: str, namespace: str | None) -> str:
-    """What models call a function."""
+    """The name by which models call a function."""
     return name if namespace is None else f"{namespace}.{name}"
 
 
@@ -97,8 +97,8 @@ def forms_of(tools: list[dict[str, Any]] | None) -> dict[str, ToolForm]:
 
 
 def free_form(arguments: str) -> str:
-    """The input of a custom tool out of the arguments of its function; what is no such object, as
-    of a call that was cut, is given as it stands."""
+    """The input of a custom tool out of the arguments of its function; arguments that cannot be
+    read, as those of a call that was cut, are returned as they are."""
     try:
         return msgspec.json.decode(arguments, type=_Input).input
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -111,7 +111,7 @@ class _Input(msgspec.Struct):
 
 Choice = str | dict[str, Any] | None
 _OURS = ("function", "custom", "namespace", "mcp")
-"""Types of tools that are told to the model; others are left out of its tools, too."""
+"""Types of tools that the model sees; others are left out."""
 
 
 class _AllowedTool(msgspec.Struct):
@@ -127,7 +127,7 @@ class _Allowed(msgspec.Struct):
 
 
 def choice_of(choice: Choice, tools: Sequence[dict[str, Any]] | None) -> Choice:
-    """The choice in the form of chats, beside the request's own tools. Raises
+    """The choice in the form of chats, for a request with these tools. Raises
     InvalidRequestError."""
     if not isinstance(choice, dict):
         return choice
@@ -229,7 +229,7 @@ def requested_servers(
                 raise _wrong(f"tools[{index}].server_label", "is given twice: keep one")
     if found and body.has_logprobs:
         raise InvalidRequestError(
-            "log-probabilities are not told beside tools of MCP servers: leave out include",
+            "log-probabilities cannot be had together with tools of MCP servers: leave out include",
             param="include",
         )
     return found
@@ -257,7 +257,7 @@ def _wanted(
     if asked.server_label not in names:
         raise _wrong(
             f"{place}.server_label",
-            f"is {shown(asked.server_label)}, which is no MCP server here: {listing(names)}",
+            f"is {shown(asked.server_label)}, which is not an MCP server here: {listing(names)}",
         )
     if asked.require_approval != "never":
         raise _wrong(

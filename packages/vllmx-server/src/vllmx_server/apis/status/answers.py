@@ -13,12 +13,12 @@ class ModelCard(Record, kw_only=True):
     created: int
     owned_by: Literal["vllmx"] = "vllmx"
     root: str
-    """What was loaded."""
+    """The path or name that was loaded."""
     parent: None = None
     max_model_len: int | None
     """Tokens of the context; null of a model that was never loaded."""
     input_modalities: list[Literal["text", "image"]] | None = None
-    """What a message may hold; null of a model that was never loaded."""
+    """The contents that a message may have; null of a model that was never loaded."""
     permission: list[str]
     aliases: tuple[str, ...] = ()
     """Other names of it."""

@@ -85,7 +85,7 @@ def _called(name: str, card: ModelCard) -> ModelCard:
 
 
 async def _others(served: Served) -> list[ModelCard]:
-    """The models beside the default one, loaded or not."""
+    """All models but the default one, loaded or not."""
     if served.models is None:
         return []
     return [

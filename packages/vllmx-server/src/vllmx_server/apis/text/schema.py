@@ -49,7 +49,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         check_free_form(self.chat_template_kwargs, "chat_template_kwargs")
 
     def chat_options(self) -> ChatOptions:
-        """How to render `messages`. Raises InvalidRequestError."""
+        """The options for rendering `messages`. Raises InvalidRequestError."""
         return ChatOptions(
             tools=tool_list(self.tools),
             add_generation_prompt=generation_prompt(
