@@ -13,8 +13,10 @@ from vllmx_engine.client.request_limits import resolve_logprobs
 from vllmx_engine.client.request_stream import RequestStream
 
 from vllmx_server.generating.chat_body import ChatCompletionRequest
-from vllmx_server.generating.reading import body_bytes, caller_of
+from vllmx_server.generating.reading import body_bytes, caller_of, most_tokens
 from vllmx_server.generating.served import Served
+from vllmx_server.http.client import client_of
+from vllmx_server.http.disconnect import while_there
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,26 @@ def chat_call(served: Served, body: ChatCompletionRequest, fit: bool = False) ->
         limit, fit = defaults.get("max_tokens"), True  # a recommendation is no one's mistake
     params = body.sampling_params(defaults, max_tokens=limit, logprobs=body.num_logprobs)
     return ChatCall(body, body.conversation(), body.chat_options(), params, fit)
+
+
+async def prompt_tokens(
+    request: Request,
+    served: Served,
+    conversation: list[dict[str, Any]],
+    options: ChatOptions,
+    add_special_tokens: bool = False,
+) -> list[int]:
+    """The tokens of a rendered conversation. Raises TemplateError, InvalidRequestError for too many
+    of them."""
+    encoding = served.llm.encode_chat(
+        conversation,
+        options,
+        add_special_tokens,
+        client_of(request),
+        body_bytes(request),
+        most_tokens(served),
+    )
+    return await while_there(request.receive, encoding)
 
 
 def check_template(served: Served, source: str | None) -> None:

@@ -9,9 +9,6 @@ from contextlib import aclosing
 import msgspec
 from vllmx_engine.client.answers import AnswerReaders, ReadAnswer, is_cut
 from vllmx_engine.formats.events import (
-    ArgumentsPiece,
-    CallBegin,
-    CallEnd,
     ContentPiece,
     Event,
     ReasoningPiece,
@@ -27,17 +24,6 @@ from vllmx_server.generating.answers import (
 )
 from vllmx_server.generating.generation import Generation
 from vllmx_server.generating.logprobs import ContentLogprobs
-
-__all__ = [
-    "AnswerEnd",
-    "ArgumentsPiece",
-    "CallBegin",
-    "CallEnd",
-    "ChatEvent",
-    "ChatEvents",
-    "ContentPiece",
-    "ReasoningPiece",
-]
 
 
 class AnswerEnd(msgspec.Struct, frozen=True, gc=False):

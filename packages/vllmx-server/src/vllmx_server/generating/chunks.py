@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 from vllmx_engine.formats.events import (
     ArgumentsPiece,
     CallBegin,
@@ -15,9 +15,10 @@ from vllmx_engine.formats.events import (
     ReasoningPiece,
 )
 
-from vllmx_server.generating.answers import RequestTimings
-from vllmx_server.generating.generation import Usage
-from vllmx_server.generating.sampling import StreamOptions
+from vllmx_server.generating.generation import Generation, Usage, request_timings
+from vllmx_server.generating.sampling import StreamOptions, stream_options
+from vllmx_server.generating.served import Served
+from vllmx_server.http.event_stream import DONE
 from vllmx_server.schema.record import json_pieces
 
 encode = msgspec.json.Encoder().encode
@@ -30,7 +31,7 @@ class Chunks:
     `"usage": null`, as OpenAI's do; with `continuous_usage_stats` each has the usage so far.
 
     Args:
-        fingerprint: of what serves (`Served.fingerprint`).
+        options: of the request.
     """
 
     def __init__(
@@ -38,21 +39,22 @@ class Chunks:
         kind: str,
         answer_id: str,
         created: int,
-        model: str,
+        served: Served,
         options: StreamOptions | None,
-        fingerprint: str,
     ) -> None:
+        self._config = served.config
+        options = stream_options(options, served.config.enable_force_include_usage)
         fixed = {
             "id": answer_id,
             "object": kind,
             "created": created,
-            "model": model,
-            "system_fingerprint": fingerprint,
+            "model": served.llm.config.name,
+            "system_fingerprint": served.fingerprint,
         }
         self.head = b"data: " + encode(fixed)[:-1] + b',"choices":['
-        self.has_last_usage = options is not None and options.has_usage
-        self.has_usage = self.has_last_usage and bool(options and options.continuous_usage_stats)
-        self.tail = b'],"usage":null}\n\n' if self.has_last_usage else b"]}\n\n"
+        self._has_last_usage = options is not None and options.has_usage
+        self.has_usage = self._has_last_usage and bool(options and options.continuous_usage_stats)
+        self.tail = b'],"usage":null}\n\n' if self._has_last_usage else b"]}\n\n"
 
     def chunk(
         self, choice: dict[str, Any], usage: Usage, num_unsent: int = 0, **extra: Any
@@ -63,10 +65,14 @@ class Chunks:
         encoded = b"".join(json_pieces(choice))
         return self.head + encoded + self._end(usage, num_unsent, more)
 
-    def usage(self, usage: Usage, timings: RequestTimings | UnsetType) -> bytes:
-        """The last chunk of `include_usage`, with the times of the request if they are wanted."""
+    def end(self, generation: Generation) -> bytes:
+        """The end of a stream, after a chunk with usage and times if they are wanted."""
+        if not self._has_last_usage:
+            return DONE
+        timings = request_timings(self._config, generation)
         more = b"" if timings is UNSET else b',"metrics":' + encode(timings)
-        return self.head + b'],"usage":%b%b}\n\n' % (encode(usage.shown()), more)
+        usage = encode(generation.usage.shown())
+        return self.head + b'],"usage":%b%b}\n\n' % (usage, more) + DONE
 
     def _end(self, usage: Usage, num_unsent: int, more: bytes) -> bytes:
         if self.has_usage:

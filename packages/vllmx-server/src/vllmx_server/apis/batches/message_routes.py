@@ -15,7 +15,7 @@ from vllmx_server.apis.batches.answers import (
 )
 from vllmx_server.apis.batches.files import FileNotKnownError, StoredFile
 from vllmx_server.apis.batches.messages import PREFIX, PURPOSE, URL, input_lines, results, shown
-from vllmx_server.apis.batches.routes import cancelled, check_room
+from vllmx_server.apis.batches.routes import cancelled, check_room, found_batch
 from vllmx_server.apis.batches.runner import KeptFiles
 from vllmx_server.apis.batches.schema import CREATE_MESSAGES, CreateMessageBatch
 from vllmx_server.apis.batches.store import Batch
@@ -92,23 +92,14 @@ async def list_batches(request: Request) -> Response:
     return page(MessageBatchList, data, has_more)
 
 
-async def _found(request: Request) -> Batch:
-    """The current state of the request's batch. Raises BatchNotKnownError."""
-    served = served_of(request)
-    name = request.path_params["id"]
-    return served.store(KeptFiles).runner.newest(
-        await served.store(KeptFiles).batches.get(owner_of(request), name, PREFIX)
-    )
-
-
 async def retrieve(request: Request) -> Response:
     """Answers with the state of a batch."""
-    return answer(shown(await _found(request)))
+    return answer(shown(await found_batch(request, PREFIX)))
 
 
 async def cancel(request: Request) -> Response:
     """Cancels the requests of a batch that have not begun."""
-    served, batch = served_of(request), await _found(request)
+    served, batch = served_of(request), await found_batch(request, PREFIX)
     if batch.status != "finalizing":  # its requests are answered
         batch = await cancelled(served, batch)
     return answer(shown(batch))
@@ -116,7 +107,7 @@ async def cancel(request: Request) -> Response:
 
 async def delete(request: Request) -> Response:
     """Deletes a batch that has ended, with its requests and results."""
-    batch, storage = await _found(request), served_of(request).store(KeptFiles)
+    batch, storage = await found_batch(request, PREFIX), served_of(request).store(KeptFiles)
     if batch.is_open:
         raise InvalidRequestError(
             f"batch {batch.id} has not ended: cancel it, and delete it once it has"
@@ -130,7 +121,7 @@ async def delete(request: Request) -> Response:
 
 async def show_results(request: Request) -> Response:
     """The results of a batch that has ended: a line of JSON for each request."""
-    batch, files = await _found(request), served_of(request).store(KeptFiles).files
+    batch, files = await found_batch(request, PREFIX), served_of(request).store(KeptFiles).files
     if batch.is_open:
         raise InvalidRequestError(
             f"batch {batch.id} has not ended: fetch its results once its processing_status is ended"

@@ -12,7 +12,7 @@ from vllmx_server.apis.batches.answers import BatchList, BatchObject
 from vllmx_server.apis.batches.file_routes import TAG
 from vllmx_server.apis.batches.runner import KeptFiles
 from vllmx_server.apis.batches.schema import CREATE, CreateBatch
-from vllmx_server.apis.batches.store import Batch
+from vllmx_server.apis.batches.store import PREFIX, Batch
 from vllmx_server.errors import OverloadedError
 from vllmx_server.generating.api import keyed
 from vllmx_server.generating.reading import checked, read_json
@@ -75,18 +75,22 @@ async def list_batches(request: Request) -> Response:
     )
 
 
+async def found_batch(request: Request, prefix: str = PREFIX) -> Batch:
+    """The current state of the request's batch. Raises BatchNotKnownError."""
+    kept = served_of(request).store(KeptFiles)
+    batch = await kept.batches.get(owner_of(request), request.path_params["id"], prefix)
+    return kept.runner.newest(batch)
+
+
 async def retrieve(request: Request) -> Response:
     """Answers how far a batch is."""
-    served = served_of(request)
-    found = await served.store(KeptFiles).batches.get(owner_of(request), request.path_params["id"])
-    return answer(served.store(KeptFiles).runner.newest(found).shown())
+    return answer((await found_batch(request)).shown())
 
 
 async def cancel(request: Request) -> Response:
     """Answers no further line of one."""
-    served = served_of(request)
-    found = await served.store(KeptFiles).batches.get(owner_of(request), request.path_params["id"])
-    return answer((await cancelled(served, found)).shown())
+    batch = await found_batch(request)
+    return answer((await cancelled(served_of(request), batch)).shown())
 
 
 async def cancelled(served: Served, batch: Batch) -> Batch:

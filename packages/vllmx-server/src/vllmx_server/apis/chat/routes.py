@@ -28,10 +28,9 @@ from vllmx_server.generating.chunks import Chunks, PlainChunks, deltas
 from vllmx_server.generating.generate import Answer, generate
 from vllmx_server.generating.generation import Generation, request_timings
 from vllmx_server.generating.logprobs import chat_logprobs, prompt_logprobs
-from vllmx_server.generating.sampling import stream_options
 from vllmx_server.generating.served import Served
 from vllmx_server.generating.tools import is_named_tool
-from vllmx_server.http.event_stream import DONE, HeldResponse
+from vllmx_server.http.event_stream import HeldResponse
 from vllmx_server.http.operation import GENERATES, GENERATING, HELLO, Events
 from vllmx_server.schema.record import json_pieces, lazily
 
@@ -66,12 +65,7 @@ class ChatAnswer(Answer):
         self._readers = generation.readers
         self._readings = self._new_readings() if body.stream else []
         self._chunks = Chunks(
-            "chat.completion.chunk",
-            self._id,
-            self._created,
-            served.llm.config.name,
-            stream_options(body.stream_options, served.config.enable_force_include_usage),
-            served.fingerprint,
+            "chat.completion.chunk", self._id, self._created, served, body.stream_options
         )
         count = (body.n or 1) if body.stream else 0
         self._plain = [PlainChunks(self._chunks, index) for index in range(count)]
@@ -133,8 +127,7 @@ class ChatAnswer(Answer):
                         yield chunks.chunk(self._delta(choice), usage, num_unsent)
                     elif choice.text:
                         yield self._plain[choice.index].content(choice.text)
-        timings = request_timings(self._state.config, self._generation)
-        yield (chunks.usage(usage, timings) if chunks.has_last_usage else b"") + DONE
+        yield chunks.end(self._generation)
 
     @property
     def has_middle(self) -> bool:

@@ -34,9 +34,8 @@ from vllmx_server.generating.generate import Answer, generate
 from vllmx_server.generating.generation import Generation, request_timings
 from vllmx_server.generating.logprobs import CompletionLogprobs, prompt_logprobs
 from vllmx_server.generating.reading import caller_of
-from vllmx_server.generating.sampling import stream_options
 from vllmx_server.generating.served import Served
-from vllmx_server.http.event_stream import DONE, HeldResponse
+from vllmx_server.http.event_stream import HeldResponse
 from vllmx_server.http.operation import GENERATES, GENERATING, Events
 from vllmx_server.schema.record import json_pieces, lazily
 
@@ -129,12 +128,7 @@ class CompletionAnswer(Answer):
         self._echoes: list[Echo] = []
         """The echo of each prompt, if `echo` asks for it."""
         self._chunks = Chunks(
-            "text_completion",
-            self._id,
-            self._created,
-            served.llm.config.name,
-            stream_options(body.stream_options, served.config.enable_force_include_usage),
-            served.fingerprint,
+            "text_completion", self._id, self._created, served, body.stream_options
         )
         self._begin = b'%b{"index":0,"text":' % self._chunks.head
         self._end = b',"logprobs":null,"finish_reason":null}' + self._chunks.tail
@@ -235,8 +229,7 @@ class CompletionAnswer(Answer):
                         yield chunks.chunk(delta, usage, num_unsent)
                     elif choice.text:
                         yield self._plain(number, choice.text)
-        timings = request_timings(self._state.config, self._generation)
-        yield (chunks.usage(usage, timings) if chunks.has_last_usage else b"") + DONE
+        yield chunks.end(self._generation)
 
     @property
     def has_middle(self) -> bool:

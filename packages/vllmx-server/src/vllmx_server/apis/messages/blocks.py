@@ -5,6 +5,13 @@ from __future__ import annotations
 from typing import TypeVar
 
 import msgspec
+from vllmx_engine.formats.events import (
+    ArgumentsPiece,
+    CallBegin,
+    CallEnd,
+    ContentPiece,
+    ReasoningPiece,
+)
 
 from vllmx_server.apis.messages.answers import (
     BlockStart,
@@ -15,15 +22,7 @@ from vllmx_server.apis.messages.answers import (
     ThinkingBlock,
     ToolUseBlock,
 )
-from vllmx_server.generating.chat_events import (
-    AnswerEnd,
-    ArgumentsPiece,
-    CallBegin,
-    CallEnd,
-    ChatEvent,
-    ContentPiece,
-    ReasoningPiece,
-)
+from vllmx_server.generating.chat_events import AnswerEnd, ChatEvent
 
 Block = TypeVar("Block", TextBlock, ThinkingBlock)
 encode = msgspec.json.Encoder().encode

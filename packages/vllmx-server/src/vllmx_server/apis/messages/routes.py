@@ -36,15 +36,13 @@ from vllmx_server.apis.messages.schema import (
 )
 from vllmx_server.errors import messages_error_body
 from vllmx_server.generating.api import Api, keyed
-from vllmx_server.generating.chat_call import ChatCall, chat_call, submit_chat
+from vllmx_server.generating.chat_call import ChatCall, chat_call, prompt_tokens, submit_chat
 from vllmx_server.generating.chat_events import ChatEvents
 from vllmx_server.generating.field_names import MESSAGES_FIELDS
 from vllmx_server.generating.generate import Answer, generate
 from vllmx_server.generating.generation import Generation
-from vllmx_server.generating.reading import body_bytes, checked, counted, most_tokens, read_json
+from vllmx_server.generating.reading import checked, counted, read_json
 from vllmx_server.generating.served import Served, served_of
-from vllmx_server.http.client import client_of
-from vllmx_server.http.disconnect import while_there
 from vllmx_server.http.event_stream import Framing, HeldResponse
 from vllmx_server.http.operation import BODY, GENERATES, GENERATING, HELLO, TEXT, Events
 
@@ -87,7 +85,7 @@ async def _submit(
 
 async def count_tokens(request: Request) -> Response:
     """Counts the tokens in the prompt of a Messages request."""
-    served, client = served_of(request), client_of(request)
+    served = served_of(request)
     decoder = BETA_COUNT_TOKENS if _is_beta(request) else COUNT_TOKENS
 
     def parse(data: bytes) -> tuple[list[dict[str, Any]], ChatOptions]:
@@ -98,10 +96,7 @@ async def count_tokens(request: Request) -> Response:
 
     conversation, options = await read_json(request, served, parse)
     async with counted(request) as admitted:
-        encoding = served.llm.encode_chat(
-            conversation, options, False, client, body_bytes(request), most_tokens(served)
-        )
-        tokens = await while_there(request.receive, encoding)
+        tokens = await prompt_tokens(request, served, conversation, options)
         admitted.num_tokens = len(tokens)
     return Response(encode(CountedTokens(input_tokens=len(tokens))), media_type="application/json")
 

@@ -52,7 +52,7 @@ from vllmx_server.apis.pooling.schema import (
 )
 from vllmx_server.generating.answers import PoolingUsage
 from vllmx_server.generating.api import Api, keyed
-from vllmx_server.generating.chat_call import check_template
+from vllmx_server.generating.chat_call import check_template, prompt_tokens
 from vllmx_server.generating.field_names import FieldNames
 from vllmx_server.generating.generation import Usage
 from vllmx_server.generating.pooling import F32, Pooled, Pooler, PoolingOptions, Task, pooler_for
@@ -61,7 +61,6 @@ from vllmx_server.generating.reading import (
     by_shape,
     caller_of,
     checked,
-    most_tokens,
     read_json,
     request_id_of,
 )
@@ -234,15 +233,9 @@ async def _written(request: Request, served: Served, body: InputFields) -> list[
     check_template(served, body.chat_template)
     client, size = client_of(request), body_bytes(request)
     conversation = await served.llm.text.run(client, size, lambda _: body.conversation())
-    encoding = served.llm.encode_chat(
-        conversation,
-        body.chat_options(),
-        bool(body.add_special_tokens),
-        client,
-        size,
-        most_tokens(served),
-    )
-    return [PoolingText(ids=await while_there(request.receive, encoding))]
+    special = bool(body.add_special_tokens)
+    ids = await prompt_tokens(request, served, conversation, body.chat_options(), special)
+    return [PoolingText(ids=ids)]
 
 
 def _check_dimensions(dimensions: int | None, pooler: Pooler) -> None:

@@ -227,13 +227,7 @@ class TEIFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def truncate_prompt_tokens(self) -> int | None:
         return -1 if self.truncate else None
 
-    @property
-    def priority(self) -> None:
-        """TEI has no priorities."""
-
-    @property
-    def cache_salt(self) -> None:
-        """TEI has no salts."""
+    priority = cache_salt = None  # TEI has neither
 
     def check(self) -> None:
         """Cross-field rules. Raises InvalidRequestError."""

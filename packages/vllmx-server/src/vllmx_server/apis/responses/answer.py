@@ -187,6 +187,13 @@ def _format(body: ResponsesRequest) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+_AS_ASKED = (
+    "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id",
+    "prompt_cache_key", "safety_identifier", "temperature", "top_p", "user",
+)  # fmt: skip
+"""Fields that a response repeats."""
+
+
 def _fields(body: ResponsesRequest, model: str) -> dict[str, Any]:
     """The fields of a response that has just begun."""
     reasoning = body.reasoning
@@ -196,35 +203,24 @@ def _fields(body: ResponsesRequest, model: str) -> dict[str, Any]:
         "created_at": now(),
         "status": "queued" if body.background else "in_progress",
         "background": bool(body.background),
-        "completed_at": None,
         "conversation": None if body.conversation_id is None else {"id": body.conversation_id},
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": body.max_tool_calls,
         "model": model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
-        "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {
             "effort": None if reasoning is None else reasoning.effort,
             "summary": None if reasoning is None else reasoning.summary,
         },
-        "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": body.is_stored,
-        "temperature": body.temperature,
         "text": {"format": _format(body)},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "tools": body.tools or [],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": body.top_p,
         "truncation": body.truncation or "disabled",
-        "usage": None,
-        "user": body.user,
         "metadata": body.metadata or {},
+        **dict.fromkeys(("completed_at", "error", "incomplete_details", "usage")),
+        **{name: getattr(body, name) for name in _AS_ASKED},
     }
 
 

@@ -6,12 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
+from starlette.requests import Request
 from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.apis.responses.items import summary_of, text_of_error
 from vllmx_server.apis.responses.schema import InputItem, InputPart, ResponsesRequest, TextOptions
+from vllmx_server.apis.responses.store import KeptResponses
 from vllmx_server.apis.responses.tools import choice_of, functions_of, whole_name
 from vllmx_server.generating.chat_body import (
+    MAX_MESSAGES,
     ChatCompletionRequest,
     ChatMessage,
     ContentPart,
@@ -22,6 +25,9 @@ from vllmx_server.generating.chat_body import (
 )
 from vllmx_server.generating.field_names import RESPONSES_FIELDS
 from vllmx_server.generating.fields import GENERATING, JSONSchemaFormat, ResponseFormat
+from vllmx_server.generating.reading import body_bytes
+from vllmx_server.generating.served import Served
+from vllmx_server.http.client import owner_of
 
 _SAME = (
     "stream",
@@ -88,6 +94,21 @@ def _format(text: TextOptions | None) -> ResponseFormat | None:
         return None if wanted is None else ResponseFormat(wanted.type)
     schema = JSONSchemaFormat(wanted.name, wanted.schema, wanted.description, wanted.strict)
     return ResponseFormat("json_schema", schema)
+
+
+async def items_before(request: Request, served: Served, body: ResponsesRequest) -> list[InputItem]:
+    """The conversation that came before; its bytes are counted as the body's."""
+    kept, owner, most = served.store(KeptResponses), owner_of(request), served.config.max_body_bytes
+    if body.conversation_id is not None:
+        before, num_bytes = await kept.conversations.items(owner, body.conversation_id, most)
+    elif body.previous_response_id is not None:
+        before, num_bytes = await kept.responses.conversation(
+            owner, body.previous_response_id, MAX_MESSAGES, most
+        )
+    else:
+        return []
+    request.scope["state"]["body_bytes"] = body_bytes(request) + num_bytes
+    return before
 
 
 def check_items(items: Sequence[InputItem], name: str) -> None:

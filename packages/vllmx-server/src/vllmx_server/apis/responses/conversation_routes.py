@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -38,6 +40,7 @@ from vllmx_server.http.operation import (
 from vllmx_server.http.pages import answer, check_query, newest_first, number, page
 from vllmx_server.store.database import new_id, now
 
+Body = TypeVar("Body", CreateConversation, AddItems)
 _INCLUDE = ("include", "include[]")
 
 
@@ -47,20 +50,26 @@ def _place(request: Request) -> tuple[Conversations, str, str]:
     return conversations, owner_of(request), request.path_params["id"]
 
 
-async def create(request: Request) -> Response:
-    """Creates a conversation, with items if some are given."""
+async def _body(request: Request, decoder: msgspec.json.Decoder[Body]) -> Body:
+    """The checked body. Raises InvalidRequestError for items that are not served."""
     served = served_of(request)
 
-    def parse(data: bytes) -> CreateConversation:
-        body = checked(data, served, CREATE)
+    def parse(data: bytes) -> Body:
+        body = checked(data, served, decoder)
         check_items(body.items or (), "items")
         return body
 
     served.check_admission()
-    body = await read_json(request, served, parse)
+    return await read_json(request, served, parse)
+
+
+async def create(request: Request) -> Response:
+    """Creates a conversation, with items if some are given."""
+    body = await _body(request, CREATE)
     made = ConversationObject(id=new_id("conv_"), created_at=now(), metadata=body.metadata or {})
     items = named(body.items or ())
-    await served.store(KeptResponses).conversations.create(owner_of(request), made, items)
+    kept = served_of(request).store(KeptResponses)
+    await kept.conversations.create(owner_of(request), made, items)
     return answer(made)
 
 
@@ -88,15 +97,7 @@ async def delete(request: Request) -> Response:
 async def add_items(request: Request) -> Response:
     """Appends items to a conversation."""
     check_query(request, *_INCLUDE)
-    served = served_of(request)
-
-    def parse(data: bytes) -> AddItems:
-        body = checked(data, served, ADD)
-        check_items(body.items, "items")
-        return body
-
-    served.check_admission()
-    body = await read_json(request, served, parse)
+    body = await _body(request, ADD)
     conversations, owner, name = _place(request)
     items = await conversations.add(owner, name, named(body.items))
     return await _listed(request, items, False, body_bytes(request))

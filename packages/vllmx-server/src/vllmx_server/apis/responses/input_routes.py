@@ -9,12 +9,13 @@ from itertools import chain
 from starlette.requests import Request
 from starlette.responses import Response
 from vllmx_engine.client.request_stream import RequestStream
+from vllmx_engine.formats.events import ContentPiece
 
 from vllmx_server.apis.responses.answer import usage_of
 from vllmx_server.apis.responses.answers import Compaction, CountedInput
-from vllmx_server.apis.responses.as_chat import chat_of, items_of
+from vllmx_server.apis.responses.as_chat import chat_of, items_before, items_of
 from vllmx_server.apis.responses.items import item_of, named, shown
-from vllmx_server.apis.responses.routes import FRAMING, Asked, asked_of, call_of, items_before
+from vllmx_server.apis.responses.routes import FRAMING, Asked, asked_of, call_of
 from vllmx_server.apis.responses.schema import (
     COMPACT,
     INPUT_TOKENS,
@@ -24,15 +25,14 @@ from vllmx_server.apis.responses.schema import (
     ResponsesRequest,
 )
 from vllmx_server.generating.api import keyed
-from vllmx_server.generating.chat_call import chat_call, submit_chat
-from vllmx_server.generating.chat_events import ChatEvents, ContentPiece
+from vllmx_server.generating.chat_call import chat_call, prompt_tokens, submit_chat
+from vllmx_server.generating.chat_events import ChatEvents
 from vllmx_server.generating.field_names import RESPONSES_FIELDS
 from vllmx_server.generating.generate import Answer, generate
 from vllmx_server.generating.generation import Generation
-from vllmx_server.generating.reading import body_bytes, checked, counted, most_tokens, read_json
+from vllmx_server.generating.reading import body_bytes, checked, counted, read_json
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.client import client_of
-from vllmx_server.http.disconnect import while_there
 from vllmx_server.http.event_stream import HeldResponse
 from vllmx_server.http.operation import BODY, GENERATES, GENERATING, TEXT
 from vllmx_server.http.pages import answer
@@ -45,7 +45,7 @@ _KEPT = ("user", "system", "developer")
 
 async def input_tokens(request: Request) -> Response:
     """Counts the tokens of the prompt that a response would have."""
-    served, client = served_of(request), client_of(request)
+    served = served_of(request)
 
     def parse(data: bytes) -> tuple[ResponsesRequest, Asked]:
         body = checked(data, served, INPUT_TOKENS).request()
@@ -54,11 +54,8 @@ async def input_tokens(request: Request) -> Response:
     body, asked = await read_json(request, served, parse)
     async with counted(request) as admitted:
         call = await call_of(request, served, body, asked)
-        encoding = served.llm.encode_chat(
-            call.conversation, call.options, False, client, body_bytes(request), most_tokens(served)
-        )
         with RESPONSES_FIELDS.told():
-            tokens = await while_there(request.receive, encoding)
+            tokens = await prompt_tokens(request, served, call.conversation, call.options)
         admitted.num_tokens = len(tokens)
     return answer(CountedInput(input_tokens=len(tokens)))
 

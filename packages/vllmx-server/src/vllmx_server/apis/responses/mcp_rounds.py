@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -16,7 +16,7 @@ from vllmx_engine.client.request import Request as EngineRequest
 from vllmx_engine.client.request_stream import RequestStream
 from vllmx_engine.wire.outputs import RequestMetrics, ToolCall
 
-from vllmx_server.apis.responses.as_chat import chat_of, items_of
+from vllmx_server.apis.responses.as_chat import chat_of, items_before, items_of
 from vllmx_server.apis.responses.items import CallDone, Happening, ToolsListed
 from vllmx_server.apis.responses.schema import InputItem, ResponsesRequest
 from vllmx_server.apis.responses.store import KeptResponses
@@ -35,7 +35,6 @@ from vllmx_server.http.client import client_of
 from vllmx_server.http.deadline import Deadline
 from vllmx_server.mcp.offered import OfferedTool, ToolResult, called, chosen, failure
 from vllmx_server.mcp.servers import ToolServers
-from vllmx_server.watch.metrics import Metrics
 
 
 class RequestTools:
@@ -127,25 +126,124 @@ def _function(tool: OfferedTool) -> dict[str, Any]:
     return {"type": "function", "name": tool.name}
 
 
+class ToolRequest:
+    """One request.
+
+    Args:
+        wanted: servers that it asks for.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        served: Served,
+        body: ResponsesRequest,
+        wanted: Sequence[RequestedServer],
+    ) -> None:
+        servers = served.store(KeptResponses).tool_servers
+        assert servers is not None
+        self.body = body
+        self.servers: ToolServers = servers
+        self.metrics = served.metrics
+        self.max_rounds = served.config.mcp_max_rounds
+        self.tools: RequestTools
+        self._request = request
+        self._served = served
+        self._wanted = wanted
+        self._before: list[InputItem] = []
+        self._faults: dict[str, str | None] = {}
+        self._num_bytes = 0
+
+    async def first_call(self) -> ChatCall:
+        """The first call of the model, once the servers were tried. Raises InvalidRequestError."""
+        labels = [each.label for each in self._wanted]
+        for label in labels:
+            await asyncio.wrap_future(self.servers.settled(label))
+        self._faults = {label: self.servers.fault(label) for label in labels}
+        offered = {label: self.servers.tools(label) for label in labels}
+        self.tools = RequestTools(self.body, self._wanted, offered)
+        self._check_choice()
+        self._before = await items_before(self._request, self._served, self.body)
+        self._num_bytes = body_bytes(self._request)
+        self._num_bytes += len(msgspec.json.encode(self.tools.functions))
+        return await self._built((), 0, False)
+
+    def _check_choice(self) -> None:
+        """Raises ToolServerError if a call is required that only unreachable servers could take."""
+        needed = self.tools.needed_servers(self.body.tool_choice)
+        for label in needed:
+            if (fault := self._faults.get(label)) is not None:
+                raise ToolServerError(
+                    f"tool_choice asks for a call of a tool, but the MCP server {label!r} cannot be"
+                    f' reached ({fault}): set tool_choice to "auto", or try again once it runs',
+                    param="tool_choice",
+                )
+
+    def unlisted(self) -> dict[str, str | None]:
+        """Servers whose tools the conversation has not listed yet, with why they have none."""
+        known = {
+            item.server_label
+            for item in (*self._before, *items_of(self.body))
+            if item.type == "mcp_list_tools"
+        }
+        return {
+            label: fault for label, fault in self._faults.items() if label not in known or fault
+        }
+
+    def rounds(
+        self, streams: list[RequestStream], started_s: float, deadline: Deadline
+    ) -> ToolRounds:
+        """The rounds that begin with the first answer."""
+        return ToolRounds(self, streams, started_s, deadline)
+
+    async def submit(
+        self, after: Sequence[ChatMessage], used: int, is_last: bool
+    ) -> list[RequestStream]:
+        """Starts the next answer of the model.
+
+        Args:
+            after: messages that followed on the request's own conversation.
+            used: tokens generated so far.
+            is_last: nothing may be called in it.
+        """
+        call = await self._built(after, used, is_last)
+        with RESPONSES_FIELDS.told():
+            return await submit_chat(self._request, self._served, call, by_events=True)
+
+    async def _built(self, after: Sequence[ChatMessage], used: int, is_last: bool) -> ChatCall:
+        size = self._num_bytes + sum(len(each.content or ()) for each in after)
+        self._request.scope["state"]["body_bytes"] = size
+        return await self._served.llm.text.run(
+            client_of(self._request), size, lambda _: self._call(after, used, is_last)
+        )
+
+    def _call(self, after: Sequence[ChatMessage], used: int, is_last: bool) -> ChatCall:
+        def extend(chat: ChatCompletionRequest) -> None:
+            chat.messages += after
+            chat.tools = [*(chat.tools or ()), *self.tools.functions] or None
+            if is_last:
+                chat.tool_choice = "none"
+            elif after and chat.tool_choice != "none":
+                chat.tool_choice = no_longer_required(chat.tool_choice)
+            if chat.max_tokens is not None:
+                chat.max_tokens -= used
+
+        choice = self.tools.choice(self.body.tool_choice)
+        body = msgspec.structs.replace(self.body, tool_choice=choice)
+        chat = chat_of(body, self._before, extend)
+        with RESPONSES_FIELDS.told():
+            return chat_call(self._served, chat)
+
+
 MAX_CALLS = 32
 """Calls of one round that are run."""
 
 
-Submit = Callable[[Sequence[ChatMessage], int, bool], Awaitable[list[RequestStream]]]
-"""Starts the next answer of the model, from: what followed on the request's own conversation,
-tokens generated so far, and whether it is the last one, in which nothing may be called."""
-
-
 class ToolRounds:
-    """The rounds of one response, in place of the `Generation` and the events of
-    one answer.
+    """The rounds of one response, in place of the `Generation` and the events of one answer.
 
     Args:
         first: streams of the first answer, started.
-        unlisted: servers whose tools the conversation has not listed yet, with why they have none.
-        max_rounds: answers of the model.
-        max_calls: of servers' tools, in all; None: as many as the rounds allow.
-        max_tokens: of all answers together; None: as many as the context holds.
 
     Attributes:
         tools: of the request.
@@ -153,32 +251,17 @@ class ToolRounds:
     """
 
     def __init__(
-        self,
-        first: list[RequestStream],
-        submit: Submit,
-        tools: RequestTools,
-        servers: ToolServers,
-        unlisted: dict[str, str | None],
-        *,
-        metrics: Metrics,
-        started_s: float,
-        deadline: Deadline,
-        max_rounds: int,
-        max_calls: int | None,
-        max_tokens: int | None,
+        self, asked: ToolRequest, first: list[RequestStream], started_s: float, deadline: Deadline
     ) -> None:
+        self._asked = asked
+        self.tools = asked.tools
         self.usage = Usage(0)
-        self._metrics = metrics
         self._deadline = deadline
-        self._generation = Generation(first, metrics, started_s, deadline, self.usage)
+        self._generation = Generation(first, asked.metrics, started_s, deadline, self.usage)
         self._generations = [self._generation]
-        self._submit = submit
-        self.tools = tools
-        self._max_tokens = max_tokens
-        self._servers = servers
-        self._unlisted = unlisted
-        self._rounds_left = max_rounds - 1
-        self._calls_left = max_rounds * MAX_CALLS if max_calls is None else max_calls
+        self._rounds_left = asked.max_rounds - 1
+        max_calls = asked.body.max_tool_calls
+        self._calls_left = asked.max_rounds * MAX_CALLS if max_calls is None else max_calls
         self._after: list[ChatMessage] = []
         self._closed = asyncio.Event()
 
@@ -210,7 +293,7 @@ class ToolRounds:
     async def all(self) -> AsyncGenerator[Happening, None]:
         """All that happens, as it comes. Raises what the engine raises, AbortedError after `close`
         and RequestTimeoutError when the time is up."""
-        for label, fault in self._unlisted.items():
+        for label, fault in self._asked.unlisted().items():
             yield ToolsListed(label, self.tools.of_servers[label], fault)
         while True:
             found, end = ReadAnswer(), None
@@ -233,7 +316,8 @@ class ToolRounds:
             if len(meant) < len(calls):  # the client's part is to come
                 yield end
                 return
-            if self._max_tokens is not None and self.usage.completion_tokens >= self._max_tokens:
+            most = self._asked.body.max_output_tokens
+            if most is not None and self.usage.completion_tokens >= most:
                 yield AnswerEnd("length", None)
                 return
             self._note(found, meant, results)
@@ -243,10 +327,12 @@ class ToolRounds:
         """Begins the next round."""
         self._rounds_left -= 1
         started_s = time.monotonic()
-        used = self.usage.completion_tokens
-        streams = await self._unless_closed(self._submit(self._after, used, self._rounds_left <= 0))
+        submitting = self._asked.submit(
+            self._after, self.usage.completion_tokens, self._rounds_left <= 0
+        )
+        streams = await self._unless_closed(submitting)
         self._generation.close()
-        made = Generation(streams, self._metrics, started_s, self._deadline, self.usage)
+        made = Generation(streams, self._asked.metrics, started_s, self._deadline, self.usage)
         self._generation = made
         self._generations.append(made)
 
@@ -271,7 +357,7 @@ class ToolRounds:
         for number, (call, tool) in enumerate(calls):
             if number < MAX_CALLS and self._calls_left > 0:
                 self._calls_left -= 1
-                future = self._servers.call(tool, call.arguments)
+                future = self._asked.servers.call(tool, call.arguments)
                 running.append(asyncio.wrap_future(future))
                 continue
             refused = asyncio.get_running_loop().create_future()
@@ -305,117 +391,3 @@ def _forget(working: asyncio.Future[Any]) -> None:
     for each in working.result():
         if isinstance(each, RequestStream):
             each.abort()
-
-
-Before = Callable[[Request, Served, ResponsesRequest], Awaitable[list[InputItem]]]
-"""Reads the conversation that a request goes on with; its bytes are counted as the body's."""
-
-
-class ToolRequest:
-    """One request.
-
-    Args:
-        wanted: servers that it asks for.
-        before: reads the conversation before it.
-    """
-
-    def __init__(
-        self,
-        request: Request,
-        served: Served,
-        body: ResponsesRequest,
-        wanted: Sequence[RequestedServer],
-        before: Before,
-    ) -> None:
-        servers = served.store(KeptResponses).tool_servers
-        assert servers is not None
-        self._request = request
-        self._served = served
-        self._body = body
-        self._wanted = wanted
-        self._read = before
-        self._before: list[InputItem] = []
-        self._servers: ToolServers = servers
-        self._faults: dict[str, str | None] = {}
-        self._num_bytes = 0
-        self._tools: RequestTools
-
-    async def first_call(self) -> ChatCall:
-        """The first call of the model, once the servers were tried. Raises InvalidRequestError."""
-        labels = [each.label for each in self._wanted]
-        for label in labels:
-            await asyncio.wrap_future(self._servers.settled(label))
-        self._faults = {label: self._servers.fault(label) for label in labels}
-        offered = {label: self._servers.tools(label) for label in labels}
-        self._tools = RequestTools(self._body, self._wanted, offered)
-        self._check_choice()
-        self._before = await self._read(self._request, self._served, self._body)
-        self._num_bytes = body_bytes(self._request)
-        self._num_bytes += len(msgspec.json.encode(self._tools.functions))
-        return await self._built((), 0, False)
-
-    def _check_choice(self) -> None:
-        """Raises ToolServerError if a call is required that only unreachable servers could take."""
-        needed = self._tools.needed_servers(self._body.tool_choice)
-        for label in needed:
-            if (fault := self._faults.get(label)) is not None:
-                raise ToolServerError(
-                    f"tool_choice asks for a call of a tool, but the MCP server {label!r} cannot be"
-                    f' reached ({fault}): set tool_choice to "auto", or try again once it runs',
-                    param="tool_choice",
-                )
-
-    def rounds(
-        self, streams: list[RequestStream], started_s: float, deadline: Deadline
-    ) -> ToolRounds:
-        """The rounds that begin with the first answer."""
-        body, config = self._body, self._served.config
-        known = {
-            item.server_label
-            for item in (*self._before, *items_of(body))
-            if item.type == "mcp_list_tools"
-        }
-        return ToolRounds(
-            streams,
-            self._round,
-            self._tools,
-            self._servers,
-            {label: fault for label, fault in self._faults.items() if label not in known or fault},
-            metrics=self._served.metrics,
-            started_s=started_s,
-            deadline=deadline,
-            max_rounds=config.mcp_max_rounds,
-            max_calls=body.max_tool_calls,
-            max_tokens=body.max_output_tokens,
-        )
-
-    async def _round(
-        self, after: Sequence[ChatMessage], used: int, is_last: bool
-    ) -> list[RequestStream]:
-        call = await self._built(after, used, is_last)
-        with RESPONSES_FIELDS.told():
-            return await submit_chat(self._request, self._served, call, by_events=True)
-
-    async def _built(self, after: Sequence[ChatMessage], used: int, is_last: bool) -> ChatCall:
-        size = self._num_bytes + sum(len(each.content or ()) for each in after)
-        self._request.scope["state"]["body_bytes"] = size
-        return await self._served.llm.text.run(
-            client_of(self._request), size, lambda _: self._call(after, used, is_last)
-        )
-
-    def _call(self, after: Sequence[ChatMessage], used: int, is_last: bool) -> ChatCall:
-        def extend(chat: ChatCompletionRequest) -> None:
-            chat.messages += after
-            chat.tools = [*(chat.tools or ()), *self._tools.functions] or None
-            if is_last:
-                chat.tool_choice = "none"
-            elif after and chat.tool_choice != "none":
-                chat.tool_choice = no_longer_required(chat.tool_choice)
-            if chat.max_tokens is not None:
-                chat.max_tokens -= used
-
-        choice = self._tools.choice(self._body.tool_choice)
-        body = msgspec.structs.replace(self._body, tool_choice=choice)
-        chat = chat_of(body, self._before, extend)
-        with RESPONSES_FIELDS.told():
-            return chat_call(self._served, chat)

@@ -6,6 +6,14 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from vllmx_engine.formats.events import (
+    ArgumentsPiece,
+    CallBegin,
+    CallEnd,
+    ContentPiece,
+    ReasoningPiece,
+)
+
 from vllmx_server.apis.responses.items import (
     CallDone,
     Happening,
@@ -16,14 +24,7 @@ from vllmx_server.apis.responses.items import (
 )
 from vllmx_server.apis.responses.tools import ToolForm, free_form
 from vllmx_server.generating.answers import TokenLogprob
-from vllmx_server.generating.chat_events import (
-    AnswerEnd,
-    ArgumentsPiece,
-    CallBegin,
-    CallEnd,
-    ContentPiece,
-    ReasoningPiece,
-)
+from vllmx_server.generating.chat_events import AnswerEnd
 from vllmx_server.generating.logprobs import ContentLogprobs
 from vllmx_server.store.database import new_id
 

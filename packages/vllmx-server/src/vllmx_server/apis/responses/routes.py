@@ -16,14 +16,13 @@ from vllmx_engine.client.request_stream import RequestStream
 from vllmx_server.apis.responses.answer import BackgroundResponses, ResponseAnswer, Running
 from vllmx_server.apis.responses.answers import ErrorEvent, ItemList, ResponsesEvent
 from vllmx_server.apis.responses.answers import Response as ResponseObject
-from vllmx_server.apis.responses.as_chat import chat_of
+from vllmx_server.apis.responses.as_chat import chat_of, items_before
 from vllmx_server.apis.responses.items import shown
 from vllmx_server.apis.responses.schema import RESPONSES, InputItem, ResponsesRequest
 from vllmx_server.apis.responses.store import KeptResponses
 from vllmx_server.apis.responses.tools import requested_servers
 from vllmx_server.errors import error_fields
 from vllmx_server.generating.api import keyed
-from vllmx_server.generating.chat_body import MAX_MESSAGES
 from vllmx_server.generating.chat_call import ChatCall, chat_call, submit_chat
 from vllmx_server.generating.field_names import RESPONSES_FIELDS
 from vllmx_server.generating.generate import held, started
@@ -126,7 +125,7 @@ def asked_of(request: Request, served: Served, body: ResponsesRequest) -> Asked:
     if wanted:  # imported where there are servers of tools, at the start
         from vllmx_server.apis.responses.mcp_rounds import ToolRequest
 
-        return ToolRequest(request, served, body, wanted, items_before)
+        return ToolRequest(request, served, body, wanted)
     return None if body.has_past else _call(served, body, ())
 
 
@@ -161,21 +160,6 @@ async def _continued(request: Request, served: Served, body: ResponsesRequest) -
     return await served.llm.text.run(
         client_of(request), size, lambda _: _call(served, body, before)
     )
-
-
-async def items_before(request: Request, served: Served, body: ResponsesRequest) -> list[InputItem]:
-    """The conversation that came before; its bytes are counted as the body's."""
-    kept, owner, most = served.store(KeptResponses), owner_of(request), served.config.max_body_bytes
-    if body.conversation_id is not None:
-        before, num_bytes = await kept.conversations.items(owner, body.conversation_id, most)
-    elif body.previous_response_id is not None:
-        before, num_bytes = await kept.responses.conversation(
-            owner, body.previous_response_id, MAX_MESSAGES, most
-        )
-    else:
-        return []
-    request.scope["state"]["body_bytes"] = body_bytes(request) + num_bytes
-    return before
 
 
 async def retrieve(request: Request) -> Response:

@@ -261,17 +261,8 @@ class CompactRequest(ResponseInput, kw_only=True, forbid_unknown_fields=True):
     service_tier: str | None = None
     image: Any = None
 
-    @property
-    def stream(self) -> None:
-        """The answer is never streamed."""
-
-    @property
-    def request_id(self) -> None:
-        """The request has no name of its own."""
-
-    @property
-    def max_output_tokens(self) -> int:
-        return MAX_SUMMARY_TOKENS
+    stream = request_id = None  # it is never streamed, and takes no name
+    max_output_tokens = MAX_SUMMARY_TOKENS
 
     def check(self) -> None:
         """Cross-field rules. Raises InvalidRequestError."""
@@ -311,11 +302,9 @@ Items = Annotated[list[InputItem], Meta(max_length=MAX_ADDED)]
 
 
 class _NoModel(msgspec.Struct, forbid_unknown_fields=True):
-    """A body without a model."""
+    """A body without a model: conversations belong to none."""
 
-    @property
-    def model(self) -> None:
-        """Conversations belong to no model."""
+    model = None
 
     def check(self) -> None:
         """Nothing depends on another field."""

@@ -20,8 +20,8 @@ from vllmx_server.apis.text.schema import (
     TokenizeRequest,
 )
 from vllmx_server.generating.api import Api, keyed
-from vllmx_server.generating.chat_call import check_template
-from vllmx_server.generating.reading import body_bytes, checked, counted, most_tokens, read_json
+from vllmx_server.generating.chat_call import check_template, prompt_tokens
+from vllmx_server.generating.reading import checked, counted, most_tokens, read_json
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.client import client_of
 from vllmx_server.http.disconnect import while_there
@@ -43,8 +43,14 @@ async def tokenize(request: Request) -> Response:
 
     body, conversation = await read_json(request, served, parse)
     async with counted(request) as admitted:
-        encoding = _tokens_of(served, body, conversation, client, body_bytes(request))
-        tokens = await while_there(request.receive, encoding)
+        if body.prompt is None:
+            special = bool(body.add_special_tokens)
+            options = body.chat_options()
+            tokens = await prompt_tokens(request, served, conversation, options, special)
+        else:
+            special, limit = body.add_special_tokens is not False, most_tokens(served)
+            encoding = served.llm.encode(body.prompt, special, client=client, limit=limit)
+            tokens = await while_there(request.receive, encoding)
         admitted.num_tokens = len(tokens)
 
     def answer(_: object) -> bytes:
@@ -74,27 +80,6 @@ def _tokenized(served: Served, tokens: list[int], with_strings: bool) -> bytes:
     entry = served.llm.tokenizer.id_to_token
     strings = json_pieces(Items(entry(token) or "" for token in tokens))
     return b"".join((made.removesuffix(b"null}"), *strings, b"}"))
-
-
-async def _tokens_of(
-    served: Served,
-    body: TokenizeRequest,
-    conversation: list[dict[str, Any]],
-    client: str,
-    num_bytes: int,
-) -> list[int]:
-    if body.prompt is not None:
-        special = body.add_special_tokens is not False
-        limit = most_tokens(served)
-        return await served.llm.encode(body.prompt, special, client=client, limit=limit)
-    return await served.llm.encode_chat(
-        conversation,
-        body.chat_options(),
-        bool(body.add_special_tokens),
-        client,
-        num_bytes,
-        most_tokens(served),
-    )
 
 
 async def detokenize(request: Request) -> Response:
