@@ -10,6 +10,7 @@ from vllmx_core.errors import InvalidRequestError
 from vllmx_engine.client.chat_options import ChatOptions
 from vllmx_engine.text.messages import check_content, read_history
 
+from vllmx_server.generating.fields import field_error
 from vllmx_server.generating.sampling import SamplingFields
 from vllmx_server.generating.tools import (
     MAX_TOOLS,
@@ -139,11 +140,10 @@ def check_messages(messages: list[ChatMessage]) -> None:
     """Raises InvalidRequestError for none, for more than `MAX_MESSAGES`, and for one that is not
     served."""
     if not messages:
-        raise InvalidRequestError("messages is empty: give at least one", param="messages")
+        raise field_error("messages", "is empty: give at least one")
     if len(messages) > MAX_MESSAGES:
-        raise InvalidRequestError(
-            f"messages has {len(messages)} entries, at most {MAX_MESSAGES} are taken",
-            param="messages",
+        raise field_error(
+            "messages", f"has {len(messages)} entries, at most {MAX_MESSAGES} are taken"
         )
 
 
@@ -212,11 +212,10 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
         self.check_named(bool(self.logprobs))
         check_messages(self.messages)
         if self.top_logprobs and not self.logprobs:  # vLLM's clients send the default, 0
-            raise InvalidRequestError("top_logprobs needs logprobs = true", param="top_logprobs")
+            raise field_error("top_logprobs", "needs logprobs = true")
         if self.echo and not self.continue_final_message:
-            raise InvalidRequestError(
-                "echo repeats the final message and so needs continue_final_message = true",
-                param="echo",
+            raise field_error(
+                "echo", "repeats the final message and so needs continue_final_message = true"
             )
         check_tools(self.tools)
         forced_tool(self.tool_choice, self.tools)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
-from vllmx_core.errors import InvalidRequestError
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.client.chat import ChatOptions
 from vllmx_engine.client.request_limits import resolve_logprobs
 from vllmx_engine.client.request_stream import RequestStream
 
 from vllmx_server.generating.chat_body import ChatCompletionRequest
+from vllmx_server.generating.fields import field_error
 from vllmx_server.generating.reading import body_bytes, caller_of, most_tokens
 from vllmx_server.generating.served import Served
 from vllmx_server.http.client import client_of
@@ -72,10 +72,10 @@ def check_template(served: Served, source: str | None) -> None:
     """Raises InvalidRequestError for a template of the request's own, unless clients are trusted
     with that."""
     if source is not None and not served.config.trust_request_chat_template:
-        raise InvalidRequestError(
-            "chat_template is not taken from requests here: the operator chooses the template with"
+        raise field_error(
+            "chat_template",
+            "is not taken from requests here: the operator chooses the template with"
             " --chat-template, or lets clients choose with --trust-request-chat-template",
-            param="chat_template",
         )
 
 

@@ -12,6 +12,11 @@ from vllmx_core.errors import InvalidRequestError, shown
 from vllmx_server.schema import intervals as limits
 
 
+def field_error(param: str, text: str) -> InvalidRequestError:
+    """The error for a field of a request; the field's name is the subject of `text`."""
+    return InvalidRequestError(f"{param} {text}", param=param)
+
+
 class JSONSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
     """OpenAI's wrapper of a schema. Answers follow it whatever `strict` says."""
 
@@ -151,6 +156,4 @@ def check_unserved(body: msgspec.Struct) -> None:
             continue
         harmless, remedy = UNSERVED[name]
         if value not in harmless:
-            raise InvalidRequestError(
-                f"{name} = {shown(value)} is not served: {remedy}", param=name
-            )
+            raise field_error(name, f"= {shown(value)} is not served: {remedy}")

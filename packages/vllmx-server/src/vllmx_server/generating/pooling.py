@@ -16,6 +16,7 @@ from vllmx_engine.client.request import RequestOptions
 from vllmx_engine.wire.messages import PoolingInfo
 from vllmx_engine.wire.outputs import PoolingRequestOutput
 
+from vllmx_server.generating.fields import field_error
 from vllmx_server.watch.tracing import TextTimes
 
 F32 = npt.NDArray[np.float32]
@@ -82,9 +83,7 @@ def pooler_for(task: Task, pooler: Pooler | None, model: str) -> Pooler:
         return pooler
     lack, remedy = _LOADS[task]
     what = "generates text and" if pooler is None else "is loaded and"
-    raise InvalidRequestError(
-        f"model {model!r} {what} {lack}: start vllmx serve with {remedy}", param="model"
-    )
+    raise field_error("model", f"{model!r} {what} {lack}: start vllmx serve with {remedy}")
 
 
 MAX_PAIRED_BYTES = 64 << 20

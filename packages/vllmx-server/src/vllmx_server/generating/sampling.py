@@ -17,6 +17,7 @@ from vllmx_server.generating.fields import (
     StructuredOutputs,
     UnservedFields,
     check_unserved,
+    field_error,
 )
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.whole_numbers import with_whole_numbers
@@ -77,38 +78,34 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
     def check(self) -> None:
         """Cross-field rules. Raises InvalidRequestError."""
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError(
-                "stream_options is only for stream = true: set stream or leave it out",
-                param="stream_options",
+            raise field_error(
+                "stream_options", "is only for stream = true: set stream or leave it out"
             )
         if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
-            raise InvalidRequestError(
-                f"best_of = {self.best_of} cannot be streamed, because the best choices are known"
+            raise field_error(
+                "best_of",
+                f"= {self.best_of} cannot be streamed, because the best choices are known"
                 " only at the end: leave out stream or best_of",
-                param="best_of",
             )
         if self.stream and self.prompt_logprobs is not None:
-            raise InvalidRequestError(
-                "prompt_logprobs cannot be streamed: leave out stream", param="prompt_logprobs"
-            )
+            raise field_error("prompt_logprobs", "cannot be streamed: leave out stream")
         check_unserved(self)
 
     def check_streamed(self, name: str, num_logprobs: int | None) -> None:
         """Raises InvalidRequestError for more log-probabilities than one chunk should hold."""
         if not self.stream or num_logprobs is None or 0 <= num_logprobs <= MAX_STREAMED_LOGPROBS:
             return
-        raise InvalidRequestError(
-            f"{name} = {num_logprobs} cannot be streamed, at most {MAX_STREAMED_LOGPROBS} for each"
+        raise field_error(
+            name,
+            f"= {num_logprobs} cannot be streamed, at most {MAX_STREAMED_LOGPROBS} for each"
             " token can: leave out stream",
-            param=name,
         )
 
     def check_named(self, has_logprobs: bool) -> None:
         """Raises InvalidRequestError for `logprob_token_ids` without log-probabilities."""
         if self.logprob_token_ids and not has_logprobs:
-            raise InvalidRequestError(
-                "logprob_token_ids selects the log-probabilities of an answer: set logprobs, too",
-                param="logprob_token_ids",
+            raise field_error(
+                "logprob_token_ids", "selects the log-probabilities of an answer: set logprobs, too"
             )
 
     def sampling_params(
@@ -147,9 +144,7 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
 def _logit_bias(entries: dict[str, float]) -> dict[int, float]:
     bad = [key for key in entries if not (key.isascii() and key.isdigit() and len(key) < 11)]
     if bad:
-        raise InvalidRequestError(
-            f"logit_bias keys must be token ids, got {listing(bad)}", param="logit_bias"
-        )
+        raise field_error("logit_bias", f"keys must be token ids, got {listing(bad)}")
     return {int(token): value for token, value in entries.items()}
 
 

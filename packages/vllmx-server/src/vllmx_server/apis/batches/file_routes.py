@@ -11,6 +11,7 @@ from vllmx_server.apis.batches.answers import FileList, FileObject
 from vllmx_server.apis.batches.runner import KeptFiles
 from vllmx_server.apis.batches.upload import uploaded
 from vllmx_server.generating.api import keyed
+from vllmx_server.generating.fields import field_error
 from vllmx_server.generating.served import served_of
 from vllmx_server.http.answers import Deleted
 from vllmx_server.http.client import owner_of
@@ -43,23 +44,18 @@ def _lifetime(fields: dict[str, str]) -> int | None:
             raise InvalidRequestError(f"unknown field {shown(name)}: remove it", param=name)
     purpose = fields.get("purpose")
     if purpose not in PURPOSES:
-        raise InvalidRequestError(
-            f"purpose is {shown(purpose or '')}: use one of {', '.join(PURPOSES)}",
-            param="purpose",
-        )
+        raise field_error("purpose", f"is {shown(purpose or '')}: use one of {', '.join(PURPOSES)}")
     if fields.get("expires_after[anchor]", "created_at") != "created_at":
-        raise InvalidRequestError(
-            "expires_after[anchor] must be created_at", param="expires_after[anchor]"
-        )
+        raise field_error("expires_after[anchor]", "must be created_at")
     seconds = fields.get("expires_after[seconds]")
     if seconds is None:
         return None
     if not (seconds.isascii() and seconds.isdigit() and len(seconds) < 10) or not (
         1 <= int(seconds) <= MAX_LIFETIME_S
     ):
-        raise InvalidRequestError(
-            f"expires_after[seconds] must be between 1 and {MAX_LIFETIME_S}, got {shown(seconds)}",
-            param="expires_after[seconds]",
+        raise field_error(
+            "expires_after[seconds]",
+            f"must be between 1 and {MAX_LIFETIME_S}, got {shown(seconds)}",
         )
     return int(seconds)
 

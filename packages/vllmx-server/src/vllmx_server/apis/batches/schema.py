@@ -10,6 +10,7 @@ from msgspec import Meta
 from vllmx_core.bounds import MAX_LIFETIME_S
 from vllmx_core.errors import InvalidRequestError, shown
 
+from vllmx_server.generating.fields import field_error
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.intervals import Metadata
 
@@ -48,9 +49,8 @@ class CreateBatch(msgspec.Struct, forbid_unknown_fields=True):
     def check(self) -> None:
         """Cross-field rules. Raises InvalidRequestError."""
         if self.endpoint not in ENDPOINTS:
-            raise InvalidRequestError(
-                f"endpoint is {shown(self.endpoint)}: use one of {', '.join(ENDPOINTS)}",
-                param="endpoint",
+            raise field_error(
+                "endpoint", f"is {shown(self.endpoint)}: use one of {', '.join(ENDPOINTS)}"
             )
         assert self.window_s
 
@@ -60,10 +60,10 @@ class CreateBatch(msgspec.Struct, forbid_unknown_fields=True):
         found = _WINDOW.fullmatch(self.completion_window)
         seconds = int(found[1]) * _UNITS[found[2]] if found else 0
         if not 0 < seconds <= MAX_LIFETIME_S:
-            raise InvalidRequestError(
-                f"completion_window is {shown(self.completion_window)}: give a number and s, m, h"
+            raise field_error(
+                "completion_window",
+                f"is {shown(self.completion_window)}: give a number and s, m, h"
                 " or d, such as 24h, and 30d at most",
-                param="completion_window",
             )
         return seconds
 
@@ -102,10 +102,9 @@ class CreateMessageBatch(msgspec.Struct, forbid_unknown_fields=True):
         known: set[str] = set()
         for index, each in enumerate(self.requests):
             if each.custom_id in known:
-                raise InvalidRequestError(
-                    f"requests[{index}].custom_id {shown(each.custom_id)} is given twice: each"
-                    " request needs an id of its own",
-                    param=f"requests[{index}].custom_id",
+                raise field_error(
+                    f"requests[{index}].custom_id",
+                    f"{shown(each.custom_id)} is given twice: each request needs an id of its own",
                 )
             known.add(each.custom_id)
             if not bytes(each.params).lstrip().startswith(b"{"):

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
-from vllmx_core.errors import InvalidRequestError
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.client.request_limits import check_rules
 from vllmx_engine.client.request_state import MAX_DELTA_ROWS
@@ -30,6 +29,7 @@ from vllmx_server.apis.completions.schema import (
 from vllmx_server.generating.answers import TextLogprobs
 from vllmx_server.generating.api import Api, keyed
 from vllmx_server.generating.chunks import Chunks, encode
+from vllmx_server.generating.fields import field_error
 from vllmx_server.generating.generate import Answer, generate
 from vllmx_server.generating.generation import Generation, request_timings
 from vllmx_server.generating.logprobs import CompletionLogprobs, prompt_logprobs
@@ -66,15 +66,13 @@ def _filled(served: Served, prompts: list[str | list[int]], suffix: str) -> list
     """Prompts for the text between each of these and the suffix. Raises InvalidRequestError."""
     marks = fim_marks(served.llm.tokenizer)
     if marks is None:
-        raise InvalidRequestError(
-            f"suffix is not served: model {served.llm.config.name!r} has no tokens for filling into"
+        raise field_error(
+            "suffix",
+            f"is not served: model {served.llm.config.name!r} has no tokens for filling into"
             " the middle of a text; load one that has, such as Qwen/Qwen2.5-Coder-0.5B",
-            param="suffix",
         )
     if not all(isinstance(prompt, str) for prompt in prompts):
-        raise InvalidRequestError(
-            "suffix needs prompts that are texts, not token ids", param="suffix"
-        )
+        raise field_error("suffix", "needs prompts that are texts, not token ids")
     return [marks.prompt(str(prompt), suffix) for prompt in prompts]
 
 

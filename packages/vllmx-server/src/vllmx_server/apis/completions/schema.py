@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from vllmx_core.errors import InvalidRequestError, shown
+from vllmx_core.errors import shown
 
 from vllmx_server.generating.answers import PromptLogprobs, RequestTimings, TextLogprobs, TokenUsage
+from vllmx_server.generating.fields import field_error
 from vllmx_server.generating.sampling import SamplingFields
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.record import Record
@@ -42,20 +43,20 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
         if isinstance(prompt, str):
             return [prompt]
         if not prompt:
-            raise InvalidRequestError("prompt is an empty list: give a text", param="prompt")
+            raise field_error("prompt", "is an empty list: give a text")
         if all(isinstance(item, int) for item in prompt):
             return [[item for item in prompt if isinstance(item, int)]]
         if any(isinstance(item, int) for item in prompt):
-            raise InvalidRequestError(
-                "prompt mixes token ids with other items: give one list of ids, or a list of texts"
+            raise field_error(
+                "prompt",
+                "mixes token ids with other items: give one list of ids, or a list of texts"
                 " or lists of ids",
-                param="prompt",
             )
         if len(prompt) > MAX_PROMPTS:
-            raise InvalidRequestError(
-                f"prompt has {len(prompt)} entries, at most {MAX_PROMPTS} are served in one call:"
+            raise field_error(
+                "prompt",
+                f"has {len(prompt)} entries, at most {MAX_PROMPTS} are served in one call:"
                 " split it",
-                param="prompt",
             )
         return [item for item in prompt if not isinstance(item, int)]
 
@@ -74,24 +75,23 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     def check(self) -> None:
         SamplingFields.check(self)
         if self.thinking_token_budget not in (None, -1):
-            raise InvalidRequestError(
-                f"thinking_token_budget = {shown(self.thinking_token_budget)} is not served:"
+            raise field_error(
+                "thinking_token_budget",
+                f"= {shown(self.thinking_token_budget)} is not served:"
                 " only the answers of chats separate thoughts from content",
-                param="thinking_token_budget",
             )
         self.check_streamed("logprobs", self.logprobs)
         self.check_named(self.logprobs is not None)
         if self.logprob_token_ids and self.scores_only:
-            raise InvalidRequestError(
-                "logprob_token_ids is about generated tokens, and max_tokens = 0 generates none:"
-                " use prompt_logprobs",
-                param="logprob_token_ids",
+            raise field_error(
+                "logprob_token_ids",
+                "is about generated tokens, and max_tokens = 0 generates none: use prompt_logprobs",
             )
         if self.suffix and self.echo:
-            raise InvalidRequestError(
-                "echo repeats the text before the answer, and with suffix that is not all of"
+            raise field_error(
+                "echo",
+                "repeats the text before the answer, and with suffix that is not all of"
                 " the prompt: leave out one of them",
-                param="echo",
             )
 
 

@@ -17,14 +17,14 @@ from vllmx_server.generating.chat_body import (
     ToolCall,
     ToolFunction,
 )
-from vllmx_server.generating.fields import GENERATING, JSONSchemaFormat, ResponseFormat
+from vllmx_server.generating.fields import GENERATING, JSONSchemaFormat, ResponseFormat, field_error
 
 
 def chat_of(body: CountTokensRequest) -> ChatCompletionRequest:
     """The chat completion that a Messages request asks for. Raises InvalidRequestError."""
     turns, tools = list(_turns(body)), _tools(body)
     if not turns:
-        raise InvalidRequestError("messages hold no text: give at least one", param="messages")
+        raise field_error("messages", "hold no text: give at least one")
     chat = ChatCompletionRequest(
         messages=turns,
         tools=tools,
@@ -160,9 +160,8 @@ def _image(block: Block, where: str) -> ContentPart:
         return ContentPart("image_url", image_url=ImageURL(f"data:{media};base64,{data}"))
     if kind == "url" and isinstance(source.get("url"), str):
         return ContentPart("image_url", image_url=ImageURL(source["url"]))
-    raise InvalidRequestError(
-        f"{where}.source must be of type base64, with media_type and data, or of type url",
-        param=f"{where}.source",
+    raise field_error(
+        f"{where}.source", "must be of type base64, with media_type and data, or of type url"
     )
 
 
@@ -172,10 +171,10 @@ def _result(
     """Adds the images of what a tool returned to `images`."""
     call_id = _need(block.tool_use_id, where, "tool_use_id")
     if call_id not in names:
-        raise InvalidRequestError(
-            f"{where}.tool_use_id is {shown(call_id)}, which is the id of no tool_use block before"
+        raise field_error(
+            f"{where}.tool_use_id",
+            f"is {shown(call_id)}, which is the id of no tool_use block before"
             " it: send the call, too",
-            param=f"{where}.tool_use_id",
         )
     content = block.content or ""
     if isinstance(content, list):
@@ -214,8 +213,8 @@ def _need(value: str | None, where: str, name: str) -> str:
 
 
 def _unserved(block: Block, where: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{where} has the type {shown(block.type)}, which is not served here: this server takes"
+    return field_error(
+        where,
+        f"has the type {shown(block.type)}, which is not served here: this server takes"
         " text, image, thinking, tool_use and tool_result, each in its place",
-        param=where,
     )

@@ -8,9 +8,10 @@ from typing import Any, Literal
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from vllmx_core.errors import InvalidRequestError, shown
+from vllmx_core.errors import shown
 
 from vllmx_server.generating.api import Api
+from vllmx_server.generating.fields import field_error
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.answers import Health
 from vllmx_server.http.body import read_body
@@ -53,10 +54,10 @@ async def unload(request: Request) -> Response:
     """Ends a model's core, unless it is in use."""
     served, name = await _named(request)
     if served.models is None or name == served.llm.config.name:
-        raise InvalidRequestError(
-            f"model {shown(name)} gets the requests that name none, so it stays: stop the server"
+        raise field_error(
+            "model",
+            f"{shown(name)} gets the requests that name none, so it stays: stop the server"
             " instead (/shutdown)",
-            param="model",
         )
     await served.models.host.unload(name)
     return answer(ModelState(model=name, state="unloaded"))

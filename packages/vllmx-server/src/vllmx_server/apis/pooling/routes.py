@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from vllmx_core.errors import InvalidRequestError
 from vllmx_engine.client.pooling import PoolingText, first_tokens
 
 from vllmx_server.apis.pooling.answers import (
@@ -54,6 +53,7 @@ from vllmx_server.generating.answers import PoolingUsage
 from vllmx_server.generating.api import Api, keyed
 from vllmx_server.generating.chat_call import check_template, prompt_tokens
 from vllmx_server.generating.field_names import FieldNames
+from vllmx_server.generating.fields import field_error
 from vllmx_server.generating.generation import Usage
 from vllmx_server.generating.pooling import F32, Pooled, Pooler, PoolingOptions, Task, pooler_for
 from vllmx_server.generating.reading import (
@@ -241,9 +241,8 @@ async def _written(request: Request, served: Served, body: InputFields) -> list[
 def _check_dimensions(dimensions: int | None, pooler: Pooler) -> None:
     """Raises InvalidRequestError for more dimensions than the model's vectors have."""
     if dimensions is not None and dimensions > pooler.dimensions:
-        raise InvalidRequestError(
-            f"dimensions must be between 1 and the model's {pooler.dimensions}, got {dimensions}",
-            param="dimensions",
+        raise field_error(
+            "dimensions", f"must be between 1 and the model's {pooler.dimensions}, got {dimensions}"
         )
 
 

@@ -18,6 +18,7 @@ from vllmx_server.generating.chat_body import (
     ChatMessage,
     generation_prompt,
 )
+from vllmx_server.generating.fields import field_error
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.decode import check_free_form
 
@@ -97,17 +98,16 @@ def texts_of(given: str | list[str | int | list[int]], name: str) -> list[Poolin
     if all(isinstance(item, int) for item in given):
         return [_of_ids([item for item in given if isinstance(item, int)], name)]
     if len(given) > MAX_INPUTS:
-        raise InvalidRequestError(
-            f"{name} has {len(given)} entries, at most {MAX_INPUTS} are taken: split the call",
-            param=name,
+        raise field_error(
+            name, f"has {len(given)} entries, at most {MAX_INPUTS} are taken: split the call"
         )
     found = []
     for item in given:
         if isinstance(item, int):
-            raise InvalidRequestError(
-                f"{name} mixes token ids with other items: give one list of ids, or a list of"
+            raise field_error(
+                name,
+                "mixes token ids with other items: give one list of ids, or a list of"
                 " texts or lists of ids",
-                param=name,
             )
         found.append(PoolingText(item) if isinstance(item, str) else _of_ids(item, name))
     return found
@@ -115,9 +115,8 @@ def texts_of(given: str | list[str | int | list[int]], name: str) -> list[Poolin
 
 def _of_ids(ids: list[int], name: str) -> PoolingText:
     if not ids or id_outside(ids, 1 << 31) is not None:
-        raise InvalidRequestError(
-            f"{name} has a list of token ids that is empty or has one outside of 31 bits",
-            param=name,
+        raise field_error(
+            name, "has a list of token ids that is empty or has one outside of 31 bits"
         )
     return PoolingText(ids=ids)
 
@@ -179,10 +178,10 @@ class ScoreRequest(ScoringFields, kw_only=True, forbid_unknown_fields=True):
         ones = [first] if isinstance(first, str) else first
         others = [second] if isinstance(second, str) else second
         if len(ones) not in (1, len(others)):
-            raise InvalidRequestError(
-                f"text_1 has {len(ones)} texts and text_2 has {len(others)}: give one text_1, or as"
+            raise field_error(
+                "text_1",
+                f"has {len(ones)} texts and text_2 has {len(others)}: give one text_1, or as"
                 " many as there are in text_2",
-                param="text_1",
             )
         ones = ones * (len(others) // len(ones))
         return [PoolingText(a, pair=b) for a, b in zip(ones, others, strict=True)]
@@ -232,9 +231,8 @@ class TEIFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def check(self) -> None:
         """Cross-field rules. Raises InvalidRequestError."""
         if self.truncate and (self.truncation_direction or "").lower() == "left":
-            raise InvalidRequestError(
-                'truncation_direction = "left" is not served: inputs lose their end; use "right"',
-                param="truncation_direction",
+            raise field_error(
+                "truncation_direction", '= "left" is not served: inputs lose their end; use "right"'
             )
 
 

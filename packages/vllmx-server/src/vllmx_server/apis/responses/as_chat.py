@@ -24,7 +24,7 @@ from vllmx_server.generating.chat_body import (
     ToolFunction,
 )
 from vllmx_server.generating.field_names import RESPONSES_FIELDS
-from vllmx_server.generating.fields import GENERATING, JSONSchemaFormat, ResponseFormat
+from vllmx_server.generating.fields import GENERATING, JSONSchemaFormat, ResponseFormat, field_error
 from vllmx_server.generating.reading import body_bytes
 from vllmx_server.generating.served import Served
 from vllmx_server.http.client import owner_of
@@ -174,11 +174,11 @@ class Messages:
         elif kind == "mcp_list_tools":
             pass  # the request says which tools there are
         else:
-            raise InvalidRequestError(
-                f"{where} has the type {shown(kind)}, which is not served here: this server takes"
+            raise field_error(
+                where,
+                f"has the type {shown(kind)}, which is not served here: this server takes"
                 " message, reasoning, function_call, custom_tool_call and what those return,"
                 " mcp_call, mcp_list_tools and compaction",
-                param=where,
             )
 
     def _call(self, item: InputItem, where: str) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from vllmx_core.errors import InvalidRequestError
 
 from vllmx_server.apis.responses.schema import InputItem, InputPart
 from vllmx_server.generating.chat_events import ChatEvent
+from vllmx_server.generating.fields import field_error
 from vllmx_server.store.database import new_id
 
 if TYPE_CHECKING:
@@ -96,10 +96,10 @@ def summary_of(item: InputItem, where: str) -> str:
             return base64.b64decode(content.removeprefix(prefix), b"-_", validate=True).decode()
     except (binascii.Error, ValueError):
         pass
-    raise InvalidRequestError(
-        f"{where}.encrypted_content was not made by POST /v1/responses/compact of this server: send"
+    raise field_error(
+        f"{where}.encrypted_content",
+        "was not made by POST /v1/responses/compact of this server: send"
         " the item as it was, or the conversation itself",
-        param=f"{where}.encrypted_content",
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from vllmx_core.errors import InvalidRequestError, shown
+from vllmx_core.errors import shown
 from vllmx_engine.client.answers import ReadAnswer
 from vllmx_engine.client.request import Request as EngineRequest
 from vllmx_engine.client.request_stream import RequestStream
@@ -27,6 +27,7 @@ from vllmx_server.generating.chat_body import ToolCall as WrittenCall
 from vllmx_server.generating.chat_call import ChatCall, chat_call, submit_chat
 from vllmx_server.generating.chat_events import AnswerEnd, ChatEvent, ChatEvents
 from vllmx_server.generating.field_names import RESPONSES_FIELDS
+from vllmx_server.generating.fields import field_error
 from vllmx_server.generating.generation import Generation, Usage
 from vllmx_server.generating.reading import body_bytes
 from vllmx_server.generating.served import Served
@@ -84,10 +85,10 @@ class RequestTools:
         for tool in self._of(label):
             if name in (tool.tool, tool.name):
                 return _function(tool)
-        raise InvalidRequestError(
-            f"tool_choice names {shown(name)} of {shown(label)}, which is none of the tools of MCP"
+        raise field_error(
+            "tool_choice",
+            f"names {shown(name)} of {shown(label)}, which is none of the tools of MCP"
             " servers that the request asks for",
-            param="tool_choice",
         )
 
     def needed_servers(self, choice: str | dict[str, Any] | None) -> list[str]:
@@ -111,10 +112,10 @@ class RequestTools:
             return [self.choice(tool)]
         label = str(tool.get("server_label"))
         if label not in self.of_servers:
-            raise InvalidRequestError(
-                f"tool_choice allows the tools of {shown(label)}, which is none of the MCP servers"
+            raise field_error(
+                "tool_choice",
+                f"allows the tools of {shown(label)}, which is none of the MCP servers"
                 " that the request asks for",
-                param="tool_choice",
             )
         return [_function(each) for each in self._of(label)]
 

@@ -10,7 +10,7 @@ from msgspec import Meta
 from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.generating.chat_body import MAX_MESSAGES, Effort
-from vllmx_server.generating.fields import GeneratingFields
+from vllmx_server.generating.fields import GeneratingFields, field_error
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.decode import check_free_form
 from vllmx_server.schema.intervals import Metadata
@@ -169,30 +169,26 @@ class ResponsesRequest(GeneratingFields, kw_only=True, forbid_unknown_fields=Tru
             ("moderation", "nothing is moderated here"),
         ):
             if getattr(self, name):
-                raise InvalidRequestError(f"{name} is not served: {remedy}", param=name)
+                raise field_error(name, f"is not served: {remedy}")
         if self.background and not self.is_stored:
-            raise InvalidRequestError(
-                "background answers are fetched later and so must be stored: leave out store",
-                param="background",
+            raise field_error(
+                "background", "answers are fetched later and so must be stored: leave out store"
             )
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError(
-                "stream_options is only for stream = true", param="stream_options"
-            )
+            raise field_error("stream_options", "is only for stream = true")
         if self.conversation is not None and self.previous_response_id is not None:
             raise InvalidRequestError(
                 "conversation and previous_response_id both say what came before: give one of them",
                 param="conversation",
             )
         if not self.input and not self.has_past:
-            raise InvalidRequestError("input is empty: give a text", param="input")
+            raise field_error("input", "is empty: give a text")
         check_free_form(self.tools, "tools")
         wanted = self.text.format if self.text is not None else None
         if wanted is not None and wanted.type not in ("text", "json_object", "json_schema"):
-            raise InvalidRequestError(
-                f"text.format of type {shown(wanted.type)} is not served: use text, json_object or"
-                " json_schema",
-                param="text.format",
+            raise field_error(
+                "text.format",
+                f"of type {shown(wanted.type)} is not served: use text, json_object or json_schema",
             )
 
 
@@ -337,10 +333,10 @@ class AddItems(_NoModel, kw_only=True, forbid_unknown_fields=True):
 def _check_ids(items: Sequence[InputItem]) -> None:
     for index, item in enumerate(items):
         if item.id is not None and len(item.id) > MAX_ID:
-            raise InvalidRequestError(
-                f"items[{index}].id has {len(item.id)} characters, at most {MAX_ID} are allowed:"
+            raise field_error(
+                f"items[{index}].id",
+                f"has {len(item.id)} characters, at most {MAX_ID} are allowed:"
                 " leave it out, and the item gets one",
-                param=f"items[{index}].id",
             )
 
 

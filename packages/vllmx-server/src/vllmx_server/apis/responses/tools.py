@@ -9,6 +9,7 @@ import msgspec
 from vllmx_core.errors import InvalidRequestError, listing, shown
 
 from vllmx_server.apis.responses.schema import ResponsesRequest
+from vllmx_server.generating.fields import field_error
 from vllmx_server.generating.tools import ALLOWED, FunctionSpec
 from vllmx_server.limits.keys import Holder
 from vllmx_server.schema.decode import check_shape
@@ -134,10 +135,10 @@ def choice_of(choice: Choice, tools: Sequence[dict[str, Any]] | None) -> Choice:
     if choice.get("type") in ("function", "custom"):
         return _named(choice.get("name"))
     if choice.get("type") != ALLOWED:
-        raise InvalidRequestError(
-            f"tool_choice is of type {shown(str(choice.get('type')))}: this server takes function,"
+        raise field_error(
+            "tool_choice",
+            f"is of type {shown(str(choice.get('type')))}: this server takes function,"
             f" custom, {ALLOWED} and, of its own MCP servers, mcp",
-            param="tool_choice",
         )
     check_shape(choice, _Allowed, "tool_choice")
     wanted = msgspec.convert(choice, _Allowed)
@@ -150,9 +151,8 @@ def choice_of(choice: Choice, tools: Sequence[dict[str, Any]] | None) -> Choice:
             names += _of_namespace(tool.name, tools) or [tool.name]
         elif tool.type not in hosted:
             place = f"tool_choice.tools[{index}]"
-            raise InvalidRequestError(
-                f"{place} is of type {shown(tool.type)}, of which the request has no tool",
-                param=place,
+            raise field_error(
+                place, f"is of type {shown(tool.type)}, of which the request has no tool"
             )
     if not names and wanted.mode == "auto":
         return "none"
@@ -226,7 +226,7 @@ def requested_servers(
         if tool.get("type") == "mcp":
             found.append(_wanted(tool, f"tools[{index}]", names, holder))
             if found[-1].label in (each.label for each in found[:-1]):
-                raise _wrong(f"tools[{index}].server_label", "is given twice: keep one")
+                raise field_error(f"tools[{index}].server_label", "is given twice: keep one")
     if found and body.has_logprobs:
         raise InvalidRequestError(
             "log-probabilities cannot be had together with tools of MCP servers: leave out include",
@@ -240,7 +240,7 @@ def _wanted(
 ) -> RequestedServer:
     for field in _ADDRESSES:
         if field in tool:
-            raise _wrong(
+            raise field_error(
                 f"{place}.{field}",
                 "is not taken from requests: the operator names MCP servers (--mcp-config); leave"
                 " it out and name one of them as server_label",
@@ -248,19 +248,19 @@ def _wanted(
     check_shape(tool, _Tool, place)
     asked = msgspec.convert(tool, _Tool)
     if names is None:
-        raise _wrong(
+        raise field_error(
             place,
             'is of type "mcp", but there are no MCP servers here: the operator names them with'
             " --mcp-config",
         )
     holder.check_mcp_server(asked.server_label, f"{place}.server_label")
     if asked.server_label not in names:
-        raise _wrong(
+        raise field_error(
             f"{place}.server_label",
             f"is {shown(asked.server_label)}, which is not an MCP server here: {listing(names)}",
         )
     if asked.require_approval != "never":
-        raise _wrong(
+        raise field_error(
             f"{place}.require_approval",
             'must be "never": calls are run without asking; name in allowed_tools which may be',
         )
@@ -268,7 +268,3 @@ def _wanted(
     if isinstance(allowed, _Filter):
         allowed = allowed.tool_names
     return RequestedServer(asked.server_label, allowed, f"{place}.allowed_tools")
-
-
-def _wrong(param: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{param} {what}", param=param)
