@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from msgspec import UNSET
 from vllmx_engine.formats.events import (
     ArgumentsPiece,
@@ -19,9 +18,7 @@ from vllmx_server.generating.generation import Generation, Usage, request_timing
 from vllmx_server.generating.sampling import StreamOptions, stream_options
 from vllmx_server.generating.served import Served
 from vllmx_server.http.event_stream import DONE
-from vllmx_server.schema.record import json_pieces
-
-encode = msgspec.json.Encoder().encode
+from vllmx_server.schema.record import encode, json_pieces
 
 
 class Chunks:

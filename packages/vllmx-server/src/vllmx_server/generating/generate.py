@@ -39,12 +39,10 @@ class GeneratingBody(CheckedBody, Protocol):
     @property
     def stream(self) -> bool | None:
         """True if the answer is streamed as events."""
-        ...
 
     @property
     def request_id(self) -> str | None:
         """The client's own name of the request."""
-        ...
 
 
 Body = TypeVar("Body", bound=GeneratingBody)

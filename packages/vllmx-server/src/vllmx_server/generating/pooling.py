@@ -57,24 +57,20 @@ class Pooler(Protocol):
     @property
     def tasks(self) -> frozenset[Task]:
         """The tasks that the model can do."""
-        ...
 
     @property
     def dimensions(self) -> int:
         """The length of the model's vectors."""
-        ...
 
     @property
     def labels(self) -> Sequence[str]:
         """The names of its classes."""
-        ...
 
     async def pool(
         self, task: Task, inputs: Sequence[PoolingText], options: PoolingOptions
     ) -> list[Pooled]:
         """One result for each input, in their order; cancelling ends the work. Raises
         InvalidRequestError (ContextLengthError among them), QueueFullError, EngineDeadError."""
-        ...
 
 
 def pooler_for(task: Task, pooler: Pooler | None, model: str) -> Pooler:

@@ -29,11 +29,9 @@ class CheckedBody(Protocol):
     @property
     def model(self) -> str | None:
         """The model that is meant, None for the only one."""
-        ...
 
     def check(self) -> None:
         """Cross-field rules. Raises InvalidRequestError."""
-        ...
 
 
 B = TypeVar("B", bound=CheckedBody)

@@ -45,27 +45,21 @@ class Processes(Protocol):
     @property
     def leads(self) -> bool:
         """This process does the work that one does for all."""
-        ...
 
     async def relay(self, request: Request, body: bytes) -> Response:
         """The answer of the process that leads."""
-        ...
 
     async def metric_counts(self, own: dict[str, MetricCounts]) -> list[dict[str, MetricCounts]]:
         """The counts of all other processes, by model. `own`: those of this one."""
-        ...
 
     async def sleep(self) -> None:
         """See `AsyncLLM.sleep`."""
-        ...
 
     async def wake(self) -> None:
         """See `AsyncLLM.wake`."""
-        ...
 
     def shut_down(self) -> None:
         """Does what SIGTERM does to the server."""
-        ...
 
 
 class Models(Protocol):
@@ -77,40 +71,31 @@ class Models(Protocol):
     @property
     def sleeps_idle(self) -> bool:
         """The default model sleeps for want of requests: the next one wakes it."""
-        ...
 
     def name_of(self, name: str | None) -> str:
         """A model's own name. None: the default's. Raises ModelNotFoundError."""
-        ...
 
     def aliases(self, name: str) -> tuple[str, ...]:
         """Other names of a model."""
-        ...
 
     def is_open(self, name: str) -> bool:
         """True if requests for a model need not wait."""
-        ...
 
     async def served(self, name: str) -> Served:
         """The `Served` of a model. Waits while it loads. Raises what loading met, and
         OverloadedError when that takes too long."""
-        ...
 
     async def leave(self, name: str) -> bool:
         """Lets go of a model's core. False while requests need it."""
-        ...
 
     async def close(self) -> None:
         """Leaves all cores; what is in flight is aborted."""
-        ...
 
     async def loaded(self) -> Sequence[Served]:
         """All models that are loaded, whichever process had them loaded."""
-        ...
 
     def metrics(self) -> list[Metrics]:
         """The metrics of all models that were ever open here."""
-        ...
 
 
 @dataclass(slots=True)
@@ -283,12 +268,9 @@ class ModelHost(Protocol):
 
     async def load(self, name: str) -> object:
         """Returns when the model serves. Raises what loading met."""
-        ...
 
     async def unload(self, name: str) -> None:
         """Ends a model's core. Raises InvalidRequestError while requests need it."""
-        ...
 
     async def cards(self) -> Sequence[ModelInfo]:
         """All models but the default one."""
-        ...

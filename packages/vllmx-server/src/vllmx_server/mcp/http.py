@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllmx_server.mcp.lines import MAX_MESSAGE_BYTES, Pace
@@ -18,13 +18,9 @@ if TYPE_CHECKING:
 _CONNECT_S = 10.0
 
 
-def http_transport(settings: ServerSettings) -> AbstractAsyncContextManager[TransportStreams]:
-    """The transport of one connection, for `mcp.Client`."""
-    return _transport(settings)
-
-
 @asynccontextmanager
-async def _transport(settings: ServerSettings) -> AsyncIterator[TransportStreams]:
+async def http_transport(settings: ServerSettings) -> AsyncIterator[TransportStreams]:
+    """The transport of one connection, for `mcp.Client`."""
     import httpx2
     from mcp.client.streamable_http import streamable_http_client
 

@@ -18,10 +18,10 @@ from vllmx_server.apis.batches.store import LineState
 from vllmx_server.errors import error_response, internal_error
 from vllmx_server.http.connections.client import Client
 from vllmx_server.limits.body_budget import GIVEN_BODY
+from vllmx_server.schema.record import encode
 from vllmx_server.store.database import logger
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
-_encode = msgspec.json.Encoder().encode
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -55,7 +55,7 @@ def unanswered(custom_id: str, code: str, message: str) -> bytes:
 def _record(custom_id: str, response: Any, error: Any) -> bytes:
     name = f"batch_req_{os.urandom(16).hex()}"
     record = {"id": name, "custom_id": custom_id, "response": response, "error": error}
-    return _encode(record).replace(b"\n", b" ") + b"\n"  # JSON has them between values alone
+    return encode(record).replace(b"\n", b" ") + b"\n"  # JSON has them between values alone
 
 
 class _Peek(msgspec.Struct):

@@ -15,6 +15,7 @@ from vllmx_server.apis.batches.files import Files
 from vllmx_server.apis.batches.schema import BatchedMessage
 from vllmx_server.apis.batches.store import Batch
 from vllmx_server.errors import BodyTooLargeError, MessagesError, MessagesErrorFields
+from vllmx_server.schema.record import encode
 
 PREFIX = "msgbatch_"
 PURPOSE = "message_batch"
@@ -22,7 +23,6 @@ PURPOSE = "message_batch"
 URL = "/v1/messages"
 _PIECE = 256 << 10
 _ENDS = {"batch_expired": "expired", "batch_cancelled": "canceled"}
-_encode = msgspec.json.Encoder().encode
 
 
 def input_lines(requests: Iterable[BatchedMessage], max_line_bytes: int) -> bytes:
@@ -30,7 +30,7 @@ def input_lines(requests: Iterable[BatchedMessage], max_line_bytes: int) -> byte
     line."""
     lines = []
     for each in requests:
-        line = _encode({"custom_id": each.custom_id, "url": URL, "body": each.params})
+        line = encode({"custom_id": each.custom_id, "url": URL, "body": each.params})
         line = line.replace(b"\r", b" ").replace(b"\n", b" ")  # JSON has them only between values
         if len(line) >= max_line_bytes:
             raise BodyTooLargeError(
@@ -118,7 +118,7 @@ def _result(line: bytes) -> bytes:
         found = {"type": "succeeded", "message": answer.response.body}
     else:
         found = _errored(answer.response.body)
-    return _encode({"custom_id": answer.custom_id, "result": found}) + b"\n"
+    return encode({"custom_id": answer.custom_id, "result": found}) + b"\n"
 
 
 def _errored(error: object) -> dict[str, object]:

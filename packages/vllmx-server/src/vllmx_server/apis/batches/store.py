@@ -16,6 +16,7 @@ from vllmx_server.apis.batches.answers import (
     RequestCounts,
     Status,
 )
+from vllmx_server.schema.record import encode
 from vllmx_server.store.database import Database
 
 PREFIX = "batch_"
@@ -113,7 +114,6 @@ _MAKE_ROOM = (
     " WHERE owner = ? AND NOT is_open ORDER BY rowid DESC LIMIT 1 OFFSET ?)"
 )
 _decode = msgspec.json.Decoder(Batch).decode
-_encode = msgspec.json.Encoder().encode
 
 
 class Batches:
@@ -251,7 +251,7 @@ def save(connection: sqlite3.Connection, batch: Batch) -> None:
     connection.execute(
         "INSERT INTO batches (id, owner, created, is_open, record) VALUES (?, ?, ?, ?, ?)"
         " ON CONFLICT (id) DO UPDATE SET is_open = excluded.is_open, record = excluded.record",
-        (batch.id, batch.owner, batch.created_at, batch.is_open, _encode(batch)),
+        (batch.id, batch.owner, batch.created_at, batch.is_open, encode(batch)),
     )
     if not batch.is_open:
         connection.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))

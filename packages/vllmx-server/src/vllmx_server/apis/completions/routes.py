@@ -28,7 +28,7 @@ from vllmx_server.apis.completions.schema import (
 )
 from vllmx_server.generating.answers import TextLogprobs
 from vllmx_server.generating.api import Api, keyed
-from vllmx_server.generating.chunks import Chunks, encode
+from vllmx_server.generating.chunks import Chunks
 from vllmx_server.generating.fields import field_error
 from vllmx_server.generating.generate import Answer, generate
 from vllmx_server.generating.generation import Generation, request_timings
@@ -37,7 +37,7 @@ from vllmx_server.generating.reading import caller_of
 from vllmx_server.generating.served import Served
 from vllmx_server.http.event_stream import HeldResponse
 from vllmx_server.http.operation import GENERATES, GENERATING, Events
-from vllmx_server.schema.record import json_pieces, lazily
+from vllmx_server.schema.record import encode, json_pieces, lazily
 
 
 @dataclass(frozen=True, slots=True)

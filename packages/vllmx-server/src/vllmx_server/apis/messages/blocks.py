@@ -23,9 +23,9 @@ from vllmx_server.apis.messages.answers import (
     ToolUseBlock,
 )
 from vllmx_server.generating.chat_events import AnswerEnd, ChatEvent
+from vllmx_server.schema.record import encode
 
 Block = TypeVar("Block", TextBlock, ThinkingBlock)
-encode = msgspec.json.Encoder().encode
 _TEXT, _THINKING = TextBlock(), ThinkingBlock()
 
 

@@ -7,7 +7,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from vllmx_core.errors import VllmxError
@@ -45,8 +44,7 @@ from vllmx_server.generating.reading import checked, counted, read_json
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.event_stream import Framing, HeldResponse
 from vllmx_server.http.operation import BODY, GENERATES, GENERATING, HELLO, TEXT, Events
-
-encode = msgspec.json.Encoder().encode
+from vllmx_server.schema.record import encode
 
 
 def _failed(error: VllmxError) -> bytes:

@@ -13,6 +13,7 @@ from vllmx_server.generating.api import Api, keyed
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.operation import PAGES, Media, Operation
 from vllmx_server.http.route import Right, Route
+from vllmx_server.schema.record import encode
 
 PREFIX = "/docs"
 _FOLDER = Path(__file__).parent / "page"
@@ -36,10 +37,11 @@ async def document(request: Request) -> Response:
     served = served_of(request)
     known = served.store(Document)
     if known.json is None:
-        from vllmx_server.apis.openapi.document import encoded
-        from vllmx_server.apis.openapi.schemas import Bounds  # most servers are never asked
+        from vllmx_server.apis.openapi import document as made  # most servers are never asked
+        from vllmx_server.apis.openapi.schemas import Bounds
 
-        known.json = await asyncio.to_thread(encoded, served.routes, Bounds.of(served))
+        bounds = Bounds.of(served)
+        known.json = await asyncio.to_thread(lambda: encode(made.document(served.routes, bounds)))
     return Response(known.json, media_type="application/json")
 
 

@@ -26,13 +26,11 @@ from vllmx_server.generating.generation import Generation, Usage
 from vllmx_server.generating.logprobs import ContentLogprobs
 from vllmx_server.generating.served import Served
 from vllmx_server.http.event_stream import Held
+from vllmx_server.schema.record import encode
 from vllmx_server.store.database import logger, new_id, now
 
 if TYPE_CHECKING:
     from vllmx_server.apis.responses.mcp_rounds import ToolRounds
-
-
-encode = msgspec.json.Encoder().encode
 
 
 class ResponseAnswer(Answer):
@@ -76,35 +74,31 @@ class ResponseAnswer(Answer):
             async for event in events:
                 for _ in self._output.take(event):
                     pass
-        self._finish()
-        await self._converse()
-        await self.keep()
+        await self._complete()
         return iter((encode(self._response),))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of a streamed answer; none before the engine's first output. What the engine
-        raises later becomes `response.failed`."""
+        """See `Answer.events`. What the engine raises after its first output, or in the background,
+        becomes `response.failed`."""
         begun = False
         try:
             async with aclosing(self._events.all()) as events:
                 async for event in events:
                     if not begun:
                         begun = True
-                        yield self.begin()
+                        yield self._begin()
                     for told in self._output.take(event):
                         yield self._event(told)
-            self._finish()
-            await self._converse()
-            await self.keep()
-        except VllmxError as error:
-            if not begun:
-                raise
-            yield self.fail(error)
+            await self._complete()
         except Exception as error:
             if not begun:
-                raise
-            logger.error("unhandled error in a response\n%s", private_traceback(error))
-            yield self.fail(internal_error())
+                if not self._body.background:
+                    raise
+                yield self._begin()
+            if not isinstance(error, VllmxError):
+                logger.error("unhandled error in a response\n%s", private_traceback(error))
+                error = internal_error()
+            yield self._fail(error)
         else:
             yield self._event((self._response["status"], {"response": self._response}))
 
@@ -116,13 +110,13 @@ class ResponseAnswer(Answer):
         told = (told for event in self._events.more(text, ids) for told in self._output.take(event))
         return b"".join(map(self._event, told))
 
-    def begin(self) -> bytes:
+    def _begin(self) -> bytes:
         """The first two events."""
         self._response["status"] = "in_progress"
         shown = {"response": self._response}
         return self._event(("created", shown)) + self._event(("in_progress", shown))
 
-    def fail(self, error: VllmxError) -> bytes:
+    def _fail(self, error: VllmxError) -> bytes:
         """Ends the response by an error, or as its client wishes; returns the events of that."""
         closing = b"".join(map(self._event, self._output.close("incomplete")))
         status = "cancelled" if self.is_cancelled else "failed"
@@ -137,6 +131,12 @@ class ResponseAnswer(Answer):
         if self._body.is_stored:
             told = events if self._body.stream else ()
             await self._served.store(KeptResponses).responses.save(self._owner, self.stored, told)
+
+    async def _complete(self) -> None:
+        """Ends the response, and keeps what is to be kept."""
+        self._finish()
+        await self._converse()
+        await self.keep()
 
     async def _converse(self) -> None:
         """Adds what was asked and answered to the conversation, unless that was deleted
@@ -248,11 +248,6 @@ class Running:
         try:
             async for event in self.answer.events():
                 self._tell(event)
-        except VllmxError as error:
-            self._fail(error)
-        except Exception as error:
-            logger.error("unhandled error in a response\n%s", private_traceback(error))
-            self._fail(internal_error())
         finally:
             self._generation.close()
             await self._keep()
@@ -284,10 +279,6 @@ class Running:
         parts = event.split(b"\n\n")
         self._events += [part + b"\n\n" for part in parts if part]
         self._changed.set()
-
-    def _fail(self, error: VllmxError) -> None:
-        """It failed before its first event."""
-        self._tell(self.answer.begin() + self.answer.fail(error))
 
     async def _keep(self) -> None:
         try:

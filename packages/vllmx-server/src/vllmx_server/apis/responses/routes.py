@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from vllmx_core.errors import InvalidRequestError, VllmxError
@@ -44,11 +43,11 @@ from vllmx_server.http.operation import (
     Query,
 )
 from vllmx_server.http.pages import answer, check_query, newest_first, number, one_of, page
+from vllmx_server.schema.record import encode
 
 if TYPE_CHECKING:
     from vllmx_server.apis.responses.mcp_rounds import ToolRequest, ToolRounds
 
-encode = msgspec.json.Encoder().encode
 _PIECE = 64 << 10
 """Bytes of events that were kept that are sent at once."""
 

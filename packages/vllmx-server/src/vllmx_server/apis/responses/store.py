@@ -13,6 +13,7 @@ from vllmx_core.errors import InvalidRequestError, VllmxError, shown
 from vllmx_server.apis.responses.conversation_store import Conversations
 from vllmx_server.apis.responses.schema import InputItem
 from vllmx_server.config import ServerConfig
+from vllmx_server.schema.record import encode
 from vllmx_server.store.database import Database, now
 
 if TYPE_CHECKING:
@@ -54,7 +55,6 @@ class StoredResponse(msgspec.Struct, kw_only=True):
 
 
 _decode = msgspec.json.Decoder(StoredResponse).decode
-_encode = msgspec.json.Encoder().encode
 
 
 class Responses:
@@ -75,7 +75,7 @@ class Responses:
         `MAX_EVENTS_BYTES`; the oldest ones of the key make room."""
 
         def write(connection: sqlite3.Connection) -> None:
-            data, created = _encode(stored), now()
+            data, created = encode(stored), now()
             told = zlib.compress(b"".join(events), 1) if _are_few(events) else b""
             if len(data) + len(told) > self._max_bytes:
                 told = b""  # they would push out the response itself
@@ -172,7 +172,7 @@ class Responses:
                 end(stored)
                 connection.execute(
                     "UPDATE responses SET is_open = ?, record = ? WHERE id = ?",
-                    (stored.is_open, _encode(stored), stored.id),
+                    (stored.is_open, encode(stored), stored.id),
                 )
 
         await self._database.run(change)

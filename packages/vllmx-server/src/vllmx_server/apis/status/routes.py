@@ -21,6 +21,7 @@ from vllmx_server.http.operation import STATUS, Endpoint, Media, Operation
 from vllmx_server.http.pages import answer, check_query
 from vllmx_server.http.route import Right, Route
 from vllmx_server.limits.usage import KeyUsage
+from vllmx_server.schema.record import encode
 from vllmx_server.watch.metrics import CONTENT_TYPE, Metrics, render_all
 
 
@@ -41,12 +42,9 @@ async def usage(request: Request) -> Response:
     return answer(KeyUsedList(data=rows))
 
 
-_encode = msgspec.json.Encoder().encode
-
-
 def _json(value: object, status: int = 200) -> Response:
     headers = {"retry-after": "1"} if status == 503 else None
-    return Response(_encode(value), status, headers=headers, media_type="application/json")
+    return Response(encode(value), status, headers=headers, media_type="application/json")
 
 
 def _card(served: Served) -> ModelCard:

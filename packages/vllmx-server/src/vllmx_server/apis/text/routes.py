@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from vllmx_core.errors import InvalidRequestError
@@ -26,9 +25,7 @@ from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.client import client_of
 from vllmx_server.http.disconnect import while_there
 from vllmx_server.http.operation import BODY, TEXT, Media
-from vllmx_server.schema.record import Items, json_pieces
-
-_encode = msgspec.json.Encoder().encode
+from vllmx_server.schema.record import Items, encode, json_pieces
 
 
 async def tokenize(request: Request) -> Response:
@@ -66,7 +63,7 @@ async def tokenize(request: Request) -> Response:
 
 
 def _tokenized(served: Served, tokens: list[int], with_strings: bool) -> bytes:
-    made = _encode(
+    made = encode(
         Tokenized(
             count=len(tokens),
             max_model_len=served.llm.info.max_model_len,
@@ -99,7 +96,7 @@ async def detokenize(request: Request) -> Response:
 
     def answer(_: object) -> bytes:
         body.tokens.clear()  # as above
-        return _encode(Detokenized(prompt=text))
+        return encode(Detokenized(prompt=text))
 
     return Response(
         await served.llm.text.run(client, len(text), answer), media_type="application/json"
