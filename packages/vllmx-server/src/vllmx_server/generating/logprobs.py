@@ -104,7 +104,11 @@ class CompletionLogprobs:
         """The struct of an answer, whose arrays are made while they are encoded."""
         rows = [(ids, positions) for ids, positions, _ in self._parts]
         return TextLogprobs(
-            tokens=lazily(self._text(token) for ids, _ in rows for token in ids),
+            tokens=lazily(
+                token_name(token, self._tokenizer.token_text(token), self._as_ids)
+                for ids, _ in rows
+                for token in ids
+            ),
             token_logprobs=lazily(
                 None if logprob is None else finite(logprob)
                 for _, positions in rows
@@ -113,9 +117,6 @@ class CompletionLogprobs:
             top_logprobs=lazily(self._top(row) for _, positions in rows for row in positions.rows),
             text_offset=lazily(offset for _, _, offsets in self._parts for offset in offsets),
         )
-
-    def _text(self, token: int) -> str:
-        return f"token_id:{token}" if self._as_ids else self._tokenizer.token_text(token)
 
     def _top(self, row: TokenLogprobs | None) -> dict[str, float] | None:
         if row is None:

@@ -113,17 +113,10 @@ def _result(line: bytes) -> bytes:
     if answer.response is None:
         assert answer.error is not None
         end = _ENDS.get(answer.error.code)
-        found = {"type": end} if end else _errored(_api_error(answer.error.message))
+        error = MessagesErrorFields(type="api_error", message=answer.error.message)
+        found = {"type": end} if end else {"type": "errored", "error": MessagesError(error=error)}
     elif answer.response.status_code < 400:
         found = {"type": "succeeded", "message": answer.response.body}
     else:
-        found = _errored(answer.response.body)
+        found = {"type": "errored", "error": answer.response.body}
     return encode({"custom_id": answer.custom_id, "result": found}) + b"\n"
-
-
-def _errored(error: object) -> dict[str, object]:
-    return {"type": "errored", "error": error}
-
-
-def _api_error(message: str) -> MessagesError:
-    return MessagesError(error=MessagesErrorFields(type="api_error", message=message))

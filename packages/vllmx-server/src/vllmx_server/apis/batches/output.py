@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -62,7 +61,7 @@ async def finish(batch: Batch, status: Status, batches: Batches, files: Files) -
 
 async def _write(path: Path, records: AsyncIterator[bytes], files: Files) -> int:
     num_bytes, held = 0, bytearray()
-    out = await files.on_thread(partial(_create, path))
+    out = await files.on_thread(lambda: path.open("xb"))
     try:
         async for record in records:
             held += record
@@ -73,10 +72,6 @@ async def _write(path: Path, records: AsyncIterator[bytes], files: Files) -> int
     finally:
         await files.on_thread(out.close)
     return num_bytes
-
-
-def _create(path: Path) -> BinaryIO:
-    return path.open("xb")
 
 
 async def _answers(batch: Batch, state: LineState, batches: Batches) -> AsyncIterator[bytes]:

@@ -59,7 +59,6 @@ class Upload:
             _boundary(content_type),
             {
                 "on_part_begin": self._part_begin,
-                "on_header_begin": self._header_begin,
                 "on_header_field": self._header_field,
                 "on_header_value": self._header_value,
                 "on_header_end": self._header_end,
@@ -96,9 +95,6 @@ class Upload:
             raise InvalidRequestError(f"the multipart body has more than {_MAX_PARTS} parts")
         self._disposition = b""
 
-    def _header_begin(self) -> None:
-        self._header = self._value = b""
-
     def _header_field(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]
 
@@ -108,6 +104,7 @@ class Upload:
     def _header_end(self) -> None:
         if self._header.lower() == b"content-disposition":
             self._disposition = self._value
+        self._header = self._value = b""
 
     def _headers_finished(self) -> None:
         _, options = parse_options_header(self._disposition)

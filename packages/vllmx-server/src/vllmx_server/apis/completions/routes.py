@@ -189,16 +189,13 @@ class CompletionAnswer(Answer):
         return rows.shown()
 
     def _echo_of(self, output: RequestOutput) -> Echo:
-        text = self._prompt_text(output)
+        text, tokenizer = output.prompt, self._state.llm.tokenizer
+        if text is None:
+            text = tokenizer.decode(output.prompt_token_ids)
         offsets: Sequence[int] = ()
         if self._body.logprobs is not None:
-            offsets = prompt_offsets(self._state.llm.tokenizer, output.prompt_token_ids, text)
+            offsets = prompt_offsets(tokenizer, output.prompt_token_ids, text)
         return Echo(output, text, offsets)
-
-    def _prompt_text(self, output: RequestOutput) -> str:
-        if output.prompt is not None:
-            return output.prompt
-        return self._state.llm.tokenizer.decode(output.prompt_token_ids)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         body, usage, chunks = self._body, self._generation.usage, self._chunks
@@ -226,7 +223,8 @@ class CompletionAnswer(Answer):
                         delta = self._delta(number, choice, output, is_first, echo)
                         yield chunks.chunk(delta, usage, num_unsent)
                     elif choice.text:
-                        yield self._plain(number, choice.text)
+                        begin = b'%b{"index":%d,"text":' % (chunks.head, number)
+                        yield b"%b%b%b" % (begin, encode(choice.text), self._end)
         yield chunks.end(self._generation)
 
     @property
@@ -237,10 +235,6 @@ class CompletionAnswer(Answer):
 
     def middle(self, text: str, ids: list[int]) -> bytes:
         return b"%b%b%b" % (self._begin, encode(text), self._end) if text else b""
-
-    def _plain(self, number: int, text: str) -> bytes:
-        begin = b'%b{"index":%d,"text":' % (self._chunks.head, number)
-        return b"%b%b%b" % (begin, encode(text), self._end)
 
     def _echo_parts(self, number: int, echo: Echo) -> Iterator[dict[str, Any]]:
         """The prompt, with its log-probabilities a few tokens at a time."""

@@ -25,12 +25,16 @@ def chat_of(body: CountTokensRequest) -> ChatCompletionRequest:
     turns, tools = list(_turns(body)), _tools(body)
     if not turns:
         raise field_error("messages", "hold no text: give at least one")
+    one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
+    # Thinking is off unless the request asks for it, as in Anthropic's API.
+    thinks = body.thinking is not None and body.thinking.type != "disabled"
+    switches: dict[str, Any] = dict.fromkeys(THINKING_SWITCHES, thinks)
     chat = ChatCompletionRequest(
         messages=turns,
         tools=tools,
         tool_choice=_tool_choice(body),
-        parallel_tool_calls=_parallel(body),
-        chat_template_kwargs=_template_arguments(body),
+        parallel_tool_calls=False if one_call else None,
+        chat_template_kwargs=switches | (body.chat_template_kwargs or {}),
         continue_final_message=True if body.messages[-1].role == "assistant" else None,
     )
     _configure(chat, body)
@@ -51,12 +55,6 @@ def _configure(chat: ChatCompletionRequest, body: CountTokensRequest) -> None:
     if body.format is not None:
         schema = JSONSchemaFormat(schema=body.format.schema)
         chat.response_format = ResponseFormat("json_schema", schema)
-
-
-def _template_arguments(body: CountTokensRequest) -> dict[str, Any]:
-    """Thinking is off unless the request asks for it, as in Anthropic's API."""
-    thinks = body.thinking is not None and body.thinking.type != "disabled"
-    return dict.fromkeys(THINKING_SWITCHES, thinks) | (body.chat_template_kwargs or {})
 
 
 def _tools(body: CountTokensRequest) -> list[dict[str, Any]] | None:
@@ -85,11 +83,6 @@ def _tool_choice(body: CountTokensRequest) -> str | dict[str, Any] | None:
             )
         return {"type": "function", "function": {"name": choice.name}}
     return "required" if choice.type == "any" else choice.type
-
-
-def _parallel(body: CountTokensRequest) -> bool | None:
-    choice = body.tool_choice
-    return False if choice is not None and choice.disable_parallel_tool_use else None
 
 
 # --- turns ----------------------------------------------------------------------------------------

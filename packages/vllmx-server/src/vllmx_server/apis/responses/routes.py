@@ -18,7 +18,7 @@ from vllmx_server.apis.responses.answers import Response as ResponseObject
 from vllmx_server.apis.responses.as_chat import chat_of, items_before
 from vllmx_server.apis.responses.items import shown
 from vllmx_server.apis.responses.schema import RESPONSES, InputItem, ResponsesRequest
-from vllmx_server.apis.responses.store import KeptResponses
+from vllmx_server.apis.responses.store import KeptResponses, StoredResponse
 from vllmx_server.apis.responses.tools import requested_servers
 from vllmx_server.errors import error_fields
 from vllmx_server.generating.api import keyed
@@ -112,7 +112,7 @@ async def create(request: Request) -> Response | HeldResponse:
     begun = answer(made.stored.response)
     running = Running(made, generation, release)
     served.store(BackgroundResponses).begin(running)
-    return _followed(running, -1) if body.stream else begun
+    return _streamed(running.follow(-1)) if body.stream else begun
 
 
 def asked_of(request: Request, served: Served, body: ResponsesRequest) -> Asked:
@@ -167,15 +167,13 @@ async def retrieve(request: Request) -> Response:
     check_query(request, "stream", "starting_after", "include", "include[]", "include_obfuscation")
     after = number(request, "starting_after", 0, 1 << 29, -1)
     is_streamed = one_of(request, "stream", ("false", "true")) == "true"
-    served = served_of(request)
-    kept = served.store(KeptResponses)
-    found = await kept.responses.get(owner_of(request), request.path_params["id"])
-    running = served.store(BackgroundResponses).get(found.id)
+    found, running = await _found(request)
     if not is_streamed:
         has_begun = running is not None and running.has_begun
         return answer(found.response | {"status": "in_progress"} if has_begun else found.response)
     if running is not None:
-        return _followed(running, after)
+        return _streamed(running.follow(after))
+    kept = served_of(request).store(KeptResponses)
     events = await kept.responses.events(found.id, after)
     if events is None:
         raise InvalidRequestError(
@@ -187,8 +185,11 @@ async def retrieve(request: Request) -> Response:
     return _streamed(_pieces(events))
 
 
-def _followed(running: Running, after: int) -> Response:
-    return _streamed(running.follow(after))
+async def _found(request: Request) -> tuple[StoredResponse, Running | None]:
+    """The request's response, and its work in the background. Raises ResponseNotKnownError."""
+    served, name = served_of(request), request.path_params["id"]
+    found = await served.store(KeptResponses).responses.get(owner_of(request), name)
+    return found, served.store(BackgroundResponses).get(found.id)
 
 
 async def _pieces(events: bytes) -> AsyncIterator[bytes]:
@@ -206,50 +207,38 @@ def _streamed(events: AsyncIterator[bytes]) -> Response:
 
 async def cancel(request: Request) -> Response:
     """Ends one in the background."""
-    served, name = served_of(request), request.path_params["id"]
-    found = await served.store(KeptResponses).responses.get(owner_of(request), name)
+    found, running = await _found(request)
     if not found.response["background"]:
         raise InvalidRequestError(
             f"response {found.id} was not made in the background: only those can be cancelled"
         )
-    running = served.store(BackgroundResponses).get(found.id)
     if running is not None:
         await running.cancel()
-        found = await served.store(KeptResponses).responses.get(owner_of(request), name)
+        found, _ = await _found(request)
     return answer(found.response)
 
 
 async def delete(request: Request) -> Response:
     """Forgets one; one in the background ends."""
-    served, name = served_of(request), request.path_params["id"]
-    owner = owner_of(request)
-    found = await served.store(KeptResponses).responses.get(owner, name)
-    running = served.store(BackgroundResponses).get(found.id)
+    found, running = await _found(request)
     if running is not None:
         await running.cancel()
-    await served.store(KeptResponses).responses.delete(owner, name)
+    kept = served_of(request).store(KeptResponses)
+    await kept.responses.delete(owner_of(request), found.id)
     return answer(Deleted(id=found.id, object="response"))
 
 
 async def input_items(request: Request) -> Response:
     """Answers what a response was asked."""
     check_query(request, "limit", "order", "after", "include", "include[]")
-    found = (
-        await served_of(request)
-        .store(KeptResponses)
-        .responses.get(owner_of(request), request.path_params["id"])
-    )
+    found, _ = await _found(request)
     items = found.input[::-1] if newest_first(request) else found.input
     after = request.query_params.get("after")
     if after is not None:
-        items = _behind(items, after)
+        ids = [item.id for item in items]
+        items = items[ids.index(after) + 1 :] if after in ids else []
     limit = number(request, "limit", 1, 100, 20)
     return page(ItemList, [shown(item) for item in items[:limit]], len(items) > limit)
-
-
-def _behind(items: list[InputItem], after: str) -> list[InputItem]:
-    at = next((index for index, item in enumerate(items) if item.id == after), len(items))
-    return items[at + 1 :]
 
 
 _STORED = "Stored responses"
