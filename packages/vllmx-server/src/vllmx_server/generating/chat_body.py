@@ -113,10 +113,7 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
                 {
                     "type": call.type or "function",
                     **({"id": call.id} if call.id is not None else {}),
-                    "function": {
-                        "name": call.function.name,
-                        "arguments": call.function.written(),
-                    },
+                    "function": {"name": call.function.name, "arguments": call.function.written()},
                 }
                 for call in self.tool_calls
             ]

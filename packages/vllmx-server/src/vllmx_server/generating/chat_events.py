@@ -8,11 +8,7 @@ from contextlib import aclosing
 
 import msgspec
 from vllmx_engine.client.answers import AnswerReaders, ReadAnswer, is_cut
-from vllmx_engine.formats.events import (
-    ContentPiece,
-    Event,
-    ReasoningPiece,
-)
+from vllmx_engine.formats.events import ContentPiece, Event, ReasoningPiece
 from vllmx_engine.wire.outputs import CompletionOutput
 
 from vllmx_server.errors import AbortedError
@@ -179,8 +175,7 @@ class WholeAnswer:
         if calls:
             message.tool_calls = [
                 CalledTool(
-                    id=call.id,
-                    function=CalledFunction(name=call.name, arguments=call.arguments),
+                    id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments)
                 )
                 for call in calls
             ]

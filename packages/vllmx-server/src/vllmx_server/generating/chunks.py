@@ -32,12 +32,7 @@ class Chunks:
     """
 
     def __init__(
-        self,
-        kind: str,
-        answer_id: str,
-        created: int,
-        served: Served,
-        options: StreamOptions | None,
+        self, kind: str, answer_id: str, created: int, served: Served, options: StreamOptions | None
     ) -> None:
         self._config = served.config
         options = stream_options(options, served.config.enable_force_include_usage)

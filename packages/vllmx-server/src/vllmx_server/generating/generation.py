@@ -171,17 +171,9 @@ class _Watch:
     """Observes the tokens and ends of one engine stream."""
 
     __slots__ = (
-        "_counts",
-        "_last_s",
-        "_metrics",
-        "_open",
-        "_started_s",
-        "_stream",
-        "_usage",
-        "has_begun",
-        "reasons",
-        "times",
-    )
+        "_counts", "_last_s", "_metrics", "_open", "_started_s", "_stream", "_usage", "has_begun",
+        "reasons", "times",
+    )  # fmt: skip
 
     def __init__(
         self, stream: RequestStream, metrics: Metrics, usage: Usage, started_s: float

@@ -153,9 +153,7 @@ def _prompt_row(row: TokenLogprobs | None, tokenizer: Tokenizer) -> dict[str, Pr
         (
             str(token),
             PromptLogprob(
-                logprob=finite(entry.logprob),
-                rank=entry.rank,
-                decoded_token=entry.decoded_token,
+                logprob=finite(entry.logprob), rank=entry.rank, decoded_token=entry.decoded_token
             ),
         )
         for token, entry in decode_logprobs(row, tokenizer)

@@ -25,6 +25,14 @@ from vllmx_server.schema.whole_numbers import with_whole_numbers
 MAX_STREAMED_LOGPROBS = 1000
 """The most log-probabilities for each token; a chunk is encoded at once."""
 
+_SAME = (
+    *SAMPLING, "n", "best_of", "seed", "stop", "min_tokens", "stop_token_ids", "ignore_eos",
+    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
+    "prompt_logprobs", "logprob_token_ids", "allowed_token_ids", "bad_words",
+    "truncate_prompt_tokens", "thinking_token_budget",
+)  # fmt: skip
+"""Fields that `SamplingParams` has under the same names."""
+
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
@@ -113,25 +121,7 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
     ) -> SamplingParams:
         """The request's parameters over the model's defaults. Raises InvalidRequestError."""
         values: dict[str, Any] = {k: v for k, v in defaults.items() if k in SAMPLING}
-        for name in (
-            *SAMPLING,
-            "n",
-            "best_of",
-            "seed",
-            "stop",
-            "min_tokens",
-            "stop_token_ids",
-            "ignore_eos",
-            "include_stop_str_in_output",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-            "prompt_logprobs",
-            "logprob_token_ids",
-            "allowed_token_ids",
-            "bad_words",
-            "truncate_prompt_tokens",
-            "thinking_token_budget",
-        ):
+        for name in _SAME:
             value = getattr(self, name, None)
             if value is not None:
                 values[name] = value

@@ -8,7 +8,8 @@ from vllmx_core.bounds import MAX_LIFETIME_S
 from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.apis.batches.answers import FileList, FileObject
-from vllmx_server.apis.batches.runner import KeptFiles
+from vllmx_server.apis.batches.files import StoredFile
+from vllmx_server.apis.batches.runner import kept_of
 from vllmx_server.apis.batches.upload import uploaded
 from vllmx_server.generating.api import keyed
 from vllmx_server.generating.fields import field_error
@@ -28,7 +29,7 @@ async def upload(request: Request) -> Response:
     served, owner = served_of(request), owner_of(request)
     check_origin(request, served.config.allowed_origins)
     served.check_admission()
-    files = served.store(KeptFiles).files
+    files = kept_of(request).files
     async with uploaded(request, served.config, files, owner) as found:
         lifetime_s = _lifetime(found.fields)
         kept = files.new_file(
@@ -64,30 +65,29 @@ async def list_files(request: Request) -> Response:
     """The files of this key."""
     check_query(request, "purpose", "limit", "order", "after")
     query = request.query_params
-    found, has_more = (
-        await served_of(request)
-        .store(KeptFiles)
-        .files.page(
-            owner_of(request),
-            query.get("purpose"),
-            query.get("after"),
-            number(request, "limit", 1, 10_000, 10_000),
-            newest_first(request),
-        )
+    found, has_more = await kept_of(request).files.page(
+        owner_of(request),
+        query.get("purpose"),
+        query.get("after"),
+        number(request, "limit", 1, 10_000, 10_000),
+        newest_first(request),
     )
     return page(FileList, [each.shown() for each in found], has_more)
 
 
+async def _found(request: Request) -> StoredFile:
+    """The request's file. Raises FileNotKnownError."""
+    return await kept_of(request).files.get(owner_of(request), request.path_params["id"])
+
+
 async def retrieve(request: Request) -> Response:
     """Answers what is known of a file."""
-    files = served_of(request).store(KeptFiles).files
-    return answer((await files.get(owner_of(request), request.path_params["id"])).shown())
+    return answer((await _found(request)).shown())
 
 
 async def content(request: Request) -> Response:
     """The bytes of a file."""
-    files = served_of(request).store(KeptFiles).files
-    found = await files.get(owner_of(request), request.path_params["id"])
+    found, files = await _found(request), kept_of(request).files
     return FileResponse(
         files.path(found.id), media_type="application/octet-stream", filename=found.name
     )
@@ -95,15 +95,14 @@ async def content(request: Request) -> Response:
 
 async def delete(request: Request) -> Response:
     """Forgets one, unless a batch needs it."""
-    served = served_of(request)
-    found = await served.store(KeptFiles).files.get(owner_of(request), request.path_params["id"])
-    batch = served.store(KeptFiles).runner.reader_of(found.id)
+    found, kept = await _found(request), kept_of(request)
+    batch = kept.runner.reader_of(found.id)
     if batch is not None:
         raise InvalidRequestError(
             f"file {found.id} is the input of batch {batch.id}, which is {batch.status}: cancel it"
             " first"
         )
-    await served.store(KeptFiles).files.delete(found.id)
+    await kept.files.delete(found.id)
     return answer(Deleted(id=found.id, object="file"))
 
 
@@ -118,11 +117,7 @@ _FORM = Form(
         "file": {"contentMediaType": "application/octet-stream"},
         "purpose": {"enum": list(PURPOSES)},
         "expires_after[anchor]": {"const": "created_at"},
-        "expires_after[seconds]": {
-            "type": "integer",
-            "minimum": 1,
-            "maximum": MAX_LIFETIME_S,
-        },
+        "expires_after[seconds]": {"type": "integer", "minimum": 1, "maximum": MAX_LIFETIME_S},
     },
     ("file", "purpose"),
 )

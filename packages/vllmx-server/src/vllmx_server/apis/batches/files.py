@@ -245,8 +245,7 @@ def get_file(connection: sqlite3.Connection, owner: str, file_id: str) -> Stored
 def insert_file(connection: sqlite3.Connection, found: StoredFile) -> None:
     """Makes it known."""
     connection.execute(
-        "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
-        msgspec.structs.astuple(found),
+        "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", msgspec.structs.astuple(found)
     )
 
 

@@ -8,15 +8,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from vllmx_core.errors import InvalidRequestError
 
-from vllmx_server.apis.batches.answers import (
-    DeletedMessageBatch,
-    MessageBatch,
-    MessageBatchList,
-)
+from vllmx_server.apis.batches.answers import DeletedMessageBatch, MessageBatch, MessageBatchList
 from vllmx_server.apis.batches.files import FileNotKnownError, StoredFile
 from vllmx_server.apis.batches.messages import PREFIX, PURPOSE, URL, input_lines, results, shown
 from vllmx_server.apis.batches.routes import cancelled, check_room, found_batch
-from vllmx_server.apis.batches.runner import KeptFiles
+from vllmx_server.apis.batches.runner import KeptFiles, kept_of
 from vllmx_server.apis.batches.schema import CREATE_MESSAGES, CreateMessageBatch
 from vllmx_server.apis.batches.store import Batch
 from vllmx_server.generating.api import keyed
@@ -42,7 +38,8 @@ async def create(request: Request) -> Response:
         return len(body.requests), input_lines(body.requests, served.config.max_body_bytes)
 
     num_requests, lines = await read_json(request, served, parse)
-    check_room(served, owner)
+    kept = kept_of(request)
+    check_room(kept, owner)
     file = await _kept(served, owner, lines)
     created = now()
     batch = Batch(
@@ -56,9 +53,9 @@ async def create(request: Request) -> Response:
         model=served.llm.config.name,
         num_requests=num_requests,
     )
-    await served.store(KeptFiles).batches.save(batch)
+    await kept.batches.save(batch)
     begun = answer(shown(batch))
-    served.store(KeptFiles).runner.begin(batch)
+    kept.runner.begin(batch)
     return begun
 
 
@@ -80,15 +77,13 @@ async def _kept(served: Served, owner: str, lines: bytes) -> StoredFile:
 async def list_batches(request: Request) -> Response:
     """The batches of Messages of this key, the newest first."""
     check_query(request, "after_id", "before_id", "limit", "beta")
-    served, query = served_of(request), request.query_params
+    kept, query = kept_of(request), request.query_params
     after, before = query.get("after_id"), query.get("before_id")
     if after is not None and before is not None:
         raise InvalidRequestError("give after_id or before_id, not both", param="before_id")
     limit = number(request, "limit", 1, 1000, 20)
-    found, has_more = await served.store(KeptFiles).batches.page(
-        owner_of(request), after, limit, PREFIX, before
-    )
-    data = [shown(served.store(KeptFiles).runner.newest(batch)) for batch in found]
+    found, has_more = await kept.batches.page(owner_of(request), after, limit, PREFIX, before)
+    data = [shown(kept.runner.newest(batch)) for batch in found]
     return page(MessageBatchList, data, has_more)
 
 
@@ -107,7 +102,7 @@ async def cancel(request: Request) -> Response:
 
 async def delete(request: Request) -> Response:
     """Deletes a batch that has ended, with its requests and results."""
-    batch, storage = await found_batch(request, PREFIX), served_of(request).store(KeptFiles)
+    batch, storage = await found_batch(request, PREFIX), kept_of(request)
     if batch.is_open:
         raise InvalidRequestError(
             f"batch {batch.id} has not ended: cancel it, and delete it once it has"
@@ -121,7 +116,7 @@ async def delete(request: Request) -> Response:
 
 async def show_results(request: Request) -> Response:
     """The results of a batch that has ended: a line of JSON for each request."""
-    batch, files = await found_batch(request, PREFIX), served_of(request).store(KeptFiles).files
+    batch, files = await found_batch(request, PREFIX), kept_of(request).files
     if batch.is_open:
         raise InvalidRequestError(
             f"batch {batch.id} has not ended: fetch its results once its processing_status is ended"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
+from starlette.requests import Request
 from vllmx_core.errors import InvalidRequestError, VllmxError
 from vllmx_core.system.private_traceback import private_traceback
 
@@ -16,7 +17,7 @@ from vllmx_server.apis.batches.lines import LineRunner, LineSlots
 from vllmx_server.apis.batches.output import finish
 from vllmx_server.apis.batches.store import Batch, Batches
 from vllmx_server.config import ServerConfig
-from vllmx_server.generating.served import Served
+from vllmx_server.generating.served import Served, served_of
 from vllmx_server.store.database import Storage, logger, now
 
 _PAGE = 1000
@@ -196,6 +197,11 @@ class KeptFiles:
         """Deletes what is too old."""
         await self.files.clean()
         await self.batches.forget_before(now() - self._lifetime_s)
+
+
+def kept_of(request: Request) -> KeptFiles:
+    """The files and batches of the request's server."""
+    return served_of(request).store(KeptFiles)
 
 
 def batch_runner(kept: KeptFiles, served: Served) -> BatchRunner:

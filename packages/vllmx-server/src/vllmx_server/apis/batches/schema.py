@@ -15,19 +15,9 @@ from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.intervals import Metadata
 
 ENDPOINTS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/embeddings",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/rerank",
-    "/rerank",
-    "/embed",
-    "/v1/score",
-    "/score",
-    "/classify",
-    "/pooling",
-)
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages",
+    "/v1/rerank", "/rerank", "/embed", "/v1/score", "/score", "/classify", "/pooling",
+)  # fmt: skip
 _WINDOW = re.compile(r"([1-9][0-9]{0,6})([smhd])")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 

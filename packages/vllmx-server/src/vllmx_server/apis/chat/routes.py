@@ -50,11 +50,7 @@ class ChatAnswer(Answer):
     """Makes the wire format of one request's outputs."""
 
     def __init__(
-        self,
-        served: Served,
-        body: ChatCompletionRequest,
-        request_id: str,
-        generation: Generation,
+        self, served: Served, body: ChatCompletionRequest, request_id: str, generation: Generation
     ) -> None:
         self._id = f"chatcmpl-{request_id}"
         self._state = served

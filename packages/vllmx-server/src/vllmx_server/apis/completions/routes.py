@@ -92,9 +92,7 @@ async def _submit(
 
 def _params(served: Served, body: CompletionRequest) -> SamplingParams:
     params = body.sampling_params(
-        served.llm.default_sampling_params,
-        max_tokens=body.token_limit,
-        logprobs=body.logprobs,
+        served.llm.default_sampling_params, max_tokens=body.token_limit, logprobs=body.logprobs
     )
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         return dataclasses.replace(params, prompt_logprobs=body.logprobs)

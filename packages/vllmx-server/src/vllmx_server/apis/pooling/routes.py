@@ -203,11 +203,7 @@ async def _pool(
 
 
 async def _pooled(
-    request: Request,
-    served: Served,
-    task: Task,
-    inputs: list[PoolingText],
-    options: PoolingOptions,
+    request: Request, served: Served, task: Task, inputs: list[PoolingText], options: PoolingOptions
 ) -> list[Pooled]:
     started_s = time.monotonic()
     pooler = pooler_for(task, served.pooler, served.llm.config.name)

@@ -30,13 +30,9 @@ from vllmx_server.generating.served import Served
 from vllmx_server.http.client import owner_of
 
 _SAME = (
-    "stream",
-    "stop",
-    "thinking_token_budget",
-    "parallel_tool_calls",
-    "chat_template_kwargs",
+    "stream", "stop", "thinking_token_budget", "parallel_tool_calls", "chat_template_kwargs",
     *GENERATING,
-)
+)  # fmt: skip
 """Fields that mean the same in chats."""
 _EFFORTS: dict[Effort, Effort] = {"xhigh": "high", "max": "high", "minimal": "low"}
 _RETURNED = ("function_call_output", "custom_tool_call_output")

@@ -13,6 +13,7 @@ from vllmx_server.apis.responses.answers import ConversationObject, DeletedConve
 from vllmx_server.apis.responses.as_chat import check_items
 from vllmx_server.apis.responses.conversation_store import Conversations
 from vllmx_server.apis.responses.items import named, shown
+from vllmx_server.apis.responses.routes import ITEM_PAGES
 from vllmx_server.apis.responses.schema import (
     ADD,
     CREATE,
@@ -27,16 +28,7 @@ from vllmx_server.generating.api import keyed
 from vllmx_server.generating.reading import body_bytes, checked, read_json
 from vllmx_server.generating.served import served_of
 from vllmx_server.http.client import client_of, owner_of
-from vllmx_server.http.operation import (
-    AFTER,
-    BODY,
-    HELLO,
-    INCLUDE,
-    LIMIT,
-    ORDER,
-    Media,
-    Query,
-)
+from vllmx_server.http.operation import BODY, HELLO, INCLUDE, Media
 from vllmx_server.http.pages import answer, check_query, newest_first, number, page
 from vllmx_server.store.database import new_id, now
 
@@ -182,12 +174,7 @@ ROUTES = (
         list_items,
         _TAG,
         ItemList,
-        query=(
-            Query("limit", "Items of a page.", {**LIMIT, "maximum": 100}),
-            ORDER,
-            AFTER,
-            *INCLUDE,
-        ),
+        query=ITEM_PAGES,
         statuses=(404,),
     ),
     keyed("GET", _ITEM, item, _TAG, Media(("application/json",)), query=INCLUDE, statuses=(404,)),

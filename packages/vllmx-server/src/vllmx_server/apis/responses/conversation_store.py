@@ -102,11 +102,7 @@ class Conversations:
         await self._database.run(forget)
 
     async def add(
-        self,
-        owner: str,
-        conversation_id: str,
-        items: Sequence[InputItem],
-        spare: int = 0,
+        self, owner: str, conversation_id: str, items: Sequence[InputItem], spare: int = 0
     ) -> list[InputItem]:
         """Appends items, all or none, and returns them with their ids. `spare`: how many items over
         MAX_ITEMS are allowed. Raises ConversationNotKnownError, and InvalidRequestError for too

@@ -68,7 +68,7 @@ async def compact(request: Request) -> HeldResponse:
         request: Request, served: Served, body: CompactRequest, asked: ResponsesRequest
     ) -> list[RequestStream]:
         before = await items_before(request, served, asked)
-        items = named([*before, *items_of(body.past())])
+        items = named([*before, *items_of(body.request())])
         kept.extend(item for item in items if item.role in _KEPT)
         with RESPONSES_FIELDS.told():
             call = await served.llm.text.run(
@@ -90,7 +90,7 @@ async def compact(request: Request) -> HeldResponse:
 
 def _asked(served: Served, body: CompactRequest) -> ResponsesRequest:
     """The request for the summary. Raises InvalidRequestError for items that are not served."""
-    asked = body.request()
+    asked = body.summary_request()
     chat_of(asked, ())
     return asked
 

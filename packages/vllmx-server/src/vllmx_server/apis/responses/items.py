@@ -81,11 +81,7 @@ conversation."""
 def item_of(summary: str) -> dict[str, str]:
     """The item that holds a summary."""
     content = base64.urlsafe_b64encode(summary.encode()).decode()
-    return {
-        "type": "compaction",
-        "id": new_id("cmp_"),
-        "encrypted_content": _PREFIX + content,
-    }
+    return {"type": "compaction", "id": new_id("cmp_"), "encrypted_content": _PREFIX + content}
 
 
 def summary_of(item: InputItem, where: str) -> str:

@@ -241,6 +241,7 @@ async def input_items(request: Request) -> Response:
     return page(ItemList, [shown(item) for item in items[:limit]], len(items) > limit)
 
 
+ITEM_PAGES = (Query("limit", "Items of a page.", {**LIMIT, "maximum": 100}), ORDER, AFTER, *INCLUDE)
 _STORED = "Stored responses"
 ROUTES = (
     keyed(
@@ -298,12 +299,7 @@ ROUTES = (
         input_items,
         _STORED,
         ItemList,
-        query=(
-            Query("limit", "Items of a page.", {**LIMIT, "maximum": 100}),
-            ORDER,
-            AFTER,
-            *INCLUDE,
-        ),
+        query=ITEM_PAGES,
         statuses=(404,),
     ),
 )

@@ -195,6 +195,13 @@ class ResponsesRequest(GeneratingFields, kw_only=True, forbid_unknown_fields=Tru
 RESPONSES = msgspec.json.Decoder(ResponsesRequest)
 
 
+_OF_PROMPTS = frozenset((
+    "instructions", "previous_response_id", "conversation", "tools", "tool_choice",
+    "parallel_tool_calls", "text", "reasoning", "chat_template_kwargs",
+))  # fmt: skip
+"""Fields of a response that make its prompt, besides the input."""
+
+
 class ResponseInput(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The conversation that a response would continue."""
 
@@ -202,6 +209,16 @@ class ResponseInput(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)] | None = None
     instructions: str | None = None
     previous_response_id: Annotated[str, Meta(max_length=64)] | None = None
+
+    def check(self) -> None:
+        """Cross-field rules. Raises InvalidRequestError."""
+        self.request().check()
+
+    def request(self) -> ResponsesRequest:
+        """The request for that response."""
+        names = (name for name in self.__struct_fields__ if name in _OF_PROMPTS)
+        same = {name: getattr(self, name) for name in names}
+        return ResponsesRequest(**same, input=self.input or "")
 
 
 class InputTokensRequest(ResponseInput, kw_only=True, forbid_unknown_fields=True):
@@ -218,25 +235,6 @@ class InputTokensRequest(ResponseInput, kw_only=True, forbid_unknown_fields=True
     """vllmx's own: variables of the template."""
     # Accepted and ignored.
     personality: Annotated[str, Meta(max_length=64)] | None = None
-
-    def check(self) -> None:
-        """Cross-field rules. Raises InvalidRequestError."""
-        self.request().check()
-
-    def request(self) -> ResponsesRequest:
-        """The request for the response whose prompt is counted."""
-        return ResponsesRequest(
-            input=self.input or "",
-            instructions=self.instructions,
-            previous_response_id=self.previous_response_id,
-            conversation=self.conversation,
-            tools=self.tools,
-            tool_choice=self.tool_choice,
-            parallel_tool_calls=self.parallel_tool_calls,
-            text=self.text,
-            reasoning=self.reasoning,
-            chat_template_kwargs=self.chat_template_kwargs,
-        )
 
 
 MAX_SUMMARY_TOKENS = 2048
@@ -260,27 +258,14 @@ class CompactRequest(ResponseInput, kw_only=True, forbid_unknown_fields=True):
     stream = request_id = None  # it is never streamed, and takes no name
     max_output_tokens = MAX_SUMMARY_TOKENS
 
-    def check(self) -> None:
-        """Cross-field rules. Raises InvalidRequestError."""
-        self.past().check()
-
-    def past(self) -> ResponsesRequest:
-        """The conversation itself."""
-        return ResponsesRequest(
-            input=self.input or "",
-            instructions=self.instructions,
-            previous_response_id=self.previous_response_id,
-        )
-
-    def request(self) -> ResponsesRequest:
+    def summary_request(self) -> ResponsesRequest:
         """The request for the summary, without thoughts."""
         items = self.input or []
         if isinstance(items, str):
             items = [InputItem("message", role="user", content=items)]
-        return ResponsesRequest(
+        return msgspec.structs.replace(
+            self.request(),
             input=[*items, InputItem("message", role="user", content=REQUEST)],
-            instructions=self.instructions,
-            previous_response_id=self.previous_response_id,
             max_output_tokens=MAX_SUMMARY_TOKENS,
             reasoning=Reasoning(effort="none"),
             store=False,

@@ -178,17 +178,9 @@ def _named(name: str | None) -> dict[str, Any]:
 
 
 _ADDRESSES = (
-    "server_url",
-    "connector_id",
-    "tunnel_id",
-    "authorization",
-    "headers",
-    "url",
-    "command",
-    "args",
-    "env",
-    "cwd",
-)
+    "server_url", "connector_id", "tunnel_id", "authorization", "headers", "url", "command", "args",
+    "env", "cwd",
+)  # fmt: skip
 
 
 class _Filter(msgspec.Struct):
