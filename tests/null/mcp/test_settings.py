@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from vllmx_core.errors import ConfigError, InvalidRequestError
-from vllmx_server.mcp.lines import BabbleError, MessageLines, Pace, Unread
 from vllmx_server.mcp.offered import OfferedTool, called, chosen
 from vllmx_server.mcp.settings import ServerSettings, read_servers
+from vllmx_server.mcp.transports import BabbleError, MessageLines, Pace, Unread
 
 pytest.importorskip("mcp", reason="the package mcp is not installed")
 

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import openai
 import pytest
 from vllmx_server.apis.responses import conversation_store as stored
-from vllmx_server.apis.responses.answer import BackgroundResponses
+from vllmx_server.apis.responses.response import BackgroundResponses
 from vllmx_server.apis.responses.store import KeptResponses
 
 from tests.waiting import until

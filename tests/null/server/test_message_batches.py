@@ -12,7 +12,7 @@ from typing import Any
 import anthropic
 import pytest
 from anthropic.types.messages import MessageBatch
-from vllmx_server.apis.batches import messages as batch_messages
+from vllmx_server.apis.batches import message_routes as batch_messages
 from vllmx_server.apis.batches import routes as batch_routes
 from vllmx_server.apis.batches.schema import CREATE_MESSAGES
 from vllmx_server.errors import BodyTooLargeError

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.schema import intervals as limits
 
+T = TypeVar("T")
+
 
 def field_error(param: str, text: str) -> InvalidRequestError:
     """The error for a field of a request; the field's name is the subject of `text`."""
     return InvalidRequestError(f"{param} {text}", param=param)
+
+
+def needed(value: T | None, where: str, name: str) -> T:
+    """The value of the field `name` of `where`. Raises InvalidRequestError if it is missing."""
+    if value is None:
+        raise InvalidRequestError(f"{where} lacks its {name}", param=f"{where}.{name}")
+    return value
 
 
 class JSONSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from vllmx_core.errors import excerpt
 
 from vllmx_server import __version__
-from vllmx_server.mcp.http import http_transport
 from vllmx_server.mcp.listing import ToolLists
 from vllmx_server.mcp.offered import (
     TIMED_OUT,
@@ -23,7 +22,7 @@ from vllmx_server.mcp.offered import (
     read_result,
 )
 from vllmx_server.mcp.settings import ServerSettings
-from vllmx_server.mcp.stdio import StdioTransport
+from vllmx_server.mcp.transports import StdioTransport, http_transport
 from vllmx_server.watch.tool_counts import ToolCounts
 
 if TYPE_CHECKING:

@@ -19,6 +19,8 @@ from vllmx_server.store.database import LOOK, Database, StorageError, logger, ne
 from vllmx_server.store.folder import Folder
 
 T = TypeVar("T")
+MESSAGES = "message_batch"
+"""The purpose of files that no client uploaded; lists of files leave them out."""
 _LIST = (
     "SELECT * FROM files WHERE owner = ? AND (expires IS NULL OR expires > ?)"
     " AND purpose NOT GLOB 'message_batch*'"  # which no client has uploaded or may download

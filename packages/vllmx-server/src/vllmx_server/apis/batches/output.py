@@ -9,9 +9,8 @@ from pathlib import Path
 import msgspec
 
 from vllmx_server.apis.batches.answers import Status
-from vllmx_server.apis.batches.files import Files, StoredFile
-from vllmx_server.apis.batches.line import unanswered
-from vllmx_server.apis.batches.messages import PURPOSE as MESSAGES
+from vllmx_server.apis.batches.files import MESSAGES, Files, StoredFile
+from vllmx_server.apis.batches.lines import unanswered
 from vllmx_server.apis.batches.store import PREFIX, Batch, Batches, LineState, save
 from vllmx_server.store.database import now
 

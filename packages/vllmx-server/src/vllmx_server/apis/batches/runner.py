@@ -12,8 +12,7 @@ from vllmx_core.system.private_traceback import private_traceback
 from vllmx_server.apis.batches.answers import BatchError, Status
 from vllmx_server.apis.batches.files import FileNotKnownError, Files, Quota
 from vllmx_server.apis.batches.input import InputReader
-from vllmx_server.apis.batches.line import LineAnswerer
-from vllmx_server.apis.batches.lines import LineRunner, LineSlots
+from vllmx_server.apis.batches.lines import LineAnswerer, LineRunner, LineSlots
 from vllmx_server.apis.batches.output import finish
 from vllmx_server.apis.batches.store import Batch, Batches
 from vllmx_server.config import ServerConfig

@@ -17,7 +17,13 @@ from vllmx_server.generating.chat_body import (
     ToolCall,
     ToolFunction,
 )
-from vllmx_server.generating.fields import GENERATING, JSONSchemaFormat, ResponseFormat, field_error
+from vllmx_server.generating.fields import (
+    GENERATING,
+    JSONSchemaFormat,
+    ResponseFormat,
+    field_error,
+    needed,
+)
 
 
 def chat_of(body: CountTokensRequest) -> ChatCompletionRequest:
@@ -105,11 +111,11 @@ def _assistant(blocks: Sequence[Block], where: str, names: dict[str, str]) -> Ch
     for number, block in enumerate(blocks):
         place = f"{where}.content[{number}]"
         if block.type == "text":
-            texts.append(_need(block.text, place, "text"))
+            texts.append(needed(block.text, place, "text"))
         elif block.type == "thinking":
-            thoughts.append(_need(block.thinking, place, "thinking"))
+            thoughts.append(needed(block.thinking, place, "thinking"))
         elif block.type == "tool_use":
-            name, call_id = _need(block.name, place, "name"), _need(block.id, place, "id")
+            name, call_id = needed(block.name, place, "name"), needed(block.id, place, "id")
             names[call_id] = name
             calls.append(ToolCall(ToolFunction(name, block.input or {}), id=call_id))
         elif block.type != "redacted_thinking":  # it holds nothing that can be read
@@ -132,7 +138,7 @@ def _given(
     for number, block in enumerate(blocks):
         place = f"{where}.content[{number}]"
         if block.type == "text":
-            parts.append(ContentPart("text", _need(block.text, place, "text")))
+            parts.append(ContentPart("text", needed(block.text, place, "text")))
         elif block.type == "image":
             parts.append(_image(block, place))
         elif block.type == "tool_result":
@@ -162,7 +168,7 @@ def _result(
     block: Block, where: str, names: dict[str, str], images: list[str | ContentPart]
 ) -> ChatMessage:
     """Adds the images of what a tool returned to `images`."""
-    call_id = _need(block.tool_use_id, where, "tool_use_id")
+    call_id = needed(block.tool_use_id, where, "tool_use_id")
     if call_id not in names:
         raise field_error(
             f"{where}.tool_use_id",
@@ -189,7 +195,7 @@ def _text_of(content: str | list[Block], where: str) -> str | list[str | Content
         place = f"{where}[{number}]"
         if block.type != "text":
             raise _unserved(block, place)
-        parts.append(ContentPart("text", _need(block.text, place, "text")))
+        parts.append(ContentPart("text", needed(block.text, place, "text")))
     return parts
 
 
@@ -197,12 +203,6 @@ def _joined(content: str | list[str | ContentPart]) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part if isinstance(part, str) else part.text or "" for part in content)
-
-
-def _need(value: str | None, where: str, name: str) -> str:
-    if value is None:
-        raise InvalidRequestError(f"{where} lacks its {name}", param=f"{where}.{name}")
-    return value
 
 
 def _unserved(block: Block, where: str) -> InvalidRequestError:

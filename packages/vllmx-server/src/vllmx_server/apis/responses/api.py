@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from vllmx_server.apis.responses import conversation_routes, input_routes, routes
-from vllmx_server.apis.responses.answer import BackgroundResponses, lost
+from vllmx_server.apis.responses import conversation_routes, routes
+from vllmx_server.apis.responses.response import BackgroundResponses, lost
 from vllmx_server.apis.responses.store import KeptResponses
 from vllmx_server.config import ServerConfig
 from vllmx_server.generating.api import Api
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ResponsesApi(Api):
-    routes = (*input_routes.ROUTES, *routes.ROUTES, *conversation_routes.ROUTES)
+    routes = (*routes.ROUTES, *conversation_routes.ROUTES)
 
     def __init__(self, config: ServerConfig) -> None:
         super().__init__(config)

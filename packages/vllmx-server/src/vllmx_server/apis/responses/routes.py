@@ -1,9 +1,11 @@
-"""/v1/responses."""
+"""/v1/responses, with /v1/responses/input_tokens and /v1/responses/compact."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
+from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
 from starlette.requests import Request
@@ -11,22 +13,43 @@ from starlette.responses import Response, StreamingResponse
 from vllmx_core.errors import InvalidRequestError, VllmxError
 from vllmx_engine.client.request_limits import resolve_logprobs
 from vllmx_engine.client.request_stream import RequestStream
+from vllmx_engine.formats.events import ContentPiece
 
-from vllmx_server.apis.responses.answer import BackgroundResponses, ResponseAnswer, Running
-from vllmx_server.apis.responses.answers import ErrorEvent, ItemList, ResponsesEvent
+from vllmx_server.apis.responses.answers import (
+    Compaction,
+    CountedInput,
+    ErrorEvent,
+    ItemList,
+    ResponsesEvent,
+)
 from vllmx_server.apis.responses.answers import Response as ResponseObject
-from vllmx_server.apis.responses.as_chat import chat_of, items_before
-from vllmx_server.apis.responses.items import shown
-from vllmx_server.apis.responses.schema import RESPONSES, InputItem, ResponsesRequest
+from vllmx_server.apis.responses.as_chat import chat_of, items_before, items_of
+from vllmx_server.apis.responses.items import item_of, named, shown
+from vllmx_server.apis.responses.response import (
+    BackgroundResponses,
+    ResponseAnswer,
+    Running,
+    usage_of,
+)
+from vllmx_server.apis.responses.schema import (
+    COMPACT,
+    INPUT_TOKENS,
+    RESPONSES,
+    CompactRequest,
+    InputItem,
+    InputTokensRequest,
+    ResponsesRequest,
+)
 from vllmx_server.apis.responses.store import KeptResponses, StoredResponse
 from vllmx_server.apis.responses.tools import requested_servers
 from vllmx_server.errors import error_fields
 from vllmx_server.generating.api import keyed
-from vllmx_server.generating.chat_call import ChatCall, chat_call, submit_chat
+from vllmx_server.generating.chat_call import ChatCall, chat_call, prompt_tokens, submit_chat
+from vllmx_server.generating.chat_events import ChatEvents
 from vllmx_server.generating.field_names import RESPONSES_FIELDS
-from vllmx_server.generating.generate import held, started
+from vllmx_server.generating.generate import Answer, generate, held, started
 from vllmx_server.generating.generation import Generation
-from vllmx_server.generating.reading import body_bytes, checked, read_json
+from vllmx_server.generating.reading import body_bytes, checked, counted, read_json
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.answers import Deleted
 from vllmx_server.http.client import client_of, owner_of
@@ -34,19 +57,23 @@ from vllmx_server.http.deadline import deadline_of
 from vllmx_server.http.event_stream import Framing, HeldResponse
 from vllmx_server.http.operation import (
     AFTER,
+    BODY,
     GENERATES,
     GENERATING,
     INCLUDE,
     LIMIT,
     ORDER,
+    TEXT,
     Events,
     Query,
 )
 from vllmx_server.http.pages import answer, check_query, newest_first, number, one_of, page
-from vllmx_server.schema.record import encode
+from vllmx_server.schema.record import Items, encode, json_pieces
+from vllmx_server.store.database import new_id, now
 
 if TYPE_CHECKING:
     from vllmx_server.apis.responses.mcp_rounds import ToolRequest, ToolRounds
+
 
 _PIECE = 64 << 10
 """Bytes of events that were kept that are sent at once."""
@@ -79,7 +106,7 @@ async def create(request: Request) -> Response | HeldResponse:
         resolve_logprobs("top_logprobs", body.top_logprobs, info.max_logprobs, info.vocab_size)
         if body.background and not served.processes.leads:
             return data
-        return body, asked_of(request, served, body)
+        return body, _asked_of(request, served, body)
 
     served.check_admission()
     found = await read_json(request, served, parse)
@@ -115,7 +142,7 @@ async def create(request: Request) -> Response | HeldResponse:
     return _streamed(running.follow(-1)) if body.stream else begun
 
 
-def asked_of(request: Request, served: Served, body: ResponsesRequest) -> Asked:
+def _asked_of(request: Request, served: Served, body: ResponsesRequest) -> Asked:
     """Prepares the call of a checked body; None: stored items are needed first. Raises
     InvalidRequestError, ForbiddenError."""
     servers = served.store(KeptResponses).tool_servers
@@ -128,20 +155,23 @@ def asked_of(request: Request, served: Served, body: ResponsesRequest) -> Asked:
     return None if body.has_past else _call(served, body, ())
 
 
-async def call_of(
+async def _call_of(
     request: Request, served: Served, body: ResponsesRequest, asked: Asked
 ) -> ChatCall:
     """The first call of the model, after what is stored of the conversation and with the tools of
     servers."""
     if asked is None:
-        return await _continued(request, served, body)
+        before = await items_before(request, served, body)
+        return await served.llm.text.run(
+            client_of(request), body_bytes(request), lambda _: _call(served, body, before)
+        )
     return asked if isinstance(asked, ChatCall) else await asked.first_call()
 
 
 async def _submit(
     request: Request, served: Served, body: ResponsesRequest, asked: Asked
 ) -> list[RequestStream]:
-    call = await call_of(request, served, body, asked)
+    call = await _call_of(request, served, body, asked)
     with RESPONSES_FIELDS.told():
         return await submit_chat(request, served, call, by_events=True)
 
@@ -150,15 +180,6 @@ def _call(served: Served, body: ResponsesRequest, before: Sequence[InputItem]) -
     chat = chat_of(body, before)
     with RESPONSES_FIELDS.told():
         return chat_call(served, chat)
-
-
-async def _continued(request: Request, served: Served, body: ResponsesRequest) -> ChatCall:
-    """The call after the conversation that came before it."""
-    before = await items_before(request, served, body)
-    size = body_bytes(request)
-    return await served.llm.text.run(
-        client_of(request), size, lambda _: _call(served, body, before)
-    )
 
 
 async def retrieve(request: Request) -> Response:
@@ -241,9 +262,110 @@ async def input_items(request: Request) -> Response:
     return page(ItemList, [shown(item) for item in items[:limit]], len(items) > limit)
 
 
+_KEPT = ("user", "system", "developer")
+"""The roles of messages that a compacted conversation keeps as they are."""
+
+
+async def input_tokens(request: Request) -> Response:
+    """Counts the tokens of the prompt that a response would have."""
+    served = served_of(request)
+
+    def parse(data: bytes) -> tuple[ResponsesRequest, Asked]:
+        body = checked(data, served, INPUT_TOKENS).request()
+        return body, _asked_of(request, served, body)
+
+    body, asked = await read_json(request, served, parse)
+    async with counted(request) as admitted:
+        call = await _call_of(request, served, body, asked)
+        with RESPONSES_FIELDS.told():
+            tokens = await prompt_tokens(request, served, call.conversation, call.options)
+        admitted.num_tokens = len(tokens)
+    return answer(CountedInput(input_tokens=len(tokens)))
+
+
+async def compact(request: Request) -> HeldResponse:
+    """Shortens a conversation to the user's messages and a summary that the model writes."""
+    kept: list[InputItem] = []
+
+    async def submit(
+        request: Request, served: Served, body: CompactRequest, asked: ResponsesRequest
+    ) -> list[RequestStream]:
+        before = await items_before(request, served, asked)
+        items = named([*before, *items_of(body.request())])
+        kept.extend(item for item in items if item.role in _KEPT)
+        with RESPONSES_FIELDS.told():
+            call = await served.llm.text.run(
+                client_of(request),
+                body_bytes(request),
+                lambda _: chat_call(served, chat_of(asked, before), fit=True),
+            )
+            return await submit_chat(request, served, call, by_events=True)
+
+    return await generate(
+        request,
+        COMPACT,
+        _asked,
+        submit,
+        lambda served, body, request_id, generation: _Compaction(kept, generation),
+        FRAMING,
+    )
+
+
+def _asked(served: Served, body: CompactRequest) -> ResponsesRequest:
+    """The request for the summary. Raises InvalidRequestError for items that are not served."""
+    asked = body.summary_request()
+    chat_of(asked, ())
+    return asked
+
+
+class _Compaction(Answer):
+    def __init__(self, kept: list[InputItem], generation: Generation) -> None:
+        self._kept = kept
+        self._generation = generation
+
+    async def whole(self) -> Iterator[bytes]:
+        texts: list[str] = []
+        async with aclosing(ChatEvents(self._generation).all()) as events:
+            async for event in events:
+                if isinstance(event, ContentPiece):
+                    texts.append(event.text)
+        found = {
+            "id": new_id("resp_"),
+            "object": "response.compaction",
+            "created_at": now(),
+            "output": Items(chain(map(shown, self._kept), (item_of("".join(texts)),))),
+            "usage": usage_of(self._generation.usage),
+        }
+        return json_pieces(found)
+
+
 ITEM_PAGES = (Query("limit", "Items of a page.", {**LIMIT, "maximum": 100}), ORDER, AFTER, *INCLUDE)
 _STORED = "Stored responses"
 ROUTES = (
+    keyed(
+        "POST",
+        "/v1/responses/input_tokens",
+        input_tokens,
+        TEXT,
+        CountedInput,
+        InputTokensRequest,
+        statuses=(*BODY, 404),
+        example={"input": "Hello!"},
+        task="generate",
+        of_model=True,
+    ),
+    keyed(
+        "POST",
+        "/v1/responses/compact",
+        compact,
+        GENERATING,
+        Compaction,
+        CompactRequest,
+        statuses=GENERATES,
+        example={"input": "Hello!"},
+        task="generate",
+        of_model=True,
+    ),
     keyed(
         "POST",
         "/v1/responses",

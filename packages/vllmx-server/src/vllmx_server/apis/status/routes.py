@@ -12,7 +12,6 @@ from vllmx_core.config import DEMO_MODEL
 from vllmx_core.errors import ModelNotFoundError, listing, shown
 
 from vllmx_server import __version__
-from vllmx_server.apis.status.answers import KeyUsed, KeyUsedList, ModelCard, ModelList, Version
 from vllmx_server.generating.api import Api, keyed
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.answers import Health
@@ -21,8 +20,58 @@ from vllmx_server.http.operation import STATUS, Endpoint, Media, Operation
 from vllmx_server.http.pages import answer, check_query
 from vllmx_server.http.route import Right, Route
 from vllmx_server.limits.usage import KeyUsage
-from vllmx_server.schema.record import encode
+from vllmx_server.schema.record import Record, encode
 from vllmx_server.watch.metrics import CONTENT_TYPE, Metrics, render_all
+
+
+class ModelCard(Record, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["vllmx"] = "vllmx"
+    root: str
+    """The path or name that was loaded."""
+    parent: None = None
+    max_model_len: int | None
+    """Tokens of the context; null of a model that was never loaded."""
+    input_modalities: list[Literal["text", "image"]] | None = None
+    """The contents that a message may have; null of a model that was never loaded."""
+    permission: list[str]
+    aliases: tuple[str, ...] = ()
+    """Other names of it."""
+    state: Literal["unloaded", "loading", "loaded", "failed"] = "loaded"
+    size_bytes: int | None = None
+    """The bytes of weights and KV cache, once it was loaded."""
+    error: str | None = None
+    """Why it could not be loaded."""
+
+
+class ModelList(Record, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class KeyUsed(Record, kw_only=True):
+    object: Literal["key_usage"] = "key_usage"
+    key: str
+    """The name of the key."""
+    requests: int
+    """The requests that were taken."""
+    refused: int
+    """The requests that a limit of the key refused."""
+    prompt_tokens: int
+    cached_tokens: int
+    """The tokens of the prompts that came from the cache."""
+    completion_tokens: int
+
+
+class KeyUsedList(Record, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[KeyUsed]
+
+
+class Version(Record, kw_only=True):
+    version: str
 
 
 async def usage(request: Request) -> Response:
