@@ -29,6 +29,7 @@ ALLOWED = {
         "h11",
         "h2",
         "prometheus_client",
+        "python_multipart",
         "opentelemetry",  # in vllmx_server.watch.spans alone, see below
     },
     "vllmx_tp": {"vllmx_core", "vllmx_engine", "numpy", "msgspec"},

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from vllmx_server.mcp import server as one_server
-from vllmx_server.mcp import servers, stdio
-from vllmx_server.mcp.results import ToolResult
+from vllmx_server.mcp import servers, transports
+from vllmx_server.mcp.offered import ToolResult
 from vllmx_server.mcp.servers import ToolServers
 from vllmx_server.mcp.settings import read_servers
 
@@ -57,8 +57,8 @@ def start_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
     """`start_servers(name={entry of the file}, ...)`; all end with the test."""
     pytest.importorskip("mcp", reason="the package mcp is not installed")
     monkeypatch.setattr(one_server, "FIRST_WAIT_S", 0.05)
-    monkeypatch.setattr(stdio, "_LEAVE_S", 0.1)
-    monkeypatch.setattr(stdio, "_CODE_S", PATIENCE_S)
+    monkeypatch.setattr(transports, "_LEAVE_S", 0.1)
+    monkeypatch.setattr(transports, "_CODE_S", PATIENCE_S)
     monkeypatch.setattr(servers, "_CLOSE_S", PATIENCE_S)
     started: list[Started] = []
 

@@ -98,8 +98,8 @@ def test_a_server_that_hangs_in_a_call_is_started_again(
     ("mode", "fault"),
     [
         ("dies", "it ended with code 1: cannot open the data"),
-        ("babbles", "it writes what are no messages"),
-        ("one-line", "it writes what are no messages"),
+        ("babbles", "it writes lines that are not messages"),
+        ("one-line", "it writes lines that are not messages"),
         ("hangs", "it does not answer"),
         ("no-list", "it cannot be reached (ValidationError)"),
         ("deep", "it cannot be reached (MCPError)"),

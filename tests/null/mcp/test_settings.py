@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from vllmx_core.errors import ConfigError, InvalidRequestError
-from vllmx_server.mcp.lines import BabbleError, MessageLines, Pace, Unread
 from vllmx_server.mcp.offered import OfferedTool, called, chosen
 from vllmx_server.mcp.settings import ServerSettings, read_servers
+from vllmx_server.mcp.transports import BabbleError, MessageLines, Pace, Unread
 
 pytest.importorskip("mcp", reason="the package mcp is not installed")
 
@@ -74,10 +74,10 @@ def test_files_that_are_refused(tmp_path: Path, text: str, message: str) -> None
         ({**CAT, **HTTP}, "needs a command or a url"),
         ({**CAT, "comand": 1}, "unknown field `comand`"),
         ({**CAT, "args": "x"}, "Expected `array`"),
-        ({**CAT, "cwd": "/not/there"}, "is no folder"),
-        ({"command": "not-there-at-all"}, "is no program on PATH"),
+        ({**CAT, "cwd": "/not/there"}, "is not a folder"),
+        ({"command": "not-there-at-all"}, "is not a program on PATH"),
         ({**CAT, "env": {"A": "${NOT_SET_ANYWHERE}"}}, "NOT_SET_ANYWHERE, which is not set"),
-        ({**CAT, "env": {"A=B": "x"}}, "no name of a variable"),
+        ({**CAT, "env": {"A=B": "x"}}, "not the name of a variable"),
         ({**CAT, "args": ["\0"]}, "NUL"),
         ({**CAT, "headers": {"a": "b"}}, "headers, which a command does not take"),
         ({**CAT, "type": "http"}, "contradict"),
@@ -153,7 +153,7 @@ def test_noise_is_bounded() -> None:
     lines = MessageLines()
     for _ in range(1000):
         assert not list(lines.feed(b"starting ...\n"))
-    with pytest.raises(BabbleError, match="no messages"):
+    with pytest.raises(BabbleError, match="not messages"):
         list(lines.feed((b"x" * 20_000 + b"\n") * 100))
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from vllmx_core.errors import ConfigError
 from vllmx_server.apis.batches import files as files_module
-from vllmx_server.apis.batches.kept import KeptFiles
+from vllmx_server.apis.batches.runner import KeptFiles
 from vllmx_server.config import ServerConfig
 from vllmx_server.generating.api import Api
 from vllmx_server.host import server as server_module
 from vllmx_server.store import database as database_module
-from vllmx_server.store.storage import Storage
+from vllmx_server.store.database import Storage
 
 from tests.waiting import PATIENCE_S
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from vllmx_server.apis.batches import input as batch_input
-from vllmx_server.apis.batches.line_slots import LineSlots
-from vllmx_server.generating.caller import BATCH_PRIORITY
+from vllmx_server.apis.batches.lines import LineSlots
+from vllmx_server.generating.reading import BATCH_PRIORITY
 
 from tests.waiting import PATIENCE_S, until
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from vllmx_core.errors import InvalidRequestError
+from vllmx_engine.formats.events import ArgumentsPiece, CallBegin, CallEnd
 from vllmx_server.apis.responses.output import Output
 from vllmx_server.apis.responses.tools import forms_of
-from vllmx_server.generating.chat_events import ArgumentsPiece, CallBegin, CallEnd
 
 from .conftest import MakeServer
 from .test_messages import named_events

@@ -8,8 +8,8 @@ from urllib.parse import quote
 import openai
 import pytest
 from vllmx_server.apis.responses import conversation_store as stored
-from vllmx_server.apis.responses.background import BackgroundResponses
-from vllmx_server.apis.responses.kept import KeptResponses
+from vllmx_server.apis.responses.response import BackgroundResponses
+from vllmx_server.apis.responses.store import KeptResponses
 
 from tests.waiting import until
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from vllmx_core.sampling import SamplingParams
-from vllmx_server.apis.batches.kept import KeptFiles
+from vllmx_server.apis.batches.runner import KeptFiles
 from vllmx_server.http.deadline import Deadline
 
 from tests.waiting import until

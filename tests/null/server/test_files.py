@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from vllmx_core.errors import ConfigError
-from vllmx_server.apis.batches.kept import KeptFiles
+from vllmx_server.apis.batches.runner import KeptFiles
 from vllmx_server.store.folder import Folder, temporary_folder
 
 from tests.waiting import PATIENCE_S

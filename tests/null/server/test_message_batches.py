@@ -12,9 +12,9 @@ from typing import Any
 import anthropic
 import pytest
 from anthropic.types.messages import MessageBatch
-from vllmx_server.apis.batches import messages as batch_messages
+from vllmx_server.apis.batches import message_routes as batch_messages
 from vllmx_server.apis.batches import routes as batch_routes
-from vllmx_server.apis.batches.message_schema import CREATE
+from vllmx_server.apis.batches.schema import CREATE_MESSAGES
 from vllmx_server.errors import BodyTooLargeError
 
 from tests.waiting import PATIENCE_S
@@ -226,7 +226,7 @@ async def test_other_keys_see_nothing(make_server: MakeServer) -> None:
 def test_lines_are_one_line_each() -> None:
     """Whatever blanks the client writes between values."""
     body = b'{"requests": [{"custom_id": "a", "params": {\r\n "x": "y\\n",\n "z": 1}}]}'
-    requests = CREATE.decode(body).requests
+    requests = CREATE_MESSAGES.decode(body).requests
     lines = batch_messages.input_lines(requests, 100)
     assert lines.count(b"\n") == 1
     assert json.loads(lines)["body"] == {"x": "y\n", "z": 1}

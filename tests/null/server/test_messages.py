@@ -13,20 +13,19 @@ import httpx
 import msgspec
 import pytest
 from vllmx_core.errors import InvalidRequestError
+from vllmx_engine.formats.events import (
+    ArgumentsPiece,
+    CallBegin,
+    CallEnd,
+    ContentPiece,
+    ReasoningPiece,
+)
 from vllmx_server.apis.messages.answers import Stop
 from vllmx_server.apis.messages.as_chat import chat_of
 from vllmx_server.apis.messages.blocks import BlockEvents, Blocks
 from vllmx_server.apis.messages.schema import MESSAGES
 from vllmx_server.generating.chat_body import ChatCompletionRequest
-from vllmx_server.generating.chat_events import (
-    AnswerEnd,
-    ArgumentsPiece,
-    CallBegin,
-    CallEnd,
-    ChatEvent,
-    ContentPiece,
-    ReasoningPiece,
-)
+from vllmx_server.generating.chat_events import AnswerEnd, ChatEvent
 from vllmx_server.schema.decode import decode
 
 from tests.waiting import PATIENCE_S

@@ -3,50 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
+from pathlib import Path
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllmx_core.errors import InvalidRequestError
-from vllmx_server.apis.batches.multipart import MultipartReader, Sink, file_name
+from vllmx_server.apis.batches.upload import Upload, file_name
 
 TYPE = "multipart/form-data; boundary=xyz"
 
 
-class Collected:
-    """A sink, and the name under which its content is found."""
-
-    def __init__(self, found: list[tuple[str, str | None, bytes]], *names: str | None) -> None:
-        self.found, self.names, self.data = found, names, b""
-
-    def write(self, data: bytes) -> None:
-        self.data += data
-
-    def end(self) -> None:
-        self.found.append((str(self.names[0]), self.names[1], self.data))
-
-
-def read(*pieces: bytes, content_type: str = TYPE) -> list[tuple[str, str | None, bytes]]:
-    found: list[tuple[str, str | None, bytes]] = []
-
-    def open_part(name: str, file: str | None) -> Sink:
-        return Collected(found, name, file)
-
-    reader = MultipartReader(content_type, open_part)
-    for piece in pieces:
-        reader.feed(piece)
-    reader.finish()
-    return found
+def read(*pieces: bytes, content_type: str = TYPE) -> tuple[dict[str, str], str | None, bytes]:
+    """(fields, name of the file, its content)."""
+    with tempfile.TemporaryDirectory() as folder:
+        upload = Upload(content_type, Path(folder, "content"), 1 << 20)
+        try:
+            for piece in pieces:
+                upload.feed(piece)
+            upload.finish()
+            assert upload.num_bytes == upload.path.stat().st_size
+            return upload.fields, upload.name, upload.path.read_bytes()
+        finally:
+            upload.close()
+            assert not upload.path.exists()
 
 
 PART = b'--xyz\r\nContent-Disposition: form-data; name="a"\r\n\r\n'
 BODY = (
-    b"preamble\r\n" + PART + b"one\r\n--xy\r\n-\r\n"
-    b'--xyz  \r\ncontent-type: x/y\r\ncontent-disposition: form-data; name=f; filename="../q.txt"'
-    b"\r\n\r\n\r\n--xyz--\r\nepilogue"
+    PART + b"one\r\n--xy\r\n-\r\n"
+    b"--xyz  \r\ncontent-type: x/y\r\ncontent-disposition: form-data; name=file;"
+    b' filename="../q.txt"\r\n\r\n'
+    b"\r\n\r\n--xyz--\r\nepilogue"
 )
-PARTS = [("a", None, b"one\r\n--xy\r\n-"), ("f", "q.txt", b"")]
+PARTS = ({"a": "one\r\n--xy\r\n-"}, "q.txt", b"\r\n")
 
 
 def test_cut_at_every_byte_it_is_the_same() -> None:
@@ -61,23 +53,33 @@ def test_what_a_client_makes() -> None:
         "POST", "http://x", data={"purpose": "batch"}, files={"file": ("ä b.jsonl", b"\r\n--")}
     )
     parts = read(request.read(), content_type=request.headers["content-type"])
-    assert parts == [("purpose", None, b"batch"), ("file", "ä b.jsonl", b"\r\n--")]
+    assert parts == ({"purpose": "batch"}, "ä b.jsonl", b"\r\n--")
 
 
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b"", "ends before the first part"),
-        (BODY[:-14], "closing boundary is missing"),
-        (PART + b"x", "in the content of a part"),
-        (b"--xyz", "after a boundary"),
-        (b"--xyzx\r\n", "something behind a boundary"),
-        (b"--xyz\r\n\r\nx", "no Content-Disposition"),
+        (b"", "lacks its closing boundary"),
+        (BODY[:-14], "lacks its closing boundary"),
+        (PART + b"x", "lacks its closing boundary"),
+        (b"--xyz", "lacks its closing boundary"),
+        (PART + b"x\r\n--xyz--", "no part named 'file'"),
+        (b"preamble\r\n" + BODY, "is broken"),
+        (b"--xyzx\r\n", "is broken"),
+        (b"--xyz\r\n\r\nx", "has no name"),
         (b"--xyz\r\nContent-Disposition: form-data\r\n\r\nx", "has no name"),
-        (b"--xyz\r\n" + b"a: b\r\n" * 3000, "headers of a part do not end"),
-        (b"x" * 10_000, "first boundary does not come"),
-        (b"--xyz" + b" " * 10_000, "line does not end"),
-        ((PART + b"\r\n") * 17 + b"--xyz--", "more than 16 parts"),
+        (b"--xyz\r\n" + b"a: b\r\n" * 3000, "is broken.*header count"),
+        (b"--xyz\r\na: " + b"b" * 9000, "is broken.*header size"),
+        (b"x" * 10_000, "is broken"),
+        (
+            b"".join(
+                b'%b--xyz\r\nContent-Disposition: form-data; name="%d"\r\n\r\n' % (e, i)
+                for i, e in enumerate([b"", *[b"\r\n"] * 16])
+            ),
+            "more than 16 parts",
+        ),
+        (PART + b"\r\n" + PART + b"\r\n--xyz--", "given twice"),
+        (PART + b"\xff\r\n--xyz--", "not UTF-8"),
     ],
 )
 def test_what_is_broken_is_said(body: bytes, words: str) -> None:

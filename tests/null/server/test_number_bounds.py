@@ -15,7 +15,6 @@ from vllmx_core.sampling import SamplingParams
 from vllmx_server.apis.completions import schema as completions
 from vllmx_server.apis.messages import schema as messages
 from vllmx_server.apis.pooling import schema as pooling
-from vllmx_server.apis.pooling import tei_schema as tei
 from vllmx_server.apis.responses import schema as responses
 from vllmx_server.apis.text import schema as text
 from vllmx_server.generating import chat_body as chat
@@ -38,7 +37,7 @@ ROUTES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/classify": (pooling.ClassifyRequest, {"input": "hi"}),
     "/v1/score": (pooling.ScoreRequest, {"text_1": "a", "text_2": "b"}),
     "/v1/rerank": (pooling.RerankRequest, {"query": "a", "documents": ["b"]}),
-    "/embed": (tei.EmbedRequest, {"inputs": "hi"}),
+    "/embed": (pooling.EmbedRequest, {"inputs": "hi"}),
     "/tokenize": (text.TokenizeRequest, {"prompt": "hi"}),
     "/detokenize": (text.DetokenizeRequest, {"tokens": [97]}),
 }
@@ -129,7 +128,7 @@ async def test_no_number_ends_in_a_5xx(make_server: MakeServer, kind: str) -> No
         if kind == "pools":
             served.state.pooler = LetterPooler()
         for path, name, shape in CASES:
-            pools = issubclass(ROUTES[path][0], pooling.PoolingFields | tei.TEIFields)
+            pools = issubclass(ROUTES[path][0], pooling.PoolingFields | pooling.TEIFields)
             if pools != (kind == "pools"):
                 continue
             decoder, is_refused = msgspec.json.Decoder(ROUTES[path][0]), False

@@ -13,7 +13,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 from vllmx_core.errors import InvalidRequestError
-from vllmx_server.apis.completions.answers import TextChunk, TextCompletion
+from vllmx_server.apis.completions.schema import TextChunk, TextCompletion
 from vllmx_server.apis.messages.answers import Message, MessagesEvent
 from vllmx_server.apis.openapi import document as module
 from vllmx_server.apis.openapi.document import UndocumentedRouteError, document
@@ -26,7 +26,7 @@ from vllmx_server.apis.pooling.answers import (
     ScoreList,
 )
 from vllmx_server.apis.responses.answers import Response as ResponseShown
-from vllmx_server.apis.responses.events import ResponsesEvent
+from vllmx_server.apis.responses.answers import ResponsesEvent
 from vllmx_server.apis.responses.output import Output
 from vllmx_server.apis.responses.routes import FRAMING
 from vllmx_server.apis.responses.tools import ToolForm

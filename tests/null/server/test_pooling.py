@@ -13,9 +13,14 @@ import pytest
 from vllmx_core.errors import ContextLengthError, InvalidRequestError
 from vllmx_engine.client.pooling import PoolingText
 from vllmx_engine.wire.messages import PoolingInfo
-from vllmx_server.generating.caller import BATCH_PRIORITY
-from vllmx_server.generating.engine_pooler import MAX_PAIRED_BYTES, EnginePooler
-from vllmx_server.generating.pooling import Pooled, PoolingOptions, Task
+from vllmx_server.generating.pooling import (
+    MAX_PAIRED_BYTES,
+    EnginePooler,
+    Pooled,
+    PoolingOptions,
+    Task,
+)
+from vllmx_server.generating.reading import BATCH_PRIORITY
 
 from .conftest import MakeServer, Served
 from .loop_meter import shortest_hold

@@ -7,8 +7,8 @@ from typing import Any
 
 import openai
 import pytest
-from vllmx_server.apis.responses.items import REQUEST, item_of, summary_of
-from vllmx_server.apis.responses.schema import InputItem
+from vllmx_server.apis.responses.items import item_of, summary_of
+from vllmx_server.apis.responses.schema import REQUEST, InputItem
 
 from .conftest import MakeServer, Served
 from .test_conversations import begin, client_of

@@ -7,21 +7,20 @@ from typing import Any
 
 import pytest
 from vllmx_core.errors import InvalidRequestError
-from vllmx_server.apis.responses import store as stored
-from vllmx_server.apis.responses.as_chat import chat_of
-from vllmx_server.apis.responses.kept import KeptResponses
-from vllmx_server.apis.responses.output import Output
-from vllmx_server.apis.responses.schema import RESPONSES
-from vllmx_server.generating.chat_body import ChatCompletionRequest
-from vllmx_server.generating.chat_events import (
-    AnswerEnd,
+from vllmx_engine.formats.events import (
     ArgumentsPiece,
     CallBegin,
     CallEnd,
-    ChatEvent,
     ContentPiece,
     ReasoningPiece,
 )
+from vllmx_server.apis.responses import store as stored
+from vllmx_server.apis.responses.as_chat import chat_of
+from vllmx_server.apis.responses.output import Output
+from vllmx_server.apis.responses.schema import RESPONSES
+from vllmx_server.apis.responses.store import KeptResponses
+from vllmx_server.generating.chat_body import ChatCompletionRequest
+from vllmx_server.generating.chat_events import AnswerEnd, ChatEvent
 from vllmx_server.schema.decode import decode
 
 from .conftest import JSON, MakeServer, Served

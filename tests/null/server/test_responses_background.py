@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from vllmx_server.apis.responses import store as stored
-from vllmx_server.apis.responses.kept import KeptResponses
+from vllmx_server.apis.responses.store import KeptResponses
 
 from tests.waiting import PATIENCE_S
 

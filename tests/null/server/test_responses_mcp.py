@@ -13,11 +13,10 @@ import httpx
 import msgspec
 import pytest
 from vllmx_core.errors import ContextLengthError
-from vllmx_server.apis.responses.answers import Response
-from vllmx_server.apis.responses.events import ResponsesEvent
-from vllmx_server.apis.responses.kept import KeptResponses
+from vllmx_server.apis.responses.answers import Response, ResponsesEvent
+from vllmx_server.apis.responses.store import KeptResponses
 from vllmx_server.mcp import servers as tool_server_module
-from vllmx_server.mcp import stdio
+from vllmx_server.mcp import transports
 from vllmx_server.mcp.servers import ToolServers
 from vllmx_server.mcp.settings import read_servers
 
@@ -58,7 +57,7 @@ def tool_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToolServe
     path.write_text(json.dumps({"mcpServers": entries}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tool_server_module, "_CLOSE_S", 600)
-        patch.setattr(stdio, "_CODE_S", PATIENCE_S)
+        patch.setattr(transports, "_CODE_S", PATIENCE_S)
         servers = ToolServers(read_servers(path, "--mcp-config"))
         yield servers
         servers.close()

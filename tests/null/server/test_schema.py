@@ -14,7 +14,7 @@ from vllmx_server.apis.completions import schema as completions
 from vllmx_server.apis.messages import schema as messages
 from vllmx_server.apis.text import schema as text
 from vllmx_server.generating import chat_body as chat
-from vllmx_server.generating import structured
+from vllmx_server.generating import sampling
 from vllmx_server.schema.decode import decode
 
 _ALLOWED = "tool_choice.allowed_tools"
@@ -172,7 +172,7 @@ def test_a_schema_may_be_as_deep_however_it_comes(levels: int) -> None:
     ]
     found = set()
     for way in ways:
-        params = structured.structured_outputs(chat_request(**way))
+        params = sampling.structured_outputs(chat_request(**way))
         assert params is not None
         if levels <= 60:
             found.add(grammar_spec(params).digest)

@@ -10,8 +10,7 @@ import pytest
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.client.pooling import PoolingChoice, PoolingText
 from vllmx_engine.wire.messages import PoolingInfo
-from vllmx_server.generating.engine_pooler import EnginePooler
-from vllmx_server.generating.pooling import Pooled, PoolingOptions, Task
+from vllmx_server.generating.pooling import EnginePooler, Pooled, PoolingOptions, Task
 
 from .conftest import MakeServer, Served
 from .test_batches import begin, content, ended

@@ -16,14 +16,13 @@ from vllmx_engine.async_llm import AsyncLLM
 
 from vllmx_server.apis.batches.api import BatchesApi
 from vllmx_server.apis.batches.input import ANY_ENDPOINT
-from vllmx_server.apis.batches.kept import KeptFiles
+from vllmx_server.apis.batches.runner import KeptFiles
 from vllmx_server.apis.batches.store import Batch
 from vllmx_server.config import ServerConfig
 from vllmx_server.generating.api import Api
 from vllmx_server.host.apis import load_apis
 from vllmx_server.host.app import build_app
-from vllmx_server.store.database import StorageError, new_id, now
-from vllmx_server.store.storage import Storage
+from vllmx_server.store.database import Storage, StorageError, new_id, now
 
 _CENTURY_S = 100 * 365 * 86400
 _LOOK_S = 0.2

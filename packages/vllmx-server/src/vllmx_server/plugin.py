@@ -16,15 +16,11 @@ def vllmx_apis() -> tuple[ApiSpec, ...]:
         _api("invocations", "invocations.routes:InvocationsApi"),
         _api("messages", "messages.routes:MessagesApi"),
         _api("operators", "operators.routes:OperatorsApi"),
-        _api("pooling", "pooling.tei_routes:PoolingApi"),
+        _api("pooling", "pooling.routes:PoolingApi"),
         _api("responses", "responses.api:ResponsesApi"),
         _api("status", "status.routes:StatusApi"),
         _api("text", "text.routes:TextApi"),
-        _api(
-            "tokenizer info",
-            "text.tokenizer_info:TokenizerInfoApi",
-            "enable_tokenizer_info_endpoint",
-        ),
+        _api("tokenizer info", "text.routes:TokenizerInfoApi", "enable_tokenizer_info_endpoint"),
         _api("web page", "web.routes:WebApi", "web"),
     )
 

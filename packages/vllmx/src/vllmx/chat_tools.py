@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from vllmx_engine.engine import Engine, TextStream
     from vllmx_engine.formats.events import ReadAnswer
     from vllmx_engine.wire.outputs import ToolCall
-    from vllmx_server.mcp.offered import OfferedTool
-    from vllmx_server.mcp.results import ToolResult
+    from vllmx_server.mcp.offered import OfferedTool, ToolResult
     from vllmx_server.mcp.servers import ToolServers
 
 MAX_ROUNDS = 16
@@ -75,8 +74,7 @@ class ChatTools:
 
     def results(self, calls: list[ToolCall]) -> Iterator[tuple[ToolCall, ToolResult]]:
         """Runs calls concurrently and yields their results. Ctrl-C ends them."""
-        from vllmx_server.mcp.offered import called
-        from vllmx_server.mcp.results import REFUSED, failure
+        from vllmx_server.mcp.offered import REFUSED, called, failure
 
         tools = self._tools()
         running: list[Future[ToolResult]] = []

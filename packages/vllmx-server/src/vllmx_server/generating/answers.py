@@ -159,7 +159,7 @@ class CallDelta(Record, kw_only=True):
 
 
 class Delta(Record, kw_only=True):
-    """What a chunk adds to the message."""
+    """The part of the message that a chunk adds."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET

@@ -1,12 +1,14 @@
-"""What an API is to the server that hosts it."""
+"""The interface of an API to the server that hosts it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from vllmx_server.config import ServerConfig
 from vllmx_server.generating.served import Served
-from vllmx_server.http.route import Route
+from vllmx_server.http.operation import Endpoint, Operation
+from vllmx_server.http.route import Right, Route
 
 
 class Api:
@@ -37,3 +39,32 @@ class Api:
 
     def close(self) -> None:
         """Frees what the process holds, after its last request. May be called twice."""
+
+
+def keyed(
+    method: str,
+    path: str,
+    endpoint: Endpoint,
+    tag: str,
+    answer: Any = None,
+    body: Any = None,
+    *,
+    of_model: bool = False,
+    led: bool = False,
+    for_operators: bool = False,
+    span: str | None = None,
+    **about: Any,
+) -> Route:
+    """A `Route` that any key opens. `about`: further fields of its `Operation`."""
+    operation = Operation(tag, answer, body, **about)
+    return Route(
+        method,
+        path,
+        endpoint,
+        operation,
+        Right.HOLDERS,
+        of_model=of_model,
+        led=led,
+        for_operators=for_operators,
+        span=span,
+    )

@@ -10,6 +10,7 @@ from vllmx_core.errors import InvalidRequestError
 from vllmx_engine.client.chat_options import ChatOptions
 from vllmx_engine.text.messages import check_content, read_history
 
+from vllmx_server.generating.fields import field_error
 from vllmx_server.generating.sampling import SamplingFields
 from vllmx_server.generating.tools import (
     MAX_TOOLS,
@@ -24,9 +25,9 @@ from vllmx_server.schema.decode import check_free_form
 MAX_MESSAGES = 4096
 MAX_TEMPLATE = 64 << 10
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-"""How much to think; "none" turns thinking off."""
+"""The amount of thinking; "none" turns it off."""
 THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""What templates call whether the model thinks."""
+"""The names of the template's switches for thinking."""
 _OPTIONAL = (
     "name", "tool_call_id", "reasoning_content", "reasoning", "thinking_blocks", "refusal", "audio",
     "function_call",
@@ -112,10 +113,7 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
                 {
                     "type": call.type or "function",
                     **({"id": call.id} if call.id is not None else {}),
-                    "function": {
-                        "name": call.function.name,
-                        "arguments": call.function.written(),
-                    },
+                    "function": {"name": call.function.name, "arguments": call.function.written()},
                 }
                 for call in self.tool_calls
             ]
@@ -139,16 +137,15 @@ def check_messages(messages: list[ChatMessage]) -> None:
     """Raises InvalidRequestError for none, for more than `MAX_MESSAGES`, and for one that is not
     served."""
     if not messages:
-        raise InvalidRequestError("messages is empty: give at least one", param="messages")
+        raise field_error("messages", "is empty: give at least one")
     if len(messages) > MAX_MESSAGES:
-        raise InvalidRequestError(
-            f"messages has {len(messages)} entries, at most {MAX_MESSAGES} are taken",
-            param="messages",
+        raise field_error(
+            "messages", f"has {len(messages)} entries, at most {MAX_MESSAGES} are taken"
         )
 
 
 def generation_prompt(add: bool | None, continue_final_message: bool | None) -> bool:
-    """Whether the prompt ends with the beginning of an answer. Raises InvalidRequestError."""
+    """True if the prompt ends with the beginning of an answer. Raises InvalidRequestError."""
     if add and continue_final_message:
         raise InvalidRequestError(
             "continue_final_message goes on with the last message, and add_generation_prompt begins"
@@ -212,11 +209,10 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
         self.check_named(bool(self.logprobs))
         check_messages(self.messages)
         if self.top_logprobs and not self.logprobs:  # vLLM's clients send the default, 0
-            raise InvalidRequestError("top_logprobs needs logprobs = true", param="top_logprobs")
+            raise field_error("top_logprobs", "needs logprobs = true")
         if self.echo and not self.continue_final_message:
-            raise InvalidRequestError(
-                "echo repeats the final message and so needs continue_final_message = true",
-                param="echo",
+            raise field_error(
+                "echo", "repeats the final message and so needs continue_final_message = true"
             )
         check_tools(self.tools)
         forced_tool(self.tool_choice, self.tools)
@@ -233,7 +229,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
         return [message.for_template(index) for index, message in enumerate(self.messages)]
 
     def chat_options(self) -> ChatOptions:
-        """How to render the conversation. Raises InvalidRequestError."""
+        """The options for rendering the conversation. Raises InvalidRequestError."""
         arguments = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             thinks = dict.fromkeys(THINKING_SWITCHES, self.reasoning_effort != "none")

@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
-from vllmx_core.errors import InvalidRequestError
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.client.chat import ChatOptions
 from vllmx_engine.client.request_limits import resolve_logprobs
 from vllmx_engine.client.request_stream import RequestStream
 
-from vllmx_server.generating.caller import caller_of
 from vllmx_server.generating.chat_body import ChatCompletionRequest
-from vllmx_server.generating.reading import body_bytes
+from vllmx_server.generating.fields import field_error
+from vllmx_server.generating.reading import body_bytes, caller_of, most_tokens
 from vllmx_server.generating.served import Served
+from vllmx_server.http.client import client_of
+from vllmx_server.http.disconnect import while_there
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class ChatCall:
 
 
 def chat_call(served: Served, body: ChatCompletionRequest, fit: bool = False) -> ChatCall:
-    """What a checked body comes to; for a large one, call it on a thread. Raises
+    """The call for a checked body; for a large one, run this on a thread. Raises
     InvalidRequestError.
 
     Args:
@@ -47,14 +48,34 @@ def chat_call(served: Served, body: ChatCompletionRequest, fit: bool = False) ->
     return ChatCall(body, body.conversation(), body.chat_options(), params, fit)
 
 
+async def prompt_tokens(
+    request: Request,
+    served: Served,
+    conversation: list[dict[str, Any]],
+    options: ChatOptions,
+    add_special_tokens: bool = False,
+) -> list[int]:
+    """The tokens of a rendered conversation. Raises TemplateError, InvalidRequestError for too many
+    of them."""
+    encoding = served.llm.encode_chat(
+        conversation,
+        options,
+        add_special_tokens,
+        client_of(request),
+        body_bytes(request),
+        most_tokens(served),
+    )
+    return await while_there(request.receive, encoding)
+
+
 def check_template(served: Served, source: str | None) -> None:
     """Raises InvalidRequestError for a template of the request's own, unless clients are trusted
     with that."""
     if source is not None and not served.config.trust_request_chat_template:
-        raise InvalidRequestError(
-            "chat_template is not taken from requests here: the operator chooses the template with"
+        raise field_error(
+            "chat_template",
+            "is not taken from requests here: the operator chooses the template with"
             " --chat-template, or lets clients choose with --trust-request-chat-template",
-            param="chat_template",
         )
 
 

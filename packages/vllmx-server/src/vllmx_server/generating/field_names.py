@@ -12,7 +12,7 @@ _END = r"(?![\w-])"
 
 
 class FieldNames:
-    """What an API calls fields of a chat completion.
+    """An API's names for fields of a chat completion.
 
     Args:
         names: of chats, as regular expressions, to the API's own, as their replacements; the first
@@ -24,7 +24,7 @@ class FieldNames:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """What is raised within names the API's own field, in its message as well."""
+        """Makes errors that are raised within name the API's own field, in the message as well."""
         try:
             yield
         except InvalidRequestError as error:
@@ -62,6 +62,3 @@ MESSAGES_FIELDS = FieldNames(
         r"tools\[(\d+)\]\.function": r"tools[\1]",
     }
 )
-RERANK_FIELDS = FieldNames({"input": "documents"})
-TEI_EMBED_FIELDS = FieldNames({"input": "inputs"})
-TEI_RERANK_FIELDS = FieldNames({"input": "texts"})

@@ -1,4 +1,4 @@
-"""What the generating routes have in common: from the body to a response that holds the engine."""
+"""The path of generating routes from the body to a response that holds the engine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ import msgspec
 from starlette.requests import Request
 from vllmx_engine.client.request_stream import RequestStream
 
-from vllmx_server.generating.caller import request_id_of
-from vllmx_server.generating.generation import Generation
-from vllmx_server.generating.reading import CheckedBody, body_bytes, checked, read_json
+from vllmx_server.generating.generation import Generation, Usage
+from vllmx_server.generating.reading import (
+    CheckedBody,
+    body_bytes,
+    checked,
+    read_json,
+    request_id_of,
+)
 from vllmx_server.generating.served import Served, served_of
-from vllmx_server.http.deadline import deadline_of
+from vllmx_server.http.deadline import Deadline, deadline_of
 from vllmx_server.http.disconnect import unless_gone
 from vllmx_server.http.event_stream import (
     OPENAI,
@@ -24,8 +29,8 @@ from vllmx_server.http.event_stream import (
     HeldResponse,
     JSONAnswer,
 )
-from vllmx_server.limits.admitted import expected_tokens
-from vllmx_server.watch.tracing import trace_of
+from vllmx_server.limits.admitted import Admitted, expected_tokens
+from vllmx_server.watch.tracing import Generated, trace_of
 
 
 class GeneratingBody(CheckedBody, Protocol):
@@ -33,40 +38,47 @@ class GeneratingBody(CheckedBody, Protocol):
 
     @property
     def stream(self) -> bool | None:
-        """Whether the answer comes in events."""
-        ...
+        """True if the answer is streamed as events."""
 
     @property
     def request_id(self) -> str | None:
         """The client's own name of the request."""
-        ...
 
 
 Body = TypeVar("Body", bound=GeneratingBody)
 Asked = TypeVar("Asked")
 
 
-class Answer(Protocol):
+class Started(Held, Generated, Protocol):
+    """A generation, or several in turn, with the usage of all."""
+
+    usage: Usage
+
+
+G = TypeVar("G", bound=Started)
+
+
+class Answer:
     """The wire format of one request's outputs."""
 
     async def whole(self) -> Iterator[bytes]:
         """The body of an answer that is not streamed, in pieces."""
-        ...
+        raise NotImplementedError
 
     def events(self) -> AsyncGenerator[bytes, None]:
         """The chunks of a streamed answer with their SSE framing; none before the engine's first
         output."""
-        ...
+        raise NotImplementedError
 
     @property
     def has_middle(self) -> bool:
-        """Whether `middle` makes the chunks of text and tokens, where one prompt has one choice."""
-        ...
+        """True if `middle` makes the chunks of text and tokens, for one prompt with one choice."""
+        return False
 
     def middle(self, text: str, ids: list[int]) -> bytes:
-        """What `events` says of new text and tokens between the first ones and the last; maybe
-        nothing."""
-        ...
+        """The part of `events` for new text and tokens between the first ones and the last; maybe
+        empty."""
+        raise NotImplementedError
 
 
 async def generate(
@@ -90,18 +102,38 @@ async def generate(
 
     served.check_admission()
     body, asked = await read_json(request, served, parse)
+    generation, release = await started(
+        request,
+        served,
+        body,
+        deadline,
+        lambda: submit(request, served, body, asked),
+        lambda streams: Generation(streams, served.metrics, started_s, deadline),
+    )
+    answer = answer_of(served, body, request_id_of(request, body), generation)
+    return held(served, bool(body.stream), answer, generation, release, framing)
+
+
+async def started(
+    request: Request,
+    served: Served,
+    body: object,
+    deadline: Deadline,
+    submit: Callable[[], Coroutine[Any, Any, list[RequestStream]]],
+    generation_of: Callable[[list[RequestStream]], G],
+) -> tuple[G, Admitted]:
+    """Admits a request and starts its streams; returns their generation, and the object that ends
+    the admission. Raises what `Served.admit` and `submit` raise."""
     release = await served.admit(request, expected_tokens(body_bytes(request), body))
     try:
-        streams = await unless_gone(request.receive, submit(request, served, body, asked), deadline)
+        generation = generation_of(await unless_gone(request.receive, submit(), deadline))
     except BaseException:
         release()
         raise
-    generation = Generation(streams, served.metrics, started_s, deadline)
     release.usage = generation.usage
     if (trace := trace_of(request)) is not None:
         trace.generation = generation
-    answer = answer_of(served, body, request_id_of(request, body), generation)
-    return held(served, bool(body.stream), answer, generation, release, framing)
+    return generation, release
 
 
 def held(

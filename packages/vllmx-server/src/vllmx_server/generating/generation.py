@@ -7,14 +7,20 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from vllmx_core.errors import VllmxError
 from vllmx_engine.client.answers import AnswerReaders
 from vllmx_engine.client.request import Request
 from vllmx_engine.client.request_stream import RequestStream
 from vllmx_engine.wire.outputs import RequestMetrics, RequestOutput
 
-from vllmx_server.generating.answers import CompletionTokens, PromptTokens, TokenUsage
+from vllmx_server.config import ServerConfig
+from vllmx_server.generating.answers import (
+    CompletionTokens,
+    PromptTokens,
+    RequestTimings,
+    TokenUsage,
+)
 from vllmx_server.http.deadline import NEVER, Deadline
 from vllmx_server.watch.metrics import Metrics
 
@@ -105,8 +111,7 @@ class Generation:
 
     @property
     def requests(self) -> list[tuple[Request, RequestMetrics | None]]:
-        """What the engine was asked for each prompt, and when things happened as far as they
-        have."""
+        """The engine's request for each prompt, and its times as far as they are known."""
         watches = zip(self._streams, self._watches, strict=True)
         return [(stream.request, watch.times) for stream, watch in watches]
 
@@ -166,17 +171,9 @@ class _Watch:
     """Observes the tokens and ends of one engine stream."""
 
     __slots__ = (
-        "_counts",
-        "_last_s",
-        "_metrics",
-        "_open",
-        "_started_s",
-        "_stream",
-        "_usage",
-        "has_begun",
-        "reasons",
-        "times",
-    )
+        "_counts", "_last_s", "_metrics", "_open", "_started_s", "_stream", "_usage", "has_begun",
+        "reasons", "times",
+    )  # fmt: skip
 
     def __init__(
         self, stream: RequestStream, metrics: Metrics, usage: Usage, started_s: float
@@ -297,3 +294,27 @@ async def _merged(
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def request_timings(config: ServerConfig, generation: Generation) -> RequestTimings | UnsetType:
+    """The times of a request with one prompt and one choice; UNSET for others, as in vLLM, and
+    without `--enable-per-request-metrics`."""
+    if not config.enable_per_request_metrics or len(generation.requests) != 1:
+        return UNSET
+    ((request, times),) = generation.requests
+    if len(request.core) != 1:
+        return UNSET
+    found = RequestTimings()
+    if times is None or times.first_token_s is None or times.last_token_s is None:
+        return found
+    count = generation.usage.completion_tokens
+    scheduled_s = min(times.arrival_s + times.queue_s, times.first_token_s)
+    generating_s = times.last_token_s - times.first_token_s
+    found.queue_time_ms = times.queue_s * 1000
+    found.time_to_first_token_ms = (times.first_token_s - scheduled_s) * 1000
+    found.generation_time_ms = generating_s * 1000
+    if count > 1:
+        found.mean_itl_ms = generating_s * 1000 / (count - 1)
+    if times.last_token_s > scheduled_s:
+        found.tokens_per_second = count / (times.last_token_s - scheduled_s)
+    return found

@@ -1,15 +1,19 @@
-"""Log-probabilities in OpenAI's two shapes."""
+"""Log-probabilities in OpenAI's two shapes, and those of an answer's content."""
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+from vllmx_engine.client.answers import AnswerReaders
 from vllmx_engine.client.logprob_rows import LogprobRows, decode_logprobs
+from vllmx_engine.formats.events import ContentPiece
 from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_engine.wire.messages import TokenLogprobs
+from vllmx_engine.wire.outputs import CompletionOutput
 
 from vllmx_server.generating.answers import (
     ChatLogprobs,
@@ -30,7 +34,7 @@ def finite(value: float) -> float:
 
 
 def is_long(row: TokenLogprobs) -> bool:
-    """Whether making all of it at once would hold up the event loop."""
+    """True if making all of it at once would hold up the event loop."""
     return bool(row.packed)
 
 
@@ -100,7 +104,11 @@ class CompletionLogprobs:
         """The struct of an answer, whose arrays are made while they are encoded."""
         rows = [(ids, positions) for ids, positions, _ in self._parts]
         return TextLogprobs(
-            tokens=lazily(self._text(token) for ids, _ in rows for token in ids),
+            tokens=lazily(
+                token_name(token, self._tokenizer.token_text(token), self._as_ids)
+                for ids, _ in rows
+                for token in ids
+            ),
             token_logprobs=lazily(
                 None if logprob is None else finite(logprob)
                 for _, positions in rows
@@ -109,9 +117,6 @@ class CompletionLogprobs:
             top_logprobs=lazily(self._top(row) for _, positions in rows for row in positions.rows),
             text_offset=lazily(offset for _, _, offsets in self._parts for offset in offsets),
         )
-
-    def _text(self, token: int) -> str:
-        return f"token_id:{token}" if self._as_ids else self._tokenizer.token_text(token)
 
     def _top(self, row: TokenLogprobs | None) -> dict[str, float] | None:
         if row is None:
@@ -148,11 +153,73 @@ def _prompt_row(row: TokenLogprobs | None, tokenizer: Tokenizer) -> dict[str, Pr
         (
             str(token),
             PromptLogprob(
-                logprob=finite(entry.logprob),
-                rank=entry.rank,
-                decoded_token=entry.decoded_token,
+                logprob=finite(entry.logprob), rank=entry.rank, decoded_token=entry.decoded_token
             ),
         )
         for token, entry in decode_logprobs(row, tokenizer)
     )
     return lazy_members(members) if is_long(row) else dict(members)
+
+
+class ContentLogprobs:
+    """Gathers them for one choice. The tokens are read one by one, so that it does not matter how
+    many of them an output brings.
+
+    Args:
+        readers: of the answers; None where all is content.
+        top: how many of the likeliest each entry has.
+    """
+
+    def __init__(self, readers: AnswerReaders | None, top: int) -> None:
+        self._reader = None if readers is None else readers.reader()
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._top = top
+        self._undecided: list[tuple[str, TokenLogprobs | None]] = []
+        """Tokens that may be the first part of a marker, or of a character."""
+        self._entries: list[TokenLogprob] = []
+
+    def add(self, choice: CompletionOutput) -> None:
+        """Takes the tokens of an output."""
+        rows = choice.logprobs
+        if rows is None:
+            return
+        assert isinstance(rows, LogprobRows)
+        num_tokens = len(choice.token_ids)
+        if choice.finish_reason == "stop" and not isinstance(choice.stop_reason, str):
+            num_tokens -= 1  # the token that ended the answer is not text
+        for token, row in zip(choice.token_ids[:num_tokens], rows.rows, strict=False):
+            text = self._decode(rows.tokenizer.token_bytes(token))
+            self._undecided.append((text, row))
+            told = self._told(text)
+            if told is not None:
+                self._decide(told, rows.tokenizer)
+        if choice.finish_reason is not None and self._reader is None:
+            rest, self._undecided = self._undecided, []
+            self._entries += (chat_entry(row, self._top, rows.tokenizer) for _, row in rest)
+
+    def _told(self, text: str) -> str | None:
+        """The content that is known once a token's text was read; None while nothing is decided."""
+        if self._reader is None:
+            return text or None
+        events = self._reader.push(text)
+        content = "".join(event.text for event in events if isinstance(event, ContentPiece))
+        return content or ("" if events else None)
+
+    def _decide(self, content: str, tokenizer: Tokenizer) -> None:
+        """Takes those of the tokens so far as content whose text is in that content. Those in
+        front of them are markers, and those behind them may become one."""
+        start = "".join(text for text, _ in self._undecided).rfind(content)
+        at, end = 0, start + len(content)
+        waiting = []
+        for text, row in self._undecided:
+            if start >= 0 and at >= end:
+                waiting.append((text, row))
+            elif start >= 0 and (at + len(text) > start or at == start):
+                self._entries.append(chat_entry(row, self._top, tokenizer))
+            at += len(text)
+        self._undecided = waiting
+
+    def take(self) -> list[TokenLogprob]:
+        """Entries that nobody has taken yet."""
+        found, self._entries = self._entries, []
+        return found

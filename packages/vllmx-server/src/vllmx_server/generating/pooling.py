@@ -1,17 +1,22 @@
-"""What the server asks of a model that makes vectors and scores instead of text."""
+"""Models that make vectors and scores: what the server asks, and the engine's answers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.errors import InvalidRequestError
-from vllmx_engine.client.pooling import PoolingText
+from vllmx_engine.async_llm import AsyncLLM
+from vllmx_engine.client.pooling import PoolingChoice, PoolingText, cosine
 from vllmx_engine.client.request import RequestOptions
+from vllmx_engine.wire.messages import PoolingInfo
+from vllmx_engine.wire.outputs import PoolingRequestOutput
 
+from vllmx_server.generating.fields import field_error
 from vllmx_server.watch.tracing import TextTimes
 
 F32 = npt.NDArray[np.float32]
@@ -24,7 +29,7 @@ _LOADS: dict[Task, tuple[str, str]] = {
 
 
 class PoolingOptions(msgspec.Struct, frozen=True):
-    """How inputs become tokens, and whose they are."""
+    """Options for the tokens of inputs, and whose they are."""
 
     add_special_tokens: bool = True
     max_tokens: int | None = None
@@ -37,7 +42,7 @@ class PoolingOptions(msgspec.Struct, frozen=True):
 
 
 class Pooled(msgspec.Struct, frozen=True):
-    """What came of one input."""
+    """The result of one input."""
 
     values: F32
     """(dimensions,) of a vector, (1,) of a score, (classes,) of probabilities."""
@@ -52,24 +57,20 @@ class Pooler(Protocol):
     @property
     def tasks(self) -> frozenset[Task]:
         """The tasks that the model can do."""
-        ...
 
     @property
     def dimensions(self) -> int:
         """The length of the model's vectors."""
-        ...
 
     @property
     def labels(self) -> Sequence[str]:
         """The names of its classes."""
-        ...
 
     async def pool(
         self, task: Task, inputs: Sequence[PoolingText], options: PoolingOptions
     ) -> list[Pooled]:
         """One result for each input, in their order; cancelling ends the work. Raises
         InvalidRequestError (ContextLengthError among them), QueueFullError, EngineDeadError."""
-        ...
 
 
 def pooler_for(task: Task, pooler: Pooler | None, model: str) -> Pooler:
@@ -78,6 +79,80 @@ def pooler_for(task: Task, pooler: Pooler | None, model: str) -> Pooler:
         return pooler
     lack, remedy = _LOADS[task]
     what = "generates text and" if pooler is None else "is loaded and"
-    raise InvalidRequestError(
-        f"model {model!r} {what} {lack}: start vllmx serve with {remedy}", param="model"
-    )
+    raise field_error("model", f"{model!r} {what} {lack}: start vllmx serve with {remedy}")
+
+
+MAX_PAIRED_BYTES = 64 << 20
+"""The most text of all pairs of a call: one that is compared with many is tokenised with each."""
+
+
+class EnginePooler:
+    """A `vllmx_server.generating.pooling.Pooler`."""
+
+    def __init__(self, llm: AsyncLLM, model: PoolingInfo) -> None:
+        self._llm, self._model = llm, model
+        self.tasks: frozenset[Task] = frozenset(model.tasks)
+        self.dimensions = model.size
+        self.labels: Sequence[str] = model.labels
+
+    async def pool(
+        self, task: Task, inputs: Sequence[PoolingText], options: PoolingOptions
+    ) -> list[Pooled]:
+        """See `vllmx_server.generating.pooling.Pooler.pool`."""
+        if task == "score" and "embed" in self.tasks:
+            return await self._compared(inputs, options)
+        _check_pairs(inputs)
+        return await self._answers(task, inputs, options)
+
+    async def _compared(
+        self, pairs: Sequence[PoolingText], options: PoolingOptions
+    ) -> list[Pooled]:
+        """The cosines of the vectors of two texts; each text is computed once."""
+        texts = list(dict.fromkeys(text for pair in pairs for text in (pair.text, pair.pair or "")))
+        found = await self._answers("score", [PoolingText(text) for text in texts], options)
+        by_text = dict(zip(texts, found, strict=True))
+        answers, told = [], set[str]()
+        for pair in pairs:
+            both = (pair.text, pair.pair or "")
+            first, second = by_text[both[0]], by_text[both[1]]
+            score = np.array([cosine(first.values, second.values)], np.float32)
+            new = [text for text in dict.fromkeys(both) if text not in told]
+            told.update(new)
+            times = [each for text in new for each in by_text[text].texts]
+            answers.append(Pooled(score, first.num_tokens + second.num_tokens, times))
+        return answers
+
+    async def _answers(
+        self, task: Task, texts: Sequence[PoolingText], options: PoolingOptions
+    ) -> list[Pooled]:
+        choice = PoolingChoice(
+            options.add_special_tokens,
+            options.max_tokens,
+            None if options.normalize else False,
+            prompt_name=options.prompt_name,
+        )
+        who = replace(options.who, cache_salt=options.who.client, session_id="")
+        outputs = await self._llm.pool(task, texts, choice, who)
+        return [_pooled(each) for each in outputs]
+
+
+def _check_pairs(texts: Sequence[PoolingText]) -> None:
+    size = sum(each.num_bytes for each in texts if each.pair is not None)
+    if size > MAX_PAIRED_BYTES:
+        raise InvalidRequestError(
+            f"the pairs of this call have {size} bytes of text, where a text that is compared with"
+            f" several counts each time; at most {MAX_PAIRED_BYTES} are taken: split the call, or"
+            " shorten that text"
+        )
+
+
+def _pooled(output: PoolingRequestOutput) -> Pooled:
+    num_tokens, metrics = len(output.prompt_token_ids), output.metrics
+    times = [] if metrics is None else [TextTimes(num_tokens, output.text_s, metrics)]
+    return Pooled(output.outputs.data, num_tokens, times)
+
+
+def pooler_of(llm: AsyncLLM) -> Pooler | None:
+    """The pooler of a model that makes vectors or scores; None for another one."""
+    pooling = llm.info.pooling
+    return None if pooling is None else EnginePooler(llm, pooling)

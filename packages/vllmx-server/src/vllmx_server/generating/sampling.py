@@ -1,21 +1,37 @@
-"""The sampling fields that chat and text completions share."""
+"""The fields of chats and completions about sampling and about the form of the answer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
-from vllmx_core.errors import InvalidRequestError, listing
+from vllmx_core.errors import InvalidRequestError, listing, shown
 from vllmx_core.sampling import SamplingParams
+from vllmx_core.structured import StructuredOutputsParams
 from vllmx_engine.core.generation_config import SAMPLING
 
-from vllmx_server.generating.structured import structured_outputs
-from vllmx_server.generating.unserved import UnservedFields, check_unserved
+from vllmx_server.generating.fields import (
+    ResponseFormat,
+    StructuredFields,
+    StructuredOutputs,
+    UnservedFields,
+    check_unserved,
+    field_error,
+)
 from vllmx_server.schema import intervals as limits
+from vllmx_server.schema.whole_numbers import with_whole_numbers
 
 MAX_STREAMED_LOGPROBS = 1000
 """The most log-probabilities for each token; a chunk is encoded at once."""
+
+_SAME = (
+    *SAMPLING, "n", "best_of", "seed", "stop", "min_tokens", "stop_token_ids", "ignore_eos",
+    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
+    "prompt_logprobs", "logprob_token_ids", "allowed_token_ids", "bad_words",
+    "truncate_prompt_tokens", "thinking_token_budget",
+)  # fmt: skip
+"""Fields that `SamplingParams` has under the same names."""
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -28,7 +44,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def has_usage(self) -> bool:
-        """Whether the stream has the usage, at its end or in each chunk."""
+        """True if the stream has the usage, at its end or in each chunk."""
         asked = self.include_usage
         return bool(self.continuous_usage_stats if asked is None else asked)
 
@@ -70,38 +86,34 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
     def check(self) -> None:
         """Cross-field rules. Raises InvalidRequestError."""
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError(
-                "stream_options is only for stream = true: set stream or leave it out",
-                param="stream_options",
+            raise field_error(
+                "stream_options", "is only for stream = true: set stream or leave it out"
             )
         if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
-            raise InvalidRequestError(
-                f"best_of = {self.best_of} cannot be streamed, because the best choices are known"
+            raise field_error(
+                "best_of",
+                f"= {self.best_of} cannot be streamed, because the best choices are known"
                 " only at the end: leave out stream or best_of",
-                param="best_of",
             )
         if self.stream and self.prompt_logprobs is not None:
-            raise InvalidRequestError(
-                "prompt_logprobs cannot be streamed: leave out stream", param="prompt_logprobs"
-            )
+            raise field_error("prompt_logprobs", "cannot be streamed: leave out stream")
         check_unserved(self)
 
     def check_streamed(self, name: str, num_logprobs: int | None) -> None:
         """Raises InvalidRequestError for more log-probabilities than one chunk should hold."""
         if not self.stream or num_logprobs is None or 0 <= num_logprobs <= MAX_STREAMED_LOGPROBS:
             return
-        raise InvalidRequestError(
-            f"{name} = {num_logprobs} cannot be streamed, at most {MAX_STREAMED_LOGPROBS} for each"
+        raise field_error(
+            name,
+            f"= {num_logprobs} cannot be streamed, at most {MAX_STREAMED_LOGPROBS} for each"
             " token can: leave out stream",
-            param=name,
         )
 
     def check_named(self, has_logprobs: bool) -> None:
         """Raises InvalidRequestError for `logprob_token_ids` without log-probabilities."""
         if self.logprob_token_ids and not has_logprobs:
-            raise InvalidRequestError(
-                "logprob_token_ids selects the log-probabilities of an answer: set logprobs, too",
-                param="logprob_token_ids",
+            raise field_error(
+                "logprob_token_ids", "selects the log-probabilities of an answer: set logprobs, too"
             )
 
     def sampling_params(
@@ -109,25 +121,7 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
     ) -> SamplingParams:
         """The request's parameters over the model's defaults. Raises InvalidRequestError."""
         values: dict[str, Any] = {k: v for k, v in defaults.items() if k in SAMPLING}
-        for name in (
-            *SAMPLING,
-            "n",
-            "best_of",
-            "seed",
-            "stop",
-            "min_tokens",
-            "stop_token_ids",
-            "ignore_eos",
-            "include_stop_str_in_output",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-            "prompt_logprobs",
-            "logprob_token_ids",
-            "allowed_token_ids",
-            "bad_words",
-            "truncate_prompt_tokens",
-            "thinking_token_budget",
-        ):
+        for name in _SAME:
             value = getattr(self, name, None)
             if value is not None:
                 values[name] = value
@@ -140,7 +134,98 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
 def _logit_bias(entries: dict[str, float]) -> dict[int, float]:
     bad = [key for key in entries if not (key.isascii() and key.isdigit() and len(key) < 11)]
     if bad:
-        raise InvalidRequestError(
-            f"logit_bias keys must be token ids, got {listing(bad)}", param="logit_bias"
-        )
+        raise field_error("logit_bias", f"keys must be token ids, got {listing(bad)}")
     return {int(token): value for token, value in entries.items()}
+
+
+def structured_outputs(body: StructuredFields) -> StructuredOutputsParams | None:
+    """The form that the answer must have; None if it is free. Raises InvalidRequestError."""
+    found: dict[str, Callable[[], StructuredOutputsParams]] = {}
+    wanted, outer = body.response_format, body.structured_outputs
+    if wanted is not None and wanted.type != "text":
+        found["response_format"] = lambda: _response_format(wanted)
+    if outer is not None and outer != StructuredOutputs():
+        found["structured_outputs"] = lambda: _structured(outer)
+    for field, kind in _SINGLE.items():
+        value = getattr(body, field)
+        if value not in (None, []) and value != "":
+            found[field] = _single(body, field, kind, value)
+    if not found:
+        return None
+    if len(found) > 1:
+        # other routes have their own names for the first, and know it by param
+        param = "response_format" if "response_format" in found else list(found)[1]
+        raise InvalidRequestError(
+            f"{' and '.join(found)} each say what the answer looks like: give one of them",
+            param=param,
+        )
+    ((_, make),) = found.items()
+    return make()
+
+
+_SINGLE = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "grammar": "grammar",
+    "json_schema": "json",
+}
+
+
+def _single(
+    body: StructuredFields, field: str, kind: str, value: Any
+) -> Callable[[], StructuredOutputsParams]:
+    def make() -> StructuredOutputsParams:
+        is_json = kind == "json"
+        pattern = body.guided_whitespace_pattern if is_json else None
+        form: dict[str, Any] = {kind: _text(value) if is_json else value}
+        return StructuredOutputsParams(**form, whitespace_pattern=pattern, field=field)
+
+    return make
+
+
+def _structured(given: StructuredOutputs) -> StructuredOutputsParams:
+    return StructuredOutputsParams(
+        json=_text(given.json),
+        regex=given.regex,
+        choice=given.choice,
+        grammar=given.grammar,
+        json_object=bool(given.json_object),
+        structural_tag=_text(given.structural_tag),
+        disable_any_whitespace=bool(given.disable_any_whitespace),
+        whitespace_pattern=given.whitespace_pattern,
+    )
+
+
+def _response_format(wanted: ResponseFormat) -> StructuredOutputsParams:
+    field = "response_format"
+    if wanted.type == "json_object" and wanted.schema is None:
+        return StructuredOutputsParams(json_object=True, field=field)
+    if wanted.type in ("json_schema", "json_object"):
+        inner = wanted.json_schema.schema if wanted.json_schema else None
+        schema = wanted.schema if inner is None else inner
+        if schema is None:
+            raise InvalidRequestError(
+                'response_format of type "json_schema" has no schema: give'
+                " response_format.json_schema.schema",
+                param=f"{field}.json_schema",
+            )
+        return StructuredOutputsParams(json=_text(schema), field=field)
+    if wanted.type == "structural_tag":
+        tag = {name: getattr(wanted, name) for name in ("structures", "triggers", "format")}
+        given = {name: value for name, value in tag.items() if value is not None}
+        return StructuredOutputsParams(structural_tag=_text(given), field=field)
+    raise InvalidRequestError(
+        f'response_format type {shown(wanted.type)} is not known: use "text", "json_object",'
+        ' "json_schema" or "structural_tag"',
+        param=field,
+    )
+
+
+def _text(value: Any) -> str | None:
+    """JSON text, whose length tells whoever takes it how much work it is. Bounds such as `minItems`
+    may be whole floats."""
+    if value is None or isinstance(value, str):
+        return value
+    return with_whole_numbers(msgspec.json.encode(value)).decode()

@@ -1,4 +1,4 @@
-"""What an API is given: the engine, the configuration, limits, metrics, and the other processes."""
+"""A served model as APIs see it: engine, configuration, limits, metrics, other processes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -18,7 +19,6 @@ from vllmx_engine.wire.messages import CoreInfo
 
 from vllmx_server import __version__
 from vllmx_server.config import ServerConfig
-from vllmx_server.generating.models import ModelHost
 from vllmx_server.generating.pooling import Pooler
 from vllmx_server.http.client import owner_of
 from vllmx_server.http.operation import Endpoint
@@ -31,7 +31,7 @@ from vllmx_server.limits.priorities import PriorityRange, priority_ranges
 from vllmx_server.limits.rate_limiter import RateLimiter, Unlimited
 from vllmx_server.limits.sharing import Sharing
 from vllmx_server.limits.usage import KeyUsage, UsageLedger
-from vllmx_server.store.storage import Storage
+from vllmx_server.store.database import Storage
 from vllmx_server.watch.metrics import MetricCounts, Metrics
 from vllmx_server.watch.prompt_log import PromptLog
 from vllmx_server.watch.tracing import trace_of
@@ -45,27 +45,21 @@ class Processes(Protocol):
     @property
     def leads(self) -> bool:
         """This process does the work that one does for all."""
-        ...
 
     async def relay(self, request: Request, body: bytes) -> Response:
         """The answer of the process that leads."""
-        ...
 
     async def metric_counts(self, own: dict[str, MetricCounts]) -> list[dict[str, MetricCounts]]:
         """The counts of all other processes, by model. `own`: those of this one."""
-        ...
 
     async def sleep(self) -> None:
         """See `AsyncLLM.sleep`."""
-        ...
 
     async def wake(self) -> None:
         """See `AsyncLLM.wake`."""
-        ...
 
     def shut_down(self) -> None:
         """Does what SIGTERM does to the server."""
-        ...
 
 
 class Models(Protocol):
@@ -77,40 +71,31 @@ class Models(Protocol):
     @property
     def sleeps_idle(self) -> bool:
         """The default model sleeps for want of requests: the next one wakes it."""
-        ...
 
     def name_of(self, name: str | None) -> str:
         """A model's own name. None: the default's. Raises ModelNotFoundError."""
-        ...
 
     def aliases(self, name: str) -> tuple[str, ...]:
         """Other names of a model."""
-        ...
 
     def is_open(self, name: str) -> bool:
-        """Whether requests for a model need not wait."""
-        ...
+        """True if requests for a model need not wait."""
 
     async def served(self, name: str) -> Served:
-        """What answers for a model. Waits while it loads. Raises what loading met, and
+        """The `Served` of a model. Waits while it loads. Raises what loading met, and
         OverloadedError when that takes too long."""
-        ...
 
     async def leave(self, name: str) -> bool:
         """Lets go of a model's core. False while requests need it."""
-        ...
 
     async def close(self) -> None:
         """Leaves all cores; what is in flight is aborted."""
-        ...
 
     async def loaded(self) -> Sequence[Served]:
         """All models that are loaded, whichever process had them loaded."""
-        ...
 
     def metrics(self) -> list[Metrics]:
         """The metrics of all models that were ever open here."""
-        ...
 
 
 @dataclass(slots=True)
@@ -126,7 +111,7 @@ class Served:
     keys: ApiKeys
     """The keys of those who may use the server."""
     usage: UsageLedger
-    """What each of them has used."""
+    """The usage of each key."""
     sharing: Sharing
     """The limits that are shared with other processes of the server."""
     pooler: Pooler | None = None
@@ -134,7 +119,7 @@ class Served:
     models: Models | None = None
     """The models where there are several; None: `llm` is the only one."""
     limiter: RateLimiter = field(default_factory=Unlimited)
-    """What keys may have."""
+    """The limits of keys."""
     settlements: Settlements = field(default_factory=Settlements)
     priorities: dict[str, PriorityRange] = field(default_factory=dict)
     """See `priority_ranges`."""
@@ -145,7 +130,7 @@ class Served:
     routes: Sequence[Route] = ()
     """The routes of all APIs."""
     endpoints: Mapping[str, Endpoint] = field(default_factory=dict)
-    """What answers POST requests, by path."""
+    """The endpoints of POST requests, by path."""
     app: ASGIApp | None = None
     """The application of the endpoints, for requests that come by no connection."""
     stores: dict[type[Any], Any] = field(default_factory=dict)
@@ -191,7 +176,7 @@ class Served:
         return (own,) if self.models is None else (own, *self.models.aliases(own))
 
     def check_admission(self) -> None:
-        """Whether a generation request would be admitted now; checked before its body is read.
+        """Checks that a generation request would be admitted now, before its body is read.
         Raises OverloadedError while draining or over `max_concurrent_requests`, QueueFullError,
         EngineDeadError."""
         self.admission.check()
@@ -258,3 +243,34 @@ def cache_labels(llm: AsyncLLM) -> dict[str, object]:
         "enable_prefix_caching": config.enable_prefix_caching,
         "gpu_memory_utilization": config.memory_fraction,
     }
+
+
+State = Literal["unloaded", "loading", "loaded", "failed"]
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One model of several, loaded or not."""
+
+    name: str
+    aliases: tuple[str, ...]
+    root: str
+    state: State
+    num_bytes: int | None = None
+    """The bytes of weights and KV cache, once it was loaded."""
+    max_model_len: int | None = None
+    takes_images: bool | None = None
+    error: str | None = None
+    """Why it could not be loaded."""
+
+
+class ModelHost(Protocol):
+    """Loads and unloads models, here or in another process."""
+
+    async def load(self, name: str) -> object:
+        """Returns when the model serves. Raises what loading met."""
+
+    async def unload(self, name: str) -> None:
+        """Ends a model's core. Raises InvalidRequestError while requests need it."""
+
+    async def cards(self) -> Sequence[ModelInfo]:
+        """All models but the default one."""

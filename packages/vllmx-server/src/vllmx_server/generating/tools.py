@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from vllmx_core.errors import InvalidRequestError, listing, shown
+from vllmx_core.errors import listing, shown
 from vllmx_engine.client.chat_options import check_tools as check_definitions
 
+from vllmx_server.generating.fields import field_error
 from vllmx_server.schema.decode import check_free_form, check_shape
 
 MAX_TOOLS = 256
@@ -63,14 +64,12 @@ def _as_written(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_tools(tools: list[dict[str, Any]] | None) -> None:
-    """Raises InvalidRequestError for what is no definition of a tool, or nested too deeply, and for
+    """Raises InvalidRequestError for definitions that are wrong or nested too deeply, and for
     names that models could not write or tell apart."""
     check_free_form(tools, "tools")
     check_shape(tools or [], list[Tool], "tools")
     if len(tools or ()) > MAX_TOOLS:
-        raise InvalidRequestError(
-            f"tools has {len(tools or ())} entries, at most {MAX_TOOLS} are taken", param="tools"
-        )
+        raise field_error("tools", f"has {len(tools or ())} entries, at most {MAX_TOOLS} are taken")
     check_definitions(tools or [])
 
 
@@ -82,17 +81,15 @@ def forced_tool(
     if choice in (None, "none", "auto"):
         return None
     if choice != "required" and not isinstance(choice, dict):
-        raise InvalidRequestError(
-            f'tool_choice is {shown(choice)}: it is "auto", "none", "required",'
+        raise field_error(
+            "tool_choice",
+            f'is {shown(choice)}: it is "auto", "none", "required",'
             ' {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools",'
             ' "allowed_tools": {"mode": ..., "tools": [...]}}',
-            param="tool_choice",
         )
     names = [tool["function"]["name"] for tool in tools or () if "function" in tool]
     if not names:
-        raise InvalidRequestError(
-            "tool_choice asks for a call, but there are no tools: give some", param="tool_choice"
-        )
+        raise field_error("tool_choice", "asks for a call, but there are no tools: give some")
     if not isinstance(choice, dict):
         return "required"
     if choice.get("type") == ALLOWED:
@@ -109,14 +106,13 @@ def forced_tool(
 def _check_named(choice: dict[str, Any], names: list[str], place: str) -> None:
     name = choice["function"]["name"]
     if choice["type"] != "function" or name not in names:
-        raise InvalidRequestError(
-            f"{place} names {shown(name)}, which is none of the tools: {listing(names)}",
-            param=place,
+        raise field_error(
+            place, f"names {shown(name)}, which is none of the tools: {listing(names)}"
         )
 
 
 def is_named_tool(choice: str | dict[str, Any] | None) -> bool:
-    """Whether a checked choice names the one tool that must be called."""
+    """True if a checked choice names the one tool that must be called."""
     return isinstance(choice, dict) and choice.get("type") != ALLOWED
 
 

@@ -20,7 +20,7 @@ from vllmx_server import errors
 from vllmx_server.config import ServerConfig
 from vllmx_server.errors import route_path
 from vllmx_server.generating.api import Api
-from vllmx_server.generating.engine_pooler import pooler_of
+from vllmx_server.generating.pooling import pooler_of
 from vllmx_server.generating.served import Served, cache_labels
 from vllmx_server.host.apis import check_routes, load_apis, spans_of
 from vllmx_server.host.one_process import OneProcess
@@ -34,7 +34,7 @@ from vllmx_server.limits.body_budget import BodyBudget
 from vllmx_server.limits.key_limiter import KeyLimiter
 from vllmx_server.limits.keys import ApiKeys
 from vllmx_server.limits.usage import UsageLedger
-from vllmx_server.store.storage import Storage
+from vllmx_server.store.database import Storage
 from vllmx_server.watch.collector import open_tracer
 from vllmx_server.watch.metrics import Metrics
 

@@ -28,7 +28,7 @@ from vllmx_server.http.connections.listening import ConnectionLimits
 from vllmx_server.http.connections.settings import AnswerConfig, Timeouts
 from vllmx_server.http.connections.versions import untested
 from vllmx_server.limits.sharing import ALONE, Sharing
-from vllmx_server.store.storage import Storage
+from vllmx_server.store.database import Storage
 
 if TYPE_CHECKING:
     from vllmx_server.generating.served import Served

@@ -42,7 +42,7 @@ class ToolLists:
 
 
 def _is_right(tool: Any) -> bool:
-    """Whether a tool can be read; what is not used here, the schema of results, is taken away."""
+    """True if a tool can be read; what is not used here, the schema of results, is taken away."""
     from mcp_types import Tool
 
     schema = tool.get("inputSchema") if isinstance(tool, dict) else None

@@ -12,12 +12,17 @@ from typing import TYPE_CHECKING, Any
 from vllmx_core.errors import excerpt
 
 from vllmx_server import __version__
-from vllmx_server.mcp.http import http_transport
 from vllmx_server.mcp.listing import ToolLists
-from vllmx_server.mcp.offered import OfferedTool, offered
-from vllmx_server.mcp.results import TIMED_OUT, ToolResult, failure, read_result
+from vllmx_server.mcp.offered import (
+    TIMED_OUT,
+    OfferedTool,
+    ToolResult,
+    failure,
+    offered,
+    read_result,
+)
 from vllmx_server.mcp.settings import ServerSettings
-from vllmx_server.mcp.stdio import StdioTransport
+from vllmx_server.mcp.transports import StdioTransport, http_transport
 from vllmx_server.watch.tool_counts import ToolCounts
 
 if TYPE_CHECKING:
@@ -58,7 +63,7 @@ class ToolServer:
         self.tools: tuple[OfferedTool, ...] = ()
         self.fault: str | None = "it is being started"
         self.settled = asyncio.Event()
-        """Set once the first attempt to reach it came to something."""
+        """Set once the first attempt to reach it has ended."""
         self.transport: StdioTransport | None = None
         self._session: ClientSession | None = None
         self._stopping = asyncio.Event()
@@ -97,7 +102,7 @@ class ToolServer:
         self._stopping.set()
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
-        """What a tool answers, or why it did not; never raises."""
+        """Returns the tool's result or error; never raises."""
         session, wait_s = self._session, self.settings.call_timeout_seconds
         if session is None:
             return failure(f"the tool's server cannot be reached: {self.fault}")
@@ -181,7 +186,7 @@ class ToolServer:
             raise
 
     def _why_it_ended(self, transport: StdioTransport) -> str:
-        """What it wrote to standard error is told only while no call may have been in it."""
+        """Standard error is quoted only while it cannot contain anything of a call."""
         line = "" if self._up_s else transport.last_line
         return f"{transport.fault}: {line}" if line else f"{transport.fault}"
 
@@ -265,7 +270,7 @@ class ToolServer:
             self._checking = False
 
     def _is_silent(self) -> bool:
-        """Whether nobody's call can be what it is busy with."""
+        """True if it cannot be busy with a call."""
         silent_s = time.monotonic() - self._lists.heard_s
         return not self._num_waiting or silent_s > self.settings.call_timeout_seconds
 

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from vllmx_server.mcp.offered import OfferedTool
-from vllmx_server.mcp.results import REFUSED, ToolResult, failure
+from vllmx_server.mcp.offered import REFUSED, OfferedTool, ToolResult, failure
 from vllmx_server.mcp.server import ToolServer
 from vllmx_server.mcp.settings import ServerSettings
 from vllmx_server.watch.tool_counts import Outcome, ToolCounts
@@ -58,7 +57,7 @@ class ToolServers:
         return list(self._servers)
 
     def tools(self, server: str) -> tuple[OfferedTool, ...]:
-        """What a server offers now."""
+        """The tools that a server offers now."""
         return self._servers[server].tools
 
     def fault(self, server: str) -> str | None:
@@ -66,12 +65,11 @@ class ToolServers:
         return self._servers[server].fault
 
     def settled(self, server: str) -> Future[None]:
-        """Done once the first attempt to reach a server came to something, which its time-outs
-        bound."""
+        """Done once the first attempt to reach a server has ended, which its time-outs bound."""
         return self._submit(self._settled(server))
 
     def call(self, tool: OfferedTool, arguments: str) -> Future[ToolResult]:
-        """What a tool answers, or why it did not. To cancel it ends the call.
+        """Returns the tool's result or error. Cancelling the future cancels the call.
 
         Args:
             arguments: JSON, as the model wrote it.

@@ -20,8 +20,7 @@ from vllmx_server.schema.json_file import read_json_file
 MAX_FILE_BYTES = 1 << 20
 MAX_SERVERS = 64
 INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TERM")
-"""The variables of our environment, beside LC_*, that a server gets without its entry's saying so.
-"""
+"""The variables of our environment that every server gets, in addition to LC_*."""
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]|_(?=[A-Za-z0-9-]))*")
 _MAX_NAME = 48
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -36,14 +35,14 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, re
     """A program that speaks over its standard input and output."""
     args: tuple[str, ...] = ()
     env: dict[str, str] = {}
-    """The environment beside `INHERITED`; `${NAME}` is a variable of our own environment."""
+    """Variables in addition to `INHERITED`; `${NAME}` is a variable of our own environment."""
     cwd: str | None = None
     url: str | None = None
     """The address of a server that is reached over streamable HTTP."""
     headers: dict[str, str] = {}
     """The headers of each request to it; `${NAME}` as in `env`."""
     type: Literal["stdio", "http", "streamable-http"] | None = None
-    """What `command` and `url` say already."""
+    """Must agree with `command` and `url`."""
     disabled: bool = False
     allowed_tools: tuple[str, ...] | None = None
     """Names of tools that models may call; None: all."""
@@ -51,7 +50,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, re
     """The seconds from the start to the list of tools."""
     call_timeout_seconds: _Seconds = 60.0
     max_result_bytes: Annotated[int, Meta(ge=256, le=4 << 20)] = 64 << 10
-    """The bytes of a result's text; the rest is cut, and the model is told."""
+    """The bytes of a result's text; the rest is cut, which the model can see."""
     name: str = ""
     """The key in the file; set by `read_servers`."""
 
@@ -85,7 +84,7 @@ def read_servers(
 
 
 def _has_secrets(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry has values of variables or headers in it, and not just names of variables
+    """True if an entry contains values of variables or headers, and not just names of variables
     that have them."""
     values = [entry.get("env"), entry.get("headers")]
     texts = [text for value in values if isinstance(value, dict) for text in value.values()]
@@ -111,7 +110,7 @@ def _entries(path: str | os.PathLike[str], where: str) -> dict[str, Any]:
         raise ConfigError(f'{where} has no servers: it must be {{"mcpServers": {{NAME: {{...}}}}}}')
     others = [key for key in found if key != "mcpServers"]
     if others:
-        raise ConfigError(f"{where} has the unknown field {shown(others[0])} beside mcpServers")
+        raise ConfigError(f"{where} has the unknown field {shown(others[0])} next to mcpServers")
     return servers
 
 
@@ -170,16 +169,18 @@ def _check_process(server: ServerSettings, command: str, where: str) -> None:
             raise ConfigError(f"{where} has a NUL character in {shown(text)}")
     wrong = next((key for key in server.env if not key or "=" in key), None)
     if wrong is not None:
-        raise ConfigError(f"{where} has {shown(wrong)} in env, which is no name of a variable")
+        raise ConfigError(f"{where} has {shown(wrong)} in env, which is not the name of a variable")
     if server.cwd is not None and not os.path.isdir(server.cwd):
-        raise ConfigError(f"{where} has the cwd {shown(server.cwd)}, which is no folder: make it")
+        raise ConfigError(
+            f"{where} has the cwd {shown(server.cwd)}, which is not a folder: make it"
+        )
     program = command
     if os.sep in command and server.cwd is not None:
         program = os.path.join(server.cwd, command)
     if shutil.which(program, path=server.environment.get("PATH")) is None:
         raise ConfigError(
-            f"{where} has the command {shown(command)}, which is no program on PATH: install it, or"
-            " name its path"
+            f"{where} has the command {shown(command)}, which is not a program on PATH: install it,"
+            " or name its path"
         )
 
 

@@ -1,1 +1,1 @@
-"""What outlives a request: files, batches, responses and conversations, in SQLite and a folder."""
+"""Data that outlives a request: files, batches, responses, in SQLite and a folder."""

@@ -1,4 +1,4 @@
-"""SQLite on a thread of its own; ids and times of stored objects."""
+"""SQLite on a thread of its own, with the folder of `--data-dir`; ids and times of objects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TypeVar
 from vllmx_core.errors import ConfigError, VllmxError
 from vllmx_core.system.private_traceback import private_traceback
 
-from vllmx_server.store.folder import TEMPORARY
+from vllmx_server.store.folder import TEMPORARY, Folder
 
 
 def new_id(prefix: str) -> str:
@@ -70,9 +70,9 @@ CREATE TRIGGER IF NOT EXISTS forget_items AFTER DELETE ON conversations BEGIN
     DELETE FROM items WHERE conversation = old.id;
 END;
 """
-"""What databases of the same version may lack, and servers that do not know it leave alone."""
+"""Parts that databases of the same version may lack, which older servers leave alone."""
 LOOK = "look whether there is room where --data-dir is, and whether it can be written"
-"""What the log says to whoever runs the server."""
+"""The log's advice to whoever runs the server."""
 _OF_THE_DISK = tuple(
     f"SQLITE_{name}"
     for name in ("FULL", "IOERR", "CANTOPEN", "READONLY", "PERM", "BUSY", "NOTADB", "CORRUPT")
@@ -80,7 +80,7 @@ _OF_THE_DISK = tuple(
 
 
 class StorageError(VllmxError):
-    """What should be kept cannot be written or read: a full disk, say.
+    """Data cannot be written or read: a full disk, say.
 
     Attributes:
         reason: what the system or SQLite says, for the log and for whoever runs the server; answers
@@ -110,13 +110,13 @@ class Database:
         self._thread = ThreadPoolExecutor(1, "vllmx-store")
 
     async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """What `work` makes of the connection, on the thread: all of its changes are kept, or none.
+        """Runs `work` on the thread: all of its changes are kept, or none.
         Raises StorageError, and what `work` raises of vllmx's errors."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._work, work)
 
     @property
     def is_open(self) -> bool:
-        """Whether the database has been used."""
+        """True if the database has been used."""
         return self._connection is not None
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ def _reason(error: sqlite3.Error | OSError) -> str:
 
 
 def _is_of_the_disk(error: sqlite3.Error | OSError) -> bool:
-    """Whether it is the affair of whoever runs the server, and no bug of ours."""
+    """True if the disk is at fault, rather than our code."""
     return isinstance(error, OSError) or _reason(error).startswith(_OF_THE_DISK)
 
 
@@ -179,3 +179,34 @@ def _open(path: str) -> sqlite3.Connection:
         )
     connection.executescript(_ADDED)
     return connection
+
+
+class Storage:
+    """Opened together; the database once it is needed.
+
+    Args:
+        data_dir: path of the folder; None: nothing outlives the server.
+        folder: in place of one that is opened.
+
+    Raises ConfigError where the folder cannot be used.
+    """
+
+    def __init__(self, data_dir: str | None, folder: Folder | None = None) -> None:
+        self.folder = folder or Folder(data_dir)
+        self.database = Database(self.folder.database)
+
+    async def check(self) -> None:
+        """Raises ConfigError where a folder that was named can keep nothing."""
+        try:
+            await self.database.run(lambda connection: None)
+        except StorageError as error:
+            raise ConfigError(
+                f"nothing can be kept in --data-dir {self.folder.database} just now"
+                f" ({error.reason}): free some space there, or name another folder",
+                param="data_dir",
+            ) from None
+
+    def close(self) -> None:
+        """Waits for work in progress. May be called twice."""
+        self.database.close()
+        self.folder.close()

@@ -1,4 +1,4 @@
-"""Answers about what is kept: files, batches, and lists of them."""
+"""Answers about files, OpenAI's batches, and Anthropic's batches of Messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Status = Literal[
 
 
 class FileObject(Record, kw_only=True):
-    """What is known of a file."""
+    """A stored file."""
 
     id: str
     object: Literal["file"] = "file"
@@ -35,7 +35,7 @@ class FileObject(Record, kw_only=True):
 
 
 class BatchError(Record):
-    """What is wrong with an input file."""
+    """One error of an input file."""
 
     code: str
     message: str
@@ -55,7 +55,7 @@ class RequestCounts(Record, kw_only=True):
 
 
 class BatchObject(Record, kw_only=True):
-    """How far a batch is."""
+    """The state of a batch."""
 
     id: str
     object: Literal["batch"] = "batch"
@@ -86,3 +86,41 @@ class FileList(Page, kw_only=True):
 
 class BatchList(Page, kw_only=True):
     data: list[BatchObject]
+
+
+class MessageBatchCounts(Record, kw_only=True):
+    """All but `processing` are 0 until the batch has ended."""
+
+    processing: int
+    succeeded: int
+    errored: int
+    canceled: int
+    expired: int
+
+
+class MessageBatch(Record, kw_only=True):
+    """The state of a batch of Messages. Times have the form of RFC 3339."""
+
+    id: str
+    type: Literal["message_batch"] = "message_batch"
+    processing_status: Literal["in_progress", "canceling", "ended"]
+    request_counts: MessageBatchCounts
+    created_at: str
+    expires_at: str
+    ended_at: str | None
+    cancel_initiated_at: str | None
+    archived_at: None = None
+    results_url: str | None
+    """The path of the results, once the batch has ended."""
+
+
+class MessageBatchList(Record, kw_only=True):
+    data: list[MessageBatch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedMessageBatch(Record, kw_only=True):
+    id: str
+    type: Literal["message_batch_deleted"] = "message_batch_deleted"

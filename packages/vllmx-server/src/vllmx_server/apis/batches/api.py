@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from vllmx_server.apis.batches import file_routes, message_routes, routes
-from vllmx_server.apis.batches.kept import KeptFiles, batch_runner
+from vllmx_server.apis.batches.runner import KeptFiles, batch_runner
 from vllmx_server.config import ServerConfig
 from vllmx_server.generating.api import Api
 from vllmx_server.generating.served import Served
-from vllmx_server.store.storage import Storage
+from vllmx_server.store.database import Storage
 
 
 class BatchesApi(Api):

@@ -8,15 +8,17 @@ from vllmx_core.bounds import MAX_LIFETIME_S
 from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.apis.batches.answers import FileList, FileObject
-from vllmx_server.apis.batches.kept import KeptFiles
+from vllmx_server.apis.batches.files import StoredFile
+from vllmx_server.apis.batches.runner import kept_of
 from vllmx_server.apis.batches.upload import uploaded
+from vllmx_server.generating.api import keyed
+from vllmx_server.generating.fields import field_error
 from vllmx_server.generating.served import served_of
 from vllmx_server.http.answers import Deleted
 from vllmx_server.http.client import owner_of
 from vllmx_server.http.hosts import check_origin
-from vllmx_server.http.operation import AFTER, BODY, LIMIT, ORDER, Form, Media, Operation, Query
+from vllmx_server.http.operation import AFTER, BODY, LIMIT, ORDER, Form, Media, Query
 from vllmx_server.http.pages import answer, check_query, newest_first, number, page
-from vllmx_server.http.route import Right, Route
 
 PURPOSES = ("batch", "user_data", "assistants", "fine-tune", "vision", "evals")
 _FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
@@ -27,7 +29,7 @@ async def upload(request: Request) -> Response:
     served, owner = served_of(request), owner_of(request)
     check_origin(request, served.config.allowed_origins)
     served.check_admission()
-    files = served.store(KeptFiles).files
+    files = kept_of(request).files
     async with uploaded(request, served.config, files, owner) as found:
         lifetime_s = _lifetime(found.fields)
         kept = files.new_file(
@@ -43,23 +45,18 @@ def _lifetime(fields: dict[str, str]) -> int | None:
             raise InvalidRequestError(f"unknown field {shown(name)}: remove it", param=name)
     purpose = fields.get("purpose")
     if purpose not in PURPOSES:
-        raise InvalidRequestError(
-            f"purpose is {shown(purpose or '')}: use one of {', '.join(PURPOSES)}",
-            param="purpose",
-        )
+        raise field_error("purpose", f"is {shown(purpose or '')}: use one of {', '.join(PURPOSES)}")
     if fields.get("expires_after[anchor]", "created_at") != "created_at":
-        raise InvalidRequestError(
-            "expires_after[anchor] must be created_at", param="expires_after[anchor]"
-        )
+        raise field_error("expires_after[anchor]", "must be created_at")
     seconds = fields.get("expires_after[seconds]")
     if seconds is None:
         return None
     if not (seconds.isascii() and seconds.isdigit() and len(seconds) < 10) or not (
         1 <= int(seconds) <= MAX_LIFETIME_S
     ):
-        raise InvalidRequestError(
-            f"expires_after[seconds] must be between 1 and {MAX_LIFETIME_S}, got {shown(seconds)}",
-            param="expires_after[seconds]",
+        raise field_error(
+            "expires_after[seconds]",
+            f"must be between 1 and {MAX_LIFETIME_S}, got {shown(seconds)}",
         )
     return int(seconds)
 
@@ -68,30 +65,29 @@ async def list_files(request: Request) -> Response:
     """The files of this key."""
     check_query(request, "purpose", "limit", "order", "after")
     query = request.query_params
-    found, has_more = (
-        await served_of(request)
-        .store(KeptFiles)
-        .files.page(
-            owner_of(request),
-            query.get("purpose"),
-            query.get("after"),
-            number(request, "limit", 1, 10_000, 10_000),
-            newest_first(request),
-        )
+    found, has_more = await kept_of(request).files.page(
+        owner_of(request),
+        query.get("purpose"),
+        query.get("after"),
+        number(request, "limit", 1, 10_000, 10_000),
+        newest_first(request),
     )
     return page(FileList, [each.shown() for each in found], has_more)
 
 
+async def _found(request: Request) -> StoredFile:
+    """The request's file. Raises FileNotKnownError."""
+    return await kept_of(request).files.get(owner_of(request), request.path_params["id"])
+
+
 async def retrieve(request: Request) -> Response:
     """Answers what is known of a file."""
-    files = served_of(request).store(KeptFiles).files
-    return answer((await files.get(owner_of(request), request.path_params["id"])).shown())
+    return answer((await _found(request)).shown())
 
 
 async def content(request: Request) -> Response:
     """The bytes of a file."""
-    files = served_of(request).store(KeptFiles).files
-    found = await files.get(owner_of(request), request.path_params["id"])
+    found, files = await _found(request), kept_of(request).files
     return FileResponse(
         files.path(found.id), media_type="application/octet-stream", filename=found.name
     )
@@ -99,15 +95,14 @@ async def content(request: Request) -> Response:
 
 async def delete(request: Request) -> Response:
     """Forgets one, unless a batch needs it."""
-    served = served_of(request)
-    found = await served.store(KeptFiles).files.get(owner_of(request), request.path_params["id"])
-    batch = served.store(KeptFiles).runner.reader_of(found.id)
+    found, kept = await _found(request), kept_of(request)
+    batch = kept.runner.reader_of(found.id)
     if batch is not None:
         raise InvalidRequestError(
             f"file {found.id} is the input of batch {batch.id}, which is {batch.status}: cancel it"
             " first"
         )
-    await served.store(KeptFiles).files.delete(found.id)
+    await kept.files.delete(found.id)
     return answer(Deleted(id=found.id, object="file"))
 
 
@@ -122,54 +117,42 @@ _FORM = Form(
         "file": {"contentMediaType": "application/octet-stream"},
         "purpose": {"enum": list(PURPOSES)},
         "expires_after[anchor]": {"const": "created_at"},
-        "expires_after[seconds]": {
-            "type": "integer",
-            "minimum": 1,
-            "maximum": MAX_LIFETIME_S,
-        },
+        "expires_after[seconds]": {"type": "integer", "minimum": 1, "maximum": MAX_LIFETIME_S},
     },
     ("file", "purpose"),
 )
 ROUTES = (
-    Route(
+    keyed(
         "POST",
         "/v1/files",
         upload,
-        Operation(
-            TAG, FileObject, _FORM, statuses=BODY, example={"file": _LINE, "purpose": "batch"}
-        ),
-        right=Right.HOLDERS,
+        TAG,
+        FileObject,
+        _FORM,
+        statuses=BODY,
+        example={"file": _LINE, "purpose": "batch"},
     ),
-    Route(
+    keyed(
         "GET",
         "/v1/files",
         list_files,
-        Operation(
-            TAG,
-            FileList,
-            query=(
-                Query("purpose", "Those of one purpose."),
-                Query("limit", "Files of a page.", {**LIMIT, "maximum": 10_000}),
-                ORDER,
-                AFTER,
-            ),
+        TAG,
+        FileList,
+        query=(
+            Query("purpose", "Those of one purpose."),
+            Query("limit", "Files of a page.", {**LIMIT, "maximum": 10_000}),
+            ORDER,
+            AFTER,
         ),
-        right=Right.HOLDERS,
     ),
-    Route("GET", _ONE, retrieve, Operation(TAG, FileObject, statuses=(404,)), right=Right.HOLDERS),
-    Route(
-        "DELETE",
-        _ONE,
-        delete,
-        Operation(TAG, Deleted, statuses=(404,)),
-        led=True,
-        right=Right.HOLDERS,
-    ),
-    Route(
+    keyed("GET", _ONE, retrieve, TAG, FileObject, statuses=(404,)),
+    keyed("DELETE", _ONE, delete, TAG, Deleted, statuses=(404,), led=True),
+    keyed(
         "GET",
         "/v1/files/{id}/content",
         content,
-        Operation(TAG, Media(("application/octet-stream",)), statuses=(404,)),
-        right=Right.HOLDERS,
+        TAG,
+        Media(("application/octet-stream",)),
+        statuses=(404,),
     ),
 )

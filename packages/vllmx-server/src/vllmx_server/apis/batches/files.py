@@ -19,6 +19,8 @@ from vllmx_server.store.database import LOOK, Database, StorageError, logger, ne
 from vllmx_server.store.folder import Folder
 
 T = TypeVar("T")
+MESSAGES = "message_batch"
+"""The purpose of files that no client uploaded; lists of files leave them out."""
 _LIST = (
     "SELECT * FROM files WHERE owner = ? AND (expires IS NULL OR expires > ?)"
     " AND purpose NOT GLOB 'message_batch*'"  # which no client has uploaded or may download
@@ -45,7 +47,7 @@ class StorageFullError(VllmxError):
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """What is known of a file, as the columns of the table are."""
+    """A row of the table of files."""
 
     id: str
     owner: str
@@ -69,11 +71,11 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 _FILE_BYTES = 4096
-"""What a file takes of the quota besides its content: a place on the disk, and in the database."""
+"""The bytes that a file counts besides its content: a place on the disk and in the database."""
 
 
 class Quota(NamedTuple):
-    """What one key may keep, or keeps."""
+    """The most that one key may keep, or the amount that it keeps."""
 
     num_bytes: int
     num_files: int
@@ -97,7 +99,7 @@ class Files:
         self._threads = ThreadPoolExecutor(2, "vllmx-files")
 
     async def on_thread(self, work: Callable[[], T]) -> T:
-        """What `work` makes of the disk. Raises StorageError where that fails."""
+        """Runs `work`, which uses the disk. Raises StorageError if that fails."""
 
         def guarded() -> T:
             try:
@@ -137,7 +139,7 @@ class Files:
         self._arriving.setdefault(owner, []).append(wanted)
 
     def give_back(self, owner: str, num_bytes: int) -> None:
-        """What `take` counted has arrived, or does not come."""
+        """Ends the count that `take` began."""
         self._arriving[owner].remove(num_bytes + _FILE_BYTES)
         if not self._arriving[owner]:
             del self._arriving[owner]
@@ -245,8 +247,7 @@ def get_file(connection: sqlite3.Connection, owner: str, file_id: str) -> Stored
 def insert_file(connection: sqlite3.Connection, found: StoredFile) -> None:
     """Makes it known."""
     connection.execute(
-        "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
-        msgspec.structs.astuple(found),
+        "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", msgspec.structs.astuple(found)
     )
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
 from vllmx_server.apis.batches.answers import Status
-from vllmx_server.apis.batches.files import Files, StoredFile
-from vllmx_server.apis.batches.line import unanswered
-from vllmx_server.apis.batches.messages import PURPOSE as MESSAGES
+from vllmx_server.apis.batches.files import MESSAGES, Files, StoredFile
+from vllmx_server.apis.batches.lines import unanswered
 from vllmx_server.apis.batches.store import PREFIX, Batch, Batches, LineState, save
 from vllmx_server.store.database import now
 
@@ -62,7 +60,7 @@ async def finish(batch: Batch, status: Status, batches: Batches, files: Files) -
 
 async def _write(path: Path, records: AsyncIterator[bytes], files: Files) -> int:
     num_bytes, held = 0, bytearray()
-    out = await files.on_thread(partial(_create, path))
+    out = await files.on_thread(lambda: path.open("xb"))
     try:
         async for record in records:
             held += record
@@ -73,10 +71,6 @@ async def _write(path: Path, records: AsyncIterator[bytes], files: Files) -> int
     finally:
         await files.on_thread(out.close)
     return num_bytes
-
-
-def _create(path: Path) -> BinaryIO:
-    return path.open("xb")
 
 
 async def _answers(batch: Batch, state: LineState, batches: Batches) -> AsyncIterator[bytes]:

@@ -10,16 +10,16 @@ from vllmx_core.errors import QueueFullError
 
 from vllmx_server.apis.batches.answers import BatchList, BatchObject
 from vllmx_server.apis.batches.file_routes import TAG
-from vllmx_server.apis.batches.kept import KeptFiles
+from vllmx_server.apis.batches.runner import KeptFiles, kept_of
 from vllmx_server.apis.batches.schema import CREATE, CreateBatch
-from vllmx_server.apis.batches.store import Batch
+from vllmx_server.apis.batches.store import PREFIX, Batch
 from vllmx_server.errors import OverloadedError
+from vllmx_server.generating.api import keyed
 from vllmx_server.generating.reading import checked, read_json
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.client import owner_of
-from vllmx_server.http.operation import AFTER, BODY, LIMIT, Operation, Query
+from vllmx_server.http.operation import AFTER, BODY, LIMIT, Query
 from vllmx_server.http.pages import answer, check_query, number, page
-from vllmx_server.http.route import Right, Route
 from vllmx_server.store.database import new_id, now
 
 MAX_OPEN = 100
@@ -31,8 +31,9 @@ async def create(request: Request) -> Response:
     served, owner = served_of(request), owner_of(request)
     served.check_admission()
     body = await read_json(request, served, partial(checked, served=served, decoder=CREATE))
-    await served.store(KeptFiles).files.get(owner, body.input_file_id)
-    check_room(served, owner)
+    kept = kept_of(request)
+    await kept.files.get(owner, body.input_file_id)
+    check_room(kept, owner)
     created, expiry = now(), body.output_expires_after
     batch = Batch(
         id=new_id("batch_"),
@@ -46,15 +47,15 @@ async def create(request: Request) -> Response:
         output_lifetime_s=None if expiry is None else expiry.seconds,
         model=served.llm.config.name,
     )
-    await served.store(KeptFiles).batches.save(batch)
+    await kept.batches.save(batch)
     shown = answer(batch.shown())
-    served.store(KeptFiles).runner.begin(batch)
+    kept.runner.begin(batch)
     return shown
 
 
-def check_room(served: Served, owner: str) -> None:
+def check_room(kept: KeptFiles, owner: str) -> None:
     """Raises QueueFullError where a key has as many batches as it may."""
-    if served.store(KeptFiles).runner.num_open(owner) >= MAX_OPEN:
+    if kept.runner.num_open(owner) >= MAX_OPEN:
         raise QueueFullError(
             f"{MAX_OPEN} batches of this key are being worked on, no more are taken: wait for one,"
             " or cancel it",
@@ -65,28 +66,28 @@ def check_room(served: Served, owner: str) -> None:
 async def list_batches(request: Request) -> Response:
     """The batches of this key, the newest first."""
     check_query(request, "after", "limit")
-    served, after = served_of(request), request.query_params.get("after")
+    kept, after = kept_of(request), request.query_params.get("after")
     limit = number(request, "limit", 1, 100, 20)
-    found, has_more = await served.store(KeptFiles).batches.page(owner_of(request), after, limit)
-    return page(
-        BatchList,
-        [served.store(KeptFiles).runner.newest(batch).shown() for batch in found],
-        has_more,
-    )
+    found, has_more = await kept.batches.page(owner_of(request), after, limit)
+    return page(BatchList, [kept.runner.newest(batch).shown() for batch in found], has_more)
+
+
+async def found_batch(request: Request, prefix: str = PREFIX) -> Batch:
+    """The current state of the request's batch. Raises BatchNotKnownError."""
+    kept = kept_of(request)
+    batch = await kept.batches.get(owner_of(request), request.path_params["id"], prefix)
+    return kept.runner.newest(batch)
 
 
 async def retrieve(request: Request) -> Response:
     """Answers how far a batch is."""
-    served = served_of(request)
-    found = await served.store(KeptFiles).batches.get(owner_of(request), request.path_params["id"])
-    return answer(served.store(KeptFiles).runner.newest(found).shown())
+    return answer((await found_batch(request)).shown())
 
 
 async def cancel(request: Request) -> Response:
     """Answers no further line of one."""
-    served = served_of(request)
-    found = await served.store(KeptFiles).batches.get(owner_of(request), request.path_params["id"])
-    return answer((await cancelled(served, found)).shown())
+    batch = await found_batch(request)
+    return answer((await cancelled(served_of(request), batch)).shown())
 
 
 async def cancelled(served: Served, batch: Batch) -> Batch:
@@ -97,46 +98,26 @@ async def cancelled(served: Served, batch: Batch) -> Batch:
 
 
 ROUTES = (
-    Route(
+    keyed(
         "POST",
         "/v1/batches",
         create,
-        Operation(
-            TAG,
-            BatchObject,
-            CreateBatch,
-            statuses=(*BODY, 404),
-            example={"input_file_id": "file-0123", "endpoint": "/v1/chat/completions"},
-        ),
+        TAG,
+        BatchObject,
+        CreateBatch,
+        statuses=(*BODY, 404),
+        example={"input_file_id": "file-0123", "endpoint": "/v1/chat/completions"},
         led=True,
-        right=Right.HOLDERS,
     ),
-    Route(
+    keyed(
         "GET",
         "/v1/batches",
         list_batches,
-        Operation(
-            TAG,
-            BatchList,
-            query=(AFTER, Query("limit", "Batches of a page.", {**LIMIT, "maximum": 100})),
-        ),
+        TAG,
+        BatchList,
+        query=(AFTER, Query("limit", "Batches of a page.", {**LIMIT, "maximum": 100})),
         led=True,
-        right=Right.HOLDERS,
     ),
-    Route(
-        "GET",
-        "/v1/batches/{id}",
-        retrieve,
-        Operation(TAG, BatchObject, statuses=(404,)),
-        led=True,
-        right=Right.HOLDERS,
-    ),
-    Route(
-        "POST",
-        "/v1/batches/{id}/cancel",
-        cancel,
-        Operation(TAG, BatchObject, statuses=(404,)),
-        led=True,
-        right=Right.HOLDERS,
-    ),
+    keyed("GET", "/v1/batches/{id}", retrieve, TAG, BatchObject, statuses=(404,), led=True),
+    keyed("POST", "/v1/batches/{id}/cancel", cancel, TAG, BatchObject, statuses=(404,), led=True),
 )

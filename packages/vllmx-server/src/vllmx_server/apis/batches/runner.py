@@ -1,23 +1,23 @@
-"""Works on all batches that have not ended."""
+"""Files and batches of a server, and the work on batches that have not ended."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 
+from starlette.requests import Request
 from vllmx_core.errors import InvalidRequestError, VllmxError
 from vllmx_core.system.private_traceback import private_traceback
 
 from vllmx_server.apis.batches.answers import BatchError, Status
-from vllmx_server.apis.batches.files import FileNotKnownError, Files
+from vllmx_server.apis.batches.files import FileNotKnownError, Files, Quota
 from vllmx_server.apis.batches.input import InputReader
-from vllmx_server.apis.batches.line import LineAnswerer
-from vllmx_server.apis.batches.line_slots import LineSlots
-from vllmx_server.apis.batches.lines import AnswerWriter, LineRunner
+from vllmx_server.apis.batches.lines import LineAnswerer, LineRunner, LineSlots
 from vllmx_server.apis.batches.output import finish
 from vllmx_server.apis.batches.store import Batch, Batches
-from vllmx_server.store.database import logger, now
+from vllmx_server.config import ServerConfig
+from vllmx_server.generating.served import Served, served_of
+from vllmx_server.store.database import Storage, logger, now
 
 _PAGE = 1000
 _TRY_AGAIN_S = 5.0
@@ -28,23 +28,15 @@ class BatchRunner:
 
     Args:
         max_line_bytes: of a line of an input.
-        is_ready: whether the engine takes requests.
     """
 
     def __init__(
-        self,
-        batches: Batches,
-        files: Files,
-        answerer: LineAnswerer,
-        slots: LineSlots,
-        max_line_bytes: int,
-        is_ready: Callable[[], bool],
+        self, batches: Batches, files: Files, lines: LineRunner, max_line_bytes: int
     ) -> None:
         self._batches = batches
         self._files = files
+        self._lines = lines
         self._max_line_bytes = max_line_bytes
-        self._writer = AnswerWriter(batches)
-        self._lines = LineRunner(batches, files, answerer, slots, self._writer, is_ready)
         self._open: dict[str, Batch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._answering: dict[str, asyncio.Task[None]] = {}
@@ -94,7 +86,7 @@ class BatchRunner:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        await self._writer.finish()
+        await self._lines.finish()
 
     # --- one batch --------------------------------------------------------------------------------
     async def _work(self, batch: Batch) -> None:
@@ -106,7 +98,7 @@ class BatchRunner:
                     logger.error("batch %s waits: %s", batch.id, error.message)
                     await asyncio.sleep(_TRY_AGAIN_S)
         except Exception as error:
-            logger.error("batch %s stands still\n%s", batch.id, private_traceback(error))
+            logger.error("batch %s has stopped\n%s", batch.id, private_traceback(error))
         finally:
             if not batch.is_open:
                 self._open.pop(batch.id, None)
@@ -184,3 +176,45 @@ class BatchRunner:
 def _enter(batch: Batch, status: Status) -> None:
     batch.status = status
     batch.times[status] = now()
+
+
+class KeptFiles:
+    """Files, and batches over them.
+
+    Attributes:
+        runner: works on the batches; set before the first request.
+    """
+
+    def __init__(self, config: ServerConfig, storage: Storage) -> None:
+        quota = Quota(config.max_stored_bytes, config.max_stored_files)
+        self.files = Files(storage.database, storage.folder, quota, config.lifetime_s)
+        self.batches = Batches(storage.database, config.max_stored_files)
+        self.runner: BatchRunner
+        self._lifetime_s = config.lifetime_s
+
+    async def clean(self) -> None:
+        """Deletes what is too old."""
+        await self.files.clean()
+        await self.batches.forget_before(now() - self._lifetime_s)
+
+
+def kept_of(request: Request) -> KeptFiles:
+    """The files and batches of the request's server."""
+    return served_of(request).store(KeptFiles)
+
+
+def batch_runner(kept: KeptFiles, served: Served) -> BatchRunner:
+    """The runner of a server, whose lines take the rows that other requests leave free."""
+    llm = served.llm
+    slots = LineSlots(
+        lambda: llm.info.max_num_seqs, lambda: max(0, llm.num_in_flight - slots.num_taken)
+    )
+    assert served.app is not None
+    lines = LineRunner(
+        kept.batches,
+        kept.files,
+        LineAnswerer(served.app, served.endpoints),
+        slots,
+        lambda: llm.is_ready or served.sleeps_idle,
+    )
+    return BatchRunner(kept.batches, kept.files, lines, served.config.max_body_bytes)

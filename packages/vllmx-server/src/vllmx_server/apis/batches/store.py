@@ -16,12 +16,13 @@ from vllmx_server.apis.batches.answers import (
     RequestCounts,
     Status,
 )
+from vllmx_server.schema.record import encode
 from vllmx_server.store.database import Database
 
 PREFIX = "batch_"
-"""What the ids of OpenAI's batches begin with."""
+"""The prefix of the ids of OpenAI's batches."""
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
-"""What is still to be worked on."""
+"""The statuses of batches that have not ended."""
 
 
 class BatchNotKnownError(VllmxError):
@@ -62,7 +63,7 @@ class Batch(msgspec.Struct, kw_only=True):
     num_requests: int = 0
     """The number of requests, of a batch of Messages."""
     times: dict[str, int] = {}
-    """The times at which it came to be in each status."""
+    """The time at which it entered each status."""
 
     @property
     def is_open(self) -> bool:
@@ -105,7 +106,7 @@ class Line(msgspec.Struct, frozen=True, gc=False):
     length: int
     custom_id: str
     losses: int = 0
-    """How often the engine died while it was answered."""
+    """The number of times that the engine died while it was answered."""
 
 
 _MAKE_ROOM = (
@@ -113,11 +114,10 @@ _MAKE_ROOM = (
     " WHERE owner = ? AND NOT is_open ORDER BY rowid DESC LIMIT 1 OFFSET ?)"
 )
 _decode = msgspec.json.Decoder(Batch).decode
-_encode = msgspec.json.Encoder().encode
 
 
 class Batches:
-    """What the database has of batches.
+    """The batches in the database.
 
     Args:
         max_ended: batches of one key that are kept once they have ended; the oldest make room.
@@ -247,11 +247,11 @@ class Batches:
 
 
 def save(connection: sqlite3.Connection, batch: Batch) -> None:
-    """Writes the batch; one that has ended loses its lines, which stand in its files."""
+    """Writes the batch; one that has ended loses its lines, whose answers are in its files."""
     connection.execute(
         "INSERT INTO batches (id, owner, created, is_open, record) VALUES (?, ?, ?, ?, ?)"
         " ON CONFLICT (id) DO UPDATE SET is_open = excluded.is_open, record = excluded.record",
-        (batch.id, batch.owner, batch.created_at, batch.is_open, _encode(batch)),
+        (batch.id, batch.owner, batch.created_at, batch.is_open, encode(batch)),
     )
     if not batch.is_open:
         connection.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))

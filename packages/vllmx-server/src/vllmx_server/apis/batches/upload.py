@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from python_multipart import MultipartParser
+from python_multipart.exceptions import MultipartParseError
+from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
-from vllmx_core.errors import InvalidRequestError
+from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.apis.batches.files import Files
-from vllmx_server.apis.batches.multipart import MultipartReader, Sink
 from vllmx_server.config import ServerConfig
 from vllmx_server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
 
+logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it quotes what clients send
+_MAX_PARTS = 16
+_MAX_NAME = 255
 _MAX_FIELD = 4 << 10
 _OVERHEAD = 64 << 10
 """The bytes of a body over its file: boundaries, headers, fields."""
@@ -27,79 +33,148 @@ _SLOWEST = 64 << 10
 
 
 class Upload:
-    """The parts of one body.
+    """The parts of one multipart body (RFC 7578), which is fed in pieces. Methods raise
+    InvalidRequestError for a body that is broken.
 
     Attributes:
         fields: by name.
         name: of the file; None where none came.
         num_bytes: of the file.
-        content: what it is written to, once its part has begun.
     """
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
+    def __init__(self, content_type: str, path: Path, max_bytes: int) -> None:
         self.path = path
         self.fields: dict[str, str] = {}
         self.name: str | None = None
         self.num_bytes = 0
         self._max_bytes = max_bytes
-        self.content: BinaryIO | None = None
+        self._content: BinaryIO | None = None
+        self._header = self._value = self._disposition = b""
+        self._field: str | None = None
+        """The plain field that is being read; None: the file."""
+        self._text = b""
+        self._num_parts = 0
+        self._has_ended = False
+        self._parser = MultipartParser(
+            _boundary(content_type),
+            {
+                "on_part_begin": self._part_begin,
+                "on_header_field": self._header_field,
+                "on_header_value": self._header_value,
+                "on_header_end": self._header_end,
+                "on_headers_finished": self._headers_finished,
+                "on_part_data": self._part_data,
+                "on_part_end": self._part_end,
+                "on_end": self._end,
+            },
+        )
+
+    def feed(self, data: bytes) -> None:
+        """Takes the next bytes of the body."""
+        try:
+            self._parser.write(data)
+        except MultipartParseError as error:
+            raise InvalidRequestError(f"the multipart body is broken: {error}") from None
+
+    def finish(self) -> None:
+        """Checks that the body is complete."""
+        if not self._has_ended:
+            raise InvalidRequestError("the multipart body lacks its closing boundary")
+        if self.name is None:
+            raise InvalidRequestError("the body has no part named 'file'", param="file")
 
     def close(self) -> None:
         """Deletes the file, unless it was moved."""
-        if self.content is not None:
-            self.content.close()
+        if self._content is not None:
+            self._content.close()
         self.path.unlink(missing_ok=True)
 
-    def open_part(self, name: str, file: str | None) -> Sink:
-        """The sink for the content of a part. Raises InvalidRequestError."""
-        if file is None and name != "file":
-            if name in self.fields:
-                raise InvalidRequestError(f"the field {name!r} is given twice", param=name)
-            return _Field(self, name)
-        if name != "file":
-            raise InvalidRequestError(f"{name!r} is no file of this route: use 'file'", param=name)
-        if self.name is not None:
-            raise InvalidRequestError("one file is taken at a time", param="file")
-        self.name = file or "file"
-        return _File(self, self._max_bytes)
+    def _part_begin(self) -> None:
+        self._num_parts += 1
+        if self._num_parts > _MAX_PARTS:
+            raise InvalidRequestError(f"the multipart body has more than {_MAX_PARTS} parts")
+        self._disposition = b""
 
+    def _header_field(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
 
-class _Field:
-    def __init__(self, upload: Upload, name: str) -> None:
-        self._upload = upload
-        self._name = name
-        self._data = b""
+    def _header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
 
-    def write(self, data: bytes) -> None:
-        self._data += data
-        if len(self._data) > _MAX_FIELD:
+    def _header_end(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            self._disposition = self._value
+        self._header = self._value = b""
+
+    def _headers_finished(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        name = options.get(b"name", b"").decode(errors="replace")[:_MAX_NAME]
+        if not name:
+            raise InvalidRequestError("a part of the multipart body has no name")
+        if name == "file":
+            if self.name is not None:
+                raise InvalidRequestError("one file is taken at a time", param="file")
+            self.name = file_name(options.get(b"filename", b"").decode(errors="replace"))
+            self._field, self._content = None, self.path.open("xb")
+        elif b"filename" in options:
             raise InvalidRequestError(
-                f"the field {self._name!r} is longer than {_MAX_FIELD} bytes", param=self._name
+                f"{name!r} is not a file field of this route: use 'file'", param=name
             )
+        elif name in self.fields:
+            raise InvalidRequestError(f"the field {name!r} is given twice", param=name)
+        else:
+            self._field, self._text = name, b""
 
-    def end(self) -> None:
+    def _part_data(self, data: bytes, start: int, end: int) -> None:
+        if self._field is not None:
+            self._text += data[start:end]
+            if len(self._text) > _MAX_FIELD:
+                raise InvalidRequestError(
+                    f"the field {self._field!r} is longer than {_MAX_FIELD} bytes",
+                    param=self._field,
+                )
+            return
+        assert self._content is not None
+        self.num_bytes += end - start
+        if self.num_bytes > self._max_bytes:
+            raise too_large(self._max_bytes)
+        self._content.write(memoryview(data)[start:end])
+
+    def _part_end(self) -> None:
+        if self._field is None:
+            assert self._content is not None
+            self._content.close()
+            return
         try:
-            self._upload.fields[self._name] = self._data.decode()
+            self.fields[self._field] = self._text.decode()
         except UnicodeDecodeError:
             raise InvalidRequestError(
-                f"the field {self._name!r} is not UTF-8", param=self._name
+                f"the field {self._field!r} is not UTF-8", param=self._field
             ) from None
 
+    def _end(self) -> None:
+        self._has_ended = True
 
-class _File:
-    def __init__(self, upload: Upload, max_bytes: int) -> None:
-        self._upload = upload
-        self._max_bytes = max_bytes
-        self._content = upload.content = upload.path.open("xb")
 
-    def write(self, data: bytes) -> None:
-        self._upload.num_bytes += len(data)
-        if self._upload.num_bytes > self._max_bytes:
-            raise too_large(self._max_bytes)
-        self._content.write(data)
+def _boundary(content_type: str) -> bytes:
+    kind, options = parse_options_header(content_type)
+    found = options.get(b"boundary")
+    if kind != b"multipart/form-data" or not found:
+        raise InvalidRequestError(
+            f"the body has the content type {shown(content_type)}: send multipart/form-data with"
+            " a boundary"
+        )
+    if len(found) > 70 or not found.isascii():  # RFC 2046
+        raise InvalidRequestError("the boundary of a multipart body has at most 70 characters")
+    return found
 
-    def end(self) -> None:
-        self._content.close()
+
+def file_name(given: str) -> str:
+    """A client's name of a file, as it is shown: without folders and what cannot be printed. No
+    file is ever opened by it."""
+    last = given.replace("\\", "/").rpartition("/")[2]
+    shown = "".join(c for c in last if c.isprintable()).strip(". ")
+    return shown[:_MAX_NAME] or "file"
 
 
 def too_large(limit: int) -> BodyTooLargeError:
@@ -126,13 +201,10 @@ async def uploaded(
     if size > limit + _OVERHEAD:
         raise too_large(limit)
     path = await files.on_thread(files.new_path)
-    upload = Upload(path, limit)
-    reader = MultipartReader(content_type, upload.open_part)
+    upload = Upload(content_type, path, limit)
     await files.take(owner, size)
     try:
-        await _receive(request, reader, files, config.body_timeout_s, limit + _OVERHEAD)
-        if upload.name is None:
-            raise InvalidRequestError("the body has no part named 'file'", param="file")
+        await _receive(request, upload, files, config.body_timeout_s, limit + _OVERHEAD)
         yield upload
     finally:
         files.give_back(owner, size)
@@ -140,7 +212,7 @@ async def uploaded(
 
 
 async def _receive(
-    request: Request, reader: MultipartReader, files: Files, timeout_s: float, limit: int
+    request: Request, upload: Upload, files: Files, timeout_s: float, limit: int
 ) -> None:
     size, held = 0, bytearray()
     begun_s = asyncio.get_running_loop().time()
@@ -154,11 +226,11 @@ async def _receive(
                 held += chunk
                 if len(held) >= _CHUNK:
                     data, held = bytes(held), bytearray()
-                    await files.on_thread(partial(reader.feed, data))
+                    await files.on_thread(partial(upload.feed, data))
     except TimeoutError:
         raise BodyTimeoutError(
             f"the body did not arrive within {timeout_s:g} s and a second for each {_SLOWEST}"
             " bytes: send it faster, or raise --body-timeout-s"
         ) from None
-    await files.on_thread(partial(reader.feed, bytes(held)))
-    reader.finish()
+    await files.on_thread(partial(upload.feed, bytes(held)))
+    upload.finish()

@@ -20,21 +20,18 @@ from vllmx_server.generating.answers import (
     ChatLogprobs,
     FinishReason,
 )
-from vllmx_server.generating.api import Api
+from vllmx_server.generating.api import Api, keyed
 from vllmx_server.generating.chat_body import DECODER, ChatCompletionRequest
 from vllmx_server.generating.chat_call import ChatCall, chat_call, submit_chat
-from vllmx_server.generating.chat_reading import PlainChunks, ReadStream, WholeAnswer, deltas
-from vllmx_server.generating.chunks import Chunks
-from vllmx_server.generating.generate import generate
-from vllmx_server.generating.generation import Generation
+from vllmx_server.generating.chat_events import ReadStream, WholeAnswer
+from vllmx_server.generating.chunks import Chunks, PlainChunks, deltas
+from vllmx_server.generating.generate import Answer, generate
+from vllmx_server.generating.generation import Generation, request_timings
 from vllmx_server.generating.logprobs import chat_logprobs, prompt_logprobs
-from vllmx_server.generating.request_timings import request_timings
-from vllmx_server.generating.sampling import stream_options
 from vllmx_server.generating.served import Served
 from vllmx_server.generating.tools import is_named_tool
-from vllmx_server.http.event_stream import DONE, HeldResponse
-from vllmx_server.http.operation import GENERATES, GENERATING, HELLO, Events, Operation
-from vllmx_server.http.route import Right, Route
+from vllmx_server.http.event_stream import HeldResponse
+from vllmx_server.http.operation import GENERATES, GENERATING, HELLO, Events
 from vllmx_server.schema.record import json_pieces, lazily
 
 
@@ -49,15 +46,11 @@ async def _submit(
     return await submit_chat(request, served, call)
 
 
-class ChatAnswer:
+class ChatAnswer(Answer):
     """Makes the wire format of one request's outputs."""
 
     def __init__(
-        self,
-        served: Served,
-        body: ChatCompletionRequest,
-        request_id: str,
-        generation: Generation,
+        self, served: Served, body: ChatCompletionRequest, request_id: str, generation: Generation
     ) -> None:
         self._id = f"chatcmpl-{request_id}"
         self._state = served
@@ -68,18 +61,12 @@ class ChatAnswer:
         self._readers = generation.readers
         self._readings = self._new_readings() if body.stream else []
         self._chunks = Chunks(
-            "chat.completion.chunk",
-            self._id,
-            self._created,
-            served.llm.config.name,
-            stream_options(body.stream_options, served.config.enable_force_include_usage),
-            served.fingerprint,
+            "chat.completion.chunk", self._id, self._created, served, body.stream_options
         )
         count = (body.n or 1) if body.stream else 0
         self._plain = [PlainChunks(self._chunks, index) for index in range(count)]
 
     async def whole(self) -> Iterator[bytes]:
-        """The body of an answer that is not streamed, in pieces."""
         (final,) = await self._generation.finals()
         read: list[WholeAnswer] = []
         if self._readers is not None:
@@ -118,8 +105,6 @@ class ChatAnswer:
         )
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The chunks of a streamed answer with their SSE framing; none before the engine's first
-        output."""
         usage, chunks = self._generation.usage, self._chunks
         readings, is_plain, begun = self._readings, self.has_middle, False
         async with aclosing(self._generation.outputs()) as outputs:
@@ -138,18 +123,15 @@ class ChatAnswer:
                         yield chunks.chunk(self._delta(choice), usage, num_unsent)
                     elif choice.text:
                         yield self._plain[choice.index].content(choice.text)
-        timings = request_timings(self._state.config, self._generation)
-        yield (chunks.usage(usage, timings) if chunks.has_last_usage else b"") + DONE
+        yield chunks.end(self._generation)
 
     @property
     def has_middle(self) -> bool:
-        """See `Answer.has_middle`."""
         body = self._body
         has_more = body.num_logprobs is not None or body.return_token_ids or self._chunks.has_usage
         return not has_more
 
     def middle(self, text: str, ids: list[int]) -> bytes:
-        """See `Answer.middle`."""
         if not self._readings:
             return self._plain[0].content(text) if text else b""
         reading, usage = self._readings[0], self._generation.usage
@@ -170,7 +152,7 @@ class ChatAnswer:
     def _read_chunks(
         self, choice: CompletionOutput, reading: ReadStream, is_plain: bool, num_unsent: int
     ) -> bytes:
-        """What an output adds: a chunk for each part of the message, or none."""
+        """A chunk for each part of the message that an output adds; maybe none."""
         events, usage, chunks = reading.events(choice), self._generation.usage, self._chunks
         if usage.reasoning_tokens is not None:
             usage.reasoning_tokens += reading.num_new_reasoning_tokens
@@ -250,21 +232,18 @@ class ChatAnswer:
 
 class ChatApi(Api):
     routes = (
-        Route(
+        keyed(
             "POST",
             "/v1/chat/completions",
             chat_completions,
-            Operation(
-                GENERATING,
-                ChatCompletion,
-                ChatCompletionRequest,
-                events=Events(ChatChunk, is_named=False, ends_with="[DONE]"),
-                statuses=GENERATES,
-                example={"messages": HELLO, "max_tokens": 16},
-                task="generate",
-            ),
+            GENERATING,
+            ChatCompletion,
+            ChatCompletionRequest,
+            events=Events(ChatChunk, is_named=False, ends_with="[DONE]"),
+            statuses=GENERATES,
+            example={"messages": HELLO, "max_tokens": 16},
+            task="generate",
             of_model=True,
             span="chat",
-            right=Right.HOLDERS,
         ),
     )

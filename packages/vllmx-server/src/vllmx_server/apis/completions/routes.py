@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
-from vllmx_core.errors import InvalidRequestError
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.client.request_limits import check_rules
 from vllmx_engine.client.request_state import MAX_DELTA_ROWS
@@ -20,22 +19,25 @@ from vllmx_engine.text.fim import fim_marks
 from vllmx_engine.text.output import prompt_offsets
 from vllmx_engine.wire.outputs import CompletionOutput, RequestOutput
 
-from vllmx_server.apis.completions.answers import TextChoice, TextChunk, TextCompletion
-from vllmx_server.apis.completions.schema import DECODER, CompletionRequest
+from vllmx_server.apis.completions.schema import (
+    DECODER,
+    CompletionRequest,
+    TextChoice,
+    TextChunk,
+    TextCompletion,
+)
 from vllmx_server.generating.answers import TextLogprobs
-from vllmx_server.generating.api import Api
-from vllmx_server.generating.caller import caller_of
-from vllmx_server.generating.chunks import Chunks, encode
-from vllmx_server.generating.generate import generate
-from vllmx_server.generating.generation import Generation
+from vllmx_server.generating.api import Api, keyed
+from vllmx_server.generating.chunks import Chunks
+from vllmx_server.generating.fields import field_error
+from vllmx_server.generating.generate import Answer, generate
+from vllmx_server.generating.generation import Generation, request_timings
 from vllmx_server.generating.logprobs import CompletionLogprobs, prompt_logprobs
-from vllmx_server.generating.request_timings import request_timings
-from vllmx_server.generating.sampling import stream_options
+from vllmx_server.generating.reading import caller_of
 from vllmx_server.generating.served import Served
-from vllmx_server.http.event_stream import DONE, HeldResponse
-from vllmx_server.http.operation import GENERATES, GENERATING, Events, Operation
-from vllmx_server.http.route import Right, Route
-from vllmx_server.schema.record import json_pieces, lazily
+from vllmx_server.http.event_stream import HeldResponse
+from vllmx_server.http.operation import GENERATES, GENERATING, Events
+from vllmx_server.schema.record import encode, json_pieces, lazily
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +63,16 @@ def _asked(served: Served, body: CompletionRequest) -> Asked:
 
 
 def _filled(served: Served, prompts: list[str | list[int]], suffix: str) -> list[str | list[int]]:
-    """Prompts for what stands between each of these and the suffix. Raises InvalidRequestError."""
+    """Prompts for the text between each of these and the suffix. Raises InvalidRequestError."""
     marks = fim_marks(served.llm.tokenizer)
     if marks is None:
-        raise InvalidRequestError(
-            f"suffix is not served: model {served.llm.config.name!r} has no tokens for filling into"
+        raise field_error(
+            "suffix",
+            f"is not served: model {served.llm.config.name!r} has no tokens for filling into"
             " the middle of a text; load one that has, such as Qwen/Qwen2.5-Coder-0.5B",
-            param="suffix",
         )
     if not all(isinstance(prompt, str) for prompt in prompts):
-        raise InvalidRequestError(
-            "suffix needs prompts that are texts, not token ids", param="suffix"
-        )
+        raise field_error("suffix", "needs prompts that are texts, not token ids")
     return [marks.prompt(str(prompt), suffix) for prompt in prompts]
 
 
@@ -92,9 +92,7 @@ async def _submit(
 
 def _params(served: Served, body: CompletionRequest) -> SamplingParams:
     params = body.sampling_params(
-        served.llm.default_sampling_params,
-        max_tokens=body.token_limit,
-        logprobs=body.logprobs,
+        served.llm.default_sampling_params, max_tokens=body.token_limit, logprobs=body.logprobs
     )
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         return dataclasses.replace(params, prompt_logprobs=body.logprobs)
@@ -111,7 +109,7 @@ class Echo:
     """The offsets in it at which the prompt's tokens begin."""
 
 
-class CompletionAnswer:
+class CompletionAnswer(Answer):
     """Makes the wire format of one request's outputs. Choice j of prompt i has index i * n + j."""
 
     def __init__(
@@ -124,20 +122,14 @@ class CompletionAnswer:
         self._n = body.n or 1
         self._created = int(time.time())
         self._echoes: list[Echo] = []
-        """What is echoed of each prompt, where `echo` asks for it."""
+        """The echo of each prompt, if `echo` asks for it."""
         self._chunks = Chunks(
-            "text_completion",
-            self._id,
-            self._created,
-            served.llm.config.name,
-            stream_options(body.stream_options, served.config.enable_force_include_usage),
-            served.fingerprint,
+            "text_completion", self._id, self._created, served, body.stream_options
         )
         self._begin = b'%b{"index":0,"text":' % self._chunks.head
         self._end = b',"logprobs":null,"finish_reason":null}' + self._chunks.tail
 
     async def whole(self) -> Iterator[bytes]:
-        """The body of an answer that is not streamed, in pieces."""
         finals = await self._generation.finals()
         if self._body.echo:
             self._echoes = await asyncio.to_thread(lambda: list(map(self._echo_of, finals)))
@@ -195,20 +187,15 @@ class CompletionAnswer:
         return rows.shown()
 
     def _echo_of(self, output: RequestOutput) -> Echo:
-        text = self._prompt_text(output)
+        text, tokenizer = output.prompt, self._state.llm.tokenizer
+        if text is None:
+            text = tokenizer.decode(output.prompt_token_ids)
         offsets: Sequence[int] = ()
         if self._body.logprobs is not None:
-            offsets = prompt_offsets(self._state.llm.tokenizer, output.prompt_token_ids, text)
+            offsets = prompt_offsets(tokenizer, output.prompt_token_ids, text)
         return Echo(output, text, offsets)
 
-    def _prompt_text(self, output: RequestOutput) -> str:
-        if output.prompt is not None:
-            return output.prompt
-        return self._state.llm.tokenizer.decode(output.prompt_token_ids)
-
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The chunks of a streamed answer with their SSE framing; none before the engine's first
-        output."""
         body, usage, chunks = self._body, self._generation.usage, self._chunks
         is_plain = self.has_middle
         begun: set[int] = set()
@@ -234,24 +221,18 @@ class CompletionAnswer:
                         delta = self._delta(number, choice, output, is_first, echo)
                         yield chunks.chunk(delta, usage, num_unsent)
                     elif choice.text:
-                        yield self._plain(number, choice.text)
-        timings = request_timings(self._state.config, self._generation)
-        yield (chunks.usage(usage, timings) if chunks.has_last_usage else b"") + DONE
+                        begin = b'%b{"index":%d,"text":' % (chunks.head, number)
+                        yield b"%b%b%b" % (begin, encode(choice.text), self._end)
+        yield chunks.end(self._generation)
 
     @property
     def has_middle(self) -> bool:
-        """See `Answer.has_middle`."""
         body = self._body
         has_more = body.logprobs is not None or body.return_token_ids or self._chunks.has_usage
         return not has_more
 
     def middle(self, text: str, ids: list[int]) -> bytes:
-        """See `Answer.middle`."""
         return b"%b%b%b" % (self._begin, encode(text), self._end) if text else b""
-
-    def _plain(self, number: int, text: str) -> bytes:
-        begin = b'%b{"index":%d,"text":' % (self._chunks.head, number)
-        return b"%b%b%b" % (begin, encode(text), self._end)
 
     def _echo_parts(self, number: int, echo: Echo) -> Iterator[dict[str, Any]]:
         """The prompt, with its log-probabilities a few tokens at a time."""
@@ -301,21 +282,18 @@ class CompletionAnswer:
 
 class CompletionsApi(Api):
     routes = (
-        Route(
+        keyed(
             "POST",
             "/v1/completions",
             completions,
-            Operation(
-                GENERATING,
-                TextCompletion,
-                CompletionRequest,
-                events=Events(TextChunk, is_named=False, ends_with="[DONE]"),
-                statuses=GENERATES,
-                example={"prompt": "Once upon a time", "max_tokens": 16},
-                task="generate",
-            ),
+            GENERATING,
+            TextCompletion,
+            CompletionRequest,
+            events=Events(TextChunk, is_named=False, ends_with="[DONE]"),
+            statuses=GENERATES,
+            example={"prompt": "Once upon a time", "max_tokens": 16},
+            task="generate",
             of_model=True,
             span="text_completion",
-            right=Right.HOLDERS,
         ),
     )

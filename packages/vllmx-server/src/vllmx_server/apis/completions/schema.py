@@ -1,14 +1,18 @@
-"""POST /v1/completions."""
+"""Body and answers of POST /v1/completions."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
-from vllmx_core.errors import InvalidRequestError, shown
+from msgspec import UNSET, UnsetType
+from vllmx_core.errors import shown
 
+from vllmx_server.generating.answers import PromptLogprobs, RequestTimings, TextLogprobs, TokenUsage
+from vllmx_server.generating.fields import field_error
 from vllmx_server.generating.sampling import SamplingFields
 from vllmx_server.schema import intervals as limits
+from vllmx_server.schema.record import Record
 
 MAX_PROMPTS = 256
 """Prompts in one call."""
@@ -27,7 +31,7 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     """None: special tokens are added."""
 
     suffix: str | None = None
-    """What stands behind the text that is wanted, for models that were trained to fill in."""
+    """The text behind the wanted one, for models that were trained to fill in."""
 
     # Taken where they ask for what is done anyway: see `unserved`.
     prompt_embeds: Any = None
@@ -39,20 +43,20 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
         if isinstance(prompt, str):
             return [prompt]
         if not prompt:
-            raise InvalidRequestError("prompt is an empty list: give a text", param="prompt")
+            raise field_error("prompt", "is an empty list: give a text")
         if all(isinstance(item, int) for item in prompt):
             return [[item for item in prompt if isinstance(item, int)]]
         if any(isinstance(item, int) for item in prompt):
-            raise InvalidRequestError(
-                "prompt mixes token ids with other items: give one list of ids, or a list of texts"
+            raise field_error(
+                "prompt",
+                "mixes token ids with other items: give one list of ids, or a list of texts"
                 " or lists of ids",
-                param="prompt",
             )
         if len(prompt) > MAX_PROMPTS:
-            raise InvalidRequestError(
-                f"prompt has {len(prompt)} entries, at most {MAX_PROMPTS} are served in one call:"
+            raise field_error(
+                "prompt",
+                f"has {len(prompt)} entries, at most {MAX_PROMPTS} are served in one call:"
                 " split it",
-                param="prompt",
             )
         return [item for item in prompt if not isinstance(item, int)]
 
@@ -71,25 +75,80 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     def check(self) -> None:
         SamplingFields.check(self)
         if self.thinking_token_budget not in (None, -1):
-            raise InvalidRequestError(
-                f"thinking_token_budget = {shown(self.thinking_token_budget)} is not served:"
-                " only the answers of chats have thoughts that are told apart",
-                param="thinking_token_budget",
+            raise field_error(
+                "thinking_token_budget",
+                f"= {shown(self.thinking_token_budget)} is not served:"
+                " only the answers of chats separate thoughts from content",
             )
         self.check_streamed("logprobs", self.logprobs)
         self.check_named(self.logprobs is not None)
         if self.logprob_token_ids and self.scores_only:
-            raise InvalidRequestError(
-                "logprob_token_ids is about generated tokens, and max_tokens = 0 generates none:"
-                " use prompt_logprobs",
-                param="logprob_token_ids",
+            raise field_error(
+                "logprob_token_ids",
+                "is about generated tokens, and max_tokens = 0 generates none: use prompt_logprobs",
             )
         if self.suffix and self.echo:
-            raise InvalidRequestError(
-                "echo repeats what stands before the answer, and with suffix that is not all of"
+            raise field_error(
+                "echo",
+                "repeats the text before the answer, and with suffix that is not all of"
                 " the prompt: leave out one of them",
-                param="echo",
             )
 
 
 DECODER = msgspec.json.Decoder(CompletionRequest)
+
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class TextChoice(Record, kw_only=True):
+    """Choice j of prompt i has the index i * n + j."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    """The stop string or the stop token that ended it."""
+    prompt_logprobs: PromptLogprobs | None
+    token_ids: list[int] | None
+    prompt_token_ids: list[int] | None
+
+
+class TextCompletion(Record, kw_only=True):
+    """A whole answer."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[TextChoice]
+    system_fingerprint: str
+    usage: TokenUsage
+    metrics: RequestTimings | UnsetType = UNSET
+    """The times of a request with one choice, under `--enable-per-request-metrics`."""
+
+
+class TextChunkChoice(Record, kw_only=True):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class TextChunk(Record, kw_only=True):
+    """One event of a stream; the last one before `[DONE]` has the usage and no choices, where
+    `stream_options` asks for it."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[TextChunkChoice]
+    usage: TokenUsage | UnsetType | None = UNSET
+    metrics: RequestTimings | UnsetType = UNSET
+    """The times of the request, in the last chunk alone, with the usage."""

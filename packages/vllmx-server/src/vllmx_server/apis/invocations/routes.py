@@ -9,11 +9,10 @@ from typing import Any
 from starlette.requests import Request
 from vllmx_core.errors import InvalidRequestError
 
-from vllmx_server.generating.api import Api
-from vllmx_server.generating.by_shape import Endpoint, by_shape
+from vllmx_server.generating.api import Api, keyed
+from vllmx_server.generating.reading import Endpoint, by_shape
 from vllmx_server.generating.served import Served, served_of
-from vllmx_server.http.operation import GENERATES, GENERATING, HELLO, Operation
-from vllmx_server.http.route import Right, Route
+from vllmx_server.http.operation import GENERATES, GENERATING, HELLO
 
 _GENERATING: Mapping[str, str] = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
 """The routes of a model that generates, by the field that only their bodies have."""
@@ -51,19 +50,16 @@ def _endpoint(served: Served, names: Collection[str]) -> Endpoint:
 
 class InvocationsApi(Api):
     routes = (
-        Route(
+        keyed(
             "POST",
             "/invocations",
             invocations,
-            Operation(
-                GENERATING,
-                text="A model that generates takes chats and texts, one that makes vectors or"
-                " scores the others. The answer is that of the route.",
-                statuses=GENERATES,
-                example={"messages": HELLO},
-                shapes=(*_GENERATING.values(), _EMBEDDINGS, _CLASSIFY, *_SCORING.values()),
-            ),
+            GENERATING,
+            text="A model that generates takes chats and texts, one that makes vectors or"
+            " scores the others. The answer is that of the route.",
+            statuses=GENERATES,
+            example={"messages": HELLO},
+            shapes=(*_GENERATING.values(), _EMBEDDINGS, _CLASSIFY, *_SCORING.values()),
             of_model=True,
-            right=Right.HOLDERS,
         ),
     )

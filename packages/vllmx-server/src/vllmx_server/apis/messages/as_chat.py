@@ -17,20 +17,30 @@ from vllmx_server.generating.chat_body import (
     ToolCall,
     ToolFunction,
 )
-from vllmx_server.generating.fields import GENERATING, JSONSchemaFormat, ResponseFormat
+from vllmx_server.generating.fields import (
+    GENERATING,
+    JSONSchemaFormat,
+    ResponseFormat,
+    field_error,
+    needed,
+)
 
 
 def chat_of(body: CountTokensRequest) -> ChatCompletionRequest:
     """The chat completion that a Messages request asks for. Raises InvalidRequestError."""
     turns, tools = list(_turns(body)), _tools(body)
     if not turns:
-        raise InvalidRequestError("messages hold no text: give at least one", param="messages")
+        raise field_error("messages", "hold no text: give at least one")
+    one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
+    # Thinking is off unless the request asks for it, as in Anthropic's API.
+    thinks = body.thinking is not None and body.thinking.type != "disabled"
+    switches: dict[str, Any] = dict.fromkeys(THINKING_SWITCHES, thinks)
     chat = ChatCompletionRequest(
         messages=turns,
         tools=tools,
         tool_choice=_tool_choice(body),
-        parallel_tool_calls=_parallel(body),
-        chat_template_kwargs=_template_arguments(body),
+        parallel_tool_calls=False if one_call else None,
+        chat_template_kwargs=switches | (body.chat_template_kwargs or {}),
         continue_final_message=True if body.messages[-1].role == "assistant" else None,
     )
     _configure(chat, body)
@@ -51,12 +61,6 @@ def _configure(chat: ChatCompletionRequest, body: CountTokensRequest) -> None:
     if body.format is not None:
         schema = JSONSchemaFormat(schema=body.format.schema)
         chat.response_format = ResponseFormat("json_schema", schema)
-
-
-def _template_arguments(body: CountTokensRequest) -> dict[str, Any]:
-    """Thinking is off unless the request asks for it, as in Anthropic's API."""
-    thinks = body.thinking is not None and body.thinking.type != "disabled"
-    return dict.fromkeys(THINKING_SWITCHES, thinks) | (body.chat_template_kwargs or {})
 
 
 def _tools(body: CountTokensRequest) -> list[dict[str, Any]] | None:
@@ -87,11 +91,6 @@ def _tool_choice(body: CountTokensRequest) -> str | dict[str, Any] | None:
     return "required" if choice.type == "any" else choice.type
 
 
-def _parallel(body: CountTokensRequest) -> bool | None:
-    choice = body.tool_choice
-    return False if choice is not None and choice.disable_parallel_tool_use else None
-
-
 # --- turns ----------------------------------------------------------------------------------------
 def _turns(body: CountTokensRequest) -> Iterator[ChatMessage]:
     if body.system:
@@ -112,11 +111,11 @@ def _assistant(blocks: Sequence[Block], where: str, names: dict[str, str]) -> Ch
     for number, block in enumerate(blocks):
         place = f"{where}.content[{number}]"
         if block.type == "text":
-            texts.append(_need(block.text, place, "text"))
+            texts.append(needed(block.text, place, "text"))
         elif block.type == "thinking":
-            thoughts.append(_need(block.thinking, place, "thinking"))
+            thoughts.append(needed(block.thinking, place, "thinking"))
         elif block.type == "tool_use":
-            name, call_id = _need(block.name, place, "name"), _need(block.id, place, "id")
+            name, call_id = needed(block.name, place, "name"), needed(block.id, place, "id")
             names[call_id] = name
             calls.append(ToolCall(ToolFunction(name, block.input or {}), id=call_id))
         elif block.type != "redacted_thinking":  # it holds nothing that can be read
@@ -139,7 +138,7 @@ def _given(
     for number, block in enumerate(blocks):
         place = f"{where}.content[{number}]"
         if block.type == "text":
-            parts.append(ContentPart("text", _need(block.text, place, "text")))
+            parts.append(ContentPart("text", needed(block.text, place, "text")))
         elif block.type == "image":
             parts.append(_image(block, place))
         elif block.type == "tool_result":
@@ -160,9 +159,8 @@ def _image(block: Block, where: str) -> ContentPart:
         return ContentPart("image_url", image_url=ImageURL(f"data:{media};base64,{data}"))
     if kind == "url" and isinstance(source.get("url"), str):
         return ContentPart("image_url", image_url=ImageURL(source["url"]))
-    raise InvalidRequestError(
-        f"{where}.source must be of type base64, with media_type and data, or of type url",
-        param=f"{where}.source",
+    raise field_error(
+        f"{where}.source", "must be of type base64, with media_type and data, or of type url"
     )
 
 
@@ -170,12 +168,12 @@ def _result(
     block: Block, where: str, names: dict[str, str], images: list[str | ContentPart]
 ) -> ChatMessage:
     """Adds the images of what a tool returned to `images`."""
-    call_id = _need(block.tool_use_id, where, "tool_use_id")
+    call_id = needed(block.tool_use_id, where, "tool_use_id")
     if call_id not in names:
-        raise InvalidRequestError(
-            f"{where}.tool_use_id is {shown(call_id)}, which is the id of no tool_use block before"
+        raise field_error(
+            f"{where}.tool_use_id",
+            f"is {shown(call_id)}, which is the id of no tool_use block before"
             " it: send the call, too",
-            param=f"{where}.tool_use_id",
         )
     content = block.content or ""
     if isinstance(content, list):
@@ -197,7 +195,7 @@ def _text_of(content: str | list[Block], where: str) -> str | list[str | Content
         place = f"{where}[{number}]"
         if block.type != "text":
             raise _unserved(block, place)
-        parts.append(ContentPart("text", _need(block.text, place, "text")))
+        parts.append(ContentPart("text", needed(block.text, place, "text")))
     return parts
 
 
@@ -207,15 +205,9 @@ def _joined(content: str | list[str | ContentPart]) -> str:
     return "\n".join(part if isinstance(part, str) else part.text or "" for part in content)
 
 
-def _need(value: str | None, where: str, name: str) -> str:
-    if value is None:
-        raise InvalidRequestError(f"{where} lacks its {name}", param=f"{where}.{name}")
-    return value
-
-
 def _unserved(block: Block, where: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{where} has the type {shown(block.type)}, which is not served here: this server takes"
+    return field_error(
+        where,
+        f"has the type {shown(block.type)}, which is not served here: this server takes"
         " text, image, thinking, tool_use and tool_result, each in its place",
-        param=where,
     )

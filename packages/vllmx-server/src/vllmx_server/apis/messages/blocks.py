@@ -5,6 +5,13 @@ from __future__ import annotations
 from typing import TypeVar
 
 import msgspec
+from vllmx_engine.formats.events import (
+    ArgumentsPiece,
+    CallBegin,
+    CallEnd,
+    ContentPiece,
+    ReasoningPiece,
+)
 
 from vllmx_server.apis.messages.answers import (
     BlockStart,
@@ -15,18 +22,10 @@ from vllmx_server.apis.messages.answers import (
     ThinkingBlock,
     ToolUseBlock,
 )
-from vllmx_server.generating.chat_events import (
-    AnswerEnd,
-    ArgumentsPiece,
-    CallBegin,
-    CallEnd,
-    ChatEvent,
-    ContentPiece,
-    ReasoningPiece,
-)
+from vllmx_server.generating.chat_events import AnswerEnd, ChatEvent
+from vllmx_server.schema.record import encode
 
 Block = TypeVar("Block", TextBlock, ThinkingBlock)
-encode = msgspec.json.Encoder().encode
 _TEXT, _THINKING = TextBlock(), ThinkingBlock()
 
 
@@ -81,7 +80,7 @@ class Blocks:
         return new
 
     def _fill_inputs(self) -> None:
-        """What was cut by `length` is no JSON and stays an empty object."""
+        """An input that was cut by `length` cannot be read and stays an empty object."""
         for index, block in self._calls.items():
             try:
                 found = msgspec.json.decode("".join(self._arguments.get(index, ())) or "{}")
@@ -100,7 +99,7 @@ class BlockEvents:
         self._end: AnswerEnd | None = None
 
     def of(self, event: ChatEvent) -> bytes:
-        """What goes out for what happened next; maybe nothing."""
+        """The bytes to send for an event; maybe none."""
         if isinstance(event, ContentPiece):
             return self._open("text", _TEXT) + self._delta(b'"text_delta","text":', event.text)
         if isinstance(event, ReasoningPiece):

@@ -7,7 +7,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from vllmx_core.errors import VllmxError
@@ -35,21 +34,17 @@ from vllmx_server.apis.messages.schema import (
     MessagesRequest,
 )
 from vllmx_server.errors import messages_error_body
-from vllmx_server.generating.api import Api
-from vllmx_server.generating.chat_call import ChatCall, chat_call, submit_chat
+from vllmx_server.generating.api import Api, keyed
+from vllmx_server.generating.chat_call import ChatCall, chat_call, prompt_tokens, submit_chat
 from vllmx_server.generating.chat_events import ChatEvents
 from vllmx_server.generating.field_names import MESSAGES_FIELDS
-from vllmx_server.generating.generate import generate
+from vllmx_server.generating.generate import Answer, generate
 from vllmx_server.generating.generation import Generation
-from vllmx_server.generating.reading import body_bytes, checked, counted, most_tokens, read_json
+from vllmx_server.generating.reading import checked, counted, read_json
 from vllmx_server.generating.served import Served, served_of
-from vllmx_server.http.client import client_of
-from vllmx_server.http.disconnect import while_there
 from vllmx_server.http.event_stream import Framing, HeldResponse
-from vllmx_server.http.operation import BODY, GENERATES, GENERATING, HELLO, TEXT, Events, Operation
-from vllmx_server.http.route import Right, Route
-
-encode = msgspec.json.Encoder().encode
+from vllmx_server.http.operation import BODY, GENERATES, GENERATING, HELLO, TEXT, Events
+from vllmx_server.schema.record import encode
 
 
 def _failed(error: VllmxError) -> bytes:
@@ -87,8 +82,8 @@ async def _submit(
 
 
 async def count_tokens(request: Request) -> Response:
-    """How many tokens the prompt of a Messages request has."""
-    served, client = served_of(request), client_of(request)
+    """Counts the tokens in the prompt of a Messages request."""
+    served = served_of(request)
     decoder = BETA_COUNT_TOKENS if _is_beta(request) else COUNT_TOKENS
 
     def parse(data: bytes) -> tuple[list[dict[str, Any]], ChatOptions]:
@@ -99,15 +94,12 @@ async def count_tokens(request: Request) -> Response:
 
     conversation, options = await read_json(request, served, parse)
     async with counted(request) as admitted:
-        encoding = served.llm.encode_chat(
-            conversation, options, False, client, body_bytes(request), most_tokens(served)
-        )
-        tokens = await while_there(request.receive, encoding)
+        tokens = await prompt_tokens(request, served, conversation, options)
         admitted.num_tokens = len(tokens)
     return Response(encode(CountedTokens(input_tokens=len(tokens))), media_type="application/json")
 
 
-class MessagesAnswer:
+class MessagesAnswer(Answer):
     """Makes the wire format of one request's outputs."""
 
     def __init__(
@@ -121,7 +113,6 @@ class MessagesAnswer:
         self._blocks = BlockEvents()
 
     async def whole(self) -> Iterator[bytes]:
-        """The body of an answer that is not streamed."""
         blocks = Blocks()
         async with aclosing(self._events.all()) as events:
             async for event in events:
@@ -130,7 +121,6 @@ class MessagesAnswer:
         return iter((encode(self._message(blocks.content, stop, done=True)),))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of a streamed answer; none before the engine's first output."""
         blocks, begun = self._blocks, False
         async with aclosing(self._events.all()) as events:
             async for event in events:
@@ -150,7 +140,6 @@ class MessagesAnswer:
     has_middle = True
 
     def middle(self, text: str, ids: list[int]) -> bytes:
-        """See `Answer.middle`."""
         return b"".join([self._blocks.of(event) for event in self._events.more(text, ids)])
 
     def _start(self) -> bytes:
@@ -186,38 +175,32 @@ class MessagesAnswer:
 
 class MessagesApi(Api):
     routes = (
-        Route(
+        keyed(
             "POST",
             "/v1/messages",
             messages,
-            Operation(
-                GENERATING,
-                Message,
-                MessagesRequest,
-                events=Events(MessagesEvent, is_named=True),
-                statuses=GENERATES,
-                example={"messages": HELLO, "max_tokens": 16},
-                is_anthropic=True,
-                task="generate",
-            ),
+            GENERATING,
+            Message,
+            MessagesRequest,
+            events=Events(MessagesEvent, is_named=True),
+            statuses=GENERATES,
+            example={"messages": HELLO, "max_tokens": 16},
+            is_anthropic=True,
+            task="generate",
             of_model=True,
             span="chat",
-            right=Right.HOLDERS,
         ),
-        Route(
+        keyed(
             "POST",
             "/v1/messages/count_tokens",
             count_tokens,
-            Operation(
-                TEXT,
-                CountedTokens,
-                CountTokensRequest,
-                statuses=(*BODY, 404),
-                example={"messages": HELLO},
-                is_anthropic=True,
-                task="generate",
-            ),
+            TEXT,
+            CountedTokens,
+            CountTokensRequest,
+            statuses=(*BODY, 404),
+            example={"messages": HELLO},
+            is_anthropic=True,
+            task="generate",
             of_model=True,
-            right=Right.HOLDERS,
         ),
     )

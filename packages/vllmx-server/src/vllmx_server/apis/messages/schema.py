@@ -9,7 +9,7 @@ from msgspec import Meta
 from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.generating.chat_body import MAX_MESSAGES
-from vllmx_server.generating.fields import GuidedFields
+from vllmx_server.generating.fields import GuidedFields, field_error
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.decode import check_free_form
 
@@ -78,7 +78,7 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CountTokensRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True):
-    """What makes the prompt."""
+    """The fields that make the prompt."""
 
     model: str | None = None
     messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -101,9 +101,7 @@ class CountTokensRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True)
     def check(self) -> None:
         """Cross-field rules. Raises InvalidRequestError."""
         if self.mcp_servers:
-            raise InvalidRequestError(
-                "mcp_servers is not served: give the tools themselves", param="mcp_servers"
-            )
+            raise field_error("mcp_servers", "is not served: give the tools themselves")
         thinking = self.thinking
         if thinking is not None and (thinking.budget_tokens is None) == thinking.is_enabled:
             wrong = "needs" if thinking.is_enabled else "takes no"
@@ -114,10 +112,10 @@ class CountTokensRequest(GuidedFields, kw_only=True, forbid_unknown_fields=True)
         for index, tool in enumerate(self.tools or ()):
             if tool.type not in (None, "custom") or tool.input_schema is None:
                 kind = f"type {shown(tool.type)}" if tool.type else "no input_schema"
-                raise InvalidRequestError(
-                    f"tools[{index}] has {kind}: only tools that the client runs are served; give"
+                raise field_error(
+                    f"tools[{index}]",
+                    f"has {kind}: only tools that the client runs are served; give"
                     " name, description and input_schema",
-                    param=f"tools[{index}]",
                 )
             check_free_form(tool.input_schema, f"tools[{index}].input_schema")
         if self.format is not None and self.output_format not in (None, self.format):
@@ -176,17 +174,14 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
         """Cross-field rules. Raises InvalidRequestError."""
         CountTokensRequest.check(self)
         if self.container is not None:
-            raise InvalidRequestError(
-                "container is not served: nothing is executed here, leave it out",
-                param="container",
-            )
+            raise field_error("container", "is not served: nothing is executed here, leave it out")
         budget = None if self.thinking is None else self.thinking.budget_tokens
         if budget is not None and budget >= self.max_tokens and not self.tools:
             # with tools, a turn of several answers may think more than one of them may say
-            raise InvalidRequestError(
-                f"thinking.budget_tokens is {budget}, which must be less than max_tokens,"
+            raise field_error(
+                "thinking.budget_tokens",
+                f"is {budget}, which must be less than max_tokens,"
                 f" {self.max_tokens}: raise max_tokens, or think less",
-                param="thinking.budget_tokens",
             )
 
 

@@ -10,12 +10,10 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-import msgspec
 from vllmx_core.errors import VllmxError
 
 from vllmx_server import __version__
-from vllmx_server.apis.openapi.bounds import Bounds, security
-from vllmx_server.apis.openapi.schemas import REF, Schema, schemas_of
+from vllmx_server.apis.openapi.schemas import Bounds, Schema, schemas_of, security
 from vllmx_server.errors import ErrorAnswer, MessagesError
 from vllmx_server.http.operation import ANY, COUNTED, Events, Form, Media, Operation
 from vllmx_server.http.route import Route
@@ -266,11 +264,3 @@ def _event_stream(events: Events, refs: dict[Any, Schema]) -> dict[str, Any]:
     if events.ends_with is not None:
         shown.append({"data": {"const": events.ends_with}})
     return {"schema": {"type": "string"}, "x-events": shown}
-
-
-def encoded(routes: Sequence[Route], bounds: Bounds) -> bytes:
-    """The JSON of the document of a server."""
-    return msgspec.json.encode(document(routes, bounds))
-
-
-__all__ = ["REF", "UndocumentedRouteError", "document", "encoded"]

@@ -9,10 +9,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vllmx_server.generating.api import Api
+from vllmx_server.generating.api import Api, keyed
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.operation import PAGES, Media, Operation
 from vllmx_server.http.route import Right, Route
+from vllmx_server.schema.record import encode
 
 PREFIX = "/docs"
 _FOLDER = Path(__file__).parent / "page"
@@ -32,14 +33,15 @@ class Document:
 
 
 async def document(request: Request) -> Response:
-    """What all routes take and answer, as OpenAPI 3.1, with the bounds of this server."""
+    """The OpenAPI 3.1 document of all routes, with the bounds of this server."""
     served = served_of(request)
     known = served.store(Document)
     if known.json is None:
-        from vllmx_server.apis.openapi.bounds import Bounds  # most servers are never asked
-        from vllmx_server.apis.openapi.document import encoded
+        from vllmx_server.apis.openapi import document as made  # most servers are never asked
+        from vllmx_server.apis.openapi.schemas import Bounds
 
-        known.json = await asyncio.to_thread(encoded, served.routes, Bounds.of(served))
+        bounds = Bounds.of(served)
+        known.json = await asyncio.to_thread(lambda: encode(made.document(served.routes, bounds)))
     return Response(known.json, media_type="application/json")
 
 
@@ -63,13 +65,7 @@ async def _sent(name: str, media_type: str) -> Response:
 
 class DocumentApi(Api):
     routes = (
-        Route(
-            "GET",
-            "/openapi.json",
-            document,
-            Operation(PAGES, Media(("application/json",))),
-            right=Right.HOLDERS,
-        ),
+        keyed("GET", "/openapi.json", document, PAGES, Media(("application/json",))),
         Route("GET", PREFIX, page, Operation(PAGES, Media(("text/html",))), Right.EVERYBODY),
         Route(
             "GET",

@@ -1,17 +1,17 @@
-"""What operators do to a running server: /v1/models/load and /unload, /sleep, /wake,
-/reset_prefix_cache, /shutdown. All of them want a key of --admin-key."""
+"""Control of a running server: /v1/models/load and /unload, /sleep, /wake, /reset_prefix_cache,
+/shutdown. All of them require a key of --admin-key."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from vllmx_core.errors import InvalidRequestError, shown
+from vllmx_core.errors import shown
 
-from vllmx_server.apis.operators.answers import ModelState, PrefixCachesReset
 from vllmx_server.generating.api import Api
+from vllmx_server.generating.fields import field_error
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.answers import Health
 from vllmx_server.http.body import read_body
@@ -20,12 +20,23 @@ from vllmx_server.http.operation import BODY, STATUS, Endpoint, Operation
 from vllmx_server.http.pages import answer
 from vllmx_server.http.route import Right, Route
 from vllmx_server.schema.decode import decode
+from vllmx_server.schema.record import Record
 
 
 class NamedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of /v1/models/load and /unload."""
 
     model: str
+
+
+class ModelState(Record, kw_only=True):
+    model: str
+    state: Literal["unloaded", "loaded"]
+
+
+class PrefixCachesReset(Record, kw_only=True):
+    reset: dict[str, bool]
+    """True for each model whose cache was reset; false where requests run."""
 
 
 _NAMED = msgspec.json.Decoder(NamedModel)
@@ -43,10 +54,10 @@ async def unload(request: Request) -> Response:
     """Ends a model's core, unless it is in use."""
     served, name = await _named(request)
     if served.models is None or name == served.llm.config.name:
-        raise InvalidRequestError(
-            f"model {shown(name)} gets the requests that name none, so it stays: stop the server"
+        raise field_error(
+            "model",
+            f"{shown(name)} gets the requests that name none, so it stays: stop the server"
             " instead (/shutdown)",
-            param="model",
         )
     await served.models.host.unload(name)
     return answer(ModelState(model=name, state="unloaded"))

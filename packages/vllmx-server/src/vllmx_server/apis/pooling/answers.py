@@ -11,7 +11,7 @@ from vllmx_server.schema.record import Record
 
 
 class PoolingList(Record, kw_only=True):
-    """What lists of rows have in common."""
+    """The fields that lists of rows share."""
 
     id: str
     object: Literal["list"] = "list"

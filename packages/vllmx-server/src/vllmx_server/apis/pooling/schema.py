@@ -1,4 +1,5 @@
-"""POST /v1/embeddings, /pooling, /score, /rerank, /classify."""
+"""Bodies of /v1/embeddings, /pooling, /score, /rerank, /classify,
+and of TEI's /embed and /rerank."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from vllmx_server.generating.chat_body import (
     ChatMessage,
     generation_prompt,
 )
+from vllmx_server.generating.fields import field_error
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.decode import check_free_form
 
@@ -26,7 +28,7 @@ Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
 
 
 class PoolingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What all of these routes take."""
+    """The fields of all routes but those of text-embeddings-inference (TEI)."""
 
     model: str | None = None
     truncate_prompt_tokens: limits.Truncation | None = None
@@ -38,7 +40,7 @@ class PoolingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user: str | None = None
 
     def check(self) -> None:
-        """Nothing depends on another field."""
+        """Cross-field rules. Raises InvalidRequestError."""
 
 
 class InputFields(PoolingFields, kw_only=True, forbid_unknown_fields=True):
@@ -58,13 +60,11 @@ class InputFields(PoolingFields, kw_only=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         """Cross-field rules. Raises InvalidRequestError."""
-        PoolingFields.check(self)
         if (self.input is None) == (self.messages is None):
             raise InvalidRequestError("give either input or messages", param="input")
         check_free_form(self.chat_template_kwargs, "chat_template_kwargs")
 
-    def inputs(self) -> list[PoolingText]:
-        """The inputs of `input`; none for a conversation. Raises InvalidRequestError."""
+    def pooling_texts(self) -> list[PoolingText]:
         return [] if self.input is None else texts_of(self.input, "input")
 
     def conversation(self) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ class InputFields(PoolingFields, kw_only=True, forbid_unknown_fields=True):
         return found
 
     def chat_options(self) -> ChatOptions:
-        """How to render `messages`. Raises InvalidRequestError."""
+        """The options for rendering `messages`. Raises InvalidRequestError."""
         add = generation_prompt(bool(self.add_generation_prompt), self.continue_final_message)
         return ChatOptions(
             add_generation_prompt=add,
@@ -98,17 +98,16 @@ def texts_of(given: str | list[str | int | list[int]], name: str) -> list[Poolin
     if all(isinstance(item, int) for item in given):
         return [_of_ids([item for item in given if isinstance(item, int)], name)]
     if len(given) > MAX_INPUTS:
-        raise InvalidRequestError(
-            f"{name} has {len(given)} entries, at most {MAX_INPUTS} are taken: split the call",
-            param=name,
+        raise field_error(
+            name, f"has {len(given)} entries, at most {MAX_INPUTS} are taken: split the call"
         )
     found = []
     for item in given:
         if isinstance(item, int):
-            raise InvalidRequestError(
-                f"{name} mixes token ids with other items: give one list of ids, or a list of"
+            raise field_error(
+                name,
+                "mixes token ids with other items: give one list of ids, or a list of"
                 " texts or lists of ids",
-                param=name,
             )
         found.append(PoolingText(item) if isinstance(item, str) else _of_ids(item, name))
     return found
@@ -116,9 +115,8 @@ def texts_of(given: str | list[str | int | list[int]], name: str) -> list[Poolin
 
 def _of_ids(ids: list[int], name: str) -> PoolingText:
     if not ids or id_outside(ids, 1 << 31) is not None:
-        raise InvalidRequestError(
-            f"{name} has a list of token ids that is empty or has one outside of 31 bits",
-            param=name,
+        raise field_error(
+            name, "has a list of token ids that is empty or has one outside of 31 bits"
         )
     return PoolingText(ids=ids)
 
@@ -129,6 +127,10 @@ class EmbeddingsRequest(InputFields, kw_only=True, forbid_unknown_fields=True):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: limits.Dimensions | None = None
     normalize: bool | None = None
+
+    @property
+    def is_normalized(self) -> bool:
+        return self.normalize is not False
 
 
 class PoolingRequest(EmbeddingsRequest, kw_only=True, forbid_unknown_fields=True):
@@ -144,8 +146,22 @@ class ClassifyRequest(InputFields, kw_only=True, forbid_unknown_fields=True):
     use_activation: bool | None = None
     """vLLM's newer name of it."""
 
+    @property
+    def is_normalized(self) -> bool:
+        return self.activation is not False and self.use_activation is not False
 
-class ScoreRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+
+class ScoringFields(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+    activation: bool | None = None
+    use_activation: bool | None = None
+    """vLLM's newer name of it."""
+
+    @property
+    def is_normalized(self) -> bool:
+        return self.activation is not False and self.use_activation is not False
+
+
+class ScoreRequest(ScoringFields, kw_only=True, forbid_unknown_fields=True):
     """vLLM's scores: one text with each of several, or pairs."""
 
     text_1: Texts | None = None
@@ -153,12 +169,8 @@ class ScoreRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
     queries: Texts | None = None
     """`queries` is a newer name of `text_1`, `documents` one of `text_2`."""
     documents: Texts | None = None
-    activation: bool | None = None
-    use_activation: bool | None = None
-    """vLLM's newer name of it."""
 
-    def pairs(self) -> list[PoolingText]:
-        """Raises InvalidRequestError."""
+    def pooling_texts(self) -> list[PoolingText]:
         first = self.text_1 if self.queries is None else self.queries
         second = self.text_2 if self.documents is None else self.documents
         if first is None or second is None:
@@ -166,10 +178,10 @@ class ScoreRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
         ones = [first] if isinstance(first, str) else first
         others = [second] if isinstance(second, str) else second
         if len(ones) not in (1, len(others)):
-            raise InvalidRequestError(
-                f"text_1 has {len(ones)} texts and text_2 has {len(others)}: give one text_1, or as"
+            raise field_error(
+                "text_1",
+                f"has {len(ones)} texts and text_2 has {len(others)}: give one text_1, or as"
                 " many as there are in text_2",
-                param="text_1",
             )
         ones = ones * (len(others) // len(ones))
         return [PoolingText(a, pair=b) for a, b in zip(ones, others, strict=True)]
@@ -181,7 +193,7 @@ class Document(msgspec.Struct):
     text: str
 
 
-class RerankRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+class RerankRequest(ScoringFields, kw_only=True, forbid_unknown_fields=True):
     """Jina's and Cohere's reranking."""
 
     query: str
@@ -190,9 +202,6 @@ class RerankRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
     """0: all documents come back."""
     return_documents: bool | None = None
     """None: yes, as in vLLM."""
-    activation: bool | None = None
-    use_activation: bool | None = None
-    """vLLM's newer name of it."""
     # Accepted and ignored.
     max_chunks_per_doc: Any = None
 
@@ -200,14 +209,80 @@ class RerankRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
         """The texts of the documents."""
         return [each if isinstance(each, str) else each.text for each in self.documents]
 
-
-def is_activated(body: ClassifyRequest | ScoreRequest | RerankRequest) -> bool:
-    """Whether scores are made of what the model gives; unless a request says otherwise."""
-    return body.activation is not False and body.use_activation is not False
+    def pooling_texts(self) -> list[PoolingText]:
+        return [PoolingText(self.query, pair=text) for text in self.texts()]
 
 
+class TEIFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields of TEI's routes."""
+
+    model: str | None = None
+    """vllmx's own, for servers with several models."""
+    truncate: bool | None = None
+    """Cut inputs that are too long for the model instead of refusing them."""
+    truncation_direction: Literal["right", "left", "Right", "Left"] | None = None
+
+    @property
+    def truncate_prompt_tokens(self) -> int | None:
+        return -1 if self.truncate else None
+
+    priority = cache_salt = None  # TEI has neither
+
+    def check(self) -> None:
+        """Cross-field rules. Raises InvalidRequestError."""
+        if self.truncate and (self.truncation_direction or "").lower() == "left":
+            raise field_error(
+                "truncation_direction", '= "left" is not served: inputs lose their end; use "right"'
+            )
+
+
+class EmbedRequest(TEIFields, kw_only=True, forbid_unknown_fields=True):
+    inputs: str | Input
+    """A text, token ids, or a list of either."""
+    normalize: bool | None = None
+    """None: yes."""
+    prompt_name: Annotated[str, Meta(max_length=256)] | None = None
+    """The model's prompt that is written before each input; None: its default, if it has one."""
+    dimensions: limits.Dimensions | None = None
+
+    @property
+    def is_normalized(self) -> bool:
+        return self.normalize is not False
+
+    def pooling_texts(self) -> list[PoolingText]:
+        return texts_of(self.inputs, "inputs")
+
+
+class RankTextsRequest(TEIFields, kw_only=True, forbid_unknown_fields=True):
+    query: str
+    texts: Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
+    raw_scores: bool | None = None
+    """Scores as the model gives them, without its activation."""
+    return_text: bool | None = None
+    """True if the answer repeats the texts; None: no."""
+
+    @property
+    def is_normalized(self) -> bool:
+        return not self.raw_scores
+
+    def pooling_texts(self) -> list[PoolingText]:
+        return [PoolingText(self.query, pair=text) for text in self.texts]
+
+
+PoolingBody = (
+    EmbeddingsRequest
+    | ClassifyRequest
+    | ScoreRequest
+    | RerankRequest
+    | EmbedRequest
+    | RankTextsRequest
+)
+"""All have `pooling_texts`, which makes the inputs of the model, none for a conversation, and
+`is_normalized`: vectors have length 1, scores go through the model's activation."""
 EMBEDDINGS = msgspec.json.Decoder(EmbeddingsRequest)
 POOLING = msgspec.json.Decoder(PoolingRequest)
 CLASSIFY = msgspec.json.Decoder(ClassifyRequest)
 SCORE = msgspec.json.Decoder(ScoreRequest)
 RERANK = msgspec.json.Decoder(RerankRequest)
+EMBED = msgspec.json.Decoder(EmbedRequest)
+RANK_TEXTS = msgspec.json.Decoder(RankTextsRequest)

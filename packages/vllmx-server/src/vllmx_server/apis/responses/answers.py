@@ -1,4 +1,4 @@
-"""Answers of /v1/responses."""
+"""Answers and events of /v1/responses, and answers of /v1/conversations."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class McpToolError(Record, kw_only=True, tag_field="type", tag="mcp_tool_executi
 
 
 class McpCall(Record, kw_only=True, tag_field="type", tag="mcp_call"):
-    """A call of an MCP server's tool, and what it came to."""
+    """A call of an MCP server's tool, and its result."""
 
     id: str
     status: Literal["in_progress", "completed", "incomplete", "failed"]
@@ -183,7 +183,7 @@ class Response(Record, kw_only=True):
 
 
 class ItemList(Page, kw_only=True):
-    """What a response was asked, as it was sent, with ids."""
+    """The input items of a response, as they were sent, with ids."""
 
     data: list[dict[str, Any]]
 
@@ -204,3 +204,184 @@ class Compaction(Record, kw_only=True):
     output: list[dict[str, Any]]
     """The messages of the user, as they were, and one item of the type `compaction`."""
     usage: ResponseUsage
+
+
+class ConversationObject(Record, kw_only=True):
+    """A conversation without its items."""
+
+    id: str
+    object: Literal["conversation"] = "conversation"
+    created_at: int
+    metadata: dict[str, str]
+
+
+class DeletedConversation(Record, kw_only=True):
+    id: str
+    object: Literal["conversation.deleted"] = "conversation.deleted"
+    deleted: Literal[True] = True
+
+
+class Numbered(Record, tag_field="type"):
+    sequence_number: int
+    """0 for the first one, 1 for the next."""
+
+
+class OfResponse(Numbered):
+    response: Response
+
+
+class ResponseCreated(OfResponse, tag="response.created"):
+    """The first event."""
+
+
+class ResponseInProgress(OfResponse, tag="response.in_progress"):
+    """The second one."""
+
+
+class ResponseCompleted(OfResponse, tag="response.completed"):
+    """The last event, if all went well."""
+
+
+class ResponseIncomplete(OfResponse, tag="response.incomplete"):
+    """The last event of an answer that was cut."""
+
+
+class ResponseFailed(OfResponse, tag="response.failed"):
+    """The last event of an answer that failed."""
+
+
+class ResponseCancelled(OfResponse, tag="response.cancelled"):
+    """The last event of an answer that somebody cancelled or deleted."""
+
+
+class ItemAdded(Numbered, tag="response.output_item.added"):
+    output_index: int
+    item: OutputItem
+
+
+class ItemDone(Numbered, tag="response.output_item.done"):
+    output_index: int
+    item: OutputItem
+
+
+class InItem(Numbered):
+    item_id: str
+    output_index: int
+
+
+class InPart(InItem):
+    content_index: int
+
+
+class PartAdded(InPart, tag="response.content_part.added"):
+    part: OutputText | ReasoningText
+
+
+class PartDone(InPart, tag="response.content_part.done"):
+    part: OutputText | ReasoningText
+
+
+class TextPiece(InPart, tag="response.output_text.delta"):
+    delta: str
+    logprobs: list[TokenLogprob]
+
+
+class TextDone(InPart, tag="response.output_text.done"):
+    text: str
+    logprobs: list[TokenLogprob]
+
+
+class ReasoningPiece(InPart, tag="response.reasoning_text.delta"):
+    delta: str
+
+
+class ReasoningDone(InPart, tag="response.reasoning_text.done"):
+    text: str
+
+
+class ArgumentsDelta(InItem, tag="response.function_call_arguments.delta"):
+    delta: str
+
+
+class ArgumentsDone(InItem, tag="response.function_call_arguments.done"):
+    name: str
+    arguments: str
+
+
+class CustomDelta(InItem, tag="response.custom_tool_call_input.delta"):
+    delta: str
+
+
+class CustomDone(InItem, tag="response.custom_tool_call_input.done"):
+    input: str
+
+
+class McpArgumentsDelta(InItem, tag="response.mcp_call_arguments.delta"):
+    delta: str
+
+
+class McpArgumentsDone(InItem, tag="response.mcp_call_arguments.done"):
+    arguments: str
+
+
+class McpCallInProgress(InItem, tag="response.mcp_call.in_progress"):
+    """The model begins a call."""
+
+
+class McpCallCompleted(InItem, tag="response.mcp_call.completed"):
+    """The tool has answered."""
+
+
+class McpCallFailed(InItem, tag="response.mcp_call.failed"):
+    """The tool has not answered, or says that it failed."""
+
+
+class McpListInProgress(InItem, tag="response.mcp_list_tools.in_progress"):
+    """The server is asked for its tools."""
+
+
+class McpListCompleted(InItem, tag="response.mcp_list_tools.completed"):
+    """The tools are known."""
+
+
+class McpListFailed(InItem, tag="response.mcp_list_tools.failed"):
+    """The server is not there."""
+
+
+class ErrorEvent(Numbered, tag="error"):
+    """An error that came before there was a response."""
+
+    code: str
+    message: str
+    param: str | None
+
+
+ResponsesEvent = (
+    ResponseCreated
+    | ResponseInProgress
+    | ItemAdded
+    | PartAdded
+    | TextPiece
+    | TextDone
+    | ReasoningPiece
+    | ReasoningDone
+    | ArgumentsDelta
+    | ArgumentsDone
+    | CustomDelta
+    | CustomDone
+    | McpListInProgress
+    | McpListCompleted
+    | McpListFailed
+    | McpCallInProgress
+    | McpArgumentsDelta
+    | McpArgumentsDone
+    | McpCallCompleted
+    | McpCallFailed
+    | PartDone
+    | ItemDone
+    | ResponseCompleted
+    | ResponseIncomplete
+    | ResponseFailed
+    | ResponseCancelled
+    | ErrorEvent
+)

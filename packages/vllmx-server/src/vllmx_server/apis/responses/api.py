@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from vllmx_server.apis.responses import conversation_routes, input_routes, routes
-from vllmx_server.apis.responses.background import BackgroundResponses, lost
-from vllmx_server.apis.responses.kept import KeptResponses
+from vllmx_server.apis.responses import conversation_routes, routes
+from vllmx_server.apis.responses.response import BackgroundResponses, lost
+from vllmx_server.apis.responses.store import KeptResponses
 from vllmx_server.config import ServerConfig
 from vllmx_server.generating.api import Api
 from vllmx_server.generating.served import Served
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ResponsesApi(Api):
-    routes = (*input_routes.ROUTES, *routes.ROUTES, *conversation_routes.ROUTES)
+    routes = (*routes.ROUTES, *conversation_routes.ROUTES)
 
     def __init__(self, config: ServerConfig) -> None:
         super().__init__(config)
@@ -54,6 +54,6 @@ def _tool_servers(config: ServerConfig) -> ToolServers | None:
 
     settings = read_servers(config.mcp_config, "--mcp-config")
     servers: Any = import_module("vllmx_server.mcp.servers")
-    import_module("vllmx_server.apis.responses.tool_request")
+    import_module("vllmx_server.apis.responses.mcp_rounds")
     started: ToolServers = servers.ToolServers(settings)
     return started

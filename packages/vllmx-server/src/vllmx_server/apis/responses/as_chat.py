@@ -6,13 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
+from starlette.requests import Request
 from vllmx_core.errors import InvalidRequestError, shown
 
-from vllmx_server.apis.responses.items import summary_of
-from vllmx_server.apis.responses.mcp_items import text_of_error
+from vllmx_server.apis.responses.items import summary_of, text_of_error
 from vllmx_server.apis.responses.schema import InputItem, InputPart, ResponsesRequest, TextOptions
+from vllmx_server.apis.responses.store import KeptResponses
 from vllmx_server.apis.responses.tools import choice_of, functions_of, whole_name
 from vllmx_server.generating.chat_body import (
+    MAX_MESSAGES,
     ChatCompletionRequest,
     ChatMessage,
     ContentPart,
@@ -22,16 +24,21 @@ from vllmx_server.generating.chat_body import (
     ToolFunction,
 )
 from vllmx_server.generating.field_names import RESPONSES_FIELDS
-from vllmx_server.generating.fields import GENERATING, JSONSchemaFormat, ResponseFormat
+from vllmx_server.generating.fields import (
+    GENERATING,
+    JSONSchemaFormat,
+    ResponseFormat,
+    field_error,
+    needed,
+)
+from vllmx_server.generating.reading import body_bytes
+from vllmx_server.generating.served import Served
+from vllmx_server.http.client import owner_of
 
 _SAME = (
-    "stream",
-    "stop",
-    "thinking_token_budget",
-    "parallel_tool_calls",
-    "chat_template_kwargs",
+    "stream", "stop", "thinking_token_budget", "parallel_tool_calls", "chat_template_kwargs",
     *GENERATING,
-)
+)  # fmt: skip
 """Fields that mean the same in chats."""
 _EFFORTS: dict[Effort, Effort] = {"xhigh": "high", "max": "high", "minimal": "low"}
 _RETURNED = ("function_call_output", "custom_tool_call_output")
@@ -91,6 +98,21 @@ def _format(text: TextOptions | None) -> ResponseFormat | None:
     return ResponseFormat("json_schema", schema)
 
 
+async def items_before(request: Request, served: Served, body: ResponsesRequest) -> list[InputItem]:
+    """The conversation that came before; its bytes are counted as the body's."""
+    kept, owner, most = served.store(KeptResponses), owner_of(request), served.config.max_body_bytes
+    if body.conversation_id is not None:
+        before, num_bytes = await kept.conversations.items(owner, body.conversation_id, most)
+    elif body.previous_response_id is not None:
+        before, num_bytes = await kept.responses.conversation(
+            owner, body.previous_response_id, MAX_MESSAGES, most
+        )
+    else:
+        return []
+    request.scope["state"]["body_bytes"] = body_bytes(request) + num_bytes
+    return before
+
+
 def check_items(items: Sequence[InputItem], name: str) -> None:
     """Raises InvalidRequestError for an item that is not served. An output may come without its
     call."""
@@ -135,9 +157,7 @@ class Messages:
             turn = self._assistant(lambda turn: not turn.content and not turn.tool_calls)
             turn.content = _text(item.content, where)
         elif kind == "message":
-            if item.role is None:
-                raise _lacks(where, "role")
-            self.say(item.role, _parts(item.content, where))
+            self.say(needed(item.role, where, "role"), _parts(item.content, where))
         elif kind == "reasoning":
             thought = _text(item.content or item.summary or "", where)
             turn = self._assistant(lambda turn: not turn.content and not turn.tool_calls)
@@ -154,32 +174,30 @@ class Messages:
         elif kind == "mcp_list_tools":
             pass  # the request says which tools there are
         else:
-            raise InvalidRequestError(
-                f"{where} has the type {shown(kind)}, which is not served here: this server takes"
+            raise field_error(
+                where,
+                f"has the type {shown(kind)}, which is not served here: this server takes"
                 " message, reasoning, function_call, custom_tool_call and what those return,"
                 " mcp_call, mcp_list_tools and compaction",
-                param=where,
             )
 
     def _call(self, item: InputItem, where: str) -> None:
-        if item.name is None or item.call_id is None:
-            raise _lacks(where, "name" if item.name is None else "call_id")
+        name, call_id = needed(item.name, where, "name"), needed(item.call_id, where, "call_id")
         arguments: str | dict[str, Any] = item.arguments or ""
         if item.type == "custom_tool_call":
             arguments = {"input": item.input or ""}
-        function = ToolFunction(whole_name(item.name, item.namespace), arguments)
+        function = ToolFunction(whole_name(name, item.namespace), arguments)
         turn = self._assistant(lambda turn: True)
-        turn.tool_calls = [*(turn.tool_calls or ()), ToolCall(function, id=item.call_id)]
-        self._called[item.call_id] = function.name
+        turn.tool_calls = [*(turn.tool_calls or ()), ToolCall(function, id=call_id)]
+        self._called[call_id] = function.name
 
     def _returned(self, item: InputItem, where: str) -> None:
-        if item.call_id is None:
-            raise _lacks(where, "call_id")
-        name = self._called.get(item.call_id)
+        call_id = needed(item.call_id, where, "call_id")
+        name = self._called.get(call_id)
         if name is None:
             kind = "function call" if item.type == "function_call_output" else "custom tool call"
             raise InvalidRequestError(
-                f"No tool call found for {kind} output with call_id {shown(item.call_id)}: send the"
+                f"No tool call found for {kind} output with call_id {shown(call_id)}: send the"
                 " call before it, or previous_response_id",
                 param=where,
             )
@@ -188,13 +206,12 @@ class Messages:
         if isinstance(parts, list):
             self._returned_images += (part for part in parts if not _is_text(part))
             parts = "".join(part.text or "" for part in parts if _is_text(part))
-        self.found.append(ChatMessage("tool", parts, name=name, tool_call_id=item.call_id))
+        self.found.append(ChatMessage("tool", parts, name=name, tool_call_id=call_id))
 
     def _mcp_call(self, item: InputItem, where: str) -> None:
-        """The call and what it came to are two turns."""
+        """The call and its result are two turns."""
         for field in ("id", "name", "server_label"):
-            if getattr(item, field) is None:
-                raise _lacks(where, field)
+            needed(getattr(item, field), where, field)
         name = f"{item.server_label}__{item.name}"
         turn = self._assistant(lambda turn: True)
         call = ToolCall(ToolFunction(name, item.arguments or ""), id=item.id)
@@ -258,10 +275,4 @@ def _text_of(part: InputPart, where: str, number: int) -> str:
             " messages of the user",
             param=f"{where}.content[{number}]",
         )
-    if text is None:
-        raise _lacks(f"{where}.content[{number}]", "text")
-    return text
-
-
-def _lacks(where: str, name: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{where} lacks its {name}", param=f"{where}.{name}")
+    return needed(text, f"{where}.content[{number}]", "text")

@@ -3,43 +3,36 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vllmx_server.apis.responses.answers import ItemList
+from vllmx_server.apis.responses.answers import ConversationObject, DeletedConversation, ItemList
 from vllmx_server.apis.responses.as_chat import check_items
-from vllmx_server.apis.responses.conversation_answers import ConversationObject, DeletedConversation
-from vllmx_server.apis.responses.conversation_schema import (
+from vllmx_server.apis.responses.conversation_store import Conversations
+from vllmx_server.apis.responses.items import named, shown
+from vllmx_server.apis.responses.routes import ITEM_PAGES
+from vllmx_server.apis.responses.schema import (
     ADD,
     CREATE,
     UPDATE,
     AddItems,
     CreateConversation,
+    InputItem,
     UpdateConversation,
 )
-from vllmx_server.apis.responses.conversation_store import Conversations
-from vllmx_server.apis.responses.items import named, shown
-from vllmx_server.apis.responses.kept import KeptResponses
-from vllmx_server.apis.responses.schema import InputItem
+from vllmx_server.apis.responses.store import KeptResponses
+from vllmx_server.generating.api import keyed
 from vllmx_server.generating.reading import body_bytes, checked, read_json
 from vllmx_server.generating.served import served_of
 from vllmx_server.http.client import client_of, owner_of
-from vllmx_server.http.operation import (
-    AFTER,
-    BODY,
-    HELLO,
-    INCLUDE,
-    LIMIT,
-    ORDER,
-    Media,
-    Operation,
-    Query,
-)
+from vllmx_server.http.operation import BODY, HELLO, INCLUDE, Media
 from vllmx_server.http.pages import answer, check_query, newest_first, number, page
-from vllmx_server.http.route import Right, Route
 from vllmx_server.store.database import new_id, now
 
+Body = TypeVar("Body", CreateConversation, AddItems)
 _INCLUDE = ("include", "include[]")
 
 
@@ -49,20 +42,26 @@ def _place(request: Request) -> tuple[Conversations, str, str]:
     return conversations, owner_of(request), request.path_params["id"]
 
 
-async def create(request: Request) -> Response:
-    """Creates a conversation, with items if some are given."""
+async def _body(request: Request, decoder: msgspec.json.Decoder[Body]) -> Body:
+    """The checked body. Raises InvalidRequestError for items that are not served."""
     served = served_of(request)
 
-    def parse(data: bytes) -> CreateConversation:
-        body = checked(data, served, CREATE)
+    def parse(data: bytes) -> Body:
+        body = checked(data, served, decoder)
         check_items(body.items or (), "items")
         return body
 
     served.check_admission()
-    body = await read_json(request, served, parse)
+    return await read_json(request, served, parse)
+
+
+async def create(request: Request) -> Response:
+    """Creates a conversation, with items if some are given."""
+    body = await _body(request, CREATE)
     made = ConversationObject(id=new_id("conv_"), created_at=now(), metadata=body.metadata or {})
     items = named(body.items or ())
-    await served.store(KeptResponses).conversations.create(owner_of(request), made, items)
+    kept = served_of(request).store(KeptResponses)
+    await kept.conversations.create(owner_of(request), made, items)
     return answer(made)
 
 
@@ -90,15 +89,7 @@ async def delete(request: Request) -> Response:
 async def add_items(request: Request) -> Response:
     """Appends items to a conversation."""
     check_query(request, *_INCLUDE)
-    served = served_of(request)
-
-    def parse(data: bytes) -> AddItems:
-        body = checked(data, served, ADD)
-        check_items(body.items, "items")
-        return body
-
-    served.check_admission()
-    body = await read_json(request, served, parse)
+    body = await _body(request, ADD)
     conversations, owner, name = _place(request)
     items = await conversations.add(owner, name, named(body.items))
     return await _listed(request, items, False, body_bytes(request))
@@ -144,89 +135,48 @@ _TAG = "Conversations"
 _ONE = "/v1/conversations/{id}"
 _ITEM = "/v1/conversations/{id}/items/{item}"
 ROUTES = (
-    Route(
+    keyed(
         "POST",
         "/v1/conversations",
         create,
-        Operation(
-            _TAG,
-            ConversationObject,
-            CreateConversation,
-            statuses=BODY,
-            example={"items": HELLO, "metadata": {"topic": "demo"}},
-        ),
-        right=Right.HOLDERS,
+        _TAG,
+        ConversationObject,
+        CreateConversation,
+        statuses=BODY,
+        example={"items": HELLO, "metadata": {"topic": "demo"}},
     ),
-    Route(
-        "GET",
-        _ONE,
-        retrieve,
-        Operation(_TAG, ConversationObject, statuses=(404,)),
-        right=Right.HOLDERS,
-    ),
-    Route(
+    keyed("GET", _ONE, retrieve, _TAG, ConversationObject, statuses=(404,)),
+    keyed(
         "POST",
         _ONE,
         update,
-        Operation(
-            _TAG,
-            ConversationObject,
-            UpdateConversation,
-            statuses=(*BODY, 404),
-            example={"metadata": {"topic": "demo"}},
-        ),
-        right=Right.HOLDERS,
+        _TAG,
+        ConversationObject,
+        UpdateConversation,
+        statuses=(*BODY, 404),
+        example={"metadata": {"topic": "demo"}},
     ),
-    Route(
-        "DELETE",
-        _ONE,
-        delete,
-        Operation(_TAG, DeletedConversation, statuses=(404,)),
-        right=Right.HOLDERS,
-    ),
-    Route(
+    keyed("DELETE", _ONE, delete, _TAG, DeletedConversation, statuses=(404,)),
+    keyed(
         "POST",
         "/v1/conversations/{id}/items",
         add_items,
-        Operation(
-            _TAG,
-            ItemList,
-            AddItems,
-            query=INCLUDE,
-            statuses=(*BODY, 404),
-            example={"items": HELLO},
-        ),
-        right=Right.HOLDERS,
+        _TAG,
+        ItemList,
+        AddItems,
+        query=INCLUDE,
+        statuses=(*BODY, 404),
+        example={"items": HELLO},
     ),
-    Route(
+    keyed(
         "GET",
         "/v1/conversations/{id}/items",
         list_items,
-        Operation(
-            _TAG,
-            ItemList,
-            query=(
-                Query("limit", "Items of a page.", {**LIMIT, "maximum": 100}),
-                ORDER,
-                AFTER,
-                *INCLUDE,
-            ),
-            statuses=(404,),
-        ),
-        right=Right.HOLDERS,
+        _TAG,
+        ItemList,
+        query=ITEM_PAGES,
+        statuses=(404,),
     ),
-    Route(
-        "GET",
-        _ITEM,
-        item,
-        Operation(_TAG, Media(("application/json",)), query=INCLUDE, statuses=(404,)),
-        right=Right.HOLDERS,
-    ),
-    Route(
-        "DELETE",
-        _ITEM,
-        delete_item,
-        Operation(_TAG, ConversationObject, statuses=(404,)),
-        right=Right.HOLDERS,
-    ),
+    keyed("GET", _ITEM, item, _TAG, Media(("application/json",)), query=INCLUDE, statuses=(404,)),
+    keyed("DELETE", _ITEM, delete_item, _TAG, ConversationObject, statuses=(404,)),
 )

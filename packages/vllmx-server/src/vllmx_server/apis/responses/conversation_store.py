@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import msgspec
 from vllmx_core.errors import InvalidRequestError, VllmxError, shown
 
-from vllmx_server.apis.responses.conversation_answers import ConversationObject
+from vllmx_server.apis.responses.answers import ConversationObject
 from vllmx_server.apis.responses.items import new_item_id
 from vllmx_server.apis.responses.schema import InputItem
 from vllmx_server.generating.chat_body import MAX_MESSAGES
+from vllmx_server.schema.record import encode
 from vllmx_server.store.database import Database, now
 
 MAX_ITEMS = MAX_MESSAGES
@@ -22,7 +23,6 @@ _OVERHEAD = 1024
 _ITEM_OVERHEAD = 64
 _IN_A_PATH = re.compile(r"(?=.*[^.])[^/]+", re.DOTALL)
 """Ids by which an item can be retrieved and deleted: a slash divides, dots lead elsewhere."""
-_encode = msgspec.json.Encoder().encode
 _decode_item = msgspec.json.Decoder(InputItem).decode
 _decode_metadata = msgspec.json.Decoder(dict[str, str]).decode
 
@@ -61,7 +61,7 @@ class Conversations:
         """Keeps a new conversation. Raises InvalidRequestError for too many bytes."""
 
         def insert(connection: sqlite3.Connection) -> None:
-            metadata = _encode(found.metadata)
+            metadata = encode(found.metadata)
             connection.execute(
                 "INSERT INTO conversations (id, owner, created, used, bytes, metadata)"
                 " VALUES (?, ?, ?, ?, ?, ?)",
@@ -82,10 +82,10 @@ class Conversations:
 
         def write(connection: sqlite3.Connection) -> ConversationObject:
             before = self._get(connection, owner, conversation_id)
-            data = _encode(metadata)
+            data = encode(metadata)
             connection.execute(
                 "UPDATE conversations SET metadata = ?, used = ?, bytes = bytes + ? WHERE id = ?",
-                (data, now(), len(data) - len(_encode(before.metadata)), conversation_id),
+                (data, now(), len(data) - len(encode(before.metadata)), conversation_id),
             )
             self._make_room(connection, owner, conversation_id)
             return self._get(connection, owner, conversation_id)
@@ -102,11 +102,7 @@ class Conversations:
         await self._database.run(forget)
 
     async def add(
-        self,
-        owner: str,
-        conversation_id: str,
-        items: Sequence[InputItem],
-        spare: int = 0,
+        self, owner: str, conversation_id: str, items: Sequence[InputItem], spare: int = 0
     ) -> list[InputItem]:
         """Appends items, all or none, and returns them with their ids. `spare`: how many items over
         MAX_ITEMS are allowed. Raises ConversationNotKnownError, and InvalidRequestError for too
@@ -155,9 +151,10 @@ class Conversations:
         limit: int,
         newest_first: bool,
         max_bytes: int,
+        param: str | None = None,
     ) -> tuple[list[InputItem], bool, int]:
         """A page of items, whether more follow, and the bytes of the page, which ends at the item
-        that brings it to `max_bytes`. Raises ConversationNotKnownError."""
+        that brings it to `max_bytes`. Raises ConversationNotKnownError, whose param is `param`."""
         sign, order = ("<", "DESC") if newest_first else (">", "ASC")
         query = "SELECT record FROM items WHERE conversation = ?"
         values = [conversation_id]
@@ -168,7 +165,7 @@ class Conversations:
         query += f" ORDER BY number {order} LIMIT {limit + 1:d}"
 
         def read(connection: sqlite3.Connection) -> tuple[list[InputItem], bool, int]:
-            self._get(connection, owner, conversation_id)
+            self._get(connection, owner, conversation_id, param)
             found: list[InputItem] = []
             num_bytes = 0
             for (record,) in connection.execute(query, values):
@@ -186,23 +183,16 @@ class Conversations:
         """All items, the oldest first, and their bytes. Raises ConversationNotKnownError, and
         InvalidRequestError for more than a response can read."""
 
-        def read(connection: sqlite3.Connection) -> tuple[list[InputItem], int]:
-            self._get(connection, owner, conversation_id, "conversation")
-            query = "SELECT record FROM items WHERE conversation = ? ORDER BY number"
-            records: list[bytes] = []
-            num_bytes = 0
-            for (record,) in connection.execute(query, (conversation_id,)):
-                records.append(record)
-                num_bytes += len(record)
-                if num_bytes > max_bytes or len(records) > MAX_ITEMS:
-                    raise InvalidRequestError(
-                        f"conversation: {shown(conversation_id)} has over {MAX_ITEMS} items or"
-                        f" {max_bytes} bytes: begin a new one with the items that still matter",
-                        param="conversation",
-                    )
-            return [_decode_item(record) for record in records], num_bytes
-
-        return await self._database.run(read)
+        found, has_more, num_bytes = await self.page(
+            owner, conversation_id, None, MAX_ITEMS, False, max_bytes, "conversation"
+        )
+        if has_more or num_bytes > max_bytes:
+            raise InvalidRequestError(
+                f"conversation: {shown(conversation_id)} has over {MAX_ITEMS} items or"
+                f" {max_bytes} bytes: begin a new one with the items that still matter",
+                param="conversation",
+            )
+        return found, num_bytes
 
     async def clean(self) -> None:
         """Deletes conversations unchanged for `lifetime_s`."""
@@ -254,7 +244,7 @@ class Conversations:
                 item = msgspec.structs.replace(item, id=new_item_id(item))
             taken.add(item.id)
             kept.append(item)
-        rows = [(conversation_id, item.id, _encode(item)) for item in kept]
+        rows = [(conversation_id, item.id, encode(item)) for item in kept]
         connection.executemany(
             "INSERT INTO items (conversation, id, record) VALUES (?, ?, ?)", rows
         )

@@ -1,17 +1,22 @@
-"""Items of responses and conversations: ids, forms in the API, and summaries of compaction."""
+"""Items of responses and conversations: ids, forms in the API, summaries, calls of MCP tools."""
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from vllmx_core.errors import InvalidRequestError
 
 from vllmx_server.apis.responses.schema import InputItem, InputPart
+from vllmx_server.generating.chat_events import ChatEvent
+from vllmx_server.generating.fields import field_error
 from vllmx_server.store.database import new_id
+
+if TYPE_CHECKING:
+    from vllmx_server.mcp.offered import OfferedTool, ToolResult
+
 
 _PREFIXES = {
     "function_call": "fc_",
@@ -68,12 +73,6 @@ def _part(part: InputPart) -> dict[str, Any]:
     return found
 
 
-MAX_SUMMARY_TOKENS = 2048
-REQUEST = """\
-Summarize the conversation so far, so that somebody who reads nothing but your summary can go on \
-with it. State what the user wants, what was decided and why, facts, names, numbers and paths that \
-matter, what tools returned, and what is left to do. Answer with the summary alone."""
-"""The last user message, which asks the model for the summary."""
 _PREFIX = "vllmx1."
 """Marks the content of our own items. Content is encoded, not secret: the client has the
 conversation."""
@@ -82,11 +81,7 @@ conversation."""
 def item_of(summary: str) -> dict[str, str]:
     """The item that holds a summary."""
     content = base64.urlsafe_b64encode(summary.encode()).decode()
-    return {
-        "type": "compaction",
-        "id": new_id("cmp_"),
-        "encrypted_content": _PREFIX + content,
-    }
+    return {"type": "compaction", "id": new_id("cmp_"), "encrypted_content": _PREFIX + content}
 
 
 def summary_of(item: InputItem, where: str) -> str:
@@ -97,8 +92,85 @@ def summary_of(item: InputItem, where: str) -> str:
             return base64.b64decode(content.removeprefix(prefix), b"-_", validate=True).decode()
     except (binascii.Error, ValueError):
         pass
-    raise InvalidRequestError(
-        f"{where}.encrypted_content was not made by POST /v1/responses/compact of this server: send"
+    raise field_error(
+        f"{where}.encrypted_content",
+        "was not made by POST /v1/responses/compact of this server: send"
         " the item as it was, or the conversation itself",
-        param=f"{where}.encrypted_content",
     )
+
+
+class ToolsListed(msgspec.Struct, frozen=True):
+    """A server was asked for its tools."""
+
+    label: str
+    tools: list[OfferedTool]
+    fault: str | None
+
+
+class CallDone(msgspec.Struct, frozen=True):
+    """A call of this round has ended."""
+
+    number: int
+    """The number of the call among those of the round."""
+    result: ToolResult
+
+
+Happening = ChatEvent | ToolsListed | CallDone
+
+
+def listed(label: str, tools: Collection[OfferedTool], fault: str | None) -> dict[str, Any]:
+    """The item of a server's tools."""
+    return {
+        "id": new_id("mcpl_"),
+        "type": "mcp_list_tools",
+        "server_label": label,
+        "tools": [
+            {
+                "name": tool.tool,
+                "description": tool.description or None,
+                "input_schema": tool.schema,
+                "annotations": tool.annotations,
+            }
+            for tool in tools
+        ],
+        "error": fault,
+    }
+
+
+def new_call(tool: OfferedTool) -> dict[str, Any]:
+    """The item of a call that begins."""
+    return {
+        "id": new_id("mcp_"),
+        "type": "mcp_call",
+        "status": "in_progress",
+        "server_label": tool.server,
+        "name": tool.tool,
+        "arguments": "",
+        "output": None,
+        "error": None,
+        "approval_request_id": None,
+    }
+
+
+def finish_call(item: dict[str, Any], result: ToolResult) -> None:
+    """Puts the result of a call into its item."""
+    item["status"] = "failed" if result.is_error else "completed"
+    if not result.is_error:
+        item["output"] = result.text
+    elif result.code is not None:
+        error = {"type": "mcp_protocol_error", "code": result.code, "message": result.text}
+        item["error"] = error
+    else:
+        content = [{"type": "text", "text": result.text}]
+        item["error"] = {"type": "mcp_tool_execution_error", "content": content}
+
+
+def text_of_error(error: Any) -> str:
+    """The text that the model reads for a call's `error`, which a client may have written."""
+    if isinstance(error, dict):
+        content = error.get("content")
+        if isinstance(content, list):
+            texts = [part.get("text") for part in content if isinstance(part, dict)]
+            return "\n".join(text for text in texts if isinstance(text, str))
+        error = error.get("message")
+    return error if isinstance(error, str) else "the call was not finished"

@@ -1,4 +1,4 @@
-"""What a model answers as items of a response, and as the events of a stream."""
+"""The model's answer as items of a response, and as events of a stream."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from vllmx_server.apis.responses.mcp_items import (
+from vllmx_engine.formats.events import (
+    ArgumentsPiece,
+    CallBegin,
+    CallEnd,
+    ContentPiece,
+    ReasoningPiece,
+)
+
+from vllmx_server.apis.responses.items import (
     CallDone,
     Happening,
     ToolsListed,
@@ -16,19 +24,12 @@ from vllmx_server.apis.responses.mcp_items import (
 )
 from vllmx_server.apis.responses.tools import ToolForm, free_form
 from vllmx_server.generating.answers import TokenLogprob
-from vllmx_server.generating.chat_events import (
-    AnswerEnd,
-    ArgumentsPiece,
-    CallBegin,
-    CallEnd,
-    ContentPiece,
-    ReasoningPiece,
-)
-from vllmx_server.generating.content_logprobs import ContentLogprobs
+from vllmx_server.generating.chat_events import AnswerEnd
+from vllmx_server.generating.logprobs import ContentLogprobs
 from vllmx_server.store.database import new_id
 
 if TYPE_CHECKING:
-    from vllmx_server.apis.responses.mcp_tools import RequestTools
+    from vllmx_server.apis.responses.mcp_rounds import RequestTools
 
 Told = tuple[str, dict[str, Any]]
 """The type of an event without "response.", and its own fields."""
@@ -96,8 +97,8 @@ class Output:
             yield from self.close("completed" if self._is_whole(event) else "incomplete")
 
     def _is_whole(self, end: AnswerEnd) -> bool:
-        """Whether the item that is open at the end of an answer is all that it was to be: an open
-        call is one that a stop string cut, where the answer does not end by calls."""
+        """True if the item that is open at the end of an answer is complete: a stop string cut an
+        open call unless the answer ends by calls."""
         is_call = self._open is not None and self._open.endswith("_call")
         return end.finish_reason != "length" and (not is_call or end.finish_reason == "tool_calls")
 

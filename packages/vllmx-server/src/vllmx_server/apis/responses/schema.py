@@ -1,7 +1,8 @@
-"""POST /v1/responses."""
+"""Bodies of /v1/responses and /v1/conversations."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -9,7 +10,7 @@ from msgspec import Meta
 from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.generating.chat_body import MAX_MESSAGES, Effort
-from vllmx_server.generating.fields import GeneratingFields
+from vllmx_server.generating.fields import GeneratingFields, field_error
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.decode import check_free_form
 from vllmx_server.schema.intervals import Metadata
@@ -45,7 +46,7 @@ class InputItem(msgspec.Struct, omit_defaults=True):
     namespace: str | None = None
     arguments: str | None = None
     input: str | None = None
-    """What a custom tool is called with."""
+    """The input of a call of a custom tool."""
     output: str | list[InputPart] | None = None
     summary: list[InputPart] | None = None
     status: str | None = None
@@ -115,7 +116,7 @@ class ResponsesRequest(GeneratingFields, kw_only=True, forbid_unknown_fields=Tru
     reasoning: Reasoning | None = None
     metadata: Metadata | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    """What does not fit is refused in either."""
+    """An input that does not fit is refused in either case."""
 
     stop: str | limits.Stops | None = None
     thinking_token_budget: limits.ThinkingBudget | None = None
@@ -149,7 +150,7 @@ class ResponsesRequest(GeneratingFields, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def has_past(self) -> bool:
-        """Whether the request continues something that is stored."""
+        """True if the request continues a stored conversation."""
         return self.previous_response_id is not None or self.conversation is not None
 
     @property
@@ -168,31 +169,162 @@ class ResponsesRequest(GeneratingFields, kw_only=True, forbid_unknown_fields=Tru
             ("moderation", "nothing is moderated here"),
         ):
             if getattr(self, name):
-                raise InvalidRequestError(f"{name} is not served: {remedy}", param=name)
+                raise field_error(name, f"is not served: {remedy}")
         if self.background and not self.is_stored:
-            raise InvalidRequestError(
-                "background answers are fetched later and so must be stored: leave out store",
-                param="background",
+            raise field_error(
+                "background", "answers are fetched later and so must be stored: leave out store"
             )
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError(
-                "stream_options is only for stream = true", param="stream_options"
-            )
+            raise field_error("stream_options", "is only for stream = true")
         if self.conversation is not None and self.previous_response_id is not None:
             raise InvalidRequestError(
                 "conversation and previous_response_id both say what came before: give one of them",
                 param="conversation",
             )
         if not self.input and not self.has_past:
-            raise InvalidRequestError("input is empty: give a text", param="input")
+            raise field_error("input", "is empty: give a text")
         check_free_form(self.tools, "tools")
         wanted = self.text.format if self.text is not None else None
         if wanted is not None and wanted.type not in ("text", "json_object", "json_schema"):
-            raise InvalidRequestError(
-                f"text.format of type {shown(wanted.type)} is not served: use text, json_object or"
-                " json_schema",
-                param="text.format",
+            raise field_error(
+                "text.format",
+                f"of type {shown(wanted.type)} is not served: use text, json_object or json_schema",
             )
 
 
 RESPONSES = msgspec.json.Decoder(ResponsesRequest)
+
+
+_OF_PROMPTS = frozenset((
+    "instructions", "previous_response_id", "conversation", "tools", "tool_choice",
+    "parallel_tool_calls", "text", "reasoning", "chat_template_kwargs",
+))  # fmt: skip
+"""Fields of a response that make its prompt, besides the input."""
+
+
+class ResponseInput(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The conversation that a response would continue."""
+
+    model: str | None = None
+    input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)] | None = None
+    instructions: str | None = None
+    previous_response_id: Annotated[str, Meta(max_length=64)] | None = None
+
+    def check(self) -> None:
+        """Cross-field rules. Raises InvalidRequestError."""
+        self.request().check()
+
+    def request(self) -> ResponsesRequest:
+        """The request for that response."""
+        names = (name for name in self.__struct_fields__ if name in _OF_PROMPTS)
+        same = {name: getattr(self, name) for name in names}
+        return ResponsesRequest(**same, input=self.input or "")
+
+
+class InputTokensRequest(ResponseInput, kw_only=True, forbid_unknown_fields=True):
+    """The fields of a response that make its prompt."""
+
+    conversation: Annotated[str, Meta(min_length=1, max_length=64)] | ConversationName | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vllmx's own: variables of the template."""
+    # Accepted and ignored.
+    personality: Annotated[str, Meta(max_length=64)] | None = None
+
+
+MAX_SUMMARY_TOKENS = 2048
+REQUEST = """\
+Summarize the conversation so far, so that somebody who reads nothing but your summary can go on \
+with it. State what the user wants, what was decided and why, facts, names, numbers and paths that \
+matter, what tools returned, and what is left to do. Answer with the summary alone."""
+"""The last user message, which asks the model for the summary."""
+
+
+class CompactRequest(ResponseInput, kw_only=True, forbid_unknown_fields=True):
+    """A conversation to summarize."""
+
+    # Accepted and ignored.
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: Any = None
+    service_tier: str | None = None
+    image: Any = None
+
+    stream = request_id = None  # it is never streamed, and takes no name
+    max_output_tokens = MAX_SUMMARY_TOKENS
+
+    def summary_request(self) -> ResponsesRequest:
+        """The request for the summary, without thoughts."""
+        items = self.input or []
+        if isinstance(items, str):
+            items = [InputItem("message", role="user", content=items)]
+        return msgspec.structs.replace(
+            self.request(),
+            input=[*items, InputItem("message", role="user", content=REQUEST)],
+            max_output_tokens=MAX_SUMMARY_TOKENS,
+            reasoning=Reasoning(effort="none"),
+            store=False,
+        )
+
+
+INPUT_TOKENS = msgspec.json.Decoder(InputTokensRequest)
+COMPACT = msgspec.json.Decoder(CompactRequest)
+
+
+MAX_ADDED = 20
+"""Items in one request, as in OpenAI's API."""
+MAX_ID = 128
+Items = Annotated[list[InputItem], Meta(max_length=MAX_ADDED)]
+
+
+class _NoModel(msgspec.Struct, forbid_unknown_fields=True):
+    """A body without a model: conversations belong to none."""
+
+    model = None
+
+    def check(self) -> None:
+        """Nothing depends on another field."""
+
+
+class CreateConversation(_NoModel, kw_only=True, forbid_unknown_fields=True):
+    items: Items | None = None
+    metadata: Metadata | None = None
+
+    def check(self) -> None:
+        """Cross-field rules. Raises InvalidRequestError."""
+        _check_ids(self.items or ())
+
+
+class UpdateConversation(_NoModel, kw_only=True, forbid_unknown_fields=True):
+    metadata: Metadata | None
+    """Replaces the metadata; null clears it."""
+
+
+class AddItems(_NoModel, kw_only=True, forbid_unknown_fields=True):
+    items: Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_ADDED)]
+    include: Any = None
+    """Accepted and ignored."""
+
+    def check(self) -> None:
+        """Cross-field rules. Raises InvalidRequestError."""
+        _check_ids(self.items)
+
+
+def _check_ids(items: Sequence[InputItem]) -> None:
+    for index, item in enumerate(items):
+        if item.id is not None and len(item.id) > MAX_ID:
+            raise field_error(
+                f"items[{index}].id",
+                f"has {len(item.id)} characters, at most {MAX_ID} are allowed:"
+                " leave it out, and the item gets one",
+            )
+
+
+CREATE = msgspec.json.Decoder(CreateConversation)
+UPDATE = msgspec.json.Decoder(UpdateConversation)
+ADD = msgspec.json.Decoder(AddItems)

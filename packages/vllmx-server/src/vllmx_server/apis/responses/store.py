@@ -1,17 +1,24 @@
-"""Responses that clients come back to."""
+"""Stored responses."""
 
 from __future__ import annotations
 
 import sqlite3
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllmx_core.errors import InvalidRequestError, VllmxError, shown
 
+from vllmx_server.apis.responses.conversation_store import Conversations
 from vllmx_server.apis.responses.schema import InputItem
+from vllmx_server.config import ServerConfig
+from vllmx_server.schema.record import encode
 from vllmx_server.store.database import Database, now
+
+if TYPE_CHECKING:
+    from vllmx_server.mcp.servers import ToolServers
+
 
 MAX_EVENTS_BYTES = 32 << 20
 """The events of a longer stream are not kept."""
@@ -43,16 +50,15 @@ class StoredResponse(msgspec.Struct, kw_only=True):
         return self.response["status"] in ("queued", "in_progress")
 
     def items(self) -> list[InputItem]:
-        """What it adds to a conversation."""
+        """The items that it adds to a conversation."""
         return [*self.input, *msgspec.convert(self.response["output"], list[InputItem])]
 
 
 _decode = msgspec.json.Decoder(StoredResponse).decode
-_encode = msgspec.json.Encoder().encode
 
 
 class Responses:
-    """What the database has of responses.
+    """The responses in the database.
 
     Args:
         max_bytes_of_owner: of one key; the oldest make room.
@@ -69,7 +75,7 @@ class Responses:
         `MAX_EVENTS_BYTES`; the oldest ones of the key make room."""
 
         def write(connection: sqlite3.Connection) -> None:
-            data, created = _encode(stored), now()
+            data, created = encode(stored), now()
             told = zlib.compress(b"".join(events), 1) if _are_few(events) else b""
             if len(data) + len(told) > self._max_bytes:
                 told = b""  # they would push out the response itself
@@ -166,7 +172,7 @@ class Responses:
                 end(stored)
                 connection.execute(
                     "UPDATE responses SET is_open = ?, record = ? WHERE id = ?",
-                    (stored.is_open, _encode(stored), stored.id),
+                    (stored.is_open, encode(stored), stored.id),
                 )
 
         await self._database.run(change)
@@ -182,7 +188,7 @@ def _are_few(events: Sequence[bytes]) -> bool:
 
 
 def _behind(events: bytes, after: int) -> bytes:
-    """What follows on event number `after`; events are numbered from 0."""
+    """The events behind number `after`; the first one is number 0."""
     start = 0
     for _ in range(after + 1):
         end = events.find(b"\n\n", start)
@@ -221,3 +227,22 @@ def _not_known(response_id: str, param: str | None = None) -> ResponseNotKnownEr
 
 def _unusable(text: str) -> InvalidRequestError:
     return InvalidRequestError(f"previous_response_id: {text}", param="previous_response_id")
+
+
+class KeptResponses:
+    """Responses and conversations in one database.
+
+    Attributes:
+        tool_servers: MCP servers of the operator; None: there are none.
+    """
+
+    def __init__(self, config: ServerConfig, database: Database) -> None:
+        most, lifetime_s = config.max_stored_bytes, config.lifetime_s
+        self.responses = Responses(database, most, lifetime_s)
+        self.conversations = Conversations(database, most, lifetime_s)
+        self.tool_servers: ToolServers | None = None
+
+    async def clean(self) -> None:
+        """Deletes what is too old."""
+        await self.responses.clean()
+        await self.conversations.clean()

@@ -1,4 +1,4 @@
-"""Tools and tool choices of Responses as those of chats, and calls as items."""
+"""Tools and tool choices of Responses as those of chats; requested MCP servers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
-from vllmx_core.errors import InvalidRequestError, shown
+from vllmx_core.errors import InvalidRequestError, listing, shown
 
+from vllmx_server.apis.responses.schema import ResponsesRequest
+from vllmx_server.generating.fields import field_error
 from vllmx_server.generating.tools import ALLOWED, FunctionSpec
+from vllmx_server.limits.keys import Holder
 from vllmx_server.schema.decode import check_shape
 
 _FREE_FORM = {
@@ -17,7 +20,7 @@ _FREE_FORM = {
     "required": ["input"],
     "additionalProperties": False,
 }
-"""What a custom tool takes: models call functions, so its text is the one argument."""
+"""The parameters of a custom tool: models call functions, so its text is the one argument."""
 
 
 class _Format(msgspec.Struct):
@@ -69,7 +72,7 @@ def _as_function(tool: _Custom, namespace: str | None) -> dict[str, Any]:
 
 
 def whole_name(name: str, namespace: str | None) -> str:
-    """What models call a function."""
+    """The name by which models call a function."""
     return name if namespace is None else f"{namespace}.{name}"
 
 
@@ -95,8 +98,8 @@ def forms_of(tools: list[dict[str, Any]] | None) -> dict[str, ToolForm]:
 
 
 def free_form(arguments: str) -> str:
-    """The input of a custom tool out of the arguments of its function; what is no such object, as
-    of a call that was cut, is given as it stands."""
+    """The input of a custom tool out of the arguments of its function; arguments that cannot be
+    read, as those of a call that was cut, are returned as they are."""
     try:
         return msgspec.json.decode(arguments, type=_Input).input
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -109,10 +112,10 @@ class _Input(msgspec.Struct):
 
 Choice = str | dict[str, Any] | None
 _OURS = ("function", "custom", "namespace", "mcp")
-"""Types of tools that are told to the model; others are left out of its tools, too."""
+"""Types of tools that the model sees; others are left out."""
 
 
-class _Tool(msgspec.Struct):
+class _AllowedTool(msgspec.Struct):
     type: str
     name: str | None = None
     namespace: str | None = None
@@ -121,21 +124,21 @@ class _Tool(msgspec.Struct):
 class _Allowed(msgspec.Struct):
     type: str
     mode: Literal["auto", "required"]
-    tools: list[_Tool]
+    tools: list[_AllowedTool]
 
 
 def choice_of(choice: Choice, tools: Sequence[dict[str, Any]] | None) -> Choice:
-    """The choice in the form of chats, beside the request's own tools. Raises
+    """The choice in the form of chats, for a request with these tools. Raises
     InvalidRequestError."""
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") in ("function", "custom"):
         return _named(choice.get("name"))
     if choice.get("type") != ALLOWED:
-        raise InvalidRequestError(
-            f"tool_choice is of type {shown(str(choice.get('type')))}: this server takes function,"
+        raise field_error(
+            "tool_choice",
+            f"is of type {shown(str(choice.get('type')))}: this server takes function,"
             f" custom, {ALLOWED} and, of its own MCP servers, mcp",
-            param="tool_choice",
         )
     check_shape(choice, _Allowed, "tool_choice")
     wanted = msgspec.convert(choice, _Allowed)
@@ -148,9 +151,8 @@ def choice_of(choice: Choice, tools: Sequence[dict[str, Any]] | None) -> Choice:
             names += _of_namespace(tool.name, tools) or [tool.name]
         elif tool.type not in hosted:
             place = f"tool_choice.tools[{index}]"
-            raise InvalidRequestError(
-                f"{place} is of type {shown(tool.type)}, of which the request has no tool",
-                param=place,
+            raise field_error(
+                place, f"is of type {shown(tool.type)}, of which the request has no tool"
             )
     if not names and wanted.mode == "auto":
         return "none"
@@ -173,3 +175,88 @@ def _of_namespace(name: str | None, tools: Sequence[dict[str, Any]] | None) -> l
 
 def _named(name: str | None) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
+
+
+_ADDRESSES = (
+    "server_url", "connector_id", "tunnel_id", "authorization", "headers", "url", "command", "args",
+    "env", "cwd",
+)  # fmt: skip
+
+
+class _Filter(msgspec.Struct):
+    tool_names: list[str]
+
+
+class _Tool(msgspec.Struct):
+    type: str
+    server_label: str
+    allowed_tools: list[str] | _Filter | None = None
+    require_approval: Any = None
+
+
+class RequestedServer(msgspec.Struct, frozen=True):
+    """One server whose tools a request asks for."""
+
+    label: str
+    allowed: list[str] | None
+    """None: all that the operator allows."""
+    param: str
+
+
+def requested_servers(
+    body: ResponsesRequest, names: Sequence[str] | None, holder: Holder
+) -> list[RequestedServer]:
+    """The servers that a request asks for. Raises InvalidRequestError for what only the operator
+    says, and for a server that is not there, and ForbiddenError for one that is not the holder's.
+
+    Args:
+        names: of the servers; None: the operator names none.
+        holder: of the request's key.
+    """
+    found: list[RequestedServer] = []
+    for index, tool in enumerate(body.tools or ()):
+        if tool.get("type") == "mcp":
+            found.append(_wanted(tool, f"tools[{index}]", names, holder))
+            if found[-1].label in (each.label for each in found[:-1]):
+                raise field_error(f"tools[{index}].server_label", "is given twice: keep one")
+    if found and body.has_logprobs:
+        raise InvalidRequestError(
+            "log-probabilities cannot be had together with tools of MCP servers: leave out include",
+            param="include",
+        )
+    return found
+
+
+def _wanted(
+    tool: dict[str, Any], place: str, names: Sequence[str] | None, holder: Holder
+) -> RequestedServer:
+    for field in _ADDRESSES:
+        if field in tool:
+            raise field_error(
+                f"{place}.{field}",
+                "is not taken from requests: the operator names MCP servers (--mcp-config); leave"
+                " it out and name one of them as server_label",
+            )
+    check_shape(tool, _Tool, place)
+    asked = msgspec.convert(tool, _Tool)
+    if names is None:
+        raise field_error(
+            place,
+            'is of type "mcp", but there are no MCP servers here: the operator names them with'
+            " --mcp-config",
+        )
+    holder.check_mcp_server(asked.server_label, f"{place}.server_label")
+    if asked.server_label not in names:
+        raise field_error(
+            f"{place}.server_label",
+            f"is {shown(asked.server_label)}, which is not an MCP server here: {listing(names)}",
+        )
+    if asked.require_approval != "never":
+        raise field_error(
+            f"{place}.require_approval",
+            'must be "never": calls are run without asking; name in allowed_tools which may be',
+        )
+    allowed = asked.allowed_tools
+    if isinstance(allowed, _Filter):
+        allowed = allowed.tool_names
+    return RequestedServer(asked.server_label, allowed, f"{place}.allowed_tools")

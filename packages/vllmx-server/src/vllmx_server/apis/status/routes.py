@@ -12,8 +12,7 @@ from vllmx_core.config import DEMO_MODEL
 from vllmx_core.errors import ModelNotFoundError, listing, shown
 
 from vllmx_server import __version__
-from vllmx_server.apis.status.answers import KeyUsed, KeyUsedList, ModelCard, ModelList, Version
-from vllmx_server.generating.api import Api
+from vllmx_server.generating.api import Api, keyed
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.answers import Health
 from vllmx_server.http.client import owner_of
@@ -21,7 +20,58 @@ from vllmx_server.http.operation import STATUS, Endpoint, Media, Operation
 from vllmx_server.http.pages import answer, check_query
 from vllmx_server.http.route import Right, Route
 from vllmx_server.limits.usage import KeyUsage
+from vllmx_server.schema.record import Record, encode
 from vllmx_server.watch.metrics import CONTENT_TYPE, Metrics, render_all
+
+
+class ModelCard(Record, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["vllmx"] = "vllmx"
+    root: str
+    """The path or name that was loaded."""
+    parent: None = None
+    max_model_len: int | None
+    """Tokens of the context; null of a model that was never loaded."""
+    input_modalities: list[Literal["text", "image"]] | None = None
+    """The contents that a message may have; null of a model that was never loaded."""
+    permission: list[str]
+    aliases: tuple[str, ...] = ()
+    """Other names of it."""
+    state: Literal["unloaded", "loading", "loaded", "failed"] = "loaded"
+    size_bytes: int | None = None
+    """The bytes of weights and KV cache, once it was loaded."""
+    error: str | None = None
+    """Why it could not be loaded."""
+
+
+class ModelList(Record, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class KeyUsed(Record, kw_only=True):
+    object: Literal["key_usage"] = "key_usage"
+    key: str
+    """The name of the key."""
+    requests: int
+    """The requests that were taken."""
+    refused: int
+    """The requests that a limit of the key refused."""
+    prompt_tokens: int
+    cached_tokens: int
+    """The tokens of the prompts that came from the cache."""
+    completion_tokens: int
+
+
+class KeyUsedList(Record, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[KeyUsed]
+
+
+class Version(Record, kw_only=True):
+    version: str
 
 
 async def usage(request: Request) -> Response:
@@ -41,12 +91,9 @@ async def usage(request: Request) -> Response:
     return answer(KeyUsedList(data=rows))
 
 
-_encode = msgspec.json.Encoder().encode
-
-
 def _json(value: object, status: int = 200) -> Response:
     headers = {"retry-after": "1"} if status == 503 else None
-    return Response(_encode(value), status, headers=headers, media_type="application/json")
+    return Response(encode(value), status, headers=headers, media_type="application/json")
 
 
 def _card(served: Served) -> ModelCard:
@@ -85,7 +132,7 @@ def _called(name: str, card: ModelCard) -> ModelCard:
 
 
 async def _others(served: Served) -> list[ModelCard]:
-    """The models beside the default one, loaded or not."""
+    """All models but the default one, loaded or not."""
     if served.models is None:
         return []
     return [
@@ -184,49 +231,37 @@ def _open(method: str, path: str, endpoint: Endpoint, *, for_operators: bool = T
 
 class StatusApi(Api):
     routes = (
-        Route(
-            "GET",
-            "/v1/models",
-            models,
-            Operation(STATUS, ModelList),
-            for_operators=True,
-            right=Right.HOLDERS,
-        ),
-        Route(
+        keyed("GET", "/v1/models", models, STATUS, ModelList, for_operators=True),
+        keyed(
             "GET",
             "/v1/models/{name:path}",
             model,
-            Operation(STATUS, ModelCard, statuses=(404,)),
+            STATUS,
+            ModelCard,
+            statuses=(404,),
             for_operators=True,
-            right=Right.HOLDERS,
         ),
         _open("GET", "/ping", ready, for_operators=False),
         _open("POST", "/ping", ready, for_operators=False),
         _open("GET", "/health", ready),
         _open("GET", "/health/live", live),
         _open("GET", "/health/ready", ready),
-        Route(
+        keyed(
             "GET",
             "/metrics",
             metrics,
-            Operation(STATUS, Media((CONTENT_TYPE.partition(";")[0],))),
+            STATUS,
+            Media((CONTENT_TYPE.partition(";")[0],)),
             for_operators=True,
-            right=Right.HOLDERS,
         ),
-        Route(
-            "GET",
-            "/version",
-            version,
-            Operation(STATUS, Version),
-            for_operators=True,
-            right=Right.HOLDERS,
-        ),
-        Route(
+        keyed("GET", "/version", version, STATUS, Version, for_operators=True),
+        keyed(
             "GET",
             "/v1/usage",
             usage,
-            Operation(STATUS, KeyUsedList, text="Of all keys for one that says `admin`."),
+            STATUS,
+            KeyUsedList,
+            text="Of all keys for one that says `admin`.",
             for_operators=True,
-            right=Right.HOLDERS,
         ),
     )

@@ -1,28 +1,31 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from vllmx_core.errors import InvalidRequestError
 from vllmx_engine.client.request_limits import id_outside
 
-from vllmx_server.apis.text.answers import Detokenized, Tokenized
-from vllmx_server.apis.text.schema import DETOKENIZE, TOKENIZE, DetokenizeRequest, TokenizeRequest
-from vllmx_server.generating.api import Api
-from vllmx_server.generating.chat_call import check_template
-from vllmx_server.generating.reading import body_bytes, checked, counted, most_tokens, read_json
+from vllmx_server.apis.text.schema import (
+    DETOKENIZE,
+    TOKENIZE,
+    Detokenized,
+    DetokenizeRequest,
+    Tokenized,
+    TokenizeRequest,
+)
+from vllmx_server.generating.api import Api, keyed
+from vllmx_server.generating.chat_call import check_template, prompt_tokens
+from vllmx_server.generating.reading import checked, counted, most_tokens, read_json
 from vllmx_server.generating.served import Served, served_of
 from vllmx_server.http.client import client_of
 from vllmx_server.http.disconnect import while_there
-from vllmx_server.http.operation import BODY, TEXT, Operation
-from vllmx_server.http.route import Right, Route
-from vllmx_server.schema.record import Items, json_pieces
-
-_encode = msgspec.json.Encoder().encode
+from vllmx_server.http.operation import BODY, TEXT, Media
+from vllmx_server.schema.record import Items, encode, json_pieces
 
 
 async def tokenize(request: Request) -> Response:
@@ -37,8 +40,14 @@ async def tokenize(request: Request) -> Response:
 
     body, conversation = await read_json(request, served, parse)
     async with counted(request) as admitted:
-        encoding = _tokens_of(served, body, conversation, client, body_bytes(request))
-        tokens = await while_there(request.receive, encoding)
+        if body.prompt is None:
+            special = bool(body.add_special_tokens)
+            options = body.chat_options()
+            tokens = await prompt_tokens(request, served, conversation, options, special)
+        else:
+            special, limit = body.add_special_tokens is not False, most_tokens(served)
+            encoding = served.llm.encode(body.prompt, special, client=client, limit=limit)
+            tokens = await while_there(request.receive, encoding)
         admitted.num_tokens = len(tokens)
 
     def answer(_: object) -> bytes:
@@ -54,7 +63,7 @@ async def tokenize(request: Request) -> Response:
 
 
 def _tokenized(served: Served, tokens: list[int], with_strings: bool) -> bytes:
-    made = _encode(
+    made = encode(
         Tokenized(
             count=len(tokens),
             max_model_len=served.llm.info.max_model_len,
@@ -68,27 +77,6 @@ def _tokenized(served: Served, tokens: list[int], with_strings: bool) -> bytes:
     entry = served.llm.tokenizer.id_to_token
     strings = json_pieces(Items(entry(token) or "" for token in tokens))
     return b"".join((made.removesuffix(b"null}"), *strings, b"}"))
-
-
-async def _tokens_of(
-    served: Served,
-    body: TokenizeRequest,
-    conversation: list[dict[str, Any]],
-    client: str,
-    num_bytes: int,
-) -> list[int]:
-    if body.prompt is not None:
-        special = body.add_special_tokens is not False
-        limit = most_tokens(served)
-        return await served.llm.encode(body.prompt, special, client=client, limit=limit)
-    return await served.llm.encode_chat(
-        conversation,
-        body.chat_options(),
-        bool(body.add_special_tokens),
-        client,
-        num_bytes,
-        most_tokens(served),
-    )
 
 
 async def detokenize(request: Request) -> Response:
@@ -108,7 +96,7 @@ async def detokenize(request: Request) -> Response:
 
     def answer(_: object) -> bytes:
         body.tokens.clear()  # as above
-        return _encode(Detokenized(prompt=text))
+        return encode(Detokenized(prompt=text))
 
     return Response(
         await served.llm.text.run(client, len(text), answer), media_type="application/json"
@@ -126,32 +114,63 @@ def check_ids(tokens: list[int], vocab_size: int) -> None:
 
 class TextApi(Api):
     routes = (
-        Route(
+        keyed(
             "POST",
             "/tokenize",
             tokenize,
-            Operation(
-                TEXT,
-                Tokenized,
-                TokenizeRequest,
-                statuses=(*BODY, 404),
-                example={"prompt": "Hello!"},
-            ),
+            TEXT,
+            Tokenized,
+            TokenizeRequest,
+            statuses=(*BODY, 404),
+            example={"prompt": "Hello!"},
             of_model=True,
-            right=Right.HOLDERS,
         ),
-        Route(
+        keyed(
             "POST",
             "/detokenize",
             detokenize,
-            Operation(
-                TEXT,
-                Detokenized,
-                DetokenizeRequest,
-                statuses=(*BODY, 404),
-                example={"tokens": [72, 105]},
-            ),
+            TEXT,
+            Detokenized,
+            DetokenizeRequest,
+            statuses=(*BODY, 404),
+            example={"tokens": [72, 105]},
             of_model=True,
-            right=Right.HOLDERS,
+        ),
+    )
+
+
+_FOLDERS = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file", "cache_dir")
+"""Entries that name files of whoever wrote the tokenizer."""
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """The configuration of the tokenizer, as tokenizer_config.json has it, and the chat template
+    that is in use. Raises ForbiddenError for a key that may not use the model."""
+    served = served_of(request)
+    served_of(request).holder(request).check_model(*served.names)
+    data = await served.llm.text.run(client_of(request), 0, lambda _: _encoded(served))
+    return Response(data, media_type="application/json")
+
+
+def _encoded(served: Served) -> bytes:
+    tokenizer = served.llm.tokenizer
+    found: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.config}
+    for name in _FOLDERS:
+        found.pop(name, None)
+    if served.llm.chat_template is not None:
+        found["chat_template"] = served.llm.chat_template
+    # The standard library's, for such files hold integers of more than 64 bits.
+    return json.dumps(found).encode()
+
+
+class TokenizerInfoApi(Api):
+    routes = (
+        keyed(
+            "GET",
+            "/tokenizer_info",
+            tokenizer_info,
+            TEXT,
+            Media(("application/json",)),
+            text="There under `--enable-tokenizer-info-endpoint` alone.",
         ),
     )

@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize (vLLM's shapes)."""
+"""Bodies and answers of POST /tokenize and POST /detokenize (vLLM's shapes)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from vllmx_server.generating.chat_body import (
 from vllmx_server.generating.tools import MAX_TOOLS, check_tools, tool_list
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.decode import check_free_form
+from vllmx_server.schema.record import Record
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -48,7 +49,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         check_free_form(self.chat_template_kwargs, "chat_template_kwargs")
 
     def chat_options(self) -> ChatOptions:
-        """How to render `messages`. Raises InvalidRequestError."""
+        """The options for rendering `messages`. Raises InvalidRequestError."""
         return ChatOptions(
             tools=tool_list(self.tools),
             add_generation_prompt=generation_prompt(
@@ -71,3 +72,14 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+
+
+class Tokenized(Record, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Record, kw_only=True):
+    prompt: str

@@ -1,7 +1,7 @@
 """The web page: files of the package `vllmx_server/web`, which hold no secret and need no key.
 
 They are read when somebody first asks for them and kept, packed as well. A browser asks again each
-time and is told that nothing changed, so that it never mixes the files of two versions.
+time and learns that nothing changed, so that it never mixes the files of two versions.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from vllmx_engine.wire.ipc import Start
 from vllmx_engine.wire.messages import CoreInfo, CoreStats
 
 from vllmx_server.errors import OverloadedError
-from vllmx_server.generating.models import ModelInfo, State
+from vllmx_server.generating.served import ModelInfo, State
 from vllmx_server.host.models.config import ModelConfig, engine_of, part_bytes
 from vllmx_server.host.models.device_memory import DeviceMemory, FreeMemory
 

@@ -9,8 +9,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vllmx_server.generating.models import ModelInfo
-from vllmx_server.generating.served import Served
+from vllmx_server.generating.served import ModelInfo, Served
 from vllmx_server.host.models.host import Attachment
 from vllmx_server.host.workers.channel import Channel
 from vllmx_server.host.workers.dispatch import Mailbox
@@ -32,8 +31,8 @@ from vllmx_server.host.workers.remote_limiter import RemoteLimiter
 from vllmx_server.host.workers.shared_counts import SharedCounts
 from vllmx_server.limits.sharing import Sharing
 from vllmx_server.limits.usage import KeyUsage, UsageLedger
+from vllmx_server.store.database import Storage
 from vllmx_server.store.folder import Folder
-from vllmx_server.store.storage import Storage
 from vllmx_server.watch.metrics import MetricCounts
 
 

@@ -21,7 +21,7 @@ from vllmx_engine.wire.ipc import ErrorRecord
 from vllmx_engine.wire.messages import CoreInfo, CoreStats
 
 from vllmx_server.config import ServerConfig
-from vllmx_server.generating.models import ModelInfo
+from vllmx_server.generating.served import ModelInfo
 from vllmx_server.host.address import listen, reload_certificate
 from vllmx_server.host.models.config import ModelConfig
 from vllmx_server.host.models.host import CoreHost
@@ -58,8 +58,8 @@ from vllmx_server.limits.key_limiter import KeyLimiter
 from vllmx_server.limits.keys import ApiKeys, reload_keys
 from vllmx_server.limits.rate_limiter import RateLimiter, Unlimited
 from vllmx_server.limits.usage import KeyUsage, UsageLedger
+from vllmx_server.store.database import Storage
 from vllmx_server.store.folder import temporary_folder
-from vllmx_server.store.storage import Storage
 
 logger = logging.getLogger("vllmx.supervisor")
 
