@@ -10,7 +10,7 @@ from vllmx_core.errors import InvalidRequestError, shown
 from vllmx_core.structured import StructuredOutputsParams
 
 from vllmx_server.generating.fields import ResponseFormat, StructuredFields, StructuredOutputs
-from vllmx_server.schema.whole_numbers import with_whole_numbers
+from vllmx_server.schema.json_text import with_whole_numbers
 
 
 def structured_outputs(body: StructuredFields) -> StructuredOutputsParams | None:

@@ -19,7 +19,7 @@ from vllmx_server.http.body import INLINE_BYTES, read_body, unread
 from vllmx_server.http.client import client_of
 from vllmx_server.http.deadline import deadline_of
 from vllmx_server.http.event_stream import PING
-from vllmx_server.schema.json_weight import check_weight
+from vllmx_server.schema.json_text import check_weight
 
 logger = logging.getLogger("vllmx.server")
 Endpoint = Callable[[Request], Awaitable[Any]]
