@@ -16,7 +16,7 @@ from vllmx_core.errors import VllmxError
 from vllmx_server import errors
 from vllmx_server.host.app import App, logged
 from vllmx_server.host.server import Server
-from vllmx_server.http.connections.listening import ConnectionLimits
+from vllmx_server.http.connections.serving import ConnectionLimits
 from vllmx_server.http.middleware import RequestContext
 from vllmx_server.http.route import Right
 

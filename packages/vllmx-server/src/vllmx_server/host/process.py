@@ -6,13 +6,12 @@ import asyncio
 import gc
 import logging
 import socket
-import ssl
-from collections.abc import Callable, Coroutine, Sequence
-from importlib import import_module
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hypercorn.config import Config
 from vllmx_core.errors import EngineDeadError
+from vllmx_core.system.private_traceback import private_traceback
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.link.core_start import CoreStart
 from vllmx_engine.wire.messages import CoreInfo
@@ -23,10 +22,14 @@ from vllmx_server.host.apis import load_apis
 from vllmx_server.host.app import build_app
 from vllmx_server.host.server import Server
 from vllmx_server.host.signals import CLOSE_S, Serving
-from vllmx_server.http.connections.descriptors import connection_limit, raise_descriptor_limit
-from vllmx_server.http.connections.listening import ConnectionLimits
-from vllmx_server.http.connections.settings import AnswerConfig, Timeouts
-from vllmx_server.http.connections.versions import untested
+from vllmx_server.http.connections.serving import ConnectionLimits, serve
+from vllmx_server.http.connections.settings import (
+    AnswerConfig,
+    Timeouts,
+    check_versions,
+    connection_limit,
+    raise_descriptor_limit,
+)
 from vllmx_server.limits.sharing import ALONE, Sharing
 from vllmx_server.store.storage import Storage
 
@@ -36,9 +39,6 @@ if TYPE_CHECKING:
     from vllmx_server.host.models.host import CoreHost
     from vllmx_server.host.models.registry import Models
     from vllmx_server.host.workers.peers import Peers
-
-
-from vllmx_core.system.private_traceback import private_traceback
 
 logger = logging.getLogger("vllmx.server")
 
@@ -51,23 +51,6 @@ def on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> N
     if not isinstance(error, asyncio.CancelledError):
         stack = private_traceback(error) if error is not None else "no exception"
         logger.error("%s\n%s", context.get("message"), stack)
-
-
-logger = logging.getLogger("vllmx.server")
-
-Serve = Callable[
-    [
-        Any,
-        Config,
-        socket.socket,
-        ConnectionLimits,
-        Timeouts,
-        asyncio.Event,
-        ssl.SSLContext | None,
-    ],
-    Coroutine[Any, Any, None],
-]
-"""`connections.serving.serve` or its like."""
 
 
 class Stopping(Protocol):
@@ -91,7 +74,6 @@ async def serve_until_stopped(
     """Answers requests on a bound socket once the core is ready, beside `peers` if there are any,
     and `operators` on theirs. `models`: where they are several; `core` is the first one's. Raises
     what `run_server` does."""
-    serve = way_to_serve()
     sharing = ALONE if peers is None else peers.sharing
     config, limits = hypercorn_config(server), connection_limits(server, sharing)
     timeouts = Timeouts(server.header_timeout_s, server.send_timeout_s)
@@ -110,7 +92,7 @@ async def serve_until_stopped(
                     await storage.check()
                 await process.start()
             tls = process.tls = config.create_ssl_context()
-            if peers is None or not peers.has_mailbox:
+            if peers is None:
                 listen(listener, server)
             if operators is not None:
                 listen(operators, server)
@@ -122,9 +104,7 @@ async def serve_until_stopped(
             serving = asyncio.ensure_future(
                 serve(app, config, listener, limits, timeouts, stop, tls)
             )
-            beside = asyncio.ensure_future(
-                _serve_operators(process, operators, serve, timeouts, stop)
-            )
+            beside = asyncio.ensure_future(_serve_operators(process, operators, timeouts, stop))
             dying = asyncio.ensure_future(llm.until_dead())
             llm.prepare_grammars_later()
             await _until_stopped(serving, stop, dying)
@@ -141,21 +121,9 @@ async def serve_until_stopped(
         storage.close()
 
 
-def way_to_serve() -> Serve:
-    """What accepts connections: by hypercorn's inside where its release was tested, else by its
-    public interface, and the log says what is off."""
-    trouble = untested()
-    if trouble is not None:
-        logger.warning("%s", trouble)
-    module = "serving" if trouble is None else "plain"
-    found: Serve = import_module(f"vllmx_server.http.connections.{module}").serve
-    return found
-
-
 async def _serve_operators(
     server: Server,
     listener: socket.socket | None,
-    serve: Serve,
     timeouts: Timeouts,
     stop: asyncio.Event,
 ) -> None:
@@ -237,7 +205,9 @@ def connection_limits(server: ServerConfig, sharing: Sharing = ALONE) -> Connect
 
 
 def hypercorn_config(server: ServerConfig) -> Config:
-    """All but the socket. Raises ConfigError for a certificate that cannot be used."""
+    """All but the socket. Raises ConfigError for untested libraries and for a certificate that
+    cannot be used."""
+    check_versions()
     config = AnswerConfig()
     config.hsts_max_age_s = server.hsts_max_age_s
     config.root_path = server.root_path

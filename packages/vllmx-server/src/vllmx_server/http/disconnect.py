@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 from vllmx_engine.client.request_stream import RequestStream
 
-from vllmx_server.http.connections.client import Client
+from vllmx_server.http.connections.applications import Client
 from vllmx_server.http.deadline import NEVER, Deadline
 
 T = TypeVar("T")

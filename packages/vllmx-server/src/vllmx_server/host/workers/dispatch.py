@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from vllmx_server.host.workers.shared_counts import SharedCounts, SharedGauge
-from vllmx_server.http.connections.listening import OUT_OF_RESOURCES
+from vllmx_server.http.connections.settings import OUT_OF_RESOURCES
 
 logger = logging.getLogger("vllmx.supervisor")
 

@@ -29,8 +29,6 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     data_dir: str
     outlives: bool
     """The data folder outlives the server."""
-    has_mailboxes: bool = True
-    """Connections are handed to workers; false: they accept them from one socket."""
 
 
 LEAD = "lead"

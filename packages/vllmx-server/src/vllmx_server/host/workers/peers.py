@@ -63,16 +63,9 @@ class Peers:
             sequences=counts.named("sequences").gauge,
         )
 
-    @property
-    def has_mailbox(self) -> bool:
-        """Whether connections are handed to this worker, and another process listens."""
-        return self._begin.has_mailboxes
-
     def accepting(self, descriptor: int) -> socket.socket:
         """What this worker accepts connections from."""
-        if self.has_mailbox:
-            return Mailbox(descriptor, self._counts.gauge("received"))
-        return socket.socket(fileno=descriptor)
+        return Mailbox(descriptor, self._counts.gauge("received"))
 
     def storage(self) -> Storage:
         """The storage of all of them, in one folder that the supervisor holds."""

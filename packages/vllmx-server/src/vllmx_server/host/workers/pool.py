@@ -75,14 +75,12 @@ class WorkerPool:
         begin: Begin,
         on_channel: Callable[[Channel], None],
     ) -> None:
-        self._listener, self._operators = listeners
+        listener, self._operators = listeners
         self._begin = msgspec.structs.replace(begin, num_rows=size, seed=secrets.randbits(32))
         self._on_channel = on_channel
         self._memory = SharedCounts.memory(size)
         self._counts = SharedCounts(self._memory, size, 0, self._begin.seed)
-        self._dispatcher = None
-        if begin.has_mailboxes:
-            self._dispatcher = Dispatcher(self._listener, listen, self._counts, size)
+        self._dispatcher = Dispatcher(listener, listen, self._counts, size)
         self._workers: dict[int, Worker] = {}
         self._leader: Worker | None = None
         self._had_leader = False
@@ -127,8 +125,7 @@ class WorkerPool:
     async def stop(self, timeout_s: float) -> None:
         """Makes all of them exit, by force after `timeout_s`."""
         self._stopping = True
-        if self._dispatcher is not None:
-            self._dispatcher.stop()
+        self._dispatcher.stop()
         for each in self._workers.values():
             each.channel.tell(STOP, None)
         await asyncio.gather(*(each.reap(timeout_s) for each in self._workers.values()))
@@ -137,8 +134,7 @@ class WorkerPool:
         await asyncio.wait(self._keeping)
         for each in self._workers.values():
             await each.reap(0)
-        if self._dispatcher is not None:
-            self._dispatcher.close()
+        self._dispatcher.close()
         os.close(self._memory)
 
     # --- one worker, again and again --------------------------------------------------------------
@@ -191,9 +187,7 @@ class WorkerPool:
 
     async def _spawn(self, row: int) -> Worker:
         ours, theirs = socket.socketpair()
-        dispatcher, listeners = self._dispatcher, [self._listener.fileno()]
-        if dispatcher is not None:
-            listeners = [dispatcher.mailbox(row)]
+        listeners = [self._dispatcher.mailbox(row)]
         if self._operators is not None:
             listeners.append(self._operators.fileno())
         descriptors = (theirs.fileno(), self._memory, *listeners)
@@ -210,8 +204,7 @@ class WorkerPool:
         begin = msgspec.structs.replace(self._begin, row=row)
         await worker.channel.ask(BEGIN, begin, type(None))
         worker.serves = True
-        if self._dispatcher is not None:
-            self._dispatcher.opened(row)
+        self._dispatcher.opened(row)
         if not self._began[row].done():
             self._began[row].set_result(None)
         await self._choose_leader()
@@ -222,8 +215,7 @@ class WorkerPool:
         await worker.reap(0 if not self._stopping else _EXIT_S)
         worker.channel.close()
         self._counts.clear(row)
-        if self._dispatcher is not None:
-            self._dispatcher.left(row)
+        self._dispatcher.left(row)
         if worker is self._leader:
             self._leader = None
             if not self._stopping:

@@ -53,7 +53,6 @@ from vllmx_server.host.workers.messages import (
 )
 from vllmx_server.host.workers.pool import WorkerPool, asked_of_all
 from vllmx_server.host.workers.remote_limiter import WorkerLimiter
-from vllmx_server.http.connections.versions import untested
 from vllmx_server.limits.key_limiter import KeyLimiter
 from vllmx_server.limits.keys import ApiKeys, reload_keys
 from vllmx_server.limits.rate_limiter import RateLimiter, Unlimited
@@ -95,7 +94,6 @@ async def serve_with_workers(
                 seed=0,
                 data_dir=str(server.data_dir or folder),
                 outlives=folder is None,
-                has_mailboxes=untested() is None,
             )
             usage = UsageLedger(stored.database)
             supervisor = Supervisor(server, (listener, operators), begin, usage)

@@ -1,11 +1,24 @@
-"""Headers of every answer, and the timeouts of a connection."""
+"""Settings of connections: headers of every answer, timeouts, the number of open files, and the
+releases of the libraries whose protocols are subclassed here."""
 
 from __future__ import annotations
 
+import errno
+import re
 import ssl
+import sys
 from dataclasses import dataclass
+from importlib.metadata import version
 
 from hypercorn.config import Config
+from vllmx_core.errors import ConfigError
+
+if sys.platform != "win32":
+    import resource
+
+_TESTED = {"hypercorn": ((0, 18), (0, 19)), "h11": ((0, 14), (0, 17)), "h2": ((4, 3), (5, 0))}
+"""Versions by distribution: the first release, and the first that was not tested."""
+OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 SAFE_HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"))
 """No type is guessed from an answer's bytes, and no address of ours is told to other sites."""
@@ -49,3 +62,61 @@ class Timeouts:
 def least_taken(seconds: float) -> int:
     """The bytes that a client must take in this time."""
     return max(1, int(seconds * SLOWEST))
+
+
+_ENOUGH = 1 << 16
+_MACOS_MOST = 10240
+"""OPEN_MAX: macOS refuses a higher limit whatever it calls the hard one."""
+_KEPT_BACK = 256
+"""The descriptors for the engine core and its restart, files and logs: never more than half of all.
+"""
+_MOST_BY_DEFAULT = 1 << 14
+
+
+def raise_descriptor_limit() -> int:
+    """Raises the soft limit as far as that helps, and returns what holds now."""
+    if sys.platform == "win32":
+        return _ENOUGH
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return _ENOUGH
+    most = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
+    for wanted in (most, min(most, _MACOS_MOST)):
+        if wanted <= soft:
+            break
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError):
+            continue
+        return wanted
+    return soft
+
+
+def connection_limit(wanted: int | None, descriptors: int) -> int:
+    """How many connections may be open: `wanted`, or what suits so many descriptors. Raises
+    ConfigError when it is more than they allow."""
+    most = descriptors - min(_KEPT_BACK, descriptors // 2)
+    if wanted is None:
+        return min(most, _MOST_BY_DEFAULT)
+    if wanted > most:
+        raise ConfigError(
+            f"--max-connections {wanted} is more than the {most} that the limit of {descriptors}"
+            f" open files allows: raise the limit (ulimit -Hn {wanted + _KEPT_BACK}, or"
+            f" LimitNOFILE= of systemd), or lower --max-connections",
+            param="max_connections",
+        )
+    return wanted
+
+
+def check_versions() -> None:
+    """Raises ConfigError for a release of hypercorn, h11 or h2 whose internals were not tested with
+    the subclasses of this package: its guards might do nothing."""
+    for name, (first, end) in _TESTED.items():
+        installed = version(name)
+        numbers = tuple(map(int, re.findall(r"\d+", installed)[:2]))
+        if not first <= numbers < end:
+            low, high = (".".join(map(str, bound)) for bound in (first, end))
+            raise ConfigError(
+                f"{name} {installed} is installed, and the server was tested with {low} up to, not"
+                f" including, {high}: pip install '{name}>={low},<{high}'"
+            )
