@@ -254,7 +254,9 @@ def test_metrics_of_several_processes_add(metrics: Metrics) -> None:
     assert 'key_generation_tokens_total{key="ann",model_name="m"} 10.0' in text
     sent = msgspec.msgpack.encode(metrics.counts())
     assert msgspec.msgpack.decode(sent, type=MetricCounts) == metrics.counts()
-    assert metrics.counts().counters[0]["stop"] == 1, "a sum leaves its parts as they are"
+    assert metrics.counts().counters["request_success"][0] == (("stop",), 1), (
+        "a sum leaves its parts as they are"
+    )
 
 
 def test_metrics_of_a_core_are_those_of_a_process_that_is_connected(metrics: Metrics) -> None:
@@ -291,7 +293,9 @@ async def test_counts_of_a_worker_outlive_it(
 
     async def total(channel: Channel) -> int:
         found = await channel.ask(METRICS, nothing, list[ModelCounts])
-        return sum(each["m"].counters[0].get("stop", 0) for each in found if "m" in each)
+        return sum(
+            dict(each["m"].counters["request_success"])[("stop",)] for each in found if "m" in each
+        )
 
     async with channels() as (to_asking, asking), channels() as (to_worker, worker):
         counted.serve(to_asking)

@@ -17,7 +17,7 @@ logger = logging.getLogger("vllmx.server")
 
 MAX_LABELS = 100
 OTHER = "other"
-"""Keys without a name in the file, and those behind the first hundred."""
+"""The label of keys without a name in the file, and of those after the first `MAX_LABELS`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from vllmx_core.errors import excerpt
 
-from vllmx_server.watch.tool_counts import Outcome
+from vllmx_server.watch.counters import Outcome
 
 if TYPE_CHECKING:
     from mcp_types import CallToolResult

@@ -18,7 +18,7 @@ from vllmx_server.mcp.offered import OfferedTool, offered
 from vllmx_server.mcp.results import TIMED_OUT, ToolResult, failure, read_result
 from vllmx_server.mcp.settings import ServerSettings
 from vllmx_server.mcp.stdio import StdioTransport
-from vllmx_server.watch.tool_counts import ToolCounts
+from vllmx_server.watch.counters import ToolCounts
 
 if TYPE_CHECKING:
     from mcp import ClientSession

@@ -22,7 +22,7 @@ from vllmx_server.mcp.offered import OfferedTool
 from vllmx_server.mcp.results import REFUSED, ToolResult, failure
 from vllmx_server.mcp.server import ToolServer
 from vllmx_server.mcp.settings import ServerSettings
-from vllmx_server.watch.tool_counts import Outcome, ToolCounts
+from vllmx_server.watch.counters import Outcome, ToolCounts
 
 T = TypeVar("T")
 
