@@ -18,7 +18,8 @@ from vllmx.cli.keys import keys
 from vllmx_core.errors import ConfigError
 from vllmx_core.sampling import SamplingParams
 from vllmx_server.errors import ForbiddenError, RateLimitError
-from vllmx_server.host.workers.remote_limiter import RemoteLimiter, WorkerLimiter
+from vllmx_server.host.workers.peers import RemoteLimiter
+from vllmx_server.host.workers.supervisor import WorkerLimiter
 from vllmx_server.limits.key_limiter import KeyLimiter
 from vllmx_server.limits.key_records import KeyRecord, digest_of, read_keys
 from vllmx_server.limits.keys import ApiKeys

@@ -27,20 +27,7 @@ from vllmx_server.host.process import serve_until_stopped
 from vllmx_server.host.server import Server
 from vllmx_server.host.signals import Serving
 from vllmx_server.host.workers.channel import Channel
-from vllmx_server.host.workers.messages import (
-    BEGIN,
-    CORE_LOST,
-    COUNT,
-    COUNTED,
-    END,
-    LEAD,
-    LEAVE,
-    RELOAD,
-    STOP,
-    Begin,
-    Lead,
-    Reload,
-)
+from vllmx_server.host.workers.messages import Begin, Reload
 from vllmx_server.host.workers.peers import Peers
 from vllmx_server.watch.metrics import MetricCounts
 
@@ -77,14 +64,16 @@ class Worker:
         self._serving: asyncio.Task[None] | None = None
         self._telling: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        channel.serve(BEGIN, Begin, self._begin)
-        channel.serve(LEAD, Lead, self._lead)
-        channel.serve(END, type(None), self._end)
-        channel.serve(STOP, type(None), self._end_serving)
-        channel.serve(RELOAD, Reload, self._reload)
-        channel.serve(COUNT, type(None), self._count)
-        channel.serve(LEAVE, str, self._leave)
-        channel.serve(CORE_LOST, ErrorRecord, self._core_lost)
+        channel.serve(
+            begin=self._begin,
+            lead=self._lead,
+            end=self._end,
+            stop=self._stop.set,
+            reload=self._reload,
+            count=self._count,
+            leave=self._leave,
+            core_lost=self._core_lost,
+        )
 
     def begin_serving(self, serving: Serving) -> asyncio.Event:
         """See `vllmx_server.host.process.Stopping`."""
@@ -138,19 +127,18 @@ class Worker:
         self._ready.set_result(None)
         self._telling = asyncio.ensure_future(self._tell_counts())
 
-    async def _lead(self, lead: Lead) -> None:
+    async def _lead(self, is_first: bool) -> None:
+        """Takes over batches and responses in the background. `is_first`: nobody had them since the
+        server's start; else who had them is gone."""
         assert self._server is not None, "a process that is being started does not lead"
         self._peers.leads = True
-        await self._server.start(takes_over=not lead.is_first)
+        await self._server.start(takes_over=not is_first)
 
-    async def _end(self, _: None) -> None:
+    async def _end(self) -> None:
         if self._server is not None:
             await self._server.end()
 
-    async def _end_serving(self, _: None) -> None:
-        self._stop.set()
-
-    async def _reload(self, found: Reload) -> None:
+    def _reload(self, found: Reload) -> None:
         if self._server is None:
             self._reload_later = found
         else:
@@ -166,13 +154,13 @@ class Worker:
         told = b""
         while True:
             await asyncio.sleep(_TELL_S)
-            counts = await self._count(None)
+            counts = self._count()
             now = msgspec.msgpack.encode(counts)
             if now != told:
                 told = now
-                self._channel.tell(COUNTED, counts)
+                self._channel.tell("counted", counts)
 
-    async def _count(self, _: None) -> dict[str, MetricCounts]:
+    def _count(self) -> dict[str, MetricCounts]:
         if self._server is None:
             return {}
         served = self._server.served
@@ -183,7 +171,7 @@ class Worker:
         models = None if self._server is None else self._server.served.models
         return models is None or await models.leave(name)
 
-    async def _core_lost(self, cause: ErrorRecord) -> None:
+    def _core_lost(self, cause: ErrorRecord) -> None:
         if self._server is not None:
             self._server.served.llm.note(cause.rebuild())
 

@@ -1,16 +1,17 @@
-"""Questions and answers between the supervisor and a worker, over a socket pair.
+"""Calls between the supervisor and a worker, over a socket pair.
 
-Either side may ask. A question is a name and plain msgspec data; the other side answers with the
-function that it registered under the name. Errors cross as data.
+Either side may call the functions that the other one serves, by name and with one argument of plain
+msgspec data. Errors cross as data.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
 
@@ -72,10 +73,8 @@ def _kinds() -> dict[str, type[VllmxError]]:
 
 logger = logging.getLogger("vllmx.server")
 
-T = TypeVar("T")
 R = TypeVar("R")
 _encode = msgspec.msgpack.Encoder().encode
-_NOTHING = msgspec.Raw(_encode(None))
 
 
 class Question(msgspec.Struct, frozen=True, tag="question", array_like=True):
@@ -87,14 +86,14 @@ class Question(msgspec.Struct, frozen=True, tag="question", array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer", array_like=True):
-    """What the other side's function returned."""
+    """The result of a call."""
 
     number: int
     body: msgspec.Raw
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal", array_like=True):
-    """The error that a question raised."""
+    """The error that a call raised."""
 
     number: int
     error: ErrorSent
@@ -121,7 +120,7 @@ class Channel(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[msgspec.Raw]] = {}
-        self._functions: dict[str, tuple[Any, Callable[[Any], Awaitable[object]]]] = {}
+        self._functions: dict[str, tuple[Any, Callable[..., object]]] = {}
         self._answering: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -133,13 +132,17 @@ class Channel(asyncio.Protocol):
         await loop.create_connection(lambda: channel, sock=connection)
         return channel
 
-    def serve(self, name: str, kind: type[T], function: Callable[[T], Awaitable[object]]) -> None:
-        """Answers questions of this name by `function`, several at a time."""
-        self._functions[name] = (kind, function)
+    def serve(self, **functions: Callable[..., object]) -> None:
+        """Answers by these functions from now on, several calls at a time. Each takes nothing or
+        one argument, whose annotation is its type, and may return an awaitable."""
+        for name, function in functions.items():
+            parameters = inspect.signature(function, eval_str=True).parameters.values()
+            kind = next((each.annotation for each in parameters), None)
+            self._functions[name] = (kind, function)
 
     async def ask(self, name: str, body: object, kind: type[R]) -> R:
-        """What the other side's function returns. Raises what it raises where that is an error of
-        ours, and GoneError."""
+        """Calls a function of the other side; `kind` is the type of its result. Raises its
+        VllmxError, and GoneError."""
         number = next(self._numbers)
         answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
@@ -150,7 +153,7 @@ class Channel(asyncio.Protocol):
             self._asked.pop(number, None)
 
     def tell(self, name: str, body: object) -> None:
-        """Asks without caring for an answer, nor for whether anybody is there."""
+        """Calls without waiting for a result, or for whether anybody is there."""
         if self._transport is not None:
             self._send(Question(0, name, msgspec.Raw(_encode(body))))
 
@@ -167,9 +170,11 @@ class Channel(asyncio.Protocol):
     async def _answer(self, question: Question) -> None:
         try:
             kind, function = self._functions[question.name]
-            found = await function(msgspec.msgpack.decode(question.body, type=kind))
-            body = _NOTHING if found is None else msgspec.Raw(_encode(found))
-            reply: Spoken = Answer(question.number, body)
+            body = () if kind is None else (msgspec.msgpack.decode(question.body, type=kind),)
+            found = function(*body)
+            if inspect.isawaitable(found):
+                found = await found
+            reply: Spoken = Answer(question.number, msgspec.Raw(_encode(found)))
         except VllmxError as error:
             reply = Refusal(question.number, ErrorSent.of(error))
         except Exception as error:

@@ -14,22 +14,10 @@ from vllmx_server.generating.served import Served
 from vllmx_server.host.models.host import Attachment
 from vllmx_server.host.workers.channel import Channel
 from vllmx_server.host.workers.dispatch import Mailbox
-from vllmx_server.host.workers.messages import (
-    CARDS,
-    LOAD,
-    METRICS,
-    SHUT_DOWN,
-    SLEEP,
-    UNLOAD,
-    USAGE,
-    USED,
-    WAKE,
-    WAKE_IDLE,
-    Begin,
-)
+from vllmx_server.host.workers.messages import Begin
 from vllmx_server.host.workers.relay import Relays, relay
-from vllmx_server.host.workers.remote_limiter import RemoteLimiter
 from vllmx_server.host.workers.shared_counts import SharedCounts
+from vllmx_server.limits.rate_limiter import Granted, Reservation, Used
 from vllmx_server.limits.sharing import Sharing
 from vllmx_server.limits.usage import KeyUsage, UsageLedger
 from vllmx_server.store.folder import Folder
@@ -85,19 +73,32 @@ class Peers:
 
     async def metric_counts(self, own: dict[str, MetricCounts]) -> list[dict[str, MetricCounts]]:
         """The counts of all other workers, by model. `own`: those of this one."""
-        return await self.channel.ask(METRICS, own, list[dict[str, MetricCounts]])
+        return await self.channel.ask("metrics", own, list[dict[str, MetricCounts]])
 
     async def sleep(self) -> None:
         """See `AsyncLLM.sleep`."""
-        await self.channel.ask(SLEEP, None, type(None))
+        await self.channel.ask("sleep", None, type(None))
 
     async def wake(self) -> None:
         """See `AsyncLLM.wake`."""
-        await self.channel.ask(WAKE, None, type(None))
+        await self.channel.ask("wake", None, type(None))
 
     def shut_down(self) -> None:
         """Ends the whole server, as SIGTERM does."""
-        self.channel.tell(SHUT_DOWN, None)
+        self.channel.tell("shut_down", None)
+
+
+class RemoteLimiter:
+    """The supervisor's rate limiter, as a worker reaches it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    async def reserve(self, reservation: Reservation) -> Granted:
+        return await self._channel.ask("reserve", reservation, Granted)
+
+    async def settle(self, used: Used) -> None:
+        self._channel.tell("settle", used)
 
 
 class RemoteUsage(UsageLedger):
@@ -110,14 +111,14 @@ class RemoteUsage(UsageLedger):
     def changed(self) -> None:
         new = self.take()
         if new:
-            self._channel.tell(USED, new)
+            self._channel.tell("used", new)
 
     async def keep(self) -> None:
         self.changed()
 
     async def all(self) -> Mapping[str, KeyUsage]:
         self.changed()
-        return await self._channel.ask(USAGE, None, dict[str, KeyUsage])
+        return await self._channel.ask("usage", None, dict[str, KeyUsage])
 
 
 class RemoteHost:
@@ -127,13 +128,13 @@ class RemoteHost:
         self._channel = channel
 
     async def load(self, name: str) -> Attachment:
-        return await self._channel.ask(LOAD, name, Attachment)
+        return await self._channel.ask("load", name, Attachment)
 
     async def unload(self, name: str) -> None:
-        await self._channel.ask(UNLOAD, name, type(None))
+        await self._channel.ask("unload", name, type(None))
 
     async def cards(self) -> list[ModelInfo]:
-        return await self._channel.ask(CARDS, None, list[ModelInfo])
+        return await self._channel.ask("cards", None, list[ModelInfo])
 
     async def wake_idle(self) -> bool:
-        return await self._channel.ask(WAKE_IDLE, None, bool)
+        return await self._channel.ask("wake_idle", None, bool)

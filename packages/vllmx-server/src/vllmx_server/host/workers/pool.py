@@ -18,7 +18,7 @@ from vllmx_engine.link.supervisor import run_module
 
 from vllmx_server.host.workers.channel import Channel, GoneError
 from vllmx_server.host.workers.dispatch import Dispatcher
-from vllmx_server.host.workers.messages import BEGIN, LEAD, STOP, Begin, Lead
+from vllmx_server.host.workers.messages import Begin
 from vllmx_server.host.workers.shared_counts import SharedCounts
 
 logger = logging.getLogger("vllmx.supervisor")
@@ -127,7 +127,7 @@ class WorkerPool:
         self._stopping = True
         self._dispatcher.stop()
         for each in self._workers.values():
-            each.channel.tell(STOP, None)
+            each.channel.tell("stop", None)
         await asyncio.gather(*(each.reap(timeout_s) for each in self._workers.values()))
         for task in self._keeping:
             task.cancel()
@@ -202,7 +202,7 @@ class WorkerPool:
 
     async def _have_begin(self, worker: Worker, row: int) -> None:
         begin = msgspec.structs.replace(self._begin, row=row)
-        await worker.channel.ask(BEGIN, begin, type(None))
+        await worker.channel.ask("begin", begin, type(None))
         worker.serves = True
         self._dispatcher.opened(row)
         if not self._began[row].done():
@@ -229,7 +229,7 @@ class WorkerPool:
                 self._leader = worker
                 is_first, self._had_leader = not self._had_leader, True
                 try:
-                    await worker.channel.ask(LEAD, Lead(is_first), type(None))
+                    await worker.channel.ask("lead", is_first, type(None))
                 except GoneError:
                     if worker is self._leader:
                         self._leader = None

@@ -17,14 +17,7 @@ from vllmx_core.system.private_traceback import private_traceback
 from vllmx_server.errors import error_response, internal_error
 from vllmx_server.generating.served import served_of
 from vllmx_server.host.workers.channel import Channel
-from vllmx_server.host.workers.messages import (
-    RELAY,
-    RELAY_END,
-    RELAY_MORE,
-    Relayed,
-    RelayedAnswer,
-    RelayedMore,
-)
+from vllmx_server.host.workers.messages import Relayed, RelayedAnswer, RelayedMore
 from vllmx_server.http.body import read_body
 from vllmx_server.http.client import client_of, owner_of
 from vllmx_server.store.database import logger
@@ -67,7 +60,7 @@ async def relay(channel: Channel, request: Request, body: bytes) -> Response:
         address=str(client[0]) if client else "",
         request_id=request.scope["state"]["request_id"],
     )
-    answer = await channel.ask(RELAY, relayed, RelayedAnswer)
+    answer = await channel.ask("relay", relayed, RelayedAnswer)
     headers = {name.decode(): value.decode() for name, value in answer.headers}
     if not answer.number:
         return Response(answer.body, answer.status, headers)
@@ -77,12 +70,12 @@ async def relay(channel: Channel, request: Request, body: bytes) -> Response:
 async def _stream(channel: Channel, answer: RelayedAnswer) -> AsyncIterator[bytes]:
     try:
         while True:
-            more = await channel.ask(RELAY_MORE, answer.number, RelayedMore)
+            more = await channel.ask("relay_more", answer.number, RelayedMore)
             yield more.body
             if more.is_last:
                 return
     finally:
-        channel.tell(RELAY_END, answer.number)
+        channel.tell("relay_end", answer.number)
 
 
 class Relays:
@@ -101,9 +94,7 @@ class Relays:
 
     def serve(self, channel: Channel) -> None:
         """Answers from now on what comes by the channel."""
-        channel.serve(RELAY, Relayed, self._answer)
-        channel.serve(RELAY_MORE, int, self._more)
-        channel.serve(RELAY_END, int, self._end)
+        channel.serve(relay=self._answer, relay_more=self._more, relay_end=self._end)
 
     async def _answer(self, relayed: Relayed) -> RelayedAnswer:
         answering = _Answering(partial(self._run, self._scope(relayed)), relayed.body)
