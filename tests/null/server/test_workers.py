@@ -266,7 +266,7 @@ async def test_counts_of_a_worker_outlive_it(
 ) -> None:
     """Those that it told by itself, those of its own scrape, or those that it was asked for."""
     monkeypatch.setattr(
-        "vllmx_server.host.workers.counted.COUNT_S", 30.0 if how == "asked" else 0.1
+        "vllmx_server.host.workers.supervisor.COUNT_S", 30.0 if how == "asked" else 0.1
     )
     counted, nothing = Counted(), {"m": Metrics("m", CoreStats, {}).counts()}
     for _ in range(3):
