@@ -20,10 +20,9 @@ from vllmx_core.sampling import SamplingParams
 from vllmx_server.errors import ForbiddenError, RateLimitError
 from vllmx_server.host.workers.peers import RemoteLimiter
 from vllmx_server.host.workers.supervisor import WorkerLimiter
-from vllmx_server.limits.key_limiter import KeyLimiter
 from vllmx_server.limits.key_records import KeyRecord, digest_of, read_keys
 from vllmx_server.limits.keys import ApiKeys
-from vllmx_server.limits.rate_limiter import Reservation, Used
+from vllmx_server.limits.rate_limiter import KeyLimiter, Reservation, Used
 
 from tests.waiting import PATIENCE_S, until
 

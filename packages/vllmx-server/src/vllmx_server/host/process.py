@@ -19,7 +19,7 @@ from vllmx_engine.wire.messages import CoreInfo
 from vllmx_server.config import ServerConfig
 from vllmx_server.host.address import check_certificate, listen
 from vllmx_server.host.apis import load_apis
-from vllmx_server.host.app import build_app
+from vllmx_server.host.app import build_app, operators_app
 from vllmx_server.host.server import Server
 from vllmx_server.host.signals import CLOSE_S, Serving
 from vllmx_server.http.connections.serving import ConnectionLimits, serve
@@ -30,7 +30,7 @@ from vllmx_server.http.connections.settings import (
     connection_limit,
     raise_descriptor_limit,
 )
-from vllmx_server.limits.sharing import ALONE, Sharing
+from vllmx_server.limits.admission import ALONE, Sharing
 from vllmx_server.store.storage import Storage
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from vllmx_server.host.workers.peers import Peers
 
 logger = logging.getLogger("vllmx.server")
+OPERATORS_LIMITS = ConnectionLimits(64, 64)
+"""Limits of the operators' socket, so that a crowd at the public port does not keep them out."""
 
 
 def on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -130,12 +132,10 @@ async def _serve_operators(
     """Answers on the socket of operators, if there is one, until `stop` is set."""
     if listener is None:
         return
-    from vllmx_server.host.operators import LIMITS, operators_app
-
     config = AnswerConfig()
     config.graceful_timeout = CLOSE_S
     config.errorlog = _hypercorn_log()
-    await serve(operators_app(server), config, listener, LIMITS, timeouts, stop, None)
+    await serve(operators_app(server), config, listener, OPERATORS_LIMITS, timeouts, stop, None)
 
 
 def is_several(models: Sequence[ModelConfig], server: ServerConfig) -> bool:

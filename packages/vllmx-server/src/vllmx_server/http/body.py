@@ -10,7 +10,7 @@ from vllmx_core.errors import VllmxError, shown
 
 from vllmx_server.config import ServerConfig
 from vllmx_server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
-from vllmx_server.limits.body_budget import GIVEN_BODY, HeldBody
+from vllmx_server.limits.admission import GIVEN_BODY, HeldBody
 
 INLINE_BYTES = 64 << 10
 """Decoding and checking so much takes about a millisecond."""

@@ -151,27 +151,14 @@ def _plain(kind: Any) -> Iterator[Any]:
         yield kind
 
 
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
-_LAST_HALF = re.compile(rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
-_FIRST_HALVES = b"89abAB"
+_ESCAPE = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.",
+    re.DOTALL,
+)
+"""A pair of surrogates, half of one, or the beginning of another escape."""
 
 
 def lone_surrogate(body: bytes) -> int | None:
     """The place of the first escaped surrogate without its other half, or None."""
-    at = -1
-    while (at := body.find(b"\\u", at + 1)) >= 0:
-        if not _SURROGATE.match(body, at) or _is_escaped(body, at):
-            continue
-        is_first = body[at + 3] in _FIRST_HALVES
-        if not (is_first and _LAST_HALF.match(body, at + 6)):
-            return at
-        at += 6
-    return None
-
-
-def _is_escaped(body: bytes, at: int) -> bool:
-    """True if an odd number of backslashes precedes."""
-    begin = at
-    while begin and body[begin - 1] == ord("\\"):
-        begin -= 1
-    return (at - begin) % 2 == 1
+    return next((found.start() for found in _ESCAPE.finditer(body) if found[1]), None)

@@ -17,7 +17,7 @@ from vllmx_core.system.private_traceback import private_traceback
 from vllmx_server.apis.batches.store import LineState
 from vllmx_server.errors import error_response, internal_error
 from vllmx_server.http.connections.applications import Client
-from vllmx_server.limits.body_budget import GIVEN_BODY
+from vllmx_server.limits.admission import GIVEN_BODY
 from vllmx_server.store.database import logger
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]

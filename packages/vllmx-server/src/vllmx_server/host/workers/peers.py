@@ -17,8 +17,8 @@ from vllmx_server.host.workers.dispatch import Mailbox
 from vllmx_server.host.workers.messages import Begin
 from vllmx_server.host.workers.relay import Relays, relay
 from vllmx_server.host.workers.shared_counts import SharedCounts
+from vllmx_server.limits.admission import Sharing
 from vllmx_server.limits.rate_limiter import Granted, Reservation, Used
-from vllmx_server.limits.sharing import Sharing
 from vllmx_server.limits.usage import KeyUsage, UsageLedger
 from vllmx_server.store.folder import Folder
 from vllmx_server.store.storage import Storage

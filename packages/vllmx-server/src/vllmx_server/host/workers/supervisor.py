@@ -34,9 +34,15 @@ from vllmx_server.host.workers.messages import (
     Reload,
 )
 from vllmx_server.host.workers.pool import WorkerPool, asked_of_all
-from vllmx_server.limits.key_limiter import KeyLimiter
 from vllmx_server.limits.keys import ApiKeys, reload_keys
-from vllmx_server.limits.rate_limiter import Granted, RateLimiter, Reservation, Unlimited, Used
+from vllmx_server.limits.rate_limiter import (
+    Granted,
+    KeyLimiter,
+    RateLimiter,
+    Reservation,
+    Unlimited,
+    Used,
+)
 from vllmx_server.limits.usage import UsageLedger
 from vllmx_server.store.folder import temporary_folder
 from vllmx_server.store.storage import Storage

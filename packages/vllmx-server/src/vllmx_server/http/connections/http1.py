@@ -9,7 +9,6 @@ sees the answer and not a broken connection.
 from __future__ import annotations
 
 import ast
-import asyncio
 import re
 
 import h11
@@ -27,8 +26,6 @@ MAX_AHEAD_BYTES = 1 << 16
 _MAX_DROPPED_BODY_BYTES = 1 << 20
 """A body up to this length is read to its end although its answer was sent, and the connection
 goes on; with a longer one it ends."""
-_SEND_BYTES = 1 << 18
-"""A longer body goes out in pieces, others in between: asyncio copies what cannot go at once."""
 _TWO_WAYS = re.compile(rb"(?<!\r)\n|\n[ \t]")
 """A line feed alone, and a header that is folded: h11 takes both."""
 
@@ -165,13 +162,7 @@ class Http1(H11Protocol):
     async def stream_send(self, event: StreamEvent) -> None:
         if isinstance(event, Response) and self._ends_with_this_answer():
             event.headers.append((b"connection", b"close"))
-        if isinstance(event, Body) and len(event.data) > _SEND_BYTES:
-            for begin in range(0, len(event.data), _SEND_BYTES):
-                piece = event.data[begin : begin + _SEND_BYTES]
-                await super().stream_send(Body(stream_id=event.stream_id, data=piece))
-                await asyncio.sleep(0)
-        else:
-            await super().stream_send(event)
+        await super().stream_send(event)
 
     def _ends_with_this_answer(self) -> bool:
         return self._bytes_ahead > MAX_AHEAD_BYTES or (

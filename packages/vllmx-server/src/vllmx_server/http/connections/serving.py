@@ -20,7 +20,7 @@ from hypercorn.config import Config
 from vllmx_server.errors import OverloadedError, error_body
 from vllmx_server.http.connections.connection import Connection, Shared
 from vllmx_server.http.connections.settings import OUT_OF_RESOURCES, SAFE_HEADERS, Timeouts
-from vllmx_server.limits.sharing import ALONE, Sharing
+from vllmx_server.limits.admission import ALONE, Sharing
 
 logger = logging.getLogger("vllmx.server")
 
