@@ -25,7 +25,7 @@ REMAINING = {
     "vllmx-engine": 0,
     "vllmx-metal": 38,
     "vllmx-models": 97,
-    "vllmx-server": 298,
+    "vllmx-server": 168,
     "vllmx-testing": 0,
     "vllmx-torch": 39,
     "vllmx-tp": 0,

@@ -293,10 +293,10 @@ async def test_a_server_reads_its_keys_again(
             "priority-range",
         ),
         ('{"keys": ' + "[" * 5000 + "]" * 5000 + "}", "is"),
-        ('{"keys": [], "keys": []}', "'keys' stands there twice"),
+        ('{"keys": [], "keys": []}', "'keys' appears twice"),
         (
             '{"keys": [{"name": "a", "sha256": "' + "0" * 64 + '", "share": 1, "share": 9}]}',
-            "'share' stands there twice",
+            "'share' appears twice",
         ),
     ],
 )
@@ -323,7 +323,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     """Whoever opens one waits until somebody writes, and a server that reads its keys again would
     stand still."""
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match=r"no regular file.*vllmx keys add"):
+    with pytest.raises(ConfigError, match=r"not a regular file.*vllmx keys add"):
         read_keys(tmp_path / "pipe")
 
 

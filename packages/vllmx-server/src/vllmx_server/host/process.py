@@ -47,8 +47,8 @@ OPERATORS_LIMITS = ConnectionLimits(64, 64)
 
 def on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """The handler of an event loop for errors that nobody awaits. The usual one prints the task,
-    and with it the exception's text. A connection that is cut when the server stops is no error;
-    Python 3.11 reports each as one."""
+    and with it the exception's text. Connections that are cut when the server stops are left out,
+    which Python 3.11 reports as errors."""
     error = context.get("exception")
     if not isinstance(error, asyncio.CancelledError):
         stack = private_traceback(error) if error is not None else "no exception"
@@ -73,9 +73,9 @@ async def serve_until_stopped(
     models: Sequence[ModelConfig] = (),
     operators: socket.socket | None = None,
 ) -> None:
-    """Answers requests on a bound socket once the core is ready, beside `peers` if there are any,
-    and `operators` on theirs. `models`: where they are several; `core` is the first one's. Raises
-    what `run_server` does."""
+    """Answers requests on a bound socket once the core is ready, together with `peers` if there are
+    any, and requests of operators on theirs. `models`: if there are several; `core` is that of the
+    first. Raises the errors of `run_server`."""
     sharing = ALONE if peers is None else peers.sharing
     config, limits = hypercorn_config(server), connection_limits(server, sharing)
     timeouts = Timeouts(server.header_timeout_s, server.send_timeout_s)
@@ -139,7 +139,7 @@ async def _serve_operators(
 
 
 def is_several(models: Sequence[ModelConfig], server: ServerConfig) -> bool:
-    """Whether it has to be asked which model a request means, and whether that one is there."""
+    """True if the model of each request must be looked up, and may have to be loaded."""
     idle = bool(models and server.idle_unload_s)
     return len(models) > 1 or idle or any(model.aliases for model in models)
 

@@ -45,9 +45,9 @@ def run_server(
     models: Sequence[ModelConfig] = (),
     on_ready: Callable[[str, CoreInfo, str], None] | None = None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT; several `models`, of which `engine` is the first, where they
-    are given. `on_ready` gets the model's name, what loading came to and
-    the base URL once requests are accepted. Raises ConfigError when the address or the certificate
+    """Serves until SIGTERM or SIGINT; several `models`, of which `engine` is the first, if they are
+    given. `on_ready` gets the model's name, the result of loading and the base URL once requests
+    are accepted. Raises ConfigError when the address or the certificate
     cannot be used (without waiting for the model), the typed errors of loading, EngineDeadError
     when the engine core is gone for good, and KeyboardInterrupt when a signal comes while the
     model loads."""
@@ -65,7 +65,7 @@ async def _serve(
     models: Sequence[ModelConfig],
     on_ready: Callable[[str, CoreInfo, str], None] | None,
 ) -> None:
-    # What is wrong is told before the core's process is there: a model may take minutes to load.
+    # Report errors before the core's process starts: a model may take minutes to load.
     if server.idle_unload_s and not models:
         from vllmx_server.host.models.config import ModelConfig
 

@@ -28,7 +28,7 @@ same for `_CLEAN_EVERY_S`."""
 
 
 class Server:
-    """What signals, and the supervisor of several processes, reach.
+    """The object that signals, and the supervisor of several processes, act on.
 
     Args:
         served: the default model.
@@ -119,5 +119,5 @@ class Server:
 
 
 def _ahead_s() -> float:
-    """How far the clock that may jump is ahead of the monotonic one."""
+    """Seconds that the clock, which may jump, is ahead of the monotonic one."""
     return time.time() - time.monotonic()

@@ -1,4 +1,4 @@
-"""What SIGTERM, SIGINT and SIGHUP do to the server."""
+"""Handlers of SIGTERM, SIGINT and SIGHUP."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ logger = logging.getLogger("vllmx.server")
 
 
 CLOSE_S = 2.0
-"""What connections get to end once all answers are sent."""
+"""Seconds that connections get to end once all answers are sent."""
 _SAME_S = 2.0
 """Signals that come so soon after the first are taken for it: timeout(1) sends it to the process
 and to its group."""
 
 
 class Serving(Protocol):
-    """What a signal reaches."""
+    """The object that signals act on."""
 
     async def end(self) -> None:
         """Admits nothing new and returns when what is in flight has ended, or was aborted."""

@@ -84,7 +84,7 @@ class Worker:
         return self._stop
 
     async def run(self) -> int:
-        """Serves until it is told to stop, or has nothing to serve; returns the exit code."""
+        """Serves until the supervisor stops it or serving fails; returns the exit code."""
         await self._stop.wait()
         if self._serving is None:
             return 0

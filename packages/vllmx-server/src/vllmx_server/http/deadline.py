@@ -21,8 +21,8 @@ class Deadline:
     """The deadline of one request.
 
     Args:
-        limit_s: how long it may take in all; 0: as long as it likes.
-        started_s: when it came, in seconds of `time.monotonic`, the event loop's clock.
+        limit_s: from its arrival to its end; 0: no limit.
+        started_s: its arrival, in seconds of `time.monotonic`, the event loop's clock.
     """
 
     limit_s: float = 0.0
@@ -36,8 +36,8 @@ class Deadline:
         return max(0.0, self.started_s + self.limit_s - time.monotonic())
 
     async def bound(self, work: Awaitable[T]) -> T:
-        """What `work` returns. When the time is up it is cancelled and RequestTimeoutError is
-        raised."""
+        """Returns the result of `work`. When the time is up, cancels it and raises
+        RequestTimeoutError."""
         try:
             async with asyncio.timeout(self.left_s) as timeout:
                 return await work

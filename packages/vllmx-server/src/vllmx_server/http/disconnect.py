@@ -88,8 +88,8 @@ async def _disconnected(receive: Receive) -> None:
 async def while_there(
     receive: Receive, work: Coroutine[Any, Any, T], deadline: Deadline = NEVER
 ) -> T:
-    """What `work` returns. When the client leaves first it is cancelled, and ClientDisconnect is
-    raised; RequestTimeoutError when the time is up."""
+    """Returns the result of `work`. When the client leaves or the time is up, cancels it and raises
+    ClientDisconnect or RequestTimeoutError."""
     with Interruption(receive, deadline):
         return await work
 

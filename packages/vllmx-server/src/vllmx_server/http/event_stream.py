@@ -97,7 +97,7 @@ _EVENT_HEADERS = [
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """What a stream says besides its answer."""
+    """Events of a stream that are not part of its answer."""
 
     failed: Callable[[VllmxError], bytes]
     """The last event of a stream that fails."""
@@ -108,7 +108,7 @@ OPENAI = Framing(lambda error: b"data: " + error_body(error) + b"\n\n" + DONE)
 
 
 class Held(Protocol):
-    """What goes on in the engine for one HTTP request."""
+    """The work of the engine for one HTTP request."""
 
     def close(self) -> None:
         """Aborts what has not ended. May be called twice."""

@@ -75,7 +75,7 @@ def _name_of(host: str) -> str:
 
 
 def _is_address(name: str) -> bool:
-    """Whether a name is an address. No name at all counts as one: no browser leaves it out."""
+    """True if a name is an address, or empty: browsers never leave it out."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

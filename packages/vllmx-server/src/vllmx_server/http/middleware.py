@@ -28,7 +28,7 @@ logger = logging.getLogger("vllmx.server")
 access = logging.getLogger("vllmx.access")
 _SAFE_ID = re.compile(rb"[\w.:-]{1,128}")
 CLIENT_GONE = 499
-"""What the access log and the metrics show for a client that left before its answer began."""
+"""The status in logs and metrics of a client that left before its answer began."""
 
 
 class RequestContext:

@@ -1,4 +1,4 @@
-"""A request that was let in, from there to its end: what its key uses is reserved and counted."""
+"""An admitted request until its end: the usage of its key is reserved and counted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ USUAL_OUTPUT = 512
 BYTES_OF_TOKEN = 4
 """The bytes of a body that count as a token; a guess, which the end of the answer corrects."""
 HEADERS = "limit_headers"
-"""The name in a request's state under which stands what the answer says of its key's limits."""
+"""The key in a request's state of the headers that show its API key's limits."""
 
 
 class Counted(Protocol):
@@ -62,7 +62,7 @@ class Admitted:
 
 
 class Settlements:
-    """What is on its way to a limiter for requests that have ended."""
+    """Settlements on their way to a limiter."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -78,8 +78,7 @@ _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
 def expected_tokens(num_bytes: int, body: object) -> int:
-    """The tokens that a request with a body of so many bytes may come to, prompt and answers
-    together."""
+    """The tokens of prompt and answers to expect of a request with a body of so many bytes."""
     named = (getattr(body, name, None) for name in _LIMITS)
     most = next((value for value in named if isinstance(value, int)), USUAL_OUTPUT)
     answers = getattr(body, "n", None) or 1

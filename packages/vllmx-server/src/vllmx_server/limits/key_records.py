@@ -1,7 +1,7 @@
-"""The file of API keys: what its entries may say, read and written.
+"""The file of API keys and its entries, read and written.
 
-A key itself stands nowhere: the file has its SHA-256. Keys are 256 random bits, so that a digest
-without salt tells nothing of them.
+The file has the SHA-256 of each key, never the key. Keys are 256 random bits, so a digest without
+salt reveals nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
     @property
     def has_limits(self) -> bool:
-        """Whether there is something to count."""
+        """True if any limit is set."""
         limits = (self.requests_per_minute, self.tokens_per_minute, self.concurrency)
         return any(limit is not None for limit in limits)
 

@@ -27,7 +27,7 @@ class Holder:
     client: str
     """The name in fair share, salts, ranges and what is stored; "" without a key."""
     record: KeyRecord | None = None
-    """What the file of keys says of it; None: a key of --api-key, or none."""
+    """The entry in the file of keys; None: a key of --api-key, or none."""
     mcp_servers: tuple[str, ...] | None = None
     """MCP servers whose tools it may use; None: all."""
 
@@ -38,7 +38,7 @@ class Holder:
 
     @property
     def share(self) -> float:
-        """The part of the capacity that this client gets beside others that wait."""
+        """The part of the capacity that this client gets relative to others that wait."""
         return 1.0 if self.record is None else self.record.share
 
     def check_model(self, *names: str) -> None:
@@ -105,7 +105,7 @@ class ApiKeys:
 
     @property
     def has_several(self) -> bool:
-        """Whether there is more than one key."""
+        """True if there is more than one key."""
         return len(self._holders) > 1
 
     def find(self, digest: bytes) -> Holder | None:
@@ -121,16 +121,16 @@ class ApiKeys:
         return Holder(client, mcp_servers=self._unlisted)
 
     def label(self, client: str) -> str | None:
-        """What /metrics calls a client: a name that the file gives, of the first `MAX_LABELS`, or
+        """The label of a client in /metrics: its name in the file, for the first `MAX_LABELS`, or
         `OTHER`. None: there are no keys."""
         return None if self.is_open else self._labels.get(client, OTHER)
 
     def record_of(self, client: str) -> KeyRecord | None:
-        """What the file says of a client."""
+        """The entry of a client in the file."""
         return self.holder(client).record
 
     def priority_ranges(self) -> dict[str, PriorityRange]:
-        """What the file says, by client."""
+        """The ranges in the file, by client."""
         return {
             holder.client: parse_range(holder.record.priority_range)
             for holder in self._holders.values()

@@ -47,7 +47,7 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         if lone is not None:
             raise InvalidRequestError(
                 f"the body has a lone surrogate, {body[lone : lone + 6].decode()} at byte {lone},"
-                " which is no Unicode character: remove it, or send the other half of its pair"
+                " which is not a Unicode character: remove it, or send the other half of its pair"
             ) from None
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
     except UnicodeDecodeError:

@@ -79,8 +79,8 @@ _RAW = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def outside(text: str, body: bytes, kind: Any) -> InvalidRequestError | None:
-    """What to say of a body whose decoding as `kind` failed with `text`, where that is a number or
-    a size outside of its field's interval; else None."""
+    """The error for a body whose decoding as `kind` failed with `text`, if that is a number or a
+    size outside of its field's interval; else None."""
     size = _SIZE.search(text)
     if size is not None:
         return _wrong_size(size, body)

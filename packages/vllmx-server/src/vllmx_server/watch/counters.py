@@ -103,7 +103,7 @@ MAX_TOOLS = 256
 """Tools and outcomes that are counted by name: servers may rename their tools at any time."""
 CALL_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 Outcome = Literal["ok", "error", "failed", "timed_out", "cancelled"]
-"""How a call ended. `error`: reported by the tool; `failed`: without an answer; `cancelled`: the
+"""The end of a call. `error`: reported by the tool; `failed`: without an answer; `cancelled`: the
 request that waited for it has ended."""
 
 

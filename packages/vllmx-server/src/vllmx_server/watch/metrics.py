@@ -75,7 +75,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class CoreShown(msgspec.Struct, frozen=True):
-    """What a process knows of a model's core."""
+    """The state of a model's core as one process knows it."""
 
     stats: CoreStats
     cache: dict[str, str]

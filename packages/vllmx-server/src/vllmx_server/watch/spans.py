@@ -152,7 +152,7 @@ class _Exporter(SpanExporter):
 
 
 def _of_call(operation: str, trace: Trace, ended: Ended) -> Attributes:
-    """What was asked, which a sampler may look at."""
+    """The call, which a sampler may look at."""
     found: Attributes = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "vllmx",

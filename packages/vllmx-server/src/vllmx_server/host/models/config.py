@@ -89,8 +89,8 @@ def with_parts(models: Sequence[ModelConfig], own: Mapping[str, float]) -> list[
 
 
 def engine_of(model: ModelConfig, free_bytes: int) -> EngineConfig:
-    """The settings for the core of a model beside the first. `free_bytes`: before the first was
-    loaded; 0: nobody knows."""
+    """The settings for the core of a model other than the first. `free_bytes`: before the first was
+    loaded; 0: unknown."""
     if model.memory_part is None:
         return model.engine
     if not free_bytes:
@@ -110,6 +110,6 @@ def _part_of_free(model: ModelConfig) -> EngineConfig:
 
 
 def _is_sized(engine: EngineConfig) -> bool:
-    """Whether it was said how much it takes."""
+    """True if its memory is configured."""
     sizes = (engine.num_kv_blocks, engine.kv_cache_memory_bytes, engine.memory_bytes)
     return any(size is not None for size in sizes)

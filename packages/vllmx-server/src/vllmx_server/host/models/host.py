@@ -93,7 +93,7 @@ class _Hosted:
         )
 
     def note(self, stats: CoreStats) -> None:
-        """How busy it is: the core tells when it begins, while it works and when it is done."""
+        """Takes the core's reports of its work: at its begin, during it and at its end."""
         self.is_busy = bool(stats.num_running or stats.num_waiting)
         self.used_s = time.monotonic()
 
@@ -160,7 +160,7 @@ class CoreHost:
             return True
 
     async def cards(self) -> list[ModelInfo]:
-        """What is known of all of them."""
+        """The cards of all models."""
         return [hosted.card() for hosted in self._hosted.values()]
 
     async def load(self, name: str) -> Attachment:
@@ -280,9 +280,9 @@ class CoreHost:
             self._devices[hosted.device] = _Device(info.free_bytes)
 
     async def _free(self, found: FoundModel, hosted: _Hosted) -> FreeMemory:
-        """What models that are loaded leave of the memory of the device that a model goes to. Not
-        all of what they have was taken of the system yet: pages of a KV cache are when they are
-        written."""
+        """The memory that loaded models leave on the device that a model goes to. Free memory as
+        the system reports it is not enough: pages of a KV cache are taken when they are written.
+        """
         if self._first is not None:
             first = self._first
             size = first.weight_bytes + first.kv_cache_bytes
@@ -299,7 +299,7 @@ class CoreHost:
         return FreeMemory(free.device, min(free.num_bytes, left))
 
     async def _has_its_part(self, hosted: _Hosted, found: FoundModel) -> bool:
-        """Whether to unload others would give a model no more than it may take anyway."""
+        """True if a model may not take more memory even if others are unloaded."""
         if hosted.config.memory_part is None:
             return False
         free = await self._free(found, hosted)

@@ -59,7 +59,7 @@ class Host(Protocol):
 
 
 class _Entry:
-    """One model beside the default one."""
+    """A model other than the default one."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -119,13 +119,13 @@ class Models:
         return self._left and self.default.llm.is_asleep
 
     def is_open(self, name: str) -> bool:
-        """Whether requests for a model need not wait."""
+        """True if requests for a model need not wait."""
         entry = self._entries.get(name)
         return not self.sleeps_idle if entry is None else entry.is_open
 
     async def served(self, name: str) -> Served:
-        """What answers for a model, by its own name. Waits while it loads. Raises what loading
-        met, and OverloadedError when that takes too long."""
+        """The `Served` of a model, by its own name. Waits while it loads. Raises the errors of
+        loading, and OverloadedError when that takes too long."""
         entry = self._entries.get(name)
         if entry is None:
             await self._wake_idle()

@@ -124,7 +124,7 @@ class _WaitingStream:
 
 
 class _Rest:
-    """What an endpoint sends behind a start that was sent before; an error as an event."""
+    """Sends the answer of an endpoint after a start that was sent before; an error as an event."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope, self._send = scope, send

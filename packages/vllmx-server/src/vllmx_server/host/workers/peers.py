@@ -52,7 +52,7 @@ class Peers:
         )
 
     def accepting(self, descriptor: int) -> socket.socket:
-        """What this worker accepts connections from."""
+        """The socket that this worker accepts connections from."""
         return Mailbox(descriptor, self._counts.gauge("received"))
 
     def storage(self) -> Storage:

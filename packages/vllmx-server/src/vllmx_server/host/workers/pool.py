@@ -210,7 +210,7 @@ class WorkerPool:
         await self._choose_leader()
 
     async def _bury(self, worker: Worker, row: int) -> None:
-        """What it held is free once its process is gone for certain."""
+        """Frees what it held, once its process is certainly gone."""
         worker.serves = False
         await worker.reap(0 if not self._stopping else _EXIT_S)
         worker.channel.close()

@@ -24,7 +24,7 @@ from vllmx_server.store.database import logger
 
 Endpoint = Callable[[Request], Awaitable[Any]]
 _READ_S = 300.0
-"""How long events wait for a worker that asks for them."""
+"""Seconds that events wait for a worker that asks for them."""
 _ROOM = 64
 """Pieces of a stream that wait."""
 _HIDDEN = (b"content-length", b"transfer-encoding", b"x-request-id", b"request-id")
@@ -173,7 +173,7 @@ class _Answering:
         return bytes(found)
 
     async def more(self) -> RelayedMore:
-        """What has been sent meanwhile; waits for something."""
+        """Waits for at least one piece and returns all that were sent meanwhile."""
         piece, is_last = await self._pieces.get()
         while not is_last and not self._pieces.empty():
             following, is_last = self._pieces.get_nowait()

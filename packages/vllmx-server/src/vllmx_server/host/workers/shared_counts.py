@@ -57,16 +57,16 @@ class SharedCounts:
         self._rows[row] = 0
 
     def gauge(self, counted: Counted) -> SharedGauge:
-        """What this worker counts, and all others have."""
+        """The gauge of a count of this worker and all others."""
         at = _FIELDS.index(counted)
         return SharedGauge(self._rows[:, at], self._own[at : at + 1])
 
     def value(self, counted: Counted, row: int) -> int:
-        """What one worker counts."""
+        """The count of one worker."""
         return int(self._rows[row, _FIELDS.index(counted)])
 
     def named(self, table: Table) -> SharedNames:
-        """What this worker counts by name, and all others have."""
+        """The gauges of the counts by name of this worker and all others."""
         first = len(_FIELDS) + _TABLES.index(table) * _BUCKETS
         columns = slice(first, first + _BUCKETS)
         return SharedNames(self._rows[:, columns], self._own[columns], self._seed)

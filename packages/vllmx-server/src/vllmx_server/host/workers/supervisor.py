@@ -115,7 +115,7 @@ async def _open_storage(server: ServerConfig, folder: str | None) -> Storage:
 
 
 class Supervisor:
-    """What becomes of the core and of the workers is told to all of them."""
+    """Watches the core and the workers, and reports the end of either to all workers."""
 
     def __init__(
         self,

@@ -34,14 +34,14 @@ logger = logging.getLogger("vllmx.server")
 
 _RECEIVE_BYTES = 1 << 16
 _LINGER_S, _LINGER_IDLE_S = 30.0, 5.0
-"""How long what a client still sends is read and dropped after the last answer, in all and without
-hearing of it; the rest of the answer has as long to go out."""
+"""Time after the last answer during which what the client still sends is read and dropped: in all,
+and between two receipts. The rest of the answer has the same time."""
 _LINGER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What all connections of a server have in common."""
+    """The common part of all connections of a server."""
 
     app: Any
     config: Config
@@ -54,7 +54,7 @@ class Connection:
     """A connection from its acceptance to its end, in `run`.
 
     Args:
-        on_idle: told when it begins and ceases to wait for a request.
+        on_idle: called with True when it begins to wait for a request, and False when it ceases.
     """
 
     def __init__(self, shared: Shared, on_idle: Callable[[bool], None]) -> None:
@@ -68,7 +68,7 @@ class Connection:
         self._is_idle, self._awaits_rest = True, True
         self._finished_s: float | None = None
         self.began = False
-        """Whether the socket is this connection's to close."""
+        """The connection closes the socket."""
 
     async def run(self, accepted: socket.socket) -> None:
         """Serves until the client has left or the server has closed it. Cancelling it cuts the

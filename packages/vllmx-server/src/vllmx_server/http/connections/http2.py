@@ -92,7 +92,7 @@ class _Application:
 
     Args:
         group: the connection's tasks.
-        give_back: told how many bytes of the body were read.
+        give_back: called with the bytes of the body that were read.
         returned: called at the end.
     """
 
@@ -132,7 +132,7 @@ class Http2(H2Protocol):
     """PING, SETTINGS, PRIORITY, WINDOW_UPDATE, unknown frames, DATA with next to nothing."""
 
     send_timeout_s = 300.0
-    """How long a stream's client may take nothing of its answer."""
+    """Seconds that a stream's client may take nothing of its answer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -320,7 +320,7 @@ class Http2(H2Protocol):
 
     # --- what goes out ----------------------------------------------------------------------------
     async def stream_send(self, event: StreamEvent) -> None:
-        if self.closed:  # and nobody is told, which would start the wait for another request
+        if self.closed:  # silently: an update would start the wait for another request
             if isinstance(event, StreamClosed):
                 await self._close_stream(event.stream_id)
             return
@@ -335,7 +335,7 @@ class Http2(H2Protocol):
             await super().stream_send(event)
 
     def _may_wait(self, event: StreamEvent) -> bool:
-        """Whether sending it waits until the client takes something."""
+        """True if sending it waits until the client takes something."""
         if isinstance(event, Body):
             buffer = self.stream_buffers.get(event.stream_id)
             return buffer is not None and len(buffer.buffer) + len(event.data) >= BUFFER_HIGH_WATER

@@ -31,16 +31,16 @@ _PAUSE_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """How many connections may be open at a time."""
+    """Limits of open connections."""
 
     in_all: int
     per_address: int
     sharing: Sharing = ALONE
-    """What is shared with other processes that accept from the same socket."""
+    """Counts of other processes that accept connections."""
 
 
 class Place:
-    """What one accepted connection takes of the limits."""
+    """The part of the limits that one accepted connection takes."""
 
     __slots__ = ("address", "close")
 

@@ -21,11 +21,11 @@ _TESTED = {"hypercorn": ((0, 18), (0, 19)), "h11": ((0, 14), (0, 17)), "h2": ((4
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 SAFE_HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"))
-"""No type is guessed from an answer's bytes, and no address of ours is told to other sites."""
+"""Browsers do not guess types from bytes, nor send our addresses to other sites."""
 
 
 class AnswerConfig(Config):
-    """hypercorn's configuration, which its protocols ask for what stands in every answer."""
+    """hypercorn's configuration, which its protocols ask for the headers of every answer."""
 
     hsts_max_age_s = 0
     _tls: ssl.SSLContext | None = None
@@ -93,8 +93,8 @@ def raise_descriptor_limit() -> int:
 
 
 def connection_limit(wanted: int | None, descriptors: int) -> int:
-    """How many connections may be open: `wanted`, or what suits so many descriptors. Raises
-    ConfigError when it is more than they allow."""
+    """The number of connections that may be open: `wanted`, or a number that suits so many
+    descriptors. Raises ConfigError if they do not suffice for `wanted`."""
     most = descriptors - min(_KEPT_BACK, descriptors // 2)
     if wanted is None:
         return min(most, _MOST_BY_DEFAULT)
