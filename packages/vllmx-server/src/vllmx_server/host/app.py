@@ -55,10 +55,7 @@ class RoutePaths:
         paths = dict.fromkeys(found)
         self._fixed = frozenset(path for path in paths if "{" not in path)
         self._patterns = [
-            (
-                re.compile(re.sub(r"{[^}]*}", "[^/]+", re.sub(r"{\w+:path}", ".+", path))),
-                path.replace(":path}", "}"),
-            )
+            (routing.compile_path(path)[0], path.replace(":path}", "}"))
             for path in paths
             if "{" in path
         ]

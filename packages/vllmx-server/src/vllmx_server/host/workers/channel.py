@@ -12,15 +12,15 @@ import itertools
 import logging
 import socket
 from collections.abc import Callable
-from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
+from vllmx_core import errors as core_errors
 from vllmx_core.errors import EngineDeadError, VllmxError
 from vllmx_core.system.private_traceback import private_traceback
 from vllmx_engine.wire.ipc import FrameError, FrameReader, encode_frame
 
-from vllmx_server.errors import internal_error
+from vllmx_server import errors
 
 
 class ErrorSent(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ class ErrorSent(msgspec.Struct, frozen=True):
 
     def rebuild(self) -> VllmxError:
         """The same error; a VllmxError where its type is not known here."""
-        error = _kinds().get(self.type, VllmxError)(self.message, param=self.param)
+        error = _kind(self.type)(self.message, param=self.param)
         error.code, error.http_status = self.code, self.http_status
         if self.retry_after_s is not None:
             error.retry_after_s = self.retry_after_s  # type: ignore[attr-defined]
@@ -57,18 +57,11 @@ class ErrorSent(msgspec.Struct, frozen=True):
         return error
 
 
-@cache
-def _kinds() -> dict[str, type[VllmxError]]:
-    from vllmx_core import errors as core
-
-    from vllmx_server import errors as server
-
-    return {
-        name: kind
-        for module in (core, server)
-        for name, kind in vars(module).items()
-        if isinstance(kind, type) and issubclass(kind, VllmxError)
-    }
+def _kind(name: str) -> type[VllmxError]:
+    found = getattr(errors, name, None) or getattr(core_errors, name, None)
+    if isinstance(found, type) and issubclass(found, VllmxError):
+        return found
+    return VllmxError
 
 
 logger = logging.getLogger("vllmx.server")
@@ -179,7 +172,7 @@ class Channel(asyncio.Protocol):
             reply = Refusal(question.number, ErrorSent.of(error))
         except Exception as error:
             logger.error("%s between processes failed\n%s", question.name, private_traceback(error))
-            reply = Refusal(question.number, ErrorSent.of(internal_error()))
+            reply = Refusal(question.number, ErrorSent.of(errors.internal_error()))
         if question.number and self._transport is not None:
             self._send(reply)
 

@@ -46,10 +46,17 @@ class Client:
 
 
 class Inbox(Client):
-    """A bounded queue that never holds up its connection for an application that has ended."""
+    """The messages for one application. It never holds up its connection for an application that
+    has ended.
 
-    def __init__(self) -> None:
+    Args:
+        on_read: called with the bytes of the body that the application reads; whoever puts messages
+            then bounds them. None: `put` waits while `_ROOM` pieces are unread.
+    """
+
+    def __init__(self, on_read: Callable[[int], Awaitable[None]] | None = None) -> None:
         self._messages: asyncio.Queue[Any] = asyncio.Queue()
+        self._on_read = on_read
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._ended = False
@@ -57,7 +64,9 @@ class Inbox(Client):
     async def receive(self) -> Any:
         """The next message; the application calls it."""
         message = await self._messages.get()
-        if self._messages.qsize() < _ROOM:
+        if self._on_read is not None:
+            await self._on_read(len(message.get("body", b"")))
+        elif self._messages.qsize() < _ROOM:
             self._has_room.set()
         return message
 
@@ -69,7 +78,8 @@ class Inbox(Client):
         if message["type"] == "http.disconnect":
             self.leave()
         self._messages.put_nowait(message)
-        if message.get("more_body") and self._messages.qsize() >= _ROOM:
+        is_full = self._on_read is None and self._messages.qsize() >= _ROOM
+        if message.get("more_body") and is_full:
             self._has_room.clear()
             await self._has_room.wait()
 
@@ -91,11 +101,13 @@ class Applications(TaskGroup):
         send: Callable[[Any], Awaitable[None]],
     ) -> Callable[[Any], Awaitable[None]]:
         inbox = Inbox()
-        self.spawn(_run, app, scope, inbox, send)
+        self.spawn(run_app, app, scope, inbox, send)
         return inbox.put
 
 
-async def _run(app: Any, scope: Any, inbox: Inbox, send: Callable[[Any], Awaitable[None]]) -> None:
+async def run_app(
+    app: Any, scope: Any, inbox: Inbox, send: Callable[[Any], Awaitable[None]]
+) -> None:
     try:
         await app(scope, inbox.receive, send)
     except Exception as error:

@@ -47,6 +47,7 @@ from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.utils import filter_pseudo_headers
 from vllmx_core.system.private_traceback import private_traceback
 
+from vllmx_server.http.connections.applications import Inbox, run_app
 from vllmx_server.http.connections.settings import least_taken
 
 
@@ -86,41 +87,34 @@ _DROPPED_BYTES = 64 << 20
 _HOP_HEADERS = (b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding")
 
 
-class _Application:
-    """Starts the application of one stream, as the task group that hypercorn expects. What it has
-    not read waits in a queue that holds nobody up: the stream's window bounds it.
+class _Stream:
+    """Starts the application of one stream, as the task group that hypercorn expects. The messages
+    that it has not read hold nobody up: the stream's window bounds them.
 
     Args:
         group: the connection's tasks.
-        give_back: called with the bytes of the body that were read.
+        on_read: called with the bytes of the body that were read.
         returned: called at the end.
     """
 
     def __init__(
-        self, group: Any, give_back: Callable[[int], Awaitable[None]], returned: Callable[[], None]
+        self, group: Any, on_read: Callable[[int], Awaitable[None]], returned: Callable[[], None]
     ) -> None:
-        self._group = group
-        self._give_back = give_back
-        self._returned = returned
+        self._group, self._on_read, self._returned = group, on_read, returned
 
     async def spawn_app(
         self, app: Any, config: Any, scope: Any, send: Any
     ) -> Callable[[Any], Awaitable[None]]:
-        queue: asyncio.Queue[Any] = asyncio.Queue()
+        inbox = Inbox(self._on_read)
 
-        async def read() -> Any:
-            message = await queue.get()
-            await self._give_back(len(message.get("body", b"")))
-            return message
-
-        async def run(scope: Any, receive: Any, send: Any, *rest: Any) -> None:
+        async def run() -> None:
             try:
-                await app(scope, read, send, *rest)
+                await run_app(app, scope, inbox, send)
             finally:
                 self._returned()
 
-        await self._group.spawn_app(run, config, scope, send)
-        return queue.put
+        self._group.spawn(run)
+        return inbox.put
 
 
 class Http2(H2Protocol):
@@ -241,7 +235,7 @@ class Http2(H2Protocol):
     async def _start(self, event: RequestReceived, method: str, path: bytes) -> None:
         stream_id = event.stream_id
         read = partial(self._give_back, stream_id)
-        group: Any = _Application(self.task_group, read, self._returned)
+        group: Any = _Stream(self.task_group, read, self._returned)
         stream = HTTPStream(
             self.app,
             self.config,
