@@ -37,10 +37,10 @@ _TELL_S = 1.0
 
 
 class Worker:
-    """Does what the supervisor asks.
+    """Serves under the control of the supervisor.
 
     Args:
-        listener: descriptor of a mailbox, or of the socket that all workers accept from.
+        listener: descriptor of the mailbox that connections come from.
         operators: that of `--admin-uds`, if there is one.
         counts: descriptor of the shared counts.
     """
@@ -58,7 +58,7 @@ class Worker:
         self._counts = counts
         self._peers: Peers
         self._server: Server | None = None
-        """None: the process is being started. What is asked meanwhile finds nothing here."""
+        """None: the process is starting."""
         self._reload_later: Reload | None = None
         self._stop = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
@@ -79,7 +79,7 @@ class Worker:
         """See `vllmx_server.host.process.Stopping`."""
         assert isinstance(serving, Server)
         self._server = serving
-        if self._reload_later is not None:  # what was read before may be what it replaced
+        if self._reload_later is not None:  # the files may have changed since they were read
             self._reload_now(serving, self._reload_later)
         return self._stop
 
@@ -145,12 +145,11 @@ class Worker:
             self._reload_now(self._server, found)
 
     def _reload_now(self, server: Server, found: Reload) -> None:
-        """The supervisor has said in the log what it found."""
+        """Reloads quietly: the supervisor has logged the result."""
         server.reload(keys=found.keys, certificate=found.certificate, level=logging.DEBUG)
 
     async def _tell_counts(self) -> None:
-        """Tells the supervisor what was counted, while something is: it keeps that when this
-        process dies."""
+        """Sends new counts to the supervisor, which keeps them when this process dies."""
         told = b""
         while True:
             await asyncio.sleep(_TELL_S)
@@ -192,7 +191,7 @@ async def _run(control: int, counts: int, listener: int, operators: int | None =
 
 
 def main() -> int:
-    """Signals are the supervisor's business."""
+    """Runs a worker, which leaves signals to the supervisor."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     configure_logging(stream=StandardError())

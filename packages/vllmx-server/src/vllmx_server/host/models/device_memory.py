@@ -31,7 +31,7 @@ class FreeMemory(msgspec.Struct, frozen=True):
     device: str
     """The name of the backend whose memory it is, or `HOST`: models of one device share it."""
     num_bytes: float
-    """Infinite where nobody knows."""
+    """Infinite if unknown."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class DeviceMemory:
-    """Asks backends, each of which has memory of its own, or none, as long as the server lives."""
+    """Asks backends for their free memory, and remembers which have memory of their own."""
 
     def __init__(self) -> None:
         self._has_own: dict[str, bool] = {}
@@ -60,8 +60,8 @@ class DeviceMemory:
         """The memory that is free now for a model.
 
         Args:
-            backend: the name of it, or "auto". Where none can run it is the host's: loading will
-                say why.
+            backend: its name, or "auto". If none can run, the result is the host's memory: loading
+                will report why.
         """
         spec = await _chosen(registry, backend)
         if spec is not None and self._has_own.get(spec.implementation, True):

@@ -1,4 +1,4 @@
-"""The models of a server, as a process that answers requests sees them."""
+"""The models of a server in a process that answers requests."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from vllmx_server.watch.metrics import Metrics
 
 
 async def attach(core: Start, door: str) -> CoreStart:
-    """Begins to reach a core by its door, told what it loads. All plugins are looked for: a core
-    knows only of those that load models, but not of formats of answers."""
+    """Begins to connect to a core by the path of its socket. Loads all plugins: a core has only
+    those that load models, not those of formats of answers."""
     registry = await asyncio.to_thread(load_registry)
     if core.config.prefer:
         registry.prefer(core.config.prefer)
@@ -43,7 +43,7 @@ async def _attached(door: str) -> Frontend:
 
 _LOOK_S = 0.02
 _GRACE_S = 1.0
-"""The seconds between a request that needs a model and its part in the engine."""
+"""Seconds that a request may take from its arrival to the engine."""
 
 
 class Host(Protocol):
@@ -78,12 +78,12 @@ class Models:
     """Finds the `Served` of each model.
 
     Args:
-        default: of the model that requests without one get, always there.
+        default: the model of requests that name none, which is never unloaded.
         models: the configurations of all, the default's first.
-        wait_s: how long a request waits for a model that loads.
+        wait_s: seconds that a request waits for a model that loads.
 
     Attributes:
-        host: who loads and unloads; set before the first request.
+        host: loads and unloads models; set before the first request.
     """
 
     def __init__(self, default: Served, models: Sequence[ModelConfig], wait_s: float) -> None:
@@ -115,7 +115,7 @@ class Models:
 
     @property
     def sleeps_idle(self) -> bool:
-        """The default model sleeps because nobody asked for it: the next request wakes it."""
+        """The default model sleeps because it was idle: the next request wakes it."""
         return self._left and self.default.llm.is_asleep
 
     def is_open(self, name: str) -> bool:
@@ -187,7 +187,7 @@ class Models:
         return self._left
 
     async def _wake_idle(self) -> None:
-        """Returns when the default model serves again, if it slept because nobody asked for it."""
+        """Wakes the default model if it slept because it was idle."""
         self._used_s = time.monotonic()
         if not self.sleeps_idle:
             self._left = False
@@ -216,7 +216,7 @@ class Models:
         return entry.served
 
     def _copy(self, entry: _Entry, llm: AsyncLLM) -> Served:
-        """Copies the default's for another model."""
+        """The `Served` of another model, which shares all but the model with the default's."""
         default = self.default
         llm.share(default.sharing.sequences(entry.config.name), default.sharing.texts)
         llm.divide(lambda: default.keys.has_several)
@@ -235,4 +235,4 @@ class Models:
 def _closed(entry: _Entry, task: asyncio.Task[Served]) -> None:
     entry.opening = None
     if not task.cancelled():
-        task.exception()  # whoever waited has it
+        task.exception()  # raised to those that waited

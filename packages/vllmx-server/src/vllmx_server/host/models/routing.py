@@ -1,4 +1,4 @@
-"""Finds the served that answers for the model that a body names, loading it where need be."""
+"""Routes a request to the model that its body names, which is loaded if necessary."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _PEEK = msgspec.json.Decoder(_Peek)
 
 
 def of_model(endpoint: Endpoint) -> Endpoint:
-    """An endpoint whose `served_of` is that of the model which the body names. With one model the
-    body is left alone."""
+    """An endpoint whose `served_of` is that of the model that the body names. With one model it
+    does not read the body."""
 
     async def routed(request: Request) -> Any:
         served = served_of(request)

@@ -1,4 +1,4 @@
-"""The other processes of the server, as a worker sees them."""
+"""The other processes of the server, which a worker reaches by way of the supervisor."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from vllmx_server.watch.metrics import MetricCounts
 
 
 class Peers:
-    """Reached by way of the supervisor.
+    """The supervisor and the other workers.
 
     Attributes:
-        channel: to the supervisor, which any part of the server may ask.
-        sharing: of limits.
-        host: of the cores of several models.
-        leads: batches and responses of the background are this process's business.
+        channel: to the supervisor.
+        sharing: gauges of limits.
+        host: loads the cores of several models.
+        leads: this process runs batches and background responses.
     """
 
     def __init__(self, channel: Channel, begin: Begin, descriptor: int) -> None:
@@ -56,19 +56,19 @@ class Peers:
         return Mailbox(descriptor, self._counts.gauge("received"))
 
     def storage(self) -> Storage:
-        """The storage of all of them, in one folder that the supervisor holds."""
+        """The storage of all workers, in a folder that the supervisor has locked."""
         begin = self._begin
         folder = Folder(begin.data_dir, outlives=begin.outlives, is_locked=True)
         return Storage(begin.data_dir, folder)
 
     def join(self, app: Starlette, served: Served) -> None:
-        """Makes an application answer what other workers pass on, and ask for what is theirs."""
+        """Connects an application to the other processes."""
         served.limiter = RemoteLimiter(self.channel)
         served.usage = RemoteUsage(self.channel)
         Relays(app, app.router).serve(self.channel)
 
     async def relay(self, request: Request, body: bytes) -> Response:
-        """The answer of the worker that leads."""
+        """The answer of the leader."""
         return await relay(self.channel, request, body)
 
     async def metric_counts(self, own: dict[str, MetricCounts]) -> list[dict[str, MetricCounts]]:
@@ -102,7 +102,7 @@ class RemoteLimiter:
 
 
 class RemoteUsage(UsageLedger):
-    """A worker's side of the supervisor's book, to which each request is sent as it ends."""
+    """The supervisor's ledger, which gets the usage of each request as it ends."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class RemoteUsage(UsageLedger):
 
 
 class RemoteHost:
-    """The cores of several models, which the supervisor has; see `registry.Host`."""
+    """The `registry.Host` of the supervisor."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel

@@ -1,4 +1,4 @@
-"""The workers of a server, from the side of their supervisor: started, asked, started again."""
+"""The workers of a server as their supervisor sees them: started, called, restarted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Worker:
         self.serves = False
 
     async def reap(self, timeout_s: float) -> None:
-        """Waits for its end; kills it after `timeout_s`."""
+        """Waits until it has exited; kills it after `timeout_s`."""
         clock = asyncio.get_running_loop().time
         kill_at_s = clock() + timeout_s
         while self.process.poll() is None:
@@ -64,7 +64,7 @@ class WorkerPool:
         listeners: the socket that connections come from, and that of operators if there is one.
         listen: makes the first one listen.
         begin: the first message to each, without its row.
-        on_channel: given the channel of each worker before it begins.
+        on_channel: called with the channel of each worker before it begins.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class WorkerPool:
         ]
 
     async def ready(self) -> None:
-        """Returns when all of them serve for the first time. Raises what the first meets that
+        """Returns when all of them serve for the first time. Raises the error of the first that
         cannot."""
         await asyncio.gather(*self._began)
 
@@ -117,13 +117,13 @@ class WorkerPool:
 
     @property
     def leader(self) -> Channel:
-        """The channel of the worker that batches and the background are with. Raises GoneError."""
+        """The worker that runs batches and background responses. Raises GoneError."""
         if self._leader is None:
             raise GoneError("batches and responses are being taken over by another process")
         return self._leader.channel
 
     async def stop(self, timeout_s: float) -> None:
-        """Makes all of them exit, by force after `timeout_s`."""
+        """Stops all of them, by force after `timeout_s`."""
         self._stopping = True
         self._dispatcher.stop()
         for each in self._workers.values():
@@ -139,9 +139,9 @@ class WorkerPool:
 
     # --- one worker, again and again --------------------------------------------------------------
     async def _keep(self, row: int) -> None:
-        """Starts the next one where one ends, and raises EngineDeadError where that happens too
-        often. A file that was sound when the server began, such as keys or a certificate, ends
-        nobody while others serve."""
+        """Restarts a worker whenever it ends. Raises EngineDeadError if that happens too often; a
+        file that has become invalid, such as keys or a certificate, does not count while other
+        workers serve."""
         clock, quick_failures = asyncio.get_running_loop().time, 0
         refused: Exception | None
         told = ""
@@ -156,7 +156,7 @@ class WorkerPool:
             except Exception as error:
                 if not self._began[row].done():
                     self._began[row].set_exception(error)
-                    self._began[row].exception()  # which nobody may ask for any more
+                    self._began[row].exception()  # retrieved: nobody may be awaiting it
                     return
                 refused = error
             finally:
@@ -222,8 +222,8 @@ class WorkerPool:
                 await self._choose_leader()
 
     async def _choose_leader(self) -> None:
-        """The first that serves leads where nobody does; one that ends as it is asked is passed
-        over: its own end is seen to where it is waited for."""
+        """Makes the first that serves the leader, if there is none. Skips one that ends meanwhile,
+        which `_keep` restarts."""
         for worker in list(self._workers.values()):
             if self._leader is None and worker.serves:
                 self._leader = worker
@@ -238,7 +238,7 @@ class WorkerPool:
 async def asked_of_all(
     channels: list[Channel], name: str, kind: type[R], timeout_s: float, body: object = None
 ) -> list[R]:
-    """The answers of those that give one in time."""
+    """The answers that arrive in time."""
     tasks = [asyncio.ensure_future(each.ask(name, body, kind)) for each in channels]
     if not tasks:
         return []

@@ -1,4 +1,4 @@
-"""Requests that one worker takes and another answers: those about batches and the background."""
+"""Requests that one worker takes and the leader answers: batches and background responses."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Endpoint = Callable[[Request], Awaitable[Any]]
 _READ_S = 300.0
 """Seconds that events wait for a worker that asks for them."""
 _ROOM = 64
-"""Pieces of a stream that wait."""
+"""Pieces of a stream that may wait to be asked for."""
 _HIDDEN = (b"content-length", b"transfer-encoding", b"x-request-id", b"request-id")
 
 
 def led(endpoint: Endpoint, *, has_body: bool = False) -> Endpoint:
-    """An endpoint that the worker which leads answers, whichever process took the request."""
+    """An endpoint that the leader answers, whichever worker took the request."""
 
     async def relayed(request: Request) -> Any:
         state = served_of(request)
@@ -79,7 +79,7 @@ async def _stream(channel: Channel, answer: RelayedAnswer) -> AsyncIterator[byte
 
 
 class Relays:
-    """Answers what other workers took.
+    """Answers requests that other workers took.
 
     Args:
         app: routes to the endpoints; the middleware of the worker that took a request has
@@ -93,7 +93,7 @@ class Relays:
         self._running: dict[int, _Answering] = {}
 
     def serve(self, channel: Channel) -> None:
-        """Answers from now on what comes by the channel."""
+        """Serves the calls of other workers."""
         channel.serve(relay=self._answer, relay_more=self._more, relay_end=self._end)
 
     async def _answer(self, relayed: Relayed) -> RelayedAnswer:
@@ -153,7 +153,7 @@ class Relays:
 
 
 class _Answering:
-    """One request that is being answered: the connection that its endpoint sees."""
+    """One request that is being answered: its endpoint's `receive` and `send`."""
 
     def __init__(self, run: Callable[[_Answering], Awaitable[None]], body: bytes) -> None:
         self.start: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
@@ -165,7 +165,7 @@ class _Answering:
         self._task.cancel()
 
     async def rest(self) -> bytes:
-        """All that is sent."""
+        """The whole body."""
         found, is_last = bytearray(), False
         while not is_last:
             piece, is_last = await self._pieces.get()

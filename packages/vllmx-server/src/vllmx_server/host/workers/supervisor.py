@@ -1,4 +1,4 @@
-"""The process that owns socket, core and workers, and answers no request itself."""
+"""The process that owns the socket, the core and the workers, and answers no requests itself."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from vllmx_server.watch.metrics import MetricCounts, Metrics
 logger = logging.getLogger("vllmx.supervisor")
 
 _LEAVE_S = 1.0
-"""A worker that has not let go of a model by then needs it."""
+"""Seconds after which a worker that has not left a model is taken to need it."""
 
 
 async def serve_with_workers(
@@ -63,7 +63,7 @@ async def serve_with_workers(
     on_ready: Callable[[CoreInfo], None],
     operators: socket.socket | None = None,
 ) -> None:
-    """Serves until it is stopped. Raises what `run_server` does."""
+    """Serves until it is stopped. Raises the errors of `run_server`."""
     found = await asyncio.to_thread(find_model, engine, None)
     folder = None if server.data_dir else str(temporary_folder())
     door = CoreListener()
@@ -103,7 +103,7 @@ async def serve_with_workers(
 
 
 async def _open_storage(server: ServerConfig, folder: str | None) -> Storage:
-    """Holds the lock of the folder, in which workers find a database then."""
+    """Locks the folder and makes the database that workers open."""
     path = server.data_dir or folder
     stored = Storage(path)
     try:
@@ -187,7 +187,7 @@ class Supervisor:
             await self._host.close()
 
     async def _started(self, starting: asyncio.Future[ProcessFrontend]) -> ProcessFrontend:
-        """The core, when all workers serve it. Raises what either meets."""
+        """Returns the core when all workers serve it. Raises the errors of either."""
         ready = asyncio.ensure_future(self._pool.ready())
         try:
             await asyncio.wait((starting, ready), return_when=asyncio.FIRST_EXCEPTION)
@@ -264,7 +264,7 @@ class Supervisor:
     async def _left_by_all(self, name: str) -> bool:
         channels = self._pool.channels()
         if name == self._first_name and not self._pool.is_whole:
-            return False  # who starts waits for its core
+            return False  # a worker that is starting needs the core
         left = await asked_of_all(channels, "leave", bool, _LEAVE_S, name)
         return len(left) == len(channels) and all(left)
 

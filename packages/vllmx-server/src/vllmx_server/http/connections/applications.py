@@ -1,4 +1,4 @@
-"""The applications of one connection's requests, and what each has still to receive."""
+"""The applications of one connection's requests, and their queues of messages."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from vllmx_core.system.private_traceback import private_traceback
 logger = logging.getLogger("vllmx.server")
 
 _ROOM = 8
-"""Pieces of a body, of 64 KiB at most, that may wait for the application."""
+"""Pieces of a body, of at most 64 KiB, that may wait for the application."""
 
 
 class Client:
-    """ASGI's `receive` is a method of one; `http.disconnect` says the same to whoever awaits it,
-    which takes a task of its own."""
+    """A client that waits for an answer; ASGI's `receive` is a method of it. To learn from
+    `http.disconnect` that the client has left would take a task of its own."""
 
     is_gone = False
     _when_gone: tuple[Callable[[], object], ...] = ()
 
     def when_gone(self, call: Callable[[], object]) -> None:
-        """Has `call` called by the event loop, never from within, when the client has left or its
-        answer is complete."""
+        """Has the event loop call `call` when the client has left or its answer is complete."""
         if self.is_gone:
             asyncio.get_running_loop().call_soon(call)
         else:
             self._when_gone = (*self._when_gone, call)
 
     def forget(self, call: Callable[[], object]) -> None:
-        """Takes `when_gone` back, as far as that is not too late."""
+        """Undoes `when_gone`, unless the call is already scheduled."""
         self._when_gone = tuple(other for other in self._when_gone if other != call)
 
     def leave(self) -> None:

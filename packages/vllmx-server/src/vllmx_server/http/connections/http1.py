@@ -31,7 +31,7 @@ _TWO_WAYS = re.compile(rb"(?<!\r)\n|\n[ \t]")
 
 
 class Http1(H11Protocol):
-    """One connection; `send` takes bytes, and tells the connection when it is idle or done."""
+    """One connection; `send` takes bytes, and events when it is idle or done."""
 
     connection: h11.Connection
     _bytes_ahead = 0
@@ -83,7 +83,7 @@ class Http1(H11Protocol):
 
     async def _handle_events(self) -> None:
         if self._parsing:
-            return  # whoever waits in the loop below goes on with what has come
+            return  # the loop below goes on with what has come
         self._parsing = True
         try:
             while await self._handle_next():
@@ -186,7 +186,7 @@ class Http1(H11Protocol):
 
 
 def _check(request: h11.Request, head: bytes, *, is_first: bool) -> None:
-    """Raises BadHTTPError for what proxies and servers are known to read in two ways."""
+    """Raises BadHTTPError for heads that proxies and servers are known to read in two ways."""
     if _TWO_WAYS.search(head):
         raise BadHTTPError("each line of a head ends with CR LF, and none goes on in the next one")
     names = {name for name, _ in request.headers}

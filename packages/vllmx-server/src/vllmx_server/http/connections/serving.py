@@ -53,9 +53,9 @@ class Place:
 class Listener:
     """Accepts from a listening socket and hands sockets on, with their places.
 
-    A connection over a limit is refused; but one that waits for a request, and waits for the
-    longest time, makes room for a new one of another address. CPython's own loop accepts as
-    many at a time as the backlog holds, and out of descriptors it logs as many errors.
+    A connection over a limit is refused, unless another one is idle: the one that is idle longest
+    is closed to make room. CPython's own loop accepts as many at a time as the backlog holds, and
+    logs as many errors when it is out of descriptors.
     """
 
     def __init__(
@@ -89,18 +89,18 @@ class Listener:
 
     @property
     def idle(self) -> list[Place]:
-        """The connections that wait for a request, the one that waits longest first."""
+        """The idle connections, longest first."""
         return list(self._idle)
 
     def set_idle(self, place: Place, idle: bool) -> None:
-        """A connection begins or ceases to wait for a request."""
+        """Notes that a connection begins or ceases to wait for a request."""
         if idle and place in self._places:
             self._idle[place] = None
         else:
             self._idle.pop(place, None)
 
     def release(self, place: Place) -> None:
-        """The connection has ended; its place is free."""
+        """Frees the place of a connection that has ended."""
         self._idle.pop(place, None)
         if place in self._places:
             self._places.remove(place)
@@ -145,7 +145,7 @@ class Listener:
         self._on_accepted(accepted, place)
 
     def _make_room(self) -> bool:
-        """Closes the connection that has waited longest for a request, if there is one."""
+        """Closes the connection that is idle longest, if there is one."""
         longest = next(iter(self._idle), None)
         if longest is None:
             return False
@@ -174,7 +174,7 @@ class Listener:
 
 
 class _Complaints:
-    """One line a second at most, whatever happens."""
+    """Logs at most one line a second."""
 
     def __init__(self) -> None:
         self._silent_until = 0.0
@@ -191,7 +191,7 @@ class _Complaints:
 
 
 def refusal() -> bytes:
-    """A whole answer for a connection that is not let in."""
+    """The whole answer for a connection that is refused."""
     body = error_body(OverloadedError("too many connections are open: try again later"))
     safe = b"".join(b"%b: %b\r\n" % header for header in SAFE_HEADERS)
     return (
@@ -223,7 +223,7 @@ async def serve(
     tls: ssl.SSLContext | None = None,
 ) -> None:
     """Accepts connections until `stop` is set; then they have `config.graceful_timeout` to end. The
-    socket stays open: whoever made it closes it. `tls`: None: as the configuration says."""
+    socket stays open for its owner to close. `tls`: None: made from the configuration."""
     tls = tls or config.create_ssl_context()
     server = _Server(app, config, listening, limits, timeouts, tls)
     try:
@@ -264,7 +264,7 @@ class _Server:
         task.add_done_callback(on_end)
 
     async def close(self, timeout_s: float) -> None:
-        """Ends what waits for a request at once, and everything else after `timeout_s`."""
+        """Ends idle connections at once, and all others after `timeout_s`."""
         self._listener.stop()
         await self._context.terminated.set()
         for place in self._listener.idle:

@@ -31,7 +31,7 @@ class AnswerConfig(Config):
     _tls: ssl.SSLContext | None = None
 
     def create_ssl_context(self) -> ssl.SSLContext | None:
-        """One for all who ask: a certificate that is read again counts for each of them."""
+        """One context for all callers, so that a reloaded certificate is used by all."""
         if self._tls is None:
             self._tls = super().create_ssl_context()
         return self._tls
@@ -46,14 +46,14 @@ class AnswerConfig(Config):
 
 
 SLOWEST = 240
-"""Bytes per second that a slow client must at least take: one byte now and then would hold a
-request for days."""
+"""Bytes per second that a slow client must take: a byte now and then would hold a request for
+days."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds that a client gets: for the headers of a request that has begun, and for taking its
-    part of an answer that waits, see `least_taken`."""
+    """Seconds that a client has for the headers of a request that has begun, and for taking
+    `least_taken` bytes of an answer."""
 
     header_s: float
     send_s: float
