@@ -172,7 +172,6 @@ def make_server(tmp_path: Path) -> MakeServer:
                     connection_limits(own),
                     Timeouts(own.header_timeout_s, own.send_timeout_s),
                     stop,
-                    None,
                 )
             )
             try:

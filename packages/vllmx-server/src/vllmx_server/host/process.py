@@ -93,7 +93,7 @@ async def serve_until_stopped(
                 if storage.folder.outlives:
                     await storage.check()
                 await process.start()
-            tls = process.tls = config.create_ssl_context()
+            process.tls = config.create_ssl_context()
             if peers is None:
                 listen(listener, server)
             if operators is not None:
@@ -103,9 +103,7 @@ async def serve_until_stopped(
             # What is there now stays to the end: each full collection would look through all of it,
             # and every stream would stand still for 15 to 30 ms.
             gc.freeze()
-            serving = asyncio.ensure_future(
-                serve(app, config, listener, limits, timeouts, stop, tls)
-            )
+            serving = asyncio.ensure_future(serve(app, config, listener, limits, timeouts, stop))
             beside = asyncio.ensure_future(_serve_operators(process, operators, timeouts, stop))
             dying = asyncio.ensure_future(llm.until_dead())
             llm.prepare_grammars_later()
@@ -135,7 +133,7 @@ async def _serve_operators(
     config = AnswerConfig()
     config.graceful_timeout = CLOSE_S
     config.errorlog = _hypercorn_log()
-    await serve(operators_app(server), config, listener, OPERATORS_LIMITS, timeouts, stop, None)
+    await serve(operators_app(server), config, listener, OPERATORS_LIMITS, timeouts, stop)
 
 
 def is_several(models: Sequence[ModelConfig], server: ServerConfig) -> bool:

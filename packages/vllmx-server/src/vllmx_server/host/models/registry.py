@@ -20,7 +20,7 @@ from vllmx_engine.wire.ipc import Start
 
 from vllmx_server.errors import OverloadedError
 from vllmx_server.generating.engine_pooler import pooler_of
-from vllmx_server.generating.models import ModelInfo
+from vllmx_server.generating.models import ModelHost
 from vllmx_server.generating.served import Served, cache_labels, fingerprint
 from vllmx_server.host.models.config import ModelConfig
 from vllmx_server.host.models.host import Attachment
@@ -46,14 +46,10 @@ _GRACE_S = 1.0
 """Seconds that a request may take from its arrival to the engine."""
 
 
-class Host(Protocol):
+class Host(ModelHost, Protocol):
     """Loads and unloads models, here or in another process."""
 
     async def load(self, name: str) -> Attachment: ...
-
-    async def unload(self, name: str) -> None: ...
-
-    async def cards(self) -> list[ModelInfo]: ...
 
     async def wake_idle(self) -> bool: ...
 

@@ -102,13 +102,9 @@ class WorkerPool:
         error = next(iter(done)).exception()
         return EngineDeadError(f"the API processes keep failing: {error}; see the log above")
 
-    def channels(self, but: Channel | None = None) -> list[Channel]:
-        """The channels of all that serve now, without `but`."""
-        return [
-            each.channel
-            for each in self._workers.values()
-            if each.serves and each.channel is not but
-        ]
+    def channels(self) -> list[Channel]:
+        """The channels of all that serve now."""
+        return [each.channel for each in self._workers.values() if each.serves]
 
     @property
     def is_whole(self) -> bool:

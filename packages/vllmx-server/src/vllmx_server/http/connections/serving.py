@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import ssl
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -220,12 +219,10 @@ async def serve(
     limits: ConnectionLimits,
     timeouts: Timeouts,
     stop: asyncio.Event,
-    tls: ssl.SSLContext | None = None,
 ) -> None:
     """Accepts connections until `stop` is set; then they have `config.graceful_timeout` to end. The
-    socket stays open for its owner to close. `tls`: None: made from the configuration."""
-    tls = tls or config.create_ssl_context()
-    server = _Server(app, config, listening, limits, timeouts, tls)
+    socket stays open for its owner to close."""
+    server = _Server(app, config, listening, limits, timeouts)
     try:
         await stop.wait()
     finally:
@@ -240,11 +237,10 @@ class _Server:
         listening: socket.socket,
         limits: ConnectionLimits,
         timeouts: Timeouts,
-        tls: ssl.SSLContext | None,
     ) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = WorkerContext(None)
-        self._shared = Shared(app, config, self._context, tls, timeouts)
+        self._shared = Shared(app, config, self._context, config.create_ssl_context(), timeouts)
         answer = b"" if config.ssl_enabled else refusal()
         self._listener = Listener(listening, limits, self._begin, refusal=answer)
         self._listener.start()
