@@ -1,4 +1,4 @@
-"""Errors on the wire: OpenAI's shape, our words, never the internals of an exception."""
+"""Errors as clients see them: in OpenAI's shape, without the internals of exceptions."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class BodyTooLargeError(VllmxError):
 
 
 class HeaderTimeoutError(VllmxError):
-    """A request began to arrive and did not go on."""
+    """The headers of a request did not arrive in time."""
 
     http_status = 408
     code = "header_timeout"
@@ -156,25 +156,25 @@ class ToolServerError(VllmxError):
 
 
 class ForbiddenError(VllmxError):
-    """The key is known, and may not do this."""
+    """The key does not have the right."""
 
     http_status = 403
     code = "forbidden"
 
 
 class RateLimitError(VllmxError):
-    """The key has used what it may for now."""
+    """The key has reached a limit."""
 
     http_status = 429
     code = "rate_limit_exceeded"
     retry_after_s = 1.0
     """Sent as `Retry-After`."""
     headers: dict[str, str] | None = None
-    """The headers that say what is left to the key, such as x-ratelimit-*."""
+    """Headers with the key's remaining limits, such as x-ratelimit-*."""
 
 
 class OverloadedError(VllmxError):
-    """Says that too many requests are in flight, or that the server is shutting down."""
+    """The server has too much to do, or is shutting down."""
 
     http_status = 503
     code = "overloaded"
@@ -188,7 +188,7 @@ class RequestTimeoutError(VllmxError):
 
 
 class AbortedError(VllmxError):
-    """The engine gave an answer up before its end."""
+    """The engine aborted an answer."""
 
     http_status = 503
     code = "aborted"
@@ -209,7 +209,7 @@ class MethodNotAllowedError(VllmxError):
 
 
 def cut_message(error: VllmxError) -> str:
-    """Messages quote what the client sent, which may be megabytes."""
+    """The message at a bounded length: it may quote megabytes of the request."""
     return excerpt(error.message, _MAX_MESSAGE)
 
 
@@ -273,7 +273,7 @@ async def on_vllmx_error(request: Request, error: Exception) -> Response:
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
-    """404 and 405 of the router, in the same shape."""
+    """Answers 404 and 405 of the router in the same shape."""
     assert isinstance(error, HTTPException)
     # Not request.url: building it fails for a Host header that is not a host.
     path = excerpt(request.scope["path"])

@@ -123,7 +123,7 @@ class App(Starlette):
 
 
 def known_keys(config: ServerConfig) -> tuple[str, ...]:
-    """The keys with which one may use the server; empty: everybody may."""
+    """The keys that open the server; empty: everybody may use it."""
     asked = config.api_key or config.api_keys_file is not None
     return (*config.api_key, *config.admin_key) if asked else ()
 

@@ -100,8 +100,8 @@ async def serve_until_stopped(
                 listen(operators, server)
             stop = signals.begin_serving(process)
             on_ready(llm.info)
-            # What is there now stays to the end: each full collection would look through all of it,
-            # and every stream would stand still for 15 to 30 ms.
+            # All objects so far live to the end: without this, each full collection would walk them
+            # and halt every stream for 15 to 30 ms.
             gc.freeze()
             serving = asyncio.ensure_future(serve(app, config, listener, limits, timeouts, stop))
             beside = asyncio.ensure_future(_serve_operators(process, operators, timeouts, stop))
@@ -143,7 +143,7 @@ def is_several(models: Sequence[ModelConfig], server: ServerConfig) -> bool:
 
 
 class _Models:
-    """Several models of this process, and their cores where it has no supervisor."""
+    """Several models of this process, and their cores if it has no supervisor."""
 
     def __init__(self) -> None:
         self._models: Models | None = None
@@ -152,7 +152,7 @@ class _Models:
     async def open_models(
         self, state: Served, configs: Sequence[ModelConfig], peers: Peers | None
     ) -> None:
-        """Loads those that are there from the start. Raises what loading meets."""
+        """Loads those that are loaded at the start. Raises the errors of loading."""
         if not is_several(configs, state.config):
             return
         from vllmx_server.host.models.host import CoreHost
@@ -182,7 +182,7 @@ class _Models:
 async def _until_stopped(
     serving: asyncio.Future[None], stop: asyncio.Event, dying: asyncio.Future[EngineDeadError]
 ) -> None:
-    """A server whose engine is gone for good ends too: whoever supervises it can start another."""
+    """Waits for the end of serving, `stop`, or the death of the engine, and stops serving."""
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait((serving, stopping, dying), return_when=asyncio.FIRST_COMPLETED)
     stop.set()
@@ -195,8 +195,8 @@ async def _until_stopped(
 
 
 def connection_limits(server: ServerConfig, sharing: Sharing = ALONE) -> ConnectionLimits:
-    """Raises this process's limit of open files, and ConfigError for more connections than it
-    allows."""
+    """Raises this process's limit of open files. Raises ConfigError if that allows too few
+    connections."""
     in_all = connection_limit(server.max_connections, raise_descriptor_limit())
     per_address = server.max_connections_per_address or max(1, in_all // 2)
     return ConnectionLimits(in_all, min(per_address, in_all), sharing)

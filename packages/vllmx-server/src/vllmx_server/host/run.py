@@ -1,7 +1,7 @@
 """Binds the socket, starts the engine, serves with hypercorn, drains on SIGTERM.
 
-What answers requests is imported while the model loads, in the core's process: this module imports
-little itself, so that the core begins at once.
+The modules that answer requests are imported while the core's process loads the model: this module
+imports little itself, so that the core starts at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllmx.server")
 
 _MOST_WORKERS = 8
-"""A core seldom makes more than they can send."""
+"""More workers than this can rarely be used by one core."""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -55,7 +55,7 @@ def run_server(
 
 
 def _suitable_workers() -> int:
-    """One for each core but that of the engine's own loop."""
+    """One for each processor but that of the engine's loop."""
     return min(max(1, available_processors() - 1), _MOST_WORKERS)
 
 
@@ -122,7 +122,7 @@ async def _serve(
 
 
 def _unbind(listener: socket.socket | None, path: str | None) -> None:
-    """Closes a socket and takes its file away, if it has one."""
+    """Closes a socket and removes its file, if it has one."""
     if listener is None:
         return
     listener.close()

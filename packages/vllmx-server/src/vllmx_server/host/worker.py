@@ -111,7 +111,7 @@ class Worker:
             self._serving.result()
 
     async def _serve(self, begin: Begin) -> None:
-        async with await attach(begin.core, begin.door) as core:
+        async with await attach(begin.core, begin.core_path) as core:
             await serve_until_stopped(
                 core,
                 begin.server,
@@ -128,8 +128,8 @@ class Worker:
         self._telling = asyncio.ensure_future(self._tell_counts())
 
     async def _lead(self, is_first: bool) -> None:
-        """Takes over batches and responses in the background. `is_first`: nobody had them since the
-        server's start; else who had them is gone."""
+        """Takes over batches and background responses. `is_first`: no worker of this server has led
+        before."""
         assert self._server is not None, "a process that is being started does not lead"
         self._peers.leads = True
         await self._server.start(takes_over=not is_first)

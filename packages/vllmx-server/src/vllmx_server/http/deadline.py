@@ -1,4 +1,4 @@
-"""The deadline of a request, by which it must have ended, whatever it waits for by then."""
+"""The deadline of a request, by which it must have ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Deadline:
 
     @property
     def left_s(self) -> float | None:
-        """The seconds that are left, never less than 0; None: there is no end."""
+        """The seconds that are left, at least 0; None: there is no limit."""
         if not self.limit_s:
             return None
         return max(0.0, self.started_s + self.limit_s - time.monotonic())
@@ -58,8 +58,8 @@ NEVER = Deadline()
 
 
 def deadline_of(request: Request, config: ServerConfig) -> Deadline:
-    """The deadline of a request, from when its headers were there. The lines of a batch have none:
-    they run in what others leave."""
+    """The deadline of a request, counted from its headers. The lines of a batch have none: they
+    run in the capacity that others leave."""
     state = request.scope["state"]
     if not config.request_timeout_s or "is_batch" in state:
         return NEVER

@@ -15,7 +15,7 @@ BODY = (400, 408, 413, 415, 429, 503)
 GENERATES = (*BODY, 404, 504)
 """Errors of routes that ask a model, in addition to `ANY`."""
 ANY = (400, 401, 403, 500, 503)
-"""Errors that every route may answer: no HTTP, no key, another host, a bug of ours, no place."""
+"""Errors of all routes: malformed HTTP, no key, another host, a bug of ours, overload."""
 GENERATING, VECTORS, TEXT = "Generating", "Vectors and scores", "Texts and tokens"
 STATUS, PAGES = "Status", "Pages"
 COUNTED = (GENERATING, VECTORS, TEXT)
@@ -45,7 +45,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """An answer that is of no struct: one of these types."""
+    """An answer of one of these media types instead of a struct."""
 
     media_types: tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""The keys that a server knows, and who holds each."""
+"""The API keys of a server and their holders."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Holder:
 
     def check_model(self, *names: str) -> None:
         """Raises ForbiddenError for a model that the key may not use, of which `names` are the own
-        name and the aliases: the record may say any of them."""
+        name and the aliases: the record may have any of them."""
         if self.record is None or self.record.models is None:
             return
         if not set(names).isdisjoint(self.record.models):
@@ -83,8 +83,8 @@ class ApiKeys:
         self.reload()
 
     def reload(self) -> int:
-        """Reads the file anew and says how many keys there are. Raises ConfigError, and the keys of
-        before stay."""
+        """Reads the file again and returns the number of keys. Raises ConfigError, and keeps the
+        previous keys."""
         digests = [hashlib.sha256(key.encode()).digest() for key in self.keys]
         records = () if self.path is None else read_keys(self.path)
         self._unlisted = () if any(each.mcp_servers is not None for each in records) else None
@@ -100,7 +100,7 @@ class ApiKeys:
 
     @property
     def is_open(self) -> bool:
-        """Nobody needs a key."""
+        """Everybody may use the server without a key."""
         return self.path is None and not self.keys
 
     @property
@@ -109,8 +109,8 @@ class ApiKeys:
         return len(self._holders) > 1
 
     def find(self, digest: bytes) -> Holder | None:
-        """Finds the holder of the key of this SHA-256. The time of a look-up tells nothing of keys:
-        nobody can choose what the digest of a guess begins with."""
+        """The holder of the key with this SHA-256. The time of a look-up reveals nothing, since
+        nobody can choose the digest of a guess."""
         return self._holders.get(digest)
 
     def holder(self, client: str) -> Holder:
@@ -139,8 +139,8 @@ class ApiKeys:
 
 
 def reload_keys(keys: ApiKeys, level: int = logging.INFO) -> bool:
-    """Reads the file of keys again, with a line in the log; False: it cannot be used, and the
-    keys stay as they are. `level`: of the line that says how many there are."""
+    """Reads the file of keys again and logs the number of keys at `level`. False: it cannot be
+    used, and the keys stay as they are."""
     if keys.path is None:
         return True
     try:

@@ -54,8 +54,7 @@ class RateLimiter(Protocol):
     """The reservations of one server."""
 
     async def reserve(self, reservation: Reservation) -> Granted:
-        """Raises QueueFullError with the time to wait, and ForbiddenError for what the key may not
-        use."""
+        """Raises RateLimitError with the time to wait."""
         ...
 
     async def settle(self, used: Used) -> None:
@@ -125,8 +124,8 @@ class KeyLimiter:
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     async def reserve(self, reservation: Reservation) -> Granted:
-        """Raises RateLimitError. A request that wants more than a minute's tokens waits for all of
-        them, so that it is let in at some time."""
+        """Raises RateLimitError. A request for more than a minute's tokens is admitted when a
+        minute's are left."""
         record = self.keys.record_of(reservation.key)
         number = next(self._numbers)
         if record is None or not record.has_limits:

@@ -106,7 +106,7 @@ def _wrong_size(found: re.Match[str], body: bytes) -> InvalidRequestError:
 
 
 def _metas(hint: Any) -> Iterator[Meta]:
-    """The limits of a field's number, whatever else the field may be."""
+    """The bounds of a field's number, which may be a part of a union."""
     for each in (hint, *typing.get_args(hint)):
         for meta in getattr(each, "__metadata__", ()):
             if isinstance(meta, Meta) and meta.ge is not None:

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from vllmx_core.errors import InvalidRequestError
 
 MAX_WEIGHT = 600_000
-"""Decoded in one call, which no other thread interrupts: 15 to 30 ms, whatever the values are.
-600,000 token ids have this weight; the rules and messages that a model can read have far less."""
+"""Decoded in one call, which no other thread interrupts, in at most about 20 ms. 600,000 token ids
+have this weight; the rules and messages of a call that a model can read have far less."""
 _CONTAINER, _MEMBER = 3, 6
 """The weight of a list or object, and of a member of an object, on top of a plain value's 1."""
 _MISSED = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
@@ -28,7 +28,7 @@ _LARGEST = float(1 << 64)
 
 def check_weight(body: bytes) -> None:
     """Raises InvalidRequestError for more values than `MAX_WEIGHT` allows: 8 MB of tiny ones would
-    hold the interpreter lock for 0.3 s and take 100 times their size in memory."""
+    hold the interpreter lock for 0.05 to 0.3 s."""
     text = np.frombuffer(body, np.uint8)
     if _weight(*_counts(text)) <= MAX_WEIGHT:  # which counts the contents of strings, too
         return

@@ -14,7 +14,7 @@ _GROUP = 16
 _NOTHING_BYTES = 64
 """Bytes that a member that is left out counts as: finding that out takes as long."""
 _WHOLE = frozenset({str, int, float, bool, type(None), list})
-"""The types of most members, which nothing lazy is in."""
+"""The types of most members, which contain nothing lazy."""
 encode = msgspec.json.Encoder().encode
 
 
@@ -129,7 +129,7 @@ class Record(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def lazily(items: Iterable[T]) -> list[T]:
-    """A list that `json_pieces` makes while it encodes it; nobody else may look into it."""
+    """A list that `json_pieces` makes while it encodes it; only that may read it."""
     return cast(list[T], Items(items))
 
 

@@ -1,4 +1,4 @@
-"""The collector of traces: where it is, and the tracer that sends to it."""
+"""The address of the collector of traces, and the tracer that sends to it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def traces_url(endpoint: str | None) -> str | None:
 
 
 def check_tracing(endpoint: str | None) -> None:
-    """Raises ConfigError where traces are asked for and cannot be made."""
+    """Raises ConfigError if traces are wanted and cannot be made."""
     if traces_url(endpoint) is None:
         return
     try:

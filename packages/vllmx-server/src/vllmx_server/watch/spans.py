@@ -36,7 +36,7 @@ MAX_PROMPTS = 8
 """The most prompts of one request whose times become spans."""
 CLOSE_S = 3.0
 _QUIET_S = 60.0
-"""The seconds between two lines of the log about a collector that takes nothing."""
+"""Seconds between two lines of the log about a collector that fails."""
 _HEADERS = (b"traceparent", b"tracestate")
 
 Attributes = dict[str, str | bool | int | float | Sequence[str]]
@@ -122,7 +122,7 @@ class SpanTracer:
 
 
 class _Exporter(SpanExporter):
-    """An exporter whose failures are a line a minute."""
+    """An exporter that logs its failures once a minute."""
 
     def __init__(self, inner: SpanExporter, url: str) -> None:
         self._inner = inner

@@ -22,7 +22,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     aliases: tuple[str, ...] = ()
     """Other names of it."""
     on_demand: bool = False
-    """It is loaded when somebody asks for it."""
+    """It is loaded with its first request."""
     memory_part: float | None = None
     """Most of the memory that it takes, of what is free before the first model is loaded; None:
     `engine.memory_fraction` of what is free when it is loaded."""
@@ -33,7 +33,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_models(models: Sequence[ModelConfig]) -> None:
-    """Raises ConfigError for names that two models have, and for a first one that is not there from
+    """Raises ConfigError for names that two models share, and for a first one that is not loaded at
     the start."""
     if models and models[0].on_demand:
         raise ConfigError(
@@ -58,7 +58,7 @@ def with_parts(models: Sequence[ModelConfig], own: Mapping[str, float]) -> list[
 
     Args:
         models: in the order in which they are loaded.
-        own: by name, what was said for one model alone.
+        own: the parts that are configured for single models, by name.
 
     Raises:
         ConfigError: the parts of models that are loaded together are more than there is.

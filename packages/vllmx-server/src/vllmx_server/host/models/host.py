@@ -46,7 +46,7 @@ class Attachment(msgspec.Struct, frozen=True):
     """A loaded core and the path of its socket."""
 
     core: Start
-    door: str
+    path: str
 
 
 class FirstCore(Protocol):
@@ -66,7 +66,7 @@ class _Hosted:
 
     config: ModelConfig
     state: State = "unloaded"
-    door: CoreListener | None = None
+    listener: CoreListener | None = None
     core: ProcessFrontend | None = None
     loading: asyncio.Task[Attachment] | None = None
     used_s: float = field(default_factory=time.monotonic)
@@ -232,8 +232,8 @@ class CoreHost:
                 raise _small_part(hosted.config, CapacityError(text))
         while needed > free.num_bytes and await self._evict(free.device):
             free = await self._free(found, hosted)
-        core, door = await self._started(hosted, found, free.device)
-        hosted.core, hosted.door = core, door
+        core, listener = await self._started(hosted, found, free.device)
+        hosted.core, hosted.listener = core, listener
         core.listener = Listener(
             outputs=lambda outputs: None,
             stats=hosted.note,
@@ -241,17 +241,17 @@ class CoreHost:
             restarted=lambda info: None,
             dead=lambda: None,
         )
-        return Attachment(core.start_message, str(door.path))
+        return Attachment(core.start_message, str(listener.path))
 
     async def _started(
         self, hosted: _Hosted, found: FoundModel, device: str
     ) -> tuple[ProcessFrontend, CoreListener]:
         """Starts the core, and unloads others until it has the memory that it needs."""
-        door = CoreListener()
+        listener = CoreListener()
         try:
             while True:
                 try:
-                    core = await ProcessFrontend.start(found, door)
+                    core = await ProcessFrontend.start(found, listener)
                     break
                 except CapacityError as error:
                     if await self._has_its_part(hosted, found):
@@ -259,15 +259,15 @@ class CoreHost:
                     if not await self._evict(device):
                         raise _no_room(error) from error
         except BaseException:
-            door.close()
+            listener.close()
             raise
         try:
             await self._note(hosted, found, core.info)
         except BaseException:
-            door.close()
+            listener.close()
             await core.close()
             raise
-        return core, door
+        return core, listener
 
     async def _note(self, hosted: _Hosted, found: FoundModel, info: CoreInfo) -> None:
         """Keeps the facts of a core that has started."""
@@ -330,13 +330,13 @@ class CoreHost:
         return True
 
     async def _end(self, hosted: _Hosted) -> None:
-        core, door = hosted.core, hosted.door
-        hosted.core = hosted.door = hosted.loading = None
+        core, listener = hosted.core, hosted.listener
+        hosted.core = hosted.listener = hosted.loading = None
         hosted.is_busy = False
         if hosted.state == "loaded":
             hosted.state = "unloaded"
-        if door is not None:
-            door.close()
+        if listener is not None:
+            listener.close()
         if core is not None:
             await core.close()
 

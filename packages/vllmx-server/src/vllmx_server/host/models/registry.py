@@ -27,18 +27,18 @@ from vllmx_server.host.models.host import Attachment
 from vllmx_server.watch.metrics import Metrics
 
 
-async def attach(core: Start, door: str) -> CoreStart:
+async def attach(core: Start, path: str) -> CoreStart:
     """Begins to connect to a core by the path of its socket. Loads all plugins: a core has only
     those that load models, not those of formats of answers."""
     registry = await asyncio.to_thread(load_registry)
     if core.config.prefer:
         registry.prefer(core.config.prefer)
     found = FoundModel(core.config, Path(core.path), registry, progress=False)
-    return CoreStart(found, asyncio.ensure_future(_attached(door)))
+    return CoreStart(found, asyncio.ensure_future(_attached(path)))
 
 
-async def _attached(door: str) -> Frontend:
-    return await AttachedFrontend.start(Path(door))
+async def _attached(path: str) -> Frontend:
+    return await AttachedFrontend.start(Path(path))
 
 
 _LOOK_S = 0.02
@@ -204,7 +204,7 @@ class Models:
 
     async def _open(self, entry: _Entry) -> Served:
         attachment = await self.host.load(entry.config.name)
-        async with await attach(attachment.core, attachment.door) as core:
+        async with await attach(attachment.core, attachment.path) as core:
             llm = await AsyncLLM.over(core)
         previous, entry.served = entry.served, self._copy(entry, llm)
         if previous is not None:

@@ -24,7 +24,7 @@ from vllmx_server import errors
 
 
 class ErrorSent(msgspec.Struct, frozen=True):
-    """An error as it is shown to the client."""
+    """An error, with all that the client sees of it."""
 
     type: str
     message: str
@@ -101,7 +101,7 @@ class GoneError(EngineDeadError):
 
 
 class Channel(asyncio.Protocol):
-    """One side's end.
+    """One end of a socket pair.
 
     Attributes:
         gone: set when the other side is.

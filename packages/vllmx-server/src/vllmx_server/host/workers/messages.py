@@ -14,7 +14,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
 
     server: ServerConfig
     core: Start
-    door: str
+    core_path: str
     """The path of the core's socket."""
     models: list[ModelConfig]
     """All models if they are several; `core` is that of the first."""

@@ -66,8 +66,8 @@ async def serve_with_workers(
     """Serves until it is stopped. Raises the errors of `run_server`."""
     found = await asyncio.to_thread(find_model, engine, None)
     folder = None if server.data_dir else str(temporary_folder())
-    door = CoreListener()
-    starting = asyncio.ensure_future(ProcessFrontend.start(found, door))
+    core_listener = CoreListener()
+    starting = asyncio.ensure_future(ProcessFrontend.start(found, core_listener))
     try:
         await asyncio.sleep(0)  # until the core's process is there
         stored = await _open_storage(server, folder)
@@ -75,7 +75,7 @@ async def serve_with_workers(
             begin = Begin(
                 server=server,
                 core=ProcessFrontend(found).start_message,
-                door=str(door.path),
+                core_path=str(core_listener.path),
                 models=list(models),
                 row=0,
                 num_rows=0,
@@ -95,7 +95,7 @@ async def serve_with_workers(
     finally:
         starting.cancel()
         await asyncio.wait((starting,))
-        door.close()
+        core_listener.close()
         if not starting.cancelled() and starting.exception() is None:
             await starting.result().close()
         if folder is not None:
