@@ -7,6 +7,7 @@ import gc
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hypercorn.config import Config
@@ -36,8 +37,6 @@ from vllmx_server.store.storage import Storage
 if TYPE_CHECKING:
     from vllmx_server.generating.served import Served
     from vllmx_server.host.models.config import ModelConfig
-    from vllmx_server.host.models.host import CoreHost
-    from vllmx_server.host.models.registry import Models
     from vllmx_server.host.workers.peers import Peers
 
 logger = logging.getLogger("vllmx.server")
@@ -81,14 +80,14 @@ async def serve_until_stopped(
     timeouts = Timeouts(server.header_timeout_s, server.send_timeout_s)
     storage = Storage(server.data_dir) if peers is None else peers.storage()
     asyncio.get_running_loop().set_exception_handler(on_loop_error)
-    running = _Models()
+    opened = AsyncExitStack()
     apis = await asyncio.to_thread(load_apis, server, core.found.registry)
     try:
         async with await AsyncLLM.over(core) as llm:
             several = is_several(models, server)
             app = build_app(llm, server, storage, peers, several=several, apis=apis)
             process: Server = app.state.server
-            await running.open_models(process.served, models, peers)
+            await _open_models(opened, process.served, models, peers)
             if peers is None:
                 if storage.folder.outlives:
                     await storage.check()
@@ -117,7 +116,7 @@ async def serve_until_stopped(
     finally:
         for api in apis:
             await asyncio.to_thread(api.close)
-        await running.close()
+        await opened.aclose()
         storage.close()
 
 
@@ -142,41 +141,29 @@ def is_several(models: Sequence[ModelConfig], server: ServerConfig) -> bool:
     return len(models) > 1 or idle or any(model.aliases for model in models)
 
 
-class _Models:
-    """Several models of this process, and their cores if it has no supervisor."""
+async def _open_models(
+    opened: AsyncExitStack, served: Served, configs: Sequence[ModelConfig], peers: Peers | None
+) -> None:
+    """Opens several models of this process, and their cores if it has no supervisor: those that are
+    loaded at the start. `opened` closes them. Raises the errors of loading."""
+    if not is_several(configs, served.config):
+        return
+    from vllmx_server.host.models.host import CoreHost
+    from vllmx_server.host.models.registry import Models
 
-    def __init__(self) -> None:
-        self._models: Models | None = None
-        self._host: CoreHost | None = None
-
-    async def open_models(
-        self, state: Served, configs: Sequence[ModelConfig], peers: Peers | None
-    ) -> None:
-        """Loads those that are loaded at the start. Raises the errors of loading."""
-        if not is_several(configs, state.config):
-            return
-        from vllmx_server.host.models.host import CoreHost
-        from vllmx_server.host.models.registry import Models
-
-        models = Models(state, configs, state.config.model_wait_s)
-        if peers is None:
-            self._host = CoreHost(configs[1:], state.config.idle_unload_s, models.leave)
-            models.host = self._host
-        else:
-            models.host = peers.host
-        state.models = self._models = models
-        if self._host is not None:
-            self._host.first_took(state.llm.info)
-            self._host.watch_first(configs[0].name, state.llm)
-            for config in configs[1:]:
-                if not config.on_demand:
-                    await self._host.load(config.name)
-
-    async def close(self) -> None:
-        if self._models is not None:
-            await self._models.close()
-        if self._host is not None:
-            await self._host.close()
+    served.models = models = Models(served, configs, served.config.model_wait_s)
+    if peers is not None:
+        models.host = peers.host
+        opened.push_async_callback(models.close)
+        return
+    models.host = host = CoreHost(configs[1:], served.config.idle_unload_s, models.leave)
+    opened.push_async_callback(host.close)
+    opened.push_async_callback(models.close)
+    host.first_took(served.llm.info)
+    host.watch_first(configs[0].name, served.llm)
+    for config in configs[1:]:
+        if not config.on_demand:
+            await host.load(config.name)
 
 
 async def _until_stopped(
