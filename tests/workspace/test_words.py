@@ -25,7 +25,7 @@ REMAINING = {
     "vllmx-engine": 0,
     "vllmx-metal": 0,
     "vllmx-models": 0,
-    "vllmx-server": 178,
+    "vllmx-server": 0,
     "vllmx-testing": 0,
     "vllmx-torch": 0,
     "vllmx-tp": 0,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 from vllmx_engine.wire.messages import CoreStats
+from vllmx_server.limits.keys import OTHER
+from vllmx_server.watch.counters import MAX_TOOLS, ToolCounts
 from vllmx_server.watch.metrics import Metrics
-from vllmx_server.watch.tool_counts import MAX_TOOLS, OTHER, ToolCounts
 
 from tests.waiting import wait_until
 

@@ -59,7 +59,7 @@ def test_both_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("[" * 100_000, "is not JSON"),
         ("[]", "has no servers"),
         ('{"mcpServers": {}, "inputs": []}', "unknown field 'inputs'"),
-        ('{"mcpServers": {"a": {}, "a": {}}}', "'a' stands there twice"),
+        ('{"mcpServers": {"a": {}, "a": {}}}', "'a' appears twice"),
     ],
 )
 def test_files_that_are_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -27,7 +27,7 @@ from vllmx_server.config import ServerConfig
 from vllmx_server.generating import served as model
 from vllmx_server.host.address import bind, listen
 from vllmx_server.host.app import build_app
-from vllmx_server.host.process import Serve, connection_limits, hypercorn_config
+from vllmx_server.host.process import connection_limits, hypercorn_config
 from vllmx_server.host.server import Server
 from vllmx_server.http.connections import serving
 from vllmx_server.http.connections.settings import Timeouts
@@ -136,7 +136,7 @@ MakeServer = Callable[..., AbstractAsyncContextManager[Served]]
 def make_server(tmp_path: Path) -> MakeServer:
     """`async with make_server({fields of ServerConfig}, {of EngineConfig}, **of_the_model)`.
     `verify` is the client's: without TLS it reads no list of authorities, which would take longer
-    than the server takes to start. `serve`: what accepts connections."""
+    than the server takes to start."""
 
     @asynccontextmanager
     async def make(
@@ -145,7 +145,6 @@ def make_server(tmp_path: Path) -> MakeServer:
         *,
         verify: Any = False,
         send_bytes: int | None = None,
-        serve: Serve = serving.serve,
         **fake: Any,
     ) -> AsyncIterator[Served]:
         settings = {"vocab_size": 259, "eos_id": None, "max_model_len": 512} | fake
@@ -166,14 +165,13 @@ def make_server(tmp_path: Path) -> MakeServer:
             listen(listener, own)
             stop = asyncio.Event()
             running = asyncio.ensure_future(
-                serve(
+                serving.serve(
                     app,
                     hypercorn_config(own),
                     listener,
                     connection_limits(own),
                     Timeouts(own.header_timeout_s, own.send_timeout_s),
                     stop,
-                    None,
                 )
             )
             try:

@@ -11,7 +11,7 @@ from vllmx_core.errors import QueueFullError
 from vllmx_engine.client import request_limits
 from vllmx_engine.text.text_threads import Stopped
 from vllmx_server.errors import OverloadedError
-from vllmx_server.limits.body_budget import _FREE_BYTES, BodyBudget
+from vllmx_server.limits.admission import _FREE_BYTES, BodyBudget
 
 from tests.waiting import PATIENCE_S, until
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 import pytest
 from vllmx_core.errors import ConfigError
 from vllmx_server.config import ServerConfig
-from vllmx_server.http.connections.descriptors import connection_limit
-from vllmx_server.http.connections.listening import ConnectionLimits, Listener, Place, network_of
+from vllmx_server.http.connections.serving import ConnectionLimits, Listener, Place, network_of
+from vllmx_server.http.connections.settings import connection_limit
 from vllmx_server.http.hosts import allowed_hosts
 
 from tests.waiting import PATIENCE_S, until
@@ -151,7 +151,7 @@ def test_how_many_connections_descriptors_allow() -> None:
 def test_the_soft_limit_is_raised() -> None:
     program = (
         "import resource\n"
-        "from vllmx_server.http.connections.descriptors import raise_descriptor_limit\n"
+        "from vllmx_server.http.connections.settings import raise_descriptor_limit\n"
         "hard = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 300)\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 100, hard))\n"
         "assert raise_descriptor_limit() == hard\n"

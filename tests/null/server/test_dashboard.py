@@ -7,7 +7,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-from vllmx_server.watch.tool_counts import ToolCounts
+from vllmx_server.watch.counters import ToolCounts
 
 from .conftest import MakeServer, Served
 

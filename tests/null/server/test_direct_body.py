@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllmx_engine.client.request_stream import RequestStream
 from vllmx_server.apis.completions.routes import CompletionAnswer
-from vllmx_server.http.direct_body import DirectBody
+from vllmx_server.http.event_stream import DirectBody
 
 from .conftest import MakeServer, Served, events_of, request_bytes
 

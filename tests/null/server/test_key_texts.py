@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from vllmx_server.errors import RateLimitError
-from vllmx_server.limits.key_limiter import KeyLimiter
+from vllmx_server.limits.rate_limiter import KeyLimiter
 
 from tests.waiting import PATIENCE_S
 

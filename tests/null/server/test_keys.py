@@ -18,11 +18,11 @@ from vllmx.cli.keys import keys
 from vllmx_core.errors import ConfigError
 from vllmx_core.sampling import SamplingParams
 from vllmx_server.errors import ForbiddenError, RateLimitError
-from vllmx_server.host.workers.remote_limiter import RemoteLimiter, WorkerLimiter
-from vllmx_server.limits.key_limiter import KeyLimiter
+from vllmx_server.host.workers.peers import RemoteLimiter
+from vllmx_server.host.workers.supervisor import WorkerLimiter
 from vllmx_server.limits.key_records import KeyRecord, digest_of, read_keys
 from vllmx_server.limits.keys import ApiKeys
-from vllmx_server.limits.rate_limiter import Reservation, Used
+from vllmx_server.limits.rate_limiter import KeyLimiter, Reservation, Used
 
 from tests.waiting import PATIENCE_S, until
 
@@ -293,10 +293,10 @@ async def test_a_server_reads_its_keys_again(
             "priority-range",
         ),
         ('{"keys": ' + "[" * 5000 + "]" * 5000 + "}", "is"),
-        ('{"keys": [], "keys": []}', "'keys' stands there twice"),
+        ('{"keys": [], "keys": []}', "'keys' appears twice"),
         (
             '{"keys": [{"name": "a", "sha256": "' + "0" * 64 + '", "share": 1, "share": 9}]}',
-            "'share' stands there twice",
+            "'share' appears twice",
         ),
     ],
 )
@@ -323,7 +323,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     """Whoever opens one waits until somebody writes, and a server that reads its keys again would
     stand still."""
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match=r"no regular file.*vllmx keys add"):
+    with pytest.raises(ConfigError, match=r"not a regular file.*vllmx keys add"):
         read_keys(tmp_path / "pipe")
 
 

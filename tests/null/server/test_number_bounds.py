@@ -21,7 +21,7 @@ from vllmx_server.generating import chat_body as chat
 from vllmx_server.generating.fields import GeneratingFields
 from vllmx_server.host.apis import all_routes
 from vllmx_server.schema.decode import decode
-from vllmx_server.schema.whole_numbers import with_whole_numbers
+from vllmx_server.schema.json_text import with_whole_numbers
 
 from .conftest import JSON, MakeServer, Served
 from .test_pooling import LetterPooler

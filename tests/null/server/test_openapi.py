@@ -34,7 +34,7 @@ from vllmx_server.generating.answers import ChatChunk, ChatCompletion
 from vllmx_server.host.apis import all_routes
 from vllmx_server.http.operation import Operation
 from vllmx_server.http.route import Right, Route
-from vllmx_server.limits.key_limiter import Bucket, _headers, _Use
+from vllmx_server.limits.rate_limiter import Bucket, _headers, _Use
 
 from .conftest import MakeServer, Served
 from .test_messages import EVENTS, named_events
@@ -84,7 +84,7 @@ def test_schemas_are_sound(found: dict[str, Any]) -> None:
 
 
 def test_headers_of_limits(found: dict[str, Any]) -> None:
-    """As `vllmx_server.limits.key_limiter` makes them."""
+    """As `vllmx_server.limits.rate_limiter` makes them."""
     use = _Use(Bucket(3, 2, 0.0), Bucket(9, 0.5, 0.0), None)
     shown = {name.lower(): each["schema"] for name, each in found["components"]["headers"].items()}
     for name, value in _headers(use).items():

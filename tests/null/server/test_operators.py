@@ -13,7 +13,8 @@ import pytest
 from vllmx_core.errors import ConfigError
 from vllmx_server.config import ServerConfig
 from vllmx_server.host.address import bind_operators
-from vllmx_server.host.operators import LIMITS, operators_app
+from vllmx_server.host.app import operators_app
+from vllmx_server.host.process import OPERATORS_LIMITS
 from vllmx_server.http.connections.serving import serve
 from vllmx_server.http.connections.settings import AnswerConfig, Timeouts
 
@@ -85,7 +86,7 @@ async def test_it_answers_while_the_port_is_full(tmp_path: Path, make_server: Ma
         stop = asyncio.Event()
         app = operators_app(served.server)
         serving = asyncio.ensure_future(
-            serve(app, AnswerConfig(), listener, LIMITS, Timeouts(15, 15), stop)
+            serve(app, AnswerConfig(), listener, OPERATORS_LIMITS, Timeouts(15, 15), stop)
         )
         transport = httpx.AsyncHTTPTransport(uds=str(path))
         async with httpx.AsyncClient(transport=transport, base_url="http://vllmx") as operator:

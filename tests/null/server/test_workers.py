@@ -22,26 +22,12 @@ from vllmx_server.errors import OverloadedError
 from vllmx_server.host import worker as worker_module
 from vllmx_server.host.server import Server
 from vllmx_server.host.workers.channel import Channel, GoneError
-from vllmx_server.host.workers.counted import Counted, ModelCounts
 from vllmx_server.host.workers.dispatch import Dispatcher, Mailbox
-from vllmx_server.host.workers.messages import (
-    CORE_LOST,
-    COUNT,
-    COUNTED,
-    END,
-    LEAD,
-    LEAVE,
-    METRICS,
-    RELOAD,
-    USAGE,
-    USED,
-    Lead,
-    Reload,
-)
-from vllmx_server.host.workers.peers import RemoteUsage
+from vllmx_server.host.workers.messages import Reload
+from vllmx_server.host.workers.peers import RemoteLimiter, RemoteUsage
 from vllmx_server.host.workers.pool import Worker, WorkerPool, asked_of_all
-from vllmx_server.host.workers.remote_limiter import RemoteLimiter, WorkerLimiter
 from vllmx_server.host.workers.shared_counts import SharedCounts
+from vllmx_server.host.workers.supervisor import Counted, ModelCounts, WorkerLimiter
 from vllmx_server.limits.rate_limiter import Granted, Reservation, Unlimited, Used
 from vllmx_server.limits.usage import KeyUsage, UsageLedger
 from vllmx_server.watch.metrics import MetricCounts, Metrics
@@ -71,9 +57,9 @@ async def test_both_sides_ask_and_answers_find_who_asked() -> None:
             second.set()
             return number * 10
 
-        two.serve("times ten", int, slow_first)
-        one.serve("name", type(None), lambda _: asyncio.sleep(0, "one"))
-        answers = await asyncio.gather(*(one.ask("times ten", n, int) for n in (1, 2)))
+        two.serve(times_ten=slow_first)
+        one.serve(name=lambda: "one")
+        answers = await asyncio.gather(*(one.ask("times_ten", n, int) for n in (1, 2)))
         assert answers == [10, 20]
         assert await two.ask("name", None, str) == "one"
 
@@ -81,12 +67,12 @@ async def test_both_sides_ask_and_answers_find_who_asked() -> None:
 async def test_a_worker_that_ends_as_it_is_to_lead_is_passed_over() -> None:
     """Two that are killed at once: one's end is noticed while the other still counts as alive."""
     async with channels() as (gone, end), channels() as (alive, other):
-        asked: list[Lead] = []
+        asked: list[bool] = []
 
-        async def lead(body: Lead) -> None:
+        async def lead(body: bool) -> None:
             asked.append(body)
 
-        other.serve(LEAD, Lead, lead)
+        other.serve(lead=lead)
         pool = WorkerPool.__new__(WorkerPool)  # without processes
         pool._leader, pool._had_leader = None, True
         pool._workers = {row: worker_over(each) for row, each in enumerate((gone, alive))}
@@ -94,7 +80,7 @@ async def test_a_worker_that_ends_as_it_is_to_lead_is_passed_over() -> None:
         await gone.gone.wait()
         await pool._choose_leader()
         assert pool.leader is alive
-        assert [each.is_first for each in asked] == [False]
+        assert asked == [False]
 
 
 async def test_a_process_that_is_being_started_has_nothing_to_tell(
@@ -104,11 +90,11 @@ async def test_a_process_that_is_being_started_has_nothing_to_tell(
     async with channels() as (supervisor, other):
         with socket.socket() as listener:
             starting = worker_module.Worker(other, listener, None, -1)
-            assert await supervisor.ask(COUNT, None, ModelCounts) == {}
-            supervisor.tell(RELOAD, Reload(keys=True, certificate=False))
-            supervisor.tell(CORE_LOST, ErrorRecord.of(EngineDeadError("gone")))
-            assert await supervisor.ask(LEAVE, "one", bool)
-            await supervisor.ask(END, None, type(None))
+            assert await supervisor.ask("count", None, ModelCounts) == {}
+            supervisor.tell("reload", Reload(keys=True, certificate=False))
+            supervisor.tell("core_lost", ErrorRecord.of(EngineDeadError("gone")))
+            assert await supervisor.ask("leave", "one", bool)
+            await supervisor.ask("end", None, type(None))
             state = Mock(spec=Server)
             starting.begin_serving(state)
             state.reload.assert_called_once_with(keys=True, certificate=False, level=logging.DEBUG)
@@ -134,7 +120,7 @@ async def test_errors_of_ours_come_back_whole_and_others_tell_nothing() -> None:
         async def fail(index: int) -> None:
             raise errors[index]
 
-        two.serve("fail", int, fail)
+        two.serve(fail=fail)
         with pytest.raises(InvalidRequestError, match="no") as refused:
             await one.ask("fail", 0, int)
         assert refused.value.param == "x"
@@ -155,11 +141,11 @@ async def test_whoever_waits_for_a_process_that_ends_is_told() -> None:
     async with channels() as (one, two):
         asked = asyncio.Event()
 
-        async def never(_: None) -> None:
+        async def never() -> None:
             asked.set()
             await asyncio.get_running_loop().create_future()
 
-        two.serve("never", type(None), never)
+        two.serve(never=never)
         waiting = asyncio.ensure_future(one.ask("never", None, int))
         await asked.wait()
         two.close()
@@ -172,8 +158,8 @@ async def test_whoever_waits_for_a_process_that_ends_is_told() -> None:
 
 async def test_only_answers_in_time_are_gathered() -> None:
     async with channels() as (one, two), channels() as (three, four):
-        two.serve("count", type(None), lambda _: asyncio.sleep(0, 5))
-        four.serve("count", type(None), lambda _: asyncio.get_running_loop().create_future())
+        two.serve(count=lambda: asyncio.sleep(0, 5))
+        four.serve(count=asyncio.get_running_loop().create_future)
         assert await asked_of_all([one, three], "count", int, 1.0) == [5]
         assert await asked_of_all([], "count", int, 0.05) == []
 
@@ -254,7 +240,9 @@ def test_metrics_of_several_processes_add(metrics: Metrics) -> None:
     assert 'key_generation_tokens_total{key="ann",model_name="m"} 10.0' in text
     sent = msgspec.msgpack.encode(metrics.counts())
     assert msgspec.msgpack.decode(sent, type=MetricCounts) == metrics.counts()
-    assert metrics.counts().counters[0]["stop"] == 1, "a sum leaves its parts as they are"
+    assert metrics.counts().counters["request_success"][0] == (("stop",), 1), (
+        "a sum leaves its parts as they are"
+    )
 
 
 def test_metrics_of_a_core_are_those_of_a_process_that_is_connected(metrics: Metrics) -> None:
@@ -278,29 +266,31 @@ async def test_counts_of_a_worker_outlive_it(
 ) -> None:
     """Those that it told by itself, those of its own scrape, or those that it was asked for."""
     monkeypatch.setattr(
-        "vllmx_server.host.workers.counted.COUNT_S", 30.0 if how == "asked" else 0.1
+        "vllmx_server.host.workers.supervisor.COUNT_S", 30.0 if how == "asked" else 0.1
     )
     counted, nothing = Counted(), {"m": Metrics("m", CoreStats, {}).counts()}
     for _ in range(3):
         metrics.finish("stop", 3, 5, 0.5)
 
-    async def count(_: None) -> ModelCounts:
+    async def count() -> ModelCounts:
         if how != "asked":
             await asyncio.get_running_loop().create_future()
         return {"m": metrics.counts()}
 
     async def total(channel: Channel) -> int:
-        found = await channel.ask(METRICS, nothing, list[ModelCounts])
-        return sum(each["m"].counters[0].get("stop", 0) for each in found if "m" in each)
+        found = await channel.ask("metrics", nothing, list[ModelCounts])
+        return sum(
+            dict(each["m"].counters["request_success"])[("stop",)] for each in found if "m" in each
+        )
 
     async with channels() as (to_asking, asking), channels() as (to_worker, worker):
         counted.serve(to_asking)
         counted.serve(to_worker)
-        worker.serve("count", type(None), count)
+        worker.serve(count=count)
         if how == "told":
-            worker.tell(COUNTED, {"m": metrics.counts()})
+            worker.tell("counted", {"m": metrics.counts()})
         elif how == "scraped":
-            await worker.ask(METRICS, {"m": metrics.counts()}, list[ModelCounts])
+            await worker.ask("metrics", {"m": metrics.counts()}, list[ModelCounts])
         assert await total(asking) == 3
         worker.close()
         await to_worker.gone.wait()
@@ -318,11 +308,10 @@ async def test_usage_of_a_worker_is_with_the_supervisor_as_a_request_ends() -> N
             book.add(more)
             heard.set()
 
-        async def usage(_: None) -> dict[str, KeyUsage]:
+        async def usage() -> dict[str, KeyUsage]:
             return dict(await book.all())
 
-        supervisor.serve(USED, dict[str, KeyUsage], used)
-        supervisor.serve(USAGE, type(None), usage)
+        supervisor.serve(used=used, usage=usage)
         remote = RemoteUsage(worker)
         for tokens in (3, 4):
             remote.of("ann").requests += 1

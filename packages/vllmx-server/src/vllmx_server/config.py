@@ -33,20 +33,19 @@ class ServerConfig:
     api_keys_file: str | None = None
     """JSON file of further keys, by their digests, with what each may do (`vllmx keys add`)."""
     priority_range: tuple[str, ...] = ()
-    """What `priority` of a request may be: `LEAST:GREATEST` for everybody ("0:" by default), and
+    """Allowed `priority` of requests: `LEAST:GREATEST` for everybody ("0:" by default), and
     `KEY=LEAST:GREATEST` for the holder of an API key."""
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     hsts_max_age_s: int = 0
-    """How long browsers shall reach this host by TLS alone, on all of its ports; 0: nothing is said
-    of it."""
+    """Seconds that browsers shall reach this host by TLS alone, on all its ports; 0: no header."""
     allowed_origins: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
     allowed_hosts: tuple[str, ...] = ()
-    """Names that a Host header may have beside the server's own while it listens on loopback; "*":
-    any."""
+    """Names that a Host header may have in addition to the server's own while it listens on
+    loopback; "*": any."""
     max_connections: int | None = None
     """Open connections in all; None: what the limit of open files allows, 16384 at most."""
     max_connections_per_address: int | None = None
@@ -55,24 +54,23 @@ class ServerConfig:
     max_concurrent_requests: int = 4096
     """Generation requests in flight, queue included; more get 503."""
     header_timeout_s: float = 15.0
-    """How long a client may take from its first byte to the end of the headers."""
+    """Seconds that a client has from its first byte to the end of the headers."""
     body_timeout_s: float = 60.0
-    """How long a client may take to send a request body."""
+    """Seconds that a client has to send a request body."""
     send_timeout_s: float = 300.0
-    """How long a client may take nothing of an answer before it counts as gone."""
+    """Seconds without taking anything of an answer before a client counts as gone."""
     request_timeout_s: float = 0.0
-    """How long a request may take in all, from its headers to the end of its answer; 0: no
-    limit."""
+    """Seconds from the headers of a request to the end of its answer; 0: no limit."""
     queue_timeout_s: float = 0.0
-    """How long a request may wait for its turn; 0: no limit."""
+    """Seconds that a request may wait for its turn; 0: no limit."""
     sse_ping_interval_s: float = 15.0
-    """How often a stream that waits for its next token sends a comment; 0: never."""
+    """Seconds between comments of a stream that waits for its next token; 0: none."""
     model_wait_s: float = 120.0
-    """How long a request waits for its model to be loaded."""
+    """Seconds that a request waits for its model to be loaded."""
     idle_unload_s: float = 0.0
     """A model that nobody asked for so long is unloaded; 0: never."""
     drain_timeout_s: float = 30.0
-    """How long SIGTERM waits for requests in flight."""
+    """Seconds that SIGTERM waits for requests in flight."""
     data_dir: str | None = None
     """Folder for files, batches, responses and conversations; None: they end with the server."""
     max_file_bytes: int = 200 << 20
@@ -83,7 +81,7 @@ class ServerConfig:
     max_stored_files: int = 10_000
     """Files of one API key, and as many batches that have ended."""
     max_stored_days: float = 30.0
-    """How long files, batches, responses and conversations are kept."""
+    """Days that files, batches, responses and conversations are kept."""
     trust_request_chat_template: bool = False
     """Requests may bring a chat template of their own."""
     enable_force_include_usage: bool = False
@@ -103,7 +101,7 @@ class ServerConfig:
     say. None: no traces."""
     disable_access_log: bool = False
     enable_log_requests: bool = False
-    """Prompts stand in the log, a line each."""
+    """Log each prompt in a line."""
     max_log_len: int = 1024
     """Characters of a prompt in such a line."""
     log_level: str = "info"
@@ -175,7 +173,7 @@ class ServerConfig:
 
 
 def _same_path(path: str, other: str | None) -> bool:
-    """Whether a path is empty or another way to write `other`."""
+    """True if a path is empty or another spelling of `other`."""
     return not path or (other is not None and os.path.realpath(path) == os.path.realpath(other))
 
 

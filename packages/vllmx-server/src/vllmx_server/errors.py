@@ -1,4 +1,4 @@
-"""Errors on the wire: OpenAI's shape, our words, never the internals of an exception."""
+"""Errors as clients see them: in OpenAI's shape, without the internals of exceptions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AnthropicType = Literal[
 
 class ErrorFields(Record, kw_only=True):
     message: str
-    """What is wrong and what helps."""
+    """The fault and its remedy."""
     type: str
     param: str | None
     """The field at fault."""
@@ -38,7 +38,7 @@ class ErrorFields(Record, kw_only=True):
 
 
 class ErrorAnswer(Record, kw_only=True):
-    """What every route but those of Anthropic's API sends with a status of 400 or above."""
+    """The answer of all routes but those of Anthropic's API with a status of 400 or above."""
 
     error: ErrorFields
 
@@ -49,8 +49,8 @@ class MessagesErrorFields(Record, kw_only=True):
 
 
 class MessagesError(Record, kw_only=True):
-    """What the routes of Anthropic's API send with a status of 400 or above, and as the event
-    `error` of a stream."""
+    """The answer of the routes of Anthropic's API with a status of 400 or above, and the event
+    `error` of their streams."""
 
     type: Literal["error"] = "error"
     error: MessagesErrorFields
@@ -86,7 +86,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class BadHTTPError(VllmxError):
-    """What arrived is no request of HTTP/1.1 that can be answered."""
+    """The bytes that arrived are not a request of HTTP/1.1."""
 
     http_status = 400
     code = "bad_http"
@@ -100,7 +100,7 @@ class BadHTTPError(VllmxError):
 
 
 class HostError(VllmxError):
-    """The Host header names somebody else, as a web page's may that has its name point here."""
+    """The Host header names another host, as that of a web page whose name points here does."""
 
     http_status = 403
     code = "host_not_allowed"
@@ -121,7 +121,7 @@ class BodyTooLargeError(VllmxError):
 
 
 class HeaderTimeoutError(VllmxError):
-    """A request began to arrive and did not go on."""
+    """The headers of a request did not arrive in time."""
 
     http_status = 408
     code = "header_timeout"
@@ -156,25 +156,25 @@ class ToolServerError(VllmxError):
 
 
 class ForbiddenError(VllmxError):
-    """The key is known, and may not do this."""
+    """The key does not have the right."""
 
     http_status = 403
     code = "forbidden"
 
 
 class RateLimitError(VllmxError):
-    """The key has used what it may for now."""
+    """The key has reached a limit."""
 
     http_status = 429
     code = "rate_limit_exceeded"
     retry_after_s = 1.0
-    """What the server sends as `Retry-After`."""
+    """Sent as `Retry-After`."""
     headers: dict[str, str] | None = None
-    """The headers that say what is left to the key, such as x-ratelimit-*."""
+    """Headers with the key's remaining limits, such as x-ratelimit-*."""
 
 
 class OverloadedError(VllmxError):
-    """Says that too many requests are in flight, or that the server is shutting down."""
+    """The server has too much to do, or is shutting down."""
 
     http_status = 503
     code = "overloaded"
@@ -188,7 +188,7 @@ class RequestTimeoutError(VllmxError):
 
 
 class AbortedError(VllmxError):
-    """The engine gave an answer up before its end."""
+    """The engine aborted an answer."""
 
     http_status = 503
     code = "aborted"
@@ -209,7 +209,7 @@ class MethodNotAllowedError(VllmxError):
 
 
 def cut_message(error: VllmxError) -> str:
-    """Messages quote what the client sent, which may be megabytes."""
+    """The message at a bounded length: it may quote megabytes of the request."""
     return excerpt(error.message, _MAX_MESSAGE)
 
 
@@ -250,7 +250,7 @@ def error_response(error: VllmxError, scope: Scope | None = None) -> Response:
 
 
 def is_messages(scope: Scope) -> bool:
-    """Whether a request is for a route of Anthropic's API."""
+    """True if a request is for a route of Anthropic's API."""
     path: str = route_path(scope)
     return path == MESSAGES or path.startswith(MESSAGES + "/")
 
@@ -263,7 +263,7 @@ def route_path(scope: Scope) -> str:
 
 
 def internal_error() -> VllmxError:
-    """What a client learns of a bug of ours."""
+    """The error that clients see for a bug of ours."""
     return VllmxError("internal error: the server's log has the details under this request's id")
 
 
@@ -273,9 +273,9 @@ async def on_vllmx_error(request: Request, error: Exception) -> Response:
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
-    """404 and 405 of the router, in the same shape."""
+    """Answers 404 and 405 of the router in the same shape."""
     assert isinstance(error, HTTPException)
-    # Not request.url: building it fails for a Host header that is no host.
+    # Not request.url: building it fails for a Host header that is not a host.
     path = excerpt(request.scope["path"])
     kind = MethodNotAllowedError if error.status_code == 405 else RouteNotFoundError
     response = error_response(
@@ -288,7 +288,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> list[str]:
-    """What the path of a request may be asked with, of all of its routes."""
+    """The methods of all routes that have the path of a request."""
     routes = [each for each in request.app.routes if isinstance(each, Route)]
     fitting = (each for each in routes if each.matches(request.scope)[0] is not Match.NONE)
     return sorted({method for each in fitting for method in each.methods or ()})

@@ -33,14 +33,14 @@ def run_batch(
     engine: EngineConfig, source: Path, output: Path, report: Callable[[Batch], None]
 ) -> Batch:
     """Answers the lines of `source` and writes `output`: answers first, then what failed, each in
-    the order of the input. What is answered is kept beside the output until all is, so that the
+    the order of the input. Answers are kept next to the output until all are there, so that the
     same call goes on after it was killed.
 
     Args:
         report: called with the progress, a few times a second.
 
     Raises:
-        ConfigError: a file cannot be used, or the input has lines that are no requests.
+        ConfigError: a file cannot be used, or the input has lines that are not requests.
         VllmxError: the typed errors of loading.
     """
     progress = output.with_name(output.name + ".progress")
@@ -104,7 +104,7 @@ async def _run(
 
 
 async def _batch(kept: KeptFiles, source: Path, output: Path) -> Batch:
-    """What an earlier call has begun, or a new one."""
+    """The batch that an earlier call has begun, or a new one."""
     digest = await kept.files.on_thread(partial(_digest, source))
     known, _ = await kept.batches.page("", None, 1)
     if known:

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import msgspec
-from vllmx_engine.client.answers import AnswerReaders, ReadAnswer, is_cut
-from vllmx_engine.formats.events import ContentPiece, Event, ReasoningPiece
+from vllmx_engine.client.answers import AnswerReaders, is_cut
+from vllmx_engine.formats.events import ContentPiece, Event, ReadAnswer, ReasoningPiece
 from vllmx_engine.wire.outputs import CompletionOutput
 
 from vllmx_server.errors import AbortedError

@@ -20,7 +20,7 @@ from vllmx_server.generating.fields import (
     field_error,
 )
 from vllmx_server.schema import intervals as limits
-from vllmx_server.schema.whole_numbers import with_whole_numbers
+from vllmx_server.schema.json_text import with_whole_numbers
 
 MAX_STREAMED_LOGPROBS = 1000
 """The most log-probabilities for each token; a chunk is encoded at once."""

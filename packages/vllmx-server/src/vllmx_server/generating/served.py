@@ -23,13 +23,11 @@ from vllmx_server.generating.pooling import Pooler
 from vllmx_server.http.client import owner_of
 from vllmx_server.http.operation import Endpoint
 from vllmx_server.http.route import Route
-from vllmx_server.limits.admission import Admission
+from vllmx_server.limits.admission import Admission, BodyBudget, Sharing
 from vllmx_server.limits.admitted import Admitted, Settlements, admitted
-from vllmx_server.limits.body_budget import BodyBudget
 from vllmx_server.limits.keys import ApiKeys, Holder
 from vllmx_server.limits.priorities import PriorityRange, priority_ranges
 from vllmx_server.limits.rate_limiter import RateLimiter, Unlimited
-from vllmx_server.limits.sharing import Sharing
 from vllmx_server.limits.usage import KeyUsage, UsageLedger
 from vllmx_server.store.database import Storage
 from vllmx_server.watch.metrics import MetricCounts, Metrics

@@ -23,7 +23,7 @@ logger = logging.getLogger("vllmx.server")
 
 _BACKLOG = 1024
 _WRONG_DATES = {9: "is not valid yet", 10: "has expired"}
-"""OpenSSL's codes of them."""
+"""OpenSSL's codes of the errors, and their texts."""
 
 
 def bind(server: ServerConfig) -> tuple[socket.socket, str]:
@@ -105,7 +105,7 @@ def reload_certificate(
 
 
 def _no_password() -> str:
-    """Called for a key that wants one; OpenSSL would ask whoever sits at the terminal."""
+    """Called for an encrypted key; by default OpenSSL would ask at the terminal."""
     raise ConfigError(
         "the key of the certificate is encrypted, and nobody is asked for its password: decrypt it"
         " (openssl pkey -in KEY -out PLAIN) and give --ssl-keyfile PLAIN",
@@ -114,8 +114,8 @@ def _no_password() -> str:
 
 
 def _check_dates(context: SSLContext, path: str) -> None:
-    """Raises ConfigError for a certificate that clients refuse today: shows it to one, in memory,
-    that trusts nothing else."""
+    """Raises ConfigError for a certificate that is not valid today, by a handshake in memory with a
+    client that trusts it alone."""
     import ssl
 
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -142,8 +142,8 @@ def _check_dates(context: SSLContext, path: str) -> None:
 
 
 def listen(listener: socket.socket, server: ServerConfig) -> None:
-    """Connections are accepted from now on. Raises ConfigError when another program took the
-    address between `bind` and now."""
+    """Begins to accept connections. Raises ConfigError if another program has taken the address
+    since `bind`."""
     try:
         listener.listen(_BACKLOG)
     except OSError as error:

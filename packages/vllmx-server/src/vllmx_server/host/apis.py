@@ -1,4 +1,4 @@
-"""The APIs of a server: those that plugins bring and its configuration switches on."""
+"""The APIs of a server, which plugins bring and its configuration switches on."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from vllmx_server.http.route import Route
 
 
 def load_apis(config: ServerConfig, registry: Registry | None = None) -> list[Api]:
-    """The APIs of a server with this configuration; only those are imported. None: the plugins are
-    those that are installed. Raises PluginError, and ConfigError for what an API cannot use."""
+    """Imports and makes the APIs of a server with this configuration. `registry`: None: that of the
+    installed plugins. Raises PluginError, and ConfigError for settings that an API cannot use."""
     specs = (_installed() if registry is None else registry).all(ApiSpec)
     return [spec.load()(config) for spec in specs if _is_on(spec, config)]
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import os
 import re
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette import routing
 from starlette.applications import Starlette
@@ -12,31 +16,31 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.errors import ServerErrorMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllmx_core.errors import VllmxError
 from vllmx_engine.async_llm import AsyncLLM
 
 from vllmx_server import errors
 from vllmx_server.config import ServerConfig
-from vllmx_server.errors import route_path
+from vllmx_server.errors import AuthenticationError, route_path
 from vllmx_server.generating.api import Api
 from vllmx_server.generating.pooling import pooler_of
-from vllmx_server.generating.served import Served, cache_labels
+from vllmx_server.generating.served import Served, cache_labels, served_of
 from vllmx_server.host.apis import check_routes, load_apis, spans_of
-from vllmx_server.host.one_process import OneProcess
-from vllmx_server.host.rights import admin
 from vllmx_server.host.server import Server
 from vllmx_server.http.hosts import HostCheck, allowed_hosts
-from vllmx_server.http.middleware import Authorization, RequestContext
+from vllmx_server.http.middleware import Authorization, RequestContext, key_digest
 from vllmx_server.http.operation import Endpoint
 from vllmx_server.http.route import Right, Route
-from vllmx_server.limits.body_budget import BodyBudget
-from vllmx_server.limits.key_limiter import KeyLimiter
+from vllmx_server.limits.admission import ALONE, BodyBudget
 from vllmx_server.limits.keys import ApiKeys
+from vllmx_server.limits.rate_limiter import KeyLimiter
 from vllmx_server.limits.usage import UsageLedger
 from vllmx_server.store.database import Storage
 from vllmx_server.watch.collector import open_tracer
-from vllmx_server.watch.metrics import Metrics
+from vllmx_server.watch.metrics import MetricCounts, Metrics
 
 if TYPE_CHECKING:
     from vllmx_server.host.workers.peers import Peers
@@ -51,10 +55,7 @@ class RoutePaths:
         paths = dict.fromkeys(found)
         self._fixed = frozenset(path for path in paths if "{" not in path)
         self._patterns = [
-            (
-                re.compile(re.sub(r"{[^}]*}", "[^/]+", re.sub(r"{\w+:path}", ".+", path))),
-                path.replace(":path}", "}"),
-            )
+            (routing.compile_path(path)[0], path.replace(":path}", "}"))
             for path in paths
             if "{" in path
         ]
@@ -73,6 +74,31 @@ class RoutePaths:
         method = scope["method"]
         found = self.find(route_path(scope)) or "other"
         return found, method if method in _METHODS else "other"
+
+
+class OneProcess:
+    """See `vllmx_server.generating.served.Processes`."""
+
+    leads = True
+    sharing = ALONE
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+
+    async def relay(self, request: Request, body: bytes) -> Response:
+        raise AssertionError("there is no other process")
+
+    async def metric_counts(self, own: dict[str, MetricCounts]) -> list[dict[str, MetricCounts]]:
+        return []
+
+    async def sleep(self) -> None:
+        await self._llm.sleep()
+
+    async def wake(self) -> None:
+        await self._llm.wake()
+
+    def shut_down(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class App(Starlette):
@@ -97,7 +123,7 @@ class App(Starlette):
 
 
 def known_keys(config: ServerConfig) -> tuple[str, ...]:
-    """The keys with which one may use the server; empty: everybody may."""
+    """The keys that open the server; empty: everybody may use it."""
     asked = config.api_key or config.api_keys_file is not None
     return (*config.api_key, *config.admin_key) if asked else ()
 
@@ -216,7 +242,7 @@ def _paths(route: Route) -> Iterator[str]:
 
 
 def logged(server: Server) -> Callable[[str], bool]:
-    """Whether the access log has a line for a request, by the path that `name_route` says."""
+    """Tells by the path of `name_route` whether the access log has a line for a request."""
     if server.served.config.disable_access_log:
         return lambda path: False
     unlogged = {each.path for each in server.routes if not each.is_logged}
@@ -235,3 +261,74 @@ def _endpoint(route: Route, has_peers: bool, several: bool) -> Endpoint:
 
         endpoint = led(endpoint, has_body=route.operation.body is not None)
     return admin(endpoint) if route.right is Right.OPERATORS else endpoint
+
+
+class AdminError(VllmxError):
+    """The route is for operators only."""
+
+    http_status = 403
+    code = "admin_only"
+
+
+def admin(endpoint: Endpoint) -> Endpoint:
+    """An endpoint for holders of an admin key. Every key is compared, in constant time."""
+
+    async def checked(request: Request) -> Any:
+        state, digest = served_of(request), key_digest(request.scope)
+        holder = state.keys.find(digest)
+        if holder is not None and holder.record is not None and holder.record.admin:
+            return await endpoint(request)
+        keys = state.config.admin_key
+        if not keys:
+            raise AdminError(
+                "this route is for operators: start the server with --admin-key KEY, or give the"
+                " key `admin` in the file of --api-keys-file"
+            )
+        known = [hashlib.sha256(key.encode()).digest() for key in keys]
+        matches = [hmac.compare_digest(digest, each) for each in known]
+        if not any(matches):
+            if holder is not None:
+                raise AdminError("this route is for operators, and this key is none of theirs")
+            raise AuthenticationError(
+                "this route is for operators: send a key of --admin-key as 'Authorization: Bearer"
+                " KEY'"
+            )
+        return await endpoint(request)
+
+    checked.__doc__, checked.__name__ = endpoint.__doc__, getattr(endpoint, "__name__", "checked")
+    checked.__wrapped__ = endpoint  # type: ignore[attr-defined]
+    return checked
+
+
+class _OperatorsApp(App):
+    """An application whose socket is its owner's alone (0600): it needs no keys."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})["is_operator"] = True
+        await super().__call__(scope, receive, send)
+
+
+def operators_app(server: Server) -> Starlette:
+    """The application on the socket of `--admin-uds`: the routes of operators, over the same model
+    as the public one."""
+    context = Middleware(
+        RequestContext,
+        is_logged=logged(server),
+        name_route=server.name_route,
+        count=server.served.metrics.count_http,
+    )
+    app = _OperatorsApp(
+        routes=[
+            routing.Route(route.path, route.endpoint, methods=[route.method])
+            for route in server.routes
+            if route.right is Right.OPERATORS or route.for_operators
+        ],
+        middleware=[context],
+        exception_handlers={
+            VllmxError: errors.on_vllmx_error,
+            HTTPException: errors.on_http_error,
+        },
+    )
+    app.router.redirect_slashes = False
+    app.state.served = server.served
+    return app

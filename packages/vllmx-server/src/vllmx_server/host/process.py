@@ -6,13 +6,13 @@ import asyncio
 import gc
 import logging
 import socket
-import ssl
-from collections.abc import Callable, Coroutine, Sequence
-from importlib import import_module
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hypercorn.config import Config
 from vllmx_core.errors import EngineDeadError
+from vllmx_core.system.private_traceback import private_traceback
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.link.core_start import CoreStart
 from vllmx_engine.wire.messages import CoreInfo
@@ -20,54 +20,38 @@ from vllmx_engine.wire.messages import CoreInfo
 from vllmx_server.config import ServerConfig
 from vllmx_server.host.address import check_certificate, listen
 from vllmx_server.host.apis import load_apis
-from vllmx_server.host.app import build_app
+from vllmx_server.host.app import build_app, operators_app
 from vllmx_server.host.server import Server
 from vllmx_server.host.signals import CLOSE_S, Serving
-from vllmx_server.http.connections.descriptors import connection_limit, raise_descriptor_limit
-from vllmx_server.http.connections.listening import ConnectionLimits
-from vllmx_server.http.connections.settings import AnswerConfig, Timeouts
-from vllmx_server.http.connections.versions import untested
-from vllmx_server.limits.sharing import ALONE, Sharing
+from vllmx_server.http.connections.serving import ConnectionLimits, serve
+from vllmx_server.http.connections.settings import (
+    AnswerConfig,
+    Timeouts,
+    check_versions,
+    connection_limit,
+    raise_descriptor_limit,
+)
+from vllmx_server.limits.admission import ALONE, Sharing
 from vllmx_server.store.database import Storage
 
 if TYPE_CHECKING:
     from vllmx_server.generating.served import Served
     from vllmx_server.host.models.config import ModelConfig
-    from vllmx_server.host.models.host import CoreHost
-    from vllmx_server.host.models.registry import Models
     from vllmx_server.host.workers.peers import Peers
 
-
-from vllmx_core.system.private_traceback import private_traceback
-
 logger = logging.getLogger("vllmx.server")
+OPERATORS_LIMITS = ConnectionLimits(64, 64)
+"""Limits of the operators' socket, so that a crowd at the public port does not keep them out."""
 
 
 def on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """The handler of an event loop for errors that nobody awaits. The usual one prints the task,
-    and with it the exception's text. A connection that is cut when the server stops is no error;
-    Python 3.11 reports each as one."""
+    and with it the exception's text. Connections that are cut when the server stops are left out,
+    which Python 3.11 reports as errors."""
     error = context.get("exception")
     if not isinstance(error, asyncio.CancelledError):
         stack = private_traceback(error) if error is not None else "no exception"
         logger.error("%s\n%s", context.get("message"), stack)
-
-
-logger = logging.getLogger("vllmx.server")
-
-Serve = Callable[
-    [
-        Any,
-        Config,
-        socket.socket,
-        ConnectionLimits,
-        Timeouts,
-        asyncio.Event,
-        ssl.SSLContext | None,
-    ],
-    Coroutine[Any, Any, None],
-]
-"""`connections.serving.serve` or its like."""
 
 
 class Stopping(Protocol):
@@ -88,43 +72,38 @@ async def serve_until_stopped(
     models: Sequence[ModelConfig] = (),
     operators: socket.socket | None = None,
 ) -> None:
-    """Answers requests on a bound socket once the core is ready, beside `peers` if there are any,
-    and `operators` on theirs. `models`: where they are several; `core` is the first one's. Raises
-    what `run_server` does."""
-    serve = way_to_serve()
+    """Answers requests on a bound socket once the core is ready, together with `peers` if there are
+    any, and requests of operators on theirs. `models`: if there are several; `core` is that of the
+    first. Raises the errors of `run_server`."""
     sharing = ALONE if peers is None else peers.sharing
     config, limits = hypercorn_config(server), connection_limits(server, sharing)
     timeouts = Timeouts(server.header_timeout_s, server.send_timeout_s)
     storage = Storage(server.data_dir) if peers is None else peers.storage()
     asyncio.get_running_loop().set_exception_handler(on_loop_error)
-    running = _Models()
+    opened = AsyncExitStack()
     apis = await asyncio.to_thread(load_apis, server, core.found.registry)
     try:
         async with await AsyncLLM.over(core) as llm:
             several = is_several(models, server)
             app = build_app(llm, server, storage, peers, several=several, apis=apis)
             process: Server = app.state.server
-            await running.open_models(process.served, models, peers)
+            await _open_models(opened, process.served, models, peers)
             if peers is None:
                 if storage.folder.outlives:
                     await storage.check()
                 await process.start()
-            tls = process.tls = config.create_ssl_context()
-            if peers is None or not peers.has_mailbox:
+            process.tls = config.create_ssl_context()
+            if peers is None:
                 listen(listener, server)
             if operators is not None:
                 listen(operators, server)
             stop = signals.begin_serving(process)
             on_ready(llm.info)
-            # What is there now stays to the end: each full collection would look through all of it,
-            # and every stream would stand still for 15 to 30 ms.
+            # All objects so far live to the end: without this, each full collection would walk them
+            # and halt every stream for 15 to 30 ms.
             gc.freeze()
-            serving = asyncio.ensure_future(
-                serve(app, config, listener, limits, timeouts, stop, tls)
-            )
-            beside = asyncio.ensure_future(
-                _serve_operators(process, operators, serve, timeouts, stop)
-            )
+            serving = asyncio.ensure_future(serve(app, config, listener, limits, timeouts, stop))
+            beside = asyncio.ensure_future(_serve_operators(process, operators, timeouts, stop))
             dying = asyncio.ensure_future(llm.until_dead())
             llm.prepare_grammars_later()
             await _until_stopped(serving, stop, dying)
@@ -137,86 +116,60 @@ async def serve_until_stopped(
     finally:
         for api in apis:
             await asyncio.to_thread(api.close)
-        await running.close()
+        await opened.aclose()
         storage.close()
-
-
-def way_to_serve() -> Serve:
-    """What accepts connections: by hypercorn's inside where its release was tested, else by its
-    public interface, and the log says what is off."""
-    trouble = untested()
-    if trouble is not None:
-        logger.warning("%s", trouble)
-    module = "serving" if trouble is None else "plain"
-    found: Serve = import_module(f"vllmx_server.http.connections.{module}").serve
-    return found
 
 
 async def _serve_operators(
     server: Server,
     listener: socket.socket | None,
-    serve: Serve,
     timeouts: Timeouts,
     stop: asyncio.Event,
 ) -> None:
     """Answers on the socket of operators, if there is one, until `stop` is set."""
     if listener is None:
         return
-    from vllmx_server.host.operators import LIMITS, operators_app
-
     config = AnswerConfig()
     config.graceful_timeout = CLOSE_S
     config.errorlog = _hypercorn_log()
-    await serve(operators_app(server), config, listener, LIMITS, timeouts, stop, None)
+    await serve(operators_app(server), config, listener, OPERATORS_LIMITS, timeouts, stop)
 
 
 def is_several(models: Sequence[ModelConfig], server: ServerConfig) -> bool:
-    """Whether it has to be asked which model a request means, and whether that one is there."""
+    """True if the model of each request must be looked up, and may have to be loaded."""
     idle = bool(models and server.idle_unload_s)
     return len(models) > 1 or idle or any(model.aliases for model in models)
 
 
-class _Models:
-    """Several models of this process, and their cores where it has no supervisor."""
+async def _open_models(
+    opened: AsyncExitStack, served: Served, configs: Sequence[ModelConfig], peers: Peers | None
+) -> None:
+    """Opens several models of this process, and their cores if it has no supervisor: those that are
+    loaded at the start. `opened` closes them. Raises the errors of loading."""
+    if not is_several(configs, served.config):
+        return
+    from vllmx_server.host.models.host import CoreHost
+    from vllmx_server.host.models.registry import Models
 
-    def __init__(self) -> None:
-        self._models: Models | None = None
-        self._host: CoreHost | None = None
-
-    async def open_models(
-        self, state: Served, configs: Sequence[ModelConfig], peers: Peers | None
-    ) -> None:
-        """Loads those that are there from the start. Raises what loading meets."""
-        if not is_several(configs, state.config):
-            return
-        from vllmx_server.host.models.host import CoreHost
-        from vllmx_server.host.models.registry import Models
-
-        models = Models(state, configs, state.config.model_wait_s)
-        if peers is None:
-            self._host = CoreHost(configs[1:], state.config.idle_unload_s, models.leave)
-            models.host = self._host
-        else:
-            models.host = peers.host
-        state.models = self._models = models
-        if self._host is not None:
-            self._host.first_took(state.llm.info)
-            self._host.watch_first(configs[0].name, state.llm)
-            for config in configs[1:]:
-                if not config.on_demand:
-                    await self._host.load(config.name)
-
-    async def close(self) -> None:
-        if self._models is not None:
-            await self._models.close()
-        if self._host is not None:
-            await self._host.close()
+    served.models = models = Models(served, configs, served.config.model_wait_s)
+    if peers is not None:
+        models.host = peers.host
+        opened.push_async_callback(models.close)
+        return
+    models.host = host = CoreHost(configs[1:], served.config.idle_unload_s, models.leave)
+    opened.push_async_callback(host.close)
+    opened.push_async_callback(models.close)
+    host.first_took(served.llm.info)
+    host.watch_first(configs[0].name, served.llm)
+    for config in configs[1:]:
+        if not config.on_demand:
+            await host.load(config.name)
 
 
 async def _until_stopped(
     serving: asyncio.Future[None], stop: asyncio.Event, dying: asyncio.Future[EngineDeadError]
 ) -> None:
-    """A server whose engine is gone for good ends too: whoever supervises it can start another."""
+    """Waits for the end of serving, `stop`, or the death of the engine, and stops serving."""
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait((serving, stopping, dying), return_when=asyncio.FIRST_COMPLETED)
     stop.set()
@@ -229,15 +182,17 @@ async def _until_stopped(
 
 
 def connection_limits(server: ServerConfig, sharing: Sharing = ALONE) -> ConnectionLimits:
-    """Raises this process's limit of open files, and ConfigError for more connections than it
-    allows."""
+    """Raises this process's limit of open files. Raises ConfigError if that allows too few
+    connections."""
     in_all = connection_limit(server.max_connections, raise_descriptor_limit())
     per_address = server.max_connections_per_address or max(1, in_all // 2)
     return ConnectionLimits(in_all, min(per_address, in_all), sharing)
 
 
 def hypercorn_config(server: ServerConfig) -> Config:
-    """All but the socket. Raises ConfigError for a certificate that cannot be used."""
+    """All but the socket. Raises ConfigError for untested libraries and for a certificate that
+    cannot be used."""
+    check_versions()
     config = AnswerConfig()
     config.hsts_max_age_s = server.hsts_max_age_s
     config.root_path = server.root_path

@@ -1,7 +1,7 @@
 """Binds the socket, starts the engine, serves with hypercorn, drains on SIGTERM.
 
-What answers requests is imported while the model loads, in the core's process: this module imports
-little itself, so that the core begins at once.
+The modules that answer requests are imported while the core's process loads the model: this module
+imports little itself, so that the core starts at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllmx.server")
 
 _MOST_WORKERS = 8
-"""A core seldom makes more than they can send."""
+"""More workers than this can rarely be used by one core."""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -45,9 +45,9 @@ def run_server(
     models: Sequence[ModelConfig] = (),
     on_ready: Callable[[str, CoreInfo, str], None] | None = None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT; several `models`, of which `engine` is the first, where they
-    are given. `on_ready` gets the model's name, what loading came to and
-    the base URL once requests are accepted. Raises ConfigError when the address or the certificate
+    """Serves until SIGTERM or SIGINT; several `models`, of which `engine` is the first, if they are
+    given. `on_ready` gets the model's name, the result of loading and the base URL once requests
+    are accepted. Raises ConfigError when the address or the certificate
     cannot be used (without waiting for the model), the typed errors of loading, EngineDeadError
     when the engine core is gone for good, and KeyboardInterrupt when a signal comes while the
     model loads."""
@@ -55,7 +55,7 @@ def run_server(
 
 
 def _suitable_workers() -> int:
-    """One for each core but that of the engine's own loop."""
+    """One for each processor but that of the engine's loop."""
     return min(max(1, available_processors() - 1), _MOST_WORKERS)
 
 
@@ -65,7 +65,7 @@ async def _serve(
     models: Sequence[ModelConfig],
     on_ready: Callable[[str, CoreInfo, str], None] | None,
 ) -> None:
-    # What is wrong is told before the core's process is there: a model may take minutes to load.
+    # Report errors before the core's process starts: a model may take minutes to load.
     if server.idle_unload_s and not models:
         from vllmx_server.host.models.config import ModelConfig
 
@@ -122,7 +122,7 @@ async def _serve(
 
 
 def _unbind(listener: socket.socket | None, path: str | None) -> None:
-    """Closes a socket and takes its file away, if it has one."""
+    """Closes a socket and removes its file, if it has one."""
     if listener is None:
         return
     listener.close()

@@ -23,12 +23,12 @@ from vllmx_server.watch.tracing import Tracer
 logger = logging.getLogger("vllmx.server")
 _CLEAN_EVERY_S = 600.0
 _JUMP_S = 3600.0
-"""A clock that moves on by so much at once may be wrong: nothing is deleted before it has said the
-same for `_CLEAN_EVERY_S`."""
+"""A clock that jumps ahead by so much may be wrong: nothing is deleted until it has been steady for
+`_CLEAN_EVERY_S`."""
 
 
 class Server:
-    """What signals, and the supervisor of several processes, reach.
+    """The object that signals, and the supervisor of several processes, act on.
 
     Args:
         served: the default model.
@@ -57,8 +57,8 @@ class Server:
         self._cleaning: asyncio.Task[None] | None = None
 
     async def start(self, *, takes_over: bool = False) -> None:
-        """Begins what one process does for the whole server: batches, deleting what is too old.
-        `takes_over`: from another process, which has died."""
+        """Begins the work that one process does for the whole server: batches, and deleting old
+        data. `takes_over`: from another process, which has died."""
         for api in self.apis:
             await api.lead(takes_over=takes_over)
         self._cleaning = asyncio.ensure_future(self._clean())
@@ -119,5 +119,5 @@ class Server:
 
 
 def _ahead_s() -> float:
-    """How far the clock that may jump is ahead of the monotonic one."""
+    """Seconds that the clock, which may jump, is ahead of the monotonic one."""
     return time.time() - time.monotonic()

@@ -1,4 +1,4 @@
-"""What SIGTERM, SIGINT and SIGHUP do to the server."""
+"""Handlers of SIGTERM, SIGINT and SIGHUP."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ logger = logging.getLogger("vllmx.server")
 
 
 CLOSE_S = 2.0
-"""What connections get to end once all answers are sent."""
+"""Seconds that connections get to end once all answers are sent."""
 _SAME_S = 2.0
-"""Signals that come so soon after the first are taken for it: timeout(1) sends it to the process
+"""Signals that come so soon after the first count as the same: timeout(1) sends one to the process
 and to its group."""
 
 
 class Serving(Protocol):
-    """What a signal reaches."""
+    """The object that signals act on."""
 
     async def end(self) -> None:
         """Admits nothing new and returns when what is in flight has ended, or was aborted."""
         ...
 
     def reload(self) -> None:
-        """Reads again what may change while it serves."""
+        """Reads keys and certificates again."""
         ...
 
 
 class Signals:
     """SIGTERM and SIGINT: while the model loads the first ends the program, and one that comes
     later does so without cleaning up; once it serves the first drains and the second stops at once.
-    SIGHUP has certificates read again; but where it says that the terminal is gone, it is a
-    SIGTERM."""
+    SIGHUP reloads keys and certificates, unless the terminal is gone: then it acts as SIGTERM."""
 
     def __init__(self) -> None:
         self._serving: Serving | None = None
@@ -65,8 +64,8 @@ class Signals:
             self._stop.set()
 
     def _end_loading(self) -> None:
-        """Leaves the event loop, which then cancels and cleans up. To leave it once more would end
-        the cleaning up in its midst: the core's process would stay."""
+        """Leaves the event loop, which then cancels its tasks and cleans up. Leaving it again would
+        interrupt that, and the core's process would stay."""
         now_s = time.monotonic()
         if self._ended_s is None:
             self._ended_s = now_s

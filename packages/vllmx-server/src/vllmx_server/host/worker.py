@@ -27,20 +27,7 @@ from vllmx_server.host.process import serve_until_stopped
 from vllmx_server.host.server import Server
 from vllmx_server.host.signals import Serving
 from vllmx_server.host.workers.channel import Channel
-from vllmx_server.host.workers.messages import (
-    BEGIN,
-    CORE_LOST,
-    COUNT,
-    COUNTED,
-    END,
-    LEAD,
-    LEAVE,
-    RELOAD,
-    STOP,
-    Begin,
-    Lead,
-    Reload,
-)
+from vllmx_server.host.workers.messages import Begin, Reload
 from vllmx_server.host.workers.peers import Peers
 from vllmx_server.watch.metrics import MetricCounts
 
@@ -50,10 +37,10 @@ _TELL_S = 1.0
 
 
 class Worker:
-    """Does what the supervisor asks.
+    """Serves under the control of the supervisor.
 
     Args:
-        listener: descriptor of a mailbox, or of the socket that all workers accept from.
+        listener: descriptor of the mailbox that connections come from.
         operators: that of `--admin-uds`, if there is one.
         counts: descriptor of the shared counts.
     """
@@ -71,31 +58,33 @@ class Worker:
         self._counts = counts
         self._peers: Peers
         self._server: Server | None = None
-        """None: the process is being started. What is asked meanwhile finds nothing here."""
+        """None: the process is starting."""
         self._reload_later: Reload | None = None
         self._stop = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
         self._telling: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        channel.serve(BEGIN, Begin, self._begin)
-        channel.serve(LEAD, Lead, self._lead)
-        channel.serve(END, type(None), self._end)
-        channel.serve(STOP, type(None), self._end_serving)
-        channel.serve(RELOAD, Reload, self._reload)
-        channel.serve(COUNT, type(None), self._count)
-        channel.serve(LEAVE, str, self._leave)
-        channel.serve(CORE_LOST, ErrorRecord, self._core_lost)
+        channel.serve(
+            begin=self._begin,
+            lead=self._lead,
+            end=self._end,
+            stop=self._stop.set,
+            reload=self._reload,
+            count=self._count,
+            leave=self._leave,
+            core_lost=self._core_lost,
+        )
 
     def begin_serving(self, serving: Serving) -> asyncio.Event:
         """See `vllmx_server.host.process.Stopping`."""
         assert isinstance(serving, Server)
         self._server = serving
-        if self._reload_later is not None:  # what was read before may be what it replaced
+        if self._reload_later is not None:  # the files may have changed since they were read
             self._reload_now(serving, self._reload_later)
         return self._stop
 
     async def run(self) -> int:
-        """Serves until it is told to stop, or has nothing to serve; returns the exit code."""
+        """Serves until the supervisor stops it or serving fails; returns the exit code."""
         await self._stop.wait()
         if self._serving is None:
             return 0
@@ -122,7 +111,7 @@ class Worker:
             self._serving.result()
 
     async def _serve(self, begin: Begin) -> None:
-        async with await attach(begin.core, begin.door) as core:
+        async with await attach(begin.core, begin.core_path) as core:
             await serve_until_stopped(
                 core,
                 begin.server,
@@ -138,41 +127,39 @@ class Worker:
         self._ready.set_result(None)
         self._telling = asyncio.ensure_future(self._tell_counts())
 
-    async def _lead(self, lead: Lead) -> None:
+    async def _lead(self, is_first: bool) -> None:
+        """Takes over batches and background responses. `is_first`: no worker of this server has led
+        before."""
         assert self._server is not None, "a process that is being started does not lead"
         self._peers.leads = True
-        await self._server.start(takes_over=not lead.is_first)
+        await self._server.start(takes_over=not is_first)
 
-    async def _end(self, _: None) -> None:
+    async def _end(self) -> None:
         if self._server is not None:
             await self._server.end()
 
-    async def _end_serving(self, _: None) -> None:
-        self._stop.set()
-
-    async def _reload(self, found: Reload) -> None:
+    def _reload(self, found: Reload) -> None:
         if self._server is None:
             self._reload_later = found
         else:
             self._reload_now(self._server, found)
 
     def _reload_now(self, server: Server, found: Reload) -> None:
-        """The supervisor has said in the log what it found."""
+        """Reloads quietly: the supervisor has logged the result."""
         server.reload(keys=found.keys, certificate=found.certificate, level=logging.DEBUG)
 
     async def _tell_counts(self) -> None:
-        """Tells the supervisor what was counted, while something is: it keeps that when this
-        process dies."""
+        """Sends new counts to the supervisor, which keeps them when this process dies."""
         told = b""
         while True:
             await asyncio.sleep(_TELL_S)
-            counts = await self._count(None)
+            counts = self._count()
             now = msgspec.msgpack.encode(counts)
             if now != told:
                 told = now
-                self._channel.tell(COUNTED, counts)
+                self._channel.tell("counted", counts)
 
-    async def _count(self, _: None) -> dict[str, MetricCounts]:
+    def _count(self) -> dict[str, MetricCounts]:
         if self._server is None:
             return {}
         served = self._server.served
@@ -183,7 +170,7 @@ class Worker:
         models = None if self._server is None else self._server.served.models
         return models is None or await models.leave(name)
 
-    async def _core_lost(self, cause: ErrorRecord) -> None:
+    def _core_lost(self, cause: ErrorRecord) -> None:
         if self._server is not None:
             self._server.served.llm.note(cause.rebuild())
 
@@ -204,7 +191,7 @@ async def _run(control: int, counts: int, listener: int, operators: int | None =
 
 
 def main() -> int:
-    """Signals are the supervisor's business."""
+    """Runs a worker, which leaves signals to the supervisor."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     configure_logging(stream=StandardError())

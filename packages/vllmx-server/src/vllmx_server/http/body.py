@@ -10,20 +10,20 @@ from vllmx_core.errors import VllmxError, shown
 
 from vllmx_server.config import ServerConfig
 from vllmx_server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
-from vllmx_server.limits.body_budget import GIVEN_BODY, HeldBody
+from vllmx_server.limits.admission import GIVEN_BODY, HeldBody
 
 INLINE_BYTES = 64 << 10
-"""Decoding and checking so much takes about a millisecond."""
+"""Larger bodies are decoded on a thread: so many bytes take about a millisecond."""
 
 
 async def read_body(request: Request, config: ServerConfig, held: HeldBody) -> bytes:
-    """The whole JSON body. One that was given is in memory already, and its sender has checked it.
+    """The whole JSON body. A given body (`GIVEN_BODY`) is returned as it is.
 
     Raises:
-        MediaTypeError: it is compressed, or not declared as JSON. Browsers send only other types
-            to foreign servers unasked, so no web page can use a server on its visitor's machine.
+        MediaTypeError: it is compressed, or not declared as JSON. Browsers send JSON to another
+            site only after asking it, so no web page can use a server on its visitor's machine.
         BodyTooLargeError: it is over `max_body_bytes`.
-        OverloadedError: too much is being read at a time.
+        OverloadedError: too many bytes of bodies are in memory.
         BodyTimeoutError: it took over `body_timeout_s`.
     """
     given: bytes | None = request.scope["state"].get(GIVEN_BODY)

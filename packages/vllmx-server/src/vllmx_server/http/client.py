@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 
 def owner_of(request: Request) -> str:
-    """The client whose things a request may see: the API key's name, empty without keys."""
+    """The owner of the data that a request may see: the API key's name, empty without keys."""
     return cast(str, request.scope["state"].get("client", ""))
 
 

@@ -1,4 +1,4 @@
-"""The deadline of a request, by which it must have ended, whatever it waits for by then."""
+"""The deadline of a request, by which it must have ended."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Deadline:
     """The deadline of one request.
 
     Args:
-        limit_s: how long it may take in all; 0: as long as it likes.
-        started_s: when it came, in seconds of `time.monotonic`, the event loop's clock.
+        limit_s: from its arrival to its end; 0: no limit.
+        started_s: its arrival, in seconds of `time.monotonic`, the event loop's clock.
     """
 
     limit_s: float = 0.0
@@ -30,14 +30,14 @@ class Deadline:
 
     @property
     def left_s(self) -> float | None:
-        """The seconds that are left, never less than 0; None: there is no end."""
+        """The seconds that are left, at least 0; None: there is no limit."""
         if not self.limit_s:
             return None
         return max(0.0, self.started_s + self.limit_s - time.monotonic())
 
     async def bound(self, work: Awaitable[T]) -> T:
-        """What `work` returns. When the time is up it is cancelled and RequestTimeoutError is
-        raised."""
+        """Returns the result of `work`. When the time is up, cancels it and raises
+        RequestTimeoutError."""
         try:
             async with asyncio.timeout(self.left_s) as timeout:
                 return await work
@@ -58,8 +58,8 @@ NEVER = Deadline()
 
 
 def deadline_of(request: Request, config: ServerConfig) -> Deadline:
-    """The deadline of a request, from when its headers were there. The lines of a batch have none:
-    they run in what others leave."""
+    """The deadline of a request, counted from its headers. The lines of a batch have none: they
+    run in the capacity that others leave."""
     state = request.scope["state"]
     if not config.request_timeout_s or "is_batch" in state:
         return NEVER

@@ -11,18 +11,18 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 from vllmx_engine.client.request_stream import RequestStream
 
-from vllmx_server.http.connections.client import Client
+from vllmx_server.http.connections.applications import Client
 from vllmx_server.http.deadline import NEVER, Deadline
 
 T = TypeVar("T")
 
 
 class Interruption:
-    """A block of the current task that is cancelled when the client leaves or the time is up. What
-    has interrupted it is raised at its end: ClientDisconnect or RequestTimeoutError.
+    """Cancels a block of the current task when the client leaves or the time is up, and raises
+    ClientDisconnect or RequestTimeoutError at its end.
 
-    No task is made for it where the server tells of its clients (`Client`). Where another one does
-    not, a task awaits `receive`, and what its client still sends is dropped.
+    With our own server, whose `receive` belongs to a `Client`, that takes no task. Otherwise a task
+    awaits `receive`, and drops what the client still sends.
     """
 
     def __init__(self, receive: Receive, deadline: Deadline = NEVER) -> None:
@@ -38,7 +38,7 @@ class Interruption:
         self._cancelling = 0
 
     def client_left(self) -> None:
-        """Interrupts: nobody waits any more."""
+        """Interrupts the block."""
         self._interrupt(ClientDisconnect)
 
     def __enter__(self) -> Self:
@@ -69,7 +69,7 @@ class Interruption:
             if pending is not None:
                 pending.cancel()
         if self._error is None or self._task.uncancel() > self._cancelling:
-            return  # as it is, or somebody else has cancelled the task as well
+            return  # not interrupted, or cancelled by others as well
         if kind is None or kind is asyncio.CancelledError:
             raise self._error from None
 
@@ -88,8 +88,8 @@ async def _disconnected(receive: Receive) -> None:
 async def while_there(
     receive: Receive, work: Coroutine[Any, Any, T], deadline: Deadline = NEVER
 ) -> T:
-    """What `work` returns. When the client leaves first it is cancelled, and ClientDisconnect is
-    raised; RequestTimeoutError when the time is up."""
+    """Returns the result of `work`. When the client leaves or the time is up, cancels it and raises
+    ClientDisconnect or RequestTimeoutError."""
     with Interruption(receive, deadline):
         return await work
 
@@ -99,8 +99,7 @@ async def unless_gone(
     submit: Coroutine[Any, Any, list[RequestStream]],
     deadline: Deadline = NEVER,
 ) -> list[RequestStream]:
-    """The streams that `submit` starts, as `while_there`. Whenever they are not returned, what it
-    has started is aborted."""
+    """The streams that `submit` starts, as `while_there`; they are aborted on an error."""
     streams: list[RequestStream] = []
     try:
         with Interruption(receive, deadline):

@@ -1,9 +1,8 @@
 """The Host header of a server that listens on loopback, and the Origin header of forms.
 
-Whatever web page its user looks at can have its own name resolve to 127.0.0.1 and then counts as
-the same origin (DNS rebinding). Such a request carries the page's name.
-
-Under its own name such a page can send JSON nowhere without asking first, but a form it can.
+Any web page can have its own name resolve to 127.0.0.1 and then counts as the same origin (DNS
+rebinding). Such a request carries the page's name. Under its real name a page can send forms to
+other sites, but JSON only after asking them.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from vllmx_server.http.middleware import header
 
 
 def allowed_hosts(config: ServerConfig) -> frozenset[str] | None:
-    """Names that a Host header may have; None: any, since a proxy passes its own name on to a
-    server that listens elsewhere."""
+    """Allowed names in the Host header; None: any, since proxies pass their own name to servers
+    that do not listen on loopback."""
     given = {name.lower().strip("[]") for name in config.allowed_hosts}
     if "*" in given or config.uds is not None or not (given or _is_loopback(config.host)):
         return None
@@ -30,8 +29,8 @@ def allowed_hosts(config: ServerConfig) -> frozenset[str] | None:
 
 
 def check_origin(request: Request, allowed: Collection[str]) -> None:
-    """Raises OriginError for a form that a web page of another site has its visitor's browser send.
-    With a key, or from an origin of `--allowed-origins`, the browser asks or is let anyway."""
+    """Raises OriginError for a form from a web page of another site, unless it has a key or comes
+    from an origin of `--allowed-origins`."""
     sent = request.headers
     origin = sent.get("origin")
     if origin is None or "*" in allowed or origin in allowed:
@@ -46,8 +45,8 @@ def check_origin(request: Request, allowed: Collection[str]) -> None:
 
 
 class HostCheck:
-    """Refuses a request in the name of another host. Addresses are let in: only names can be made
-    to point elsewhere."""
+    """Refuses requests with another host's name. Addresses pass: only names can be made to point
+    here."""
 
     def __init__(self, app: ASGIApp, *, allowed: Iterable[str]) -> None:
         self.app = app
@@ -75,7 +74,7 @@ def _name_of(host: str) -> str:
 
 
 def _is_address(name: str) -> bool:
-    """Whether a name is an address. No name at all counts as one: no browser leaves it out."""
+    """True if a name is an address, or empty: browsers never leave it out."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

@@ -28,7 +28,7 @@ logger = logging.getLogger("vllmx.server")
 access = logging.getLogger("vllmx.access")
 _SAFE_ID = re.compile(rb"[\w.:-]{1,128}")
 CLIENT_GONE = 499
-"""What the access log and the metrics show for a client that left before its answer began."""
+"""The status in logs and metrics of a client that left before its answer began."""
 
 
 class RequestContext:
@@ -36,9 +36,9 @@ class RequestContext:
     turns a bug of ours into an answer without its details.
 
     Args:
-        name_route: the path and the method of a request, as logs and metrics may show them: what a
-            client makes up could be a secret, forge lines of the log or fill the memory.
-        is_logged: whether the access log has a line for a request, by the name of its path.
+        name_route: the path and the method of a request for logs and metrics: made-up ones could
+            be secrets, forge lines of the log or fill the memory.
+        is_logged: tells by that path whether the access log has a line for a request.
         count: called with (path, method, status) of every request.
         tracer: makes spans of requests; None: no traces are wanted.
     """
@@ -111,11 +111,11 @@ class RequestContext:
 
 
 class Authorization:
-    """API keys on every route but those that are open to everybody. The holder of the key is the
-    client: fair share and prefix-cache salt go by it. Answers say what is left of the key's limits.
+    """Checks API keys on every route but those that are open to everybody. The holder of the key is
+    the client in fair share and prefix-cache salt. Answers show the key's remaining limits.
 
     Args:
-        is_open: whether a path needs no key.
+        is_open: True for paths that need no key.
     """
 
     def __init__(self, app: ASGIApp, *, keys: ApiKeys, is_open: Callable[[str], bool]) -> None:
@@ -165,8 +165,8 @@ def _is_preflight(scope: Scope) -> bool:
 
 
 def key_digest(scope: Scope) -> bytes:
-    """The digest of the bearer token, or where there is none of `X-API-Key`, the name that
-    Anthropic's clients and gateways use."""
+    """The digest of the bearer token, or without one that of `X-API-Key`, the header of Anthropic's
+    clients and gateways."""
     scheme, _, token = header(scope, b"authorization").partition(b" ")
     if scheme.lower() != b"bearer":
         token = header(scope, b"x-api-key")

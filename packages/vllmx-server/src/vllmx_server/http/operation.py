@@ -1,4 +1,4 @@
-"""What is said of a route beside its path and the docstring of what answers it."""
+"""The description of a route, in addition to its path and the docstring of its endpoint."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Endpoint = Callable[[Request], Awaitable[Any]]
 BODY = (400, 408, 413, 415, 429, 503)
 """Errors of routes that read a body and do some work for it."""
 GENERATES = (*BODY, 404, 504)
-"""The errors of routes that ask a model, beside the others."""
+"""Errors of routes that ask a model, in addition to `ANY`."""
 ANY = (400, 401, 403, 500, 503)
-"""Errors that every route may answer: no HTTP, no key, another host, a bug of ours, no place."""
+"""Errors of all routes: malformed HTTP, no key, another host, a bug of ours, overload."""
 GENERATING, VECTORS, TEXT = "Generating", "Vectors and scores", "Texts and tokens"
 STATUS, PAGES = "Status", "Pages"
 COUNTED = (GENERATING, VECTORS, TEXT)
@@ -23,7 +23,7 @@ COUNTED = (GENERATING, VECTORS, TEXT)
 HELLO = [{"role": "user", "content": "Hello!"}]
 SCHEMA = {"type": "string"}
 Task = Literal["generate", "embed", "classify", "score", "pool"]
-"""What a model must do for a route: "pool" is any but "generate"."""
+"""The task of a model that a route needs: "pool" is any but "generate"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """An answer that is of no struct: one of these types."""
+    """An answer of one of these media types instead of a struct."""
 
     media_types: tuple[str, ...]
 
@@ -75,8 +75,8 @@ class Operation:
         body: the struct of its body, or one of several.
         text: what the docstring of the endpoint does not say, in Markdown.
         events: what it streams, where the body asks for that.
-        statuses: the errors that it may answer beside those of all routes.
-        answers: structs of statuses that are no errors of the usual shape; None: without a body.
+        statuses: its errors in addition to `ANY`.
+        answers: structs of statuses whose errors have another shape; None: without a body.
         example: a body that is answered, where what it names is there.
         is_anthropic: errors have the shape of Anthropic's API.
         task: what the model must do; None: any model answers.

@@ -1,4 +1,4 @@
-"""Queries and pages of the lists of APIs."""
+"""Parameters of queries, and pages of lists."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def answer(value: object) -> Response:
 
 
 def check_query(request: Request, *known: str) -> None:
-    """Raises InvalidRequestError for a parameter that nobody reads."""
+    """Raises InvalidRequestError for a parameter that is not `known`."""
     for name in request.query_params:
         if name not in known:
             raise InvalidRequestError(
@@ -42,8 +42,7 @@ def number(request: Request, name: str, least: int, most: int, default: int) -> 
 
 
 def one_of(request: Request, name: str, values: tuple[str, ...]) -> str:
-    """A parameter of the query, the first of these where it is not given. Raises
-    InvalidRequestError."""
+    """A parameter of the query; the first of `values` by default. Raises InvalidRequestError."""
     given = request.query_params.get(name, values[0])
     if given not in values:
         raise InvalidRequestError(

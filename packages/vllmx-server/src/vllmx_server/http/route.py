@@ -1,4 +1,4 @@
-"""A route of an API: where it is, what answers it, who may use it, how it is documented."""
+"""A route of an API: its path, endpoint, rights and documentation."""
 
 from __future__ import annotations
 

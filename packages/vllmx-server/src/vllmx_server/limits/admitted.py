@@ -1,4 +1,4 @@
-"""A request that was let in, from there to its end: what its key uses is reserved and counted."""
+"""An admitted request until its end: the usage of its key is reserved and counted."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from vllmx_server.limits.rate_limiter import RateLimiter, Reservation, Used
 from vllmx_server.limits.usage import KeyUsage
 
 RESERVED_OUTPUT = 2048
-"""Most tokens of an answer that are reserved before it is there: most requests name a max_tokens
-that they never use."""
+"""The most tokens that are reserved for an answer: most requests have a max_tokens that they never
+use."""
 USUAL_OUTPUT = 512
-"""The tokens of an answer where a request names no limit."""
+"""Tokens that are reserved for an answer if the request has no limit."""
 BYTES_OF_TOKEN = 4
-"""The bytes of a body that count as a token; a guess, which the end of the answer corrects."""
+"""Bytes of a body that count as a token; a guess that the end of the answer corrects."""
 HEADERS = "limit_headers"
-"""The name in a request's state under which stands what the answer says of its key's limits."""
+"""The key in a request's state of the headers that show its API key's limits."""
 
 
 class Counted(Protocol):
-    """Tokens of a request, as far as they have come."""
+    """Tokens of a request so far."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -36,13 +36,13 @@ class Counted(Protocol):
 
 @dataclass(slots=True)
 class Admitted:
-    """Called once, at the end. `usage` is set when there are tokens, `num_tokens` where no model
-    read them: these count against limits alone."""
+    """Called once, at the end. `usage` is set when there are tokens; `num_tokens` are those that no
+    model read, which count against limits only."""
 
     leave: Callable[[], None]
     count: Callable[[KeyUsage], None]
     settle: Callable[[Used], None] | None = None
-    """The function that settles what was reserved; None: nothing was."""
+    """Settles the reservation; None: there is none."""
     ticket: int = 0
     usage: Counted | None = None
     num_tokens: int = 0
@@ -62,13 +62,13 @@ class Admitted:
 
 
 class Settlements:
-    """What is on its way to a limiter for requests that have ended."""
+    """Settlements on their way to a limiter."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def settle(self, limiter: RateLimiter, used: Used) -> None:
-        """Begins, and waits for nothing."""
+        """Begins a settlement without waiting for it."""
         task = asyncio.ensure_future(limiter.settle(used))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -78,8 +78,7 @@ _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
 def expected_tokens(num_bytes: int, body: object) -> int:
-    """The tokens that a request with a body of so many bytes may come to, prompt and answers
-    together."""
+    """The tokens of prompt and answers to expect of a request with a body of so many bytes."""
     named = (getattr(body, name, None) for name in _LIMITS)
     most = next((value for value in named if isinstance(value, int)), USUAL_OUTPUT)
     answers = getattr(body, "n", None) or 1

@@ -1,7 +1,7 @@
-"""The file of API keys: what its entries may say, read and written.
+"""The file of API keys and its entries, read and written.
 
-A key itself stands nowhere: the file has its SHA-256. Keys are 256 random bits, so that a digest
-without salt tells nothing of them.
+The file has the SHA-256 of each key, never the key. Keys are 256 random bits, so a digest without
+salt reveals nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllmx_server.schema.json_file import read_json_file
 
 MAX_FILE_BYTES = 16 << 20
 PREFIX = "vx-"
-"""The prefix of keys that are made here, so that scanners of repositories know one."""
+"""The prefix of generated keys, by which scanners of repositories recognise them."""
 _Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 
 
@@ -30,7 +30,7 @@ class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     """One key. None: no limit."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}$")]
-    """The name of its holder: what the key may see of what is stored goes by it."""
+    """The name of its holder, who owns the data that are stored with it."""
     sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
     admin: bool = False
     """May use the routes that change the server."""
@@ -44,14 +44,13 @@ class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     concurrency: _Count | None = None
     """Requests at a time."""
     share: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
-    """The share of the capacity that those who wait at one priority get: twice as much where it is
-    2."""
+    """The share of the capacity relative to other keys that wait at the same priority."""
     priority_range: str | None = None
     """LEAST:GREATEST, as in --priority-range."""
 
     @property
     def has_limits(self) -> bool:
-        """Whether there is something to count."""
+        """True if any limit is set."""
         limits = (self.requests_per_minute, self.tokens_per_minute, self.concurrency)
         return any(limit is not None for limit in limits)
 
@@ -61,8 +60,8 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_keys(path: str | os.PathLike[str], flag: str = "--api-keys-file") -> tuple[KeyRecord, ...]:
-    """The keys of a file. Raises ConfigError for a file that cannot be read, has an entry that says
-    something else, or a name or a key twice.
+    """The keys of a file. Raises ConfigError for a file that cannot be read, or has a wrong entry,
+    or a name or key twice.
 
     Args:
         flag: that named the file, for messages.
@@ -86,7 +85,7 @@ def read_keys(path: str | os.PathLike[str], flag: str = "--api-keys-file") -> tu
 
 
 def write_keys(path: Path, records: tuple[KeyRecord, ...]) -> None:
-    """Replaces the file at once, that behind a link too, readable by its owner alone. Raises
+    """Replaces the file atomically, also behind a link, readable by its owner alone. Raises
     ConfigError."""
     data = msgspec.json.format(msgspec.json.encode(_File(list(records))), indent=1)
     try:
@@ -97,12 +96,12 @@ def write_keys(path: Path, records: tuple[KeyRecord, ...]) -> None:
 
 
 def make_key() -> str:
-    """A new one."""
+    """A new random key."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 def digest_of(key: str) -> str:
-    """The digest of a key, which is all that the file has of it."""
+    """The digest of a key, as it is in the file."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 

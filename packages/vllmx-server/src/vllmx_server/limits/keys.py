@@ -1,4 +1,4 @@
-"""The keys that a server knows, and who holds each."""
+"""The API keys of a server and their holders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("vllmx.server")
 
 MAX_LABELS = 100
 OTHER = "other"
-"""Keys without a name in the file, and those behind the first hundred."""
+"""The label of keys without a name in the file, and of those after the first `MAX_LABELS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Holder:
     client: str
     """The name in fair share, salts, ranges and what is stored; "" without a key."""
     record: KeyRecord | None = None
-    """What the file of keys says of it; None: a key of --api-key, or none."""
+    """The entry in the file of keys; None: a key of --api-key, or none."""
     mcp_servers: tuple[str, ...] | None = None
     """MCP servers whose tools it may use; None: all."""
 
@@ -38,12 +38,12 @@ class Holder:
 
     @property
     def share(self) -> float:
-        """The part of the capacity that this client gets beside others that wait."""
+        """The part of the capacity that this client gets relative to others that wait."""
         return 1.0 if self.record is None else self.record.share
 
     def check_model(self, *names: str) -> None:
         """Raises ForbiddenError for a model that the key may not use, of which `names` are the own
-        name and the aliases: the record may say any of them."""
+        name and the aliases: the record may have any of them."""
         if self.record is None or self.record.models is None:
             return
         if not set(names).isdisjoint(self.record.models):
@@ -83,8 +83,8 @@ class ApiKeys:
         self.reload()
 
     def reload(self) -> int:
-        """Reads the file anew and says how many keys there are. Raises ConfigError, and the keys of
-        before stay."""
+        """Reads the file again and returns the number of keys. Raises ConfigError, and keeps the
+        previous keys."""
         digests = [hashlib.sha256(key.encode()).digest() for key in self.keys]
         records = () if self.path is None else read_keys(self.path)
         self._unlisted = () if any(each.mcp_servers is not None for each in records) else None
@@ -100,17 +100,17 @@ class ApiKeys:
 
     @property
     def is_open(self) -> bool:
-        """Nobody needs a key."""
+        """Everybody may use the server without a key."""
         return self.path is None and not self.keys
 
     @property
     def has_several(self) -> bool:
-        """Whether there is more than one key."""
+        """True if there is more than one key."""
         return len(self._holders) > 1
 
     def find(self, digest: bytes) -> Holder | None:
-        """Finds the holder of the key of this SHA-256. The time of a look-up tells nothing of keys:
-        nobody can choose what the digest of a guess begins with."""
+        """The holder of the key with this SHA-256. The time of a look-up reveals nothing, since
+        nobody can choose the digest of a guess."""
         return self._holders.get(digest)
 
     def holder(self, client: str) -> Holder:
@@ -121,16 +121,16 @@ class ApiKeys:
         return Holder(client, mcp_servers=self._unlisted)
 
     def label(self, client: str) -> str | None:
-        """What /metrics calls a client: a name that the file gives, of the first `MAX_LABELS`, or
+        """The label of a client in /metrics: its name in the file, for the first `MAX_LABELS`, or
         `OTHER`. None: there are no keys."""
         return None if self.is_open else self._labels.get(client, OTHER)
 
     def record_of(self, client: str) -> KeyRecord | None:
-        """What the file says of a client."""
+        """The entry of a client in the file."""
         return self.holder(client).record
 
     def priority_ranges(self) -> dict[str, PriorityRange]:
-        """What the file says, by client."""
+        """The ranges in the file, by client."""
         return {
             holder.client: parse_range(holder.record.priority_range)
             for holder in self._holders.values()
@@ -139,8 +139,8 @@ class ApiKeys:
 
 
 def reload_keys(keys: ApiKeys, level: int = logging.INFO) -> bool:
-    """Reads the file of keys again, with a line in the log; False: it cannot be used, and the
-    keys stay as they are. `level`: of the line that says how many there are."""
+    """Reads the file of keys again and logs the number of keys at `level`. False: it cannot be
+    used, and the keys stay as they are."""
     if keys.path is None:
         return True
     try:

@@ -1,5 +1,5 @@
-"""Which priorities the holder of a key may give its requests: smaller is served first, and a
-request may take the place of one that runs at a greater priority."""
+"""Ranges of the priorities that the holder of a key may give its requests: smaller is served first,
+and a request may take the place of one that runs at a greater priority."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LEAST, _GREATEST = -(1 << 31), (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class PriorityRange:
-    """What is allowed, both ends included."""
+    """The allowed priorities, both ends included."""
 
     least: int = 0
     greatest: int = _GREATEST
@@ -34,13 +34,13 @@ class PriorityRange:
 
 
 def client_name(key_digest: bytes) -> str:
-    """What the holder of a key is called in fair share, salts and ranges."""
+    """The name of a key's holder in fair share, salts and ranges."""
     return key_digest.hex()[:16]
 
 
 def priority_ranges(texts: Sequence[str], keys: Sequence[str]) -> dict[str, PriorityRange]:
     """Parses `LEAST:GREATEST` and `KEY=LEAST:GREATEST` into ranges by client name, with "" for
-    everybody else; an end that is left out is open. Raises ConfigError, in which no key stands."""
+    everybody else; an end that is left out is open. Raises ConfigError, which shows no key."""
     ranges = {"": PriorityRange()}
     for text in texts:
         key, named, ends = text.rpartition("=")

@@ -1,4 +1,4 @@
-"""What each key has used, since the first day that a data folder remembers."""
+"""The usage of each key since the data folder was made."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class KeyUsage:
 
 
 class UsageLedger:
-    """Counts in memory, and adds them to what the database has now and then: several processes
-    may.
+    """Counts in memory, and adds the counts to a database, which several processes may share, a few
+    seconds later.
 
     Args:
-        database: None: what is counted ends with this process.
+        database: None: the counts end with this process.
     """
 
     def __init__(self, database: Database | None = None) -> None:
@@ -57,25 +57,25 @@ class UsageLedger:
         self._keeping: asyncio.Task[None] | None = None
 
     def of(self, client: str) -> KeyUsage:
-        """What is new of a client, to be changed."""
+        """The unreported usage of a client, to be changed."""
         found = self._new.get(client)
         if found is None:
             found = self._new[client] = KeyUsage()
         return found
 
     def take(self) -> dict[str, KeyUsage]:
-        """What is new, which the book does not have any more."""
+        """Returns the unreported usage and clears it."""
         new, self._new = self._new, {}
         return new
 
     def add(self, more: Mapping[str, KeyUsage]) -> None:
-        """Counts what another process has counted."""
+        """Adds the counts of another process."""
         for client, usage in more.items():
             self.of(client).add(usage)
         self.changed()
 
     def changed(self) -> None:
-        """Something was counted: it is written within `KEEP_EVERY_S`."""
+        """Has what was counted written within `KEEP_EVERY_S`."""
         if self._database is not None and self._due is None:
             loop = asyncio.get_running_loop()
             self._due = loop.call_later(KEEP_EVERY_S, self._begin_keeping)
@@ -89,7 +89,7 @@ class UsageLedger:
             await self.keep()
 
     async def keep(self) -> None:
-        """Writes what is new. Raises StorageError, and nothing is lost."""
+        """Writes the unreported usage. Raises StorageError, and nothing is lost."""
         if self._database is None or not self._new:
             return
         new = self.take()

@@ -11,7 +11,7 @@ from vllmx_core.errors import InvalidRequestError, excerpt, listing
 
 from vllmx_server.generating.tools import check_tools
 from vllmx_server.mcp.settings import ServerSettings
-from vllmx_server.watch.tool_counts import Outcome
+from vllmx_server.watch.counters import Outcome
 
 if TYPE_CHECKING:
     from mcp_types import CallToolResult, Tool

@@ -23,7 +23,7 @@ from vllmx_server.mcp.offered import (
 )
 from vllmx_server.mcp.settings import ServerSettings
 from vllmx_server.mcp.transports import StdioTransport, http_transport
-from vllmx_server.watch.tool_counts import ToolCounts
+from vllmx_server.watch.counters import ToolCounts
 
 if TYPE_CHECKING:
     from mcp import ClientSession

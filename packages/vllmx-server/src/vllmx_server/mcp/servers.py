@@ -21,7 +21,7 @@ import msgspec
 from vllmx_server.mcp.offered import REFUSED, OfferedTool, ToolResult, failure
 from vllmx_server.mcp.server import ToolServer
 from vllmx_server.mcp.settings import ServerSettings
-from vllmx_server.watch.tool_counts import Outcome, ToolCounts
+from vllmx_server.watch.counters import Outcome, ToolCounts
 
 T = TypeVar("T")
 

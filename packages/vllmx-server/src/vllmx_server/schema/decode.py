@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import typing
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import msgspec
 from vllmx_core.config_values import nearest
 from vllmx_core.errors import InvalidRequestError, listing, shown
 
-from vllmx_server.schema.decode_apart import decode_apart
 from vllmx_server.schema.intervals import outside
-from vllmx_server.schema.json_weight import check_weight
-from vllmx_server.schema.whole_numbers import misses_whole_number, with_whole_numbers
+from vllmx_server.schema.json_text import check_weight, misses_whole_number, with_whole_numbers
 
 T = TypeVar("T")
 MAX_DEPTH = 32
 """Nesting of the free-form parts of a request (tool schemas, template arguments)."""
 _MANY_BYTES = 64 << 10
 _LONGEST_NAME = 64
-"""The characters of a field's name that is compared with the names of known fields."""
+"""Longer names (in characters) are not compared with those of known fields."""
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
 _UNKNOWN_WORD = re.compile(r"Invalid enum value '(.*)'", re.DOTALL)
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`")
@@ -32,14 +28,16 @@ _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`")
 def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     """Parses a request body, where 3.0 counts as 3. Raises InvalidRequestError whose `param` is the
     field at fault."""
+    if len(body) > _MANY_BYTES:
+        check_weight(body)
     try:
         try:
-            return _decoded(body, decoder)
+            return decoder.decode(body)
         except msgspec.ValidationError as error:
             if not misses_whole_number(str(error)):
                 raise
             body = with_whole_numbers(body)
-            return _decoded(body, decoder)
+            return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise outside(str(error), body, decoder.type) or _explain(
             str(error), decoder.type
@@ -49,7 +47,7 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         if lone is not None:
             raise InvalidRequestError(
                 f"the body has a lone surrogate, {body[lone : lone + 6].decode()} at byte {lone},"
-                " which is no Unicode character: remove it, or send the other half of its pair"
+                " which is not a Unicode character: remove it, or send the other half of its pair"
             ) from None
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
     except UnicodeDecodeError:
@@ -59,29 +57,6 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
             "the body is nested too deeply: flatten it to at most"
             f" {MAX_DEPTH} levels of objects and lists"
         ) from None
-
-
-def _decoded(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    if len(body) <= _MANY_BYTES:
-        return decoder.decode(body)
-    is_light = check_weight(body)
-    with _collector_at_rest():
-        return decoder.decode(body) if is_light else decode_apart(body, decoder)
-
-
-@contextmanager
-def _collector_at_rest() -> Iterator[None]:
-    """Decoding makes no cycles, but a collection for every few thousand of its objects, which walk
-    all that there are: of a million small ones that is most of the time, and no other thread runs
-    meanwhile."""
-    if not gc.isenabled():  # another thread decodes, or the program wants none
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def check_shape(value: Any, kind: Any, name: str) -> None:
@@ -100,8 +75,7 @@ def _field_names(kind: Any) -> tuple[str, ...]:
 
 
 def _explain(text: str, kind: Any, root: str = "") -> InvalidRequestError:
-    """The error for a message of msgspec about a value of type `kind`, which is a body, or the
-    field `root` of one."""
+    """The error for msgspec's message about a value of type `kind`: a body, or its field `root`."""
     path = _PATH.search(text)
     inner = path[1] if path else ""
     field = f"{root}.{inner}" if root and inner and inner[0] != "[" else root + inner
@@ -109,7 +83,7 @@ def _explain(text: str, kind: Any, root: str = "") -> InvalidRequestError:
     unknown = _UNKNOWN.search(plain)
     if unknown:
         name = f"{field}.{unknown[1]}" if field else unknown[1]
-        is_short = len(name) <= _LONGEST_NAME  # to compare a long one takes its time
+        is_short = len(name) <= _LONGEST_NAME  # comparing long ones is slow
         near = nearest(name, _field_names(kind)) if is_short and not field else ""
         return InvalidRequestError(
             f"unknown field {name!r}{near + ' Else' if near else ':'} remove it, or see"
@@ -140,8 +114,7 @@ def check_free_form(value: Any, name: str, limit: int = MAX_DEPTH) -> None:
 
 
 def words_of(kind: Any, path: str) -> list[str]:
-    """The words at a path within a type as msgspec writes it, `a.b[0].c` say; none where the type
-    lists none."""
+    """The words that a type allows at a path in msgspec's notation, such as `a.b[0].c`."""
     kinds = [kind]
     for name in path.split("."):
         field, *items = name.split("[")
@@ -168,7 +141,7 @@ def _hint(kind: Any, field: str) -> Any:
 
 
 def _plain(kind: Any) -> Iterator[Any]:
-    """The types that a value may have."""
+    """The members of a union, without annotations."""
     if typing.get_origin(kind) is typing.Annotated:
         yield from _plain(typing.get_args(kind)[0])
     elif typing.get_origin(kind) in (typing.Union, type(int | str)):
@@ -178,27 +151,14 @@ def _plain(kind: Any) -> Iterator[Any]:
         yield kind
 
 
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
-_LAST_HALF = re.compile(rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
-_FIRST_HALVES = b"89abAB"
+_ESCAPE = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.",
+    re.DOTALL,
+)
+"""A pair of surrogates, half of one, or the beginning of another escape."""
 
 
 def lone_surrogate(body: bytes) -> int | None:
-    """The place of the first escape of a surrogate that has no other half; None without one."""
-    at = -1
-    while (at := body.find(b"\\u", at + 1)) >= 0:
-        if not _SURROGATE.match(body, at) or _is_escaped(body, at):
-            continue
-        is_first = body[at + 3] in _FIRST_HALVES
-        if not (is_first and _LAST_HALF.match(body, at + 6)):
-            return at
-        at += 6
-    return None
-
-
-def _is_escaped(body: bytes, at: int) -> bool:
-    """Whether an odd number of backslashes stands before."""
-    begin = at
-    while begin and body[begin - 1] == ord("\\"):
-        begin -= 1
-    return (at - begin) % 2 == 1
+    """The place of the first escaped surrogate without its other half, or None."""
+    return next((found.start() for found in _ESCAPE.finditer(body) if found[1]), None)

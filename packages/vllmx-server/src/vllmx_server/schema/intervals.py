@@ -21,8 +21,6 @@ from vllmx_core.sampling import (
     MAX_STOPS,
 )
 
-from vllmx_server.schema.decode_apart import decode_apart
-
 
 def _meta(name: str) -> Meta:
     """The bounds of a field, which decoding checks and the API's document shows."""
@@ -31,8 +29,8 @@ def _meta(name: str) -> Meta:
 
 
 def _documented(name: str) -> Meta:
-    """Bounds for the API's document only; others check them, because decoding knows no limits of 64
-    bits, and long lists are decoded apart without limits."""
+    """Bounds for the API's document only. Others check them: those of msgspec have at most 63 bits,
+    and its message would not quote the number of a list that is wrong."""
     bounds = BOUNDS[name]
     return Meta(extra_json_schema={"minimum": bounds.low, "maximum": bounds.high})
 
@@ -81,8 +79,8 @@ _RAW = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def outside(text: str, body: bytes, kind: Any) -> InvalidRequestError | None:
-    """What to say of a body whose decoding as `kind` failed with `text`, where that is a number or
-    a size outside of its field's interval; else None."""
+    """The error for a body whose decoding as `kind` failed with `text`, if that is a number or a
+    size outside of its field's interval; else None."""
     size = _SIZE.search(text)
     if size is not None:
         return _wrong_size(size, body)
@@ -99,7 +97,7 @@ def outside(text: str, body: bytes, kind: Any) -> InvalidRequestError | None:
 
 def _wrong_size(found: re.Match[str], body: bytes) -> InvalidRequestError:
     kind, sign, limit, name = found.groups()
-    value = decode_apart(bytes(_RAW.decode(body)[name]), _SIZED)
+    value = _SIZED.decode(_RAW.decode(body)[name])
     what = "characters" if kind == "str" else "entries"
     bound = "at most" if sign == "<=" else "at least"
     return InvalidRequestError(
@@ -108,7 +106,7 @@ def _wrong_size(found: re.Match[str], body: bytes) -> InvalidRequestError:
 
 
 def _metas(hint: Any) -> Iterator[Meta]:
-    """The limits of a field's number, whatever else the field may be."""
+    """The bounds of a field's number, which may be a part of a union."""
     for each in (hint, *typing.get_args(hint)):
         for meta in getattr(each, "__metadata__", ()):
             if isinstance(meta, Meta) and meta.ge is not None:

@@ -1,4 +1,4 @@
-"""Files of JSON that operators write, read with care: what they say twice would count once."""
+"""Reads JSON files that operators write; a name that appears twice in an object is an error."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from vllmx_core.errors import ConfigError, shown
 
 
 def read_json_file(path: str | os.PathLike[str], where: str, max_bytes: int, remedy: str) -> Any:
-    """What a file holds. Raises ConfigError for one that cannot be read, is no JSON, or has a name
+    """The content of a file. Raises ConfigError if it cannot be read, is not JSON, or has a name
     twice in one object.
 
     Args:
-        where: what the file is, for messages.
-        remedy: what to do where it cannot be read.
+        where: names the file in messages.
+        remedy: shown if it cannot be read.
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe would wait for its writer
-            raise OSError("it is no regular file, and is read more than once")
+            raise OSError("it is not a regular file, and is read more than once")
         with open(path, "rb") as file:
             data = file.read(max_bytes + 1)
     except (OSError, ValueError) as error:
@@ -39,6 +39,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = set[str]()
         for name, _ in pairs:
             if name in names:
-                raise ValueError(f"{shown(name)} stands there twice")
+                raise ValueError(f"{shown(name)} appears twice")
             names.add(name)
     return found

@@ -12,9 +12,9 @@ _PIECE_BYTES = 32 << 10
 """The bytes that are made and encoded in one to three milliseconds."""
 _GROUP = 16
 _NOTHING_BYTES = 64
-"""What a member that is left out counts for: finding that out takes as long as so much JSON."""
+"""Bytes that a member that is left out counts as: finding that out takes as long."""
 _WHOLE = frozenset({str, int, float, bool, type(None), list})
-"""The types of most members, which nothing lazy is in."""
+"""The types of most members, which contain nothing lazy."""
 encode = msgspec.json.Encoder().encode
 
 
@@ -28,8 +28,8 @@ class Items:
 
 
 class Members:
-    """A JSON object whose members are made while it is encoded, each name once. None stands for
-    work that came to no member, so that much of it in a row does not pass unnoticed."""
+    """A JSON object whose members are made while it is encoded, each name once. None is a member
+    that is left out: the work of finding that out counts, too."""
 
     __slots__ = ("members",)
 
@@ -42,7 +42,7 @@ _LAZY = (Items, Members)
 
 def json_pieces(value: Any) -> Iterator[bytes]:
     """The JSON of a value, in pieces of about the same work; a small one is a single piece. `Items`
-    and `Members` may stand in it anywhere within structs, dictionaries and others of their kind."""
+    and `Members` may be anywhere within structs, dictionaries and each other."""
     held = bytearray()
     num_nothing = 0
     for part in _parts(value):
@@ -129,7 +129,7 @@ class Record(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def lazily(items: Iterable[T]) -> list[T]:
-    """A list that `json_pieces` makes while it encodes it; nobody else may look into it."""
+    """A list that `json_pieces` makes while it encodes it; only that may read it."""
     return cast(list[T], Items(items))
 
 

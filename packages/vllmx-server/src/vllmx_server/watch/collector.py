@@ -1,4 +1,4 @@
-"""The collector of traces: where it is, and the tracer that sends to it."""
+"""The address of the collector of traces, and the tracer that sends to it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from vllmx_server.watch.tracing import Tracer
 
 ENVIRONMENT = "env"
-"""The endpoint that stands in the variables of OpenTelemetry."""
+"""Has the endpoint read from the variables of OpenTelemetry."""
 _FULL, _BASE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 _PATH = "/v1/traces"
 _EXPORTER = "opentelemetry-exporter-otlp-proto-http"
 
 
 def check_endpoint(endpoint: str | None) -> None:
-    """Raises ConfigError for what is no address of a collector."""
+    """Raises ConfigError unless it is the address of a collector."""
     if endpoint is None or endpoint == ENVIRONMENT:
         return
     try:
@@ -38,8 +38,8 @@ def check_endpoint(endpoint: str | None) -> None:
 
 
 def traces_url(endpoint: str | None) -> str | None:
-    """The URL that spans are sent to; None: there are none. The variables of OpenTelemetry are
-    read where the endpoint says so, and not else. Raises ConfigError."""
+    """The URL that spans are sent to; None: there are none. The variables of OpenTelemetry are read
+    only if the endpoint says so. Raises ConfigError."""
     if endpoint != ENVIRONMENT:
         if endpoint is None or urlsplit(endpoint).path.strip("/"):
             return endpoint
@@ -57,7 +57,7 @@ def traces_url(endpoint: str | None) -> str | None:
 
 
 def check_tracing(endpoint: str | None) -> None:
-    """Raises ConfigError where traces are asked for and cannot be made."""
+    """Raises ConfigError if traces are wanted and cannot be made."""
     if traces_url(endpoint) is None:
         return
     try:

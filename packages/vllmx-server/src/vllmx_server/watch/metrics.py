@@ -1,8 +1,4 @@
-"""Prometheus metrics under vLLM's names with the prefix `vllmx:`.
-
-Latencies are observed once a streamed token, so histograms are plain lists here and become
-Prometheus families only when somebody scrapes.
-"""
+"""Prometheus metrics under vLLM's names with the prefix `vllmx:`."""
 
 from __future__ import annotations
 
@@ -20,7 +16,6 @@ from prometheus_client import (
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
-    HistogramMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
@@ -29,10 +24,16 @@ from vllmx_engine.link.grammar_process import Refusal
 from vllmx_engine.wire.messages import STEP_TOKENS, CoreStats
 from vllmx_engine.wire.outputs import RequestMetrics
 
+from vllmx_server.limits.keys import MAX_LABELS, OTHER
 from vllmx_server.limits.usage import KeyUsage
-from vllmx_server.watch.counters import Counter, KeyCounters, tool_families
-from vllmx_server.watch.histogram import Histogram
-from vllmx_server.watch.tool_counts import ToolCounts, ToolsCounted
+from vllmx_server.watch.counters import (
+    Counter,
+    Histogram,
+    Labelled,
+    ToolCounts,
+    ToolsCounted,
+    histogram_family,
+)
 
 FIRST_TOKEN_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -49,45 +50,55 @@ REQUEST_S = (
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 GRAMMAR_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 CHOICES = (1, 2, 5, 10, 20, 50, 100)
+HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
+    "request_queue_time_seconds": ("Wait of a request for its turn", REQUEST_S),
+    "request_prefill_time_seconds": ("From a request's turn to its first token", REQUEST_S),
+    "request_decode_time_seconds": ("From a request's first token to its last", REQUEST_S),
+    "request_inference_time_seconds": ("From a request's turn to its last token", REQUEST_S),
+    "request_time_per_output_token_seconds": (
+        "Mean time of a request's tokens but the first", BETWEEN_TOKENS_S
+    ),
+    "grammar_compile_time_seconds": ("Check of a grammar that was not known", GRAMMAR_S),
+    "request_max_num_generation_tokens": ("Tokens of a request's longest choice", TOKENS),
+    "time_to_first_token_seconds": (
+        "From the request to a choice's first token", FIRST_TOKEN_S
+    ),
+    "inter_token_latency_seconds": ("Between two tokens of a choice", BETWEEN_TOKENS_S),
+    "e2e_request_latency_seconds": ("From the request to a choice's end", REQUEST_S),
+    "request_prompt_tokens": ("Prompt tokens of a choice", TOKENS),
+    "request_generation_tokens": ("Generated tokens of a choice", TOKENS),
+    "request_params_n": ("Choices of a request", CHOICES),
+    "request_params_max_tokens": ("Greatest length that a request allows", TOKENS),
+}  # fmt: skip
+"""Description and bounds by name."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class CoreShown(msgspec.Struct, frozen=True):
-    """What a process knows of a model's core."""
+    """The state of a model's core as one process knows it."""
 
     stats: CoreStats
     cache: dict[str, str]
-    """What `cache_config_info` shows, by label."""
+    """Labels of `cache_config_info`."""
     is_open: bool
-    """The process is connected with the core; else this is what it last knew."""
+    """The process is connected to the core; else this is what it last knew."""
 
 
 class MetricCounts(msgspec.Struct, frozen=True):
-    """What one process has counted, on its way to another."""
+    """The counts of one process on their way to another."""
 
-    histograms: list[tuple[list[int], float]]
-    """Counts and sum, in the order of `Metrics`."""
-    counters: list[dict[str, int]]
-    """Counts by label, in the order of `Metrics`."""
-    http: list[tuple[str, str, str, int]]
+    histograms: dict[str, tuple[list[int], float]]
+    """Counts and sum by name."""
+    counters: dict[str, list[Labelled]]
     core: CoreShown
     tools: ToolsCounted | None = None
 
 
-def render_all(metrics: Sequence[Metrics]) -> bytes:
-    """The exposition text of several models."""
-    return generate_latest(_Together(metrics).registry)
-
-
 class _Together(Collector):
-    """Families of the same name are one, with the samples of all models."""
+    """Merges families of the same name, with the samples of all models."""
 
     def __init__(self, metrics: Sequence[Metrics]) -> None:
         self._metrics = metrics
-        self.registry = CollectorRegistry()
-        self.registry.register(self)
-        for process in (ProcessCollector, PlatformCollector, GCCollector):
-            process(registry=self.registry)
 
     def collect(self) -> Iterator[Metric]:
         found: dict[str, Metric] = {}
@@ -99,50 +110,26 @@ class _Together(Collector):
         yield from found.values()
 
 
-class RequestTimes:
-    """Histograms of where the time of a request goes, all of its choices together."""
-
-    def __init__(self) -> None:
-        self.queue = Histogram(REQUEST_S)
-        self.prefill = Histogram(REQUEST_S)
-        self.decode = Histogram(REQUEST_S)
-        self.inference = Histogram(REQUEST_S)
-        self.token = Histogram(BETWEEN_TOKENS_S)
-
-    def observe(self, times: RequestMetrics, longest: int) -> None:
-        """Records a request that has ended; one that never had a token has nothing to show."""
-        first_s, last_s = times.first_token_s, times.last_token_s
-        if first_s is None or last_s is None:
-            return
-        begun_s = min(times.arrival_s + times.queue_s, first_s)
-        self.queue.observe(times.queue_s)
-        self.prefill.observe(first_s - begun_s)
-        self.decode.observe(last_s - first_s)
-        self.inference.observe(last_s - begun_s)
-        if longest > 1:
-            self.token.observe((last_s - first_s) / (longest - 1))
-
-    def observe_pooled(self, times: RequestMetrics) -> None:
-        """Records a text that became a vector or a score, for which nothing is decoded."""
-        if times.last_token_s is None:
-            return
-        begun_s = min(times.arrival_s + times.queue_s, times.last_token_s)
-        self.queue.observe(times.queue_s)
-        self.prefill.observe(times.last_token_s - begun_s)
-        self.inference.observe(times.last_token_s - begun_s)
+def render_all(metrics: Sequence[Metrics]) -> bytes:
+    """The exposition text of several models."""
+    registry = CollectorRegistry()
+    registry.register(_Together(metrics))
+    for process in (ProcessCollector, PlatformCollector, GCCollector):
+        process(registry=registry)
+    return generate_latest(registry)
 
 
-class Metrics(Collector):
-    """All metrics of one server.
+class Metrics:
+    """All metrics of one model.
 
     Args:
         model: the name that clients use.
         stats: gives the engine's newest counters.
-        cache: what `cache_config_info` shows, by label.
+        cache: labels of `cache_config_info`.
 
     Attributes:
         tools: calls of MCP servers' tools; None: there are no such servers.
-        is_open: `stats` are those of a core that this process is connected with.
+        is_open: this process is connected to the core that `stats` come from.
     """
 
     def __init__(
@@ -150,40 +137,42 @@ class Metrics(Collector):
     ) -> None:
         self.model = model
         self.is_open = True
+        self.tools: ToolCounts | None = None
         self.follow(stats, cache)
-        self.first_token = Histogram(FIRST_TOKEN_S)
-        self.between_tokens = Histogram(BETWEEN_TOKENS_S)
-        self._request_time = Histogram(REQUEST_S)
-        self._prompt_tokens = Histogram(TOKENS)
-        self._generation_tokens = Histogram(TOKENS)
-        self._max_tokens = Histogram(TOKENS)
-        self._num_choices = Histogram(CHOICES)
-        self._longest_choice = Histogram(TOKENS)
-        self._times = RequestTimes()
-        self._grammar_time = Histogram(GRAMMAR_S)
+        self._histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+        self.first_token = self._histograms["time_to_first_token_seconds"]
+        self.between_tokens = self._histograms["inter_token_latency_seconds"]
         self._finished = Counter(
-            "request_success", "Ended choices by reason", "finished_reason",
-            ("stop", "length", "abort", "error"),
+            "request_success", "Ended choices by reason", ("finished_reason",),
+            [("stop",), ("length",), ("abort",), ("error",)],
         )  # fmt: skip
         self._refused_grammars = Counter(
-            "grammar_refusals", "Requests that were refused for their grammar", "reason",
-            ("invalid", "overloaded", "failed"),
+            "grammar_refusals", "Requests that were refused for their grammar", ("reason",),
+            [("invalid",), ("overloaded",), ("failed",)],
         )  # fmt: skip
         self._fallbacks = Counter(
             "parser_fallbacks", "Requests with tools whose calls are read by a guess or not at all",
-            "reason", ("derived", "by_markers", "not_found", "not_parsed"),
+            ("reason",), [("derived",), ("by_markers",), ("not_found",), ("not_parsed",)],
         )  # fmt: skip
-        self._keys = KeyCounters()
-        self.tools: ToolCounts | None = None
-        self._http: dict[tuple[str, str, str], int] = {}
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        for process in (ProcessCollector, PlatformCollector, GCCollector):
-            process(registry=self._registry)
+        self._keys = [
+            Counter(f"key_{name}", text, ("key",), [(OTHER,)], bounded="key", most=2 * MAX_LABELS)
+            for name, text in (
+                ("requests", "Requests that were taken, by API key"),
+                ("refusals", "Requests over a limit of their API key"),
+                ("prompt_tokens", "Prompt tokens, by API key"),
+                ("generation_tokens", "Generated tokens, by API key"),
+            )
+        ]
+        """Bounded, since the file of keys may be read anew at any time."""
+        self._http = Counter(
+            "http_requests", "HTTP requests by route and status", ("handler", "method", "status")
+        )
+        counters = (self._finished, self._refused_grammars, self._fallbacks, *self._keys)
+        self._counters = {each.name: each for each in (*counters, self._http)}
 
     @classmethod
     def elsewhere(cls, model: str) -> Metrics:
-        """The metrics of a model that other processes alone have anything to tell of."""
+        """The metrics of a model that is open in other processes alone."""
         metrics = cls(model, CoreStats, {})
         metrics.is_open = False
         return metrics
@@ -199,30 +188,45 @@ class Metrics(Collector):
 
     def begin(self, num_choices: int, max_tokens: int) -> None:
         """Counts one request that the engine took."""
-        self._num_choices.observe(num_choices)
-        self._max_tokens.observe(max_tokens)
+        self._histograms["request_params_n"].observe(num_choices)
+        self._histograms["request_params_max_tokens"].observe(max_tokens)
 
     def finish(self, reason: str, prompt: int, generated: int, seconds: float) -> None:
         """Counts one ended choice."""
         self._finished.add(reason)
-        self._prompt_tokens.observe(prompt)
-        self._generation_tokens.observe(generated)
-        self._request_time.observe(seconds)
+        self._histograms["request_prompt_tokens"].observe(prompt)
+        self._histograms["request_generation_tokens"].observe(generated)
+        self._histograms["e2e_request_latency_seconds"].observe(seconds)
 
     def finish_request(self, times: RequestMetrics | None, longest: int) -> None:
         """Counts one request whose choices have all ended, the longest with so many tokens."""
-        self._longest_choice.observe(longest)
+        self._histograms["request_max_num_generation_tokens"].observe(longest)
         if times is not None:
-            self._times.observe(times, longest)
+            self._observe(times, times.first_token_s, longest)
 
     def finish_pooled(self, times: RequestMetrics, num_tokens: int, seconds: float) -> None:
         """Counts one text of so many tokens that became a vector or a score."""
         self.finish("stop", num_tokens, 0, seconds)
-        self._times.observe_pooled(times)
+        self._observe(times, times.last_token_s, 0)
+
+    def _observe(self, times: RequestMetrics, first_s: float | None, num_tokens: int) -> None:
+        """Records where the time of a request went, unless it ended before its first token."""
+        last_s, found = times.last_token_s, self._histograms
+        if first_s is None or last_s is None:
+            return
+        begun_s = min(times.arrival_s + times.queue_s, first_s)
+        found["request_queue_time_seconds"].observe(times.queue_s)
+        found["request_prefill_time_seconds"].observe(first_s - begun_s)
+        found["request_inference_time_seconds"].observe(last_s - begun_s)
+        if num_tokens:
+            found["request_decode_time_seconds"].observe(last_s - first_s)
+        if num_tokens > 1:
+            mean_s = (last_s - first_s) / (num_tokens - 1)
+            found["request_time_per_output_token_seconds"].observe(mean_s)
 
     def grammar_compiled(self, seconds: float) -> None:
         """See `GrammarObserver`."""
-        self._grammar_time.observe(seconds)
+        self._histograms["grammar_compile_time_seconds"].observe(seconds)
 
     def grammar_refused(self, why: Refusal) -> None:
         """See `GrammarObserver`."""
@@ -231,44 +235,40 @@ class Metrics(Collector):
     def parser_fell_back(self, why: Origin | Literal["not_parsed"], count: int = 1) -> None:
         """Counts answers whose calls are read by something less than a known format."""
         if why != "known":
-            self._fallbacks.add(why, count)
+            self._fallbacks.add(why, count=count)
 
     def count_key(self, label: str, new: KeyUsage) -> None:
-        """Counts what an API key has used, under a name of `ApiKeys.label`."""
-        self._keys.add(label, new)
+        """Counts the usage of an API key, by its `ApiKeys.label`."""
+        used = (new.requests, new.refused, new.prompt_tokens, new.completion_tokens)
+        for counter, count in zip(self._keys, used, strict=True):
+            counter.add(label, count=count)
 
     def count_http(self, handler: str, method: str, status: int) -> None:
         """Counts one HTTP request."""
-        key = (handler, method, f"{status // 100}xx")
-        self._http[key] = self._http.get(key, 0) + 1
+        self._http.add(handler, method, f"{status // 100}xx")
 
     def counts(self) -> MetricCounts:
-        """What this process has counted so far."""
+        """The counts of this process so far."""
         return MetricCounts(
-            histograms=[(each.counts, each.total) for each in self._histograms()],
-            counters=[each.counts for each in self._counters()],
-            http=[(*key, count) for key, count in self._http.items()],
-            core=CoreShown(self._stats(), self._cache, self.is_open),
-            tools=None if self.tools is None else self.tools.counted(),
+            {name: (each.counts, each.total) for name, each in self._histograms.items()},
+            {name: each.counted() for name, each in self._counters.items()},
+            CoreShown(self._stats(), self._cache, self.is_open),
+            None if self.tools is None else self.tools.counted(),
         )
 
     def add(self, counts: MetricCounts) -> None:
-        """Counts what another process has counted."""
-        for each, (buckets, total) in zip(self._histograms(), counts.histograms, strict=True):
-            each.add(buckets, total)
-        for counter, found in zip(self._counters(), counts.counters, strict=True):
-            for label, count in found.items():
-                counter.add(label, count)
-        for *key, count in counts.http:
-            name = (key[0], key[1], key[2])
-            self._http[name] = self._http.get(name, 0) + count
+        """Adds the counts of another process."""
+        for name, (buckets, total) in counts.histograms.items():
+            self._histograms[name].add(buckets, total)
+        for name, counted in counts.counters.items():
+            self._counters[name].add_all(counted)
         if counts.tools is not None:
             self.tools = self.tools or ToolCounts()
             self.tools.add(counts.tools)
 
     def with_others(self, others: Sequence[MetricCounts]) -> Metrics:
-        """The metrics of the whole server, of which other processes have counted so much. Those of
-        the core are of a process that is connected with it, if any is, and the newest."""
+        """The metrics of the whole server: this process's counts and those of others. The core's
+        are the newest of a process that is connected to it, if any is."""
         found = (self.counts(), *others)
         cores = (each.core for each in found)
         whole = Metrics.elsewhere(self.model)
@@ -279,64 +279,23 @@ class Metrics(Collector):
 
     def render(self) -> bytes:
         """The exposition text."""
-        return generate_latest(self._registry)
-
-    def _histograms(self) -> list[Histogram]:
-        """Histograms that are counted here, always in this order."""
-        times = self._times
-        return [
-            self.first_token, self.between_tokens, self._request_time, self._prompt_tokens,
-            self._generation_tokens, self._max_tokens, self._num_choices, self._longest_choice,
-            times.queue, times.prefill, times.decode, times.inference, times.token,
-            self._grammar_time,
-        ]  # fmt: skip
-
-    def _counters(self) -> list[Counter]:
-        """Counters that are counted here by a label, always in this order."""
-        return [self._finished, self._refused_grammars, self._fallbacks, *self._keys.all()]
+        return render_all([self])
 
     def collect(self) -> Iterator[Metric]:
+        """All metrics as Prometheus has them."""
         yield from self._gauges()
         yield from self._core_counters()
-        yield from (counter.family(self.model) for counter in self._counters())
-        yield self._http_counter()
+        for counter in self._counters.values():
+            yield counter.family(**({} if counter is self._http else {"model_name": self.model}))
         if self.tools is not None:
-            yield from tool_families(self.tools.counted())
-        steps = Histogram(STEP_TOKENS)
-        now = self._stats()
-        steps.counts, steps.total = (
-            list(now.step_sizes),
-            float(now.prompt_tokens + now.generation_tokens),
+            yield from self.tools.families()
+        now, steps = self._stats(), Histogram(STEP_TOKENS)
+        steps.add(now.step_sizes, float(now.prompt_tokens + now.generation_tokens))
+        yield histogram_family(
+            "iteration_tokens_total", "Tokens of an engine step", "model_name", {self.model: steps}
         )
-        for name, text, histogram in (
-            ("iteration_tokens_total", "Tokens of an engine step", steps),
-            ("request_queue_time_seconds", "Wait of a request for its turn", self._times.queue),
-            ("request_prefill_time_seconds", "From a request's turn to its first token",
-             self._times.prefill),
-            ("request_decode_time_seconds", "From a request's first token to its last",
-             self._times.decode),
-            ("request_inference_time_seconds", "From a request's turn to its last token",
-             self._times.inference),
-            ("request_time_per_output_token_seconds", "Mean time of a request's tokens but the"
-             " first", self._times.token),
-            ("grammar_compile_time_seconds", "Check of a grammar that was not known",
-             self._grammar_time),
-            ("request_max_num_generation_tokens", "Tokens of a request's longest choice",
-             self._longest_choice),
-            ("time_to_first_token_seconds", "From the request to a choice's first token",
-             self.first_token),
-            ("inter_token_latency_seconds", "Between two tokens of a choice", self.between_tokens),
-            ("e2e_request_latency_seconds", "From the request to a choice's end",
-             self._request_time),
-            ("request_prompt_tokens", "Prompt tokens of a choice", self._prompt_tokens),
-            ("request_generation_tokens", "Generated tokens of a choice", self._generation_tokens),
-            ("request_params_n", "Choices of a request", self._num_choices),
-            ("request_params_max_tokens", "Greatest length that a request allows",
-             self._max_tokens),
-        ):  # fmt: skip
-            family = HistogramMetricFamily(f"vllmx:{name}", text, labels=["model_name"])
-            family.add_metric([self.model], histogram.buckets(), histogram.total)
-            yield family
+        for name, histogram in self._histograms.items():
+            yield histogram_family(name, HISTOGRAMS[name][0], "model_name", {self.model: histogram})
 
     def _gauges(self) -> Iterator[Metric]:
         now = self._stats()
@@ -377,13 +336,3 @@ class Metrics(Collector):
             family = CounterMetricFamily(f"vllmx:{name}", text, labels=["model_name"])
             family.add_metric([self.model], value)
             yield family
-
-    def _http_counter(self) -> Metric:
-        http = CounterMetricFamily(
-            "vllmx:http_requests",
-            "HTTP requests by route and status",
-            labels=["handler", "method", "status"],
-        )
-        for key, count in self._http.items():
-            http.add_metric(key, count)
-        return http

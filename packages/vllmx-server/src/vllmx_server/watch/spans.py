@@ -1,7 +1,7 @@
-"""Spans of OpenTelemetry: one for each request to a model, with children for where its time went.
+"""Spans of OpenTelemetry: one for each request to a model, with children for the parts of its time.
 
-They are made when the request has ended, of times that the engine reports anyway, so that a token
-costs nothing. A thread of OpenTelemetry sends them, out of a queue that drops what it cannot hold.
+They are made after the request has ended, from times that the engine reports anyway, so they cost
+no time per token. A thread of OpenTelemetry sends them from a bounded queue, which drops the rest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_PROMPTS = 8
 """The most prompts of one request whose times become spans."""
 CLOSE_S = 3.0
 _QUIET_S = 60.0
-"""The seconds between two lines of the log about a collector that takes nothing."""
+"""Seconds between two lines of the log about a collector that fails."""
 _HEADERS = (b"traceparent", b"tracestate")
 
 Attributes = dict[str, str | bool | int | float | Sequence[str]]
@@ -122,7 +122,7 @@ class SpanTracer:
 
 
 class _Exporter(SpanExporter):
-    """An exporter whose failures are a line a minute."""
+    """An exporter that logs its failures once a minute."""
 
     def __init__(self, inner: SpanExporter, url: str) -> None:
         self._inner = inner
@@ -152,7 +152,7 @@ class _Exporter(SpanExporter):
 
 
 def _of_call(operation: str, trace: Trace, ended: Ended) -> Attributes:
-    """What was asked, which a sampler may look at."""
+    """The call, which a sampler may look at."""
     found: Attributes = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "vllmx",
@@ -167,7 +167,7 @@ def _of_call(operation: str, trace: Trace, ended: Ended) -> Attributes:
 
 
 def _of_result(trace: Trace) -> Attributes:
-    """Numbers of the answer, and the settings that it was made with; no text of either side."""
+    """Numbers of the answer and its settings, without any text of either side."""
     found: Attributes = {}
     usage = None if trace.admitted is None else trace.admitted.usage
     if usage is not None:
@@ -175,11 +175,12 @@ def _of_result(trace: Trace) -> Attributes:
         found["gen_ai.usage.output_tokens"] = usage.completion_tokens
         found["gen_ai.usage.cache_read.input_tokens"] = usage.cached_tokens
     if trace.texts:
-        found |= _waits(trace.texts[0].metrics)
+        times = trace.texts[0].metrics
+        found |= _latencies(times, times.last_token_s, None)
     if trace.generation is None:
         return found
     found["gen_ai.response.finish_reasons"] = _reasons(trace)
-    request, times = trace.generation.requests[0]
+    request, known = trace.generation.requests[0]
     params = request.params
     found |= {
         "gen_ai.request.id": request.core[0].log_id,
@@ -188,36 +189,31 @@ def _of_result(trace: Trace) -> Attributes:
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.request.choice.count": params.n,
     }
-    if times is not None:
-        found |= _latencies(request, times)
+    if known is not None:
+        found |= _latencies(known, known.first_token_s, request.text_s)
     return found
 
 
-def _waits(times: RequestMetrics) -> Attributes:
-    """Seconds of a text for which nothing is decoded, under the same names."""
-    if times.last_token_s is None:
-        return {}
-    begun_s = min(times.arrival_s + times.queue_s, times.last_token_s)
-    return {
-        "gen_ai.latency.time_in_queue": begun_s - times.arrival_s,
-        "gen_ai.latency.time_in_model_prefill": times.last_token_s - begun_s,
-        "gen_ai.latency.time_in_model_inference": times.last_token_s - begun_s,
-    }
+def _latencies(times: RequestMetrics, first_s: float | None, text_s: float | None) -> Attributes:
+    """Seconds, under vLLM's names.
 
-
-def _latencies(request: Request, times: RequestMetrics) -> Attributes:
-    """Seconds, under the names that vLLM gives them."""
-    first_s, last_s = times.first_token_s, times.last_token_s
+    Args:
+        first_s: when the first token was there.
+        text_s: seconds before `times.arrival_s`; None: nothing is decoded.
+    """
+    last_s = times.last_token_s
     if first_s is None or last_s is None:
         return {}
     begun_s = min(times.arrival_s + times.queue_s, first_s)
-    return {
+    found: Attributes = {
         "gen_ai.latency.time_in_queue": begun_s - times.arrival_s,
-        "gen_ai.latency.time_to_first_token": first_s - times.arrival_s + request.text_s,
         "gen_ai.latency.time_in_model_prefill": first_s - begun_s,
-        "gen_ai.latency.time_in_model_decode": last_s - first_s,
         "gen_ai.latency.time_in_model_inference": last_s - begun_s,
     }
+    if text_s is not None:
+        found["gen_ai.latency.time_to_first_token"] = first_s - times.arrival_s + text_s
+        found["gen_ai.latency.time_in_model_decode"] = last_s - first_s
+    return found
 
 
 def _reasons(trace: Trace) -> list[str]:
@@ -246,20 +242,22 @@ def _parts_of(
     yield "render", text_s, request.arrival_s, {**which}
     if times is None or times.first_token_s is None or times.last_token_s is None:
         return
-    begun_s = min(times.arrival_s + times.queue_s, times.first_token_s)
-    yield "queue", times.arrival_s, begun_s, {**which}
-    size: Attributes = {"gen_ai.usage.input_tokens": len(request.prompt_ids)}
-    yield "prefill", begun_s, times.first_token_s, {**which, **size}
-    size = {"gen_ai.usage.output_tokens": times.num_generation_tokens}
+    yield from _until_first(times, times.first_token_s, len(request.prompt_ids), which)
+    size: Attributes = {"gen_ai.usage.output_tokens": times.num_generation_tokens}
     yield "decode", times.first_token_s, times.last_token_s, {**which, **size}
 
 
 def _parts_of_text(text: TextTimes, which: Mapping[str, int]) -> Iterator[_Part]:
     times = text.metrics
     yield "render", times.arrival_s - text.text_s, times.arrival_s, {**which}
-    if times.last_token_s is None:
-        return
-    begun_s = min(times.arrival_s + times.queue_s, times.last_token_s)
+    if times.last_token_s is not None:
+        yield from _until_first(times, times.last_token_s, text.num_tokens, which)
+
+
+def _until_first(
+    times: RequestMetrics, first_s: float, num_tokens: int, which: Mapping[str, int]
+) -> Iterator[_Part]:
+    begun_s = min(times.arrival_s + times.queue_s, first_s)
     yield "queue", times.arrival_s, begun_s, {**which}
-    size: Attributes = {"gen_ai.usage.input_tokens": text.num_tokens}
-    yield "prefill", begun_s, times.last_token_s, {**which, **size}
+    size: Attributes = {"gen_ai.usage.input_tokens": num_tokens}
+    yield "prefill", begun_s, first_s, {**which, **size}

@@ -1,4 +1,4 @@
-"""Traces: what is kept of a request for the spans that are made at its end.
+"""Traces: records of a request, of which spans are made at its end.
 
 Without `--otlp-traces-endpoint` nothing is kept, and OpenTelemetry is never imported.
 """
@@ -32,11 +32,11 @@ class TextTimes:
 
 
 class Generated(Protocol):
-    """What the engine generates for one HTTP request."""
+    """The engine's work for one HTTP request."""
 
     @property
     def requests(self) -> Sequence[tuple[EngineRequest, RequestMetrics | None]]:
-        """What the engine was asked for each prompt, and its times as far as they are known."""
+        """The request to the engine for each prompt, and its times as far as they are known."""
         ...
 
     @property
@@ -47,13 +47,13 @@ class Generated(Protocol):
 
 @dataclass(slots=True)
 class Trace:
-    """What the parts of the server put down of one request, while it goes through them."""
+    """Records of the parts of the server that a request goes through."""
 
     model: str = ""
     admitted: Admitted | None = None
     generation: Generated | None = None
     texts: Sequence[TextTimes] = ()
-    """What vectors or scores were made of."""
+    """Texts that vectors or scores were made of."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from vllmx_server.apis.batches.files import Files
 from vllmx_server.apis.batches.input import read_line
 from vllmx_server.apis.batches.store import Batch, Batches, Line, LineState
 from vllmx_server.errors import error_response, internal_error
-from vllmx_server.http.connections.client import Client
-from vllmx_server.limits.body_budget import GIVEN_BODY
+from vllmx_server.http.connections.applications import Client
+from vllmx_server.limits.admission import GIVEN_BODY
 from vllmx_server.schema.record import encode
 from vllmx_server.store.database import logger
 

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from vllmx_core.errors import shown
-from vllmx_engine.client.answers import ReadAnswer
 from vllmx_engine.client.request import Request as EngineRequest
 from vllmx_engine.client.request_stream import RequestStream
+from vllmx_engine.formats.events import ReadAnswer
 from vllmx_engine.wire.outputs import RequestMetrics, ToolCall
 
 from vllmx_server.apis.responses.as_chat import chat_of, items_before, items_of

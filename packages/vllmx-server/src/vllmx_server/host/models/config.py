@@ -22,7 +22,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     aliases: tuple[str, ...] = ()
     """Other names of it."""
     on_demand: bool = False
-    """It is loaded when somebody asks for it."""
+    """It is loaded with its first request."""
     memory_part: float | None = None
     """Most of the memory that it takes, of what is free before the first model is loaded; None:
     `engine.memory_fraction` of what is free when it is loaded."""
@@ -33,7 +33,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_models(models: Sequence[ModelConfig]) -> None:
-    """Raises ConfigError for names that two models have, and for a first one that is not there from
+    """Raises ConfigError for names that two models share, and for a first one that is not loaded at
     the start."""
     if models and models[0].on_demand:
         raise ConfigError(
@@ -58,7 +58,7 @@ def with_parts(models: Sequence[ModelConfig], own: Mapping[str, float]) -> list[
 
     Args:
         models: in the order in which they are loaded.
-        own: by name, what was said for one model alone.
+        own: the parts that are configured for single models, by name.
 
     Raises:
         ConfigError: the parts of models that are loaded together are more than there is.
@@ -89,8 +89,8 @@ def with_parts(models: Sequence[ModelConfig], own: Mapping[str, float]) -> list[
 
 
 def engine_of(model: ModelConfig, free_bytes: int) -> EngineConfig:
-    """The settings for the core of a model beside the first. `free_bytes`: before the first was
-    loaded; 0: nobody knows."""
+    """The settings for the core of a model other than the first. `free_bytes`: before the first was
+    loaded; 0: unknown."""
     if model.memory_part is None:
         return model.engine
     if not free_bytes:
@@ -110,6 +110,6 @@ def _part_of_free(model: ModelConfig) -> EngineConfig:
 
 
 def _is_sized(engine: EngineConfig) -> bool:
-    """Whether it was said how much it takes."""
+    """True if its memory is configured."""
     sizes = (engine.num_kv_blocks, engine.kv_cache_memory_bytes, engine.memory_bytes)
     return any(size is not None for size in sizes)

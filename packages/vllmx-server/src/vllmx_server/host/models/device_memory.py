@@ -1,7 +1,6 @@
-"""How much memory there is for a further model: of the host, or of the device of its backend.
+"""Free memory for a further model: of the host, or of the device of its backend.
 
-A process of its own asks the backend: whoever asks a GPU keeps some hundred MB of it, and a server
-lives long.
+A process of its own asks the backend: a process that asks a GPU keeps some hundred MB of it.
 """
 
 from __future__ import annotations
@@ -32,22 +31,21 @@ class FreeMemory(msgspec.Struct, frozen=True):
     device: str
     """The name of the backend whose memory it is, or `HOST`: models of one device share it."""
     num_bytes: float
-    """Infinite where nobody knows."""
+    """Infinite if unknown."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """What the process that asked a backend says. None: its models are in the host's memory."""
+    """The answer of that process. None: the backend's models are in the host's memory."""
 
     num_bytes: int | None
 
 
 class DeviceMemory:
-    """Asks backends, each of which has memory of its own, or none, as long as the server lives."""
+    """Asks backends for their free memory, and remembers which have memory of their own."""
 
     def __init__(self) -> None:
         self._has_own: dict[str, bool] = {}
-        """Whether the models of a backend are in other memory than the host's, by its
-        implementation."""
+        """True if a backend's models are not in the host's memory, by its implementation."""
 
     async def device(self, registry: Registry, backend: str) -> str:
         """The device of a backend; see `FreeMemory.device`."""
@@ -62,8 +60,8 @@ class DeviceMemory:
         """The memory that is free now for a model.
 
         Args:
-            backend: the name of it, or "auto". Where none can run it is the host's: loading will
-                say why.
+            backend: its name, or "auto". If none can run, the result is the host's memory: loading
+                will report why.
         """
         spec = await _chosen(registry, backend)
         if spec is not None and self._has_own.get(spec.implementation, True):
@@ -84,7 +82,7 @@ async def _chosen(registry: Registry, backend: str) -> BackendSpec | None:
 
 
 def _asked(spec: BackendSpec) -> _Answer | None:
-    """What a backend says in a process of its own; None: nothing came of it."""
+    """The answer of a backend in a process of its own; None: it failed."""
     command = [sys.executable, "-P", "-m", __name__, spec.implementation]
     try:
         done = subprocess.run(  # noqa: S603 - our own command

@@ -1,8 +1,8 @@
-"""Keeps the engine cores of several models: loaded when asked for, ended when memory is short or
-nobody asks any more.
+"""Keeps the engine cores of several models: loads them on demand, and ends them when they are idle
+or memory is short.
 
-The host belongs to the process that answers requests, or with several of them to their supervisor.
-Whoever answers reaches a core by its door.
+It runs in the process that answers requests, or with several of them in their supervisor. Processes
+that answer requests connect to a core by the path of its listening socket.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _LOOK_S = 0.5
 
 
 class Attachment(msgspec.Struct, frozen=True):
-    """The way to a core that is loaded."""
+    """A loaded core and the path of its socket."""
 
     core: Start
-    door: str
+    path: str
 
 
 class FirstCore(Protocol):
-    """The core of the first model, which another starts and ends."""
+    """The core of the first model, whose start and end are not up to the host."""
 
     @property
     def is_asleep(self) -> bool: ...
@@ -66,16 +66,16 @@ class _Hosted:
 
     config: ModelConfig
     state: State = "unloaded"
-    door: CoreListener | None = None
+    listener: CoreListener | None = None
     core: ProcessFrontend | None = None
     loading: asyncio.Task[Attachment] | None = None
     used_s: float = field(default_factory=time.monotonic)
     is_busy: bool = False
     num_bytes: int | None = None
     backend: str | None = None
-    """The backend that ran it, once it was loaded."""
+    """The backend of the last load."""
     device: str = ""
-    """See `FreeMemory.device`; of the core that there is."""
+    """`FreeMemory.device` of the running core."""
     max_model_len: int | None = None
     takes_images: bool | None = None
     error: str | None = None
@@ -93,7 +93,7 @@ class _Hosted:
         )
 
     def note(self, stats: CoreStats) -> None:
-        """How busy it is: the core tells when it begins, while it works and when it is done."""
+        """Takes the core's reports of its work: at its begin, during it and at its end."""
         self.is_busy = bool(stats.num_running or stats.num_waiting)
         self.used_s = time.monotonic()
 
@@ -103,19 +103,19 @@ class _Device:
     """The memory of one device."""
 
     free_bytes: int
-    """Free before any model was loaded; 0: nobody knows."""
+    """Free before any model was loaded; 0: unknown."""
     first_bytes: int = 0
-    """The bytes of the first model of the server, which another keeps."""
+    """The bytes of the first model, which the host does not unload."""
 
 
 class CoreHost:
     """Loads and ends the cores of models.
 
     Args:
-        models: all that may be asked for.
-        idle_unload_s: a model that nobody asked for so long is unloaded; 0: never. The first model
-            then sleeps, and what it takes of the memory stays its own.
-        leave: has everybody who answers requests leave a core; False where one still needs it.
+        models: all but the first.
+        idle_unload_s: idle time after which a model is unloaded; 0: never. The first model sleeps
+            instead, and keeps its memory.
+        leave: disconnects all processes from a core; False if one still needs it.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class CoreHost:
         self._first_name = ""
         self._idle_lock = asyncio.Lock()
         self._sleeps_idle = False
-        """The first model sleeps because nobody asked for it."""
+        """The first model sleeps because it was idle."""
         self._memory = DeviceMemory()
         self._devices: dict[str, _Device] = {}
         self._room = asyncio.Lock()
@@ -141,17 +141,17 @@ class CoreHost:
             self._looking = asyncio.ensure_future(self._unload_idle())
 
     def first_took(self, info: CoreInfo) -> None:
-        """Tells what was free before the first model was loaded, and what that took. Call before
-        any other is loaded."""
+        """Takes the free memory before the first model was loaded, and its size. Call before any
+        other is loaded."""
         self._first = info
 
     def watch_first(self, name: str, core: FirstCore) -> None:
-        """Has the first model sleep too while nobody asks for it, until `wake_idle`."""
+        """Lets the first model sleep while it is idle, until `wake_idle`."""
         self._first_name, self._first_core = name, core
 
     async def wake_idle(self) -> bool:
-        """Wakes the first model where it sleeps because nobody asked for it. False where an
-        operator had it sleep. Raises what it met."""
+        """Wakes the first model if it sleeps because it was idle. False if an operator put it to
+        sleep. Raises the errors of waking."""
         async with self._idle_lock:
             if self._first_core is None or not self._sleeps_idle:
                 return False
@@ -160,12 +160,12 @@ class CoreHost:
             return True
 
     async def cards(self) -> list[ModelInfo]:
-        """What is known of all of them."""
+        """The cards of all models."""
         return [hosted.card() for hosted in self._hosted.values()]
 
     async def load(self, name: str) -> Attachment:
-        """The way to a model's core, which is loaded first where it is not. Raises what loading
-        met, and OverloadedError where others that are in use leave no room for it."""
+        """A model's core, which is loaded first if necessary. Raises the errors of loading, and
+        OverloadedError if models that are in use leave no room for it."""
         hosted = self._find(name)
         hosted.used_s = time.monotonic()
         if hosted.core is not None and hosted.core.status == "dead":
@@ -176,7 +176,7 @@ class CoreHost:
         return await asyncio.shield(hosted.loading)
 
     async def unload(self, name: str) -> None:
-        """Ends a model's core. Raises InvalidRequestError while somebody uses it."""
+        """Ends a model's core. Raises InvalidRequestError while it is in use."""
         hosted = self._find(name)
         if hosted.core is not None and not await self._let_go(hosted):
             raise InvalidRequestError(
@@ -205,7 +205,7 @@ class CoreHost:
     async def _load(self, hosted: _Hosted) -> Attachment:
         hosted.state, hosted.error = "loading", None
         try:
-            async with self._room:  # one after the other: each takes of what memory is left
+            async with self._room:  # one at a time: each takes part of the memory that is left
                 found = await self._load_making_room(hosted)
         except BaseException as error:
             hosted.state, hosted.loading = "failed", None
@@ -232,8 +232,8 @@ class CoreHost:
                 raise _small_part(hosted.config, CapacityError(text))
         while needed > free.num_bytes and await self._evict(free.device):
             free = await self._free(found, hosted)
-        core, door = await self._started(hosted, found, free.device)
-        hosted.core, hosted.door = core, door
+        core, listener = await self._started(hosted, found, free.device)
+        hosted.core, hosted.listener = core, listener
         core.listener = Listener(
             outputs=lambda outputs: None,
             stats=hosted.note,
@@ -241,17 +241,17 @@ class CoreHost:
             restarted=lambda info: None,
             dead=lambda: None,
         )
-        return Attachment(core.start_message, str(door.path))
+        return Attachment(core.start_message, str(listener.path))
 
     async def _started(
         self, hosted: _Hosted, found: FoundModel, device: str
     ) -> tuple[ProcessFrontend, CoreListener]:
-        """The core, once others made the room that it says it needs."""
-        door = CoreListener()
+        """Starts the core, and unloads others until it has the memory that it needs."""
+        listener = CoreListener()
         try:
             while True:
                 try:
-                    core = await ProcessFrontend.start(found, door)
+                    core = await ProcessFrontend.start(found, listener)
                     break
                 except CapacityError as error:
                     if await self._has_its_part(hosted, found):
@@ -259,18 +259,18 @@ class CoreHost:
                     if not await self._evict(device):
                         raise _no_room(error) from error
         except BaseException:
-            door.close()
+            listener.close()
             raise
         try:
             await self._note(hosted, found, core.info)
         except BaseException:
-            door.close()
+            listener.close()
             await core.close()
             raise
-        return core, door
+        return core, listener
 
     async def _note(self, hosted: _Hosted, found: FoundModel, info: CoreInfo) -> None:
-        """Keeps what a core says that has come up."""
+        """Keeps the facts of a core that has started."""
         hosted.num_bytes = info.weight_bytes + info.kv_cache_bytes
         hosted.max_model_len = info.max_model_len
         hosted.takes_images = info.takes_images
@@ -280,15 +280,15 @@ class CoreHost:
             self._devices[hosted.device] = _Device(info.free_bytes)
 
     async def _free(self, found: FoundModel, hosted: _Hosted) -> FreeMemory:
-        """What models that are loaded leave of the memory of the device that a model goes to. Not
-        all of what they have was taken of the system yet: pages of a KV cache are when they are
-        written."""
+        """The memory that loaded models leave on the device that a model goes to. Free memory as
+        the system reports it is not enough: pages of a KV cache are taken when they are written.
+        """
         if self._first is not None:
             first = self._first
             size = first.weight_bytes + first.kv_cache_bytes
             device = await self._memory.device(found.registry, first.backend)
             self._devices[device] = _Device(first.free_bytes, size)
-            self._first = None  # and not before: whoever waits may leave
+            self._first = None  # only now: the awaiting task may be cancelled
         backend = hosted.backend or hosted.config.engine.backend
         free = await self._memory.free(found.registry, backend)
         known = self._devices.get(free.device)
@@ -299,7 +299,7 @@ class CoreHost:
         return FreeMemory(free.device, min(free.num_bytes, left))
 
     async def _has_its_part(self, hosted: _Hosted, found: FoundModel) -> bool:
-        """Whether to unload others would give a model no more than it may take anyway."""
+        """True if a model may not take more memory even if others are unloaded."""
         if hosted.config.memory_part is None:
             return False
         free = await self._free(found, hosted)
@@ -309,13 +309,12 @@ class CoreHost:
         return part_bytes(hosted.config, known.free_bytes) <= free.num_bytes
 
     def _loaded(self, device: str) -> list[_Hosted]:
-        """Models that take memory of a device."""
+        """Models that have memory of a device."""
         hosted = self._hosted.values()
         return [each for each in hosted if each.core is not None and each.device == device]
 
     async def _evict(self, device: str) -> bool:
-        """Unloads the model of a device that nobody has asked for longest. False where all are in
-        use."""
+        """Unloads the least recently used model of a device. False if all are in use."""
         for hosted in sorted(self._loaded(device), key=lambda each: each.used_s):
             if await self._let_go(hosted):
                 size = format_bytes(hosted.num_bytes or 0)
@@ -331,13 +330,13 @@ class CoreHost:
         return True
 
     async def _end(self, hosted: _Hosted) -> None:
-        core, door = hosted.core, hosted.door
-        hosted.core = hosted.door = hosted.loading = None
+        core, listener = hosted.core, hosted.listener
+        hosted.core = hosted.listener = hosted.loading = None
         hosted.is_busy = False
         if hosted.state == "loaded":
             hosted.state = "unloaded"
-        if door is not None:
-            door.close()
+        if listener is not None:
+            listener.close()
         if core is not None:
             await core.close()
 
@@ -351,7 +350,7 @@ class CoreHost:
             await self._doze()
 
     async def _doze(self) -> None:
-        """Has the first model sleep if all who answer requests say that nobody asked for it."""
+        """Puts the first model to sleep if it is idle in all processes."""
         core = self._first_core
         if core is None or core.is_asleep:
             return
@@ -362,7 +361,7 @@ class CoreHost:
             try:
                 await core.sleep()
             except VllmxError:
-                return  # it starts, or a request has come
+                return  # it is starting, or a request has come
             self._sleeps_idle = True
         logger.info("model %s sleeps: nobody asks for it", self._first_name)
 
@@ -383,12 +382,12 @@ def _no_room(error: CapacityError) -> OverloadedError:
 
 
 def _weight_bytes(path: Path) -> int:
-    """The bytes that a model will take, about, by its files."""
+    """An estimate of a model's bytes, by its files."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(each.stat().st_size for each in files if each.suffix in _WEIGHTS)
 
 
 def _retrieved(task: asyncio.Task[Attachment]) -> None:
-    """Takes the error of a task, which was logged; whoever asked may have left."""
+    """Retrieves the error of a task, which was logged: nobody may be awaiting it."""
     if not task.cancelled():
         task.exception()

@@ -1,4 +1,4 @@
-"""The models of a server, as a process that answers requests sees them."""
+"""The models of a server in a process that answers requests."""
 
 from __future__ import annotations
 
@@ -20,45 +20,41 @@ from vllmx_engine.wire.ipc import Start
 
 from vllmx_server.errors import OverloadedError
 from vllmx_server.generating.pooling import pooler_of
-from vllmx_server.generating.served import ModelInfo, Served, cache_labels, fingerprint
+from vllmx_server.generating.served import Served, cache_labels, fingerprint
 from vllmx_server.host.models.config import ModelConfig
 from vllmx_server.host.models.host import Attachment
 from vllmx_server.watch.metrics import Metrics
 
 
-async def attach(core: Start, door: str) -> CoreStart:
-    """Begins to reach a core by its door, told what it loads. All plugins are looked for: a core
-    knows only of those that load models, but not of formats of answers."""
+async def attach(core: Start, path: str) -> CoreStart:
+    """Begins to connect to a core by the path of its socket. Loads all plugins: a core has only
+    those that load models, not those of formats of answers."""
     registry = await asyncio.to_thread(load_registry)
     if core.config.prefer:
         registry.prefer(core.config.prefer)
     found = FoundModel(core.config, Path(core.path), registry, progress=False)
-    return CoreStart(found, asyncio.ensure_future(_attached(door)))
+    return CoreStart(found, asyncio.ensure_future(_attached(path)))
 
 
-async def _attached(door: str) -> Frontend:
-    return await AttachedFrontend.start(Path(door))
+async def _attached(path: str) -> Frontend:
+    return await AttachedFrontend.start(Path(path))
 
 
 _LOOK_S = 0.02
 _GRACE_S = 1.0
-"""The seconds between a request that needs a model and its part in the engine."""
+"""Seconds that a request may take from its arrival to the engine."""
 
 
-class Host(Protocol):
+class Host(ModelHost, Protocol):
     """Loads and unloads models, here or in another process."""
 
     async def load(self, name: str) -> Attachment: ...
-
-    async def unload(self, name: str) -> None: ...
-
-    async def cards(self) -> list[ModelInfo]: ...
 
     async def wake_idle(self) -> bool: ...
 
 
 class _Entry:
-    """One model beside the default one."""
+    """A model other than the default one."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -77,12 +73,12 @@ class Models:
     """Finds the `Served` of each model.
 
     Args:
-        default: of the model that requests without one get, always there.
+        default: the model of requests that name none, which is never unloaded.
         models: the configurations of all, the default's first.
-        wait_s: how long a request waits for a model that loads.
+        wait_s: seconds that a request waits for a model that loads.
 
     Attributes:
-        host: who loads and unloads; set before the first request.
+        host: loads and unloads models; set before the first request.
     """
 
     def __init__(self, default: Served, models: Sequence[ModelConfig], wait_s: float) -> None:
@@ -114,17 +110,17 @@ class Models:
 
     @property
     def sleeps_idle(self) -> bool:
-        """The default model sleeps because nobody asked for it: the next request wakes it."""
+        """The default model sleeps because it was idle: the next request wakes it."""
         return self._left and self.default.llm.is_asleep
 
     def is_open(self, name: str) -> bool:
-        """Whether requests for a model need not wait."""
+        """True if requests for a model need not wait."""
         entry = self._entries.get(name)
         return not self.sleeps_idle if entry is None else entry.is_open
 
     async def served(self, name: str) -> Served:
-        """What answers for a model, by its own name. Waits while it loads. Raises what loading
-        met, and OverloadedError when that takes too long."""
+        """The `Served` of a model, by its own name. Waits while it loads. Raises the errors of
+        loading, and OverloadedError when that takes too long."""
         entry = self._entries.get(name)
         if entry is None:
             await self._wake_idle()
@@ -186,7 +182,7 @@ class Models:
         return self._left
 
     async def _wake_idle(self) -> None:
-        """Returns when the default model serves again, if it slept because nobody asked for it."""
+        """Wakes the default model if it slept because it was idle."""
         self._used_s = time.monotonic()
         if not self.sleeps_idle:
             self._left = False
@@ -207,7 +203,7 @@ class Models:
 
     async def _open(self, entry: _Entry) -> Served:
         attachment = await self.host.load(entry.config.name)
-        async with await attach(attachment.core, attachment.door) as core:
+        async with await attach(attachment.core, attachment.path) as core:
             llm = await AsyncLLM.over(core)
         previous, entry.served = entry.served, self._copy(entry, llm)
         if previous is not None:
@@ -215,7 +211,7 @@ class Models:
         return entry.served
 
     def _copy(self, entry: _Entry, llm: AsyncLLM) -> Served:
-        """Copies the default's for another model."""
+        """The `Served` of another model, which shares all but the model with the default's."""
         default = self.default
         llm.share(default.sharing.sequences(entry.config.name), default.sharing.texts)
         llm.divide(lambda: default.keys.has_several)
@@ -234,4 +230,4 @@ class Models:
 def _closed(entry: _Entry, task: asyncio.Task[Served]) -> None:
     entry.opening = None
     if not task.cancelled():
-        task.exception()  # whoever waited has it
+        task.exception()  # raised to those that waited

@@ -1,4 +1,4 @@
-"""Finds the served that answers for the model that a body names, loading it where need be."""
+"""Routes a request to the model that its body names, which is loaded if necessary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllmx_server.http.body import INLINE_BYTES, read_body, unread
 from vllmx_server.http.client import client_of
 from vllmx_server.http.deadline import deadline_of
 from vllmx_server.http.event_stream import PING
-from vllmx_server.schema.json_weight import check_weight
+from vllmx_server.schema.json_text import check_weight
 
 logger = logging.getLogger("vllmx.server")
 Endpoint = Callable[[Request], Awaitable[Any]]
@@ -39,8 +39,8 @@ _PEEK = msgspec.json.Decoder(_Peek)
 
 
 def of_model(endpoint: Endpoint) -> Endpoint:
-    """An endpoint whose `served_of` is that of the model which the body names. With one model the
-    body is left alone."""
+    """An endpoint whose `served_of` is that of the model that the body names. With one model it
+    does not read the body."""
 
     async def routed(request: Request) -> Any:
         served = served_of(request)
@@ -124,7 +124,7 @@ class _WaitingStream:
 
 
 class _Rest:
-    """What an endpoint sends behind a start that was sent before; an error as an event."""
+    """Sends the answer of an endpoint after a start that was sent before; an error as an event."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope, self._send = scope, send

@@ -1,29 +1,30 @@
-"""Questions and answers between the supervisor and a worker, over a socket pair.
+"""Calls between the supervisor and a worker, over a socket pair.
 
-Either side may ask. A question is a name and plain msgspec data; the other side answers with the
-function that it registered under the name. Errors cross as data.
+Either side may call the functions that the other one serves, by name and with one argument of plain
+msgspec data. Errors cross as data.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import logging
 import socket
-from collections.abc import Awaitable, Callable
-from functools import cache
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
+from vllmx_core import errors as core_errors
 from vllmx_core.errors import EngineDeadError, VllmxError
 from vllmx_core.system.private_traceback import private_traceback
 from vllmx_engine.wire.ipc import FrameError, FrameReader, encode_frame
 
-from vllmx_server.errors import internal_error
+from vllmx_server import errors
 
 
 class ErrorSent(msgspec.Struct, frozen=True):
-    """An error as it is shown to the client."""
+    """An error, with all that the client sees of it."""
 
     type: str
     message: str
@@ -47,7 +48,7 @@ class ErrorSent(msgspec.Struct, frozen=True):
 
     def rebuild(self) -> VllmxError:
         """The same error; a VllmxError where its type is not known here."""
-        error = _kinds().get(self.type, VllmxError)(self.message, param=self.param)
+        error = _kind(self.type)(self.message, param=self.param)
         error.code, error.http_status = self.code, self.http_status
         if self.retry_after_s is not None:
             error.retry_after_s = self.retry_after_s  # type: ignore[attr-defined]
@@ -56,26 +57,17 @@ class ErrorSent(msgspec.Struct, frozen=True):
         return error
 
 
-@cache
-def _kinds() -> dict[str, type[VllmxError]]:
-    from vllmx_core import errors as core
-
-    from vllmx_server import errors as server
-
-    return {
-        name: kind
-        for module in (core, server)
-        for name, kind in vars(module).items()
-        if isinstance(kind, type) and issubclass(kind, VllmxError)
-    }
+def _kind(name: str) -> type[VllmxError]:
+    found = getattr(errors, name, None) or getattr(core_errors, name, None)
+    if isinstance(found, type) and issubclass(found, VllmxError):
+        return found
+    return VllmxError
 
 
 logger = logging.getLogger("vllmx.server")
 
-T = TypeVar("T")
 R = TypeVar("R")
 _encode = msgspec.msgpack.Encoder().encode
-_NOTHING = msgspec.Raw(_encode(None))
 
 
 class Question(msgspec.Struct, frozen=True, tag="question", array_like=True):
@@ -87,14 +79,14 @@ class Question(msgspec.Struct, frozen=True, tag="question", array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer", array_like=True):
-    """What the other side's function returned."""
+    """The result of a call."""
 
     number: int
     body: msgspec.Raw
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal", array_like=True):
-    """The error that a question raised."""
+    """The error that a call raised."""
 
     number: int
     error: ErrorSent
@@ -109,7 +101,7 @@ class GoneError(EngineDeadError):
 
 
 class Channel(asyncio.Protocol):
-    """One side's end.
+    """One end of a socket pair.
 
     Attributes:
         gone: set when the other side is.
@@ -121,7 +113,7 @@ class Channel(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[msgspec.Raw]] = {}
-        self._functions: dict[str, tuple[Any, Callable[[Any], Awaitable[object]]]] = {}
+        self._functions: dict[str, tuple[Any, Callable[..., object]]] = {}
         self._answering: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -133,13 +125,17 @@ class Channel(asyncio.Protocol):
         await loop.create_connection(lambda: channel, sock=connection)
         return channel
 
-    def serve(self, name: str, kind: type[T], function: Callable[[T], Awaitable[object]]) -> None:
-        """Answers questions of this name by `function`, several at a time."""
-        self._functions[name] = (kind, function)
+    def serve(self, **functions: Callable[..., object]) -> None:
+        """Answers by these functions from now on, several calls at a time. Each takes nothing or
+        one argument, whose annotation is its type, and may return an awaitable."""
+        for name, function in functions.items():
+            parameters = inspect.signature(function, eval_str=True).parameters.values()
+            kind = next((each.annotation for each in parameters), None)
+            self._functions[name] = (kind, function)
 
     async def ask(self, name: str, body: object, kind: type[R]) -> R:
-        """What the other side's function returns. Raises what it raises where that is an error of
-        ours, and GoneError."""
+        """Calls a function of the other side; `kind` is the type of its result. Raises its
+        VllmxError, and GoneError."""
         number = next(self._numbers)
         answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
@@ -150,7 +146,7 @@ class Channel(asyncio.Protocol):
             self._asked.pop(number, None)
 
     def tell(self, name: str, body: object) -> None:
-        """Asks without caring for an answer, nor for whether anybody is there."""
+        """Calls without waiting for a result, or for whether anybody is there."""
         if self._transport is not None:
             self._send(Question(0, name, msgspec.Raw(_encode(body))))
 
@@ -167,14 +163,16 @@ class Channel(asyncio.Protocol):
     async def _answer(self, question: Question) -> None:
         try:
             kind, function = self._functions[question.name]
-            found = await function(msgspec.msgpack.decode(question.body, type=kind))
-            body = _NOTHING if found is None else msgspec.Raw(_encode(found))
-            reply: Spoken = Answer(question.number, body)
+            body = () if kind is None else (msgspec.msgpack.decode(question.body, type=kind),)
+            found = function(*body)
+            if inspect.isawaitable(found):
+                found = await found
+            reply: Spoken = Answer(question.number, msgspec.Raw(_encode(found)))
         except VllmxError as error:
             reply = Refusal(question.number, ErrorSent.of(error))
         except Exception as error:
             logger.error("%s between processes failed\n%s", question.name, private_traceback(error))
-            reply = Refusal(question.number, ErrorSent.of(internal_error()))
+            reply = Refusal(question.number, ErrorSent.of(errors.internal_error()))
         if question.number and self._transport is not None:
             self._send(reply)
 

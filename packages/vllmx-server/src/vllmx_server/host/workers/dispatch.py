@@ -1,7 +1,7 @@
-"""The supervisor accepts connections and hands each to the worker that has the fewest.
+"""The supervisor accepts connections and hands each to the worker with the fewest.
 
-If workers accepted from a shared socket, whichever is awake would take everything that waits: of 60
-streams, one of three workers got 41 and another 2.
+If workers accepted from a shared socket, the first to wake would take all that wait: of 60 streams,
+one of three workers got 41 and another 2.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from contextlib import suppress
 from typing import Any
 
 from vllmx_server.host.workers.shared_counts import SharedCounts, SharedGauge
-from vllmx_server.http.connections.listening import OUT_OF_RESOURCES
+from vllmx_server.http.connections.settings import OUT_OF_RESOURCES
 
 logger = logging.getLogger("vllmx.supervisor")
 
 _AT_ONCE = 16
-"""Connections accepted in one turn of the event loop, and the most that may wait in one mailbox: a
-worker that hangs gets no more."""
+"""Connections accepted in one turn of the event loop, and the most in one mailbox: a worker that
+hangs gets no more."""
 _PAUSE_S = 0.02
 """The pause while no worker can take a connection."""
 
 
 class Dispatcher:
-    """Hands connections to workers, each of which has a mailbox that outlives it.
+    """Hands connections to workers, by mailboxes that outlive them.
 
     Args:
         listening: the socket of the server.
-        listen: makes it listen; called once, when the first worker serves.
+        listen: makes it listen; called when the first worker serves.
         counts: counts of all workers.
     """
 
@@ -72,7 +72,7 @@ class Dispatcher:
         self._resume()
 
     def left(self, row: int) -> None:
-        """A worker has ended: others get the connections that it did not take."""
+        """A worker has ended: hands the connections in its mailbox to others."""
         self._serving.discard(row)
         self._handed[row] = 0
         mailbox = self._pairs[row][1]
@@ -87,7 +87,7 @@ class Dispatcher:
         self._pause(None)
 
     def close(self) -> None:
-        """Drops the connections that no worker took."""
+        """Drops the connections in mailboxes."""
         self.stop()
         for pair in self._pairs:
             for each in pair:
@@ -113,7 +113,7 @@ class Dispatcher:
                 self._hand(connection)
 
     def _hand(self, connection: socket.socket) -> None:
-        """Hands it to the worker that has the fewest, or drops it if no worker can take it."""
+        """Hands it to the worker with the fewest, or drops it if all mailboxes are full."""
         row = self._next()
         if row is None:
             return
@@ -125,7 +125,7 @@ class Dispatcher:
             self._handed[row] += 1
 
     def _next(self) -> int | None:
-        """The worker that has the fewest connections and room in its mailbox."""
+        """The worker with the fewest connections among those with room in their mailboxes."""
         found = [
             (self._counts.value("connections", row) + untaken, row)
             for row in self._serving
@@ -170,7 +170,7 @@ def _received(mailbox: socket.socket) -> socket.socket:
     """The next connection. Raises BlockingIOError; OSError where the process has no descriptors."""
     data, descriptors, _, _ = socket.recv_fds(mailbox, 1, 1)
     if not data:
-        raise BlockingIOError  # the supervisor is gone, and so will be this process
+        raise BlockingIOError  # the supervisor is gone, and this process exits
     if not descriptors:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     connection = socket.socket(fileno=descriptors[0])

@@ -1,4 +1,4 @@
-"""What the supervisor and its workers ask of each other, each named by the constant before it."""
+"""Structs that the supervisor and its workers exchange."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ from vllmx_engine.wire.ipc import Start
 from vllmx_server.config import ServerConfig
 from vllmx_server.host.models.config import ModelConfig
 
-# --- to a worker ----------------------------------------------------------------------------------
-BEGIN = "begin"
-
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True):
     """Tells a worker to serve; it answers when it does."""
 
     server: ServerConfig
     core: Start
-    """What the core loads."""
-    door: str
+    core_path: str
     """The path of the core's socket."""
     models: list[ModelConfig]
-    """All that are served, where they are several; `core` is the first one's."""
+    """All models if they are several; `core` is that of the first."""
     row: int
     num_rows: int
     seed: int
@@ -29,57 +25,13 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     data_dir: str
     outlives: bool
     """The data folder outlives the server."""
-    has_mailboxes: bool = True
-    """Connections are handed to workers; false: they accept them from one socket."""
 
 
-LEAD = "lead"
+class Reload(msgspec.Struct, frozen=True):
+    """Tells a worker to read again what the supervisor could, which has logged the rest."""
 
-
-class Lead(msgspec.Struct, frozen=True):
-    """Take over batches and responses in the background: who had them is gone."""
-
-    is_first: bool
-    """Nobody had them since the server's start."""
-
-
-END = "end"
-"""Admit nothing new. Answered when nothing is in flight any more."""
-STOP = "stop"
-"""Close all connections and exit."""
-RELOAD = "reload"
-"""Read keys and certificates again."""
-COUNT = "count"
-"""Answered by MetricCounts, by model."""
-LEAVE = "leave"
-"""Let go of a model's core. Answered by False where requests need it."""
-CORE_LOST = "core lost"
-"""The core has ended: why, for people."""
-
-# --- to the supervisor ----------------------------------------------------------------------------
-COUNTED = "counted"
-"""The MetricCounts of this worker, by model."""
-METRICS = "metrics"
-"""The same; answered by the MetricCounts of all other workers, those that have ended among them."""
-USED = "used"
-"""What keys have used, by client: a KeyUsage each, since the message before."""
-USAGE = "usage"
-"""Answered by the KeyUsage of each client since the first day."""
-LOAD = "load"
-"""A model by its name, loaded if it is not. Answered by the Attachment."""
-UNLOAD = "unload"
-"""Ends a model's core."""
-CARDS = "cards"
-"""Answered by a ModelCard for each model beside the default one."""
-SLEEP, WAKE = "sleep", "wake"
-"""End the first model's core, and start it again."""
-WAKE_IDLE = "wake_idle"
-"""Start it again where it was ended because nobody asked for it. Answered by whether it was."""
-SHUT_DOWN = "shut down"
-"""End the whole server, as SIGTERM does."""
-
-# --- to the worker that leads, by way of the supervisor -------------------------------------------
-RELAY = "relay"
+    keys: bool
+    certificate: bool
 
 
 class Relayed(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,13 +47,6 @@ class Relayed(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
 
 
-class Reload(msgspec.Struct, frozen=True):
-    """What the supervisor could read again, so that what is broken is told of once."""
-
-    keys: bool
-    certificate: bool
-
-
 class RelayedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a request that was relayed."""
 
@@ -109,10 +54,7 @@ class RelayedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     headers: list[tuple[bytes, bytes]]
     body: bytes
     number: int
-    """0: that is all; else what RELAY_MORE is asked with."""
-
-
-RELAY_MORE = "relay more"
+    """0: that is all; else the argument of `relay_more`."""
 
 
 class RelayedMore(msgspec.Struct, frozen=True):
@@ -120,7 +62,3 @@ class RelayedMore(msgspec.Struct, frozen=True):
 
     body: bytes
     is_last: bool
-
-
-RELAY_END = "relay end"
-"""Nobody reads a stream any more."""

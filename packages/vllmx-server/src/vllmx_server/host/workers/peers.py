@@ -1,4 +1,4 @@
-"""The other processes of the server, as a worker sees them."""
+"""The other processes of the server, which a worker reaches by way of the supervisor."""
 
 from __future__ import annotations
 
@@ -13,23 +13,11 @@ from vllmx_server.generating.served import ModelInfo, Served
 from vllmx_server.host.models.host import Attachment
 from vllmx_server.host.workers.channel import Channel
 from vllmx_server.host.workers.dispatch import Mailbox
-from vllmx_server.host.workers.messages import (
-    CARDS,
-    LOAD,
-    METRICS,
-    SHUT_DOWN,
-    SLEEP,
-    UNLOAD,
-    USAGE,
-    USED,
-    WAKE,
-    WAKE_IDLE,
-    Begin,
-)
+from vllmx_server.host.workers.messages import Begin
 from vllmx_server.host.workers.relay import Relays, relay
-from vllmx_server.host.workers.remote_limiter import RemoteLimiter
 from vllmx_server.host.workers.shared_counts import SharedCounts
-from vllmx_server.limits.sharing import Sharing
+from vllmx_server.limits.admission import Sharing
+from vllmx_server.limits.rate_limiter import Granted, Reservation, Used
 from vllmx_server.limits.usage import KeyUsage, UsageLedger
 from vllmx_server.store.database import Storage
 from vllmx_server.store.folder import Folder
@@ -37,13 +25,13 @@ from vllmx_server.watch.metrics import MetricCounts
 
 
 class Peers:
-    """Reached by way of the supervisor.
+    """The supervisor and the other workers.
 
     Attributes:
-        channel: to the supervisor, which any part of the server may ask.
-        sharing: of limits.
-        host: of the cores of several models.
-        leads: batches and responses of the background are this process's business.
+        channel: to the supervisor.
+        sharing: gauges of limits.
+        host: loads the cores of several models.
+        leads: this process runs batches and background responses.
     """
 
     def __init__(self, channel: Channel, begin: Begin, descriptor: int) -> None:
@@ -62,52 +50,58 @@ class Peers:
             sequences=counts.named("sequences").gauge,
         )
 
-    @property
-    def has_mailbox(self) -> bool:
-        """Whether connections are handed to this worker, and another process listens."""
-        return self._begin.has_mailboxes
-
     def accepting(self, descriptor: int) -> socket.socket:
-        """What this worker accepts connections from."""
-        if self.has_mailbox:
-            return Mailbox(descriptor, self._counts.gauge("received"))
-        return socket.socket(fileno=descriptor)
+        """The socket that this worker accepts connections from."""
+        return Mailbox(descriptor, self._counts.gauge("received"))
 
     def storage(self) -> Storage:
-        """The storage of all of them, in one folder that the supervisor holds."""
+        """The storage of all workers, in a folder that the supervisor has locked."""
         begin = self._begin
         folder = Folder(begin.data_dir, outlives=begin.outlives, is_locked=True)
         return Storage(begin.data_dir, folder)
 
     def join(self, app: Starlette, served: Served) -> None:
-        """Makes an application answer what other workers pass on, and ask for what is theirs."""
+        """Connects an application to the other processes."""
         served.limiter = RemoteLimiter(self.channel)
         served.usage = RemoteUsage(self.channel)
         Relays(app, app.router).serve(self.channel)
 
     async def relay(self, request: Request, body: bytes) -> Response:
-        """The answer of the worker that leads."""
+        """The answer of the leader."""
         return await relay(self.channel, request, body)
 
     async def metric_counts(self, own: dict[str, MetricCounts]) -> list[dict[str, MetricCounts]]:
         """The counts of all other workers, by model. `own`: those of this one."""
-        return await self.channel.ask(METRICS, own, list[dict[str, MetricCounts]])
+        return await self.channel.ask("metrics", own, list[dict[str, MetricCounts]])
 
     async def sleep(self) -> None:
         """See `AsyncLLM.sleep`."""
-        await self.channel.ask(SLEEP, None, type(None))
+        await self.channel.ask("sleep", None, type(None))
 
     async def wake(self) -> None:
         """See `AsyncLLM.wake`."""
-        await self.channel.ask(WAKE, None, type(None))
+        await self.channel.ask("wake", None, type(None))
 
     def shut_down(self) -> None:
         """Ends the whole server, as SIGTERM does."""
-        self.channel.tell(SHUT_DOWN, None)
+        self.channel.tell("shut_down", None)
+
+
+class RemoteLimiter:
+    """The supervisor's rate limiter, as a worker reaches it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    async def reserve(self, reservation: Reservation) -> Granted:
+        return await self._channel.ask("reserve", reservation, Granted)
+
+    async def settle(self, used: Used) -> None:
+        self._channel.tell("settle", used)
 
 
 class RemoteUsage(UsageLedger):
-    """A worker's side of the supervisor's book, to which each request is sent as it ends."""
+    """The supervisor's ledger, which gets the usage of each request as it ends."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()
@@ -116,30 +110,30 @@ class RemoteUsage(UsageLedger):
     def changed(self) -> None:
         new = self.take()
         if new:
-            self._channel.tell(USED, new)
+            self._channel.tell("used", new)
 
     async def keep(self) -> None:
         self.changed()
 
     async def all(self) -> Mapping[str, KeyUsage]:
         self.changed()
-        return await self._channel.ask(USAGE, None, dict[str, KeyUsage])
+        return await self._channel.ask("usage", None, dict[str, KeyUsage])
 
 
 class RemoteHost:
-    """The cores of several models, which the supervisor has; see `registry.Host`."""
+    """The `registry.Host` of the supervisor."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
     async def load(self, name: str) -> Attachment:
-        return await self._channel.ask(LOAD, name, Attachment)
+        return await self._channel.ask("load", name, Attachment)
 
     async def unload(self, name: str) -> None:
-        await self._channel.ask(UNLOAD, name, type(None))
+        await self._channel.ask("unload", name, type(None))
 
     async def cards(self) -> list[ModelInfo]:
-        return await self._channel.ask(CARDS, None, list[ModelInfo])
+        return await self._channel.ask("cards", None, list[ModelInfo])
 
     async def wake_idle(self) -> bool:
-        return await self._channel.ask(WAKE_IDLE, None, bool)
+        return await self._channel.ask("wake_idle", None, bool)

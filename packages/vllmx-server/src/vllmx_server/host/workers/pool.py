@@ -1,4 +1,4 @@
-"""The workers of a server, from the side of their supervisor: started, asked, started again."""
+"""The workers of a server as their supervisor sees them: started, called, restarted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllmx_engine.link.supervisor import run_module
 
 from vllmx_server.host.workers.channel import Channel, GoneError
 from vllmx_server.host.workers.dispatch import Dispatcher
-from vllmx_server.host.workers.messages import BEGIN, LEAD, STOP, Begin, Lead
+from vllmx_server.host.workers.messages import Begin
 from vllmx_server.host.workers.shared_counts import SharedCounts
 
 logger = logging.getLogger("vllmx.supervisor")
@@ -41,7 +41,7 @@ class Worker:
         self.serves = False
 
     async def reap(self, timeout_s: float) -> None:
-        """Waits for its end; kills it after `timeout_s`."""
+        """Waits until it has exited; kills it after `timeout_s`."""
         clock = asyncio.get_running_loop().time
         kill_at_s = clock() + timeout_s
         while self.process.poll() is None:
@@ -64,7 +64,7 @@ class WorkerPool:
         listeners: the socket that connections come from, and that of operators if there is one.
         listen: makes the first one listen.
         begin: the first message to each, without its row.
-        on_channel: given the channel of each worker before it begins.
+        on_channel: called with the channel of each worker before it begins.
     """
 
     def __init__(
@@ -75,14 +75,12 @@ class WorkerPool:
         begin: Begin,
         on_channel: Callable[[Channel], None],
     ) -> None:
-        self._listener, self._operators = listeners
+        listener, self._operators = listeners
         self._begin = msgspec.structs.replace(begin, num_rows=size, seed=secrets.randbits(32))
         self._on_channel = on_channel
         self._memory = SharedCounts.memory(size)
         self._counts = SharedCounts(self._memory, size, 0, self._begin.seed)
-        self._dispatcher = None
-        if begin.has_mailboxes:
-            self._dispatcher = Dispatcher(self._listener, listen, self._counts, size)
+        self._dispatcher = Dispatcher(listener, listen, self._counts, size)
         self._workers: dict[int, Worker] = {}
         self._leader: Worker | None = None
         self._had_leader = False
@@ -94,7 +92,7 @@ class WorkerPool:
         ]
 
     async def ready(self) -> None:
-        """Returns when all of them serve for the first time. Raises what the first meets that
+        """Returns when all of them serve for the first time. Raises the error of the first that
         cannot."""
         await asyncio.gather(*self._began)
 
@@ -104,13 +102,9 @@ class WorkerPool:
         error = next(iter(done)).exception()
         return EngineDeadError(f"the API processes keep failing: {error}; see the log above")
 
-    def channels(self, but: Channel | None = None) -> list[Channel]:
-        """The channels of all that serve now, without `but`."""
-        return [
-            each.channel
-            for each in self._workers.values()
-            if each.serves and each.channel is not but
-        ]
+    def channels(self) -> list[Channel]:
+        """The channels of all that serve now."""
+        return [each.channel for each in self._workers.values() if each.serves]
 
     @property
     def is_whole(self) -> bool:
@@ -119,33 +113,31 @@ class WorkerPool:
 
     @property
     def leader(self) -> Channel:
-        """The channel of the worker that batches and the background are with. Raises GoneError."""
+        """The worker that runs batches and background responses. Raises GoneError."""
         if self._leader is None:
             raise GoneError("batches and responses are being taken over by another process")
         return self._leader.channel
 
     async def stop(self, timeout_s: float) -> None:
-        """Makes all of them exit, by force after `timeout_s`."""
+        """Stops all of them, by force after `timeout_s`."""
         self._stopping = True
-        if self._dispatcher is not None:
-            self._dispatcher.stop()
+        self._dispatcher.stop()
         for each in self._workers.values():
-            each.channel.tell(STOP, None)
+            each.channel.tell("stop", None)
         await asyncio.gather(*(each.reap(timeout_s) for each in self._workers.values()))
         for task in self._keeping:
             task.cancel()
         await asyncio.wait(self._keeping)
         for each in self._workers.values():
             await each.reap(0)
-        if self._dispatcher is not None:
-            self._dispatcher.close()
+        self._dispatcher.close()
         os.close(self._memory)
 
     # --- one worker, again and again --------------------------------------------------------------
     async def _keep(self, row: int) -> None:
-        """Starts the next one where one ends, and raises EngineDeadError where that happens too
-        often. A file that was sound when the server began, such as keys or a certificate, ends
-        nobody while others serve."""
+        """Restarts a worker whenever it ends. Raises EngineDeadError if that happens too often; a
+        file that has become invalid, such as keys or a certificate, does not count while other
+        workers serve."""
         clock, quick_failures = asyncio.get_running_loop().time, 0
         refused: Exception | None
         told = ""
@@ -160,7 +152,7 @@ class WorkerPool:
             except Exception as error:
                 if not self._began[row].done():
                     self._began[row].set_exception(error)
-                    self._began[row].exception()  # which nobody may ask for any more
+                    self._began[row].exception()  # retrieved: nobody may be awaiting it
                     return
                 refused = error
             finally:
@@ -191,9 +183,7 @@ class WorkerPool:
 
     async def _spawn(self, row: int) -> Worker:
         ours, theirs = socket.socketpair()
-        dispatcher, listeners = self._dispatcher, [self._listener.fileno()]
-        if dispatcher is not None:
-            listeners = [dispatcher.mailbox(row)]
+        listeners = [self._dispatcher.mailbox(row)]
         if self._operators is not None:
             listeners.append(self._operators.fileno())
         descriptors = (theirs.fileno(), self._memory, *listeners)
@@ -208,36 +198,34 @@ class WorkerPool:
 
     async def _have_begin(self, worker: Worker, row: int) -> None:
         begin = msgspec.structs.replace(self._begin, row=row)
-        await worker.channel.ask(BEGIN, begin, type(None))
+        await worker.channel.ask("begin", begin, type(None))
         worker.serves = True
-        if self._dispatcher is not None:
-            self._dispatcher.opened(row)
+        self._dispatcher.opened(row)
         if not self._began[row].done():
             self._began[row].set_result(None)
         await self._choose_leader()
 
     async def _bury(self, worker: Worker, row: int) -> None:
-        """What it held is free once its process is gone for certain."""
+        """Frees what it held, once its process is certainly gone."""
         worker.serves = False
         await worker.reap(0 if not self._stopping else _EXIT_S)
         worker.channel.close()
         self._counts.clear(row)
-        if self._dispatcher is not None:
-            self._dispatcher.left(row)
+        self._dispatcher.left(row)
         if worker is self._leader:
             self._leader = None
             if not self._stopping:
                 await self._choose_leader()
 
     async def _choose_leader(self) -> None:
-        """The first that serves leads where nobody does; one that ends as it is asked is passed
-        over: its own end is seen to where it is waited for."""
+        """Makes the first that serves the leader, if there is none. Skips one that ends meanwhile,
+        which `_keep` restarts."""
         for worker in list(self._workers.values()):
             if self._leader is None and worker.serves:
                 self._leader = worker
                 is_first, self._had_leader = not self._had_leader, True
                 try:
-                    await worker.channel.ask(LEAD, Lead(is_first), type(None))
+                    await worker.channel.ask("lead", is_first, type(None))
                 except GoneError:
                     if worker is self._leader:
                         self._leader = None
@@ -246,7 +234,7 @@ class WorkerPool:
 async def asked_of_all(
     channels: list[Channel], name: str, kind: type[R], timeout_s: float, body: object = None
 ) -> list[R]:
-    """The answers of those that give one in time."""
+    """The answers that arrive in time."""
     tasks = [asyncio.ensure_future(each.ask(name, body, kind)) for each in channels]
     if not tasks:
         return []

@@ -1,4 +1,4 @@
-"""Requests that one worker takes and another answers: those about batches and the background."""
+"""Requests that one worker takes and the leader answers: batches and background responses."""
 
 from __future__ import annotations
 
@@ -17,28 +17,21 @@ from vllmx_core.system.private_traceback import private_traceback
 from vllmx_server.errors import error_response, internal_error
 from vllmx_server.generating.served import served_of
 from vllmx_server.host.workers.channel import Channel
-from vllmx_server.host.workers.messages import (
-    RELAY,
-    RELAY_END,
-    RELAY_MORE,
-    Relayed,
-    RelayedAnswer,
-    RelayedMore,
-)
+from vllmx_server.host.workers.messages import Relayed, RelayedAnswer, RelayedMore
 from vllmx_server.http.body import read_body
 from vllmx_server.http.client import client_of, owner_of
 from vllmx_server.store.database import logger
 
 Endpoint = Callable[[Request], Awaitable[Any]]
 _READ_S = 300.0
-"""How long events wait for a worker that asks for them."""
+"""Seconds that events wait for a worker that asks for them."""
 _ROOM = 64
-"""Pieces of a stream that wait."""
+"""Pieces of a stream that may wait to be asked for."""
 _HIDDEN = (b"content-length", b"transfer-encoding", b"x-request-id", b"request-id")
 
 
 def led(endpoint: Endpoint, *, has_body: bool = False) -> Endpoint:
-    """An endpoint that the worker which leads answers, whichever process took the request."""
+    """An endpoint that the leader answers, whichever worker took the request."""
 
     async def relayed(request: Request) -> Any:
         state = served_of(request)
@@ -67,7 +60,7 @@ async def relay(channel: Channel, request: Request, body: bytes) -> Response:
         address=str(client[0]) if client else "",
         request_id=request.scope["state"]["request_id"],
     )
-    answer = await channel.ask(RELAY, relayed, RelayedAnswer)
+    answer = await channel.ask("relay", relayed, RelayedAnswer)
     headers = {name.decode(): value.decode() for name, value in answer.headers}
     if not answer.number:
         return Response(answer.body, answer.status, headers)
@@ -77,16 +70,16 @@ async def relay(channel: Channel, request: Request, body: bytes) -> Response:
 async def _stream(channel: Channel, answer: RelayedAnswer) -> AsyncIterator[bytes]:
     try:
         while True:
-            more = await channel.ask(RELAY_MORE, answer.number, RelayedMore)
+            more = await channel.ask("relay_more", answer.number, RelayedMore)
             yield more.body
             if more.is_last:
                 return
     finally:
-        channel.tell(RELAY_END, answer.number)
+        channel.tell("relay_end", answer.number)
 
 
 class Relays:
-    """Answers what other workers took.
+    """Answers requests that other workers took.
 
     Args:
         app: routes to the endpoints; the middleware of the worker that took a request has
@@ -100,10 +93,8 @@ class Relays:
         self._running: dict[int, _Answering] = {}
 
     def serve(self, channel: Channel) -> None:
-        """Answers from now on what comes by the channel."""
-        channel.serve(RELAY, Relayed, self._answer)
-        channel.serve(RELAY_MORE, int, self._more)
-        channel.serve(RELAY_END, int, self._end)
+        """Serves the calls of other workers."""
+        channel.serve(relay=self._answer, relay_more=self._more, relay_end=self._end)
 
     async def _answer(self, relayed: Relayed) -> RelayedAnswer:
         answering = _Answering(partial(self._run, self._scope(relayed)), relayed.body)
@@ -162,7 +153,7 @@ class Relays:
 
 
 class _Answering:
-    """One request that is being answered: the connection that its endpoint sees."""
+    """One request that is being answered: its endpoint's `receive` and `send`."""
 
     def __init__(self, run: Callable[[_Answering], Awaitable[None]], body: bytes) -> None:
         self.start: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
@@ -174,7 +165,7 @@ class _Answering:
         self._task.cancel()
 
     async def rest(self) -> bytes:
-        """All that is sent."""
+        """The whole body."""
         found, is_last = bytearray(), False
         while not is_last:
             piece, is_last = await self._pieces.get()
@@ -182,7 +173,7 @@ class _Answering:
         return bytes(found)
 
     async def more(self) -> RelayedMore:
-        """What has been sent meanwhile; waits for something."""
+        """Waits for at least one piece and returns all that were sent meanwhile."""
         piece, is_last = await self._pieces.get()
         while not is_last and not self._pieces.empty():
             following, is_last = self._pieces.get_nowait()

@@ -1,8 +1,7 @@
-"""Counts of all workers, in memory that they share.
+"""Counts of all workers in shared memory.
 
-Each worker writes a row of its own and reads those of the others, so that a limit of the whole
-server is checked without asking anybody. Two workers that count at the same moment may both be let
-in: a limit may be exceeded by as many as there are workers.
+Each worker writes its own row and reads the others, so it checks a limit of the whole server
+without a call. As workers may count at the same moment, a limit may be exceeded by their number.
 """
 
 from __future__ import annotations
@@ -21,18 +20,17 @@ _FIELDS = get_args(Counted)
 Table = Literal["addresses", "clients", "sequences"]
 _TABLES = get_args(Table)
 _BUCKETS = 2048
-"""The buckets of a table. Two names that share one are counted together, by the workers that they
-are not counted in by name."""
+"""Buckets of a table. Names that share one are counted together by other workers."""
 _WIDTH = len(_FIELDS) + len(_TABLES) * _BUCKETS
 
 
 class SharedCounts:
-    """The memory, as one worker or the supervisor sees it.
+    """The memory in one worker or in the supervisor.
 
     Args:
-        descriptor: of the memory; `SharedCounts.memory` makes it.
-        row: whose it is.
-        seed: so that nobody outside can tell which names share a bucket.
+        descriptor: from `SharedCounts.memory`.
+        row: the row of this worker.
+        seed: keeps secret which names share a bucket.
     """
 
     def __init__(self, descriptor: int, rows: int, row: int, seed: int) -> None:
@@ -43,7 +41,7 @@ class SharedCounts:
 
     @staticmethod
     def memory(rows: int) -> int:
-        """A descriptor of memory for so many workers, which goes with the last that has it."""
+        """A descriptor of memory for so many workers, freed with its last copy."""
         if hasattr(os, "memfd_create"):
             made = os.memfd_create("vllmx-counts")
         else:
@@ -53,20 +51,20 @@ class SharedCounts:
         return made
 
     def clear(self, row: int) -> None:
-        """Nothing is counted for a worker that has ended."""
+        """Clears the counts of a worker that has ended."""
         self._rows[row] = 0
 
     def gauge(self, counted: Counted) -> SharedGauge:
-        """What this worker counts, and all others have."""
+        """The gauge of a count of this worker and all others."""
         at = _FIELDS.index(counted)
         return SharedGauge(self._rows[:, at], self._own[at : at + 1])
 
     def value(self, counted: Counted, row: int) -> int:
-        """What one worker counts."""
+        """The count of one worker."""
         return int(self._rows[row, _FIELDS.index(counted)])
 
     def named(self, table: Table) -> SharedNames:
-        """What this worker counts by name, and all others have."""
+        """The gauges of the counts by name of this worker and all others."""
         first = len(_FIELDS) + _TABLES.index(table) * _BUCKETS
         columns = slice(first, first + _BUCKETS)
         return SharedNames(self._rows[:, columns], self._own[columns], self._seed)

@@ -1,4 +1,4 @@
-"""The process that owns socket, core and workers, and answers no request itself."""
+"""The process that owns the socket, the core and the workers, and answers no requests itself."""
 
 from __future__ import annotations
 
@@ -21,30 +21,12 @@ from vllmx_engine.wire.ipc import ErrorRecord
 from vllmx_engine.wire.messages import CoreInfo, CoreStats
 
 from vllmx_server.config import ServerConfig
-from vllmx_server.generating.served import ModelInfo
 from vllmx_server.host.address import listen, reload_certificate
 from vllmx_server.host.models.config import ModelConfig
 from vllmx_server.host.models.host import CoreHost
 from vllmx_server.host.signals import CLOSE_S, Signals
 from vllmx_server.host.workers.channel import Channel
-from vllmx_server.host.workers.counted import Counted
 from vllmx_server.host.workers.messages import (
-    CARDS,
-    CORE_LOST,
-    END,
-    LEAVE,
-    LOAD,
-    RELAY,
-    RELAY_END,
-    RELAY_MORE,
-    RELOAD,
-    SHUT_DOWN,
-    SLEEP,
-    UNLOAD,
-    USAGE,
-    USED,
-    WAKE,
-    WAKE_IDLE,
     Begin,
     Relayed,
     RelayedAnswer,
@@ -52,19 +34,24 @@ from vllmx_server.host.workers.messages import (
     Reload,
 )
 from vllmx_server.host.workers.pool import WorkerPool, asked_of_all
-from vllmx_server.host.workers.remote_limiter import WorkerLimiter
-from vllmx_server.http.connections.versions import untested
-from vllmx_server.limits.key_limiter import KeyLimiter
 from vllmx_server.limits.keys import ApiKeys, reload_keys
-from vllmx_server.limits.rate_limiter import RateLimiter, Unlimited
-from vllmx_server.limits.usage import KeyUsage, UsageLedger
+from vllmx_server.limits.rate_limiter import (
+    Granted,
+    KeyLimiter,
+    RateLimiter,
+    Reservation,
+    Unlimited,
+    Used,
+)
+from vllmx_server.limits.usage import UsageLedger
 from vllmx_server.store.database import Storage
 from vllmx_server.store.folder import temporary_folder
+from vllmx_server.watch.metrics import MetricCounts, Metrics
 
 logger = logging.getLogger("vllmx.supervisor")
 
 _LEAVE_S = 1.0
-"""A worker that has not let go of a model by then needs it."""
+"""Seconds after which a worker that has not left a model is taken to need it."""
 
 
 async def serve_with_workers(
@@ -76,11 +63,11 @@ async def serve_with_workers(
     on_ready: Callable[[CoreInfo], None],
     operators: socket.socket | None = None,
 ) -> None:
-    """Serves until it is stopped. Raises what `run_server` does."""
+    """Serves until it is stopped. Raises the errors of `run_server`."""
     found = await asyncio.to_thread(find_model, engine, None)
     folder = None if server.data_dir else str(temporary_folder())
-    door = CoreListener()
-    starting = asyncio.ensure_future(ProcessFrontend.start(found, door))
+    core_listener = CoreListener()
+    starting = asyncio.ensure_future(ProcessFrontend.start(found, core_listener))
     try:
         await asyncio.sleep(0)  # until the core's process is there
         stored = await _open_storage(server, folder)
@@ -88,14 +75,13 @@ async def serve_with_workers(
             begin = Begin(
                 server=server,
                 core=ProcessFrontend(found).start_message,
-                door=str(door.path),
+                core_path=str(core_listener.path),
                 models=list(models),
                 row=0,
                 num_rows=0,
                 seed=0,
                 data_dir=str(server.data_dir or folder),
                 outlives=folder is None,
-                has_mailboxes=untested() is None,
             )
             usage = UsageLedger(stored.database)
             supervisor = Supervisor(server, (listener, operators), begin, usage)
@@ -109,7 +95,7 @@ async def serve_with_workers(
     finally:
         starting.cancel()
         await asyncio.wait((starting,))
-        door.close()
+        core_listener.close()
         if not starting.cancelled() and starting.exception() is None:
             await starting.result().close()
         if folder is not None:
@@ -117,7 +103,7 @@ async def serve_with_workers(
 
 
 async def _open_storage(server: ServerConfig, folder: str | None) -> Storage:
-    """Holds the lock of the folder, in which workers find a database then."""
+    """Locks the folder and makes the database that workers open."""
     path = server.data_dir or folder
     stored = Storage(path)
     try:
@@ -129,7 +115,7 @@ async def _open_storage(server: ServerConfig, folder: str | None) -> Storage:
 
 
 class Supervisor:
-    """What becomes of the core and of the workers is told to all of them."""
+    """Watches the core and the workers, and reports the end of either to all workers."""
 
     def __init__(
         self,
@@ -201,7 +187,7 @@ class Supervisor:
             await self._host.close()
 
     async def _started(self, starting: asyncio.Future[ProcessFrontend]) -> ProcessFrontend:
-        """The core, when all workers serve it. Raises what either meets."""
+        """Returns the core when all workers serve it. Raises the errors of either."""
         ready = asyncio.ensure_future(self._pool.ready())
         try:
             await asyncio.wait((starting, ready), return_when=asyncio.FIRST_EXCEPTION)
@@ -215,51 +201,20 @@ class Supervisor:
     async def end(self) -> None:
         """See `vllmx_server.host.signals.Serving`."""
         timeout_s = self._server.drain_timeout_s + 2 * CLOSE_S
-        await asked_of_all(self._pool.channels(), END, type(None), timeout_s)
+        await asked_of_all(self._pool.channels(), "end", type(None), timeout_s)
 
     def reload(self) -> None:
         """See `vllmx_server.host.signals.Serving`."""
         sound = self._server.ssl_certfile is not None and reload_certificate(self._server, None)
         found = Reload(keys=reload_keys(self._keys), certificate=sound)
         for channel in self._pool.channels():
-            channel.tell(RELOAD, found)
+            channel.tell("reload", found)
 
     # --- what workers ask -------------------------------------------------------------------------
     def _serve_channel(self, channel: Channel) -> None:
-        async def cards(_: None) -> list[ModelInfo]:
-            return await self._host.cards()
+        limiter = WorkerLimiter(self._limiter, channel)
 
-        async def sleep(_: None) -> None:
-            if self._is_busy:
-                text = "requests are in flight: have the model sleep when they end"
-                raise InvalidRequestError(text)
-            await self._core.sleep()
-
-        async def wake(_: None) -> None:
-            await self._core.wake()
-
-        async def wake_idle(_: None) -> bool:
-            return await self._host.wake_idle()
-
-        async def shut_down(_: None) -> None:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        async def relay(relayed: Relayed) -> RelayedAnswer:
-            return await self._pool.leader.ask(RELAY, relayed, RelayedAnswer)
-
-        async def relay_more(number: int) -> RelayedMore:
-            return await self._pool.leader.ask(RELAY_MORE, number, RelayedMore)
-
-        async def relay_end(number: int) -> None:
-            self._pool.leader.tell(RELAY_END, number)
-
-        async def used(more: dict[str, KeyUsage]) -> None:
-            self._usage.add(more)
-
-        async def usage(_: None) -> dict[str, KeyUsage]:
-            return dict(await self._usage.all())
-
-        async def settle_all(limiter: WorkerLimiter) -> None:
+        async def settle_all() -> None:
             await channel.gone.wait()
             self._counted.bury(channel)
             await limiter.close()
@@ -268,29 +223,49 @@ class Supervisor:
             with contextlib.suppress(VllmxError):
                 await self._host.wake_idle()
 
-        for each in (settle_all(WorkerLimiter(self._limiter, channel)), wake_for_it()):
+        for each in (settle_all(), wake_for_it()):
             task = asyncio.ensure_future(each)
             self._beside.add(task)
             task.add_done_callback(self._beside.discard)
         self._counted.serve(channel)
-        channel.serve(USED, dict[str, KeyUsage], used)
-        channel.serve(USAGE, type(None), usage)
-        channel.serve(LOAD, str, self._host.load)
-        channel.serve(UNLOAD, str, self._host.unload)
-        channel.serve(CARDS, type(None), cards)
-        channel.serve(SLEEP, type(None), sleep)
-        channel.serve(WAKE, type(None), wake)
-        channel.serve(WAKE_IDLE, type(None), wake_idle)
-        channel.serve(SHUT_DOWN, type(None), shut_down)
-        channel.serve(RELAY, Relayed, relay)
-        channel.serve(RELAY_MORE, int, relay_more)
-        channel.serve(RELAY_END, int, relay_end)
+        channel.serve(
+            used=self._usage.add,
+            usage=self._usage.all,
+            load=self._host.load,
+            unload=self._host.unload,
+            cards=self._host.cards,
+            wake_idle=self._host.wake_idle,
+            sleep=self._sleep,
+            wake=self._wake,
+            shut_down=lambda: os.kill(os.getpid(), signal.SIGTERM),
+            relay=self._relay,
+            relay_more=self._relay_more,
+            relay_end=self._relay_end,
+        )
+
+    async def _sleep(self) -> None:
+        if self._is_busy:
+            text = "requests are in flight: have the model sleep when they end"
+            raise InvalidRequestError(text)
+        await self._core.sleep()
+
+    async def _wake(self) -> None:
+        await self._core.wake()
+
+    async def _relay(self, relayed: Relayed) -> RelayedAnswer:
+        return await self._pool.leader.ask("relay", relayed, RelayedAnswer)
+
+    async def _relay_more(self, number: int) -> RelayedMore:
+        return await self._pool.leader.ask("relay_more", number, RelayedMore)
+
+    def _relay_end(self, number: int) -> None:
+        self._pool.leader.tell("relay_end", number)
 
     async def _left_by_all(self, name: str) -> bool:
         channels = self._pool.channels()
         if name == self._first_name and not self._pool.is_whole:
-            return False  # who starts waits for its core
-        left = await asked_of_all(channels, LEAVE, bool, _LEAVE_S, name)
+            return False  # a worker that is starting needs the core
+        left = await asked_of_all(channels, "leave", bool, _LEAVE_S, name)
         return len(left) == len(channels) and all(left)
 
     def _note(self, stats: CoreStats) -> None:
@@ -298,4 +273,85 @@ class Supervisor:
 
     def _tell_lost(self, error: VllmxError) -> None:
         for channel in self._pool.channels():
-            channel.tell(CORE_LOST, ErrorRecord.of(cause_of(error)))
+            channel.tell("core_lost", ErrorRecord.of(cause_of(error)))
+
+
+COUNT_S = 1.0
+"""A worker that does not answer for so long is counted by what it sent last."""
+ModelCounts = dict[str, MetricCounts]
+"""The counts by model."""
+
+
+class Counted:
+    """The counts of all workers, those that have ended among them.
+
+    A worker sends its counts once a second while they change, and with each question for those of
+    the whole server. So whatever was shown once is known here, and no counter falls when a worker
+    dies.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Channel, ModelCounts] = {}
+        self._gone: dict[str, Metrics] = {}
+
+    def serve(self, channel: Channel) -> None:
+        """Takes the counts of a worker, and answers with those of all others."""
+
+        def counted(counts: ModelCounts) -> None:
+            self._note(channel, counts)
+
+        async def metrics(own: ModelCounts) -> list[ModelCounts]:
+            self._note(channel, own)
+            return await self.of_others(channel)
+
+        self._known[channel] = {}
+        channel.serve(counted=counted, metrics=metrics)
+
+    def bury(self, channel: Channel) -> None:
+        """Keeps the counts of a worker that has ended."""
+        for model, counts in self._known.pop(channel, {}).items():
+            gone = self._gone.setdefault(model, Metrics.elsewhere(model))
+            gone.add(counts)
+            gone.show(counts.core)
+
+    async def of_others(self, requester: Channel) -> list[ModelCounts]:
+        """The counts of all workers but the one that asks, as new as they can be had."""
+        others = [channel for channel in self._known if channel is not requester]
+        await asyncio.gather(*map(self._ask, others))
+        found = [counts for channel, counts in self._known.items() if channel is not requester]
+        return [*found, {model: gone.counts() for model, gone in self._gone.items()}]
+
+    async def _ask(self, channel: Channel) -> None:
+        try:
+            async with asyncio.timeout(COUNT_S):
+                self._note(channel, await channel.ask("count", None, ModelCounts))
+        except (TimeoutError, VllmxError):
+            pass
+
+    def _note(self, channel: Channel, counts: ModelCounts) -> None:
+        if not channel.gone.is_set():  # else it is buried, or will be with what it told before
+            self._known[channel] = counts
+
+
+class WorkerLimiter:
+    """The rate limiter for one worker. If the worker dies, its reservations are charged in full."""
+
+    def __init__(self, limiter: RateLimiter, channel: Channel) -> None:
+        self._limiter = limiter
+        self._open: dict[int, int] = {}
+        channel.serve(reserve=self._reserve, settle=self._settle)
+
+    async def close(self) -> None:
+        """Charges what is still reserved: the worker is gone."""
+        while self._open:
+            ticket, num_tokens = self._open.popitem()
+            await self._limiter.settle(Used(ticket=ticket, num_tokens=num_tokens))
+
+    async def _reserve(self, reservation: Reservation) -> Granted:
+        granted = await self._limiter.reserve(reservation)
+        self._open[granted.ticket] = reservation.num_tokens
+        return granted
+
+    async def _settle(self, used: Used) -> None:
+        if self._open.pop(used.ticket, None) is not None:
+            await self._limiter.settle(used)

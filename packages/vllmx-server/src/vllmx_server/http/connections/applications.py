@@ -1,4 +1,4 @@
-"""The applications of one connection's requests, and what each has still to receive."""
+"""The applications of one connection's requests, and their queues of messages."""
 
 from __future__ import annotations
 
@@ -11,19 +11,51 @@ from hypercorn.asyncio.task_group import TaskGroup
 from hypercorn.config import Config
 from vllmx_core.system.private_traceback import private_traceback
 
-from vllmx_server.http.connections.client import Client
-
 logger = logging.getLogger("vllmx.server")
 
 _ROOM = 8
-"""Pieces of a body, of 64 KiB at most, that may wait for the application."""
+"""Pieces of a body, of at most 64 KiB, that may wait for the application."""
+
+
+class Client:
+    """A client that waits for an answer; ASGI's `receive` is a method of it. To learn from
+    `http.disconnect` that the client has left would take a task of its own."""
+
+    is_gone = False
+    _when_gone: tuple[Callable[[], object], ...] = ()
+
+    def when_gone(self, call: Callable[[], object]) -> None:
+        """Has the event loop call `call` when the client has left or its answer is complete."""
+        if self.is_gone:
+            asyncio.get_running_loop().call_soon(call)
+        else:
+            self._when_gone = (*self._when_gone, call)
+
+    def forget(self, call: Callable[[], object]) -> None:
+        """Undoes `when_gone`, unless the call is already scheduled."""
+        self._when_gone = tuple(other for other in self._when_gone if other != call)
+
+    def leave(self) -> None:
+        """The client has left."""
+        if not self.is_gone:
+            self.is_gone = True
+            calls, self._when_gone = self._when_gone, ()
+            for call in calls:
+                asyncio.get_running_loop().call_soon(call)
 
 
 class Inbox(Client):
-    """A bounded queue that never holds up its connection for an application that has ended."""
+    """The messages for one application. It never holds up its connection for an application that
+    has ended.
 
-    def __init__(self) -> None:
+    Args:
+        on_read: called with the bytes of the body that the application reads; whoever puts messages
+            then bounds them. None: `put` waits while `_ROOM` pieces are unread.
+    """
+
+    def __init__(self, on_read: Callable[[int], Awaitable[None]] | None = None) -> None:
         self._messages: asyncio.Queue[Any] = asyncio.Queue()
+        self._on_read = on_read
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._ended = False
@@ -31,7 +63,9 @@ class Inbox(Client):
     async def receive(self) -> Any:
         """The next message; the application calls it."""
         message = await self._messages.get()
-        if self._messages.qsize() < _ROOM:
+        if self._on_read is not None:
+            await self._on_read(len(message.get("body", b"")))
+        elif self._messages.qsize() < _ROOM:
             self._has_room.set()
         return message
 
@@ -43,7 +77,8 @@ class Inbox(Client):
         if message["type"] == "http.disconnect":
             self.leave()
         self._messages.put_nowait(message)
-        if message.get("more_body") and self._messages.qsize() >= _ROOM:
+        is_full = self._on_read is None and self._messages.qsize() >= _ROOM
+        if message.get("more_body") and is_full:
             self._has_room.clear()
             await self._has_room.wait()
 
@@ -65,11 +100,13 @@ class Applications(TaskGroup):
         send: Callable[[Any], Awaitable[None]],
     ) -> Callable[[Any], Awaitable[None]]:
         inbox = Inbox()
-        self.spawn(_run, app, scope, inbox, send)
+        self.spawn(run_app, app, scope, inbox, send)
         return inbox.put
 
 
-async def _run(app: Any, scope: Any, inbox: Inbox, send: Callable[[Any], Awaitable[None]]) -> None:
+async def run_app(
+    app: Any, scope: Any, inbox: Inbox, send: Callable[[Any], Awaitable[None]]
+) -> None:
     try:
         await app(scope, inbox.receive, send)
     except Exception as error:

@@ -2,7 +2,7 @@
 
 A connection has a deadline whenever no request is being answered: for the handshake and the headers
 of a request that has begun, and a longer one between requests. When its client closes, the
-applications hear of it at once, and the descriptor is given back as soon as they have ended.
+applications are notified at once, and the descriptor is freed as soon as they have ended.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ logger = logging.getLogger("vllmx.server")
 
 _RECEIVE_BYTES = 1 << 16
 _LINGER_S, _LINGER_IDLE_S = 30.0, 5.0
-"""How long what a client still sends is read and dropped after the last answer, in all and without
-hearing of it; the rest of the answer has as long to go out."""
+"""Time after the last answer during which what the client still sends is read and dropped: in all,
+and between two receipts. The rest of the answer has the same time."""
 _LINGER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What all connections of a server have in common."""
+    """The common part of all connections of a server."""
 
     app: Any
     config: Config
@@ -54,7 +54,7 @@ class Connection:
     """A connection from its acceptance to its end, in `run`.
 
     Args:
-        on_idle: told when it begins and ceases to wait for a request.
+        on_idle: called with True when it begins to wait for a request, and False when it ceases.
     """
 
     def __init__(self, shared: Shared, on_idle: Callable[[bool], None]) -> None:
@@ -68,7 +68,7 @@ class Connection:
         self._is_idle, self._awaits_rest = True, True
         self._finished_s: float | None = None
         self.began = False
-        """Whether the socket is this connection's to close."""
+        """The connection closes the socket."""
 
     async def run(self, accepted: socket.socket) -> None:
         """Serves until the client has left or the server has closed it. Cancelling it cuts the
@@ -141,7 +141,7 @@ class Connection:
 
     # --- receiving --------------------------------------------------------------------------------
     async def _receive(self) -> None:
-        """Receives until the client has sent its end, or has sent enough after ours."""
+        """Receives until the client closes, or has sent too much after the last answer."""
         dropped = 0
         while data := await self.reader.read(_RECEIVE_BYTES):
             if self._finished_s is None:
@@ -160,20 +160,20 @@ class Connection:
             await self._protocol.initiate()
             await self._protocol.handle(RawData(error.data))
         if self._finished_s is not None:
-            await self._protocol.handle(Closed())  # nobody waits for an answer any more
+            await self._protocol.handle(Closed())  # the client waits for no further answer
         elif self._is_idle:
             self._await_request()
 
     def _await_request(self) -> None:
-        """A request that has begun must arrive soon; before it, there is more time."""
+        """Shortens the deadline when a request has begun to arrive."""
         awaits_rest = isinstance(self._protocol, Http1) and self._protocol.is_mid_request
         if awaits_rest and not self._awaits_rest:
             self._expire_in(self._shared.timeouts.header_s)
         self._awaits_rest = self._awaits_rest or awaits_rest
 
-    # --- what the protocol says -------------------------------------------------------------------
+    # --- events of the protocol -------------------------------------------------------------------
     async def protocol_send(self, event: Event) -> None:
-        """Takes bytes for the client, and hears whether the connection is idle and when it ends."""
+        """Takes bytes for the client, and whether the connection is idle or ends."""
         if isinstance(event, RawData):
             try:
                 await self._write(event.data)
@@ -185,8 +185,8 @@ class Connection:
             self._set_idle(event.idle)
 
     async def _write(self, data: bytes) -> None:
-        """Returns when there is room for more. Raises ConnectionError when the client is gone, or
-        takes too little for too long."""
+        """Returns when there is room for more. Raises ConnectionError if the client is gone or too
+        slow."""
         transport, send_s = self.writer.transport, self._shared.timeouts.send_s
         if transport.is_closing():  # asyncio would log each further write
             raise ConnectionResetError
@@ -221,7 +221,7 @@ class Connection:
         when = None if seconds is None else self._loop.time() + seconds
         if self._finished_s is not None and when is not None:
             when = min(when, self._finished_s + _LINGER_S)
-        with contextlib.suppress(RuntimeError):  # nobody reads any more
+        with contextlib.suppress(RuntimeError):  # the deadline is no longer in use
             self._deadline.reschedule(when)
 
     async def _on_deadline(self) -> None:
@@ -244,7 +244,7 @@ class Connection:
             return
         self._finished_s = self._loop.time()
         if not self._is_idle:
-            self._on_idle(True)  # it may be closed for others, as if it waited for a request
+            self._on_idle(True)  # it may be closed to make room for others
         if isinstance(self._protocol, Http1) and not self._protocol.may_have_unread:
             self.writer.close()
             self._expire_in(_LINGER_S)
@@ -255,7 +255,7 @@ class Connection:
         self._expire_in(_LINGER_IDLE_S)
 
     async def _close(self) -> None:
-        """Gives the descriptor back, after what is left of an answer if the client takes it."""
+        """Frees the descriptor, after the rest of an answer if the client takes it."""
         transport = self.writer.transport
         since_s = self._finished_s or self._loop.time()
         cut = self._loop.call_at(since_s + _LINGER_S, transport.abort)

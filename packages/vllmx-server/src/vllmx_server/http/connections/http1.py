@@ -1,15 +1,14 @@
 """HTTP/1.1 on one connection: hypercorn's protocol, made to read on while an answer is on its way.
 
-What is other than in hypercorn: a client that sent further requests and left is noticed at once; an
-upgrade to HTTP/2 or to a websocket is never offered; a request whose length can be read in two ways
-is refused; and what is left of a body after an early answer is read and dropped, so that the client
-sees the answer and not a broken connection.
+Unlike hypercorn's, it notices at once that a client which sent further requests has left, never
+offers an upgrade to HTTP/2 or to a websocket, refuses a request whose length can be read in two
+ways, and reads and drops the rest of a body after an early answer, so that the client sees the
+answer and not a broken connection.
 """
 
 from __future__ import annotations
 
 import ast
-import asyncio
 import re
 
 import h11
@@ -23,18 +22,16 @@ from vllmx_core.errors import VllmxError, shown
 from vllmx_server.errors import BadHTTPError, error_body
 
 MAX_AHEAD_BYTES = 1 << 16
-"""What a client may send of its next requests while an answer is on its way."""
+"""Bytes of its next requests that a client may send before it has the answer."""
 _MAX_DROPPED_BODY_BYTES = 1 << 20
 """A body up to this length is read to its end although its answer was sent, and the connection
 goes on; with a longer one it ends."""
-_SEND_BYTES = 1 << 18
-"""A longer body goes out in pieces, others in between: asyncio copies what cannot go at once."""
 _TWO_WAYS = re.compile(rb"(?<!\r)\n|\n[ \t]")
 """A line feed alone, and a header that is folded: h11 takes both."""
 
 
 class Http1(H11Protocol):
-    """One connection; `send` takes bytes, and tells the connection when it is idle or done."""
+    """One connection; `send` takes bytes, and events when it is idle or done."""
 
     connection: h11.Connection
     _bytes_ahead = 0
@@ -44,15 +41,15 @@ class Http1(H11Protocol):
 
     @property
     def is_mid_request(self) -> bool:
-        """Whether a request has begun to arrive that nobody answers yet, or its rest after the
-        answer."""
+        """True if a request has begun to arrive and is not being answered, or its rest arrives
+        after the answer."""
         return self.connection.their_state is h11.SEND_BODY or bool(
             self.connection.trailing_data[0]
         )
 
     @property
     def may_have_unread(self) -> bool:
-        """Whether the client may still be sending: closing now would destroy the answer."""
+        """True if the client may still be sending: closing now would destroy the answer."""
         unfinished = self.connection.their_state in (h11.SEND_BODY, h11.ERROR)
         return unfinished or self._bytes_ahead > 0 or bool(self.connection.trailing_data[0])
 
@@ -68,7 +65,7 @@ class Http1(H11Protocol):
             await super().handle(event)
 
     async def refuse(self, error: VllmxError) -> None:
-        """Answers what is no request, and ends the connection."""
+        """Answers with an error and ends the connection."""
         if self.connection.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = error_body(error)
             headers = [
@@ -86,7 +83,7 @@ class Http1(H11Protocol):
 
     async def _handle_events(self) -> None:
         if self._parsing:
-            return  # whoever waits in the loop below goes on with what has come
+            return  # the loop below goes on with what has come
         self._parsing = True
         try:
             while await self._handle_next():
@@ -95,7 +92,7 @@ class Http1(H11Protocol):
             self._parsing = False
 
     async def _handle_next(self) -> bool:
-        """Whether there may be more to handle."""
+        """Returns True if there may be more to handle."""
         try:
             if self.connection.they_are_waiting_for_100_continue:
                 go_on = h11.InformationalResponse(
@@ -165,13 +162,7 @@ class Http1(H11Protocol):
     async def stream_send(self, event: StreamEvent) -> None:
         if isinstance(event, Response) and self._ends_with_this_answer():
             event.headers.append((b"connection", b"close"))
-        if isinstance(event, Body) and len(event.data) > _SEND_BYTES:
-            for begin in range(0, len(event.data), _SEND_BYTES):
-                piece = event.data[begin : begin + _SEND_BYTES]
-                await super().stream_send(Body(stream_id=event.stream_id, data=piece))
-                await asyncio.sleep(0)
-        else:
-            await super().stream_send(event)
+        await super().stream_send(event)
 
     def _ends_with_this_answer(self) -> bool:
         return self._bytes_ahead > MAX_AHEAD_BYTES or (
@@ -195,7 +186,7 @@ class Http1(H11Protocol):
 
 
 def _check(request: h11.Request, head: bytes, *, is_first: bool) -> None:
-    """Raises BadHTTPError for what proxies and servers are known to read in two ways."""
+    """Raises BadHTTPError for heads that proxies and servers are known to read in two ways."""
     if _TWO_WAYS.search(head):
         raise BadHTTPError("each line of a head ends with CR LF, and none goes on in the next one")
     names = {name for name, _ in request.headers}
@@ -210,14 +201,14 @@ def _check(request: h11.Request, head: bytes, *, is_first: bool) -> None:
 
 
 def _status(error: h11.RemoteProtocolError) -> int:
-    """What h11 suggests, but 400 in place of 501: a client's fault is no error of the server, which
-    operators would be woken for."""
+    """h11's hint, but 400 in place of 501: operators are woken for errors of the server, and this
+    is the client's."""
     hint: int = error.error_status_hint
     return hint if hint < 500 else 400
 
 
 def _reason(error: h11.RemoteProtocolError) -> str:
-    """What h11 says, with the line that it quotes as text: it writes `bytearray(b'...')`."""
+    """h11's message, with the line that it quotes as text: it writes `bytearray(b'...')`."""
     reason, _, quoted = str(error).partition(": bytearray(")
     if not quoted:
         return reason
@@ -229,7 +220,7 @@ def _reason(error: h11.RemoteProtocolError) -> str:
 
 
 def _declared_bytes(request: h11.Request) -> int:
-    """The length of the body as its headers tell; of one in chunks it is not known."""
+    """The length of the body by its headers; more than is dropped if it comes in chunks."""
     for name, value in request.headers:
         if name == b"content-length":
             return int(value)

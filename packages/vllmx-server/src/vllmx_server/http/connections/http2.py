@@ -1,16 +1,16 @@
-"""HTTP/2 as hypercorn speaks it, with what it lacks against clients that are broken or hostile.
+"""HTTP/2 on one connection: hypercorn's protocol, guarded against broken and hostile clients.
 
-hypercorn ends a connection, and every stream of it, with the first DATA frame of a stream that
-was answered before its body had come; waits in the reader of all streams for the one whose
-application does not read; and takes whatever a client sends, however often. Here
+hypercorn ends a connection and all of its streams with the first DATA frame of a stream that was
+answered before its body had come, blocks all streams while one application does not read, and
+accepts any number of frames. Here
 
-- bodies wait in a queue for each stream, and a stream's flow control window is given back as its
-  application reads. The connection's window is given back at once: no stream can close it;
-- the rest of a body whose answer is out is dropped, with its window given back;
-- resets and frames that carry nothing have a budget (`FrameBudget`). Who exceeds it gets GOAWAY
-  with ENHANCE_YOUR_CALM. The application never sees a stream that is reset as soon as it is opened;
-- a stream whose client never opens its window is given up after a time;
-- PRIORITY is ignored, as RFC 9113 has it; CONNECT and paths that are none are answered.
+- bodies wait in a queue for each stream, and a stream's flow control window is reopened as its
+  application reads. The connection's window is reopened at once: no stream can close it;
+- the rest of a body that was already answered is dropped, and its window reopened;
+- resets and empty frames have a budget (`FrameBudget`). A client that exceeds it gets GOAWAY with
+  ENHANCE_YOUR_CALM. The application never sees a stream that is reset as soon as it is opened;
+- a stream whose client does not open its window is reset after a time;
+- PRIORITY is ignored, as in RFC 9113; CONNECT and invalid paths get an error.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.utils import filter_pseudo_headers
 from vllmx_core.system.private_traceback import private_traceback
 
+from vllmx_server.http.connections.applications import Inbox, run_app
 from vllmx_server.http.connections.settings import least_taken
 
 
@@ -60,7 +61,7 @@ class FrameBudget:
         self._left, self._seen_s = burst, clock()
 
     def take(self, count: int) -> bool:
-        """False when more was taken than there was."""
+        """False if the budget is exceeded."""
         if not count:
             return True
         now_s = self._clock()
@@ -76,51 +77,44 @@ class FrameBudget:
 logger = logging.getLogger("vllmx.server")
 
 _SLICE_BYTES = 8192
-"""Parsed at a time; the budget is looked at in between."""
+"""Bytes that are parsed between two checks of the budget."""
 _WINDOW_STEP = 16384
 """Bytes that are owed before a WINDOW_UPDATE is sent: a quarter of a window."""
 _SMALL_BYTES = 128
-"""A DATA frame with less is charged like one that carries nothing."""
+"""A smaller DATA frame is charged like an empty one."""
 _DROPPED_BYTES = 64 << 20
-"""The bytes of one stream's body after its answer that are dropped; more is stopped."""
+"""Bytes of one stream's body that are dropped after its answer; then it is reset."""
 _HOP_HEADERS = (b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding")
 
 
-class _Application:
-    """Starts the application of one stream, as the task group that hypercorn expects. What it has
-    not read waits in a queue that holds nobody up: the stream's window bounds it.
+class _Stream:
+    """Starts the application of one stream, as the task group that hypercorn expects. The messages
+    that it has not read hold nobody up: the stream's window bounds them.
 
     Args:
         group: the connection's tasks.
-        give_back: told how many bytes of the body were read.
+        on_read: called with the bytes of the body that were read.
         returned: called at the end.
     """
 
     def __init__(
-        self, group: Any, give_back: Callable[[int], Awaitable[None]], returned: Callable[[], None]
+        self, group: Any, on_read: Callable[[int], Awaitable[None]], returned: Callable[[], None]
     ) -> None:
-        self._group = group
-        self._give_back = give_back
-        self._returned = returned
+        self._group, self._on_read, self._returned = group, on_read, returned
 
     async def spawn_app(
         self, app: Any, config: Any, scope: Any, send: Any
     ) -> Callable[[Any], Awaitable[None]]:
-        queue: asyncio.Queue[Any] = asyncio.Queue()
+        inbox = Inbox(self._on_read)
 
-        async def read() -> Any:
-            message = await queue.get()
-            await self._give_back(len(message.get("body", b"")))
-            return message
-
-        async def run(scope: Any, receive: Any, send: Any, *rest: Any) -> None:
+        async def run() -> None:
             try:
-                await app(scope, read, send, *rest)
+                await run_app(app, scope, inbox, send)
             finally:
                 self._returned()
 
-        await self._group.spawn_app(run, config, scope, send)
-        return queue.put
+        self._group.spawn(run)
+        return inbox.put
 
 
 class Http2(H2Protocol):
@@ -129,10 +123,10 @@ class Http2(H2Protocol):
     RESETS, RESETS_PER_S = 200, 20
     """Streams that end before their answer: by the client's RST_STREAM or by its fault."""
     CONTROLS, CONTROLS_PER_S = 2000, 200
-    """PING, SETTINGS, PRIORITY, WINDOW_UPDATE, unknown frames, DATA with next to nothing."""
+    """PING, SETTINGS, PRIORITY, WINDOW_UPDATE, unknown frames, small DATA."""
 
     send_timeout_s = 300.0
-    """How long a stream's client may take nothing of its answer."""
+    """Seconds that a stream's client may take nothing of its answer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -151,7 +145,7 @@ class Http2(H2Protocol):
         self._running = 0
         """Applications that have not returned, also those whose stream is gone."""
 
-    # --- what comes in ----------------------------------------------------------------------------
+    # --- receiving --------------------------------------------------------------------------------
     async def handle(self, event: RawData | Closed | Updated) -> None:  # type: ignore[override]
         if isinstance(event, Closed):
             await self._end_streams()
@@ -241,7 +235,7 @@ class Http2(H2Protocol):
     async def _start(self, event: RequestReceived, method: str, path: bytes) -> None:
         stream_id = event.stream_id
         read = partial(self._give_back, stream_id)
-        group: Any = _Application(self.task_group, read, self._returned)
+        group: Any = _Stream(self.task_group, read, self._returned)
         stream = HTTPStream(
             self.app,
             self.config,
@@ -291,8 +285,8 @@ class Http2(H2Protocol):
                 self.connection.reset_stream(stream_id, ErrorCodes.NO_ERROR)
 
     async def _give_back(self, stream_id: int, size: int) -> None:
-        """Gives bytes back to the window of a stream, or of the connection (0). What is left of a
-        body that has ended stays: nobody needs it."""
+        """Reopens the window of a stream, or of the connection (0), by so many bytes, a
+        `_WINDOW_STEP` at a time."""
         if not size or self.closed:
             return
         self._owed[stream_id] += size
@@ -312,15 +306,15 @@ class Http2(H2Protocol):
         await super()._close_stream(stream_id)
 
     async def _drop_stream(self, stream_id: int) -> None:
-        """Ends a stream without an answer; with the last one the connection waits for requests."""
+        """Ends a stream without an answer; after the last one the connection is idle."""
         if stream_id in self.streams:
             await super().stream_send(StreamClosed(stream_id=stream_id))
         self._forget(stream_id)
         await self._window_updated(stream_id)
 
-    # --- what goes out ----------------------------------------------------------------------------
+    # --- sending ----------------------------------------------------------------------------------
     async def stream_send(self, event: StreamEvent) -> None:
-        if self.closed:  # and nobody is told, which would start the wait for another request
+        if self.closed:  # silently: an update would start the wait for another request
             if isinstance(event, StreamClosed):
                 await self._close_stream(event.stream_id)
             return
@@ -335,15 +329,14 @@ class Http2(H2Protocol):
             await super().stream_send(event)
 
     def _may_wait(self, event: StreamEvent) -> bool:
-        """Whether sending it waits until the client takes something."""
+        """True if sending it waits until the client takes something."""
         if isinstance(event, Body):
             buffer = self.stream_buffers.get(event.stream_id)
             return buffer is not None and len(buffer.buffer) + len(event.data) >= BUFFER_HIGH_WATER
         return isinstance(event, EndBody)
 
     async def _send_in_time(self, event: StreamEvent) -> None:
-        """Gives the stream up when its client opens too small a window in `send_timeout_s`, twice
-        that at most."""
+        """Resets the stream if its client takes too little in `send_timeout_s`."""
         loop = asyncio.get_running_loop()
         left_bytes = 1 << 62
         timer: asyncio.TimerHandle
@@ -380,7 +373,7 @@ class Http2(H2Protocol):
 
     # --- the end ----------------------------------------------------------------------------------
     async def _fail(self, error: Exception) -> None:
-        """A bug of ours or of a library costs this connection and tells the log where it is."""
+        """Logs a bug of ours or of a library and closes this connection."""
         logger.error("an HTTP/2 connection failed\n%s", private_traceback(error))
         await self._go_away(ErrorCodes.INTERNAL_ERROR)
 
@@ -390,7 +383,7 @@ class Http2(H2Protocol):
         await self._leave()
 
     async def _leave(self) -> None:
-        """Sends what is ready and closes the connection, which may take until the client reads."""
+        """Sends what is ready, as far as the client reads it, and closes the connection."""
         if not self.closed:
             await self._end_streams()
             await self.send(Updated(idle=True))
@@ -402,5 +395,5 @@ class Http2(H2Protocol):
         for stream_id in list(self.streams):
             await self._close_stream(stream_id)
         for buffer in list(self.stream_buffers.values()):
-            await buffer.close()  # an application that waits for its window waits no longer
+            await buffer.close()  # ends the wait of applications for their windows
         await self.has_data.set()

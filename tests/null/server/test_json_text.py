@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import json
 import random
-from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 from vllmx_core.errors import InvalidRequestError
+from vllmx_core.sampling import MAX_STOP_IDS
 from vllmx_server.apis.completions import schema as completions
 from vllmx_server.generating import chat_body as chat
 from vllmx_server.host.models.routing import _peeked
-from vllmx_server.schema import json_weight
+from vllmx_server.schema import json_text
 from vllmx_server.schema.decode import decode
-from vllmx_server.schema.json_weight import (
-    MAX_ESCAPES,
-    MAX_WEIGHT,
-    JSONCounts,
-    _count_outside_strings,
-    check_escapes,
-    check_weight,
-    parts_of,
-)
+from vllmx_server.schema.json_text import MAX_WEIGHT, check_weight
 
 from .conftest import JSON, Served
 
@@ -56,17 +48,21 @@ def walked(value: Any) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.parametrize("ensure_ascii", [False, True])
-@pytest.mark.parametrize("part_bytes", [1, 3, 1 << 16])
 def test_counts_are_those_of_the_decoded_value(
-    ensure_ascii: bool, part_bytes: int, monkeypatch: pytest.MonkeyPatch
+    ensure_ascii: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_weight, "parts_of", partial(parts_of, part_bytes=part_bytes))
+    monkeypatch.setattr(json_text, "MAX_WEIGHT", 0)
     rng = random.Random(7)
     for _ in range(200):
         value = random_value(rng, 4)
         text = json.dumps(value, ensure_ascii=ensure_ascii).encode()
-        commas, *rest = walked(value)
-        assert _count_outside_strings(text) == JSONCounts(commas + 1, *rest)
+        commas, strings, containers, members = walked(value)
+        counts = (
+            f"{commas + 1} JSON values, of them {strings} strings, {containers} lists and objects,"
+            f" and {members} members of objects"
+        )
+        with pytest.raises(InvalidRequestError, match=counts):
+            check_weight(text)
 
 
 def repeated(head: bytes, item: bytes, tail: bytes, size: int = 8 * MB) -> bytes:
@@ -94,7 +90,7 @@ def test_tiny_values_are_refused_and_not_decoded(
 
     with pytest.raises(InvalidRequestError, match=rf"at most {MAX_WEIGHT} .*split the call"):
         decode(body, Decoder())  # type: ignore[arg-type]
-    monkeypatch.setattr(json_weight, "MAX_WEIGHT", 1 << 30)
+    monkeypatch.setattr(json_text, "MAX_WEIGHT", 1 << 30)
     check_weight(body)
 
 
@@ -111,13 +107,20 @@ def test_what_clients_send_is_decoded() -> None:
     assert len(decode(body, chat.DECODER).messages) == chat.MAX_MESSAGES
 
 
-def test_escapes_of_many_short_texts_are_refused() -> None:
-    escapes = b'"' + b"\\n" * 1000 + b'"'
-    body = b'{"prompt":[' + b",".join([escapes] * (MAX_ESCAPES // 1000)) + b"]}"
-    check_escapes(body)
-    assert len(decode(body, completions.DECODER).prompt) == MAX_ESCAPES // 1000
-    with pytest.raises(InvalidRequestError, match=f"{MAX_ESCAPES + 1000} backslashes, .* UTF-8"):
-        decode(body.replace(b"]}", b"," + escapes + b"]}"), completions.DECODER)
+def test_lists_of_ids_and_errors_next_to_them() -> None:
+    ids = [*range(300), *range(10**9, 10**9 + 199_700)]
+    body = json.dumps({"prompt": ids}).encode()
+    assert decode(body, completions.DECODER).prompt == ids
+    with pytest.raises(InvalidRequestError, match="unknown field 'nope'"):
+        decode(body.replace(b"}", b',"nope":1}'), completions.DECODER)
+    wrong = f"stop_token_ids has 200000 entries, at most {MAX_STOP_IDS} are allowed"
+    with pytest.raises(InvalidRequestError, match=wrong):
+        decode(json.dumps({"prompt": "a", "stop_token_ids": ids}).encode(), completions.DECODER)
+    twice = body.replace(b"}", b',"prompt":"%b","user":"b"}' % (b"\\n" * 5000))
+    assert decode(twice, completions.DECODER).prompt == "\n" * 5000
+    broken = body[:-2] + b",01]}"
+    with pytest.raises(InvalidRequestError, match=r"not valid JSON: .* number .*\(byte \d+\)"):
+        decode(broken, completions.DECODER)
 
 
 def test_a_body_is_weighed_before_its_model_is_looked_for() -> None:
