@@ -17,8 +17,7 @@ from functools import partial
 import numpy as np
 from vllmx_core.weights.part import WeightPart
 
-from vllmx_cuda.device.dtypes import ITEM_BYTES
-from vllmx_cuda.device.memory import Bytes, Memory
+from vllmx_cuda.device.memory import ITEM_BYTES, Bytes, Memory
 from vllmx_cuda.kernel_specs import Variant, has_tensor_cores
 from vllmx_cuda.kernel_specs.types import ceil_div
 from vllmx_cuda.kernel_specs.w4 import (
