@@ -17,8 +17,8 @@ from vllmx_core.weights.views import share_of
 from vllmx_cuda.device.memory import Memory
 from vllmx_cuda.loading.streaming import stream
 from vllmx_cuda.matrices import pieces
+from vllmx_cuda.matrices.w4 import stored_pieces
 from vllmx_cuda.matrices.w4_packing import packed_rows, packing_of
-from vllmx_cuda.matrices.w4_stored import stored_pieces
 from vllmx_cuda.matrices.w4_words import stored_words
 from vllmx_models.quantization.awq import awq
 from vllmx_models.quantization.compressed_tensors import compressed_tensors

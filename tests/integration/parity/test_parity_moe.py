@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllmx_core.arrays import NUMPY, Arrays
 from vllmx_core.errors import UnsupportedOpError
 from vllmx_core.ops.route import RouteSpec, of_best_groups, route, route_scores
 
@@ -69,8 +70,12 @@ CASES = [
 def spied(gaps: list[float]) -> Callable[..., Any]:
     """The oracle's `route`, which also notes how near each choice of experts was to another."""
 
-    def route_(logits: Any, spec: RouteSpec, bias: Any = None, factor: Any = None) -> Any:
-        ids, weights = route(logits, spec, bias, factor)
+    def route_(
+        logits: Any, spec: RouteSpec, bias: Any = None, factor: Any = None, xp: Arrays = NUMPY
+    ) -> Any:
+        ids, weights = route(logits, spec, bias, factor, xp)
+        if xp is not NUMPY:
+            return ids, weights
         scores = route_scores(logits, spec) + (0 if bias is None else bias)
         if spec.groups > 1:
             scores = of_best_groups(scores, spec)

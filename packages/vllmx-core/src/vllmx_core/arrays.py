@@ -20,7 +20,8 @@ _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
 class Arrays:
-    """A library of arrays. Names without a method here are functions of the library."""
+    """A library of arrays. Names without a method here are functions of the library. Formulas call
+    `reshape`, `sum`, `mean` and `any` as methods of the arrays, which all libraries have."""
 
     library: ClassVar[Any]
 

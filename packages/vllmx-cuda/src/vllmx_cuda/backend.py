@@ -18,7 +18,7 @@ from vllmx_core.weights.part import WeightSource
 
 from vllmx_cuda.device.arch import capability
 from vllmx_cuda.device.device import Device
-from vllmx_cuda.device.dtypes import ITEM_BYTES, automatic
+from vllmx_cuda.device.memory import ITEM_BYTES, automatic
 from vllmx_cuda.device.ranks import DeviceRanks
 from vllmx_cuda.loaded import CudaLoadedModel
 from vllmx_cuda.loading.tuning import Tunable, tune

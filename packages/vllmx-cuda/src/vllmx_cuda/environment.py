@@ -14,7 +14,7 @@ from vllmx_cuda.compiler.libraries import MAJORS, include_folders, open_library
 from vllmx_cuda.compiler.nvrtc import Nvrtc
 from vllmx_cuda.device import driver
 from vllmx_cuda.device.arch import architecture
-from vllmx_cuda.device.dtypes import automatic
+from vllmx_cuda.device.memory import automatic
 
 _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 

@@ -66,6 +66,28 @@ def kernel() -> Callable[..., list[mx.array]]:
     return compiled("paged_decode", INPUTS, OUTPUTS)
 
 
+def page_template(q: mx.array, spec: AttentionSpec, pages: LayerPages) -> list[tuple[str, Any]]:
+    """Template arguments of kernels that read pages, for q (N, H, D)."""
+    heads, size = q.shape[1:]
+    return [
+        ("T", q.dtype),
+        ("S", pages.k.data.dtype),
+        ("D", size),
+        ("H", heads),
+        ("K", spec.num_kv_heads),
+        ("GROUP", heads // spec.num_kv_heads),
+        ("SCALED", pages.k.scales is not None),
+        ("CAPPED", spec.softcap is not None),
+    ]
+
+
+def page_arrays(pages: LayerPages) -> list[mx.array]:
+    """Keys, values and their scales, which kernels without codes do not read."""
+    sides = (pages.k, pages.v)
+    scales = [mx.zeros(1) if side.scales is None else side.scales for side in sides]
+    return [pages.k.data, pages.v.data, *scales]
+
+
 def paged_decode(
     q: mx.array,
     spec: AttentionSpec,
@@ -79,32 +101,18 @@ def paged_decode(
     group = heads // spec.num_kv_heads
     together = min(group, max(1, MOST_HEAD_VALUES // size))
     splits, parts = -(-group // together), -(-rows.longest // PART)
-    nothing = mx.zeros(1)
-    k_scales, v_scales = (
-        nothing if side.scales is None else side.scales for side in (pages.k, pages.v)
-    )
-    template: list[tuple[str, Any]] = [
-        ("T", q.dtype),
-        ("S", pages.k.data.dtype),
-        ("D", size),
-        ("H", heads),
-        ("K", spec.num_kv_heads),
-        ("GROUP", group),
+    template = [
+        *page_template(q, spec, pages),
         ("HEADS", together),
         ("SPLITS", splits),
         ("PAGE", rows.page),
         ("PART", PART),
         ("SIMDS", SIMDS),
-        ("SCALED", pages.k.scales is not None),
-        ("CAPPED", spec.softcap is not None),
     ]
     sums, tops, masses = kernel()(
         inputs=[
             q,
-            pages.k.data,
-            pages.v.data,
-            k_scales,
-            v_scales,
+            *page_arrays(pages),
             rows.block_table,
             rows.first_key,
             rows.key_end,

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from vllmx_core.ops.attention import AttentionSpec
 
 from vllmx_metal.kv_cache import LayerPages
-from vllmx_metal.paged import compiled
+from vllmx_metal.paged import compiled, page_arrays, page_template
 
 SIMDS = 4
 ROWS = 8 * SIMDS
@@ -90,37 +90,21 @@ def paged_prefill(
 ) -> mx.array:
     """q (T, H, D), sinks (H,) -> (T, H, D) in q's dtype; the pages hold the tokens' own keys
     already."""
-    heads, size = q.shape[1:]
-    group = heads // spec.num_kv_heads
-    items = tiles.items(group)
-    nothing = mx.zeros(1)
-    k_scales, v_scales = (
-        nothing if side.scales is None else side.scales for side in (pages.k, pages.v)
-    )
-    template: list[tuple[str, Any]] = [
-        ("T", q.dtype),
-        ("S", pages.k.data.dtype),
-        ("D", size),
-        ("H", heads),
-        ("K", spec.num_kv_heads),
-        ("GROUP", group),
+    items = tiles.items(q.shape[1] // spec.num_kv_heads)
+    template = [
+        *page_template(q, spec, pages),
         ("PAGE", tiles.page),
         ("SIMDS", SIMDS),
         ("WINDOW", spec.window or 0),
-        ("SCALED", pages.k.scales is not None),
-        ("CAPPED", spec.softcap is not None),
         ("SINKS", sinks is not None),
     ]
     (out,) = kernel()(
         inputs=[
             q,
-            pages.k.data,
-            pages.v.data,
-            k_scales,
-            v_scales,
+            *page_arrays(pages),
             tiles.block_table,
             items,
-            nothing if sinks is None else sinks,
+            mx.zeros(1) if sinks is None else sinks,
             mx.array([spec.scale, spec.softcap or 1.0], mx.float32),
         ],
         template=template,

@@ -17,6 +17,7 @@ from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.slice import Slice
+from vllmx_core.ops.values import Value
 
 from vllmx_cpu.lowering.site import Site, Table
 from vllmx_cpu.structs import ACTIVATIONS, GATES, VxElementwise, VxNorm
@@ -27,79 +28,64 @@ OPS = Table("cpu")
 
 @OPS.add(RmsNorm)
 def _rms_norm(op: RmsNorm, site: Site) -> list[Call]:
-    arguments = VxNorm(
-        x=site.address(op.x),
-        weight=site.vector(op.w),
-        y=site.address(op.out),
-        width=op.out.width,
-        eps=op.eps,
-    )
-    return [site.call(op, "rms_norm", arguments)]
+    return _norm(op, site, "rms_norm")
 
 
 @OPS.add(AddRmsNorm)
 def _add_rms_norm(op: AddRmsNorm, site: Site) -> list[Call]:
-    arguments = VxNorm(
-        x=site.address(op.x),
-        residual=site.address(op.residual),
-        weight=site.vector(op.w),
-        sum=site.address(op.total),
-        y=site.address(op.out),
-        width=op.out.width,
-        eps=op.eps,
-    )
-    return [site.call(op, "rms_norm", arguments)]
+    addresses = {"residual": site.address(op.residual), "sum": site.address(op.total)}
+    return _norm(op, site, "rms_norm", **addresses)
 
 
 @OPS.add(LayerNorm)
 def _layer_norm(op: LayerNorm, site: Site) -> list[Call]:
+    return _norm(op, site, "layer_norm", bias=site.vector(op.bias))
+
+
+def _norm(
+    op: RmsNorm | AddRmsNorm | LayerNorm,
+    site: Site,
+    function: str,
+    **more: int | None,
+) -> list[Call]:
     arguments = VxNorm(
         x=site.address(op.x),
         weight=site.vector(op.w),
-        bias=site.vector(op.bias),
         y=site.address(op.out),
         width=op.out.width,
         eps=op.eps,
+        **more,
     )
-    return [site.call(op, "layer_norm", arguments)]
+    return [site.call(op, function, arguments)]
 
 
 @OPS.add(GatedAct)
 def _gated_act(op: GatedAct, site: Site) -> list[Call]:
-    arguments = VxElementwise(
-        x=site.address(op.gate_up),
-        y=site.address(op.out),
-        width=op.out.width,
-        activation=ACTIVATIONS[op.kind],
-    )
-    return [site.call(op, "gated_act", arguments)]
+    return _elementwise(op, site, op.gate_up, activation=ACTIVATIONS[op.kind])
 
 
 @OPS.add(Act)
 def _activation(op: Act, site: Site) -> list[Call]:
-    arguments = VxElementwise(
-        x=site.address(op.x),
-        y=site.address(op.out),
-        width=op.out.width,
-        activation=GATES[op.kind],
-    )
-    return [site.call(op, "activation", arguments)]
+    return _elementwise(op, site, op.x, activation=GATES[op.kind])
 
 
 @OPS.add(Add)
 def _add(op: Add, site: Site) -> list[Call]:
-    arguments = VxElementwise(
-        x=site.address(op.x), other=site.address(op.y), y=site.address(op.out), width=op.out.width
-    )
-    return [site.call(op, "add", arguments)]
+    return _elementwise(op, site, op.x, other=site.address(op.y))
 
 
 @OPS.add(Scale)
 def _scale(op: Scale, site: Site) -> list[Call]:
-    arguments = VxElementwise(
-        x=site.address(op.x), y=site.address(op.out), width=op.out.width, factor=op.factor
-    )
-    return [site.call(op, "scale", arguments)]
+    return _elementwise(op, site, op.x, factor=op.factor)
+
+
+def _elementwise(
+    op: GatedAct | Act | Add | Scale, site: Site, x: Value, **more: float
+) -> list[Call]:
+    """The native function of the op's name."""
+    out = op.out
+    arguments = VxElementwise(x=site.address(x), y=site.address(out), width=out.width, **more)
+    return [site.call(op, op.name, arguments)]
 
 
 class VxScaleBy(Structure):

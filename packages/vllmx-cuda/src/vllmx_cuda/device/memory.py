@@ -1,4 +1,5 @@
-"""Spans of device memory."""
+"""Spans of device memory, and the types that the kernels compute in, by the names of
+`vllmx_core.weights.part`."""
 
 from __future__ import annotations
 
@@ -9,6 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
+ITEM_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
+
+
+def automatic(checkpoint: str, capability: tuple[int, int]) -> str:
+    """Resolves dtype auto: the checkpoint's dtype, but f16 instead of bf16 before 8.0 (Ampere),
+    whose tensor cores lack bf16."""
+    return "f16" if checkpoint == "bf16" and capability < (8, 0) else checkpoint
 
 
 @dataclass(frozen=True, slots=True)

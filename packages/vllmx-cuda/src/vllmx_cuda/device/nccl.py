@@ -21,8 +21,7 @@ from vllmx_core.errors import BackendUnavailableError, ConfigError, RankLostErro
 from vllmx_core.plan import AnyArray
 
 from vllmx_cuda.compiler.libraries import open_library
-from vllmx_cuda.device.dtypes import ITEM_BYTES
-from vllmx_cuda.device.memory import Memory
+from vllmx_cuda.device.memory import ITEM_BYTES, Memory
 from vllmx_cuda.device.ranks import Peers, Ties, agreed
 
 logger = logging.getLogger("vllmx.cuda")

@@ -20,8 +20,7 @@ from vllmx_core.weights.part import WeightSource
 from vllmx_core.weights.spec import WeightSpec
 
 from vllmx_cuda.device.device import Device
-from vllmx_cuda.device.dtypes import ITEM_BYTES
-from vllmx_cuda.device.memory import Memory
+from vllmx_cuda.device.memory import ITEM_BYTES, Memory
 from vllmx_cuda.loading.streaming import stream
 from vllmx_cuda.matrices import pieces as sizes
 from vllmx_cuda.matrices.dense import dense_pieces

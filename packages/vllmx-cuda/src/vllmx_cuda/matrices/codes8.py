@@ -22,8 +22,7 @@ from vllmx_core.weights.tensor import RawTensor, float8_to_f32
 
 from vllmx_cuda.device.buckets import measured_rows
 from vllmx_cuda.device.device import Product
-from vllmx_cuda.device.dtypes import ITEM_BYTES
-from vllmx_cuda.device.memory import Bytes, Memory
+from vllmx_cuda.device.memory import ITEM_BYTES, Bytes, Memory
 from vllmx_cuda.kernel_specs import Variant, has_tensor_cores
 from vllmx_cuda.kernel_specs.codes8 import CODES, GEMV_TOKENS, GROUP, MMA_COLS, STEP
 from vllmx_cuda.kernel_specs.types import ceil_div

@@ -10,8 +10,7 @@ from vllmx_core.plan import F32
 from vllmx_core.weights.part import WeightPart, is_plain
 from vllmx_core.weights.tensor import f32_to_bf16
 
-from vllmx_cuda.device.dtypes import ITEM_BYTES
-from vllmx_cuda.device.memory import Bytes, Memory
+from vllmx_cuda.device.memory import ITEM_BYTES, Bytes, Memory
 from vllmx_cuda.kernel_specs import has_tensor_cores, vector_width
 from vllmx_cuda.kernel_specs.linear import (
     GEMV_TOKENS,

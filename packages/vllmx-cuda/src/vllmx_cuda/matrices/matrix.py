@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
-from vllmx_cuda.device.dtypes import ITEM_BYTES
-from vllmx_cuda.device.memory import Memory
+from vllmx_cuda.device.memory import ITEM_BYTES, Memory
 from vllmx_cuda.matrices.activations import QUANTISERS
 from vllmx_cuda.matrices.form import (
     ActivationCodes,

@@ -10,7 +10,7 @@ from vllmx_core.weights.map import TieKey, bias_parts, has_bias, parts_of, tie_k
 from vllmx_core.weights.part import DENSE, WeightPart, WeightSource
 from vllmx_core.weights.spec import WeightSpec
 
-from vllmx_cuda.device.dtypes import ITEM_BYTES
+from vllmx_cuda.device.memory import ITEM_BYTES
 from vllmx_cuda.matrices.dense import Dense
 from vllmx_cuda.matrices.form import Form, ScratchBytes, Target
 from vllmx_cuda.matrices.kinds import expert_form, form_of

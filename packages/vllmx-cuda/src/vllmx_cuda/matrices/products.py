@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from vllmx_cuda.device.device import Device, Product
-from vllmx_cuda.device.dtypes import ITEM_BYTES
-from vllmx_cuda.device.memory import Memory
+from vllmx_cuda.device.memory import ITEM_BYTES, Memory
 from vllmx_cuda.matrices.form import Launcher, Operands, Segment
 
 WORK_BYTES = 64 << 20

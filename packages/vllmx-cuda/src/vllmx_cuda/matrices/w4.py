@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
+from vllmx_core.errors import VllmxError
 from vllmx_core.weights.part import WeightPart
 
-from vllmx_cuda.device.dtypes import ITEM_BYTES
-from vllmx_cuda.device.memory import Bytes, Memory
+from vllmx_cuda.device.device import Device
+from vllmx_cuda.device.memory import ITEM_BYTES, Bytes, Memory
 from vllmx_cuda.kernel_specs import Variant, has_tensor_cores
 from vllmx_cuda.kernel_specs.types import ceil_div
 from vllmx_cuda.kernel_specs.w4 import (
@@ -36,12 +38,11 @@ from vllmx_cuda.matrices.form import (
     SegmentProduct,
     Target,
 )
-from vllmx_cuda.matrices.pieces import Piece, row_pieces
+from vllmx_cuda.matrices.pieces import Piece, Stored, row_pieces, runs_of_rows
 from vllmx_cuda.matrices.products import by_pieces, work_bytes
 from vllmx_cuda.matrices.split import OWN_TOKENS, counter_bytes, split_product
 from vllmx_cuda.matrices.w4_gguf import stored_blocks
 from vllmx_cuda.matrices.w4_packing import Packing, packed_rows, packing_of
-from vllmx_cuda.matrices.w4_stored import stored_pieces
 from vllmx_cuda.matrices.w4_words import stored_words
 
 _ROWS_AT_ONCE = 16 * TILE_ROWS
@@ -194,3 +195,39 @@ def w4(part: WeightPart, target: Target) -> W4 | None:
         return None
     packing = packing_of(part)
     return None if packing is None else W4(packing, target.dtype)
+
+
+class StoredRows(Protocol):
+    """A part, and what the kernel wants of it."""
+
+    @property
+    def tile_bytes(self) -> int:
+        """Stored bytes of 16 rows."""
+        ...
+
+    @property
+    def kernel(self) -> Variant: ...
+
+    def fill(self, begin: int, end: int, buffer: Bytes) -> None:
+        """Copies these rows as they are."""
+        ...
+
+    def launch(
+        self, tiles: Memory, rows: int, device: Device, stored: Memory, fault: Memory
+    ) -> None:
+        """Enqueues the product of so many rows; see `Stored.launch`."""
+        ...
+
+    def refusal(self, fault: int) -> VllmxError:
+        """See `Stored.refusal`."""
+        ...
+
+
+def stored_pieces(part: StoredRows, rows: int, tiles: Memory) -> Iterator[Piece]:
+    """Uploads of all `rows` rows of a part, which become `tiles`."""
+    count = rows // TILE_ROWS
+    for first, last, span in runs_of_rows(count, tiles, count * part.tile_bytes):
+        begin, end = first * TILE_ROWS, last * TILE_ROWS
+        launch = partial(part.launch, span, end - begin)
+        stored = Stored((last - first) * part.tile_bytes, part.kernel, launch, part.refusal)
+        yield Piece(span, partial(part.fill, begin, end), stored=stored)

@@ -29,7 +29,7 @@ def block_type(part: WeightPart) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class StoredBlocks:
-    """`vllmx_cuda.matrices.w4_stored.StoredRows`."""
+    """`vllmx_cuda.matrices.w4.StoredRows`."""
 
     part: WeightPart
     block: int

@@ -64,7 +64,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class StoredWords:
-    """`vllmx_cuda.matrices.w4_stored.StoredRows`: codes, scales, then zeros."""
+    """`vllmx_cuda.matrices.w4.StoredRows`: codes, scales, then zeros."""
 
     part: WeightPart
     packing: Packing

@@ -15,8 +15,7 @@ from vllmx_core.cache.capacity import BlockSizes, CachePlan, plan_cache
 from vllmx_core.model import ModelShape, OwnedKV
 
 from vllmx_cuda.device.device import Device
-from vllmx_cuda.device.dtypes import ITEM_BYTES
-from vllmx_cuda.device.memory import Memory
+from vllmx_cuda.device.memory import ITEM_BYTES, Memory
 from vllmx_cuda.kernel_specs.attention import KV_E4M3, KV_ELEM, KV_INT8
 
 CODES: Mapping[str, int] = {"int8": KV_INT8, "fp8": KV_E4M3}

@@ -19,8 +19,7 @@ from vllmx_core.ops.vocab_embedding import VocabEmbedding
 from vllmx_core.recorded.arena import ArenaPlan, plan_arena
 
 from vllmx_cuda.device.device import Device
-from vllmx_cuda.device.dtypes import ITEM_BYTES
-from vllmx_cuda.device.memory import Memory
+from vllmx_cuda.device.memory import ITEM_BYTES, Memory
 from vllmx_cuda.kernel_specs.attention import KV_ELEM, mma_group
 from vllmx_cuda.matrices.form import ProductScratch, ScratchBytes
 from vllmx_cuda.program import latent_ops

@@ -44,8 +44,7 @@ from vllmx_core.ops.vocab_embedding import VocabEmbedding
 from vllmx_core.recorded.op_table import OpTable
 from vllmx_core.recorded.passes import read_at_once
 
-from vllmx_cuda.device.dtypes import ITEM_BYTES
-from vllmx_cuda.device.memory import Memory
+from vllmx_cuda.device.memory import ITEM_BYTES, Memory
 from vllmx_cuda.kernel_specs import Variant, vector_width
 from vllmx_cuda.kernel_specs.codes8 import CODES
 from vllmx_cuda.kernel_specs.rows import ACTIVATIONS, GATES

@@ -10,8 +10,7 @@ from vllmx_core.ops.values import Rows, Value, WeightRef
 
 from vllmx_cuda.device.arch import number
 from vllmx_cuda.device.device import Device
-from vllmx_cuda.device.dtypes import ITEM_BYTES
-from vllmx_cuda.device.memory import Memory
+from vllmx_cuda.device.memory import ITEM_BYTES, Memory
 from vllmx_cuda.device.ranks import DeviceRanks
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant
 from vllmx_cuda.loading.tuning import Tunable

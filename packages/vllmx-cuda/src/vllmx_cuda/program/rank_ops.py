@@ -14,7 +14,7 @@ from vllmx_core.ops.send import Send
 from vllmx_core.ops.values import Value
 from vllmx_core.ops.vocab_embedding import VocabEmbedding
 
-from vllmx_cuda.device.dtypes import ITEM_BYTES
+from vllmx_cuda.device.memory import ITEM_BYTES
 from vllmx_cuda.device.ranks import Ties
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, vector_width
 from vllmx_cuda.program.lowering import Enqueue, Lowering

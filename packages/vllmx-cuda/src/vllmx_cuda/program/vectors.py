@@ -10,8 +10,7 @@ from vllmx_core.plan import F32, StepResult
 from vllmx_core.weights.tensor import bf16_to_f32
 
 from vllmx_cuda.device.device import Device
-from vllmx_cuda.device.dtypes import ITEM_BYTES
-from vllmx_cuda.device.memory import Bytes, Memory
+from vllmx_cuda.device.memory import ITEM_BYTES, Bytes, Memory
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.program.staging import SLOTS
 
