@@ -3,12 +3,12 @@
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 
-# Read as numpy and torch are imported. The other cores run other tests: threads of BLAS and OpenMP,
-# which wait by turning, would take them half a second for each second of products.
+# Read as numpy is imported. The other cores run other tests: threads of BLAS, which wait by
+# turning, would take them half a second for each second of products.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-os.environ.setdefault("OMP_THREAD_LIMIT", "1")  # whatever number a program asks torch for
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -51,8 +51,12 @@ def updates(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays to the end: the garbage collector need not look."""
+    """What was imported and collected stays to the end: the garbage collector need not look. And
+    torch keeps to one thread, whatever a backend asks for: several wait as those of BLAS do."""
     gc.freeze()
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+        torch.set_num_threads = lambda _: None
 
 
 @pytest.fixture(autouse=True)
