@@ -20,7 +20,7 @@ from vllmx_engine.wire.ipc import Start
 
 from vllmx_server.errors import OverloadedError
 from vllmx_server.generating.pooling import pooler_of
-from vllmx_server.generating.served import Served, cache_labels, fingerprint
+from vllmx_server.generating.served import ModelHost, Served, cache_labels, fingerprint
 from vllmx_server.host.models.config import ModelConfig
 from vllmx_server.host.models.host import Attachment
 from vllmx_server.watch.metrics import Metrics
