@@ -142,6 +142,9 @@ class RequestTable:
         if output.queue_s is not None and state.metrics.first_token_s is None:
             state.metrics.queue_s = output.queue_s
         state.tokens_came(len(output.ids), now_s, output.held_s)
+        if output.num_accepted or output.num_rejected:
+            state.metrics.num_accepted += output.num_accepted
+            state.metrics.num_rejected += output.num_rejected
         if output.num_cached_tokens:
             state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
         if output.prompt_logprobs is not None:

@@ -248,6 +248,8 @@ class Committer:
         vector: F32 | None = None,
     ) -> CoreOutput:
         stops = reason == "stop" and bool(ids) and ids[-1] in sequence.stop_ids
+        accepted, rejected = sequence.num_accepted, sequence.num_rejected
+        sequence.num_accepted = sequence.num_rejected = 0
         held_s = 0.0
         if sequence.held_since_s:
             is_first, held_s = True, time.monotonic() - sequence.held_since_s
@@ -266,8 +268,8 @@ class Committer:
             num_cached_tokens=sequence.num_cached_tokens if is_first else 0,
             queue_s=sequence.queue_s if is_first else None,
             held_s=held_s,
-            num_accepted=0 if reason is None else sequence.num_accepted,
-            num_rejected=0 if reason is None else sequence.num_rejected,
+            num_accepted=accepted,
+            num_rejected=rejected,
             vector=b"" if vector is None else vector.tobytes(),
         )
 

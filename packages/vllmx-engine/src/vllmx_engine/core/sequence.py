@@ -210,7 +210,7 @@ class Sequence:
         self.drafts: RowDrafts | None = None
         """The averages of its draft tokens; None: it drafts none."""
         self.num_accepted = self.num_rejected = 0
-        """Draft tokens of its steps that were kept, and those that were not."""
+        """Draft tokens that were kept, and those that were not, since the last output."""
         self.is_plain = False
         """Committing a token needs no more than appending it; never so for the first one."""
 

@@ -242,7 +242,7 @@ class CoreOutput(
     vector: bytes = b""
     """The result of a pooling request: float32, in this machine's byte order."""
     num_accepted: int = 0
-    """Draft tokens that became part of the answer, and those that did not; with finish_reason."""
+    """Draft tokens among `ids`, and those that were not kept."""
     num_rejected: int = 0
 
 

@@ -85,6 +85,8 @@ def _merged(before: CoreOutput, after: CoreOutput) -> CoreOutput:
         queue_s=after.queue_s if before.queue_s is None else before.queue_s,
         held_s=max(before.held_s, after.held_s),
         vector=after.vector or before.vector,
+        num_accepted=before.num_accepted + after.num_accepted,
+        num_rejected=before.num_rejected + after.num_rejected,
     )
 
 

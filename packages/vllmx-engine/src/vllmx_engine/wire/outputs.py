@@ -92,6 +92,10 @@ class RequestMetrics(msgspec.Struct):
     """Tokens that were generated, in all choices together."""
     queue_s: float = 0.0
     """Seconds that the first choice to answer waited in the core before it ran."""
+    num_accepted: int = 0
+    """Draft tokens that became part of an answer, in all choices together."""
+    num_rejected: int = 0
+    """Draft tokens that did not."""
 
 
 class PoolingRequestOutput(msgspec.Struct, kw_only=True, frozen=True):

@@ -56,6 +56,10 @@ class PromptTokens(Record, kw_only=True):
 class CompletionTokens(Record, kw_only=True):
     reasoning_tokens: int
     """The tokens of thoughts."""
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    """Draft tokens that became part of the answer, where there were drafts."""
+    rejected_prediction_tokens: int | UnsetType = UNSET
+    """Draft tokens that did not; they are no part of `completion_tokens`."""
 
 
 class TokenUsage(Record, kw_only=True):
@@ -66,7 +70,8 @@ class TokenUsage(Record, kw_only=True):
     total_tokens: int
     prompt_tokens_details: PromptTokens
     completion_tokens_details: CompletionTokens | UnsetType = UNSET
-    """The details of the completion, where thoughts are separated from content."""
+    """The details of the completion, where thoughts are separated from content, or tokens were
+    drafted."""
 
 
 class PoolingUsage(Record, kw_only=True):

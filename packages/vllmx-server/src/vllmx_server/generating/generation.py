@@ -34,20 +34,29 @@ class Usage:
         self.cached_tokens = 0
         self.reasoning_tokens: int | None = None
         """The completion's tokens of thoughts; None where they are not separated from content."""
+        self.accepted_tokens = self.rejected_tokens = 0
+        """Draft tokens that were kept, and those that were not."""
 
     def shown(self, num_unsent: int = 0) -> TokenUsage:
         """The usage in the form of OpenAI's API, without tokens whose text the client does not
         have yet."""
-        thoughts = self.reasoning_tokens
         completion_tokens = self.completion_tokens - num_unsent
         return TokenUsage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=self.prompt_tokens + completion_tokens,
             prompt_tokens_details=PromptTokens(cached_tokens=self.cached_tokens),
-            completion_tokens_details=UNSET
-            if thoughts is None
-            else CompletionTokens(reasoning_tokens=thoughts),
+            completion_tokens_details=self._details(),
+        )
+
+    def _details(self) -> CompletionTokens | UnsetType:
+        is_drafted = self.accepted_tokens + self.rejected_tokens > 0
+        if self.reasoning_tokens is None and not is_drafted:
+            return UNSET
+        return CompletionTokens(
+            reasoning_tokens=self.reasoning_tokens or 0,
+            accepted_prediction_tokens=self.accepted_tokens if is_drafted else UNSET,
+            rejected_prediction_tokens=self.rejected_tokens if is_drafted else UNSET,
         )
 
 
@@ -237,6 +246,9 @@ class _Watch:
         count, prompt = self._counts[index], len(self._stream.prompt_token_ids)
         self._metrics.finish(reason, prompt, count, time.monotonic() - self._started_s)
         if not self._open:
+            if self.times is not None:
+                self._usage.accepted_tokens += self.times.num_accepted
+                self._usage.rejected_tokens += self.times.num_rejected
             self._metrics.finish_request(self.times, max(self._counts))
 
     def close(self, reason: str) -> None:

@@ -125,7 +125,15 @@ def caller_of(request: Request, body: HasPriority) -> RequestOptions:
     log_id = request.scope["state"]["request_id"]
     share = served.keys.holder(key).share
     return RequestOptions(
-        priority, client, salt, session, log_id, share, queue_timeout_s, at_end=is_batch
+        priority,
+        client,
+        salt,
+        session,
+        log_id,
+        share,
+        queue_timeout_s,
+        at_end=is_batch,
+        prediction=getattr(body, "predicted_text", ""),
     )
 
 

@@ -332,7 +332,19 @@ class Metrics:
             ("prefix_cache_queries", "Prompt tokens looked up", now.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found in the cache", now.prefix_cache_hits),
             ("engine_steps", "Steps of the engine", now.num_steps),
+            ("spec_decode_num_drafts", "Rows of steps with draft tokens", now.num_drafts),
+            ("spec_decode_num_draft_tokens", "Draft tokens", now.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Draft tokens kept", now.num_accepted_tokens),
         ):
             family = CounterMetricFamily(f"vllmx:{name}", text, labels=["model_name"])
             family.add_metric([self.model], value)
             yield family
+        if now.num_drafts:
+            places = CounterMetricFamily(
+                "vllmx:spec_decode_num_accepted_tokens_per_pos",
+                "Draft tokens kept, by their place in the draft",
+                labels=["model_name", "position"],
+            )
+            for place, value in enumerate(now.accepted_at):
+                places.add_metric([self.model, str(place)], value)
+            yield places
