@@ -86,6 +86,8 @@ def plain(backend: str, **config: Any) -> list[Any]:
 def test_answers_are_those_without_drafts(speculate: str, tokens: str, least: float) -> None:
     found, stats = answers(backend="cpu", speculate=speculate, speculate_tokens=tokens)
     assert found == plain("cpu")
+    if tokens == "auto":  # drafts that pay, which depends on the machine
+        return
     assert stats.num_draft_tokens > 50
     assert stats.num_accepted_tokens > least * stats.num_draft_tokens
 

@@ -15,7 +15,14 @@ STORY = [{"role": "user", "content": "Tell a story about a dog."}]
 
 @pytest.fixture(scope="module")
 def drafting() -> Iterator[RunningServer]:
-    with running_server("--speculate=twin", "--api-workers=2") as server:
+    with running_server("--speculate=twin", "--speculate-tokens=4", "--api-workers=2") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def predicting() -> Iterator[RunningServer]:
+    """Drafts from predictions alone, whether that pays on a busy machine or not."""
+    with running_server("--speculate-tokens=8") as server:
         yield server
 
 
@@ -34,22 +41,22 @@ def text(answer: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("as_parts", [False, True])
 def test_a_prediction_saves_steps_and_changes_no_token(
-    server: RunningServer, as_parts: bool
+    predicting: RunningServer, as_parts: bool
 ) -> None:
-    plain = chat(server)
+    plain = chat(predicting)
     assert "accepted_prediction_tokens" not in str(plain["usage"])
     expected = text(plain)
     content: Any = expected.replace("dog", "cat", 1)
     if as_parts:
         content = [{"type": "text", "text": content[:30]}, {"type": "text", "text": content[30:]}]
-    steps = server.metric("engine_steps_total")
-    predicted = chat(server, prediction={"type": "content", "content": content})
+    steps = predicting.metric("engine_steps_total")
+    predicted = chat(predicting, prediction={"type": "content", "content": content})
     assert text(predicted) == expected
     details = predicted["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] > 16
     assert details["rejected_prediction_tokens"] >= 0
     assert predicted["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"]
-    assert server.metric("engine_steps_total") - steps < 40
+    assert predicting.metric("engine_steps_total") - steps < 32
 
 
 @pytest.mark.parametrize(
@@ -86,7 +93,8 @@ def test_a_twin_drafts_for_all_requests(drafting: RunningServer, server: Running
     accepted = drafting.metric("spec_decode_num_accepted_tokens_total")
     assert 0 < accepted <= drafting.metric("spec_decode_num_draft_tokens_total")
     assert drafting.metric("spec_decode_num_accepted_tokens_per_pos_total") == accepted
-    assert server.metric("spec_decode_num_draft_tokens_total") >= 0
+    predicted = chat(drafting, prediction={"type": "content", "content": text(chat(server))})
+    assert text(predicted) == text(chat(server))
 
 
 def test_usage_of_a_stream_has_its_drafts(drafting: RunningServer) -> None:

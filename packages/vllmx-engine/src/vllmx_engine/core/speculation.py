@@ -150,8 +150,9 @@ class Speculator:
     def filled(self, drafts: list[Draft]) -> list[Draft]:
         """Returns drafts with the tokens of the draft model, if there is one, and without those
         that cannot be kept."""
-        if self._model is not None and drafts:
-            self._model.fill(drafts)
+        reserved = [draft for draft in drafts if draft.ids[0] < 0]
+        if self._model is not None and reserved:
+            self._model.fill(reserved)
         for draft in drafts:
             sequence = draft.sequence
             stops = [place for place, token in enumerate(draft.ids) if token in sequence.stop_ids]
@@ -172,6 +173,10 @@ class Speculator:
         self._num_steps += 1
 
     def _guess(self, sequence: Sequence, most: int) -> Guess:
+        if self._model is not None and sequence.request.prediction:
+            guess = self._predictions.guess(sequence, most)
+            if guess.ids:
+                return guess
         drafter = self._drafter or self._predictions
         return drafter.guess(sequence, most)
 
