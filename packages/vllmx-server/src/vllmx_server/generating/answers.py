@@ -59,7 +59,7 @@ class CompletionTokens(Record, kw_only=True):
     accepted_prediction_tokens: int | UnsetType = UNSET
     """Draft tokens that became part of the answer, where there were drafts."""
     rejected_prediction_tokens: int | UnsetType = UNSET
-    """Draft tokens that did not; they are no part of `completion_tokens`."""
+    """Draft tokens that did not; `completion_tokens` does not count them."""
 
 
 class TokenUsage(Record, kw_only=True):
