@@ -6,7 +6,7 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from vllmx_core.plan import SamplingRows, StepPlan
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.core.drafters import Guess
 from vllmx_engine.core.engine_core import EngineCore
+from vllmx_engine.core.load_drafter import LoadedDrafter
 from vllmx_engine.core.sequence import Sequence as LiveSequence
 from vllmx_engine.core.speculation import Drafting, Speculator
 from vllmx_engine.wire.messages import CoreOutput, CoreRequest, TokenLogprobs, is_piece, pack_ids
@@ -113,17 +114,22 @@ class Harness:
     rules: FakeRules = RULES
     drafts: tuple[float, int | None] | None = None
     """Drafts of which this share is wrong, of so many tokens; None for these: as many as pay."""
+    draft_model: bool = False
+    """A second fake model drafts, with pages of its own: it draws the same ids."""
     max_model_len: int = MAX_MODEL_LEN
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         sizes = {"num_blocks": 64, "block_size": 8, "max_tokens": 32, "max_logit_rows": 32}
         self.loaded = RecordingModel(self.rules, **sizes | self.model)
+        whole = replace(self.rules, windows=(None,))
+        self.drafter = RecordingModel(whole, **sizes | self.model | {"num_stages": 1})
         self.core = EngineCore(
             self.loaded,
             EngineConfig(**{"max_num_seqs": 8} | self.config),
             max_model_len=self.max_model_len,
             vocab_size=self.rules.vocab_size,
+            drafter=LoadedDrafter(self.drafter, shares_pages=False) if self.draft_model else None,
             clock=self.clock,
         )
         self.requests: dict[str, CoreRequest] = {}

@@ -125,6 +125,53 @@ def test_longest_matches(context: list[int], least: int, ends: list[int]) -> Non
     assert match_ends(np.array(context, np.int32), least).tolist() == ends
 
 
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        ({}, {}),
+        ({"num_blocks": 9}, {"max_num_seqs": 3}),  # preempts
+        ({"max_tokens": 12}, {"max_num_seqs": 4}),  # cuts prompts and catches up in parts
+        ({}, {"enable_prefix_caching": False, "async_scheduling": False}),
+        ({"block_size": 16}, {"max_num_seqs": 2}),
+    ],
+)
+def test_a_draft_model_has_seen_all_tokens(model: dict[str, Any], config: dict[str, Any]) -> None:
+    """A fake model draws what its pages hold: one with the same rules drafts right tokens alone,
+    unless its pages lack something."""
+    config = {"speculate_tokens": "3", **config}
+    sizes = {"max_tokens": 200, "max_logit_rows": 200} | model
+    harness = Harness(sizes, config, QUIET, draft_model=True)
+    system = list(range(20))
+    for index, prompt in enumerate(prompts(14, longest=20)):
+        harness.add([*system, *prompt] if index % 2 else prompt, 20, params={"temperature": 0.7})
+        if index % 4 == 3:
+            harness.step()
+            harness.step()
+    harness.abort("r2")
+    harness.run()
+    harness.check_outputs()
+    harness.check_idle()
+    stats = harness.core.stats()
+    assert stats.num_draft_tokens > (20 if "max_tokens" in model else 100)
+    assert stats.num_accepted_tokens == stats.num_draft_tokens
+    if not model and "enable_prefix_caching" not in config:  # what one computed serves others
+        assert harness.drafter.num_tokens < harness.loaded.num_tokens
+
+
+def test_a_draft_model_that_fails_costs_its_drafts_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    harness = Harness({}, {"speculate_tokens": "2"}, QUIET, draft_model=True)
+    harness.drafter.fail_steps = frozenset(range(4, 100))
+    for prompt in prompts(3):
+        harness.add(prompt, 24)
+    harness.run()
+    harness.check_outputs()
+    assert harness.core.stats().num_accepted_tokens > 0
+    assert harness.drafter.num_steps < 14
+    assert "nothing is drafted any more" in caplog.text
+
+
 FAULTS = [
     (commit.Committer, "_verify", "token != drafted", "False"),
     (commit.Committer, "_resume", "len(sequence.tokens) - 1", "len(sequence.tokens) - 2"),

@@ -122,7 +122,7 @@ class DraftModel:
 
     def _fill(self, drafts: list[Draft], handles: deque[StepHandle]) -> None:
         counts = [len(draft.ids) for draft in drafts]
-        active, plan = self._first_plan(drafts)
+        active, behind, plan = self._first_plan(drafts)
         found: list[list[int]] = [[] for _ in active]
         rows = np.array([draft.sequence.row for draft in active], np.int64)
         positions = np.array([len(draft.sequence.tokens) for draft in active], np.int32)
@@ -145,6 +145,10 @@ class DraftModel:
             bad = [i for i, token in enumerate(ids) if not 0 <= token < self._vocab_size]
             draft.ids[:] = ids[: bad[0]] if bad else ids
             self._remember(draft.sequence, row)
+        for draft, num_tokens in behind:
+            row = self._rows[draft.sequence.request_id]
+            row.num_tokens = num_tokens
+            self._remember(draft.sequence, row)
 
     def _take(self, handle: StepHandle, found: list[list[int]]) -> None:
         result = handle.result()
@@ -152,16 +156,25 @@ class DraftModel:
         for ids, token in zip(found, result.ids.tolist(), strict=False):
             ids.append(token)
 
-    def _first_plan(self, drafts: list[Draft]) -> tuple[list[Draft], StepPlan]:
-        """The step that computes what the model lacks of each sequence, and the drafts whose last
-        known token it reaches; others go on without a draft."""
+    def _first_plan(
+        self, drafts: list[Draft]
+    ) -> tuple[list[Draft], list[tuple[Draft, int]], StepPlan]:
+        """Plans the step that computes what the model lacks of each sequence. Returns the drafts
+        whose last known token it reaches, and the others, which go on without a draft, with the
+        number of tokens that it reaches."""
         room = self._model.info.max_num_batched_tokens - len(drafts)
         active: list[Draft] = []
         behind: list[tuple[Draft, int, int]] = []
         parts: list[tuple[Draft, int, int]] = []
+        written: set[int] = set()
         for draft in drafts:
             start, end = self._start(draft.sequence), len(draft.sequence.tokens)
             size = min(end - start, room + 1)
+            blocks = self._blocks(draft.sequence)[start // self._table.block_size :].tolist()
+            if not written.isdisjoint(blocks):  # another row computes them in this step
+                draft.ids.clear()
+                continue
+            written.update(blocks)
             room -= size - 1
             if start + size == end:
                 active.append(draft)
@@ -169,8 +182,10 @@ class DraftModel:
             else:
                 draft.ids.clear()
                 behind.append((draft, start, size))
-                self._rows[draft.sequence.request_id].num_tokens = start + size
         parts += behind
+        if not self._shares_pages:
+            for block in written:
+                self._digests[block] = b""
         lengths = np.array([size for _, _, size in parts], np.int32)
         query_start = np.zeros(len(parts) + 1, np.int32)
         np.cumsum(lengths, out=query_start[1:])
@@ -184,7 +199,7 @@ class DraftModel:
             query_start,
             query_start[1 : len(active) + 1] - np.int32(1),
         )
-        return active, plan
+        return active, [(draft, start + size) for draft, start, size in behind], plan
 
     def _start(self, sequence: Sequence) -> int:
         """The first token that the model has still to compute; never behind the last known one."""
@@ -211,8 +226,6 @@ class DraftModel:
         ):
             block += 1
         row.num_tokens = min(max(row.num_tokens, block * table.block_size), last)
-        for written in own[row.num_tokens // table.block_size :].tolist():
-            self._digests[written] = b""
         return row.num_tokens
 
     def _blocks(self, sequence: Sequence) -> I32:
