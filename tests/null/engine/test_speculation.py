@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,19 @@ def test_predictions_are_drafted_without_a_drafter() -> None:
     assert harness.last["predicted"].num_accepted > 25
     assert harness.last["r0"].num_accepted == 0
     harness.check_idle()
+
+
+def test_tokens_before_one_that_fails_are_sent() -> None:
+    """A draft past a token behind which the model has NaN: that token and those before it come."""
+    rules = replace(QUIET, nan_token=11)
+    harness = Harness(rules=rules, drafts=(0.0, 16))
+    for prompt in prompts(6):
+        harness.add([token for token in prompt if token != 11] or [1], 40)
+    harness.run()
+    harness.check_outputs()
+    ends = [harness.last[name].error_code for name in harness.requests]
+    assert "non_finite_logits" in ends
+    assert harness.core.stats().num_accepted_tokens > 0
 
 
 def test_blocks_that_are_scarce_shorten_drafts() -> None:

@@ -163,6 +163,8 @@ class Committer:
         reason: FinishReason | None = None
         for token, drafted in zip(drawn, [*draft, -1], strict=True):
             if token < 0:
+                if ids:  # the next step fails, once these have been sent
+                    break
                 raise _no_token(step, sequence)
             reason = sequence.accept(token)
             ids.append(token)
