@@ -14,7 +14,10 @@ from vllmx_core.errors import BackendUnavailableError, UnsupportedOpError
 from vllmx_core.model import Array, AttentionSpec, Ops, ShortConvSpec, StepInputs, Weight
 from vllmx_core.plugins.registry import load_registry
 from vllmx_core.sampling import SamplingParams
+from vllmx_engine.core.drafters import Guess, NgramDrafter
 from vllmx_engine.core.engine_core import EngineCore
+from vllmx_engine.core.sequence import Sequence as LiveSequence
+from vllmx_engine.core.speculation import Drafting
 from vllmx_engine.wire.messages import CoreRequest, pack_ids
 from vllmx_testing.state_checks import recurrent_model
 from vllmx_testing.synthetic import ArraySource, Builder, SyntheticModel
@@ -208,6 +211,46 @@ def test_rows_side_by_side_preempted_and_aborted(make: Make, expected: list[list
     engine.run()
     assert [engine.ids[name][:12] for name in names] == expected
     assert engine.core.stats().num_preemptions > 0
+
+
+class HalfWrong:
+    """Drafts what came without drafts, but for every third token."""
+
+    def __init__(self, expected: Sequence[Sequence[int]]) -> None:
+        self._texts = [[*prompt, *ids] for prompt, ids in zip(PROMPTS, expected, strict=True)]
+
+    def guess(self, sequence: LiveSequence, most: int) -> Guess:
+        known = sequence.tokens.tolist()
+        (text,) = (
+            one for one in self._texts if one[: sequence.num_prompt] == known[: sequence.num_prompt]
+        )
+        places = range(len(known), min(len(known) + most, len(text)))
+        return Guess([(text[place] + (place % 3 == 0)) % VOCAB for place in places])
+
+    def ended(self, sequence: LiveSequence) -> None:
+        pass
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "half wrong"])
+@pytest.mark.parametrize("count", [2, 7])
+def test_drafts_change_no_answer(
+    make: Make, expected: list[list[int]], drafter: str, count: int
+) -> None:
+    """Rows side by side, then each again behind what the first ones left."""
+    engine = make(num_state_slots=40)
+    if engine.core._scheduler.speculator is None:
+        pytest.skip("the backend does not keep states after each token")
+    source = NgramDrafter() if drafter == "ngram" else HalfWrong(expected)
+    engine.core.draft_with(Drafting(source, count))
+    for _ in range(2):
+        names = [engine.add(prompt) for prompt in PROMPTS]
+        engine.run()
+        assert [engine.ids[name] for name in names] == expected
+    assert [engine.cached[name] for name in names] == [
+        (len(prompt) - 1) // SIZE * SIZE for prompt in PROMPTS
+    ]
+    stats = engine.core.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
 def test_choices_share_the_states_of_their_prompt(make: Make, expected: list[list[int]]) -> None:
