@@ -14,13 +14,14 @@ from vllmx_core.errors import BackendUnavailableError, UnsupportedOpError
 from vllmx_core.model import Array, AttentionSpec, Ops, ShortConvSpec, StepInputs, Weight
 from vllmx_core.plugins.registry import load_registry
 from vllmx_core.sampling import SamplingParams
-from vllmx_engine.core.drafters import Guess, NgramDrafter
+from vllmx_engine.core.drafters import NgramDrafter
 from vllmx_engine.core.engine_core import EngineCore
-from vllmx_engine.core.sequence import Sequence as LiveSequence
 from vllmx_engine.core.speculation import Drafting
 from vllmx_engine.wire.messages import CoreRequest, pack_ids
 from vllmx_testing.state_checks import recurrent_model
 from vllmx_testing.synthetic import ArraySource, Builder, SyntheticModel
+
+from tests.partly_wrong import PartlyWrong
 
 VOCAB, SIZE, HIDDEN = 19, 16, 24
 MakeModel = Callable[[], tuple[SyntheticModel, ArraySource]]
@@ -213,25 +214,7 @@ def test_rows_side_by_side_preempted_and_aborted(make: Make, expected: list[list
     assert engine.core.stats().num_preemptions > 0
 
 
-class HalfWrong:
-    """Drafts what came without drafts, but for every third token."""
-
-    def __init__(self, expected: Sequence[Sequence[int]]) -> None:
-        self._texts = [[*prompt, *ids] for prompt, ids in zip(PROMPTS, expected, strict=True)]
-
-    def guess(self, sequence: LiveSequence, most: int) -> Guess:
-        known = sequence.tokens.tolist()
-        (text,) = (
-            one for one in self._texts if one[: sequence.num_prompt] == known[: sequence.num_prompt]
-        )
-        places = range(len(known), min(len(known) + most, len(text)))
-        return Guess([(text[place] + (place % 3 == 0)) % VOCAB for place in places])
-
-    def ended(self, sequence: LiveSequence) -> None:
-        pass
-
-
-@pytest.mark.parametrize("drafter", ["ngram", "half wrong"])
+@pytest.mark.parametrize("drafter", ["ngram", "partly wrong"])
 @pytest.mark.parametrize("count", [2, 7])
 def test_drafts_change_no_answer(
     make: Make, expected: list[list[int]], drafter: str, count: int
@@ -240,7 +223,7 @@ def test_drafts_change_no_answer(
     engine = make(num_state_slots=40)
     if engine.core._scheduler.speculator is None:
         pytest.skip("the backend does not keep states after each token")
-    source = NgramDrafter() if drafter == "ngram" else HalfWrong(expected)
+    source = NgramDrafter() if drafter == "ngram" else PartlyWrong(PROMPTS, expected)
     engine.core.draft_with(Drafting(source, count))
     for _ in range(2):
         names = [engine.add(prompt) for prompt in PROMPTS]
