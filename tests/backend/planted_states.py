@@ -15,7 +15,7 @@ from vllmx_core.ops.recurrence import Recurrence, recurrence
 from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.weights.tensor import bf16_to_f32, f32_to_bf16
-from vllmx_testing.state_checks import CONVS, RULES
+from vllmx_testing.state_checks import CONVS, DELTA, RULES, SSD
 
 from .planted import Change, Suite, broken_op, method, op_case
 
@@ -61,6 +61,10 @@ def with_inputs(change: Callable[..., tuple[Any, Any, Any]]) -> Change:
         frame[op.out] = recurrence(frame[op.qkv], a, b, op.spec, weights, frame.plan, states)
 
     return broken_op(Recurrence, compute)
+
+
+def _one_later(after: Any) -> Any:
+    return None if after is None else _rolled(after)
 
 
 def _writes_what_it_read(op: Recurrence, frame: NumpyFrame) -> None:
@@ -129,6 +133,14 @@ STATES_AND_VECTORS: dict[str, tuple[Change, Callable[[Suite], None]]] = {
     "states in bf16": (with_states(Recurrence, _of_bf16), recurrent("delta")),
     "states left in another slot": (
         with_plan(Recurrence, state_to=_rolled), recurrent("delta")
+    ),
+    "taps kept after another token": (
+        with_plan(ShortConv, state_after=_one_later),
+        method("test_states_are_kept_after_each_token", DELTA),
+    ),
+    "states kept after another token": (
+        with_plan(Recurrence, state_after=_one_later),
+        method("test_states_are_kept_after_each_token", SSD),
     ),
     "rows that begin read their slot": (
         with_plan(Recurrence, state_from=lambda slots: np.where(slots < 0, 3, slots)),

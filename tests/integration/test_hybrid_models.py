@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx import LLM, AsyncLLM, EngineConfig, SamplingParams
-from vllmx_core.errors import BackendUnavailableError
+from vllmx_core.errors import BackendUnavailableError, ConfigError
 from vllmx_core.plugins.registry import load_registry
 from vllmx_demo.source import MODEL_FOLDER
+
+from tests.partly_wrong import PartlyWrong
 
 from ..backend import test_recurrent_architectures as suites  # noqa: TID252 - no package to name
 
@@ -132,6 +134,25 @@ def test_rows_that_lose_their_blocks_in_the_middle(
         assert llm._engine._core.stats().num_preemptions > 0 or chunk == 1
         assert answers(llm, PROMPTS[::-1]) == expected[2::-1]
         check_idle(llm)
+
+
+@pytest.mark.parametrize("tokens", [3, 16])
+def test_drafts_change_no_answer(saved: Saved, expected: list[list[int]], tokens: int) -> None:
+    prompts = [*PROMPTS, second_turn(expected)]
+    with saved.load(num_state_slots=60) as llm:
+        llm.draft_with(PartlyWrong(prompts, expected), tokens)
+        assert answers(llm, PROMPTS) == expected[:3]
+        for prompt, ids in zip(prompts, expected, strict=True):
+            assert answer(llm, prompt, len(ids))[0] == ids
+        stats = llm._engine._core.stats()
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+        check_idle(llm)
+
+
+def test_a_recurrent_draft_model_is_refused(saved: Saved) -> None:
+    with pytest.raises(ConfigError, match=r"keeps recurrent states.*choose ngram") as caught:
+        saved.load(speculate="twin")
+    assert caught.value.param == "speculate"
 
 
 def test_every_snapshot_leads_to_the_same_ids(saved: Saved, expected: list[list[int]]) -> None:

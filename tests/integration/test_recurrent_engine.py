@@ -14,10 +14,14 @@ from vllmx_core.errors import BackendUnavailableError, UnsupportedOpError
 from vllmx_core.model import Array, AttentionSpec, Ops, ShortConvSpec, StepInputs, Weight
 from vllmx_core.plugins.registry import load_registry
 from vllmx_core.sampling import SamplingParams
+from vllmx_engine.core.drafters import NgramDrafter
 from vllmx_engine.core.engine_core import EngineCore
+from vllmx_engine.core.speculation import Drafting
 from vllmx_engine.wire.messages import CoreRequest, pack_ids
 from vllmx_testing.state_checks import recurrent_model
 from vllmx_testing.synthetic import ArraySource, Builder, SyntheticModel
+
+from tests.partly_wrong import PartlyWrong
 
 VOCAB, SIZE, HIDDEN = 19, 16, 24
 MakeModel = Callable[[], tuple[SyntheticModel, ArraySource]]
@@ -208,6 +212,28 @@ def test_rows_side_by_side_preempted_and_aborted(make: Make, expected: list[list
     engine.run()
     assert [engine.ids[name][:12] for name in names] == expected
     assert engine.core.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "partly wrong"])
+@pytest.mark.parametrize("count", [2, 7])
+def test_drafts_change_no_answer(
+    make: Make, expected: list[list[int]], drafter: str, count: int
+) -> None:
+    """Rows side by side, then each again behind what the first ones left."""
+    engine = make(num_state_slots=40)
+    if engine.core._scheduler.speculator is None:
+        pytest.skip("the backend does not keep states after each token")
+    source = NgramDrafter() if drafter == "ngram" else PartlyWrong(PROMPTS, expected)
+    engine.core.draft_with(Drafting(source, count))
+    for _ in range(2):
+        names = [engine.add(prompt) for prompt in PROMPTS]
+        engine.run()
+        assert [engine.ids[name] for name in names] == expected
+    assert [engine.cached[name] for name in names] == [
+        (len(prompt) - 1) // SIZE * SIZE for prompt in PROMPTS
+    ]
+    stats = engine.core.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
 def test_choices_share_the_states_of_their_prompt(make: Make, expected: list[list[int]]) -> None:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from vllmx_engine.core import batch, commit, sampling_rows
+from vllmx_engine.core import batch, commit, row_states, sampling_rows
 from vllmx_engine.core.drafters import match_ends
 from vllmx_engine.wire.messages import pack_ids
 
 from .harness import QUIET, RULES, Harness, prompts
 
 
-def run_mixed(count: int, *, overlap: bool) -> Harness:
-    """Runs requests of all kinds with drafts of `count` tokens, a fifth of them wrong."""
+def run_mixed(count: int, *, overlap: bool, slots: int | None = None) -> Harness:
+    """Runs requests of all kinds with drafts of `count` tokens, a fifth of them wrong. `slots`: of
+    a model with recurrent states."""
     harness = Harness(
-        {"max_tokens": 64, "max_logit_rows": 64},
-        {"async_scheduling": overlap},
-        RULES,
+        {"max_tokens": 64, "max_logit_rows": 64, "num_state_slots": slots},
+        {"async_scheduling": overlap, "state_snapshot_tokens": 1},
+        replace(RULES, has_states=slots is not None),
         (0.2, count),
     )
     for index, prompt in enumerate(prompts(12, seed=count)):
@@ -35,6 +37,9 @@ def run_mixed(count: int, *, overlap: bool) -> Harness:
         bad_words = [[a, b] for a in range(8) for b in range(8)]
         harness.add(prompt, 24, params=params, bad_words_ids=bad_words)
     harness.run()
+    for name in ("r0", "r1", "r2"):  # later turns, which begin with what the first ones left
+        harness.add([*harness.requests[name].prompt_ids.tolist(), *harness.ids[name], 1], 6)
+    harness.run()
     harness.check_outputs()
     harness.check_idle()
     return harness
@@ -46,6 +51,40 @@ def test_answers_do_not_depend_on_drafts(count: int, overlap: bool) -> None:
     stats = run_mixed(count, overlap=overlap).core.stats()
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert sum(stats.accepted_at) == stats.num_accepted_tokens
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 16])
+@pytest.mark.parametrize("slots", [10, 14, 200])
+def test_answers_of_recurrent_models_do_not_depend_on_drafts(count: int, slots: int) -> None:
+    stats = run_mixed(count, overlap=True, slots=slots).core.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+def test_states_behind_a_draft_become_snapshots() -> None:
+    """A later turn begins with the states behind the last full block, though each step of the
+    answer before it went past the end of one, or ended with it."""
+    for count in (4, 7, 16):
+        rules = replace(QUIET, has_states=True)
+        harness = Harness({"num_state_slots": 40}, {}, rules, (0.0, count))
+        harness.add([1, 2, 3], 40)
+        harness.run()
+        turn = [1, 2, 3, *harness.ids["r0"]]
+        harness.add([*turn, 4], 8)
+        harness.run()
+        harness.check_outputs()
+        assert harness.first["r1"].num_cached_tokens == (len(turn) - 1) // 8 * 8
+        assert harness.core.stats().num_steps < 2 + 48 / count + 3
+
+
+@pytest.mark.parametrize(("num_slots", "drafted"), [(3, 1), (5, 3), (40, 8)])
+def test_slots_that_are_scarce_shorten_drafts(num_slots: int, drafted: int) -> None:
+    rules = replace(QUIET, has_states=True)
+    harness = Harness({"num_state_slots": num_slots}, {"max_num_seqs": 1}, rules, (0.0, 8))
+    harness.add([1, 2, 3], 41)
+    harness.run()
+    harness.check_outputs()
+    longest = max(max(record.lengths) for record in harness.loaded.records[1:])
+    assert longest == drafted + 1
 
 
 def test_right_drafts_save_steps() -> None:
@@ -96,6 +135,19 @@ def test_predictions_are_drafted_without_a_drafter() -> None:
     assert harness.core.stats().num_steps - before < 15
     assert harness.core.stats().num_accepted_tokens > 25
     harness.check_idle()
+
+
+def test_tokens_before_one_that_fails_are_sent() -> None:
+    """A draft past a token behind which the model has NaN: that token and those before it come."""
+    rules = replace(QUIET, nan_token=11)
+    harness = Harness(rules=rules, drafts=(0.0, 16))
+    for prompt in prompts(6):
+        harness.add([token for token in prompt if token != 11] or [1], 40)
+    harness.run()
+    harness.check_outputs()
+    ends = [harness.last[name].error_code for name in harness.requests]
+    assert "non_finite_logits" in ends
+    assert harness.core.stats().num_accepted_tokens > 0
 
 
 def test_blocks_that_are_scarce_shorten_drafts() -> None:
@@ -172,7 +224,7 @@ def test_a_draft_model_that_fails_costs_its_drafts_alone(
     assert "nothing is drafted any more" in caplog.text
 
 
-FAULTS = [
+FAULTS: list[tuple[object, str, str, str]] = [
     (commit.Committer, "_verify", "token != drafted", "False"),
     (commit.Committer, "_resume", "len(sequence.tokens) - 1", "len(sequence.tokens) - 2"),
     (commit.Committer, "_resume", "len(sequence.tokens) - 1", "len(sequence.tokens)"),
@@ -191,7 +243,18 @@ FAULTS = [
 place, noise of another position, parameters of another row, tokens in the wrong order."""
 
 
-@pytest.mark.parametrize(("owner", "name", "old", "new"), FAULTS)
+STATE_FAULTS: list[tuple[object, str, str, str]] = [
+    (commit.Committer, "_resume", "(sequence, num_new)", "(sequence, max(1, num_new - 1))"),
+    (row_states.RowStates, "resume", "slots[full], blocks)", "slots[full - 1], blocks)"),
+    (row_states.RowStates, "resume", "if place != num_new", "if place not in (num_new, 1)"),
+    (row_states.RowStates, "plan", "= slots", "= slots[::-1]"),
+    (row_states.RowStates, "plan", "ends[draft.index] = False", "pass"),
+]
+"""States behind another token, a snapshot of them, slots that are lost, that change places, or that
+are a snapshot already."""
+
+
+@pytest.mark.parametrize(("owner", "name", "old", "new"), FAULTS + STATE_FAULTS)
 def test_planted_faults_are_found(
     owner: Any, name: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,5 +264,6 @@ def test_planted_faults_are_found(
     names: dict[str, Any] = {}
     exec(source.replace(old, new), function.__globals__, names)
     monkeypatch.setattr(owner, name, names[name])
+    slots = 200 if (owner, name, old, new) in STATE_FAULTS else None
     with pytest.raises((AssertionError, IndexError, ValueError)):
-        run_mixed(4, overlap=True)
+        run_mixed(4, overlap=True, slots=slots)

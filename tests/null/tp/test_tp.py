@@ -74,6 +74,7 @@ def test_everything_that_a_step_may_have() -> None:
         PLAN,
         state_from=ints[:2],
         state_to=ints[2:4],
+        state_after=ints[:4],
         token_types=ints[:4],
         feature_rows=ints[:4],
         rope_positions=np.arange(12, dtype=I32).reshape(3, 4),

@@ -105,6 +105,8 @@ class LoadedInfo(Record):
     without states."""
     state_slot_bytes: int = 0
     """Memory of one slot."""
+    keeps_states_after: bool = False
+    """True if the backend serves `StepPlan.state_after`."""
 
 
 class StepHandle(Protocol):

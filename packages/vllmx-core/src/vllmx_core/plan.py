@@ -77,6 +77,10 @@ class StepPlan(MutableRecord):
     """(R,) slot that holds the states of row r after its last token of this step; `state_from` in
     the usual case. Another slot leaves the one that was read as it is, so that it can be kept. A
     slot that is written belongs to one row: no other one reads or writes it in this step."""
+    state_after: I32 | None = None
+    """(T,) slot that keeps the states after this token as well, -1: none. None: no row keeps any.
+    A slot is named once, and neither in `state_from` nor in `state_to`. Only for backends with
+    `LoadedInfo.keeps_states_after`."""
     token_types: I32 | None = None
     """(T,) which text of a pair each token belongs to, for models that have a table of them; None:
     all to the first, 0."""

@@ -137,6 +137,7 @@ def _info(
         cache_windows=sizes.kv.layout.windows,
         num_state_slots=sizes.kv.states.num_slots,
         state_slot_bytes=sizes.kv.states.slot_bytes,
+        keeps_states_after=True,
     )
 
 

@@ -244,6 +244,8 @@ class CpuStep:
             arrays["token_types"] = plan.token_types
         if owner.info.num_state_slots and plan.patches is None:
             arrays["state_from"], arrays["state_to"] = plan.state_slots
+            if plan.state_after is not None:
+                arrays["state_after"] = plan.state_after
         # One group after the other.
         self._short = np.concatenate((*arrays.values(), *plan.slots), **_AS_I32)  # slots: (G * T,)
         self._tables = np.concatenate(plan.block_tables or (_NOTHING,), **_AS_I32)  # (G * R, B)

@@ -67,6 +67,7 @@ class VxStep(Structure):
         ("token_types", c_void_p),
         ("state_from", c_void_p),
         ("state_to", c_void_p),
+        ("state_after", c_void_p),
     ]
 
 

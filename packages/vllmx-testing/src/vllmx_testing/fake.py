@@ -167,6 +167,7 @@ class FakeLoadedModel:
             num_stages=num_stages,
             num_state_slots=self._memory.states.size,
             state_slot_bytes=self._memory.states.itemsize * self.rules.has_states,
+            keeps_states_after=True,
         )
         self.in_flight: InFlight[FakeStep] = InFlight(self._info)
 

@@ -72,6 +72,9 @@ class FakeMemory:
         fresh = entries(tokens, plan.positions, STATE_GROUP)
         passed = advance(states, fresh, plan.query_start)
         self.states[target] = states
+        if plan.state_after is not None:
+            kept = plan.state_after >= 0
+            self.states[plan.state_after[kept]] = passed[kept]
         return passed[plan.logit_rows]
 
     def _read(self, plan: StepPlan) -> U64:

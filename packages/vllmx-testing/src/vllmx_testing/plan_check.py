@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from vllmx_core.backend import LoadedInfo
-from vllmx_core.plan import StepPlan
+from vllmx_core.plan import I32, StepPlan
 
 
 def check_plan(plan: StepPlan, info: LoadedInfo, vocab_size: int, num_last_ids: int) -> None:
@@ -82,6 +82,19 @@ def _check_states(plan: StepPlan, info: LoadedInfo) -> None:
     others = target[:, None] == source  # (R, R) row of the first writes what the second reads
     np.fill_diagonal(others, False)
     assert not others.any(), "a row reads a slot that another one writes"
+    if plan.state_after is not None:
+        assert plan.state_after.shape == plan.tokens.shape, "state_after is not (T,)"
+        _check_states_after(plan.state_after, np.concatenate([source, target]), info)
+
+
+def _check_states_after(after: I32, others: I32, info: LoadedInfo) -> None:
+    assert info.keeps_states_after, "state_after, and the backend cannot keep them"
+    assert after.dtype == np.int32, f"state_after is {after.dtype}, not int32"
+    assert (after >= -1).all(), "state_after is below -1"
+    assert (after < info.num_state_slots).all(), "state_after names a slot that does not exist"
+    kept = after[after >= 0]
+    assert np.unique(kept).shape == kept.shape, "state_after names a slot twice"
+    assert not np.isin(kept, others).any(), "state_after names a slot of state_from or state_to"
 
 
 def _check_sharing(plan: StepPlan, info: LoadedInfo) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -26,6 +27,8 @@ class Row:
     state: tuple[int, int] | int | None = None
     """The slots that the row of a model with states reads (-1: zeros) and leaves; one number for
     both stands for a sequence that begins where `start` is 0 and lives in that slot."""
+    after: Sequence[int] = ()
+    """Slots that keep the states after its first tokens as well, -1: none."""
     types: Sequence[int] = ()
     """Token types, 0 for those that are not listed."""
     spans: Sequence[tuple[int, int]] = ()
@@ -87,16 +90,19 @@ def make_plan(rows: Sequence[Row], block_size: int) -> StepPlan:
         logit_rows=_int32(logit_rows),
         state_from=_int32(row.state_slots[0] for row in rows) if kept else None,
         state_to=_int32(row.state_slots[1] for row in rows) if kept else None,
-        token_types=_types(rows) if any(row.types for row in rows) else None,
+        state_after=_each(rows, "after", -1),
+        token_types=_each(rows, "types", 0),
         visible_to=_int32(position for row in rows for position in row.seen)
         if any(row.spans for row in rows)
         else None,
     )
 
 
-def _types(rows: Sequence[Row]) -> I32:
-    padded = ([*row.types, *[0] * (len(row.tokens) - len(row.types))] for row in rows)
-    return _int32(kind for types in padded for kind in types)
+def _each(rows: Sequence[Row], name: str, rest: int) -> I32 | None:
+    """(T,) numbers that rows give for their first tokens, `rest` for the others; None: none do."""
+    given = [(list(getattr(row, name)), len(row.tokens)) for row in rows]
+    padded = [[*values, *[rest] * (count - len(values))] for values, count in given]
+    return _int32(chain.from_iterable(padded)) if any(values for values, _ in given) else None
 
 
 def sampling_rows(count: int, **columns: Any) -> SamplingRows:

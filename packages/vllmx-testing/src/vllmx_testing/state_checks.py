@@ -4,6 +4,7 @@ begun anew."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -198,6 +199,37 @@ class StateChecks(Harness):
             ended = run(Row([4], 30, [0, 1], "all", 2), Row([4], 30, [4, 5], "all", 3))
             self._check_equal(ended[1:], ended[:1], "states after equal rows")
             self._check_equal(run(Row([4], 30, [12, 13], "all", 7)), ended[:1], "the slot in place")
+
+    @pytest.mark.parametrize("rule", [DELTA, SSD], ids=["delta", "ssd"])
+    def test_states_are_kept_after_each_token(self, rule: dict[str, Any]) -> None:
+        """They are those of a row that is fed token by token: what follows each is the same."""
+        if self._lacks("recurrence"):
+            return
+        text = np.random.default_rng(2).integers(0, VOCAB, 40).tolist()
+        start, count = 9, 20  # more than kernels take at once
+        with self.loaded(*recurrent_model(**rule), num_state_slots=24, max_num_seqs=4) as loaded:
+            if not loaded.info.keeps_states_after:
+                return
+
+            def run(*rows: Row) -> F32:
+                return all_logprobs(loaded, make_plan(rows, PAGE), VOCAB)
+
+            self.step_ids(loaded, [Row(text[:start], 0, [0, 1, 2], "none", 0)])
+            mates = [Row([3, 1, 4], 0, [20], "none", 2), Row([1, 5, 9], 0, [24], "none", 3)]
+            part = text[start : start + count]
+            slots = [-1, *range(4, 3 + count)]  # none after the first token
+            run(mates[0], Row(part, start, [0, 1, 2], "all", (0, 1), slots), mates[1])
+            for index in range(count):
+                next_id = Row(text[start + index : start + index + 1], start + index, [8, 9, 10])
+                self.step_ids(loaded, [replace(next_id, state=(0, 0))])
+                if slots[index] < 0:
+                    continue
+                at = start + index + 1
+                kept, fed = (
+                    run(Row(text[at : at + 5], at, [12, 13, 14], "all", (slot, 3)))
+                    for slot in (slots[index], 0)
+                )
+                self._check_equal(kept, fed, f"after token {index}")
 
     def test_rows_that_begin_do_not_read_their_slot(self) -> None:
         """A row that begins ignores what its slot holds, even NaN."""

@@ -37,7 +37,15 @@ _FLOATS = (
 )
 _OPTIONAL: dict[str, dict[str, npt.DTypeLike]] = {
     "plan": dict.fromkeys(
-        ("state_from", "state_to", "token_types", "rope_positions", "feature_rows", "visible_to"),
+        (
+            "state_from",
+            "state_to",
+            "state_after",
+            "token_types",
+            "rope_positions",
+            "feature_rows",
+            "visible_to",
+        ),
         np.int32,
     ),
     "patches": {

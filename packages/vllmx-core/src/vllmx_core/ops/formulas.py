@@ -110,3 +110,9 @@ def state_before(plan: StepPlan, row: int, states: Floats) -> Floats:
     """(heads, rows, cols) that a row begins this step with, out of (slots, heads, rows, cols)."""
     slot = int(plan.state_slots[0][row])
     return np.zeros_like(states[0]) if slot < 0 else states[slot].copy()
+
+
+def states_after(plan: StepPlan) -> I32:
+    """(T,) slots that keep the states after each token, -1 where none does."""
+    after = plan.state_after
+    return np.full(plan.num_tokens, -1, np.int32) if after is None else after

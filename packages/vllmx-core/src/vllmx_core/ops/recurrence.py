@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from vllmx_core.arrays import NUMPY, Array, Arrays
-from vllmx_core.ops.formulas import Floats, NumpyFrame, like, state_before
+from vllmx_core.ops.formulas import Floats, NumpyFrame, like, state_before, states_after
 from vllmx_core.ops.op import Op, expect, expect_features, expect_vector
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.plan import StepPlan
@@ -168,6 +168,7 @@ def recurrence(
     """(T, 2 * Hk * Dk + H * Dv) -> (T, H * Dv), over and into the states (slots, H, Dk, Dv)."""
     _, targets = plan.state_slots
     q, k, v, decay, strength = prepared(qkv, a, b, spec, weights)
+    after = states_after(plan)
     out = np.empty_like(v)  # (T, H, Dv)
     for row in range(plan.num_rows):
         state = state_before(plan, row, states)
@@ -178,6 +179,8 @@ def recurrence(
                 new = new - np.einsum("hkv,hk->hv", state, k[t])
             state = state + k[t, :, :, None] * (strength[t] * new)[:, None, :]
             out[t] = np.einsum("hkv,hk->hv", state, q[t])
+            if after[t] >= 0:
+                states[after[t]] = state
         states[targets[row]] = state
     if weights.d is not None:
         out = out + weights.d[:, None] * v

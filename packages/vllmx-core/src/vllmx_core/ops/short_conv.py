@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from vllmx_core.ops.activation import activation
-from vllmx_core.ops.formulas import Floats, NumpyFrame, like, state_before
+from vllmx_core.ops.formulas import Floats, NumpyFrame, like, state_before, states_after
 from vllmx_core.ops.op import Op, expect, expect_features, expect_vector
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.plan import StepPlan
@@ -83,6 +83,7 @@ def short_conv(
     """(T, C) -> (T, C), over and into the states (slots, 1, K - 1, C)."""
     _, targets = plan.state_slots
     taps, out = w.reshape(-1, spec.kernel), np.empty_like(x)  # (C, K)
+    after = states_after(plan)
     for row in range(plan.num_rows):
         tokens = slice(int(plan.query_start[row]), int(plan.query_start[row + 1]))
         count = tokens.stop - tokens.start
@@ -92,4 +93,7 @@ def short_conv(
             total = total + seen[tap : tap + count] * taps[:, tap]
         out[tokens] = total if spec.activation is None else activation(total, spec.activation)
         states[targets[row], 0] = seen[count:]
+        for index, slot in enumerate(after[tokens].tolist(), 1):
+            if slot >= 0:
+                states[slot, 0] = seen[index : index + spec.kernel - 1]
     return like(x, out)

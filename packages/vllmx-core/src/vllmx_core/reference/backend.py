@@ -207,6 +207,7 @@ class ReferenceBackend:
             cache_windows=cache.layout.windows,
             num_state_slots=cache.states.num_slots,
             state_slot_bytes=cache.states.slot_bytes,
+            keeps_states_after=True,
             num_feature_rows=feature_rows(model.shape, options),
             encodes_in_parts=True,
         )

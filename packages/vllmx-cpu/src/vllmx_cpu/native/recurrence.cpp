@@ -171,9 +171,10 @@ VX_INLINE Pair update(const VxRecurrence& a, float* state, const Chunk& chunk, s
 
 // A chunk of tokens through the columns `first_column` ... of a head.
 template <class C>
-VX_INLINE void run_tile(const Head& h, float* state, int32_t column, C c, const Chunk& chunk, int32_t pitch,
-                        int32_t first, int32_t count) {
+VX_INLINE void run_tile(const Head& h, const VxStep* step, float* state, int32_t column, C c, const Chunk& chunk,
+                        int32_t pitch, int32_t first, int32_t count) {
   const VxRecurrence& a = h.a;
+  const size_t tile = h.head * h.floats() + (size_t)column * a.key_size;
   Pair found = {zero(), zero()};
   if (a.delta) found = ask(a, state, chunk.asked, c);
   for (int32_t i = 0; i < count; ++i) {
@@ -187,6 +188,7 @@ VX_INLINE void run_tile(const Head& h, float* state, int32_t column, C c, const 
                  : update<false>(a, state, chunk, at, u, nullptr, c, &out);
     if (a.d) out = add_scaled(splat(a.d[h.head]), v, out);
     store_pair(h.out(first + i) + column, out, c);
+    if (float* kept = a.states.after(step, first + i)) bring_state(state, kept + tile, (size_t)a.key_size * c.pitch());
   }
 }
 
@@ -205,9 +207,9 @@ void run_head(const Head& h, const VxStep* step, int32_t row, uint8_t* scratch) 
       const int32_t columns = a.value_size - column < COLS ? a.value_size - column : COLS;
       float* tile = state + (size_t)column * a.key_size;
       if (columns == COLS)
-        run_tile(h, tile, column, Columns(COLS), chunk, pitch, first, count);
+        run_tile(h, step, tile, column, Columns(COLS), chunk, pitch, first, count);
       else
-        run_tile(h, tile, column, Columns(columns), chunk, pitch, first, count);
+        run_tile(h, step, tile, column, Columns(columns), chunk, pitch, first, count);
     }
   }
 }

@@ -26,6 +26,8 @@ enum { CHANNELS = 512, MAX_KERNEL = 16 };
 // Tokens of a row, `token` counted from its first one in this step; those before it lie in the state.
 struct Tokens {
   const VxShortConv& a;
+  const VxStep* step;
+  int32_t first;
   const float* x;      // the row's first
   const float* taps;   // null: zeros
 
@@ -34,6 +36,11 @@ struct Tokens {
     return taps ? load_some(taps + (size_t)(token + a.kernel - 1) * a.channels + channel, n) : zero();
   }
 };
+
+// The K - 1 newest tokens of sixteen channels, into a state.
+VX_INLINE void keep_lanes(const VxShortConv& a, const F32x16* seen, float* kept, int32_t channel, int n) {
+  for (int32_t i = 0; i < a.kernel - 1; ++i) store_some(kept + (size_t)i * a.channels + channel, seen[i], n);
+}
 
 // Sixteen channels of a row. The newest tokens stay in registers while the row passes.
 VX_INLINE void run_lanes(const VxShortConv& a, const Tokens& tokens, int32_t count, float* y, float* kept,
@@ -50,8 +57,9 @@ VX_INLINE void run_lanes(const VxShortConv& a, const Tokens& tokens, int32_t cou
     if (a.activation >= 0) sum = activate(sum, a.activation);
     store_some(y + (size_t)t * a.channels + channel, sum, n);
     for (int32_t i = 0; i < before; ++i) seen[i] = seen[i + 1];
+    if (float* after = a.states.after(tokens.step, tokens.first + t)) keep_lanes(a, seen, after, channel, n);
   }
-  for (int32_t i = 0; i < before; ++i) store_some(kept + (size_t)i * a.channels + channel, seen[i], n);
+  keep_lanes(a, seen, kept, channel, n);
 }
 
 }  // namespace
@@ -63,7 +71,7 @@ void short_conv(const void* args, const VxStep* step, VxCtx* ctx) {
     const int32_t row = unit / parts, first = unit % parts * CHANNELS, start = step->query_start[row];
     const int32_t width = a.channels - first < CHANNELS ? a.channels - first : (int32_t)CHANNELS;
     const size_t begin = (size_t)start * a.channels;
-    const Tokens tokens = {a, a.x + begin, a.states.source(step, row)};
+    const Tokens tokens = {a, step, start, a.x + begin, a.states.source(step, row)};
     float* kept = a.states.target(step, row);
     for_lanes(width, [&](int32_t i, int n) {
       run_lanes(a, tokens, step->query_start[row + 1] - start, a.y + begin, kept, first + i, n);

@@ -15,6 +15,10 @@ struct VxStates {
   }
   // Where it leaves it, which is the same place in the usual case.
   float* target(const VxStep* step, int32_t row) const { return slot(step->state_to[row]); }
+  // Where the state after a token is kept as well; null for nowhere.
+  float* after(const VxStep* step, int32_t token) const {
+    return !step->state_after || step->state_after[token] < 0 ? nullptr : slot(step->state_after[token]);
+  }
 };
 
 namespace vx {

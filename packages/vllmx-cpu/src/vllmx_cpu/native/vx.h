@@ -42,6 +42,7 @@ struct VxStep {
   const int32_t* token_types;    // (T), or null: all 0
   const int32_t* state_from;     // (R) slot of the states, -1: zeros; null without recurrent layers
   const int32_t* state_to;       // (R) slot in which they are left
+  const int32_t* state_after;    // (T) slot that keeps those after this token too, -1: none; or null
 };
 
 struct VxTeam;

@@ -84,10 +84,10 @@ class BatchBuilder:
         waits_for_ids = table.wait_for_ids(batch.decodes)
         owners, sampling = self._sampling.build(batch, rows, plan)
         if self._states is not None:
-            decodes = [row for row in owners.constrained if row.logit < batch.decodes.size]
+            num_decoded = plan.query_start[batch.decodes.size]
+            decodes = [row for row in owners.constrained if row.logit < num_decoded]
             unsure = [row.sequence.row for row in decodes]
-            states = self._states.plan(rows, plan.context_len, number, unsure)
-            plan.state_from, plan.state_to = states
+            self._states.plan(rows, plan, number, unsure, batch.drafts)
         if self._pools:
             sampling = NOTHING_SAMPLED
             plan.token_types = self._token_types(batch, plan)
@@ -146,6 +146,8 @@ class BatchBuilder:
         for sequence in step.owners.lost:
             row = sequence.row
             self._table.resume(row, int(self._table.computed[row]), sequence.tokens[-1])
+            if self._states is not None:
+                self._states.resume(sequence, 0)
         step.late += step.owners.lost
         for sequence in late:
             step.context_len[step.rows == sequence.row] -= 1

@@ -163,6 +163,8 @@ class Committer:
         reason: FinishReason | None = None
         for token, drafted in zip(drawn, [*draft, -1], strict=True):
             if token < 0:
+                if ids:  # the next step fails, once these have been sent
+                    break
                 raise _no_token(step, sequence)
             reason = sequence.accept(token)
             ids.append(token)
@@ -187,6 +189,8 @@ class Committer:
         self._table.start_decoding(sequence)
         if self._table.num_cached[row] < computed // self._size:
             scheduler.prefixes.file(sequence, computed)
+        if scheduler.states is not None:
+            scheduler.states.resume(sequence, num_new)
         if scheduler.blocks.has_windows:
             scheduler.blocks.slide(np.array([row]))
         if len(scheduler.share) > 1:  # the first of them was charged when the step was scheduled

@@ -38,6 +38,8 @@ class Limits:
     """Steps that are in flight at once at the most."""
     num_state_slots: int = 0
     """The slots for the states of recurrent layers; 0: the model has none."""
+    keeps_states_after: bool = False
+    """A row can verify a draft though the model has recurrent layers."""
     snapshot_tokens: int = 1
     """A snapshot of states that saves at least so many tokens may evict any other one."""
     max_tokens: int = dataclasses.field(init=False)
@@ -89,6 +91,7 @@ def step_limits(
         pools=pools,
         whole_prompts=whole_prompts,
         num_state_slots=info.num_state_slots,
+        keeps_states_after=info.keeps_states_after,
         snapshot_tokens=config.state_snapshot_tokens or tokens_of_slot(info),
     )
 

@@ -79,6 +79,12 @@ def _load(
             " choose a draft model of the same family",
             param="speculate",
         )
+    if model.shape.states:
+        raise ConfigError(
+            "it keeps recurrent states, and only models without draft yet: choose ngram, suffix or"
+            " off",
+            param="speculate",
+        )
     if kind == "twin":
         checkpoint = quantise_in_situ(found.registry, checkpoint, model, _TWIN_TYPE)
     info = target.info
@@ -128,8 +134,8 @@ def _check_target(found: FoundModel, target: LoadedModel) -> None:
     reason = ""
     if found.config.num_ranks > 1:
         reason = "a model on several ranks has no draft model yet"
-    elif target.info.num_state_slots:
-        reason = "the model keeps recurrent states, behind which drafts cannot be verified yet"
+    elif target.info.num_state_slots and not target.info.keeps_states_after:
+        reason = "the model keeps recurrent states, behind which its backend verifies no drafts yet"
     elif None not in target.info.cache_windows:
         reason = "all layers of the model have a window, so a draft model would lack old tokens"
     if reason:

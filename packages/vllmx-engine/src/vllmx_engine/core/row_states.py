@@ -13,17 +13,19 @@ a prefix is found by whole blocks:
 Rows come first: where no slot can be had, a row goes on in its own and no snapshot is taken.
 
 A step whose last token may be taken back reads one slot and writes another one, too, so that the
-states before it are still there.
+states before it are still there. A step that verifies a draft keeps the states before it and those
+behind each of its tokens, until it is known how many hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
-from vllmx_core.plan import I32, AnyArray
+from vllmx_core.plan import I32, AnyArray, StepPlan
 from vllmx_core.records import MutableRecord, field
 
+from vllmx_engine.core.drafters import Draft
 from vllmx_engine.core.limits import Limits
 from vllmx_engine.core.prefixes import Hit
 from vllmx_engine.core.rows import RowTable
@@ -70,6 +72,9 @@ class RowStates:
         self._marks = [_Marks() for _ in range(rows)]
         self._before: dict[int, int] = {}
         """The slots of rows before the step that was planned last, while it may be taken back."""
+        self._drafted: dict[int, list[int]] = {}
+        """The slots of rows with a draft before their step and behind each of its tokens but the
+        last, until `resume`."""
 
     @property
     def num_used(self) -> int:
@@ -80,7 +85,7 @@ class RowStates:
     @property
     def has_room(self) -> bool:
         """True if `admit` can be called. False only until rows admitted before have read the
-        snapshots that they begin with."""
+        snapshots that they begin with, and drafts were verified."""
         return self.pool.num_available > 0
 
     def admit(self, sequence: Sequence, hit: Hit, *, has_followers: bool) -> None:
@@ -117,6 +122,7 @@ class RowStates:
             self.pool.release(slot)
         self._from[row] = self._to[row] = self._pending[:, row] = -1
         self._before.pop(row, None)
+        self._drafted.pop(row, None)
         if forget:
             for digest in sequence.digests[sequence.num_cached_tokens // self._size :]:
                 self.pool.forget(digest)
@@ -125,7 +131,7 @@ class RowStates:
         """The slots of a row, each as often as it uses it."""
         source, target = int(self._from[row]), int(self._to[row])
         slots = [target, -1 if source == target else source, *self._pending[:, row].tolist()]
-        slots.append(self._before.get(row, -1))
+        slots += [self._before.get(row, -1), *self._drafted.get(row, [])]
         return [slot for slot in slots if slot >= 0]
 
     # --- a step -----------------------------------------------------------------------------------
@@ -141,11 +147,56 @@ class RowStates:
         whole = end // self._size * self._size
         return whole - start if end < len(sequence.tokens) and whole > start else size
 
+    def reserve(self, drafts: Iterable[Draft], num_spared: int) -> None:
+        """Takes slots for the states behind each token of drafts, which are cut to the slots that
+        there are; `num_spared` of them are left."""
+        for draft in drafts:
+            row = draft.sequence.row
+            source, count = int(self._from[row]), len(draft.ids)
+            own = [int(self._to[row])] if self._to[row] != source else []
+            slots = own + self._take_some(count + 1 - len(own), num_spared)
+            del draft.ids[max(0, len(slots) - 1) :]
+            if slots:
+                self._to[row] = slots.pop()
+            if draft.ids:
+                self.pool.acquire(source)
+                self._drafted[row] = [source, *slots]
+
+    def _take_some(self, count: int, num_spared: int) -> list[int]:
+        found: list[int] = []
+        while len(found) < count and self.pool.num_available > num_spared:
+            slot = self.pool.take(any_snapshot=False)
+            if slot < 0:
+                break
+            found.append(slot)
+        return found
+
+    def resume(self, sequence: Sequence, num_new: int) -> None:
+        """The states of a row with a draft are those behind the first `num_new` tokens of its step;
+        those behind the last full block become a snapshot."""
+        row, own = sequence.row, int(self._to[sequence.row])
+        slots = [*self._drafted.pop(row), own]
+        self._from[row] = slots[num_new]
+        blocks, behind = divmod(int(self._table.computed[row]), self._size)
+        full = num_new - behind
+        is_new = self._keep and full > 0 and self._table.num_cached[row] == blocks
+        if is_new and (slots[full] != own or self._leave_behind(row, blocks * self._size) >= 0):
+            self._file(sequence, slots[full], blocks)
+        for place, slot in enumerate(slots[:-1]):
+            if place != num_new:
+                self.pool.release(slot)
+
     def plan(
-        self, rows: AnyArray, context_len: I32, number: int, unsure: Iterable[int] = ()
-    ) -> tuple[I32, I32]:
-        """`StepPlan.state_from` and `state_to` of step `number`; the rows are then what they are
-        after it. Those `unsure` may be taken back until `settle`, as far as slots go."""
+        self,
+        rows: AnyArray,
+        plan: StepPlan,
+        number: int,
+        unsure: Iterable[int] = (),
+        drafts: Collection[Draft] = (),
+    ) -> None:
+        """Sets the slots of step `number`; the rows are then what they are after it. Those `unsure`
+        may be taken back until `settle`, as far as slots go; those with `drafts`, for which slots
+        were reserved, wait for `resume`."""
         for row in unsure:
             self._preserve(row)
         source: I32 = self._from[rows]
@@ -154,10 +205,21 @@ class RowStates:
             if slot >= 0:
                 self.pool.release(slot)  # to a later step, which runs after this one
         self._from[rows] = target
+        plan.state_from, plan.state_to = source, target
+        ends = (plan.context_len & (self._size - 1)) == 0
+        if drafts:
+            plan.state_after = after = np.full(plan.num_tokens, -1, np.int32)
+            for draft in drafts:
+                slots, start = self._drafted[draft.sequence.row][1:], plan.query_start[draft.index]
+                after[start : start + len(slots)] = slots
+                ends[draft.index] = False
         if self._keep:
-            for index in np.flatnonzero((context_len & (self._size - 1)) == 0).tolist():
-                self._leave_behind(int(rows[index]), int(context_len[index]), number)
-        return source, target
+            for index in np.flatnonzero(ends).tolist():
+                row = int(rows[index])
+                left = self._leave_behind(row, int(plan.context_len[index]))
+                if left >= 0:
+                    self.pool.acquire(left)
+                    self._pending[number % len(self._pending), row] = left
 
     def _preserve(self, row: int) -> None:
         """The next step leaves the slot alone that the states of a row lie in."""
@@ -194,15 +256,14 @@ class RowStates:
             self.pool.release(slot)
         self._before.clear()
 
-    def _leave_behind(self, row: int, end: int, number: int) -> None:
-        """The slot that a row writes in step `number` is to be filed; the row goes on elsewhere."""
+    def _leave_behind(self, row: int, end: int) -> int:
+        """The slot that holds a row's states behind its first `end` tokens: the row goes on in
+        another one. -1 where there is none."""
         slot = self.pool.take(any_snapshot=self._is_far(row, end))
         if slot < 0:
-            return
-        left = int(self._to[row])
-        self.pool.acquire(left)
-        self._pending[number % len(self._pending), row] = left
-        self._to[row] = slot
+            return -1
+        left, self._to[row] = int(self._to[row]), slot
+        return left
 
     def _is_far(self, row: int, end: int) -> bool:
         return end - self._marks[row].last_kept >= self._far
@@ -241,6 +302,7 @@ class RowStates:
         assert len(set(written)) == len(written) == self.num_used, "rows write one slot"
         assert not any(map(self.pool.holds_snapshot, written)), "a snapshot is written"
         read = [*self._from[rows].tolist(), *self._pending[:, rows].ravel().tolist()]
+        read += [slot for slots in self._drafted.values() for slot in slots]
         for row, slot in zip(rows, written, strict=True):
             others = read.count(slot) - (self._from[row] == slot)
             assert not others, "a slot is written that another row reads, or that is to be filed"

@@ -79,7 +79,7 @@ class Scheduler:
             self.cache.forgotten = slots.forget
         self.speculator: Speculator | None = None
         """Set where the model can verify drafts."""
-        if slots is None and not limits.pools:
+        if not limits.pools and (slots is None or limits.keeps_states_after):
             self.speculator = Speculator(self.table, cost, drafting)
         self.live: dict[str, Sequence] = {}
         """All sequences between `add` and `finish`, by request id."""
@@ -203,11 +203,13 @@ class Scheduler:
             room //= 2
         drafts = self.speculator.drafts(decodes, context, room)
         for draft in drafts:
-            num_tokens = len(draft.sequence.tokens) + len(draft.ids)
             if not self.make_room(draft.sequence, len(draft.ids)):
                 held = int(self.table.num_blocks[draft.sequence.row]) * self.limits.block_size
-                del draft.ids[max(0, len(draft.ids) - (num_tokens - held)) :]
-        return self.speculator.filled([draft for draft in drafts if draft.ids])
+                del draft.ids[max(0, held - len(draft.sequence.tokens)) :]
+        drafts = self.speculator.filled([draft for draft in drafts if draft.ids])
+        if self.states is not None:
+            self.states.reserve(drafts, min(len(self.queue), self.table.num_free))
+        return [draft for draft in drafts if draft.ids]
 
     def _chunks(
         self, decodes: tuple[int, int], victim: Sequence | None, images: StepImages | None
