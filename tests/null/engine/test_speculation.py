@@ -11,8 +11,10 @@ import pytest
 from vllmx_engine.core import batch, commit, sampling_rows
 from vllmx_engine.core.drafters import match_ends
 from vllmx_engine.wire.messages import pack_ids
+from vllmx_testing.fake import FakeRules
 
-from .harness import QUIET, RULES, Harness, prompts
+from .grammar_driver import TOKENS, Driver, regex
+from .harness import QUIET, RULES, VOCAB_SIZE, Harness, prompts
 
 
 def run_mixed(count: int, *, overlap: bool) -> Harness:
@@ -96,6 +98,35 @@ def test_predictions_are_drafted_without_a_drafter() -> None:
     assert harness.core.stats().num_steps - before < 15
     assert harness.core.stats().num_accepted_tokens > 25
     harness.check_idle()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_tokens_before_a_broken_one_are_sent(overlap: bool) -> None:
+    rules = FakeRules(vocab_size=VOCAB_SIZE, nan_token=11)
+    harness = Harness({}, {"async_scheduling": overlap}, rules, (0.0, 16))
+    for prompt in prompts(20, longest=9):
+        if 11 not in prompt:
+            harness.add(prompt, 30)
+    harness.run()
+    harness.check_outputs()
+    harness.check_idle()
+    broken = [name for name, last in harness.last.items() if last.error_code]
+    assert max(len(harness.ids[name]) for name in broken) > 3
+
+
+def test_a_draft_up_to_a_place_where_all_is_forbidden() -> None:
+    """The tokens before it are sent, and the error says why, as without drafts."""
+    ends = []
+    a, b, c, d = (TOKENS.index(letter) for letter in (b"a", b"b", b"c", b"d"))
+    for drafts in (None, {"r": [a, b, c]}):
+        driver = Driver(drafts=drafts)
+        words = [[b, c], [b, d]]
+        driver.add("r", regex("[ax][b][cd]"), bad_words_ids=[*words, [TOKENS.index(b"x")]])
+        driver.run()
+        last = driver.last["r"]
+        ends.append((driver.ids["r"], last.error_code, last.error))
+    assert ends[0] == ends[1]
+    assert ends[0][:2] == ([a, b], "invalid_request")
 
 
 def test_blocks_that_are_scarce_shorten_drafts() -> None:

@@ -163,7 +163,9 @@ class Committer:
         reason: FinishReason | None = None
         for token, drafted in zip(drawn, [*draft, -1], strict=True):
             if token < 0:
-                raise _no_token(step, sequence)
+                if not ids:
+                    raise _no_token(step, sequence)
+                break  # the next step meets it again, once these are sent
             reason = sequence.accept(token)
             ids.append(token)
             if reason is not None or token != drafted:
@@ -316,7 +318,8 @@ def _pieces(scored: Scored, details: StepLogprobs) -> Iterator[CoreOutput]:
 
 def _no_token(step: Step, sequence: Sequence) -> VllmxError:
     """Why the sampler found no token for a row: what its request forbids, or the model."""
-    if forbids_all(sequence, step.owners.constrained):
+    owners = step.owners
+    if forbids_all(sequence, [*owners.constrained, *(group[0] for group in owners.drafted)]):
         place = len(sequence.tokens) - sequence.num_prompt
         return InvalidRequestError(
             f"every token is forbidden at position {place} of the answer:"
