@@ -116,6 +116,7 @@ class Harness:
     """Drafts of which this share is wrong, of so many tokens; None for these: as many as pay."""
     draft_model: bool = False
     """A second fake model drafts, with pages of its own: it draws the same ids."""
+    draft_model_len: int = MAX_MODEL_LEN
     max_model_len: int = MAX_MODEL_LEN
     clock: Callable[[], float] = time.monotonic
 
@@ -129,7 +130,9 @@ class Harness:
             EngineConfig(**{"max_num_seqs": 8} | self.config),
             max_model_len=self.max_model_len,
             vocab_size=self.rules.vocab_size,
-            drafter=LoadedDrafter(self.drafter, shares_pages=False) if self.draft_model else None,
+            drafter=LoadedDrafter(self.drafter, self.draft_model_len, shares_pages=False)
+            if self.draft_model
+            else None,
             clock=self.clock,
         )
         self.requests: dict[str, CoreRequest] = {}

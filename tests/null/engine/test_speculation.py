@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllmx_core.plan import SamplingRows, StepPlan
 from vllmx_engine.core import batch, commit, sampling_rows
 from vllmx_engine.core.drafters import match_ends
 from vllmx_engine.wire.messages import pack_ids
-from vllmx_testing.fake import FakeRules
+from vllmx_testing.fake import FakeRules, FakeStep
 
 from .grammar_driver import TOKENS, Driver, regex
 from .harness import QUIET, RULES, VOCAB_SIZE, Harness, prompts
@@ -187,6 +188,24 @@ def test_a_draft_model_has_seen_all_tokens(model: dict[str, Any], config: dict[s
     assert stats.num_accepted_tokens == stats.num_draft_tokens
     if not model and "enable_prefix_caching" not in config:  # what one computed serves others
         assert harness.drafter.num_tokens < harness.loaded.num_tokens
+
+
+def test_a_draft_model_with_a_shorter_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no tables for later positions."""
+    harness = Harness({}, {"speculate_tokens": "5"}, QUIET, draft_model=True, draft_model_len=20)
+    last: list[int] = []
+    step = harness.drafter.step
+
+    def noting(plan: StepPlan, rows: SamplingRows) -> FakeStep:
+        last.append(int(plan.positions.max()))
+        return step(plan, rows)
+
+    monkeypatch.setattr(harness.drafter, "step", noting)
+    for prompt in prompts(6):
+        harness.add(prompt, 30)
+    harness.run()
+    harness.check_outputs()
+    assert 15 < max(last) < 20
 
 
 def test_a_draft_model_that_fails_costs_its_drafts_alone(
