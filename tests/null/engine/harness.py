@@ -17,7 +17,7 @@ from vllmx_engine.core.drafters import Guess
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.load_drafter import LoadedDrafter
 from vllmx_engine.core.sequence import Sequence as LiveSequence
-from vllmx_engine.core.speculation import Drafting, Speculator
+from vllmx_engine.core.speculation import Drafting
 from vllmx_engine.wire.messages import CoreOutput, CoreRequest, TokenLogprobs, is_piece, pack_ids
 from vllmx_testing.fake import (
     FakeError,
@@ -136,10 +136,9 @@ class Harness:
             clock=self.clock,
         )
         self.requests: dict[str, CoreRequest] = {}
-        if self.drafts is not None and self.core._scheduler.speculator is not None:
-            scheduler, (wrong, count) = self.core._scheduler, self.drafts
-            drafting = Drafting(KnowingDrafter(self, wrong), count)
-            scheduler.speculator = Speculator(scheduler.table, scheduler.cost, drafting)
+        if self.drafts is not None:
+            wrong, count = self.drafts
+            self.core.draft_with(Drafting(KnowingDrafter(self, wrong), count))
         self.ids: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.first: dict[str, CoreOutput] = {}

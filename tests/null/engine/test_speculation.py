@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import math
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from vllmx_core.plan import SamplingRows, StepPlan
 from vllmx_engine.core import batch, commit, sampling_rows
-from vllmx_engine.core.drafters import match_ends
+from vllmx_engine.core.drafters import Guess, match_ends
+from vllmx_engine.core.sequence import Sequence
+from vllmx_engine.core.speculation import Drafting
 from vllmx_engine.wire.messages import pack_ids
 from vllmx_testing.fake import FakeRules, FakeStep
 
@@ -220,6 +224,57 @@ def test_a_draft_model_that_fails_costs_its_drafts_alone(
     assert harness.core.stats().num_accepted_tokens > 0
     assert harness.drafter.num_steps < 14
     assert "nothing is drafted any more" in caplog.text
+
+
+def boom(*_: Any) -> Any:
+    raise RuntimeError("boom")
+
+
+class AnyDrafter:
+    """Guesses and learns by functions."""
+
+    def __init__(self, guess: Callable[[int], Any], ended: Callable[..., Any] = bool) -> None:
+        self._guess, self._ended = guess, ended
+
+    def guess(self, sequence: Sequence, most: int) -> Guess:
+        found: Guess = self._guess(most)
+        return found
+
+    def ended(self, sequence: Sequence) -> None:
+        self._ended()
+
+
+@pytest.mark.parametrize("num_tokens", [3, None])
+@pytest.mark.parametrize(
+    ("drafter", "num_logs"),
+    [
+        (AnyDrafter(boom), 1),
+        (AnyDrafter(lambda most: Guess([5] * most), boom), 1),
+        (AnyDrafter(lambda most: Guess([-1] * most)), 1),
+        (AnyDrafter(lambda most: Guess([VOCAB_SIZE] * most)), 1),
+        (AnyDrafter(lambda most: Guess([2**40] * most)), 1),
+        (AnyDrafter(lambda most: Guess([1.5] * most)), 1),  # type: ignore[list-item]
+        (AnyDrafter(lambda most: Guess(["a"] * most)), 1),  # type: ignore[list-item]
+        (AnyDrafter(lambda most: None), 1),
+        (AnyDrafter(lambda most: [5] * most), 1),
+        (AnyDrafter(lambda most: Guess([5] * most, ["a"] * most)), 1),  # type: ignore[list-item]
+        (AnyDrafter(lambda most: Guess([5] * 500)), 0),
+        (AnyDrafter(lambda most: Guess(np.array([5] * most))), 0),  # type: ignore[arg-type]
+        (AnyDrafter(lambda most: Guess([5] * most, [0.5])), 0),
+        (AnyDrafter(lambda most: Guess([5] * most, [math.nan] * most)), 0),
+    ],
+)
+def test_a_faulty_drafter_costs_its_drafts_alone(
+    drafter: AnyDrafter, num_logs: int, num_tokens: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    harness = Harness(rules=QUIET)
+    harness.core.draft_with(Drafting(drafter, num_tokens))
+    for prompt in prompts(4):
+        harness.add(prompt, 20)
+    harness.run()
+    harness.check_outputs()
+    harness.check_idle()
+    assert len(caplog.records) == num_logs
 
 
 FAULTS = [
