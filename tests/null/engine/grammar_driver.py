@@ -12,7 +12,7 @@ from vllmx_core.sampling import SamplingParams
 from vllmx_engine.core.drafters import Guess
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.sequence import Sequence
-from vllmx_engine.core.speculation import Drafting, Speculator
+from vllmx_engine.core.speculation import Drafting
 from vllmx_engine.grammar.check import translate
 from vllmx_engine.wire.grammars import FreePart, Grammar, GrammarSpec, Vocabulary
 from vllmx_engine.wire.messages import CoreOutput, CoreRequest, TokenLogprobs, pack_ids
@@ -86,10 +86,8 @@ class Driver:
             max_model_len=64,
             vocab_size=VOCAB_SIZE,
         )
-        if drafts is not None and self.core._scheduler.speculator is not None:
-            scheduler = self.core._scheduler
-            drafting = Drafting(RepeatingDrafter(drafts), 5)
-            scheduler.speculator = Speculator(scheduler.table, scheduler.cost, drafting)
+        if drafts is not None:
+            self.core.draft_with(Drafting(RepeatingDrafter(drafts), 5))
         self.core.set_vocabulary(vocabulary())
         self.ids: dict[str, list[int]] = defaultdict(list)
         self.logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)

@@ -17,7 +17,7 @@ from vllmx_engine.core.drafters import Guess
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.load_drafter import LoadedDrafter
 from vllmx_engine.core.sequence import Sequence as LiveSequence
-from vllmx_engine.core.speculation import Drafting, Speculator
+from vllmx_engine.core.speculation import Drafting
 from vllmx_engine.wire.messages import CoreOutput, CoreRequest, TokenLogprobs, is_piece, pack_ids
 from vllmx_testing.fake import (
     FakeError,
@@ -120,6 +120,7 @@ class Harness:
     """Drafts of which this share is wrong, of so many tokens; None for these: as many as pay."""
     draft_model: bool = False
     """A second fake model drafts, with pages of its own: it draws the same ids."""
+    draft_model_len: int = MAX_MODEL_LEN
     max_model_len: int = MAX_MODEL_LEN
     clock: Callable[[], float] = time.monotonic
 
@@ -133,14 +134,15 @@ class Harness:
             EngineConfig(**{"max_num_seqs": 8} | self.config),
             max_model_len=self.max_model_len,
             vocab_size=self.rules.vocab_size,
-            drafter=LoadedDrafter(self.drafter, shares_pages=False) if self.draft_model else None,
+            drafter=LoadedDrafter(self.drafter, self.draft_model_len, shares_pages=False)
+            if self.draft_model
+            else None,
             clock=self.clock,
         )
         self.requests: dict[str, CoreRequest] = {}
-        if self.drafts is not None and self.core._scheduler.speculator is not None:
-            scheduler, (wrong, count) = self.core._scheduler, self.drafts
-            drafting = Drafting(KnowingDrafter(self, wrong), count)
-            scheduler.speculator = Speculator(scheduler.table, scheduler.cost, drafting)
+        if self.drafts is not None:
+            wrong, count = self.drafts
+            self.core.draft_with(Drafting(KnowingDrafter(self, wrong), count))
         self.ids: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.first: dict[str, CoreOutput] = {}

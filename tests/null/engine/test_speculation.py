@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import math
 import textwrap
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from vllmx_core.plan import SamplingRows, StepPlan
 from vllmx_engine.core import batch, commit, row_states, sampling_rows
-from vllmx_engine.core.drafters import match_ends
+from vllmx_engine.core.drafters import Guess, match_ends
+from vllmx_engine.core.sequence import Sequence
+from vllmx_engine.core.speculation import Drafting
 from vllmx_engine.wire.messages import pack_ids
+from vllmx_testing.fake import FakeRules, FakeStep
 
-from .harness import QUIET, RULES, Harness, prompts
+from .grammar_driver import TOKENS, Driver, regex
+from .harness import QUIET, RULES, VOCAB_SIZE, Harness, prompts
 
 
 def run_mixed(count: int, *, overlap: bool, slots: int | None = None) -> Harness:
@@ -137,17 +144,33 @@ def test_predictions_are_drafted_without_a_drafter() -> None:
     harness.check_idle()
 
 
-def test_tokens_before_one_that_fails_are_sent() -> None:
-    """A draft past a token behind which the model has NaN: that token and those before it come."""
-    rules = replace(QUIET, nan_token=11)
-    harness = Harness(rules=rules, drafts=(0.0, 16))
-    for prompt in prompts(6):
-        harness.add([token for token in prompt if token != 11] or [1], 40)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_tokens_before_a_broken_one_are_sent(overlap: bool) -> None:
+    rules = FakeRules(vocab_size=VOCAB_SIZE, nan_token=11)
+    harness = Harness({}, {"async_scheduling": overlap}, rules, (0.0, 16))
+    for prompt in prompts(20, longest=9):
+        if 11 not in prompt:
+            harness.add(prompt, 30)
     harness.run()
     harness.check_outputs()
-    ends = [harness.last[name].error_code for name in harness.requests]
-    assert "non_finite_logits" in ends
-    assert harness.core.stats().num_accepted_tokens > 0
+    harness.check_idle()
+    broken = [name for name, last in harness.last.items() if last.error_code]
+    assert max(len(harness.ids[name]) for name in broken) > 3
+
+
+def test_a_draft_up_to_a_place_where_all_is_forbidden() -> None:
+    """The tokens before it are sent, and the error says why, as without drafts."""
+    ends = []
+    a, b, c, d = (TOKENS.index(letter) for letter in (b"a", b"b", b"c", b"d"))
+    for drafts in (None, {"r": [a, b, c]}):
+        driver = Driver(drafts=drafts)
+        words = [[b, c], [b, d]]
+        driver.add("r", regex("[ax][b][cd]"), bad_words_ids=[*words, [TOKENS.index(b"x")]])
+        driver.run()
+        last = driver.last["r"]
+        ends.append((driver.ids["r"], last.error_code, last.error))
+    assert ends[0] == ends[1]
+    assert ends[0][:2] == ([a, b], "invalid_request")
 
 
 def test_blocks_that_are_scarce_shorten_drafts() -> None:
@@ -210,6 +233,24 @@ def test_a_draft_model_has_seen_all_tokens(model: dict[str, Any], config: dict[s
         assert harness.drafter.num_tokens < harness.loaded.num_tokens
 
 
+def test_a_draft_model_with_a_shorter_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no tables for later positions."""
+    harness = Harness({}, {"speculate_tokens": "5"}, QUIET, draft_model=True, draft_model_len=20)
+    last: list[int] = []
+    step = harness.drafter.step
+
+    def noting(plan: StepPlan, rows: SamplingRows) -> FakeStep:
+        last.append(int(plan.positions.max()))
+        return step(plan, rows)
+
+    monkeypatch.setattr(harness.drafter, "step", noting)
+    for prompt in prompts(6):
+        harness.add(prompt, 30)
+    harness.run()
+    harness.check_outputs()
+    assert 15 < max(last) < 20
+
+
 def test_a_draft_model_that_fails_costs_its_drafts_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -224,7 +265,58 @@ def test_a_draft_model_that_fails_costs_its_drafts_alone(
     assert "nothing is drafted any more" in caplog.text
 
 
-FAULTS: list[tuple[object, str, str, str]] = [
+def boom(*_: Any) -> Any:
+    raise RuntimeError("boom")
+
+
+class AnyDrafter:
+    """Guesses and learns by functions."""
+
+    def __init__(self, guess: Callable[[int], Any], ended: Callable[..., Any] = bool) -> None:
+        self._guess, self._ended = guess, ended
+
+    def guess(self, sequence: Sequence, most: int) -> Guess:
+        found: Guess = self._guess(most)
+        return found
+
+    def ended(self, sequence: Sequence) -> None:
+        self._ended()
+
+
+@pytest.mark.parametrize("num_tokens", [3, None])
+@pytest.mark.parametrize(
+    ("drafter", "num_logs"),
+    [
+        (AnyDrafter(boom), 1),
+        (AnyDrafter(lambda most: Guess([5] * most), boom), 1),
+        (AnyDrafter(lambda most: Guess([-1] * most)), 1),
+        (AnyDrafter(lambda most: Guess([VOCAB_SIZE] * most)), 1),
+        (AnyDrafter(lambda most: Guess([2**40] * most)), 1),
+        (AnyDrafter(lambda most: Guess([1.5] * most)), 1),  # type: ignore[list-item]
+        (AnyDrafter(lambda most: Guess(["a"] * most)), 1),  # type: ignore[list-item]
+        (AnyDrafter(lambda most: None), 1),
+        (AnyDrafter(lambda most: [5] * most), 1),
+        (AnyDrafter(lambda most: Guess([5] * most, ["a"] * most)), 1),  # type: ignore[list-item]
+        (AnyDrafter(lambda most: Guess([5] * 500)), 0),
+        (AnyDrafter(lambda most: Guess(np.array([5] * most))), 0),  # type: ignore[arg-type]
+        (AnyDrafter(lambda most: Guess([5] * most, [0.5])), 0),
+        (AnyDrafter(lambda most: Guess([5] * most, [math.nan] * most)), 0),
+    ],
+)
+def test_a_faulty_drafter_costs_its_drafts_alone(
+    drafter: AnyDrafter, num_logs: int, num_tokens: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    harness = Harness(rules=QUIET)
+    harness.core.draft_with(Drafting(drafter, num_tokens))
+    for prompt in prompts(4):
+        harness.add(prompt, 20)
+    harness.run()
+    harness.check_outputs()
+    harness.check_idle()
+    assert len(caplog.records) == num_logs
+
+
+FAULTS = [
     (commit.Committer, "_verify", "token != drafted", "False"),
     (commit.Committer, "_resume", "len(sequence.tokens) - 1", "len(sequence.tokens) - 2"),
     (commit.Committer, "_resume", "len(sequence.tokens) - 1", "len(sequence.tokens)"),

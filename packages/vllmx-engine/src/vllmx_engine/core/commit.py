@@ -320,7 +320,8 @@ def _pieces(scored: Scored, details: StepLogprobs) -> Iterator[CoreOutput]:
 
 def _no_token(step: Step, sequence: Sequence) -> VllmxError:
     """Why the sampler found no token for a row: what its request forbids, or the model."""
-    if forbids_all(sequence, step.owners.constrained):
+    owners = step.owners
+    if forbids_all(sequence, [*owners.constrained, *(group[0] for group in owners.drafted)]):
         place = len(sequence.tokens) - sequence.num_prompt
         return InvalidRequestError(
             f"every token is forbidden at position {place} of the answer:"

@@ -59,6 +59,7 @@ class DraftModel:
         table: RowTable,
         group: int,
         vocab_size: int,
+        max_model_len: int,
         *,
         shares_pages: bool,
     ) -> None:
@@ -66,6 +67,7 @@ class DraftModel:
         self._table = table
         self._group = group
         self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
         self._shares_pages = shares_pages
         self._rows: dict[str, _Computed] = {}
         self._digests: list[bytes] = [b""] * model.info.num_kv_blocks
@@ -75,7 +77,8 @@ class DraftModel:
         """The device time of its last step with one token a row."""
 
     def guess(self, sequence: Sequence, most: int) -> Guess:
-        """Reserves `most` tokens, which `fill` replaces."""
+        """Reserves `most` tokens, which `fill` replaces; fewer near the end of its context."""
+        most = min(most, self._max_model_len - len(sequence.tokens))
         return Guess([_UNKNOWN] * (0 if self._num_failures >= _MAX_FAILURES else most))
 
     def ended(self, sequence: Sequence) -> None:

@@ -110,6 +110,7 @@ class EngineCore:
                 scheduler.table,
                 self.limits.windows.index(None),
                 vocab_size,
+                drafter.max_model_len,
                 shares_pages=drafter.shares_pages,
             )
             self.draft_with(Drafting(self._draft_model, drafting_of(config).num_tokens))

@@ -30,6 +30,8 @@ class LoadedDrafter(Record):
     """A model that drafts; see `vllmx_engine.core.draft_model.DraftModel`."""
 
     model: LoadedModel
+    max_model_len: int
+    """The longest sequence for which it drafts; it has no tables for later positions."""
     shares_pages: bool
 
 
@@ -107,7 +109,7 @@ def _load(
     )
     loaded: LoadedModel = spec.load()().load(model, checkpoint.weights, options)
     logger.info("drafting by %s, %.0f MB", found.config.speculate, loaded.info.weight_bytes / 1e6)
-    return LoadedDrafter(loaded, shares)
+    return LoadedDrafter(loaded, options.max_model_len, shares)
 
 
 def _first_layers(config: dict[str, Any], count: int) -> dict[str, Any]:

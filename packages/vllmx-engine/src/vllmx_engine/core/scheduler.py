@@ -80,7 +80,7 @@ class Scheduler:
         self.speculator: Speculator | None = None
         """Set where the model can verify drafts."""
         if not limits.pools and (slots is None or limits.keeps_states_after):
-            self.speculator = Speculator(self.table, cost, drafting)
+            self.speculator = Speculator(self.table, cost, limits.vocab_size, drafting)
         self.live: dict[str, Sequence] = {}
         """All sequences between `add` and `finish`, by request id."""
         self.running: list[Sequence] = []

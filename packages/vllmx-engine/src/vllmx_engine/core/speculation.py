@@ -7,6 +7,8 @@ those whose chance times their worth exceeds the time that they add to the step.
 
 from __future__ import annotations
 
+import logging
+from array import array
 from typing import Any
 
 from vllmx_core.config import MAX_DRAFT, EngineConfig
@@ -24,6 +26,8 @@ from vllmx_engine.core.drafters import (
 )
 from vllmx_engine.core.rows import RowTable
 from vllmx_engine.core.sequence import RowDrafts, Sequence
+
+logger = logging.getLogger("vllmx.draft")
 
 _WEIGHT = 0.2
 """The weight of the newest step in a row's averages."""
@@ -64,9 +68,16 @@ def drafting_of(config: EngineConfig) -> Drafting:
 class Speculator:
     """Owned by the core's thread."""
 
-    def __init__(self, table: RowTable, cost: StepCost, drafting: Drafting | None = None) -> None:
+    def __init__(
+        self,
+        table: RowTable,
+        cost: StepCost,
+        vocab_size: int,
+        drafting: Drafting | None = None,
+    ) -> None:
         self._table = table
         self._cost = cost
+        self._vocab_size = vocab_size
         self._predictions = NgramDrafter()
         self._num_predicted = 0
         """Live sequences with a prediction."""
@@ -83,6 +94,7 @@ class Speculator:
         self._drafter = drafting.drafter
         self._model = drafting.drafter if isinstance(drafting.drafter, DraftsByModel) else None
         self._num_tokens = drafting.num_tokens
+        self._has_failed = False
         self._chance, self._gain = _FIRST_CHANCE, 0.0 if self._model is None else 1.0
         """Averages over ended sequences, which new ones begin with."""
         self.wants_tokens = self._drafter is not None and self._num_tokens is not None
@@ -113,7 +125,10 @@ class Speculator:
             self._chance += _WEIGHT * (drafts.chance - self._chance)
             self._gain += _WEIGHT * (drafts.gain - self._gain)
         if self._drafter is not None:
-            self._drafter.ended(sequence)
+            try:
+                self._drafter.ended(sequence)
+            except Exception:  # anybody may write a drafter
+                self._log_failure()
 
     # --- a step -----------------------------------------------------------------------------------
     def drafts(self, decodes: AnyArray, context: int, room: int) -> list[Draft]:
@@ -173,12 +188,24 @@ class Speculator:
         self._num_steps += 1
 
     def _guess(self, sequence: Sequence, most: int) -> Guess:
-        if self._model is not None and sequence.request.prediction:
-            guess = self._predictions.guess(sequence, most)
-            if guess.ids:
-                return guess
-        drafter = self._drafter or self._predictions
-        return drafter.guess(sequence, most)
+        """The guess of the drafter, if it is one; else of no tokens."""
+        try:
+            if self._model is None:
+                drafter = self._drafter or self._predictions
+                return _checked(drafter.guess(sequence, most), most, self._vocab_size)
+            if sequence.request.prediction:
+                guess = self._predictions.guess(sequence, most)
+                if guess.ids:
+                    return _checked(guess, most, self._vocab_size)
+            return self._model.guess(sequence, most)
+        except Exception:  # anybody may write a drafter
+            self._log_failure()
+            return Guess([])
+
+    def _log_failure(self) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            logger.exception("the drafter failed, which is logged once: its drafts are lost")
 
     def _look(self, rows: list[int], worth: float) -> None:
         """Compares the guesses of rows that do not draft with what came: a few of them in turn."""
@@ -262,3 +289,13 @@ class Speculator:
             drafts.chance += weight * (num_accepted / tried - drafts.chance)
             gained = num_accepted - num_drafted * self._share
             drafts.gain += _WEIGHT * (gained - drafts.gain)
+
+
+def _checked(guess: Guess, most: int, vocab_size: int) -> Guess:
+    """A guess of at most `most` tokens. Raises where it is none."""
+    ids = array("i", guess.ids[:most]).tolist()
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(f"the guess of a drafter has ids that are not from 0 to {vocab_size - 1}")
+    if guess.shares is None:
+        return Guess(ids)
+    return Guess(ids[: len(guess.shares)], array("d", guess.shares).tolist())
