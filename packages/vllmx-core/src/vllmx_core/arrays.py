@@ -109,16 +109,16 @@ class Arrays:
         return self.argsort(-x, axis=-1)
 
     def descending(self, x: Array) -> Array:
-        """The values of the last axis, sorted."""
+        """The values of the last axis, greatest first."""
         return -self.sort(-x, axis=-1)
 
     def greatest(self, x: Array, count: int) -> Array:
-        """The greatest values of the last axis, sorted."""
+        """The first `count` of `descending`."""
         return self.descending(x)[..., :count]
 
     def mass(self, order: Array, share: F32) -> tuple[Array, Array]:
-        """(N, V) sums of exp(order) up to each place, and the shares (N,) of the totals, (N, 1),
-        both in numbers that no order of summation changes by more than float64 does."""
+        """Cumulative sums of exp(order), (N, V), and the share (N,) of each total, (N, 1). Float64,
+        or as exact: the order in which a library adds must not matter."""
         mass = self.cumsum(self.exp(self.widest(order)), axis=-1)
         return mass, self.widest(self.upload(order, share))[:, None] * mass[:, -1:]
 
