@@ -103,10 +103,10 @@ class TestTorchInPieces(_Torch, OpChecks, AttentionChecks, SamplerChecks, StepCh
     def small_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
         backend_spec("torch").load()
         for name, size in {
-            "step.TILE_TOKENS": 5,
-            "step.BATCH_KEYS": 48,
-            "sampler._CHUNK_VALUES": 300,
-            "ops._HEAD_VALUES": 100,
-            "weights._COPY_BYTES": 200,
+            "vllmx_torch.step.TILE_TOKENS": 5,
+            "vllmx_torch.step.BATCH_KEYS": 48,
+            "vllmx_core.backend_kit.sampler._CHUNK_VALUES": 300,
+            "vllmx_torch.ops._HEAD_VALUES": 100,
+            "vllmx_torch.weights._COPY_BYTES": 200,
         }.items():
-            monkeypatch.setattr(f"vllmx_torch.{name}", size)
+            monkeypatch.setattr(name, size)

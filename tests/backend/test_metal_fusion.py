@@ -14,12 +14,12 @@ from vllmx_core.ops.activation import activation, gated
 from vllmx_core.ops.attention import _rotated
 from vllmx_core.ops.experts import _clamped
 from vllmx_core.ops.gate import KINDS
-from vllmx_core.sampling import gumbel_noise
+from vllmx_core.sampling import _noise
 
 mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
 pytest.importorskip("vllmx_metal")
 
-from vllmx_metal import attention, noise  # noqa: E402
+from vllmx_metal import attention  # noqa: E402
 from vllmx_metal.arrays import METAL  # noqa: E402
 
 RNG = np.random.default_rng(2)
@@ -27,6 +27,10 @@ RNG = np.random.default_rng(2)
 
 def normal(*shape: int) -> Any:
     return mx.array(RNG.standard_normal(shape).astype(np.float32))
+
+
+def words(count: int) -> Any:
+    return mx.array(RNG.integers(0, 1 << 32, (count, 1)).astype(np.uint32))
 
 
 CASES: dict[str, tuple[Callable[..., Any], Callable[[int], list[Any]]]] = {
@@ -39,6 +43,10 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[int], list[Any]]]] = {
         lambda n: [normal(n, 6), normal(n, 6)],
     ),
     "soft-cap": (attention._cap, lambda n: [normal(n, 5), mx.array(1.5)]),
+    "noise": (
+        METAL.fused(_noise),
+        lambda n: [mx.arange(4, dtype=mx.uint32)[None], words(n), words(n), words(n)],
+    ),
     "KV scale": (
         METAL.fused(_at_limit, 127.0),
         lambda n: [normal(n, 2, 4), mx.abs(normal(n, 2, 1))],
@@ -72,11 +80,3 @@ def test_compiled_is_the_same(
         for one, other in pairs:
             assert (one.shape, one.dtype) == (other.shape, other.dtype)
             np.testing.assert_allclose(np.array(one), np.array(other), rtol=2e-6, atol=2e-6)
-
-
-def test_compiled_noise_is_that_of_every_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise, "_noise", mx.compile(noise._noise, shapeless=True))
-    for size in (5, 131):
-        found = noise.gumbel_noise(mx.array(np.array([[7, 9]], np.uint32)), mx.array([3]), size)
-        expected = gumbel_noise(7 + (9 << 32), 3, size)
-        np.testing.assert_allclose(np.array(found)[0], expected, rtol=1e-6, atol=1e-6)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllmx_core.arrays import NUMPY
 from vllmx_core.backend import LoadOptions, free_memory
 from vllmx_core.cache.capacity import CachePlan
 from vllmx_core.errors import CapacityError, ConfigError
@@ -26,7 +27,8 @@ mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
 pytest.importorskip("vllmx_metal")
 
 from vllmx_cpu import plugin as cpu_plugin  # noqa: E402
-from vllmx_metal import noise, plugin  # noqa: E402
+from vllmx_metal import plugin  # noqa: E402
+from vllmx_metal.arrays import METAL  # noqa: E402
 from vllmx_metal.backend import MetalBackend  # noqa: E402
 from vllmx_metal.device import Device  # noqa: E402
 from vllmx_metal.kv_cache import plan_kv  # noqa: E402
@@ -261,13 +263,12 @@ def test_a_reference_to_nothing_is_refused() -> None:
 
 def test_noise_is_that_of_every_backend() -> None:
     seeds = np.array([0, 1, (1 << 64) - 1, 0x123456789ABCDEF0], np.uint64)
-    positions = np.array([0, 5, (1 << 31) - 1, 77], np.uint32)
-    words = mx.array(seeds.view(np.uint32).reshape(-1, 2))
+    positions = np.array([0, 5, (1 << 31) - 1, 77], np.int32)
     for size in (1, 131, 4099):
-        found = np.array(noise.gumbel_noise(words, mx.array(positions), size))
-        for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
-            expected = gumbel_noise(int(seed), int(position), size)
-            np.testing.assert_allclose(found[row], expected, rtol=1e-6, atol=1e-6)
+        x = np.zeros((4, size), np.float32)
+        found = np.array(gumbel_noise(METAL, mx.array(x), seeds, positions))
+        expected = gumbel_noise(NUMPY, x, seeds, positions)
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

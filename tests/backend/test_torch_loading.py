@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllmx_core.arrays import NUMPY
 from vllmx_core.backend import LoadOptions, free_memory
 from vllmx_core.cache.capacity import CachePlan
 from vllmx_core.errors import CapacityError, ConfigError
@@ -25,7 +26,7 @@ from vllmx_testing.synthetic import ArraySource, Builder, SyntheticModel, tiny_d
 torch = pytest.importorskip("torch", reason="vllmx-torch runs on torch")
 pytest.importorskip("vllmx_torch")
 
-from vllmx_torch import noise  # noqa: E402
+from vllmx_torch.arrays import TORCH  # noqa: E402
 from vllmx_torch.backend import TorchBackend  # noqa: E402
 from vllmx_torch.device import DEVICE_VARIABLE, available_devices, choose_device  # noqa: E402
 from vllmx_torch.kv_cache import allocate, plan_kv  # noqa: E402
@@ -112,13 +113,11 @@ def test_a_step_never_looks_at_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_noise_is_that_of_every_backend() -> None:
     seeds = np.array([0, 1, (1 << 64) - 1, 0x123456789ABCDEF0], np.uint64)
     positions = np.array([0, 5, (1 << 31) - 1, 77], np.int32)
-    low, high = seeds & np.uint64(0xFFFFFFFF), seeds >> np.uint64(32)
-    words = torch.from_numpy(np.stack([low, high], 1).astype(np.int64))
     for size in (1, 131, 4099):
-        found = noise.gumbel_noise(words, torch.from_numpy(positions.astype(np.int64)), size)
-        for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
-            expected = gumbel_noise(int(seed), int(position), size)
-            np.testing.assert_allclose(found[row].numpy(), expected, rtol=1e-6)
+        x = np.zeros((4, size), np.float32)
+        found = gumbel_noise(TORCH, torch.from_numpy(x), seeds, positions).numpy()
+        expected = gumbel_noise(NUMPY, x, seeds, positions)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 class Int8Source:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PLACES = sorted(path.name for path in (ROOT / "packages").iterdir())
 REMAINING = {
     "vllmx": 0,
-    "vllmx-core": 8,
+    "vllmx-core": 0,
     "vllmx-cpu": 0,
     "vllmx-cuda": 0,
     "vllmx-demo": 0,

@@ -13,6 +13,8 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
+from vllmx_core.plan import F32, AnyArray
+
 Array = Any
 """An array of any library that an `Arrays` is for."""
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "tanh", "sigmoid", "identity", "relu2")
@@ -32,9 +34,29 @@ class Arrays:
         """x in the type that formulas compute in, float32 or more."""
         return x
 
+    def widest(self, x: Array) -> Array:
+        """x in the widest float, float64 where the library has it on all devices."""
+        return self.cast(x, self.float64)
+
+    def cast(self, x: Array, dtype: Any) -> Array:
+        """x in a dtype of the library."""
+        return x.astype(dtype)
+
     def like(self, x: Array, values: Array) -> Array:
         """The values in the dtype of x."""
-        return values.astype(x.dtype)
+        return self.cast(values, x.dtype)
+
+    def upload(self, x: Array, values: AnyArray) -> Array:
+        """A copy of a host's array on the device of x: floats float32, integers of a dtype that
+        indexes, unsigned ones of a dtype for `word_product`."""
+        raise NotImplementedError
+
+    def arange_like(self, x: Array, count: int) -> Array:
+        """0 to count - 1 in the dtype and on the device of x."""
+        return self.arange(count, dtype=x.dtype)
+
+    def copy(self, x: Array) -> Array:
+        return self.array(x)
 
     def fused(self, function: Callable[..., Array], *options: object) -> Callable[..., Array]:
         """`function(self, *options, *arrays)` as a function of the arrays, in one kernel where the
@@ -86,6 +108,26 @@ class Arrays:
         """The indices of the last axis by falling value, ties to the lower one."""
         return self.argsort(-x, axis=-1)
 
+    def descending(self, x: Array) -> Array:
+        """The values of the last axis, greatest first."""
+        return -self.sort(-x, axis=-1)
+
+    def greatest(self, x: Array, count: int) -> Array:
+        """The first `count` of `descending`."""
+        return self.descending(x)[..., :count]
+
+    def mass(self, order: Array, share: F32) -> tuple[Array, Array]:
+        """Cumulative sums of exp(order), (N, V), and the share (N,) of each total, (N, 1). Float64,
+        or as exact: the order in which a library adds must not matter."""
+        mass = self.cumsum(self.exp(self.widest(order)), axis=-1)
+        return mass, self.widest(self.upload(order, share))[:, None] * mass[:, -1:]
+
+    def word_product(self, factor: int, word: Array) -> tuple[Array, Array]:
+        """High and low word of a product of two 32-bit words. int64 wraps, so its 64 bits are right
+        and only the sign that the shift drags in has to go."""
+        product = word * factor
+        return (product >> 32) & 0xFFFFFFFF, product & 0xFFFFFFFF
+
     def rms_norm(self, x: Array, w: Array | None, eps: float) -> Array:
         """Zhang and Sennrich 2019: x / sqrt(mean(x^2) + eps) * w over the last axis. w has the
         shape of its last axes."""
@@ -107,8 +149,11 @@ class NumpyArrays(Arrays):
 
     library: ClassVar[Any] = np
 
-    def like(self, x: Array, values: Array) -> Array:
-        return values.astype(x.dtype, copy=False)
+    def cast(self, x: Array, dtype: Any) -> Array:
+        return x.astype(dtype, copy=False)
+
+    def upload(self, x: Array, values: AnyArray) -> Array:
+        return values.astype({"f": np.float32, "b": np.bool_}.get(values.dtype.kind, np.int64))
 
     def sigmoid(self, x: Array) -> Array:
         with np.errstate(over="ignore"):  # exp(-x) = inf gives the right limit, 0
@@ -122,6 +167,10 @@ class NumpyArrays(Arrays):
         with np.errstate(invalid="ignore"):  # an infinite logit gives NaN
             raised = np.exp(x - x.max(axis=-1, keepdims=True))
             return raised / raised.sum(axis=-1, keepdims=True)
+
+    def logsumexp(self, x: Array, axis: int, keepdims: bool) -> Array:
+        top = x.max(axis=axis, keepdims=True)
+        return top + np.log(np.exp(x - top).sum(axis=axis, keepdims=True))
 
     def falling(self, x: Array) -> Array:
         return np.argsort(-x, axis=-1, kind="stable").astype(np.int32)

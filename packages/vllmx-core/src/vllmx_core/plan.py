@@ -1,4 +1,4 @@
-"""What the engine hands to a backend for one step, and what comes back.
+"""The data of one step: what the engine hands to a backend and what comes back.
 
 All arrays are C-contiguous numpy arrays that the engine owns and reuses: a backend that needs them
 after `LoadedModel.step` has returned must have copied them by then.
@@ -25,7 +25,7 @@ AnyArray = npt.NDArray[Any]
 
 
 class PatchRows(MutableRecord):
-    """What a pass of a tower has beside positions and rows. A `StepPlan` with it has images as rows
+    """Inputs of a tower's pass besides positions and rows. A `StepPlan` with it has images as rows
     and patches as tokens: T patches, whose ids nobody reads, and M features."""
 
     values: F32
@@ -68,8 +68,8 @@ class StepPlan(MutableRecord):
     first token of this step no longer sees; nobody may read them. May be views whose rows are
     further apart than B (see `strides`)."""
     logit_rows: I32
-    """(L,) indices into the T tokens whose next-token logits are wanted, ascending. Of a model that
-    gives vectors or scores: the last tokens of the rows whose prompts end in this step."""
+    """(L,) indices into the T tokens whose next-token logits are wanted, ascending. For a model
+    that gives vectors or scores: the last tokens of the rows whose prompts end in this step."""
     state_from: I32 | None = None
     """(R,) slot that row r reads its states from, or -1: zeros, for a sequence that begins here.
     None, as `state_to`, for a model without states."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
 import numpy as np
 
+from vllmx_core.arrays import Array, Arrays
 from vllmx_core.bounds import BOUNDS, MAX_TOKEN_ID
 from vllmx_core.errors import InvalidRequestError, listing
-from vllmx_core.plan import F32, U32
+from vllmx_core.plan import I32, U64
 from vllmx_core.structured import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
@@ -52,7 +53,7 @@ _MAY_BE_NONE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to turn logits into tokens, and when to stop. Names and meanings are vLLM's.
+    """Rules for turning logits into tokens and for stopping. Names and meanings are vLLM's.
 
     Construction checks every value against `BOUNDS` and raises `InvalidRequestError`
     with the field in `param`. Ids are checked against the vocabulary by `check_vocab`, once the
@@ -95,7 +96,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     structured_outputs: StructuredOutputsParams | None = None
-    """What the answer must look like."""
+    """The form of the answer."""
     thinking_token_budget: int | None = None
     """The number of tokens of thoughts after which their end is forced, in a conversation with a
     model that thinks; -1: never."""
@@ -219,44 +220,43 @@ def _strings(name: str, values: tuple[str, ...]) -> None:
 
 
 # --- the draw -----------------------------------------------------------------------------------
-# Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11).
-_M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
-_LOW = np.uint64(0xFFFFFFFF)
-_SHIFT = np.uint64(32)
+_LOW = 0xFFFFFFFF
 
 
-def philox4x32(counter: U32, key: tuple[int, int]) -> U32:
-    """Ten rounds of Philox4x32. counter: (N, 4); returns (N, 4) random words."""
-    c0, c1, c2, c3 = (counter[:, i].astype(np.uint64) for i in range(4))
-    k0, k1 = key
+def philox4x32(xp: Arrays, counter: Iterable[Array], key: Iterable[Array]) -> list[Array]:
+    """Ten rounds of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+    SC11). The four words of the counter and the two of the key are arrays of 32-bit words as
+    `Arrays.upload` makes them, which broadcast together. Returns four arrays of random words."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(10):
-        p0, p1 = _M0 * c0, _M1 * c2
-        c0, c1, c2, c3 = (
-            (p1 >> _SHIFT) ^ c1 ^ np.uint64(k0),
-            p1 & _LOW,
-            (p0 >> _SHIFT) ^ c3 ^ np.uint64(k1),
-            p0 & _LOW,
-        )
-        k0, k1 = (k0 + _W0) & 0xFFFFFFFF, (k1 + _W1) & 0xFFFFFFFF
-    return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
+        high0, low0 = xp.word_product(_M0, c0)
+        high1, low1 = xp.word_product(_M1, c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
+    return [c0, c1, c2, c3]
 
 
-def uniform_noise(seed: int, position: int, vocab_size: int) -> F32:
-    """(V,) uniform numbers in (0, 1) for one draw: word `id & 3` of the block with counter
-    (id >> 2, position, 0, 0) and key (seed low, seed high), u = (word >> 9) * 2**-23 + 2**-24,
-    so that neither 0 nor 1 occurs and float32 holds the value exactly."""
-    blocks = (vocab_size + 3) // 4
-    counter = np.zeros((blocks, 4), np.uint32)
-    counter[:, 0] = np.arange(blocks, dtype=np.uint32)
-    counter[:, 1] = np.uint32(position)
-    words = philox4x32(counter, (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)).reshape(-1)
-    noise = (words[:vocab_size] >> np.uint32(9)).astype(np.float32) * np.float32(2.0**-23)
-    return (noise + np.float32(2.0**-24)).astype(np.float32)
+def _noise(xp: Arrays, block: Array, position: Array, low: Array, high: Array) -> list[Array]:
+    """Gumbel noise from each of the four words of a block."""
+    zero = block ^ block  # of any shape: this is compiled once for all
+    words = philox4x32(xp, (block, position, zero, zero), (low, high))
+    uniform = [xp.widest(word >> 9) * 2.0**-23 + 2.0**-24 for word in words]
+    return [xp.cast(-xp.log(-xp.log(u)), xp.float32) for u in uniform]
 
 
-def gumbel_noise(seed: int, position: int, vocab_size: int) -> F32:
-    """(V,) Gumbel noise -log(-log(u)); argmax(logits / temperature + noise) is a draw from the
-    softmax."""
-    uniform = uniform_noise(seed, position, vocab_size).astype(np.float64)
-    return (-np.log(-np.log(uniform))).astype(np.float32)
+def gumbel_noise(xp: Arrays, x: Array, seed: U64, position: I32) -> Array:
+    """(N, V) float32 noise for the logits x (N, V): argmax(x + noise) is a draw from the softmax.
+
+    A row depends on its seed and position alone. Token `id` has word `id & 3` of the block with
+    counter (id >> 2, position, 0, 0) and key (seed low, seed high); u = (word >> 9) * 2**-23 +
+    2**-24, so that neither 0 nor 1 occurs and float32 holds the value exactly; the noise is
+    -log(-log(u)), computed in `Arrays.widest`.
+    """
+    halves = np.ascontiguousarray(seed).view(np.uint32).reshape(-1, 2)
+    columns = [position.astype(np.uint32)[:, None], halves[:, :1], halves[:, 1:]]
+    position, low, high = (xp.upload(x, column) for column in columns)  # (N, 1)
+    blocks = xp.arange_like(low, (x.shape[1] + 3) // 4)[None]
+    noise = xp.stack(xp.fused(_noise)(blocks, position, low, high), -1)  # (N, blocks, 4)
+    return noise.reshape(len(low), -1)[:, : x.shape[1]]

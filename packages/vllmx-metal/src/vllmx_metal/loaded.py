@@ -12,11 +12,13 @@ import mlx.core as mx
 import numpy as np
 from vllmx_core.backend import LoadedInfo
 from vllmx_core.backend_kit.in_flight import InFlight
+from vllmx_core.backend_kit.sampler import sample
 from vllmx_core.errors import RankLostError
 from vllmx_core.ops.op import OpList
 from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepPlan, StepResult
 from vllmx_core.recorded.interpreter import Interpreter
 
+from vllmx_metal.arrays import METAL
 from vllmx_metal.device import Device, release
 from vllmx_metal.frame import MetalFrame
 from vllmx_metal.kernel_choice import OwnKernels
@@ -25,7 +27,6 @@ from vllmx_metal.ops import OPS
 from vllmx_metal.owner import Owner
 from vllmx_metal.ranks import MetalRanks
 from vllmx_metal.recurrent import States
-from vllmx_metal.sampler import sample
 from vllmx_metal.step import MetalStep, detached
 from vllmx_metal.weights import MetalWeight
 
@@ -188,7 +189,7 @@ class MetalLoadedModel:
             return {"ids": mx.zeros(0, mx.int32), "vectors": logits.astype(mx.float32)}
         if not rows.num_rows:
             return {"ids": mx.zeros(0, mx.int32)}
-        results = sample(logits, rows, fed)
+        results = sample(METAL, logits, rows, fed)
         self._last_ids = results["ids"]
         return results
 

@@ -23,8 +23,17 @@ class TorchArrays(Arrays):
 
     library: ClassVar[Any] = torch
 
-    def like(self, x: Tensor, values: Tensor) -> Tensor:
-        return values.to(x.dtype)
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype)
+
+    def upload(self, x: Tensor, values: AnyArray) -> Tensor:
+        return upload(values, _UPLOADED.get(values.dtype.kind, np.int64), x.device)
+
+    def arange_like(self, x: Tensor, count: int) -> Tensor:
+        return torch.arange(count, dtype=x.dtype, device=x.device)
+
+    def copy(self, x: Tensor) -> Tensor:
+        return x.clone()
 
     def max(self, x: Tensor, axis: int, keepdims: bool) -> Tensor:
         return x.amax(axis, keepdims)
@@ -49,6 +58,12 @@ class TorchArrays(Arrays):
         order: Tensor = torch.sort(x, descending=True, stable=True)[1]
         return order
 
+    def descending(self, x: Tensor) -> Tensor:
+        return x.sort(-1, descending=True).values
+
+    def greatest(self, x: Tensor, count: int) -> Tensor:
+        return x.topk(count, dim=-1).values
+
     def take_along_axis(self, x: Tensor, indices: Tensor, axis: int) -> Tensor:
         return x.gather(axis, indices)
 
@@ -59,8 +74,3 @@ class TorchArrays(Arrays):
 
 
 TORCH = TorchArrays()
-
-
-def to_device(array: AnyArray, device: torch.device) -> Tensor:
-    """A copy on the device: numbers float32, indices int64."""
-    return upload(array, _UPLOADED.get(array.dtype.kind, np.int64), device)

@@ -10,7 +10,7 @@ from vllmx_core.communicator import RowRanks
 from vllmx_core.ops.values import ArrayFrame, TokenIds, WeightRef
 from vllmx_core.plan import AnyArray
 
-from vllmx_torch.arrays import TORCH, to_device
+from vllmx_torch.arrays import TORCH
 from vllmx_torch.attention import Scratch
 from vllmx_torch.foreign.op import FOREIGN_MODULE, ForeignModule
 from vllmx_torch.kv_cache import LayerPages
@@ -53,7 +53,7 @@ class TorchFrame(ArrayFrame[Tensor]):
 
     def upload(self, array: AnyArray) -> Tensor:
         """See `ArrayFrame.upload`."""
-        return to_device(array, self.step.tokens.device)
+        return TORCH.upload(self.step.tokens, array)
 
     def vector(self, ref: WeightRef) -> Tensor:
         """A table, a vector or a constant."""

@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 from vllmx_core.backend import LoadedInfo
 from vllmx_core.backend_kit.in_flight import InFlight
+from vllmx_core.backend_kit.sampler import sample
 from vllmx_core.communicator import RowRanks
 from vllmx_core.ops.op import OpList
 from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepPlan, StepResult
 from vllmx_core.recorded.interpreter import Interpreter
 
+from vllmx_torch.arrays import TORCH
 from vllmx_torch.attention import Scratch
 from vllmx_torch.foreign.op import ForeignModule
 from vllmx_torch.frame import TorchFrame
 from vllmx_torch.kv_cache import LayerPages
 from vllmx_torch.ops import OPS
-from vllmx_torch.sampler import sample
 from vllmx_torch.step import TorchStep
 from vllmx_torch.transfer import Download, Started, StepClock
 from vllmx_torch.weights import TorchWeight
@@ -134,7 +135,7 @@ class TorchLoadedModel:
             results = {"ids": ids.to(logits.device), "vectors": logits.float()}
             handle.download = Download(results, self._device, self._clock, handle.started)
             return
-        results = sample(logits, rows, fed)
+        results = sample(TORCH, logits, rows, fed)
         if rows.num_rows:
             self._last_ids = results["ids"].long().to(self._device)
         handle.download = Download(results, self._device, self._clock, handle.started)

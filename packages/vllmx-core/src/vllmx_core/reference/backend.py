@@ -97,7 +97,7 @@ class ReferenceLoadedModel:
 
     @property
     def samples(self) -> bool:
-        """Whether steps give ids."""
+        """True if steps give ids."""
         return self._steps.samples
 
     @property

@@ -1,6 +1,6 @@
 """The formulas of the ops in numpy, by name: the oracle of every backend.
 
-Each stands in the file of its op in `vllmx_core.ops`. Shapes as in `vllmx_core.plan`; pages are
+Each is in the file of its op in `vllmx_core.ops`. Shapes as in `vllmx_core.plan`; pages are
 (blocks, P, K, D).
 """
 

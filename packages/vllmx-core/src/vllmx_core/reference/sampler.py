@@ -1,7 +1,8 @@
 """The sampler in numpy: the definition of what every backend's sampler must compute.
 
-One row at a time and in the open, for reading and for tests; `SamplingRows` gives the order of
-work. Where the words leave a choice, this is it:
+Filters and draws are written one row at a time and in the open, for reading and for tests; edits,
+noise and log-probabilities are the formulas of `backend_kit.sampler`. `SamplingRows` gives the
+order of work. Where the words leave a choice, this is it:
 
 * A row that holds NaN or +inf is refused (id -1), whatever the rest of its parameters; so is one
   whose greatest edited logit is not finite (nothing is allowed, or a penalty overflowed).
@@ -20,6 +21,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from vllmx_core.arrays import NUMPY
+from vllmx_core.backend_kit.sampler import edited_logits, logprobs
 from vllmx_core.plan import F32, I32, LogprobRows, SamplingRows, StepResult
 from vllmx_core.sampling import gumbel_noise
 
@@ -31,56 +34,20 @@ def sample(logits: F32, rows: SamplingRows, tokens_at_rows: I32) -> StepResult:
 
     tokens_at_rows: (L,) the id that each row feeds at its logit row, for `TokenCounts.pending`.
     """
-    row_count = rows.num_rows
-    ids = np.full(row_count, -1, np.int32)
-    logprobs = _empty_logprobs(row_count, rows.max_logprobs) if rows.max_logprobs >= 0 else None
-    for row in range(row_count):
-        raw = np.asarray(logits[row], np.float32)
-        if np.isnan(raw).any() or np.isposinf(raw).any():
-            continue
-        if rows.target[row] >= 0:
-            ids[row] = rows.target[row]
-        else:
-            ids[row] = _pick(edited_logits(raw, rows, row, int(tokens_at_rows[row])), rows, row)
-        if logprobs is not None and rows.num_logprobs[row] >= 0 and ids[row] >= 0:
-            _fill_logprobs(logprobs, row, raw, int(ids[row]), int(rows.num_logprobs[row]))
+    ids = np.full(rows.num_rows, -1, np.int32)
+    with np.errstate(all="ignore"):  # broken rows go through everything but the draw
+        edited = logits
+        if (rows.target < 0).any():
+            edited = edited_logits(NUMPY, logits, rows, tokens_at_rows)
+        for row, raw in enumerate(logits):
+            if not (np.isnan(raw).any() or np.isposinf(raw).any()):
+                target = rows.target[row]
+                ids[row] = target if target >= 0 else _pick(edited[row], rows, row)
+        listed = None
+        if rows.max_logprobs >= 0:
+            listed = LogprobRows(**logprobs(NUMPY, logits, rows, ids))
     whole = None if rows.whole is None else np.array(logits[rows.whole], np.float32)
-    return StepResult(ids=ids, logprobs=logprobs, logits=whole)
-
-
-def edited_logits(raw: F32, rows: SamplingRows, row: int, fed_token: int) -> F32:
-    """(V,) logits after mask, edits and penalties."""
-    out = raw.copy()
-    if rows.masks is not None and rows.mask_index is not None and rows.mask_index[row] >= 0:
-        words = rows.masks[rows.mask_index[row]].astype("<u4")
-        allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: raw.shape[0]]
-        out[allowed == 0] = _MINUS_INF
-    if rows.edits is not None:
-        span = slice(rows.edits.start[row], rows.edits.start[row + 1])
-        out[rows.edits.ids[span]] += rows.edits.values[span]
-    counted = _counts(rows, row, fed_token)
-    if counted:
-        ids = np.array(list(counted), np.int64)
-        counts = np.array(list(counted.values()), np.float32)
-        values, factor = out[ids], rows.repetition_penalty[row]
-        values = np.where(values > 0, values / factor, values * factor)
-        values = values - rows.frequency_penalty[row] * counts
-        out[ids] = values - rows.presence_penalty[row] * (counts > 0)
-    return out
-
-
-def _counts(rows: SamplingRows, row: int, fed_token: int) -> dict[int, int]:
-    """Token id -> occurrences in the output, the pending token included."""
-    if rows.counts is None:
-        return {}
-    span = slice(rows.counts.start[row], rows.counts.start[row + 1])
-    counted = {
-        int(token): int(count)
-        for token, count in zip(rows.counts.ids[span], rows.counts.output_counts[span], strict=True)
-    }
-    if rows.counts.pending[row]:
-        counted[fed_token] = counted.get(fed_token, 0) + 1
-    return counted
+    return StepResult(ids=ids, logprobs=listed, logits=whole)
 
 
 def _pick(edited: F32, rows: SamplingRows, row: int) -> int:
@@ -92,7 +59,8 @@ def _pick(edited: F32, rows: SamplingRows, row: int) -> int:
         return int(edited.argmax())
     x = tempered(edited, float(temperature))
     keep = kept(x, float(rows.min_p[row]), int(rows.top_k[row]), float(rows.top_p[row]))
-    noise = gumbel_noise(int(rows.seed[row]), int(rows.position[row]), x.shape[0])
+    one = slice(row, row + 1)
+    noise = gumbel_noise(NUMPY, x[None], rows.seed[one], rows.position[one])[0]
     return int(np.where(keep, x + noise, _MINUS_INF).argmax())
 
 
@@ -106,7 +74,7 @@ def tempered(edited: F32, temperature: float) -> F32:
 def kept(
     x: F32, min_p: float, top_k: int, top_p: float
 ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """(V,) which ids the filters leave for the draw; x as `tempered` gives it."""
+    """(V,) ids that the filters leave for the draw; x as `tempered` gives it."""
     keep = x > _MINUS_INF
     if min_p > 0:
         keep &= x >= np.float32(np.log(min_p))
@@ -118,22 +86,3 @@ def kept(
         last = int(np.searchsorted(mass, np.float64(np.float32(top_p)) * mass[-1]))
         keep &= x >= values[::-1][min(last, len(values) - 1)]
     return keep
-
-
-def _empty_logprobs(row_count: int, width: int) -> LogprobRows:
-    return LogprobRows(
-        chosen=np.full(row_count, -np.inf, np.float32),
-        rank=np.zeros(row_count, np.int32),
-        top_ids=np.full((row_count, width), -1, np.int32),
-        top=np.full((row_count, width), -np.inf, np.float32),
-    )
-
-
-def _fill_logprobs(out: LogprobRows, row: int, raw: F32, chosen: int, width: int) -> None:
-    wide = raw.astype(np.float64)
-    log_mass = wide.max() + np.log(np.exp(wide - wide.max()).sum())
-    out.chosen[row] = wide[chosen] - log_mass
-    out.rank[row] = 1 + int((raw > raw[chosen]).sum())
-    order = np.argsort(-raw, kind="stable")[:width]
-    out.top_ids[row, : len(order)] = order
-    out.top[row, : len(order)] = wide[order] - log_mass
