@@ -15,18 +15,19 @@ from vllmx_testing.cuda.emulator import Emulator
 
 from .cuda_arrays import NUMPY_TYPES, Array, assert_near, inout, normal, on_device, options, wide
 
-SLOTS, PADDING = 6, 7.0
+SLOTS, PADDING = 9, 7.0
 """Slots of a pool, and numbers behind a layer's states in a slot."""
 LENGTHS = {
-    "one token": ([1], [3], [3]),
-    "one row": ([3], [-1], [4]),
-    "rows": ([2, 1, 4, 1], [-1, 2, 5, 5], [1, 2, 0, 3]),
+    "one token": ([1], [3], [3], [-1]),
+    "one row": ([3], [-1], [4], [6, 7, -1]),
+    "rows": ([2, 1, 4, 1], [-1, 2, 5, 5], [1, 2, 0, 3], [6, -1, -1, 7, -1, 8, -1, -1]),
 }
-"""Tokens of each row, the slot that it reads and the one that it leaves; two read the same one."""
+"""Tokens of each row, the slots that it reads and leaves, and those that keep the
+states after other tokens; two rows read the same one."""
 
 
 def plan_of(name: str) -> StepPlan:
-    counts, source, target = LENGTHS[name]
+    counts, source, target, after = LENGTHS[name]
     start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     none = np.zeros(0, np.int32)
     return StepPlan(
@@ -39,6 +40,7 @@ def plan_of(name: str) -> StepPlan:
         none,
         np.array(source, np.int32),
         np.array(target, np.int32),
+        np.array(after, np.int32),
     )
 
 
@@ -53,14 +55,17 @@ def slots(rng: np.random.Generator, size: int) -> tuple[Array, Array]:
     return inout(before, np.float32), before
 
 
-def padded(plan: StepPlan) -> tuple[Array, Array, Array]:
-    """query_start, state_from and state_to with a row of padding behind the others."""
+def padded(plan: StepPlan) -> tuple[Array, Array, Array, Array]:
+    """query_start, state_from and state_to with a row of padding behind the others, and
+    state_after with a token."""
     assert plan.state_from is not None
     assert plan.state_to is not None
+    assert plan.state_after is not None
     return (
         ints([*plan.query_start, plan.query_start[-1]]),
         ints([*plan.state_from, -1]),
         ints([*plan.state_to, -1]),
+        ints([*plan.state_after, -1]),
     )
 
 
@@ -88,7 +93,7 @@ def test_short_conv(
     w, bias = normal(rng, (channels, kernel), "f32"), normal(rng, (channels,), "f32")
     pool, before = slots(rng, size)
     y = inout(np.full(x.shape, PADDING), x.dtype)
-    start, source, target = padded(plan)
+    start, source, target, after = padded(plan)
     token_rows = ints(
         [*np.repeat(np.arange(plan.num_rows), np.diff(plan.query_start)), *[-1] * pad]
     )
@@ -98,9 +103,9 @@ def test_short_conv(
     ]  # fmt: skip
     shape = {"count": tokens + pad, "width": channels}
     emulator.launch(KERNELS["short_conv"].variant(**options(dtype)), shape, arguments)
-    kept = plan.num_rows + pad
-    shape = {"count": kept, "width": channels}
-    arguments = [x, start, source, target, pool, channels, kernel, size + 3]
+    arguments = [
+        x, token_rows, start, source, target, after, pool, channels, kernel, size + 3,
+    ]  # fmt: skip
     emulator.launch(KERNELS["short_conv_keep"].variant(**options(dtype)), shape, arguments)
     states = before[:, None, :size].reshape(SLOTS, 1, kernel - 1, channels)
     spec = ShortConvSpec(0, kernel, "silu" if silu else None)
@@ -156,7 +161,7 @@ def test_recurrence(emulator: Emulator, dtype: str, case: str) -> None:
         "values": spec.value_size,
     }
     variant = KERNELS["recurrence"].variant(
-        **options(dtype, VX_KEYS=keys_of(spec.key_size), VX_VEC=vec)
+        **options(dtype, VX_KEYS=keys_of(spec.key_size), VX_VEC=vec, VX_KEEPS=1)
     )
     emulator.launch(variant, shape, arguments)
     states = before[:, :size].reshape(SLOTS, heads, spec.key_size, spec.value_size).copy()

@@ -78,8 +78,9 @@ class StepPlan(MutableRecord):
     the usual case. Another slot leaves the one that was read as it is, so that it can be kept. A
     slot that is written belongs to one row: no other one reads or writes it in this step."""
     state_after: I32 | None = None
-    """(T,) slot that keeps the states after this token as well, -1: none. None: no row keeps any.
-    A slot is named once, and neither in `state_from` nor in `state_to`. Only for backends with
+    """(T,) slot that keeps the states after this token as well, -1: none, as for each row's last
+    token. None: no row keeps any. A slot is named once, and neither in `state_from` nor in
+    `state_to`; for a row that names some, these two differ. Only for backends with
     `LoadedInfo.keeps_states_after`."""
     token_types: I32 | None = None
     """(T,) which text of a pair each token belongs to, for models that have a table of them; None:

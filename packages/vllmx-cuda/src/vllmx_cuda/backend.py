@@ -239,6 +239,7 @@ def _info(sizes: LoadSizes, device: Device, weights_s: float) -> LoadedInfo:
         cache_windows=sizes.kv.layout.windows,
         num_state_slots=sizes.kv.states.num_slots,
         state_slot_bytes=sizes.kv.states.slot_bytes,
+        keeps_states_after=True,
         num_feature_rows=sizes.features[0][0] if sizes.features else 0,
         encodes_in_parts=sizes.tower is not None,
         details={

@@ -111,7 +111,7 @@ def recurrence_difference() -> float:
     states, begins = normal(2, heads, size, size), np.array([0, lengths[0]])
     at = [mx.array(np.array(one, np.int32)) for one in ([1, 0], begins, lengths)]
     found = run(tokens, Rows(*at), states, delta=True)
-    rows = StateRows(lengths, begins, np.array([1, 0]), np.array([1, 0]))
+    rows = StateRows(lengths, begins, np.array([1, 0]), np.array([1, 0]), np.full(count, -1))
     expected = side_by_side(tokens, rows, states[at[0]], delta=True)
     return max(float(mx.abs(one - other).max()) for one, other in zip(found, expected, strict=True))
 

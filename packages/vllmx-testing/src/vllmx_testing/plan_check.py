@@ -84,6 +84,10 @@ def _check_states(plan: StepPlan, info: LoadedInfo) -> None:
     assert not others.any(), "a row reads a slot that another one writes"
     if plan.state_after is not None:
         assert plan.state_after.shape == plan.tokens.shape, "state_after is not (T,)"
+        last = plan.state_after[plan.query_start[1:] - 1]
+        assert (last == -1).all(), "state_after names a slot for a row's last token"
+        keeps = np.maximum.reduceat(plan.state_after, plan.query_start[:-1]) >= 0  # (R,)
+        assert (source != target)[keeps].all(), "a row that keeps states writes the slot it reads"
         _check_states_after(plan.state_after, np.concatenate([source, target]), info)
 
 

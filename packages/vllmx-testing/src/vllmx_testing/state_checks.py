@@ -217,7 +217,7 @@ class StateChecks(Harness):
             self.step_ids(loaded, [Row(text[:start], 0, [0, 1, 2], "none", 0)])
             mates = [Row([3, 1, 4], 0, [20], "none", 2), Row([1, 5, 9], 0, [24], "none", 3)]
             part = text[start : start + count]
-            slots = [-1, *range(4, 3 + count)]  # none after the first token
+            slots = [-1, *range(4, 2 + count), -1]  # none after the first token and the last
             run(mates[0], Row(part, start, [0, 1, 2], "all", (0, 1), slots), mates[1])
             for index in range(count):
                 next_id = Row(text[start + index : start + index + 1], start + index, [8, 9, 10])

@@ -173,6 +173,7 @@ def _info(
         cache_windows=kv.layout.windows,
         num_state_slots=kv.states.num_slots,
         state_slot_bytes=kv.states.slot_bytes,
+        keeps_states_after=True,
         num_feature_rows=feature_rows(model.shape, options),
         encodes_in_parts=True,
     )

@@ -25,6 +25,7 @@ class StateStep:
     rows: StateRows
     source: Tensor  # (R,) slots, the longest row first
     target: Tensor  # (R,)
+    kept: Tensor  # (M,) slots of the states after `StateRows.keeping`
     _windows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
@@ -32,7 +33,8 @@ class StateStep:
         """The rows of a step."""
         rows, device = StateRows.of(step.plan), step.tokens.device
         source, target = upload(np.stack([rows.source, rows.target]), np.int64, device)
-        return cls(step, rows, source, target)
+        kept = upload(rows.after[rows.keeping], np.int64, device)
+        return cls(step, rows, source, target, kept)
 
     def windows(self, kernel: int) -> tuple[Tensor, Tensor]:
         """See `conv_windows`; made for the first layer that asks."""
@@ -60,7 +62,7 @@ def short_conv(
     seen = torch.cat([step.before(states).flatten(0, 2), x])  # (R * (K - 1) + T, C)
     windows, kept = step.windows(spec.kernel)
     out = torch.einsum("tkc,ck->tc", seen[windows], w.view(-1, spec.kernel))
-    states[step.target, 0] = seen[kept]
+    states[torch.cat([step.target, step.kept]), 0] = seen[kept]
     out = out if bias is None else out + bias
     return out if spec.activation is None else functional.silu(out)
 
@@ -85,6 +87,10 @@ def recurrence(
             new = new - torch.einsum("rhkv,rhk->rhv", now, k[at])
         now.add_(k[at, :, :, None] * (strength[at] * new)[:, :, None])
         out[at] = torch.einsum("rhkv,rhk->rhv", now, q[at])
+        after = step.rows.after[tokens]
+        if (after >= 0).any():
+            keep = torch.from_numpy(np.flatnonzero(after >= 0)).to(v.device)
+            states[torch.from_numpy(after).to(v.device)[keep]] = now[keep]
     states[step.target] = state
     if weights.d is not None:
         out = out + weights.d[:, None] * v

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from vllmx_core.ops.formulas import states_after
 from vllmx_core.plan import StepPlan
 from vllmx_core.records import Record
 
@@ -21,6 +22,7 @@ class StateRows(Record):
     first: Index  # (R,) index of each row's first token
     source: Index  # (R,) slot that it reads, -1 where it begins
     target: Index  # (R,) slot that it leaves
+    after: Index  # (T,) slot that keeps the states after each token too, -1: none
 
     @classmethod
     def of(cls, plan: StepPlan) -> StateRows:
@@ -30,7 +32,12 @@ class StateRows(Record):
         first, read, left = (
             array[order].astype(np.int64) for array in (plan.query_start[:-1], source, target)
         )
-        return cls(lengths[order].tolist(), first, read, left)
+        return cls(lengths[order].tolist(), first, read, left, states_after(plan).astype(np.int64))
+
+    @property
+    def keeping(self) -> Index:
+        """(M,) tokens after which states are kept too."""
+        return np.flatnonzero(self.after >= 0)
 
     def tokens(self) -> Iterator[Index]:
         """Yields for each offset in the rows the tokens (n,) of the n rows that have one there."""
@@ -43,15 +50,20 @@ class StateRows(Record):
 
 def conv_windows(plan: StepPlan, state_rows: StateRows, kernel: int) -> tuple[Index, Index]:
     """Rows that a convolution reads, (T, K) with each token's own row last, and rows that it keeps,
-    (R, K - 1). They index an array of the R * (K - 1) kept taps in the order of `state_rows`,
-    followed by the T tokens."""
+    (R + M, K - 1): those of `StateRows.target`, then those of `keeping`. They index an array of the
+    R * (K - 1) kept taps in the order of `state_rows`, followed by the T tokens."""
     first, lengths, kept = state_rows.first, np.array(state_rows.lengths), kernel - 1
-    rows = np.arange(plan.num_rows)
+    rows, keeping = np.arange(plan.num_rows), state_rows.keeping
     owner = np.repeat(np.argsort(first), np.diff(plan.query_start))  # (T,)
     ends = np.arange(plan.num_tokens) - first[owner] + 1  # tokens of the row up to this one
     return (
         _places(owner, first, ends[:, None] - kernel + np.arange(kernel), kept),
-        _places(rows, first, lengths[:, None] - kept + np.arange(kept), kept),
+        _places(
+            np.concatenate([rows, owner[keeping]]),
+            first,
+            np.concatenate([lengths, ends[keeping]])[:, None] - kept + np.arange(kept),
+            kept,
+        ),
     )
 
 

@@ -51,8 +51,9 @@ KERNELS = (
     ),
     kernel(
         "short_conv.cu",
-        "short_conv_keep(in elem* x, in i32* query_start, in i32* state_from, in i32* state_to,"
-        " inout f32* states, i32 channels, i32 kernel, i64 slot_floats)",
+        "short_conv_keep(in elem* x, in i32* token_rows, in i32* query_start, in i32* state_from,"
+        " in i32* state_to, in i32* state_after, inout f32* states, i32 channels, i32 kernel,"
+        " i64 slot_floats)",
         "count width",
         _conv,
         _CONV_OPTIONS,
@@ -60,11 +61,12 @@ KERNELS = (
     kernel(
         "recurrence.cu",
         "recurrence(in elem* qkv, in elem* a, in elem* b?, in f32* a_log, in f32* dt_bias,"
-        " in f32* d?, in i32* query_start, in i32* state_from, in i32* state_to, inout f32* states,"
-        " inout elem* out, i32 heads, i32 key_heads, i32 keys, i32 values, i32 channels, i32 tiled,"
-        " i64 slot_floats, f32 scale, f32 norm_eps, f32 dt_min, f32 dt_max)",
+        " in f32* d?, in i32* query_start, in i32* state_from, in i32* state_to,"
+        " in i32* state_after, inout f32* states, inout elem* out, i32 heads, i32 key_heads,"
+        " i32 keys, i32 values, i32 channels, i32 tiled, i64 slot_floats,"
+        " f32 scale, f32 norm_eps, f32 dt_min, f32 dt_max)",
         "rows heads keys values",
         _recurrence,
-        _CONV_OPTIONS | {"VX_KEYS": KEYS, "VX_VEC": VECTORS},
+        _CONV_OPTIONS | {"VX_KEYS": KEYS, "VX_VEC": VECTORS, "VX_KEEPS": (0, 1)},
     ),
 )

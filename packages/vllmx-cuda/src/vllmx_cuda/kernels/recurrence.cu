@@ -2,7 +2,9 @@
 //
 // Layout: qkv (T, 2 Hk Dk + H Dv) of elem: q | k | v; a (T, H), or (T, H Dk) with `channels`, and b (T, H) of elem; a_log, d
 //         (H), dt_bias (as wide as a) of f32; out (T, H Dv) of elem. A slot of states holds (H, Dk, Dv) of f32,
-//         `slot_floats` behind the slot before. b is null for the rule ssd. VX_VEC divides Dk.
+//         `slot_floats` behind the slot before. b is null for the rule ssd. VX_VEC divides Dk. state_after (T): where
+//         states are kept after a token that is not its row's last, -1: nowhere; with VX_KEEPS 0 it is not read, which
+//         saves registers.
 // Grid:   (R, H, ceil(Dv / 16)), 128 threads: eight for a column, each with VX_KEYS neighbouring rows of S in registers.
 //         Threads of a column are neighbours, so that sums over rows are a shuffle; no shared memory, no barrier.
 // Floor:  bytes of a decode step: the state once in and once out. A prompt: 4 Dk operations a token and column, one token
@@ -11,6 +13,9 @@
 
 #ifndef VX_KEYS
 #define VX_KEYS 16
+#endif
+#ifndef VX_KEEPS
+#define VX_KEEPS 1
 #endif
 #define PARTS 8
 
@@ -23,6 +28,14 @@ VX_DEV void load_rows(float (&v)[VX_KEYS], const elem* x, int first, int keys) {
 #pragma unroll
     for (int j = 0; j < VX_VEC; j++) v[i + j] = first + i < keys ? some[j] : 0.f;
   }
+}
+
+// The rows of a state that this thread has, `values` numbers apart.
+VX_DEV void store_rows(float* state, const float (&s)[VX_KEYS], int first, int keys, int values) {
+  state += (size_t)first * values;  // one address that moves: as many as rows would take registers
+#pragma unroll
+  for (int i = 0; i < VX_KEYS; i++, state += values)
+    if (first + i < keys) *state = s[i];
 }
 
 // Sum over the threads of a column.
@@ -54,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(128)
 recurrence(const elem* __restrict__ qkv, const elem* __restrict__ a, const elem* __restrict__ b,
            const float* __restrict__ a_log, const float* __restrict__ dt_bias, const float* __restrict__ d,
            const int* __restrict__ query_start, const int* __restrict__ state_from, const int* __restrict__ state_to,
-           float* states, elem* __restrict__ out, int heads, int key_heads, int keys, int values, int channels,
+           const int* __restrict__ state_after, float* states, elem* __restrict__ out, int heads, int key_heads, int keys, int values, int channels,
            int tiled, long long slot_floats, float scale, float norm_eps, float dt_min, float dt_max) {
   int row = blockIdx.x, head = blockIdx.y, source = state_from[row], target = state_to[row];
   if (target < 0) return;  // padding
@@ -98,9 +111,11 @@ recurrence(const elem* __restrict__ qkv, const elem* __restrict__ a, const elem*
     for (int i = 0; i < VX_KEYS; i++) s[i] += k[i] * u;
     float y = dot_rows(s, q) * scale + (d ? d[head] * v : 0.f);
     if (inside && first == 0) out[of_head * values + column] = from_float<elem>(y);
+#if VX_KEEPS
+    int kept = state_after[token];
+    if (kept >= 0 && inside) store_rows(states + kept * slot_floats + at, s, first, keys, values);
+#endif
   }
-#pragma unroll
-  for (int i = 0; i < VX_KEYS; i++)
-    if (inside && first + i < keys) states[target * slot_floats + at + (size_t)(first + i) * values] = s[i];
+  if (inside) store_rows(states + target * slot_floats + at, s, first, keys, values);
 }
 VX_EXPORT(recurrence)

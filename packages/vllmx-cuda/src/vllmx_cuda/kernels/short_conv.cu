@@ -3,7 +3,7 @@
 // Layout: x, y (T, C) of elem; w (C, K), bias (C) of f32; a slot of states holds (K - 1, C) of f32, the oldest token
 //         first, `slot_floats` behind the slot before. token_rows (T): the row of each token, -1: padding. The state is
 //         read by the first launch alone and written by the second alone, so that blocks may come in any order.
-// Grid:   (T, ceil(C / 256)), 256 threads, a channel each; short_conv_keep (R, ceil(C / 256)).
+// Grid:   (T, ceil(C / 256)), 256 threads, a channel each.
 // Floor:  bytes: x once from memory and K - 1 times more from L2, y once.
 #include "activation.h"
 #include "vx.h"
@@ -34,12 +34,15 @@ short_conv(const elem* __restrict__ x, const float* __restrict__ w, const float*
 VX_EXPORT(short_conv)
 
 extern "C" __global__ void __launch_bounds__(256)
-short_conv_keep(const elem* __restrict__ x, const int* __restrict__ query_start, const int* __restrict__ state_from,
-                const int* __restrict__ state_to, float* __restrict__ states, int channels, int kernel,
+short_conv_keep(const elem* __restrict__ x, const int* __restrict__ token_rows, const int* __restrict__ query_start,
+                const int* __restrict__ state_from, const int* __restrict__ state_to,
+                const int* __restrict__ state_after, float* __restrict__ states, int channels, int kernel,
                 long long slot_floats) {
-  int c = blockIdx.y * 256 + threadIdx.x, row = blockIdx.x, target = state_to[row];
-  if (c >= channels || target < 0) return;
-  int begin = query_start[row], count = query_start[row + 1] - begin;
+  int c = blockIdx.y * 256 + threadIdx.x, row = token_rows[blockIdx.x];
+  if (c >= channels || row < 0) return;
+  int begin = query_start[row], count = blockIdx.x + 1 - begin;
+  int target = begin + count == query_start[row + 1] ? state_to[row] : state_after[blockIdx.x];
+  if (target < 0) return;
   // The oldest first: in place, a tap is read before it is written.
   for (int i = 0; i < kernel - 1; i++) {
     int token = count - (kernel - 1) + i;

@@ -89,7 +89,7 @@ class Layout:
     tiles: tuple[int, ...]
     patches: int
     states: tuple[int, ...]
-    """Row of each token, query_start, state_from, state_to; none without states."""
+    """Row of each token, query_start, state_from, state_to, state_after; none without states."""
     arrays: tuple[int, ...]
     """Offsets of the arrays in `WorkKinds.arrays`."""
     parameters: Mapping[str, int]
@@ -151,6 +151,7 @@ class StateMemory:
     query_start: Memory
     state_from: Memory
     state_to: Memory
+    state_after: Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +331,8 @@ class Staging:
 
 def _state_counts(sizes: StepSizes) -> tuple[int, ...]:
     """Values of each array in `Layout.states`."""
-    return (sizes.tokens, sizes.rows + 1, sizes.rows, sizes.rows) if sizes.has_states else ()
+    tokens, rows = sizes.tokens, sizes.rows
+    return (tokens, rows + 1, rows, rows, tokens) if sizes.has_states else ()
 
 
 def _put_states(packed: Bytes, layout: Layout, plan: StepPlan) -> None:
@@ -339,8 +341,9 @@ def _put_states(packed: Bytes, layout: Layout, plan: StepPlan) -> None:
     none = np.zeros(0, np.int32)  # of a step that is padding alone
     source = none if plan.state_from is None else plan.state_from
     target = none if plan.state_to is None else plan.state_to
-    values: tuple[AnyArray, ...] = (token_rows, plan.query_start, source, target)
-    paddings = (-1, plan.num_tokens, -1, -1)
+    after = none if plan.state_after is None else plan.state_after
+    values: tuple[AnyArray, ...] = (token_rows, plan.query_start, source, target, after)
+    paddings = (-1, plan.num_tokens, -1, -1, -1)
     counts = _state_counts(layout.sizes)
     for begin, count, some, padding in zip(layout.states, counts, values, paddings, strict=True):
         _put(packed, begin, count, some, padding)

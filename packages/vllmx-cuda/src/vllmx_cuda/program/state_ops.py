@@ -62,12 +62,14 @@ def short_conv(op: ShortConv, to: Lowering) -> Enqueue:
         to.device.launch(compute, {"count": sizes.tokens, "width": width}, arguments)
         to.device.launch(
             keep,
-            {"count": sizes.rows, "width": width},
+            {"count": sizes.tokens, "width": width},
             (
                 x,
+                rows.token_rows,
                 rows.query_start,
                 rows.state_from,
                 rows.state_to,
+                rows.state_after,
                 states.memory,
                 *shape,
                 states.slot_floats,
@@ -81,7 +83,10 @@ def recurrence(op: Recurrence, to: Lowering) -> Enqueue:
     spec, states = op.spec, to.states[op.spec.state]
     width = spec.width
     vec = vector_width(spec.key_size, width)
-    kernel = to.variant("recurrence", VX_KEYS=keys_of(spec.key_size), VX_VEC=vec)
+    plain, keeping = (
+        to.variant("recurrence", VX_KEYS=keys_of(spec.key_size), VX_VEC=vec, VX_KEEPS=keeps)
+        for keeps in (0, 1)
+    )
     b = None if op.b is None else to.place(op.b)
     operands = (
         to.place(op.qkv),
@@ -110,9 +115,9 @@ def recurrence(op: Recurrence, to: Lowering) -> Enqueue:
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
         rows = step.states
         assert rows is not None, "a step of a model with states"
-        placed = rows.query_start, rows.state_from, rows.state_to, states.memory
-        to.device.launch(
-            kernel, {"rows": sizes.rows, **sizes_of_head}, (*operands, *placed, out, *shape)
-        )
+        placed = rows.query_start, rows.state_from, rows.state_to, rows.state_after
+        arguments = (*operands, *placed, states.memory, out, *shape)
+        kernel = plain if sizes.tokens == sizes.rows else keeping  # last tokens keep nothing more
+        to.device.launch(kernel, {"rows": sizes.rows, **sizes_of_head}, arguments)
 
     return enqueue
