@@ -326,6 +326,25 @@ def test_a_step_must_hold_an_image_whose_tokens_see_each_other(
         engine.close()
 
 
+@pytest.mark.parametrize("family", ["gemma3"], indirect=True)
+def test_drafts_leave_room_for_an_image_whose_tokens_see_each_other(
+    family: Family, folder: Path
+) -> None:
+    sizes = {"max_num_batched_tokens": 17, "max_num_seqs": 8, "num_kv_blocks": 200}
+    drafting = {"speculate": "twin", "speculate_tokens": "4"}
+    engine = InlineEngine(config(folder, backend="cpu", **sizes, **drafting))
+    try:
+        texts = [engine.submit(request(engine, [1 + i, 2, 3], [], [], 80)) for i in range(7)]
+        for _ in range(10):
+            engine._step()
+        images = [family.image(6, 6, 1)]
+        engine.run([engine.submit(request(engine, *prompt(images), images))])
+        assert not any(text.output().outputs[0].finish_reason for text in texts)
+        assert engine._core.stats().num_draft_tokens > 100
+    finally:
+        engine.close()
+
+
 def test_other_images_of_equal_size_are_no_hit(family: Family, oracle: Any, folder: Path) -> None:
     engine = InlineEngine(config(folder, backend="numpy"))
     hybrid = engine._core._model.info.num_state_slots > 0

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 from vllmx import LLM, SamplingParams, StructuredOutputsParams
 from vllmx_core.errors import ConfigError
+from vllmx_core.plugins.registry import load_registry
+from vllmx_demo.source import MODEL_FOLDER
+from vllmx_engine.core import load, load_drafter
 from vllmx_engine.wire.messages import CoreStats
+from vllmx_models.formats.gguf.quantize.convert import quantize
 
 SCHEMA = {
     "type": "object",
@@ -160,6 +164,31 @@ def test_what_cannot_be_is_refused_at_start(speculate: str, tokens: str, word: s
     with pytest.raises(ConfigError, match=word) as caught:
         LLM("demo", speculate=speculate, speculate_tokens=tokens)
     assert caught.value.param in ("speculate", "speculate_tokens")
+
+
+def test_a_quantised_model_has_no_twin(tmp_path: Path) -> None:
+    path = tmp_path / "q8.gguf"
+    quantize(load_registry(), MODEL_FOLDER, path, "q8_0", threads=2)
+    with pytest.raises(ConfigError, match="a twin is made of weights") as caught:
+        LLM(str(path), speculate="twin")
+    assert "--isq" not in caught.value.message
+
+
+def test_a_start_that_fails_closes_the_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def noting(*args: Any) -> Any:
+        found.append(load_drafter.load_drafter(*args))
+        return found[0]
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(load, "load_drafter", noting)
+    monkeypatch.setattr(load, "core_info", failing)
+    with pytest.raises(RuntimeError, match="no memory"):
+        LLM("demo", backend="numpy", speculate="layers:2")
+    assert found[0].model.in_flight.closed
 
 
 def test_a_damaged_draft_model_is_refused_at_start(tmp_path: Path) -> None:

@@ -136,6 +136,15 @@ def test_a_bad_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) ->
         configs()
 
 
+def test_yaml_reads_off_as_false(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("speculate: off\n")
+    monkeypatch.setenv("VLLMX_SPECULATE", "ngram")
+    assert configs("--config", str(file))[0].speculate == "ngram"
+    monkeypatch.delenv("VLLMX_SPECULATE")
+    assert configs("--config", str(file))[0].speculate == "off"
+
+
 @pytest.mark.parametrize(
     ("written", "text"),
     [("007", "007"), ("1.10", "1.10"), ("0x1F", "0x1F"), ("1_000", "1_000"), ("12:30", "12:30"),

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from vllmx_core.plan import SamplingRows, StepPlan
-from vllmx_engine.core import batch, commit, row_states, sampling_rows
+from vllmx_engine.core import batch, commit, grammar_rows, row_states, sampling_rows
 from vllmx_engine.core.drafters import Guess, match_ends
 from vllmx_engine.core.sequence import Sequence
 from vllmx_engine.core.speculation import Drafting
+from vllmx_engine.grammar.matcher import QUICK_S
 from vllmx_engine.wire.messages import pack_ids
 from vllmx_testing.fake import FakeRules, FakeStep
 
@@ -171,6 +174,20 @@ def test_a_draft_up_to_a_place_where_all_is_forbidden() -> None:
         ends.append((driver.ids["r"], last.error_code, last.error))
     assert ends[0] == ends[1]
     assert ends[0][:2] == ([a, b], "invalid_request")
+
+
+def test_drafts_end_where_masks_turn_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step waits for the masks of its drafts."""
+    plain = Driver()
+    plain.add("r", regex("[a-z]{20}"))
+    plain.run()
+    driver = Driver(drafts=dict(plain.ids))
+    seconds = itertools.count(0.0, 2 * QUICK_S)
+    monkeypatch.setattr(grammar_rows, "time", SimpleNamespace(thread_time=lambda: next(seconds)))
+    driver.add("r", regex("[a-z]{20}"))
+    driver.run()
+    assert driver.ids == plain.ids
+    assert 0 < driver.core.stats().num_draft_tokens <= 5
 
 
 def test_blocks_that_are_scarce_shorten_drafts() -> None:

@@ -146,6 +146,8 @@ def _scalar(value: Any, hint: Any, name: str, source: str) -> Any:
         if str(value).lower() in words:
             return words[str(value).lower()]
         raise ConfigError(f"{source} must be true or false, got {value!r}")
+    if name == "speculate" and value is False:
+        return "off"  # YAML reads this word so
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise _wrong_type(value, hint, name, source)
     try:

@@ -315,7 +315,9 @@ class GrammarRow:
                 elif place == 0 and self._first_mask is not None:
                     self._fill_first(mask)
                 else:
+                    started_s = time.thread_time()
                     self._matcher.fill_mask(mask)
+                    self._fill.pace.observe(time.thread_time() - started_s)
                 yield mask
                 if place < len(draft) and not self._is_free:
                     self._matcher.consume(draft[place])

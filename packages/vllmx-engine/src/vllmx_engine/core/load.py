@@ -129,6 +129,7 @@ def load_core(found: FoundModel) -> tuple[EngineCore, CoreInfo]:
             "text alone is served, images are refused: --pipeline-parallel-size has no passes of"
             " towers, --tensor-parallel-size has"
         )
+    drafter = None
     try:
         max_model_len = fitting_length(found.config, options, loaded.info)
         drafter = load_drafter(found, opened.backend, loaded, model.shape.vocab_size)
@@ -153,6 +154,8 @@ def load_core(found: FoundModel) -> tuple[EngineCore, CoreInfo]:
             )
         log_info(info)
     except BaseException:
+        if drafter is not None:
+            drafter.model.close()
         loaded.close()
         raise
     return core, info

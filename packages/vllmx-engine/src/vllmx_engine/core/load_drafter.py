@@ -88,7 +88,14 @@ def _load(
             param="speculate",
         )
     if kind == "twin":
-        checkpoint = quantise_in_situ(found.registry, checkpoint, model, _TWIN_TYPE)
+        try:
+            checkpoint = quantise_in_situ(found.registry, checkpoint, model, _TWIN_TYPE)
+        except ConfigError as error:
+            raise ConfigError(
+                "a twin is made of weights with 16 or 32 bits, which the model's are not: choose"
+                " ngram, suffix or model:PATH",
+                param="speculate",
+            ) from error
     info = target.info
     is_part = kind == "twin" or (kind == "layers" and len(info.cache_windows) == 1)
     shares = is_part and isinstance(target, HasPages)

@@ -200,7 +200,9 @@ class Scheduler:
             return []
         room = min(self.limits.token_budget, self.limits.max_logit_rows) - decodes.size
         if self.prefills or self.queue:
-            room //= 2
+            starts = self.table.computed
+            least = [one.least_chunk(int(starts[one.row])) for one in self.prefills]
+            room = min(room // 2, room - max(least, default=0))
         drafts = self.speculator.drafts(decodes, context, room)
         for draft in drafts:
             if not self.make_room(draft.sequence, len(draft.ids)):
