@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from vllmx_core.cache.state_rows import StateRows
 from vllmx_core.ops.recurrence import TokenInputs
 from vllmx_testing.harness import Harness, mixed_steps
 from vllmx_testing.state_checks import RULES, recurrent_model, with_slots
@@ -17,7 +18,8 @@ pytest.importorskip("vllmx_metal")
 
 from vllmx_metal import kernel_choice, recurrence_kernel  # noqa: E402
 from vllmx_metal.backend import MetalBackend  # noqa: E402
-from vllmx_metal.recurrence_kernel import Rows, run  # noqa: E402
+from vllmx_metal.recurrence_kernel import run  # noqa: E402
+from vllmx_metal.recurrent import on_device  # noqa: E402
 
 from .metal_shim import UseShim, shim_of, source_of  # noqa: E402
 
@@ -27,7 +29,10 @@ Array = NDArray[np.float32]
 
 
 class Case:
-    """Rows that begin anew or go on from a slot, in an order that is none of the slots'."""
+    """Rows that begin anew or go on from a slot, in an order that is none of the slots'. Tokens of
+    the first one keep their states."""
+
+    keeping = (0, 5)
 
     def __init__(
         self,
@@ -71,14 +76,18 @@ class Case:
 
     def _step(self, states: Array, rows: list[tuple[int, int, int]]) -> tuple[Array, Array]:
         tokens = TokenInputs(*map(mx.array, self._arrays()))
-        at = Rows(*(mx.array(np.array(one, np.int32)) for one in zip(*rows, strict=True)))
-        out, left = run(tokens, at, mx.array(states), delta=self.delta)
+        source, first, lengths = (np.array(one, np.int64) for one in zip(*rows, strict=True))
+        after = np.full(len(self.q), -1)
+        last = first[0] + lengths[0] - 1
+        after[[token for token in self.keeping if first[0] <= token < last]] = 0
+        step = on_device(StateRows(lengths.tolist(), first, source, source, after))
+        out, left = run(tokens, step, mx.array(states), delta=self.delta)
         return np.array(out), np.array(left)
 
     def expected(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """(T, H, Dv), and the states behind the rows, in float64."""
+        """(T, H, Dv), and the states behind the rows and behind `keeping`, in float64."""
         q, k, v, decay, strength = (one.astype(np.float64) for one in self._arrays())
-        outs, left, token = [], [], 0
+        outs, left, kept, token = [], [], [], 0
         for length, slot in zip(self.lengths, self.source, strict=True):
             state = self.states[slot] * np.float64(slot >= 0)
             for _ in range(length):
@@ -87,9 +96,11 @@ class Case:
                 new = strength[token] * (v[token] - known)
                 state = state + k[token][:, :, None] * new[:, None]
                 outs.append(np.einsum("hkv,hk->hv", state, q[token]))
+                if token in self.keeping:
+                    kept.append(state)
                 token += 1
             left.append(state)
-        return np.stack(outs), np.stack(left)
+        return np.stack(outs), np.stack(left + kept)
 
     def error(self) -> float:
         """The greatest one; NaN where anything is."""
@@ -129,7 +140,8 @@ WRONG = {
     "decay of the lane": ("CHANNEL ? at * DK + d : at", "CHANNEL ? at * DK + lane : at"),
     "one lane's answer": ("answer = metal::simd_sum(answer);", "metal::simd_sum(answer);"),
     "another column's place": ("out[at * DV + first_col + c]", "out[at * DV + first_col]"),
-    "another row's place": ("left[((ulong(row) * H", "left[((ulong(0) * H"),
+    "another row's place": ("left[((ulong(place) * H", "left[((ulong(0) * H"),
+    "only the last tokens' states": ("= left_at[token];", "= token + 1 < end ? -1 : int(row);"),
 }
 
 

@@ -110,6 +110,7 @@ class MetalBackend:
             cache_windows=kv.layout.windows,
             num_state_slots=kv.states.num_slots,
             state_slot_bytes=kv.states.slot_bytes,
+            keeps_states_after=True,
             num_feature_rows=feature_rows(model.shape, options),
         )
         logger.info("loaded on %s with MLX %s", info.device, info.details["mlx"])

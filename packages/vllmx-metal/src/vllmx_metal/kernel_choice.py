@@ -18,8 +18,8 @@ from vllmx_core.ops.recurrence import TokenInputs
 from vllmx_metal.kv_cache import LayerPages, Pages
 from vllmx_metal.paged import PART, decode_rows, paged_decode
 from vllmx_metal.paged_prefill import PrefillTiles, paged_prefill
-from vllmx_metal.recurrence_kernel import Rows, run
-from vllmx_metal.recurrent import side_by_side
+from vllmx_metal.recurrence_kernel import run
+from vllmx_metal.recurrent import on_device, side_by_side
 
 logger = logging.getLogger("vllmx.metal")
 
@@ -109,10 +109,10 @@ def recurrence_difference() -> float:
         mx.sigmoid(normal(count, heads, 1)),
     )
     states, begins = normal(2, heads, size, size), np.array([0, lengths[0]])
-    at = [mx.array(np.array(one, np.int32)) for one in ([1, 0], begins, lengths)]
-    found = run(tokens, Rows(*at), states, delta=True)
-    rows = StateRows(lengths, begins, np.array([1, 0]), np.array([1, 0]), np.full(count, -1))
-    expected = side_by_side(tokens, rows, states[at[0]], delta=True)
+    after = np.where(np.arange(count) == 7, 2, -1)
+    rows = StateRows(lengths, begins, np.array([1, 0]), np.array([1, 0]), after)
+    found = run(tokens, on_device(rows), states, delta=True)
+    expected = side_by_side(tokens, rows, states[mx.array([1, 0])], delta=True)
     return max(float(mx.abs(one - other).max()) for one, other in zip(found, expected, strict=True))
 
 

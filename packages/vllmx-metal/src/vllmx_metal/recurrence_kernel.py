@@ -26,6 +26,7 @@ INPUTS = (
     "source",
     "first_token",
     "num_tokens",
+    "left_at",
 )
 OUTPUTS = ("out", "left")
 
@@ -37,6 +38,8 @@ class Rows:
     source: mx.array  # (R,) slots, -1 where a row begins
     first_token: mx.array  # (R,)
     num_tokens: mx.array  # (R,)
+    left_at: mx.array  # (T,) place of the states behind each token among those that are left, or -1
+    num_left: int
 
 
 @cache
@@ -47,7 +50,8 @@ def kernel() -> Callable[..., list[mx.array]]:
 def run(
     tokens: TokenInputs, rows: Rows, states: mx.array, *, delta: bool
 ) -> tuple[mx.array, mx.array]:
-    """states (slots, H, Dk, Dv) -> (T, H, Dv), and the states (R, H, Dk, Dv) behind the rows."""
+    """states (slots, H, Dk, Dv) -> (T, H, Dv), and the states (num_left, H, Dk, Dv) behind the rows
+    and behind other tokens that keep them."""
     count, heads, key_size = tokens.k.shape
     value_size, num_rows = tokens.v.shape[2], len(rows.source)
     out, left = kernel()(
@@ -57,6 +61,7 @@ def run(
             rows.source,
             rows.first_token,
             rows.num_tokens,
+            rows.left_at,
         ],
         template=[
             ("H", heads),
@@ -69,7 +74,7 @@ def run(
         ],
         grid=(-(-value_size // (SIMDS * COLS)) * SIMDS * 32, heads, num_rows),
         threadgroup=(SIMDS * 32, 1, 1),
-        output_shapes=[(count, heads, value_size), (num_rows, heads, key_size, value_size)],
+        output_shapes=[(count, heads, value_size), (rows.num_left, heads, key_size, value_size)],
         output_dtypes=[mx.float32, mx.float32],
     )
     return out, left

@@ -43,16 +43,15 @@ class StateStep:
     rows: StateRows
     on_device: Rows
     """The same, the longest row first."""
-    target: mx.array  # (R,)
+    target: mx.array  # (R + M,) slots of the states behind rows, then of `StateRows.keeping`
     _windows: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: StepPlan) -> StateStep:
         """The rows of a step."""
         rows = StateRows.of(plan)
-        lengths = _indices(np.array(rows.lengths))
-        on_device = Rows(_indices(rows.source), _indices(rows.first), lengths)
-        return cls(plan, rows, on_device, _indices(rows.target))
+        target = np.concatenate([rows.target, rows.after[rows.keeping]])
+        return cls(plan, rows, on_device(rows), _indices(target))
 
     def windows(self, kernel: int) -> tuple[mx.array, mx.array]:
         """See `conv_windows`."""
@@ -108,8 +107,10 @@ def recurrence(
 def side_by_side(
     tokens: TokenInputs, rows: StateRows, state: mx.array, *, delta: bool
 ) -> tuple[mx.array, mx.array]:
-    """(T, H, Dv), and the states (R, H, Dk, Dv) behind the rows, in the order of `rows`."""
+    """(T, H, Dv), and the states (R + M, H, Dk, Dv) behind the rows, in the order of `rows`, and
+    behind the tokens of `keeping`."""
     ended, outs, order = [], [], []
+    kept: dict[int, mx.array] = {}
     for index in rows.tokens():
         if len(index) < len(state):
             ended.append(state[len(index) :])
@@ -117,8 +118,11 @@ def side_by_side(
         state, out = _one_token(state, tokens, _indices(index), delta=delta)
         outs.append(out)
         order.append(index)
+        for place in np.flatnonzero(rows.after[index] >= 0).tolist():
+            kept[int(index[place])] = state[place : place + 1]
     found = mx.concatenate(outs)[_indices(np.argsort(np.concatenate(order)))]
-    return found, mx.concatenate([state, *reversed(ended)])
+    behind = [kept[token] for token in rows.keeping.tolist()]
+    return found, mx.concatenate([state, *reversed(ended), *behind])
 
 
 def _one_token(
@@ -130,6 +134,16 @@ def _one_token(
         v = v - (k[:, :, None] @ state)[:, :, 0]
     state = state + k[..., None] * (tokens.strength[at] * v)[:, :, None]
     return state, (tokens.q[at][:, :, None] @ state)[:, :, 0]
+
+
+def on_device(rows: StateRows) -> Rows:
+    """The rows as the kernel takes them."""
+    lengths, keeping = np.array(rows.lengths), rows.keeping
+    left_at = np.full_like(rows.after, -1)
+    left_at[rows.first + lengths - 1] = np.arange(len(lengths))
+    left_at[keeping] = len(lengths) + np.arange(len(keeping))
+    source, first, counts, places = map(_indices, (rows.source, rows.first, lengths, left_at))
+    return Rows(source, first, counts, places, len(lengths) + len(keeping))
 
 
 def _indices(array: AnyArray) -> mx.array:

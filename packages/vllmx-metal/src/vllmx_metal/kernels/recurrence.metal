@@ -4,8 +4,10 @@
 //
 // Memory, all float: q, k (T, H, DK) as the rule has normed and scaled them; v (T, H, DV); decay
 // (T, H, DK) where CHANNEL, else (T, H); strength (T, H); states (slots, H, DK, DV). source (R): the
-// slot that a row reads, -1 for zeros; first_token, num_tokens (R).
-// Out: out (T, H, DV); left (R, H, DK, DV), the states behind each row's last token.
+// slot that a row reads, -1 for zeros; first_token, num_tokens (R). left_at (T): the place in `left`
+// of the states behind a token, -1 for none.
+// Out: out (T, H, DV); left (R + M, H, DK, DV), the states behind each row's last token and behind M
+// others.
 //
 // Grid: (DV / (SIMDS * COLS), H, R) threadgroups of SIMDS simdgroups. A simdgroup keeps COLS columns
 // of a head's state in registers from the first token to the last, a lane every 32nd row of them: a
@@ -64,13 +66,13 @@ for (uint token = begin; token < end; token++) {
       out[at * DV + first_col + c] = answer;
     }
   }
-}
-
-for (uint i = 0; i < LANE_ROWS; i++) {
-  const uint d = lane + 32 * i;
-  for (uint c = 0; c < COLS; c++) {
-    if (d < DK && first_col + c < DV) {
-      left[((ulong(row) * H + head) * DK + d) * DV + first_col + c] = state[i][c];
+  const int place = left_at[token];
+  for (uint i = 0; place >= 0 && i < LANE_ROWS; i++) {
+    const uint d = lane + 32 * i;
+    for (uint c = 0; c < COLS; c++) {
+      if (d < DK && first_col + c < DV) {
+        left[((ulong(place) * H + head) * DK + d) * DV + first_col + c] = state[i][c];
+      }
     }
   }
 }
