@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -175,20 +177,28 @@ def test_a_quantised_model_has_no_twin(tmp_path: Path) -> None:
 
 
 def test_a_start_that_fails_closes_the_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
+    found, load_model = [], load_drafter.load_drafter
 
     def noting(*args: Any) -> Any:
-        found.append(load_drafter.load_drafter(*args))
+        found.append(load_model(*args))
         return found[0]
 
     def failing(*_: Any) -> Any:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(load, "load_drafter", noting)
+    monkeypatch.setattr(load_drafter, "load_drafter", noting)
     monkeypatch.setattr(load, "core_info", failing)
     with pytest.raises(RuntimeError, match="no memory"):
         LLM("demo", backend="numpy", speculate="layers:2")
     assert found[0].model.in_flight.closed
+
+
+def test_a_start_without_a_draft_model_imports_none() -> None:
+    program = (
+        "import sys, vllmx; vllmx.LLM('demo', backend='numpy', speculate='ngram').close()\n"
+        "assert not [one for one in sys.modules if one.endswith(('draft_model', 'load_drafter'))]"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_damaged_draft_model_is_refused_at_start(tmp_path: Path) -> None:

@@ -194,6 +194,11 @@ class EngineConfig:
             )
 
     @property
+    def drafts_by_model(self) -> bool:
+        """True if a model drafts."""
+        return self.speculate.partition(":")[0] in ("model", "twin", "layers")
+
+    @property
     def num_ranks(self) -> int:
         """Processes that compute the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size

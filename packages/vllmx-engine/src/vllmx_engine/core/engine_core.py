@@ -7,6 +7,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from vllmx_core.backend import LoadedInfo, LoadedModel, StepHandle
 from vllmx_core.config import EngineConfig
@@ -17,11 +18,9 @@ from vllmx_core.records import MutableRecord
 
 from vllmx_engine.core.batch import BatchBuilder, Step
 from vllmx_engine.core.commit import Committer, error_output
-from vllmx_engine.core.draft_model import DraftModel
 from vllmx_engine.core.grammars import Grammars
 from vllmx_engine.core.images import Images
 from vllmx_engine.core.limits import most_in_flight, step_cost, step_limits
-from vllmx_engine.core.load_drafter import LoadedDrafter
 from vllmx_engine.core.prefix_cache import CacheIdentity
 from vllmx_engine.core.scheduler import Scheduler
 from vllmx_engine.core.sequence import Sequence, check_request
@@ -31,6 +30,10 @@ from vllmx_engine.core.waiting_queue import Clock, QueueDeadlines, timed_out
 from vllmx_engine.wire.grammars import Vocabulary
 from vllmx_engine.wire.images import ImageRoom
 from vllmx_engine.wire.messages import STEP_TOKENS, CoreOutput, CoreRequest, CoreStats
+
+if TYPE_CHECKING:
+    from vllmx_engine.core.draft_model import DraftModel
+    from vllmx_engine.core.load_drafter import LoadedDrafter
 
 logger = logging.getLogger("vllmx.core")
 
@@ -105,6 +108,8 @@ class EngineCore:
         scheduler = self._scheduler
         self._draft_model: DraftModel | None = None
         if drafter is not None:
+            from vllmx_engine.core.draft_model import DraftModel  # few starts need it
+
             self._draft_model = DraftModel(
                 drafter.model,
                 scheduler.table,

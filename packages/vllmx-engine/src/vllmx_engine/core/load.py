@@ -33,7 +33,6 @@ from vllmx_core.weights.part import WeightSource
 from vllmx_engine.core.core_info import core_info, log_info
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.found_model import FoundModel
-from vllmx_engine.core.load_drafter import load_drafter
 from vllmx_engine.core.load_options import fitting_length, load_options
 from vllmx_engine.core.pooling import check_task, pooling_info, with_score_tokens
 from vllmx_engine.wire.messages import CoreInfo
@@ -132,7 +131,10 @@ def load_core(found: FoundModel) -> tuple[EngineCore, CoreInfo]:
     drafter = None
     try:
         max_model_len = fitting_length(found.config, options, loaded.info)
-        drafter = load_drafter(found, opened.backend, loaded, model.shape.vocab_size)
+        if found.config.drafts_by_model:
+            from vllmx_engine.core.load_drafter import load_drafter  # few starts need it
+
+            drafter = load_drafter(found, opened.backend, loaded, model.shape.vocab_size)
         core = EngineCore(
             loaded,
             found.config,

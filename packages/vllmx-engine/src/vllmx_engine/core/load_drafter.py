@@ -37,8 +37,8 @@ class LoadedDrafter(Record):
 
 def load_drafter(
     found: FoundModel, spec: BackendSpec, target: LoadedModel, vocab_size: int
-) -> LoadedDrafter | None:
-    """Loads the draft model of `EngineConfig.speculate`, if it names one, on the target's backend.
+) -> LoadedDrafter:
+    """Loads the draft model that `EngineConfig.speculate` names, on the target's backend.
 
     Raises:
         ConfigError: it has another vocabulary, or the target cannot verify drafts of a model.
@@ -47,8 +47,6 @@ def load_drafter(
     """
     config = found.config
     kind, _, rest = config.speculate.partition(":")
-    if kind not in ("model", "twin", "layers"):
-        return None
     _check_target(found, target)
     try:
         path = resolve_path(found.registry, rest) if kind == "model" else found.path
