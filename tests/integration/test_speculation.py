@@ -159,6 +159,7 @@ def test_other_backends(backend: str) -> None:
         ("layers:x", "auto", "layers:N"),
         ("ngram", "17", "16"),
         ("ngram", "many", "auto"),
+        ("ngram", "9" * 5000, "16"),
         ("model:/nowhere/at/all", "auto", "--speculate"),
     ],
 )

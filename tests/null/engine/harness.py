@@ -294,7 +294,8 @@ class Harness:
                 before = self._computed[0].get((row, int(table.epoch[row])), 0)
                 before -= int(table.waits[row])  # its last token may be taken back
                 unseen = max(0, before - window + 1) // size
-                assert first >= min(filed, unseen), "a block outlived its window"
+                if self.core.limits.num_stages == 1:  # else results come later still
+                    assert first >= min(filed, unseen), "a block outlived its window"
             assert end * size >= computed, "tokens without a block"
 
     def _check_found(self, sequence: LiveSequence) -> None:

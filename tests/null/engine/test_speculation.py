@@ -280,6 +280,7 @@ def test_a_draft_model_that_fails_costs_its_drafts_alone(
     assert harness.core.stats().num_accepted_tokens > 0
     assert harness.drafter.num_steps < 14
     assert "nothing is drafted any more" in caplog.text
+    assert not harness.core._scheduler.speculator.wants_tokens  # steps overlap again
 
 
 def boom(*_: Any) -> Any:

@@ -223,7 +223,7 @@ class EngineConfig:
 
     def _check_speculation(self) -> None:
         kind, _, rest = self.speculate.partition(":")
-        is_layers = kind == "layers" and rest.isdecimal() and int(rest) > 0
+        is_layers = kind == "layers" and rest.isdecimal() and len(rest) < 5 and int(rest) > 0
         if self.speculate not in DRAFTERS and not is_layers and not (kind == "model" and rest):
             raise ConfigError(
                 f"--speculate must be one of {', '.join(DRAFTERS)}, model:PATH or layers:N, got"
@@ -231,7 +231,9 @@ class EngineConfig:
                 param="speculate",
             )
         tokens = self.speculate_tokens
-        if tokens != "auto" and not (tokens.isdecimal() and 1 <= int(tokens) <= MAX_DRAFT):
+        if tokens != "auto" and not (
+            tokens.isdecimal() and len(tokens) < 3 and 1 <= int(tokens) <= MAX_DRAFT
+        ):
             raise ConfigError(
                 f"--speculate-tokens must be auto or from 1 to {MAX_DRAFT}, got {tokens!r}",
                 param="speculate_tokens",

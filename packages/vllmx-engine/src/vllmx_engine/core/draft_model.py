@@ -79,7 +79,12 @@ class DraftModel:
     def guess(self, sequence: Sequence, most: int) -> Guess:
         """Reserves `most` tokens, which `fill` replaces; fewer near the end of its context."""
         most = min(most, self._max_model_len - len(sequence.tokens))
-        return Guess([_UNKNOWN] * (0 if self._num_failures >= _MAX_FAILURES else most))
+        return Guess([_UNKNOWN] * most)
+
+    @property
+    def has_failed(self) -> bool:
+        """See `DraftsByModel`."""
+        return self._num_failures >= _MAX_FAILURES
 
     def ended(self, sequence: Sequence) -> None:
         """See `Drafter`."""

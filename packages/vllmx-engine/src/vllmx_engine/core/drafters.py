@@ -61,6 +61,11 @@ class DraftsByModel(Drafter, Protocol):
         """Seconds of a step that drafts one token for each row."""
         ...
 
+    @property
+    def has_failed(self) -> bool:
+        """True once it failed too often to be asked again."""
+        ...
+
     def fill(self, drafts: list[Draft]) -> None:
         """Replaces the ids of drafts; there may be fewer."""
         ...

@@ -401,8 +401,8 @@ class EngineCore:
             self._grammars.close()
             if self._draft_model is not None:
                 self._draft_model.close()
-            self._model.close()
         finally:
+            self._model.close()
             self.activity.calls += 1
 
 

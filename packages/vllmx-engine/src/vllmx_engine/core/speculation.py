@@ -168,6 +168,8 @@ class Speculator:
         reserved = [draft for draft in drafts if draft.ids[0] < 0]
         if self._model is not None and reserved:
             self._model.fill(reserved)
+            if self._model.has_failed:
+                self.use(Drafting(None, self._num_tokens))
         for draft in drafts:
             sequence = draft.sequence
             stops = [place for place, token in enumerate(draft.ids) if token in sequence.stop_ids]
