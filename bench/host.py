@@ -6,6 +6,7 @@ Times are CPU microseconds of the core's thread (other processes disturb them th
 median (p10-p90) of each part, and the mean of all three, which holds the steps that begin new KV
 blocks too. `--aligned` lets all rows begin their blocks in the same step, the worst case.
 `--groups 7` is a model with several cache groups, all but the first of them with a window.
+`--drafts 4` verifies four draft tokens of each row in a step, all of which are kept.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from vllmx_core.backend import LoadedInfo
 from vllmx_core.config import EngineConfig
 from vllmx_core.plan import LogprobRows, SamplingRows, StepPlan, StepResult
 from vllmx_core.sampling import SamplingParams
+from vllmx_engine.core.drafters import Guess
 from vllmx_engine.core.engine_core import EngineCore
+from vllmx_engine.core.sequence import Sequence
+from vllmx_engine.core.speculation import Drafting
 from vllmx_engine.wire.messages import CoreRequest, pack_ids
 
 VOCAB_SIZE = 32_000
@@ -85,9 +89,23 @@ class InstantModel:
 
     def forward(self, plan: StepPlan) -> InstantStep:
         ids = np.arange(plan.num_logit_rows, dtype=np.int32)
+        if plan.num_logit_rows > plan.num_rows:  # drafts: each token is followed by the next
+            followers = np.append(plan.tokens[1:], 0)
+            followers[plan.query_start[1:] - 1] = 1
+            ids = followers[plan.logit_rows].astype(np.int32)
         return InstantStep(StepResult(ids, elapsed_s=0.01))
 
     def close(self) -> None:
+        pass
+
+
+class FreeDrafter:
+    """Drafts without looking."""
+
+    def guess(self, sequence: Sequence, most: int) -> Guess:
+        return Guess([1] * most)
+
+    def ended(self, sequence: Sequence) -> None:
         pass
 
 
@@ -107,7 +125,7 @@ class Stopwatch:
 
 def measure(args: argparse.Namespace, num_rows: int) -> dict[str, Any]:
     """Medians and deciles in us of `args.steps` decode steps at `num_rows` rows."""
-    length = args.context + 16 + args.steps + 64
+    length = args.context + 16 + (args.steps + 48) * (1 + args.drafts)
     windows = (None, *[args.window] * (args.groups - 1))
     config = EngineConfig(max_num_seqs=num_rows, async_scheduling=not args.plain)
     core = EngineCore(
@@ -116,6 +134,8 @@ def measure(args: argparse.Namespace, num_rows: int) -> dict[str, Any]:
         max_model_len=length,
         vocab_size=VOCAB_SIZE,
     )
+    if args.drafts:
+        core.draft_with(Drafting(FreeDrafter(), args.drafts))
     params = SamplingParams(max_tokens=None, **SAMPLING[args.sampling])
     rng = np.random.default_rng(0)
     for row in range(num_rows):
@@ -183,6 +203,7 @@ def main() -> None:
     parser.add_argument("--aligned", action="store_true")
     parser.add_argument("--groups", type=int, default=1, help="cache groups, the first without")
     parser.add_argument("--window", type=int, default=256, help="tokens, of the other groups")
+    parser.add_argument("--drafts", type=int, default=0, help="draft tokens of each row")
     parser.add_argument("--plain", action="store_true", help="the loop without overlap")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

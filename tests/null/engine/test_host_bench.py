@@ -14,10 +14,10 @@ from tests.waiting import PATIENCE_S
 HOST = Path(__file__).parents[3] / "bench" / "host.py"
 
 
-@pytest.mark.parametrize("sampling", ["plain", "logprobs"])
-def test_reports_every_part(sampling: str) -> None:
+@pytest.mark.parametrize(("sampling", "drafts"), [("plain", 0), ("logprobs", 0), ("plain", 3)])
+def test_reports_every_part(sampling: str, drafts: int) -> None:
     command = [sys.executable, str(HOST), "--rows", "1,3", "--steps", "8", "--context", "40"]
-    command += ["--sampling", sampling, "--json"]
+    command += ["--sampling", sampling, "--drafts", str(drafts), "--json"]
     done = subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_S)
     report = json.loads(done.stdout)
     assert report["unit"] == "us"

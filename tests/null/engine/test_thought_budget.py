@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from vllmx_engine.core.grammar_rows import ThoughtBudget
+from vllmx_engine.core.thought_budget import ThoughtBudget
 from vllmx_engine.grammar.matcher import allowed_ids
 from vllmx_engine.wire.grammars import Thoughts
 

@@ -42,7 +42,7 @@ from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_engine.wire.messages import CoreInfo, CoreStats, PoolingTask
 from vllmx_engine.wire.outputs import PoolingRequestOutput, RequestOutput
 
-log = logging.getLogger("vllmx.llm")
+logger = logging.getLogger("vllmx.llm")
 
 RENAMED = {
     "gpu_memory_utilization": "memory_fraction",
@@ -95,10 +95,8 @@ def _pass_over(name: str, value: Any, taken: tuple[Any, ...] | None) -> None:
         raise ConfigError(
             f"{name} = {shown(value)} of LLM is refused, it may be {few}: leave it out", param=name
         )
-    log.info("%s is taken without effect", name)
+    logger.info("%s is taken without effect", name)
 
-
-logger = logging.getLogger("vllmx.llm")
 
 Conversation = Sequence[ChatMessage | Message]
 ParamsArgument = SamplingParams | Sequence[SamplingParams] | None
@@ -152,8 +150,7 @@ class LLM(HasEngine):
             drafter: None: only requests with a prediction draft.
             num_tokens: draft tokens of a sequence in each step; None: as many as pay.
         """
-        drafting = Drafting(drafter, num_tokens)
-        self._engine.on_core(lambda core: core.draft_with(drafting))
+        self._engine.on_core(lambda core: core.draft_with(Drafting(drafter, num_tokens)))
 
     def sampling_params(self, **explicit: Any) -> SamplingParams:
         """The model's recommended parameters, replaced where `explicit` names a value."""

@@ -13,8 +13,9 @@ from queue import Empty, SimpleQueue
 
 from vllmx_core.errors import GrammarError
 
-from vllmx_engine.core.grammar_rows import GrammarRow, MaskFill, ThoughtBudget
+from vllmx_engine.core.grammar_rows import GrammarRow, MaskFill
 from vllmx_engine.core.sequence import Sequence
+from vllmx_engine.core.thought_budget import ThoughtBudget
 from vllmx_engine.grammar.matcher import CompiledGrammar
 from vllmx_engine.grammar.vocabulary import Trie, make_trie
 from vllmx_engine.wire.grammars import Grammar, Vocabulary

@@ -33,7 +33,7 @@ logger = logging.getLogger("vllmx.scheduler")
 _MAX_MISFITS = 4
 """The number of misfits of the queue after which a step looks for no other that would fit."""
 _MAX_FREED = 256
-"""Sequences that a step frees of those that ended together."""
+"""Ended sequences that a step frees, see `Scheduler._dropped`."""
 _NO_ROWS = np.zeros(0, np.intp)
 
 
@@ -91,8 +91,7 @@ class Scheduler:
         )
         self.queue, self.share = self._waiting.queue, self._waiting.share
         self._dropped: list[Sequence] = []
-        """Ended ones of `finish_all`, while others run: to free many objects takes a microsecond
-        for each, so some of them go in each step."""
+        """Ended ones of `finish_all`, while others run: freeing an object takes a microsecond."""
         self.failed: list[tuple[Sequence, Exception]] = []
         """Sequences whose own bookkeeping raised; the owner takes them out and ends them."""
         self.num_preemptions = self.num_queried_tokens = self.num_hit_tokens = 0
@@ -156,10 +155,9 @@ class Scheduler:
             self._dropped += queued
 
     def make_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Gives a sequence that decodes, unless it was preempted, blocks for so many tokens behind
-        those that are known. False where they are scarce."""
+        """Gives a decoding sequence blocks for so many unknown tokens. False if they are scarce."""
         if sequence.row < 0:
-            return True  # its blocks come with its next admission
+            return True  # preempted: its blocks come with its next admission
         room = self.blocks.room(len(self.running), self.prefills)
         return self.blocks.extend(sequence.row, len(sequence.tokens) + num_tokens, room)
 
@@ -177,7 +175,7 @@ class Scheduler:
     # --- one step ---------------------------------------------------------------------------------
     def schedule(self) -> Batch | None:
         """The next step, or None when nothing can be computed before a result comes in."""
-        del self._dropped[-_MAX_FREED:]  # a microsecond each, see `_dropped`
+        del self._dropped[-_MAX_FREED:]
         decodes, victim = self._decodes()
         context = int(self.table.computed[decodes].sum()) + decodes.size if decodes.size else 0
         drafts = self._drafts(decodes, context)
@@ -200,14 +198,14 @@ class Scheduler:
             return []
         room = min(self.limits.token_budget, self.limits.max_logit_rows) - decodes.size
         if self.prefills or self.queue:
-            starts = self.table.computed
-            least = [one.least_chunk(int(starts[one.row])) for one in self.prefills]
+            least = [one.least_chunk(self.table.computed.item(one.row)) for one in self.prefills]
             room = min(room // 2, room - max(least, default=0))
         drafts = self.speculator.drafts(decodes, context, room)
         for draft in drafts:
-            if not self.make_room(draft.sequence, len(draft.ids)):
-                held = int(self.table.num_blocks[draft.sequence.row]) * self.limits.block_size
-                del draft.ids[max(0, held - len(draft.sequence.tokens)) :]
+            held = self.table.num_blocks.item(draft.sequence.row) * self.limits.block_size
+            free = held - len(draft.sequence.tokens)
+            if len(draft.ids) > free and not self.make_room(draft.sequence, len(draft.ids)):
+                del draft.ids[max(0, free) :]
         drafts = self.speculator.filled([draft for draft in drafts if draft.ids])
         if self.states is not None:
             self.states.reserve(drafts, min(len(self.queue), self.table.num_free))

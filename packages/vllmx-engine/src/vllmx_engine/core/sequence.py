@@ -12,10 +12,11 @@ from vllmx_core.image_plan import Turns
 from vllmx_core.model import ImagePlaces
 from vllmx_core.records import MutableRecord, Record, field
 
-from vllmx_engine.core.grammar_rows import GrammarRow, ThoughtBudget
+from vllmx_engine.core.grammar_rows import GrammarRow
 from vllmx_engine.core.limits import Limits
 from vllmx_engine.core.logit_rules import LogitRules, make_rules
 from vllmx_engine.core.prefix_cache import Entry
+from vllmx_engine.core.thought_budget import ThoughtBudget
 from vllmx_engine.wire.messages import CoreRequest, FinishReason, ImageInput
 
 
