@@ -51,6 +51,9 @@ REPLACED = (
      " --max-rate 1 --precision 1"),
     (r"--input-len 512 --output-len 128", ""),
     (r"bench throughput", "bench throughput --input-len 16 --output-len 4"),
+    (r"bench speculate", "bench speculate --output-len 4 --repeat 1"),
+    (r"ngram(,suffix)?,twin", "ngram"),  # tiny models have no layers that 4 bits fit
+    (r"--speculate model:\S+", "--speculate suffix"),
     (r"(vllmx plan MODEL)", r"\1 --on rtx4090"),  # else it measures for 20 seconds
     (r"(vllmx top)", r"\1 --url http://127.0.0.1:8000 --count 1"),  # else it never ends
     (r'eval "\$\((vllmx completion zsh)\)"', r"\1"),  # that shell is seldom there, and ...
