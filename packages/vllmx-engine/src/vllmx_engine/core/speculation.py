@@ -35,6 +35,8 @@ _FIRST_CHANCE = 0.5
 """The chance of a draft token before any was verified."""
 _LEAST_GAIN = 0.05
 """Tokens that each row must gain in a step before steps wait for their predecessors' tokens."""
+_HOST_S = 1e-4
+"""Seconds that the device then waits for the host, which must be gained as well."""
 _MAX_LOOKS = 16
 """Rows whose guesses are compared with what comes while nothing is drafted."""
 _COST_PERIOD = 16
@@ -83,6 +85,7 @@ class Speculator:
         """Live sequences with a prediction."""
         self._share = _UNKNOWN_SHARE
         """The time of one more token in a step, as a share of the step."""
+        self._least_gain = _LEAST_GAIN
         self._num_steps = self._num_idle = self._next_look = 0
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.accepted_at = [0] * MAX_DRAFT
@@ -156,7 +159,7 @@ class Speculator:
             gains += sequence.drafts.gain
             if self._table.last_token[row] >= 0 and (draft := self._draft(index, sequence)):
                 found.append(draft)
-        self.wants_tokens = self._num_tokens is not None or gains >= _LEAST_GAIN * len(rows)
+        self.wants_tokens = self._num_tokens is not None or gains >= self._least_gain * len(rows)
         self._num_idle = 0 if self.wants_tokens else self._num_idle + 1
         if self._model is not None and self._num_idle >= _PROBE_PERIOD:
             self.wants_tokens = True  # once, to see whether the text has become easier
@@ -185,6 +188,7 @@ class Speculator:
             share = self._cost.row_share(load)
             self._share = _UNKNOWN_SHARE if share is None else share
             seconds = self._cost.predict(load)
+            self._least_gain = _LEAST_GAIN + (_HOST_S / seconds if seconds else 0.0)
             if self._model is not None and seconds:  # all rows share its steps
                 self._share += self._model.step_s / seconds / num_decodes
         self._num_steps += 1
