@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import httpx
 import pytest
 from vllmx_core.errors import ConfigError
+from vllmx_server.apis.batches.files import Files
 from vllmx_server.apis.batches.runner import KeptFiles
 from vllmx_server.store.folder import Folder, temporary_folder
 
@@ -262,3 +265,26 @@ def test_files_of_a_killed_server_go_with_the_next_one(
     running.close()
     following.close()
     assert list(tmp_path.iterdir()) == [begun]
+
+
+async def test_a_file_opened_for_nobody_is_closed(tmp_path: Path) -> None:
+    """Whoever waited for it was cancelled meanwhile."""
+    files = Files.__new__(Files)
+    files._threads = ThreadPoolExecutor(1)
+    begun, go_on, opened = threading.Event(), threading.Event(), list[BinaryIO]()
+
+    def work() -> BinaryIO:
+        begun.set()
+        go_on.wait(PATIENCE_S)
+        opened.append((tmp_path / "file").open("wb"))
+        return opened[0]
+
+    waiting = asyncio.create_task(files.on_thread(work, lambda file: file.close()))
+    await asyncio.to_thread(begun.wait, PATIENCE_S)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    go_on.set()
+    await asyncio.to_thread(files._threads.shutdown)
+    await asyncio.sleep(0)
+    assert opened[0].closed

@@ -98,8 +98,11 @@ class Files:
         """Bytes of each file that arrives."""
         self._threads = ThreadPoolExecutor(2, "vllmx-files")
 
-    async def on_thread(self, work: Callable[[], T]) -> T:
-        """Runs `work`, which uses the disk. Raises StorageError if that fails."""
+    async def on_thread(
+        self, work: Callable[[], T], undo: Callable[[T], object] | None = None
+    ) -> T:
+        """Runs `work`, which uses the disk; `undo` gets its result if nobody waits for it any more,
+        so that a file that was just opened is closed. Raises StorageError if that fails."""
 
         def guarded() -> T:
             try:
@@ -109,7 +112,16 @@ class Files:
                 logger.error("a file failed: %s: %s", failed.reason, LOOK)
                 raise failed from None
 
-        return await asyncio.get_running_loop().run_in_executor(self._threads, guarded)
+        running = asyncio.get_running_loop().run_in_executor(self._threads, guarded)
+        if undo is None:
+            return await running
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            running.add_done_callback(
+                lambda done: None if done.exception() else undo(done.result())
+            )
+            raise
 
     def path(self, file_id: str) -> Path:
         """The path of the content of a known file."""

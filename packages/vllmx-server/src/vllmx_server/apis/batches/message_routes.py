@@ -222,7 +222,9 @@ async def results(batch: Batch, files: Files) -> AsyncIterator[bytes]:
 
 
 async def _lines(files: Files, file_id: str) -> AsyncGenerator[list[bytes], None]:
-    file: BinaryIO = await files.on_thread(lambda: files.path(file_id).open("rb"))
+    file: BinaryIO = await files.on_thread(
+        lambda: files.path(file_id).open("rb"), lambda opened: opened.close()
+    )
     try:
         while lines := await files.on_thread(partial(file.readlines, _PIECE)):
             yield lines

@@ -60,7 +60,7 @@ async def finish(batch: Batch, status: Status, batches: Batches, files: Files) -
 
 async def _write(path: Path, records: AsyncIterator[bytes], files: Files) -> int:
     num_bytes, held = 0, bytearray()
-    out = await files.on_thread(lambda: path.open("xb"))
+    out = await files.on_thread(lambda: path.open("xb"), lambda file: file.close())
     try:
         async for record in records:
             held += record

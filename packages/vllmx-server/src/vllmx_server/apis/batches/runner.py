@@ -130,7 +130,7 @@ class BatchRunner:
         open_input = partial(
             InputReader, self._files.path(known.id), batch.endpoint, self._max_line_bytes
         )
-        reader = await self._files.on_thread(open_input)
+        reader = await self._files.on_thread(open_input, InputReader.finish)
         batch.total = 0
         await self._batches.begin_lines(batch.id)
         try:
