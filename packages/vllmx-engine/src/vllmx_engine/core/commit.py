@@ -125,7 +125,8 @@ class Committer:
         full = step.context_len // self._size > self._table.num_cached[step.rows]
         full &= self._table.epoch[step.rows] == step.epochs
         drafted = [draft.index for draft in step.batch.drafts]
-        full[drafted] = False  # not known yet, see `_verify`
+        if drafted:  # not known yet, see `_verify`
+            full[drafted] = False
         rows, lengths = step.rows[full].tolist(), step.context_len[full].tolist()
         for row, length in zip(rows, lengths, strict=True):
             sequence = self._table.owner[row]
