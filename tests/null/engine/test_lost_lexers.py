@@ -195,7 +195,7 @@ def test_neither_lost_lexers_nor_drafts_change_answers(
     for number in range(0, 12, 4):
         assert re.fullmatch(PATTERNS[0], text_of(lossy.ids[f"g{number}"]))
     stats = lossy.core.stats()
-    assert (stats.num_accepted_tokens > 100) == drafts
+    assert (stats.num_accepted_tokens > 0) == drafts
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert stats.num_free_blocks == stats.num_blocks
 
