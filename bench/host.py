@@ -6,7 +6,7 @@ Times are CPU microseconds of the core's thread (other processes disturb them th
 median (p10-p90) of each part, and the mean of all three, which holds the steps that begin new KV
 blocks too. `--aligned` lets all rows begin their blocks in the same step, the worst case.
 `--groups 7` is a model with several cache groups, all but the first of them with a window.
-`--drafts 4` verifies four draft tokens of each row in a step, all of which are kept.
+`--drafts 4` drafts four tokens for each row; every step verifies and keeps all of them.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ class Arrays:
     """A library of arrays. Names without a method here are functions of the library. Formulas call
     `reshape`, `sum`, `mean` and `any` as methods of the arrays, which all libraries have."""
 
-    library: ClassVar[Any]
+    module: ClassVar[Any]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.library, name)
+        return getattr(self.module, name)
 
     def wide(self, x: Array) -> Array:
         """x in the type that formulas compute in, float32 or more."""
@@ -102,7 +102,7 @@ class Arrays:
 
     def softmax(self, x: Array) -> Array:
         """Softmax over the last axis."""
-        return self.library.softmax(x, -1)
+        return self.module.softmax(x, -1)
 
     def falling(self, x: Array) -> Array:
         """The indices of the last axis by falling value, ties to the lower one."""
@@ -147,7 +147,7 @@ class Arrays:
 class NumpyArrays(Arrays):
     """NumPy itself."""
 
-    library: ClassVar[Any] = np
+    module: ClassVar[Any] = np
 
     def cast(self, x: Array, dtype: Any) -> Array:
         return x.astype(dtype, copy=False)

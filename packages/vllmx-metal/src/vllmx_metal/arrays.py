@@ -25,7 +25,7 @@ _MASS_BITS = 40
 class MetalArrays(Arrays):
     """MLX."""
 
-    library: ClassVar[Any] = mx
+    module: ClassVar[Any] = mx
 
     def wide(self, x: mx.array) -> mx.array:
         return x.astype(mx.float32)

@@ -21,7 +21,7 @@ _UPLOADED: Mapping[str, npt.DTypeLike] = {"f": np.float32, "b": np.bool_}
 class TorchArrays(Arrays):
     """Activations are float32, which is what formulas compute in."""
 
-    library: ClassVar[Any] = torch
+    module: ClassVar[Any] = torch
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype)

@@ -11,6 +11,8 @@ from vllmx_core.records import MutableRecord
 
 from vllmx_engine.core.sequence import Sequence
 
+_LEAST_MATCH = 2
+"""Tokens that must agree."""
 _LONGEST_MATCH = 16
 """Tokens of a match; longer ones do not predict better."""
 _MAX_CANDIDATES = 64
@@ -77,19 +79,12 @@ class DraftsByModel(Drafter, Protocol):
 
 class NgramDrafter:
     """Copies what followed the latest of the longest earlier matches of the last tokens, in the
-    prompt, the answer and the request's prediction (prompt look-up decoding, Saxena 2023).
-
-    Args:
-        least_match: tokens that must agree.
-    """
-
-    def __init__(self, least_match: int = 2) -> None:
-        self._least = least_match
+    prompt, the answer and the request's prediction (prompt look-up decoding, Saxena 2023)."""
 
     def guess(self, sequence: Sequence, most: int) -> Guess:
         """See `Drafter`."""
         context = _context(sequence)
-        starts = match_ends(context, self._least)
+        starts = match_ends(context, _LEAST_MATCH)
         if starts.size:
             return Guess(_following(context, int(starts[-1]), most))
         return Guess(_begun_prediction(sequence, most))
@@ -103,8 +98,7 @@ class SuffixDrafter:
     the answer, the prediction and recent answers to the same client and cache salt (as suffix
     decoding does with trees, Oliaro et al. 2024)."""
 
-    def __init__(self, least_match: int = 2) -> None:
-        self._least = least_match
+    def __init__(self) -> None:
         self._answers: OrderedDict[tuple[str, str], I32] = OrderedDict()
 
     def guess(self, sequence: Sequence, most: int) -> Guess:
@@ -113,7 +107,7 @@ class SuffixDrafter:
         past = self._answers.get(_key(sequence))
         if past is not None:
             context = np.concatenate([past, context])
-        starts = match_ends(context, self._least)
+        starts = match_ends(context, _LEAST_MATCH)
         if starts.size:
             return _vote(context, starts[-_MAX_CANDIDATES:], most)
         return Guess(_begun_prediction(sequence, most))

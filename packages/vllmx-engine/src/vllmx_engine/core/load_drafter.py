@@ -155,5 +155,7 @@ def _check_target(found: FoundModel, target: LoadedModel) -> None:
 def _named(error: VllmxError) -> VllmxError:
     """The error with the flag that it is about."""
     text = f"--speculate: the draft model cannot be loaded: {error.message}"
-    kind = CapacityError if isinstance(error, CapacityError) else ConfigError
-    return kind(text, param="speculate")
+    if isinstance(error, CapacityError):  # it comes after the model, which takes what it may
+        text += "; or lower --memory-fraction, so that the model leaves room for it"
+        return CapacityError(text, param="speculate")
+    return ConfigError(text, param="speculate")

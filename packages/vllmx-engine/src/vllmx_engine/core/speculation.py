@@ -57,7 +57,7 @@ class Drafting(Record):
 
 
 def drafting_of(config: EngineConfig) -> Drafting:
-    """The drafting that a configuration asks for. Raises ConfigError."""
+    """The drafting that a configuration asks for, but for a draft model."""
     tokens = config.speculate_tokens
     drafter: Drafter | None = None
     if config.speculate == "ngram":
@@ -149,15 +149,16 @@ class Speculator:
             return []
         found: list[Draft] = []
         rows = decodes.tolist()
-        self._look(decodes[self._table.last_token[decodes] < 0].tolist(), worth)
+        known = self._table.last_token[decodes] >= 0
+        self._look(decodes[~known].tolist(), worth)
         gains = 0.0
-        for index, row in enumerate(rows):
+        for index, (row, is_known) in enumerate(zip(rows, known.tolist(), strict=True)):
             sequence = self._table.owner[row]
             assert sequence is not None, row
             if sequence.drafts is None:
                 continue
             gains += sequence.drafts.gain
-            if self._table.last_token[row] >= 0 and (draft := self._draft(index, sequence)):
+            if is_known and (draft := self._draft(index, sequence)):
                 found.append(draft)
         self.wants_tokens = self._num_tokens is not None or gains >= self._least_gain * len(rows)
         self._num_idle = 0 if self.wants_tokens else self._num_idle + 1
