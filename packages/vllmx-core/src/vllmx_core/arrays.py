@@ -128,6 +128,17 @@ class Arrays:
         product = word * factor
         return (product >> 32) & 0xFFFFFFFF, product & 0xFFFFFFFF
 
+    def hadamard(self, x: Array) -> Array:
+        """The Walsh-Hadamard transform of the last axis, a power of two, divided by the root of its
+        length."""
+        length, step = x.shape[-1], 1
+        while step < length:
+            pairs = x.reshape(*x.shape[:-1], length // (2 * step), 2, step)
+            first, second = pairs[..., 0, :], pairs[..., 1, :]
+            x = self.stack([first + second, first - second], axis=-2).reshape(x.shape)
+            step *= 2
+        return x * length**-0.5
+
     def rms_norm(self, x: Array, w: Array | None, eps: float) -> Array:
         """Zhang and Sennrich 2019: x / sqrt(mean(x^2) + eps) * w over the last axis. w has the
         shape of its last axes."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
+from vllmx_core.adapters import Adapter, AdapterRoom
 from vllmx_core.communicator import Communicator
 from vllmx_core.model import Model
 from vllmx_core.ops.op import Op
-from vllmx_core.plan import SamplingRows, StepPlan, StepResult
+from vllmx_core.plan import I32, U8, SamplingRows, StepPlan, StepResult
 from vllmx_core.records import Record
 from vllmx_core.system.memory import free_bytes
 from vllmx_core.weights.part import WeightSource
@@ -58,6 +59,10 @@ class LoadOptions(Record):
     pages: Any = None
     """The `HasPages.pages` of a loaded model with the same layers, to share: this one allocates
     none, and both write them."""
+    hidden: Any = None
+    """The `HasHidden.hidden` of a drafter's target, whose store it reads and writes."""
+    adapters: AdapterRoom | None = None
+    """Slots for LoRA adapters, which make the loaded model a `HasAdapters`; None: it takes none."""
     progress: bool = False
     """Show a progress bar on standard error while weights load."""
 
@@ -168,6 +173,68 @@ class HasPages(Protocol):
     @property
     def pages(self) -> Any:
         """The pages, for `LoadOptions.pages` of the same backend."""
+        ...
+
+
+class CopyOut(Protocol):
+    """A copy of blocks or slots that was enqueued."""
+
+    def result(self) -> U8:
+        """(n, bytes of one), in the order that was asked for. Waits; any thread may call it."""
+        ...
+
+
+class MovableRows(Protocol):
+    """The KV blocks, or the state slots, of a loaded model: all layers' bytes of one are a row. The
+    bytes mean nothing to others: only a model that was loaded alike reads them."""
+
+    def copy_out(self, rows: I32) -> CopyOut:
+        """Copies rows that no step in flight writes, before a later step can."""
+        ...
+
+    def copy_in(self, rows: I32, data: U8) -> None:
+        """Writes data (n, bytes of one) to n rows, behind all steps in flight and before later
+        ones. `data` may change afterwards."""
+        ...
+
+
+class MovableCache(Record):
+    """The parts of a model's cache that outlive the device."""
+
+    blocks: MovableRows
+    states: MovableRows | None
+    """None: the model has no recurrent layers."""
+    in_host_memory: bool
+    """True if they lie in the host's memory already."""
+
+
+@runtime_checkable
+class HasMovableCache(Protocol):
+    """A loaded model whose blocks and states can be copied out and in."""
+
+    @property
+    def movable_cache(self) -> MovableCache: ...
+
+
+@runtime_checkable
+class HasHidden(Protocol):
+    """A loaded model that keeps hidden states for a drafter (`ModelShape.taps`)."""
+
+    @property
+    def hidden(self) -> Any:
+        """The store for them, and weights that the drafter need not load again, for
+        `LoadOptions.hidden` of the same backend; None where no drafter asked for any."""
+        ...
+
+
+@runtime_checkable
+class HasAdapters(Protocol):
+    """A loaded model whose rows may use adapters."""
+
+    def set_adapter(self, slot: int, adapter: Adapter | None) -> None:
+        """Puts an adapter into a slot, or empties it, once the steps in flight have run; the rows
+        of later steps that name the slot use it. Raises AdapterError for one that does not fit the
+        model, and then leaves the slot as it was."""
         ...
 
 

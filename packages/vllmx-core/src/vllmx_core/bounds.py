@@ -68,6 +68,7 @@ BOUNDS: Mapping[str, Bounds] = MappingProxyType(
         "frequency_penalty": _real(-2, 2),
         "repetition_penalty": _real(1e-6, 100),
         "logit_bias": _real(-100, 100),
+        "length_penalty": _real(-10, 10),
         "seed": Bounds(-(1 << 63), (1 << 64) - 1),
         # Counts and lengths.
         "n": Bounds(1, MAX_CHOICES),

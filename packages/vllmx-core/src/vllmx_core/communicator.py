@@ -151,23 +151,18 @@ class HostRanks(Generic[T]):
         self._communicator, self._down, self._up, self._dtype = communicator, down, up, dtype
 
     def all_reduce(self, x: T) -> T:
-        """See `ArrayRanks.all_reduce`."""
         return self._up(self._communicator.all_reduce(self._down(x)))
 
     def sum_rows(self, x: T, held: T) -> T:
-        """See `RowRanks.sum_rows`."""
         return self._up(self._communicator.sum_rows(self._down(x), self._down(held)))
 
     def all_gather(self, x: T, widths: Sequence[int]) -> T:
-        """See `ArrayRanks.all_gather`."""
         return self._up(self._communicator.all_gather(self._down(x), widths))
 
     def send(self, x: T) -> None:
-        """See `ArrayRanks.send`."""
         self._communicator.send(self._down(x))
 
     def recv(self, shape: tuple[int, ...]) -> T:
-        """See `ArrayRanks.recv`."""
         return self._up(self._communicator.recv(shape, self._dtype))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -13,12 +14,15 @@ from vllmx_core.config_values import convert, nearest
 from vllmx_core.errors import ConfigError
 
 DEMO_MODEL = "demo"
-DRAFTERS = ("off", "auto", "ngram", "suffix", "twin")
+DRAFTERS = ("off", "auto", "heads", "ngram", "suffix", "twin")
 MAX_DRAFT = 16
 """The most draft tokens of a sequence in one step."""
+KV_TIERS = ("kv_disk", "kv_connector", "kv_host_memory")
+"""The settings that keep KV blocks below the device."""
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "half", "float"]
 
 
+Role = Literal["both", "prefill", "decode"]
 Task = Literal["auto", "generate", "embed", "score", "classify"]
 
 
@@ -81,6 +85,17 @@ class EngineConfig:
     memory_bytes: int | None = None
     """An absolute limit on that memory; None: no limit."""
     num_threads: int | None = None
+    replicas: int = 1
+    """Engine cores, each with the whole model, among which requests are shared out."""
+    min_replicas: int | None = None
+    """Replicas that always run, while the others come and go with the load; None: all of them."""
+    prefill_replicas: int = 0
+    """Replicas that only compute prompts for the others."""
+    remote_prefill_tokens: int = 512
+    """Uncached tokens from which on another replica may compute a prompt."""
+    role: Role = "both"
+    """The work of a replica: prefill: it computes prompts for others; decode: it generates, and
+    fetches the blocks of such prompts; both: it exchanges no blocks."""
     tensor_parallel_size: int = 1
     """Processes that compute each layer together, each with a part of its weights."""
     pipeline_parallel_size: int = 1
@@ -93,26 +108,59 @@ class EngineConfig:
     rank_hosts: str | None = None
     """host:port of other hosts with ranks, with commas between them; on each runs `vllmx rank`."""
     rank_key_file: str | None = None
-    """A file with the key that all hosts of ranks have."""
+    """A file with the key that all hosts of ranks, or of replicas, have."""
+    replica_hosts: str | None = None
+    """host:port of cores that `vllmx core` runs, with commas between them, in place of a core of
+    this process; @FILE: a file with one a line, read again when a core is looked for."""
+    ray_address: str | None = None
+    """Have a Ray cluster run the replicas: HOST:PORT of its head, or auto: the one of this host."""
     deterministic: bool = False
     """Equal bits for every `tensor_parallel_size`: products are summed in a fixed order."""
     enable_prefix_caching: bool = True
+    kv_host_memory: int = 0
+    """Bytes in the host's memory for KV blocks that leave the device."""
+    kv_disk: str | None = None
+    """A folder for KV blocks that leave the memory; the next process with it finds them."""
+    kv_disk_size: int = 16 << 30
+    """The most bytes in that folder."""
+    kv_connector: str | None = None
+    """NAME or NAME:ADDRESS of a shared store for KV blocks, such as redis:localhost:6379; a
+    plugin provides it."""
+    session_share: float = 0.25
+    """The part of the KV cache that the sessions of one client may pin (`session_id`); 0: none."""
+    session_limit: int = 64
+    """Sessions of one client that pin blocks."""
+    session_age_s: float = 3600.0
+    """Seconds for which a session pins its blocks after its last request."""
     enable_chunked_prefill: bool = True
     scheduling_policy: Literal["priority", "fcfs"] = "priority"
-    target_step_ms: float | None = 100.0
-    """Prefill chunks are sized so that a step with running decodes stays under this; None: the
-    token budget alone decides."""
+    target_itl: str = "auto"
+    """The milliseconds between tokens of running sequences while a prompt comes in, to which its
+    chunks are sized; auto: twice what they take alone; none: the token budget alone decides."""
     async_scheduling: bool = True
     """Prepare step n + 1 while step n runs."""
     speculate: str = "off"
-    """Drafter of tokens that a step verifies, which changes no answer: ngram: what followed the
-    same tokens before; suffix: votes of all such places, with recent answers of the same key;
-    model:PATH: a smaller model of the same vocabulary, by path or Hugging Face id; twin: the model
-    itself in 4 bits; layers:N: its first N layers and its head; auto: the best of those that the
-    model has; off: none."""
+    """Drafter of tokens that a step verifies, which changes no answer: heads: the checkpoint's
+    layers of multi-token prediction; ngram: what followed the same tokens before; suffix: votes of
+    all such places, with recent answers of the same key; model:PATH: a smaller model of the same
+    vocabulary, by path or Hugging Face id; twin: the model itself in 4 bits; layers:N: its first N
+    layers and its head; auto: heads where there are some, else suffix; off: none."""
     speculate_tokens: str = "auto"
     """Draft tokens of a row in a step, at most 16; auto: as many as pay."""
     enforce_eager: bool = False
+    enable_lora: bool = False
+    """Make room for LoRA adapters that are loaded later."""
+    lora: tuple[str, ...] = ()
+    """LoRA adapters: NAME=PATH for requests whose model is NAME, or PATH for all others, as in
+    llama.cpp; a PEFT folder or a GGUF file."""
+    lora_scaled: tuple[str, ...] = ()
+    """PATH:SCALE, an adapter with a factor for requests that name none."""
+    max_loras: int = 4
+    """Adapters that rows of one step may use."""
+    max_lora_rank: int | None = None
+    """The greatest rank of an adapter; None: that of those named at the start, at least 16."""
+    max_cpu_loras: int = 64
+    """Adapters that are kept in host memory."""
     step_timeout_s: float | None = None
     """A step that takes longer counts as hung, and the engine core as lost; 0: never. None: by the
     backend, see `LoadedInfo.step_timeout_s`."""
@@ -123,6 +171,8 @@ class EngineConfig:
     request asks for by -1."""
     limit_images: int = 16
     """Images of one request."""
+    max_audio_bytes: int = 25 << 20
+    max_audio_seconds: int = 3600
     max_image_bytes: int = 20 << 20
     """The largest image that a request may send, in bytes as it is sent."""
     max_image_pixels: int = 32 << 20
@@ -157,14 +207,28 @@ class EngineConfig:
             ("num_state_slots", 1, 1 << 31),
             ("state_snapshot_tokens", 1, 1 << 31),
             ("num_threads", 1, 1024),
+            ("replicas", 1, 1024),
+            ("min_replicas", 1, 1024),
+            ("prefill_replicas", 0, 1023),
+            ("remote_prefill_tokens", 1, 1 << 31),
             ("tensor_parallel_size", 1, 64),
             ("pipeline_parallel_size", 1, 64),
+            ("max_loras", 1, 256),
+            ("max_lora_rank", 1, 512),
+            ("max_cpu_loras", 1, 1 << 16),
             ("max_queue", 1, 1 << 20),
             ("max_logprobs", -1, 1 << 24),
             ("limit_images", 0, 1024),
+            ("max_audio_bytes", 1, 1 << 30),
+            ("max_audio_seconds", 1, 1 << 20),
             ("max_image_bytes", 1, 1 << 30),
             ("encoder_cache_memory", 0, 1 << 40),
             ("max_image_pixels", 1, 80_000_000),
+            ("session_share", 0, 1),
+            ("session_limit", 0, 1 << 20),
+            ("session_age_s", 0, 1 << 31),
+            ("kv_host_memory", 0, 1 << 50),
+            ("kv_disk_size", 1, 1 << 60),
         ):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
@@ -187,16 +251,37 @@ class EngineConfig:
                 f"--step-timeout-s must be between 0 (off) and 1000000, got {timeout}",
                 param="step_timeout_s",
             )
-        target = self.target_step_ms
-        if target is not None and not (math.isfinite(target) and target > 0):
-            raise ConfigError(
-                f"--target-step-ms must be above 0 or none, got {target}", param="target_step_ms"
-            )
+        self._check_target()
 
     @property
     def drafts_by_model(self) -> bool:
         """True if a model drafts."""
-        return self.speculate.partition(":")[0] in ("model", "twin", "layers")
+        return self.speculate.partition(":")[0] in ("model", "twin", "layers", "heads")
+
+    @property
+    def has_kv_tiers(self) -> bool:
+        """True if KV blocks are kept below the device, or go from one replica to another."""
+        return self.role != "both" or any(getattr(self, name) for name in KV_TIERS)
+
+    def of_replica(self, number: int) -> EngineConfig:
+        """The configuration of one of its replicas: the first ones compute prompts for others, and
+        each has a folder of its own."""
+        role: Role = "both"
+        if self.prefill_replicas:
+            role = "prefill" if number < self.prefill_replicas else "decode"
+        found = dataclasses.replace(self, prefill_replicas=0, role=role)
+        if self.kv_disk is None or self.replicas == 1:
+            return found
+        return dataclasses.replace(
+            found,
+            kv_disk=os.path.join(self.kv_disk, str(number)),
+            kv_disk_size=max(1, self.kv_disk_size // self.replicas),
+        )
+
+    @property
+    def takes_adapters(self) -> bool:
+        """True if the model is loaded with room for LoRA adapters."""
+        return self.enable_lora or bool(self.lora or self.lora_scaled)
 
     @property
     def num_ranks(self) -> int:
@@ -237,6 +322,18 @@ class EngineConfig:
             raise ConfigError(
                 f"--speculate-tokens must be auto or from 1 to {MAX_DRAFT}, got {tokens!r}",
                 param="speculate_tokens",
+            )
+
+    def _check_target(self) -> None:
+        try:
+            target = float(self.target_itl) if self.target_itl not in ("auto", "none") else 1.0
+        except ValueError:
+            target = math.nan
+        if not (math.isfinite(target) and target > 0):
+            raise ConfigError(
+                "--target-itl must be auto, none or a number of milliseconds above 0, got"
+                f" {self.target_itl}",
+                param="target_itl",
             )
 
     def _check_dtype(self) -> None:

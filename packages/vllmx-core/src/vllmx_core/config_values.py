@@ -160,6 +160,10 @@ def _scalar(value: Any, hint: Any, name: str, source: str) -> Any:
         raise _wrong_type(value, hint, name, source) from None
 
 
+def _counts_bytes(name: str) -> bool:
+    return name.endswith("_bytes") or name in ("kv_host_memory", "kv_disk_size")
+
+
 def _integer(value: str | int | float, name: str) -> int:
     """Raises ValueError unless the value is a whole number."""
     if isinstance(value, str):
@@ -168,7 +172,7 @@ def _integer(value: str | int | float, name: str) -> int:
             raise ValueError
         digits, unit = found.groups()
         factor = _SUFFIXES.get(unit)
-        if factor is None and name.endswith("_bytes"):
+        if factor is None and _counts_bytes(name):
             factor = _BYTE_UNITS.get(unit.lower())
         if factor is None:
             raise ValueError
@@ -182,6 +186,6 @@ def _integer(value: str | int | float, name: str) -> int:
 
 def _wrong_type(value: Any, hint: Any, name: str, source: str) -> ConfigError:
     wanted = {int: "an integer", float: "a number", str: "a text"}[hint]
-    if name.endswith("_bytes"):
+    if _counts_bytes(name):
         wanted = "a number of bytes, such as 4GiB"
     return ConfigError(f"{source} must be {wanted}, got {value!r}")

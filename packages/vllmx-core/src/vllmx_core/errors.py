@@ -115,6 +115,13 @@ class UnsupportedModelError(VllmxError):
     code = "unsupported_model"
 
 
+class AdapterError(VllmxError):
+    """A LoRA adapter that is damaged, does not fit the model or has no room."""
+
+    http_status = 400
+    code = "invalid_adapter"
+
+
 class UnsupportedOpError(UnsupportedModelError):
     """The chosen backend lacks an op or an option that the model needs."""
 

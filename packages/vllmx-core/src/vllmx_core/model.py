@@ -9,10 +9,15 @@ not look at values, only pass them on, so that a backend can tape, capture or co
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
 from vllmx_core.ops.activation import Activation
 from vllmx_core.ops.attention import AttentionSpec
+from vllmx_core.ops.compress import CompressSpec
+from vllmx_core.ops.compressed_attention import CompressedAttentionSpec
+from vllmx_core.ops.hyper_connections import HyperSpec
+from vllmx_core.ops.indexer import IndexerSpec
 from vllmx_core.ops.latent_attention import LatentSpec
 from vllmx_core.ops.recorder import Ops
 from vllmx_core.ops.recurrence import RecurrenceSpec
@@ -23,10 +28,10 @@ from vllmx_core.records import Record
 from vllmx_core.weights.spec import WeightSpec
 
 __all__ = [
-    "Activation", "Array", "AttentionSpec", "CacheGroup", "CacheSpec", "Encoder", "FeatureSpec",
-    "ImagePlaces", "KVSpec", "LatentKV", "LatentSpec",
-    "Model", "ModelShape", "Ops", "Output", "OwnedKV", "RecurrenceSpec", "SharedKV",
-    "ShortConvSpec", "StateSpec", "StepInputs", "Weight",
+    "Activation", "Array", "AttentionSpec", "CacheGroup", "CacheSpec", "CompressSpec",
+    "CompressedAttentionSpec", "Encoder", "FeatureSpec", "HyperSpec", "ImagePlaces", "IndexerSpec",
+    "KVSpec", "LatentKV", "LatentSpec", "Model", "ModelShape", "Ops", "Output", "OwnedKV",
+    "RecurrenceSpec", "SharedKV", "ShortConvSpec", "StateSpec", "StepInputs", "Weight",
 ]  # fmt: skip
 
 Array = Value
@@ -48,6 +53,11 @@ class KVSpec(Record):
         """Numbers of a head's value; its key has `head_size`."""
         return self.head_size
 
+    @property
+    def ratio(self) -> int:
+        """Tokens of an entry."""
+        return 1
+
 
 class SharedKV(Record):
     """An attention layer that keeps nothing: it reads the pages of an earlier one."""
@@ -57,12 +67,18 @@ class SharedKV(Record):
 
 
 class LatentKV(Record):
-    """The row for all heads that a layer of multi-head latent attention keeps for each token."""
+    """The row for all heads that a layer of multi-head latent attention keeps for each token, or
+    that one with compressed attention keeps for each `ratio` tokens."""
 
     rank: int
     """Numbers of the latent."""
     rotary_dim: int
     """Numbers of the rotated part of the key, which follow the latent."""
+    index_size: int = 0
+    """Numbers of the key by which an indexer picks tokens, where the layer has one."""
+    ratio: int = 1
+    """Tokens of an entry, which lies in the page of the last of them, in the place of that token's
+    offset // ratio."""
 
     @property
     def window(self) -> None:
@@ -79,8 +95,13 @@ class LatentKV(Record):
 
     @property
     def value_size(self) -> int:
-        """Zero: values are part of the row."""
-        return 0
+        """Values are part of the row: what an indexer reads takes their place."""
+        return self.index_size
+
+
+def page_rows(kv: KVSpec | LatentKV, block_size: int) -> int:
+    """Rows of a page of `block_size` tokens."""
+    return -(-block_size // kv.ratio)
 
 
 OwnedKV = KVSpec | LatentKV
@@ -112,7 +133,7 @@ class CacheGroup(Record):
 
 
 class FeatureSpec(Record):
-    """Features that a tower computes for each token of an image."""
+    """Features that a tower computes for each token of an image or an audio."""
 
     parts: int
     """Rows for each token: one that replaces its embedding, and those added after layers."""
@@ -124,10 +145,60 @@ class FeatureSpec(Record):
     feeds: int | None = None
     """The id that layers look up for image tokens, if they look ids up again; None: their own."""
 
+    crossed: int = 0
+    """Rows of each input where cross-attention of all tokens reads them, and the input takes no
+    places in the prompt; 0: features stand for tokens."""
+    is_audio: bool = False
+    """True if inputs are audio that takes places in the prompt, not images."""
+
     @property
     def row_bytes(self) -> int:
         """Bytes that all parts of one token take, in float32."""
         return 4 * self.parts * self.width
+
+
+LAST_NORM = -1
+"""The point behind the last norm of a model, among those of `TapSpec`."""
+
+
+class TapSpec(Record):
+    """The store of hidden states that a target keeps and its drafter reads: float32 parts, one for
+    each point, then those that the drafter alone writes."""
+
+    points: tuple[int, ...]
+    """Layers behind which the residual stream is kept, 0: the embeddings, or `LAST_NORM`."""
+    own: tuple[int, ...]
+    """Widths of the drafter's own parts."""
+    num_rows: int
+    """Rows of the parts of points."""
+    own_rows: int
+    """Rows of the drafter's own parts."""
+
+    def shapes(self, hidden_size: int) -> list[tuple[int, int]]:
+        """(rows, width) of each part; `hidden_size` is the target's."""
+        points = [(self.num_rows, hidden_size)] * len(self.points)
+        return points + [(self.own_rows, width) for width in self.own]
+
+
+class DraftSpec(Record):
+    """The inputs of a drafter that reads hidden states. It computes each token of its target's
+    steps: row t of `StepPlan.feature_rows` names the hidden states of the token at `positions[t]`,
+    and `tokens[t]` is the id that follows it."""
+
+    points: tuple[int, ...]
+    """See `TapSpec`; part i of the store has point i."""
+    own: tuple[int, ...] = ()
+    """Widths of parts that the drafter writes by `Ops.write`, behind those of the points. A drafted
+    token reads the row of `StepPlan.own_rows`, which the draft step before wrote."""
+    hidden_size: int = 0
+    """The width of the target's hidden states that it needs."""
+    block: int = 0
+    """Above 0: the most tokens that it drafts in one pass, from the last id and mask tokens, which
+    see each other in both directions where an attention has `AttentionSpec.spans`."""
+    mask_token: int = 0
+    """The id that stands for a token of a block."""
+    from_last: bool = False
+    """True if the first token of a block is drafted at the last id, not at the first mask."""
 
 
 class ModelShape(Record):
@@ -145,7 +216,8 @@ class ModelShape(Record):
     """States of the recurrent layers; an op names its state by its index here. A slot holds all
     states of one sequence."""
     output: Output = "tokens"
-    """A step's result: logits to sample from, or a vector or scores for each text."""
+    """A step's result: logits to sample from, a vector or scores for each text, or a vector for
+    each token. A sparse vector comes as the greatest logit of each word of the vocabulary."""
     output_size: int = 0
     """Numbers of a vector or of a text's scores; 0 where tokens are sampled."""
     features: FeatureSpec | None = None
@@ -153,6 +225,10 @@ class ModelShape(Record):
     groups: tuple[CacheGroup, ...] | None = None
     """Set for a stage: the groups of the whole model, with the stage's layers in them. None:
     `vllmx_core.cache.groups` makes them."""
+    taps: TapSpec | None = None
+    """Hidden states that a drafter reads; see `tapped`."""
+    drafts: DraftSpec | None = None
+    """Set for a model that drafts from the hidden states of another one."""
     whole_prompts: bool = False
     """A text must be computed in one step: its tokens see later ones, or all of them are pooled."""
 
@@ -160,6 +236,11 @@ class ModelShape(Record):
     def result_size(self) -> int:
         """Numbers in each row of what `forward` returns."""
         return self.vocab_size if self.output == "tokens" else self.output_size
+
+    @property
+    def limited_row(self) -> int:
+        """Numbers in each of the rows whose memory `backend_kit.limits` bounds."""
+        return self.output_size if self.output == "token_vectors" else self.vocab_size
 
     @property
     def kv_specs(self) -> tuple[OwnedKV, ...]:
@@ -212,9 +293,7 @@ class Encoder(Protocol):
         """Neighbouring patches merged into one feature."""
         ...
 
-    def weights(self) -> tuple[WeightSpec, ...]:
-        """See `Model.weights`."""
-        ...
+    def weights(self) -> tuple[WeightSpec, ...]: ...
 
     def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
         """See `Model.constants`, for images of up to so many tokens."""
@@ -236,13 +315,36 @@ def encoder_of(model: Model) -> Encoder | None:
     return found
 
 
+def heads_of(model: Model) -> Model | None:
+    """The drafter in a model's own checkpoint, its layers of multi-token prediction: its attribute
+    `heads`."""
+    found: Model | None = getattr(model, "heads", None)
+    return found
+
+
 def text_alone(model: Model) -> Model | None:
-    """A model that sees images without its tower, by its method `text_alone`; None: it has none."""
-    made = getattr(model, "text_alone", None)
-    if made is None or encoder_of(model) is None:
+    """A model that sees images without its tower, by its method `text_alone`; None: it has none, or
+    cross-attention needs the tower."""
+    made, features = getattr(model, "text_alone", None), model.shape.features
+    needs = features is not None and features.crossed > 0
+    if made is None or needs or encoder_of(model) is None:
         return None
     alone: Model = made()
     return alone
+
+
+class Tapped:
+    """A model whose step keeps hidden states for a drafter, as `TapSpec` says."""
+
+    def __init__(self, model: Model, taps: TapSpec) -> None:
+        self._model, self._taps = model, taps
+
+    @property
+    def shape(self) -> ModelShape:
+        return replace(self._model.shape, taps=self._taps)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 class Model(Protocol):

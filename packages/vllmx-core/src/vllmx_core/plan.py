@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from vllmx_core.records import MutableRecord
 
+U8 = npt.NDArray[np.uint8]
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
@@ -90,10 +91,22 @@ class StepPlan(MutableRecord):
     axis, each at most the token's position; None: its position on all axes."""
     feature_rows: I32 | None = None
     """(T,) row of the store of features that stands for the token, -1: none does. None: all -1."""
+    cross_rows: I32 | None = None
+    """(R, 2) first row of the store of features that cross-attention of each row reads, and how
+    many. None: no row reads any."""
+    tap_rows: I32 | None = None
+    """(T,) row of the feature store that each token's hidden states go to, -1: none. A row is named
+    once. None: all -1."""
+    own_rows: I32 | None = None
+    """(T,) row of a drafter's own parts of the store that it reads for the token, -1: none. None:
+    all -1."""
     visible_to: I32 | None = None
     """(T,) last position that each token sees where an attention has `AttentionSpec.spans`: its
     own, or of an image's token that of the image's last one, which is computed in this step. Never
     less than for the token before it in its row. None: each token's own."""
+    adapters: I32 | None = None
+    """(R,) slot of the adapter that changes the model for the row, -1: none does. None: all -1. See
+    `HasAdapters`."""
     patches: PatchRows | None = None
     """The patches of a pass of the model's tower, see `SeeingModel.encode`; None: a step."""
 
@@ -106,6 +119,13 @@ class StepPlan(MutableRecord):
                 "the plan names no slots, but the model keeps states: give state_from and state_to"
             )
         return self.state_from, self.state_to
+
+    @property
+    def adapted(self) -> I32:
+        """(T,) `adapters` of each token's row."""
+        if self.adapters is None:
+            return np.full(self.num_tokens, -1, np.int32)
+        return np.repeat(self.adapters, np.diff(self.query_start)).astype(np.int32, copy=False)
 
     @property
     def num_tokens(self) -> int:
@@ -183,6 +203,9 @@ class SamplingRows(MutableRecord):
     counts: TokenCounts | None = None
     mask_index: I32 | None = None  # (L,) row of `masks`, -1 = everything is allowed
     masks: U32 | None = None  # (N, W) bit (id & 31) of word id >> 5 set = allowed
+    group_from: I32 | None = None
+    """(L,) after step 2, the ids from here on take all the others out if together they are likelier
+    than each of these; -1: never. Whisper's timestamps begin there."""
     whole: I32 | None = None
     """(A,) rows whose logits come back as computed, ascending; their `num_logprobs` is at least 0.
     For those that want more of the likeliest than `MAX_LISTED_LOGPROBS`."""

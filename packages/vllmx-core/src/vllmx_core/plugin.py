@@ -1,9 +1,9 @@
-"""Core's own plugin: the numpy reference as a backend that is asked for by name."""
+"""Core's own plugin: the numpy reference as a backend, and Redis as a store of KV blocks."""
 
 from __future__ import annotations
 
 from vllmx_core.plugins.hooks import hookimpl
-from vllmx_core.plugins.specs import BackendSpec
+from vllmx_core.plugins.specs import BackendSpec, KVConnectorSpec
 
 
 @hookimpl
@@ -17,6 +17,11 @@ def vllmx_backends() -> tuple[BackendSpec, ...]:
             summary="numpy reference, for tests and tiny models",
         ),
     )
+
+
+@hookimpl
+def vllmx_kv_connectors() -> tuple[KVConnectorSpec, ...]:
+    return (KVConnectorSpec("redis", "vllmx_core.redis_store:RedisStore"),)
 
 
 def probe() -> None:

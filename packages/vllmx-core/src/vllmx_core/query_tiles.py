@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 
+from vllmx_core.ops.attention import first_seen
 from vllmx_core.plan import I64, StepPlan
 from vllmx_core.records import Record
 
@@ -25,23 +26,21 @@ class QueryTiles(Record):
     def cut(
         cls,
         plan: StepPlan,
-        window: int | None,
+        reach: int,
         causal: bool,
         most_queries: int,
         *,
         spans: bool = False,
     ) -> QueryTiles:
-        """Every query token of the step once, at most `most_queries` of a row together. `spans`:
-        tokens see up to `StepPlan.visible_to`."""
+        """Every query token of the step once, at most `most_queries` of a row together. `reach`:
+        see `AttentionSpec.reach`. `spans`: tokens see up to `StepPlan.visible_to`."""
         start = plan.query_start.astype(np.int64)
         counts = -(-np.diff(start) // most_queries)  # (R,) tiles of each row
         row = np.repeat(np.arange(plan.num_rows), counts)
         index = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
         first_token = start[row] + index * most_queries
         queries = np.minimum(most_queries, start[row + 1] - first_token)
-        first_key = np.zeros(len(row), np.int64)
-        if window is not None:
-            first_key = np.maximum(0, plan.positions[first_token].astype(np.int64) - window + 1)
+        first_key = np.maximum(0, first_seen(plan.positions[first_token].astype(np.int64), reach))
         last_key = plan.context_len[row].astype(np.int64) - 1
         if causal:
             seen = plan.visible_to if spans else None

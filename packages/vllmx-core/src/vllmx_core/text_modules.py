@@ -3,7 +3,8 @@
 `config["modules"]` lists what follows the layers, in order: {"kind": "pooling", "pooling":
 "mean"}, {"kind": "dense", "folder": "2_Dense", "in": 768, "out": 3072, "bias": False, "activation":
 "identity"} and {"kind": "normalize"}. Tensors of a dense layer are named after its folder:
-`2_Dense.linear.weight`. `config["score_tokens"]` are the ids of "no" and "yes" of a reranker, and
+`2_Dense.linear.weight`. Dense layers without a pooling make a vector of each token (ColBERT).
+`config["score_tokens"]` are the ids of "no" and "yes" of a reranker, and
 `config["text_limit"]` is the number of tokens of a text that the model reads.
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError, shown
 from vllmx_core.plugins.checkpoint import Checkpoint, open_checkpoint
-from vllmx_core.plugins.registry import Registry
+from vllmx_core.plugins.registry import Registry, architecture_names
 from vllmx_core.records import Record
 from vllmx_core.system.files import open_model_file
 from vllmx_core.weights.part import WeightPart, WeightSource
@@ -48,6 +49,8 @@ def with_text_modules(registry: Registry, checkpoint: Checkpoint, task: str) -> 
     file."""
     folder = checkpoint.path
     listed = None if task == "generate" else _read(folder / "modules.json")
+    if _COLBERT in architecture_names(checkpoint.config):
+        return replace(checkpoint, config=checkpoint.config | {"modules": [_colbert(checkpoint)]})
     if listed is None:
         return checkpoint
     if not isinstance(listed, list) or len(listed) > _MAX_MODULES:
@@ -71,6 +74,14 @@ def with_text_modules(registry: Registry, checkpoint: Checkpoint, task: str) -> 
 
 
 _KINDS = ("pooling", "dense", "normalize")
+_COLBERT = "HF_ColBERT"
+
+
+def _colbert(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The one dense layer of Stanford's ColBERT, which has no modules.json."""
+    rows, cols = checkpoint.weights.part("linear.weight").shape
+    sizes = {"in": cols, "out": rows, "bias": False}
+    return {"kind": "dense", "folder": "", "activation": "identity", **sizes}
 
 
 def _text_limit(path: Path) -> int | None:
@@ -102,6 +113,10 @@ def _module(folder: Path, listed: Any) -> dict[str, Any]:
             return {"kind": "normalize"}
         case "Pooling":
             return {"kind": "pooling", "pooling": _pooling(folder / path, settings)}
+        case "MLMTransformer" if path == "":
+            return {"kind": "transformer"}
+        case "SpladePooling":
+            return _splade(folder / path, settings)
         case "Dense":
             return _dense(folder / path, path, settings)
         case "LogitScore":
@@ -125,9 +140,21 @@ def _pooling(folder: Path, settings: Mapping[str, Any]) -> str:
     return _POOLING[modes[0]]
 
 
+def _splade(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    strategy, function = (settings.get(key) for key in ("pooling_strategy", "activation_function"))
+    if strategy not in (None, "max") or function not in (None, "relu"):
+        raise UnsupportedModelError(
+            f"{folder} makes sparse vectors by {shown(strategy)} and {shown(function)}: vllmx has"
+            " max and relu"
+        )
+    return {"kind": "transformer"}
+
+
 def _dense(folder: Path, path: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     name = str(settings.get("activation_function", "Identity")).rsplit(".", 1)[-1]
     sizes = [settings.get("in_features"), settings.get("out_features")]
+    if settings.get("use_residual"):
+        raise UnsupportedModelError(f"{folder} is a dense layer with a residual, use_residual")
     if name not in _ACTIVATIONS or not all(type(n) is int and 0 < n < 1 << 20 for n in sizes):
         raise UnsupportedModelError(f"{folder} is a dense layer {shown(sizes)} with {shown(name)}")
     bias = settings.get("bias", True) is not False
@@ -164,18 +191,15 @@ class JoinedSource(Record):
     others: Mapping[str, WeightSource]
 
     def names(self) -> Collection[str]:
-        """All tensor names."""
         more = (f"{name}.{one}" for name, source in self.others.items() for one in source.names())
         return {*self.main.names(), *more}
 
     def part(self, name: str) -> WeightPart:
-        """See `WeightSource.part`."""
         for prefix, source in self.others.items():
             if name.startswith(f"{prefix}."):
                 return source.part(name.removeprefix(f"{prefix}."))
         return self.main.part(name)
 
     def close(self) -> None:
-        """Closes all sources."""
         for source in (self.main, *self.others.values()):
             source.close()

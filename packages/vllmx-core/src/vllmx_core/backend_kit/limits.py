@@ -42,22 +42,28 @@ def check_weights_fit(
 
 
 def feature_rows(shape: ModelShape, options: LoadOptions) -> int:
-    """Tokens in the store for image features: as many as fit its memory, and at least a step's."""
+    """Tokens in the store for image features: as many as fit its memory, and at least a step's. In
+    an encoder-decoder whole inputs, and at least four."""
     if shape.features is None:
         return 0
+    if crossed := shape.features.crossed:
+        fitting = options.encoder_cache_bytes // (shape.features.row_bytes * crossed)
+        return crossed * max(4, min(fitting, 2 * options.num_seqs))
     least = min(options.max_num_batched_tokens, options.max_model_len)
     return max(least, options.encoder_cache_bytes // shape.features.row_bytes)
 
 
 def feature_bytes(shape: ModelShape, options: LoadOptions) -> int:
     """Bytes of the feature store on the device."""
-    if shape.features is None:
-        return 0
-    return feature_rows(shape, options) * shape.features.row_bytes
+    return sum(4 * rows * width for rows, width in feature_shapes(shape, options))
 
 
 def feature_shapes(shape: ModelShape, options: LoadOptions) -> list[tuple[int, int]]:
-    """(rows, width) of each part of the feature store."""
-    if shape.features is None:
-        return []
-    return [(feature_rows(shape, options), shape.features.width)] * shape.features.parts
+    """(rows, width) of each part of the feature store: those of images, then those of taps."""
+    found: list[tuple[int, int]] = []
+    if shape.features is not None:
+        size = (feature_rows(shape, options), shape.features.width)
+        found += [size] * shape.features.parts
+    if shape.taps is not None:
+        found += shape.taps.shapes(shape.hidden_size)
+    return found

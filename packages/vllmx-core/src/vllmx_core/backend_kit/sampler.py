@@ -48,6 +48,21 @@ def edited_logits(xp: Arrays, logits: Array, rows: SamplingRows, fed_tokens: Arr
         out = _edited(xp, out, rows.edits)
     if rows.counts is not None:
         out = _penalised(xp, out, rows, rows.counts, fed_tokens)
+    if rows.group_from is not None:
+        out = _grouped(xp, out, rows.group_from)
+    return out
+
+
+def _grouped(xp: Arrays, logits: Array, group_from: I32) -> Array:
+    """(L, V) without the ids before `group_from` where those from there on are likelier together
+    than each of them."""
+    out = xp.copy(logits)
+    for row in np.flatnonzero(group_from >= 0).tolist():
+        first, one = int(group_from[row]), slice(row, row + 1)
+        before = logits[one, :first]
+        top = xp.max(before, axis=-1, keepdims=True)  # (1, 1)
+        mass = xp.exp(logits[one, first:] - top).sum(axis=-1, keepdims=True)
+        out[one, :first] = xp.where(mass > 1, -np.inf, before)
     return out
 
 

@@ -15,8 +15,8 @@ from vllmx_core.cache.groups import (
 )
 from vllmx_core.cache.state_capacity import StateSlots, plan_slots
 from vllmx_core.errors import CapacityError, ConfigError
-from vllmx_core.kv_dtypes import LIMITS
-from vllmx_core.model import LatentKV, ModelShape, OwnedKV
+from vllmx_core.kv_dtypes import CODED, LIMITS, TURNED_MULTIPLE, sides
+from vllmx_core.model import LatentKV, ModelShape, OwnedKV, page_rows
 from vllmx_core.records import Record
 from vllmx_core.system.memory import FREE_MEMORY, format_bytes, remedy_for
 
@@ -25,7 +25,7 @@ PageBytes = Callable[[OwnedKV, int, str], tuple[int, int]]
 MAX_BARE_BLOCKS = 1 << 19
 """Blocks of a model without attention, unless one sequence needs more. They take no memory on the
 device, but about 40 bytes each in the engine core."""
-_ITEM_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "int8": 1, "fp8": 1}
+_BITS = {"f64": 64, "f32": 32, "f16": 16, "bf16": 16, "int8": 8, "fp8": 8, "q4": 4}
 
 
 class CachePlan(Record):
@@ -50,21 +50,33 @@ class CachePlan(Record):
 
 
 def plain_page_bytes(kv: OwnedKV, block_size: int, dtype: str) -> tuple[int, int]:
-    """Numbers without padding, and a float32 scale for each vector of 8-bit codes."""
-    item, scale, vectors = _ITEM_BYTES[dtype], 4 * (dtype in LIMITS), block_size * kv.num_kv_heads
-    keys = vectors * (kv.head_size * item + scale)
-    return keys, vectors * (kv.value_size * item + scale) if kv.value_size else 0
+    """Numbers without padding, and a float32 scale for each vector of codes."""
+    vectors = page_rows(kv, block_size) * kv.num_kv_heads
+
+    def page(size: int, side: str) -> int:
+        return vectors * (size * _BITS[side] // 8 + 4 * (side in LIMITS)) if size else 0
+
+    keys, values = sides(dtype)
+    return page(kv.head_size, keys), page(kv.value_size, values)
 
 
-def check_latents(shape: ModelShape, dtype: str) -> None:
-    """Raises ConfigError for codes of 8 bits where layers keep latents: all heads read them, as
-    keys and as values, and one scale for a row would serve neither."""
-    if dtype in LIMITS and any(isinstance(spec, LatentKV) for spec in shape.caches):
+def check_codes(shape: ModelShape, dtype: str) -> None:
+    """Raises ConfigError for codes where layers keep latents: all heads read them, as keys and as
+    values, and one scale for a row would serve neither. The same for q4 of other sizes of heads
+    than it has."""
+    if dtype in CODED and any(isinstance(spec, LatentKV) for spec in shape.caches):
         raise ConfigError(
             f"kv_cache_dtype {dtype} is not for a model of latent attention, whose rows are kept in"
             " 16 or 32 bits: choose auto, bf16, f16 or f32",
             param="kv_cache_dtype",
         )
+    for kv in shape.kv_specs if "q4" in sides(dtype) else ():
+        if kv.head_size % TURNED_MULTIPLE:
+            raise ConfigError(
+                f"kv_cache_dtype {dtype} is for heads of a multiple of {TURNED_MULTIPLE} numbers,"
+                f" this model's have {kv.head_size}: choose int8 or fp8",
+                param="kv_cache_dtype",
+            )
 
 
 class BlockSizes(Record):
@@ -103,11 +115,11 @@ def plan_cache(
 ) -> CachePlan:
     """The groups of the model's layers over as many blocks as `num_kv_blocks` finds.
 
-    Raises ConfigError for a block size that the backend does not have and as `check_latents` does,
+    Raises ConfigError for a block size that the backend does not have and as `check_codes` does,
     CapacityError as `num_kv_blocks` does.
     """
     sizes.check(options.block_size)
-    check_latents(shape, dtype)
+    check_codes(shape, dtype)
     layout = layout_of(shape, options)
     pages = tuple(page_bytes(kv, options.block_size, dtype) for kv in layout.places)
     one = max(1, sum(k + v for k, v in pages))
@@ -125,11 +137,13 @@ def layout_of(shape: ModelShape, options: LoadOptions) -> CacheLayout:
         return cache_layout(shape, grouped=True)
     whole = cache_layout(shape, grouped=False)
     grouped = cache_layout(shape, grouped=options.group_caches)
-    if len({(kv.num_kv_heads, kv.head_size, kv.value_size) for kv in grouped.places}) < 2:
+    if len({(kv.num_kv_heads, kv.head_size, kv.value_size, kv.ratio) for kv in grouped.places}) < 2:
         return grouped
 
-    def most(layout: CacheLayout) -> int:
-        token = sum(kv.num_kv_heads * (kv.head_size + kv.value_size) for kv in layout.places)
+    def most(layout: CacheLayout) -> float:
+        token = sum(
+            kv.num_kv_heads * (kv.head_size + kv.value_size) / kv.ratio for kv in layout.places
+        )
         return token * _blocks_of_one(options, layout)
 
     return whole if most(whole) < most(grouped) else grouped

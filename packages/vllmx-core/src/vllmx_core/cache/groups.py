@@ -98,8 +98,11 @@ def _windows(owners: dict[int, OwnedKV]) -> tuple[int | None, ...]:
     return tuple(dict.fromkeys(kv.window for kv in owners.values()))
 
 
-def _size(kv: OwnedKV) -> tuple[int, int, int]:
-    return kv.num_kv_heads, kv.head_size, kv.value_size
+Size = tuple[int, int, int, int]
+
+
+def _size(kv: OwnedKV) -> Size:
+    return kv.num_kv_heads, kv.head_size, kv.value_size, kv.ratio
 
 
 def _has_mixed_windows(owners: dict[int, OwnedKV]) -> bool:
@@ -116,7 +119,7 @@ def _places(
         return tuple(owners[layer] for layer in groups[0].layers), [0]
     sizes = [_size(owners[group.layers[0]]) if group.layers else None for group in groups]
     places: list[OwnedKV] = []
-    begin: dict[tuple[int, int, int] | None, int] = {None: 0}  # a stage may have none of a group
+    begin: dict[Size | None, int] = {None: 0}  # a stage may have none of a group
     for size in dict.fromkeys(filter(None, sizes)):
         alike = [group.layers for group, own in zip(groups, sizes, strict=True) if own == size]
         begin[size] = len(places)

@@ -6,7 +6,7 @@ Its test cases cover pages and steps as well as the formula: `vllmx_testing.atte
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +41,12 @@ class AttentionSpec(Record):
     interleaved: bool = False
     """False: pairs (i, i + rotary_dim / 2), as Hugging Face; True: pairs (2i, 2i + 1)."""
     norm_eps: float = 1e-6
+    norm_last: bool = False
+    """True if norms of q and k follow their rotation."""
     window: int | None = None
+    chunked: bool = False
+    """True if the context is cut into chunks of `window` positions: a token sees those of its own
+    chunk. Else it sees the last `window` positions."""
     softcap: float | None = None
     causal: bool = True
     """False: a row sees its whole context, and a window reaches as far forward as back."""
@@ -53,6 +58,17 @@ class AttentionSpec(Record):
     other in both directions. A window limits only the past."""
     shared: bool = False
     """True if the pages belong to another layer, which `ModelShape.caches` names."""
+
+    @property
+    def reach(self) -> int:
+        """The number of positions that a token sees, its own included; below 0: it sees its chunk
+        of -reach positions; 0: all before it."""
+        return (-1 if self.chunked else 1) * (self.window or 0)
+
+    @property
+    def eps(self) -> float:
+        """`norm_eps` for kernels, below 0 with `norm_last`."""
+        return -self.norm_eps if self.norm_last else self.norm_eps
 
     @property
     def num_heads_in(self) -> int:
@@ -121,6 +137,8 @@ class Attention(Op):
         expect(not (spec.shared and self.k_norm), given)
         expect(heads % kv_heads == 0, f"{where}: {heads} heads over {kv_heads} kv heads")
         expect_rotation(self.rope, spec.rotary_dim, size, spec.rope_axes, f"{where}: ")
+        bounded = spec.window is not None and spec.causal and not spec.spans
+        expect(bounded or not spec.chunked, f"{where}: chunks need a window and a causal mask")
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:
                 expect_vector(norm, size)
@@ -214,18 +232,19 @@ def attention(
     heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
     split = qkv.reshape(qkv.shape[0], spec.num_heads_in, size)  # (T, H + 2K, D)
     q, k, v = np.split(split, [heads, heads + kv_heads], axis=1)
-    if weights.q_norm is not None:
-        q = NUMPY.rms_norm(q, weights.q_norm, spec.norm_eps)
-    if weights.k_norm is not None:
-        k = NUMPY.rms_norm(k, weights.k_norm, spec.norm_eps)
+    if not spec.norm_last:
+        q, k = normed(q, k, spec, weights, NUMPY)
     if weights.rope is not None:
         table = rotations(weights.rope, plan, spec.rope_axes)
         q = rotate(q, table, interleaved=spec.interleaved)
         k = rotate(k, table, interleaved=spec.interleaved)
+    if spec.norm_last:
+        q, k = normed(q, k, spec, weights, NUMPY)
     page, slots = k_pages.shape[1], plan.slots[group]
     if not spec.shared:
-        k_pages[slots // page, slots % page] = _stored(k, kv_dtype)
-        v_pages[slots // page, slots % page] = _stored(v, kv_dtype)
+        kinds = (None, None) if kv_dtype is None else kv_quant.sides(kv_dtype)
+        k_pages[slots // page, slots % page] = _stored(k, kinds[0])
+        v_pages[slots // page, slots % page] = _stored(v, kinds[1])
     out = np.empty_like(q)  # (T, H, D)
     for row in range(plan.num_rows):
         tokens = slice(int(plan.query_start[row]), int(plan.query_start[row + 1]))
@@ -242,16 +261,32 @@ def attention(
     return out.reshape(qkv.shape[0], heads * size)
 
 
+def normed(
+    q: Array, k: Array, spec: AttentionSpec, weights: AttentionWeights[Any], xp: Arrays
+) -> tuple[Array, Array]:
+    """Heads (T, heads, D) by the norms that the layer has."""
+    if weights.q_norm is not None:
+        q = xp.rms_norm(q, weights.q_norm, spec.norm_eps)
+    if weights.k_norm is not None:
+        k = xp.rms_norm(k, weights.k_norm, spec.norm_eps)
+    return q, k
+
+
 def _stored(x: Floats, kv_dtype: str | None) -> Floats:
     return x if kv_dtype is None else kv_quant.rounded(x, kv_dtype)
 
 
 def _visible(spec: AttentionSpec, query_positions: I32, context_len: int) -> I32:
     """(C,) the positions that any query of the row sees; pages before them may be gone."""
-    first = 0
-    if spec.window is not None:
-        first = max(0, int(query_positions[0]) - spec.window + 1)
+    first = max(0, int(first_seen(query_positions[0], spec.reach)))
     return np.arange(first, context_len, dtype=np.int32)
+
+
+def first_seen(positions: Array, reach: int) -> Array:
+    """The first positions that tokens see, see `AttentionSpec.reach`; below 0: all of them."""
+    if reach < 0:
+        return positions - positions % -reach
+    return positions - reach + 1 if reach else positions * 0
 
 
 def attention_mask(
@@ -266,6 +301,9 @@ def attention_mask(
         mask = key_positions[None, :] <= last[:, None]
     else:
         mask, behind = np.ones(behind.shape, np.bool_), np.abs(behind)
+    if spec.chunked:
+        mask &= key_positions[None, :] >= first_seen(query_positions, spec.reach)[:, None]
+        return mask
     return mask if spec.window is None else mask & (behind < spec.window)
 
 
@@ -276,11 +314,14 @@ def attend(
     mask: npt.NDArray[np.bool_],
     spec: AttentionSpec,
     sinks: Floats | None = None,
+    bias: Floats | None = None,
 ) -> Floats:
-    """q (Q, H, D), keys and values (C, K, D), mask (Q, C), sinks (H,) -> (Q, H, D)."""
+    """q (Q, H, D), keys and values (C, K, D), mask (Q, C), sinks (H,), bias of scores (H, Q, C) ->
+    (Q, H, D)."""
     group = spec.num_heads // spec.num_kv_heads
     keys, values = (x.swapaxes(0, 1).repeat(group, axis=0) for x in (keys, values))  # (H, C, D)
     scores = softcap(q.swapaxes(0, 1) @ keys.swapaxes(1, 2) * spec.scale, spec.softcap)
+    scores = scores if bias is None else scores + bias
     scores = np.where(mask, scores, -np.inf)  # (H, Q, C)
     top = scores.max(axis=-1, keepdims=True)
     if sinks is not None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vllmx_core.arrays import NUMPY, Array, Arrays
-from vllmx_core.ops.op import ArrayOp, expect, expect_rows, expect_weight
+from vllmx_core.ops.op import ArrayOp, expect, expect_rows, expect_vector
 from vllmx_core.ops.values import ArrayFrame, Value, WeightRef
 
 
@@ -38,7 +38,7 @@ class Clip(ArrayOp):
         return (0, *(int(end) for end in ends[:-1]))
 
     def check(self) -> None:
-        expect_weight(self.bounds, "vector")
+        expect_vector(self.bounds, self.bounds.rows)
         given = f"{self.bounds.name!r} has {self.bounds.rows} values"
         count = len(self.reads)
         expect(self.bounds.rows == 2 * count, f"{given}, not two for each of {count} operands")

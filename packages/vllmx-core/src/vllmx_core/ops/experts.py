@@ -26,16 +26,16 @@ class ExpertsSpec(Record):
     clamp: float | None = None
     """The limit c of a clamped SwiGLU: g = min(gate, c) and u = up within +-c make g *
     sigmoid(alpha * g) * (u + 1)."""
-    alpha: float = 1.0
+    alpha: float | None = 1.0
+    """None: with a clamp act(g) * u."""
 
 
 class Experts(Op):
-    """x (T, E), ids and weights (T, k) -> (T, E): the sum over a token's k slots, in their order,
-    of weight * down(act(gate_up x)) by the expert of the slot, in float32, rounded once. The biases
-    come with the stacks.
-
-    With `first`, the number of their first expert, the stacks have only some of the experts; slots
-    of the others add nothing."""
+    """x (T, E), ids and weights (T, k) -> (T, E): the sum over a token's k slots, in order, of
+    weight * down(act(gate_up x)) by the slot's expert, in float32, rounded once. `gate_up` is a
+    stack of (2F, E), gate rows first, or (F, E) where the spec has no gate; `down` is a stack of
+    (E, F). With `first`, the stacks have only the experts from that number on; slots of others add
+    nothing."""
 
     name: ClassVar[str] = "experts"
     x: Value
@@ -77,7 +77,9 @@ class Experts(Op):
             expect_activation(spec.activation)
         clamped = spec.clamp is None or (spec.gated and spec.activation == "silu")
         expect(clamped, "clamp is for experts that are gated by silu")
-        known = spec.alpha > 0 and (spec.clamp is not None or spec.alpha == 1.0)
+        known = spec.alpha == 1.0 or (
+            spec.clamp is not None and (spec.alpha is None or spec.alpha > 0)
+        )
         expect(known, f"alpha {spec.alpha}: it is above 0, and for experts with a clamp alone")
         expect_stack(self.down, width, self.down.cols, "(features of x, F)")
         rows = self.inner * (2 if spec.gated else 1)
@@ -146,9 +148,9 @@ def activated(gate_up: Array, spec: ExpertsSpec, xp: Arrays = NUMPY) -> Array:
     """(..., 2F or F) -> (..., F)."""
     if not spec.gated:
         return activation(gate_up, spec.activation, xp)
-    if spec.clamp is None:
+    if spec.clamp is None or spec.alpha is None:
         assert spec.activation != "relu2"
-        return gated_act(gate_up, spec.activation, xp)
+        return gated_act(gate_up, spec.activation, xp, spec.clamp)
     width = gate_up.shape[-1] // 2
     gate, up = gate_up[..., :width], gate_up[..., width:]
     return xp.fused(_clamped, spec.clamp, spec.alpha)(gate, up)

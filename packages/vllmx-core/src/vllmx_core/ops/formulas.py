@@ -28,6 +28,8 @@ class Pages(Record):
     v: Floats  # (blocks, P, K, D)
     group: int = 0
     """The number of the step's block table that lists its pages."""
+    block_size: int = 0
+    """Tokens of a page, which may have fewer rows."""
 
 
 class NumpyWeights(Record):
@@ -65,19 +67,15 @@ class NumpyFrame(ArrayFrame[AnyArray]):
         return next(iter(self.weights.arrays.values())).dtype
 
     def ids(self, ids: TokenIds) -> AnyArray:
-        """See `ArrayFrame.ids`."""
         return numbers(self.plan, ids)
 
     def vector(self, ref: WeightRef) -> Floats:
-        """See `ArrayFrame.vector`."""
         return self.weight(ref)
 
     def rows(self, ref: WeightRef, ids: AnyArray) -> Floats:
-        """See `ArrayFrame.rows`."""
         return self.weight(ref)[ids]
 
     def upload(self, array: AnyArray) -> AnyArray:
-        """See `ArrayFrame.upload`."""
         return array.astype(self.dtype, copy=False) if array.dtype.kind == "f" else array
 
     def weight(self, ref: WeightRef) -> Floats:

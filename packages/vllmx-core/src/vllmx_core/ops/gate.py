@@ -17,7 +17,7 @@ KINDS: tuple[GateKind, ...] = (*ACTIVATIONS, "sigmoid", "identity", "tanh", "rel
 
 class Gate(ArrayOp):
     """x (T, F) times act(g), g (T, G) with G a divisor of F: each gate is for F / G neighbouring
-    features, such as those of a head."""
+    features, such as those of a head. The weights of `route` may be gates, too."""
 
     name: ClassVar[str] = "gate"
     x: Value
@@ -27,7 +27,10 @@ class Gate(ArrayOp):
 
     @classmethod
     def of(cls, x: Value, g: Value, kind: GateKind) -> Gate:
-        expect_rows(x=x, g=g)
+        expect_rows(x=x)
+        routed = isinstance(g, Value) and (g.rows, g.dtype) == ("T", "f32")
+        if not routed:
+            expect_rows(x=x, g=g)
         return cls(x, g, kind, Value(x.width, x.rows))
 
     @property

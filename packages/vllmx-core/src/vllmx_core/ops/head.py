@@ -24,7 +24,7 @@ class Head(Op):
     out: Value
 
     @classmethod
-    def of(cls, x: Value, rows: LogitRows, w: WeightRef, softcap: float | None) -> Head:
+    def of(cls, x: Value, rows: LogitRows, w: WeightRef, softcap: float | None = None) -> Head:
         expect_features(x=x)
         expect_weight(w, "linear")
         return cls(x, rows, w, softcap or None, Value(w.rows, "L", "f32"))

@@ -46,7 +46,11 @@ class HeadNorm(ArrayOp):
 
     @classmethod
     def of(
-        cls, qkv: Value, spec: HeadNormSpec, q_norm: WeightRef | None, k_norm: WeightRef | None
+        cls,
+        qkv: Value,
+        spec: HeadNormSpec,
+        q_norm: WeightRef | None = None,
+        k_norm: WeightRef | None = None,
     ) -> HeadNorm:
         expect_features(qkv=qkv)
         return cls(qkv, spec, q_norm, k_norm, Value(qkv.width))

@@ -21,7 +21,7 @@ from vllmx_core.ops.attention import rotate
 from vllmx_core.ops.formulas import Floats, NumpyFrame, Pages, like
 from vllmx_core.ops.op import Op, expect, expect_features, expect_vector, expect_weight
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
-from vllmx_core.plan import StepPlan
+from vllmx_core.plan import I32, StepPlan
 from vllmx_core.records import Record
 
 W = TypeVar("W")
@@ -65,7 +65,8 @@ class LatentWeights(Record, Generic[W]):
 
 
 class LatentAttention(Op):
-    """(T, H * (Dn + Dr)), (T, C + Dr) -> (T, H * Dv); see `LatentSpec` and `LatentWeights`."""
+    """(T, H * (Dn + Dr)), (T, C + Dr) -> (T, H * Dv); see `LatentSpec` and `LatentWeights`. With
+    `picked` (T, K) a token attends to these positions alone, as `Indexer` gives them."""
 
     name: ClassVar[str] = "latent_attention"
     q: Value
@@ -75,6 +76,7 @@ class LatentAttention(Op):
     norm: WeightRef
     k_b: WeightRef
     v_b: WeightRef
+    picked: Value | None
     out: Value
 
     @classmethod
@@ -85,6 +87,7 @@ class LatentAttention(Op):
         spec: LatentSpec,
         weights: LatentWeights[WeightRef],
         step: StepInputs,
+        picked: Value | None = None,
     ) -> LatentAttention:
         expect_features(q=q, latent=latent)
         expect(isinstance(step, StepInputs), f"layer {spec.layer}: pass on the step itself")
@@ -96,6 +99,7 @@ class LatentAttention(Op):
             weights.norm,
             weights.k_b,
             weights.v_b,
+            picked,
             Value(spec.num_heads * spec.value_size),
         )
 
@@ -114,6 +118,8 @@ class LatentAttention(Op):
         expect_vector(self.norm, spec.rank)
         _expect_stack(self.k_b, heads, spec.rank, spec.nope_size)
         _expect_stack(self.v_b, heads, spec.value_size, spec.rank)
+        if self.picked is not None:
+            expect(self.picked.dtype == "i32", f"{where}: picked is not what `indexer` gave")
 
     def compute(self, frame: NumpyFrame) -> None:
         refs = (self.rope, self.norm, self.k_b, self.v_b)
@@ -126,6 +132,7 @@ class LatentAttention(Op):
             frame.pages[self.spec.layer],
             frame.kv_dtype,
             weights,
+            None if self.picked is None else frame[self.picked],
         )
 
 
@@ -144,10 +151,11 @@ def latent_attention(
     pages: Pages,
     kv_dtype: str | None,
     weights: LatentWeights[Floats],
+    picked: I32 | None = None,
 ) -> Floats:
     """(T, H * (Dn + Dr)), (T, C + Dr) -> (T, H * Dv). Writes this step's rows to the pages, whose
     `k` is (blocks, P, 1, C + Dr), rounded as a cache of `kv_dtype` would; then each token attends
-    to the pages."""
+    to the pages, or to the positions in `picked` (T, K)."""
     table, rank = weights.rope[plan.positions], spec.rank  # (T, Dr)
     turned = rotate(latent[:, None, rank:], table, interleaved=spec.interleaved)[:, 0]
     normed = NUMPY.rms_norm(latent[:, :rank], weights.norm, spec.norm_eps)
@@ -166,6 +174,8 @@ def latent_attention(
         positions = np.arange(int(plan.context_len[row]))
         blocks = plan.block_tables[pages.group][row, positions // page]
         mask = positions[None, :] <= plan.positions[tokens, None]  # (Q, N)
+        if picked is not None:
+            mask &= (picked[tokens, :, None] == positions).any(axis=1)
         found[tokens] = _attend(queries[tokens], rows[blocks, positions % page], mask, spec)
     out = np.einsum("thc,hvc->thv", found, weights.v_b)
     return like(q, out.reshape(len(q), -1))

@@ -22,7 +22,7 @@ class Merge(ArrayOp):
     out: Value
 
     @classmethod
-    def of(cls, x: Value, count: int, kind: MergeKind) -> Merge:
+    def of(cls, x: Value, count: int, kind: MergeKind = "join") -> Merge:
         expect_features(x=x)
         expect(kind in KINDS, f"unknown kind {kind!r}: choose {', '.join(KINDS)}")
         return cls(x, count, kind, Value(x.width * (count if kind == "join" else 1), "L"))

@@ -11,26 +11,30 @@ from vllmx_core.ops.values import ArrayFrame, StepInputs, Value
 
 
 class Place(ArrayOp):
-    """(T, E) -> (T, E): where `StepPlan.feature_rows` names a row of the store of features, that
-    row of its part `part` replaces x, or is added to it."""
+    """(T, E) -> (T, E): where `StepPlan.feature_rows` names a row of the store of features, or
+    `own_rows` with `own`, that row of its part `part` replaces x, or is added to it."""
 
     name: ClassVar[str] = "place"
     x: Value
     part: int
     adds: bool
+    own: bool
     out: Value
 
     @classmethod
-    def of(cls, x: Value, step: StepInputs, part: int, adds: bool) -> Place:
+    def of(
+        cls, x: Value, step: StepInputs, part: int = 0, adds: bool = False, own: bool = False
+    ) -> Place:
         expect_features(x=x)
         expect(isinstance(step, StepInputs), "pass on the step itself")
-        return cls(x, part, adds, Value(x.width))
+        return cls(x, part, adds, own, Value(x.width))
 
     def check(self) -> None:
         expect(self.part >= 0, f"there is no part {self.part} of features")
 
     def compute(self, frame: ArrayFrame[Any]) -> None:
-        x, rows = frame[self.x], frame.plan.feature_rows
+        x, plan = frame[self.x], frame.plan
+        rows = plan.own_rows if self.own else plan.feature_rows
         if rows is None or not (rows >= 0).any():
             frame[self.out] = x
             return

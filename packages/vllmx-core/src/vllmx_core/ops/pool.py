@@ -9,14 +9,15 @@ import numpy as np
 from vllmx_core.ops.op import ArrayOp, expect, expect_features
 from vllmx_core.ops.values import ArrayFrame, LogitRows, Value
 
-PoolKind = Literal["last", "mean", "cls"]
+PoolKind = Literal["last", "mean", "cls", "max"]
 KINDS: tuple[PoolKind, ...] = get_args(PoolKind)
 
 
 class Pool(ArrayOp):
     """(T, E) -> (L, E), summed in float32. Each of the step's logit rows is the last token of a row
     r of the step: "last" takes that token, "cls" the first one of r in this step, "mean" the mean
-    of all that r has in this step. So "cls" and "mean" want the whole text in one step."""
+    of all that r has in this step, "max" their maximum. All but "last" want the whole text in one
+    step."""
 
     name: ClassVar[str] = "pool"
     x: Value
@@ -45,5 +46,9 @@ class Pool(ArrayOp):
             frame[self.out] = x[frame.upload(first)]
             return
         texts = zip(first.tolist(), last.tolist(), strict=True)
-        means = [x[begin : end + 1].mean(axis=0) for begin, end in texts]
-        frame[self.out] = xp.stack(means) if means else x[:0]
+        rows = [x[begin : end + 1] for begin, end in texts]
+        if self.kind == "max":
+            found = [xp.max(each, axis=0, keepdims=True)[0] for each in rows]
+        else:
+            found = [each.mean(axis=0) for each in rows]
+        frame[self.out] = xp.stack(found) if found else x[:0]

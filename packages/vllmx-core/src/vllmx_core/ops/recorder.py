@@ -1,15 +1,13 @@
-"""`Ops`: what a model writes its forward pass with. It checks each op and records it.
-
-This is the table of all ops: a new one has a file of its own, a line in `OPS` and a method here.
-"""
+"""`Ops`: checks and records a model's ops. A new op has a file, and a line in `OPS` and `Ops`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Concatenate, ParamSpec, TypeVar
 
 from vllmx_core.errors import OpError
-from vllmx_core.ops.activation import Act, Activation, ActKind
+from vllmx_core.ops.activation import Act
+from vllmx_core.ops.adapt import Adapt
 from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.all_gather import AllGather
@@ -17,18 +15,24 @@ from vllmx_core.ops.all_reduce import AllReduce
 from vllmx_core.ops.attention import Attention, AttentionSpec, AttentionWeights
 from vllmx_core.ops.clip import Clip
 from vllmx_core.ops.combine import Combine
+from vllmx_core.ops.compress import Compress, CompressSpec
+from vllmx_core.ops.compressed_attention import CompressedAttention
+from vllmx_core.ops.cross_attention import CrossAttention
 from vllmx_core.ops.embedding import Embedding
-from vllmx_core.ops.experts import Experts, ExpertsSpec
-from vllmx_core.ops.gate import Gate, GateKind
+from vllmx_core.ops.experts import Experts
+from vllmx_core.ops.gate import Gate
 from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.gated_linear import GatedLinear
+from vllmx_core.ops.grouped_linear import GroupedLinear
 from vllmx_core.ops.head import Head
-from vllmx_core.ops.head_norm import HeadNorm, HeadNormSpec
+from vllmx_core.ops.head_norm import HeadNorm
+from vllmx_core.ops.hyper_connections import HyperRead, HyperStreams, HyperWrite
+from vllmx_core.ops.indexer import Indexer
 from vllmx_core.ops.keep import Keep
 from vllmx_core.ops.latent_attention import LatentAttention, LatentSpec, LatentWeights
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
-from vllmx_core.ops.merge import Merge, MergeKind
+from vllmx_core.ops.merge import Merge
 from vllmx_core.ops.mix import Mix
 from vllmx_core.ops.op import Op, OpList, expect
 from vllmx_core.ops.patches import Patches
@@ -39,46 +43,83 @@ from vllmx_core.ops.recv import Recv
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route, RouteSpec
 from vllmx_core.ops.scale import Scale
+from vllmx_core.ops.scale_at import ScaleAt
 from vllmx_core.ops.scale_by import ScaleBy
-from vllmx_core.ops.segment_attention import SegmentAttention, SegmentSpec
+from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.send import Send
-from vllmx_core.ops.short_conv import ShortConv, ShortConvSpec
+from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.ops.slice import Slice
-from vllmx_core.ops.values import LogitRows, Output, StepInputs, TokenIds, Value, WeightRef
+from vllmx_core.ops.spread import Spread
+from vllmx_core.ops.tap import Tap
+from vllmx_core.ops.unfold import Unfold
+from vllmx_core.ops.values import Output, StepInputs, Value, WeightRef
 from vllmx_core.ops.vocab_embedding import VocabEmbedding
 
 OPS: tuple[type[Op], ...] = (
     Embedding, RmsNorm, AddRmsNorm, LayerNorm, HeadNorm, Linear, GatedLinear, Attention,
-    LatentAttention, SegmentAttention, ShortConv, Recurrence, GatedAct, Act, Add, Scale, ScaleBy,
-    Gate, Clip, Route, Experts, Head, Pool,
-    Patches, Mix, Merge, Keep, Place,
-    VocabEmbedding, AllReduce, Combine, AllGather, Slice, Send, Recv,
+    LatentAttention, Indexer, Compress, CompressedAttention, SegmentAttention, CrossAttention,
+    ShortConv, Recurrence, GatedAct, Act, Add, Scale, ScaleAt, ScaleBy, Gate, Clip, Route, Experts,
+    Head, Spread, Pool, GroupedLinear, HyperStreams, HyperRead, HyperWrite, Patches, Unfold, Mix,
+    Merge, Keep, Place, Tap, Adapt, VocabEmbedding, AllReduce, Combine, AllGather, Slice, Send,
+    Recv,
 )  # fmt: skip
 """Every op of core."""
 P = ParamSpec("P")
 O = TypeVar("O", bound=Op)  # noqa: E741
 
 
-class Ops:
-    """Records the ops of one step. Letters as in `vllmx_core.plan`, E hidden, F intermediate, V
-    vocabulary; x is (T, features). Ops that work row by row take what `pool` gave, too: (L,
-    features) in, (L, features) out. Every method raises OpError, which names model, op, weight and
-    the two numbers that disagree."""
+def _recorded(make: Callable[P, Op]) -> Callable[Concatenate[Ops, P], Value]:
+    """A method with the parameters of `make`, an op's `of`: records the op, returns its result."""
 
-    def __init__(self, model: str = "model") -> None:
+    def record(self: Ops, /, *args: P.args, **kwargs: P.kwargs) -> Value:
+        return self._record(make, *args, **kwargs).writes[0]
+
+    return record
+
+
+class Ops:
+    """Records the ops of one step. Letters as in `vllmx_core.plan`, E hidden, F intermediate; x is
+    (T, features). Ops that work row by row also take what `pool` gave, (L, features). Every method
+    raises OpError, which names model, op, weight and the two numbers that disagree. The class of
+    an op says what its method takes and gives."""
+
+    embedding = _recorded(Embedding.of)  # (T,) ids -> (T, E)
+    rms_norm = _recorded(RmsNorm.of)  # x / sqrt(mean(x^2) + eps) * w
+    layer_norm = _recorded(LayerNorm.of)  # (x - mean) / sqrt(var + eps) * w + bias
+    head_norm = _recorded(HeadNorm.of)  # (T, (H + 2K) * D) with the heads of q, k and v normed
+    linear = _recorded(Linear.of)  # x @ w.T + bias
+    indexer = _recorded(Indexer.of)  # -> (T, K) positions that each token attends to
+    compressed_attention = _recorded(CompressedAttention.of)  # -> (T, H * D)
+    short_conv = _recorded(ShortConv.of)  # (T, C) -> (T, C)
+    segment_attention = _recorded(SegmentAttention.of)  # (T, (H + 2K) * D) -> (T, H * D)
+    cross_attention = _recorded(CrossAttention.of)  # (T, H * D) -> (T, H * D)
+    gated_act = _recorded(GatedAct.of)  # (T, 2F) -> (T, F): act(gate) * up
+    grouped_linear = _recorded(GroupedLinear.of)  # (T, G * C) -> (T, G * R)
+    hyper_streams = _recorded(HyperStreams.of)  # (T, E) -> (T, N * E)
+    hyper_read = _recorded(HyperRead.of)  # (T, N * E) -> (T, E)
+    hyper_write = _recorded(HyperWrite.of)  # (T, N * E) and (T, E) -> (T, N * E)
+    activation = _recorded(Act.of)  # act(x)
+    add = _recorded(Add.of)  # x + y
+    scale_at = _recorded(ScaleAt.of)  # x times a factor of its position
+    gate = _recorded(Gate.of)  # x * act(g)
+    clip = _recorded(Clip.of)  # x within bounds
+    experts = _recorded(Experts.of)  # (T, E) -> (T, E)
+    logits = _recorded(Head.of)  # (L, E) -> (L, V)
+    spread = _recorded(Spread.of)
+    patches = _recorded(Patches.of)
+    unfold = _recorded(Unfold.of)
+    mix = _recorded(Mix.of)
+    merge = _recorded(Merge.of)
+    place = _recorded(Place.of)
+
+    def __init__(self, model: str = "model", taps: Mapping[int, int] | None = None) -> None:
         self._model = model
+        self._taps = taps or {}
+        self.tapped: set[int] = set()
+        """The points that were kept."""
         self._ops: list[Op] = []
         self._known: set[Value] = set()
         self._last_weight: str | None = None
-
-    def embedding(self, ids: TokenIds, w: WeightRef, offset: int = 0) -> Value:
-        """(T,) -> (T, E): rows of the table, for `step.tokens`, `step.token_types`, or
-        `step.positions` plus `offset`."""
-        return self._record(Embedding.of, ids, w, offset).out
-
-    def rms_norm(self, x: Value, w: WeightRef, eps: float) -> Value:
-        """x / sqrt(mean(x^2) + eps) * w over the last axis."""
-        return self._record(RmsNorm.of, x, w, eps).out
 
     def add_rms_norm(
         self, x: Value, residual: Value | None, w: WeightRef, eps: float
@@ -88,24 +129,6 @@ class Ops:
             return self.rms_norm(x, w, eps), x
         op = self._record(AddRmsNorm.of, x, residual, w, eps)
         return op.out, op.total
-
-    def layer_norm(self, x: Value, w: WeightRef, bias: WeightRef | None, eps: float) -> Value:
-        """(x - mean) / sqrt(var + eps) * w + bias."""
-        return self._record(LayerNorm.of, x, w, bias, eps).out
-
-    def head_norm(
-        self,
-        qkv: Value,
-        spec: HeadNormSpec,
-        q_norm: WeightRef | None = None,
-        k_norm: WeightRef | None = None,
-    ) -> Value:
-        """(T, (H + 2K) * D) with the heads of q, k and v normed that `HeadNormSpec` tells."""
-        return self._record(HeadNorm.of, qkv, spec, q_norm, k_norm).out
-
-    def linear(self, x: Value, w: WeightRef) -> Value:
-        """x @ w.T + bias."""
-        return self._record(Linear.of, x, w).out
 
     def attention(
         self,
@@ -133,23 +156,25 @@ class Ops:
         norm: WeightRef,
         k_b: WeightRef,
         v_b: WeightRef,
+        picked: Value | None = None,
     ) -> Value:
-        """(T, H * (Dn + Dr)), (T, C + Dr) -> (T, H * Dv); see `LatentSpec` and `LatentWeights`."""
+        """(T, H * (Dn + Dr)), (T, C + Dr) -> (T, H * Dv); see `LatentSpec` and `LatentWeights`.
+        `picked`: the positions that `indexer` gave, of this layer or an earlier one; None: all."""
         weights = LatentWeights(rope, norm, k_b, v_b)
-        return self._record(LatentAttention.of, q, latent, spec, weights, step).out
+        return self._record(LatentAttention.of, q, latent, spec, weights, step, picked).out
 
-    def short_conv(
+    def compress(
         self,
-        x: Value,
-        w: WeightRef,
-        spec: ShortConvSpec,
+        kv_gate: Value,
+        spec: CompressSpec,
         step: StepInputs,
         *,
-        bias: WeightRef | None = None,
-    ) -> Value:
-        """(T, C) -> (T, C): each channel over its last K tokens; see `ShortConvSpec`. `w` is a
-        vector (C * K,), the K weights of each channel together."""
-        return self._record(ShortConv.of, x, w, spec, step, bias).out
+        rope: WeightRef,
+        bias: WeightRef,
+        norm: WeightRef,
+    ) -> None:
+        """Writes an entry for each window of tokens; see `CompressSpec`."""
+        self._record(Compress.of, kv_gate, spec, rope, bias, norm, step)
 
     def recurrence(
         self,
@@ -167,40 +192,11 @@ class Ops:
         weights = RecurrenceWeights(a_log, dt_bias, d)
         return self._record(Recurrence.of, qkv, a, b, spec, weights, step).out
 
-    def segment_attention(
-        self, qkv: Value, spec: SegmentSpec, step: StepInputs, *, rope: WeightRef | None = None
-    ) -> Value:
-        """(T, (H + 2K) * D) -> (T, H * D), within each row of the step; see `SegmentSpec`."""
-        return self._record(SegmentAttention.of, qkv, spec, step, rope).out
-
-    def gated_act(self, gate_up: Value, kind: Activation) -> Value:
-        """(T, 2F) -> (T, F): act(gate) * up."""
-        return self._record(GatedAct.of, gate_up, kind).out
-
-    def activation(self, x: Value, kind: ActKind) -> Value:
-        """act(x)."""
-        return self._record(Act.of, x, kind).out
-
-    def add(self, x: Value, y: Value) -> Value:
-        """x + y."""
-        return self._record(Add.of, x, y).out
-
     def scale(self, x: Value, factor: float | WeightRef) -> Value:
         """x * factor; a vector (G,) has a value for each F / G neighbouring features."""
         if isinstance(factor, WeightRef):
             return self._record(ScaleBy.of, x, factor).out
         return self._record(Scale.of, x, factor).out
-
-    def gate(self, x: Value, g: Value, kind: GateKind) -> Value:
-        """x (T, F) times act(g), g (T, G): each gate is for F / G neighbouring features."""
-        return self._record(Gate.of, x, g, kind).out
-
-    def clip(
-        self, x: Value, bounds: WeightRef, y: Value | None = None, z: Value | None = None
-    ) -> Value:
-        """x, y and z side by side (T, F), each held between two numbers of the vector `bounds`: the
-        lowest and the highest of x, then those of y ..."""
-        return self._record(Clip.of, x, bounds, y, z).out
 
     def route(
         self,
@@ -209,56 +205,30 @@ class Ops:
         *,
         bias: WeightRef | None = None,
         factor: WeightRef | None = None,
+        table: WeightRef | None = None,
     ) -> tuple[Value, Value]:
         """(T, X) -> ids and weights (T, k) of the experts of each token, for `experts`: `bias` (X,)
-        takes part in the choice alone, `factor` (X,) multiplies each expert's weight."""
-        op = self._record(Route.of, logits, spec, bias, factor)
+        takes part in the choice alone, `factor` (X,) multiplies each expert's weight. `table` (V *
+        k,) names the experts of each token id, so that nothing is chosen."""
+        op = self._record(Route.of, logits, spec, bias, factor, table)
         return op.ids, op.slot_weights
-
-    def experts(
-        self,
-        x: Value,
-        ids: Value,
-        weights: Value,
-        gate_up: WeightRef,
-        down: WeightRef,
-        spec: ExpertsSpec,
-    ) -> Value:
-        """x (T, E) through the experts that `route` chose -> (T, E), the sum of what they say times
-        their weights. gate_up: a stack of X matrices (2F, E), gate rows first, or (F, E) where the
-        spec has no gate; down: a stack of X matrices (E, F)."""
-        return self._record(Experts.of, x, ids, weights, gate_up, down, spec).out
-
-    def logits(
-        self, x: Value, rows: LogitRows, w: WeightRef, softcap: float | None = None
-    ) -> Value:
-        """Gathers `rows` of x, multiplies by the LM head: (L, V) float32; with a softcap c, each
-        logit becomes c * tanh(logit / c)."""
-        return self._record(Head.of, x, rows, w, softcap).out
 
     def pool(self, x: Value, step: StepInputs, kind: PoolKind) -> Value:
         """(T, E) -> (L, E): what a row has become in this step, by its last token, its first one
         ("cls") or the mean of all. For first and mean the step must hold the whole of each row."""
         return self._record(Pool.of, x, step.logit_rows, kind).out
 
-    def patches(self, step: StepInputs, width: int) -> Value:
-        """(T, width) of a tower: the normalised pixels of each patch."""
-        return self._record(Patches.of, step, width).out
+    def tap(self, x: Value, point: int) -> None:
+        """Keeps x (T, E), the residual stream after `point` layers, or the output of the last norm
+        with `LAST_NORM`, if a drafter reads it; otherwise it records nothing."""
+        if point in self._taps:
+            self.tapped.add(point)
+            self.write(x, self._taps[point])
 
-    def mix(self, step: StepInputs, w: WeightRef) -> Value:
-        """(T, E) of a tower: for each patch a few weighted rows of the table, interpolated
-        positions above all."""
-        return self._record(Mix.of, step, w).out
-
-    def merge(self, x: Value, count: int, kind: MergeKind = "join") -> Value:
-        """(T, F) -> (L, count * F) in a tower: joins `count` neighbouring patches into one row;
-        with "mean" (L, F), averages them."""
-        return self._record(Merge.of, x, count, kind).out
-
-    def place(self, x: Value, step: StepInputs, part: int = 0, *, adds: bool = False) -> Value:
-        """(T, E) -> (T, E): features of images in place of the tokens that stand for them, or added
-        to those."""
-        return self._record(Place.of, x, step, part, adds).out
+    def write(self, x: Value, part: int) -> None:
+        """Writes x (T, E) to the rows `StepPlan.tap_rows` of a part of the feature store, where
+        `place` of a later op or step finds it."""
+        self._record(Tap.of, x, part)
 
     def put(self, op: O) -> O:
         """Appends an op that was made elsewhere, such as a plugin's own."""
@@ -282,11 +252,17 @@ class Ops:
         of `parts` values (L, width)."""
         if not isinstance(features, tuple) or len(features) != parts:
             raise OpError(f"{self._model}: the tower returned {features}, not {parts} values")
+        ops, kept = self._ops, dict[Value, list[Op]]()
         for part, value in enumerate(features):
             if not isinstance(value, Value) or (value.rows, value.width) != ("L", width):
                 raise OpError(f"{self._model}: the tower returned {value}, not (L, {width})")
-            self._record(Keep.of, value, part)
-        return OpList(tuple(self._ops), features[0], "vectors")
+            kept.setdefault(value, []).append(self._record(Keep.of, value, part))
+        # Each is kept as soon as it is made, so that its memory can be used again.
+        made = ops[: len(ops) - len(features)]
+        ordered = [
+            one for op in made for one in (op, *(k for v in op.writes for k in kept.get(v, ())))
+        ]
+        return OpList(tuple(ordered), features[0], "vectors")
 
     def _record(self, make: Callable[P, O], *args: P.args, **kwargs: P.kwargs) -> O:
         try:
@@ -294,7 +270,7 @@ class Ops:
             self._check(op)
         except OpError as error:
             name: str = make.__self__.name  # type: ignore[attr-defined]  # a classmethod of an Op
-            raise self._located(name, args, error) from None
+            raise self._located(name, (*args, *kwargs.values()), error) from None
         return self._append(op)
 
     def _check(self, op: Op) -> None:

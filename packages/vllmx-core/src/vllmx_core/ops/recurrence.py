@@ -35,8 +35,8 @@ class RecurrenceSpec(Record):
     - rule "delta": q and k are divided by their length, x / sqrt(sum(x^2) + norm_eps);
       decay = exp(-exp(a_log) * softplus(a + dt_bias)), one for the head or one for each row of S;
       u = sigmoid(b) * (v - S^T k), S being the decayed one.
-    - rule "ssd": dt = softplus(a + dt_bias) within [dt_min, dt_max]; decay = exp(-exp(a_log) * dt);
-      u = dt * v; d * v is added to out.
+    - rule "ssd": dt = softplus(a + dt_bias) within [dt_min, dt_max]; decay = exp(-exp(a_log) * dt),
+      one for the head or one for each row of S; u = dt * v; d * v is added to out.
     """
 
     state: int
@@ -48,7 +48,8 @@ class RecurrenceSpec(Record):
     rule: Literal["delta", "ssd"]
     scale: float = 1.0
     decay: Literal["head", "channel"] = "head"
-    """"channel" is for the delta rule: `a` is (T, H * Dk), and so is `dt_bias` (H * Dk,)."""
+    """"channel": a decay for each row of S. With the delta rule `a` is (T, H * Dk) and `dt_bias`
+    (H * Dk,); with "ssd", as in Mamba 1, `a_log` is (H * Dk,)."""
     tiled: bool = False
     norm_eps: float = 1e-6
     dt_min: float = 0.0
@@ -62,14 +63,21 @@ class RecurrenceSpec(Record):
     @property
     def num_decays(self) -> int:
         """Features of a."""
-        return self.num_heads * (self.key_size if self.decay == "channel" else 1)
+        wide = self.decay == "channel" and self.rule == "delta"
+        return self.num_heads * (self.key_size if wide else 1)
+
+    @property
+    def num_rates(self) -> int:
+        """Values of a_log."""
+        wide = self.decay == "channel" and self.rule == "ssd"
+        return self.num_heads * (self.key_size if wide else 1)
 
 
 class RecurrenceWeights(Record, Generic[W]):
     """The weights of a layer, in a backend's own type."""
 
-    a_log: W  # (H,)
-    dt_bias: W  # (H,), with a decay a channel (H * Dk,)
+    a_log: W  # (num_rates,)
+    dt_bias: W  # (num_decays,)
     d: W | None = None  # (H,), of rule "ssd"
 
 
@@ -128,8 +136,6 @@ class Recurrence(Op):
         expect(self.qkv.width == spec.width, qkv)
         decays = f"{where}: a has {self.a.width} features, not {spec.num_decays}"
         expect(self.a.width == spec.num_decays, decays)
-        per_channel = f"{where}: a decay for each channel is for the rule 'delta'"
-        expect(delta or spec.decay == "head", per_channel)
         given = f"{where}: b is {'absent' if self.b is None else 'given'} for rule {spec.rule!r}"
         expect((self.b is not None) == delta, given)
         given = f"{where}: d is {'absent' if self.d is None else 'given'} for rule {spec.rule!r}"
@@ -138,7 +144,7 @@ class Recurrence(Op):
             wide = f"{where}: b has {self.b.width} features, not {heads}"
             expect(self.b.width == heads, wide)
         expect(0 <= spec.dt_min <= spec.dt_max, f"{where}: dt from {spec.dt_min} to {spec.dt_max}")
-        expect_vector(self.a_log, heads)
+        expect_vector(self.a_log, spec.num_rates)
         expect_vector(self.dt_bias, spec.num_decays)
         if self.d is not None:
             expect_vector(self.d, heads)
@@ -205,7 +211,7 @@ def prepared(
     v = qkv[:, 2 * keys :].reshape(count, spec.num_heads, spec.value_size)
     dt = xp.softplus(xp.wide(a) + weights.dt_bias)
     dt = xp.clip(dt, spec.dt_min, spec.dt_max).reshape(count, spec.num_heads, -1)
-    decay = xp.exp(-xp.exp(weights.a_log)[:, None] * dt)
+    decay = xp.exp(-xp.exp(weights.a_log).reshape(spec.num_heads, -1) * dt)
     strength = dt if b is None else xp.sigmoid(xp.wide(b))[..., None]
     return TokenInputs(q, k, v, decay[..., None], strength)
 

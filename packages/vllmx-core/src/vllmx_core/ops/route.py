@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from vllmx_core.arrays import NUMPY, Array, Arrays
-from vllmx_core.ops.op import ArrayOp, expect, expect_features, expect_vector
-from vllmx_core.ops.values import ArrayFrame, Value, WeightRef
+from vllmx_core.ops.op import ArrayOp, expect, expect_features, expect_vector, expect_weight
+from vllmx_core.ops.values import ArrayFrame, TokenIds, Value, WeightRef
 from vllmx_core.records import Record
+
+SCORES = ("softmax", "sigmoid", "sqrt_softplus", "sparsemixer")
 
 
 class RouteSpec(Record):
@@ -15,8 +17,11 @@ class RouteSpec(Record):
     `renormalise`."""
 
     chosen: int  # k
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    """The function from logits to scores: over all experts, in float32."""
+    score: Literal["softmax", "sigmoid", "sqrt_softplus", "sparsemixer"] = "softmax"
+    """The function from logits to scores: over all experts, in float32. "sqrt_softplus":
+    sqrt(log(1 + exp(logit))). "sparsemixer" (arXiv:2409.12136): the weight of the i-th choice m is
+    its softmax over those of the experts not chosen before whose logit x is near that of m:
+    m - x <= 2 * `jitter` * max(abs(x), m)."""
     groups: int = 1
     """Experts lie in so many equal groups ..."""
     groups_kept: int = 1
@@ -28,12 +33,15 @@ class RouteSpec(Record):
     eps: float = 0.0
     scale: float = 1.0
     """Multiplies the weights, after that."""
+    jitter: float = 0.01
+    """The bound of "sparsemixer" for near logits."""
 
 
 class Route(ArrayOp):
     """logits (T, X) -> ids (T, k), by falling score + bias, ties to the lower expert, and weights
     (T, k): the scores of the chosen, without the bias, times `factor`. A row whose scores hold NaN
-    gets NaN weights and ids that are experts all the same."""
+    gets NaN weights and ids that are experts all the same. With a `table` (V * k,) a token goes to
+    the experts that it names for the token's id ("hash layers"); there are no groups then."""
 
     name: ClassVar[str] = "route"
     results: ClassVar[tuple[str, ...]] = ("ids", "slot_weights")
@@ -43,20 +51,27 @@ class Route(ArrayOp):
     factor: WeightRef | None
     ids: Value
     slot_weights: Value
+    table: WeightRef | None = None
 
     @classmethod
     def of(
-        cls, logits: Value, spec: RouteSpec, bias: WeightRef | None, factor: WeightRef | None
+        cls,
+        logits: Value,
+        spec: RouteSpec,
+        bias: WeightRef | None,
+        factor: WeightRef | None,
+        table: WeightRef | None = None,
     ) -> Route:
         expect_features(logits=logits)
         expect(isinstance(spec, RouteSpec), f"spec is {spec!r}, not a RouteSpec")
         ids = Value(spec.chosen, dtype="i32", below=logits.width)
-        return cls(logits, spec, bias, factor, ids, Value(spec.chosen, dtype="f32"))
+        slot_weights = Value(spec.chosen, dtype="f32")
+        return cls(logits, spec, bias, factor, ids, slot_weights, table)
 
     def check(self) -> None:
         spec, count = self.spec, self.logits.width
         groups, kept = spec.groups, spec.groups_kept
-        expect(spec.score in ("softmax", "sigmoid"), f"unknown score {spec.score!r}")
+        expect(spec.score in SCORES, f"unknown score {spec.score!r}")
         expect(spec.group_score in ("max", "best_two"), f"unknown group_score {spec.group_score!r}")
         equal = groups > 0 and count % groups == 0
         expect(equal, f"{count} experts do not lie in {groups} equal groups")
@@ -69,11 +84,20 @@ class Route(ArrayOp):
         for weight in (self.bias, self.factor):
             if weight is not None:
                 expect_vector(weight, count)
+        if self.table is not None:
+            expect_weight(self.table, "vector")
+            listed = f"{self.table.name!r} has {self.table.rows} ids, not {spec.chosen} for a token"
+            expect(self.table.rows % spec.chosen == 0 and groups == 1, listed)
 
     def compute(self, frame: ArrayFrame[Any]) -> None:
         bias, factor = frame.optional(self.bias), frame.optional(self.factor)
+        named = None
+        if self.table is not None:
+            rows = frame.vector(self.table).reshape(-1, self.spec.chosen)
+            tokens = frame.ids(TokenIds())
+            named = frame.xp.cast(rows[tokens], tokens.dtype)  # (T, k)
         frame[self.ids], frame[self.slot_weights] = route(
-            frame[self.logits], self.spec, bias, factor, frame.xp
+            frame[self.logits], self.spec, bias, factor, frame.xp, named
         )
 
 
@@ -83,16 +107,21 @@ def route(
     bias: Array | None = None,
     factor: Array | None = None,
     xp: Arrays = NUMPY,
+    named: Array | None = None,
 ) -> tuple[Array, Array]:
-    """(T, X), (X,), (X,) -> ids (T, k), weights (T, k)."""
+    """(T, X), (X,), (X,) -> ids (T, k), which are `named` where that is given, weights (T, k)."""
     scores = route_scores(logits, spec, xp)  # (T, X)
     choice = scores if bias is None else scores + bias
     broken = xp.isnan(choice).any(axis=1)[:, None]  # (T, 1)
     choice = xp.where(broken, 0.0, choice)  # NaN has no place in an order
     if spec.groups > 1:
         choice = of_best_groups(choice, spec, xp)
-    ids = xp.falling(choice)[:, : spec.chosen]
-    weights = xp.take_along_axis(scores, ids, axis=1)
+    order = xp.falling(choice)  # (T, X)
+    ids = order[:, : spec.chosen] if named is None else named
+    if spec.score == "sparsemixer":
+        weights = _near_weights(scores, order, spec, xp)
+    else:
+        weights = xp.take_along_axis(scores, ids, axis=1)
     if spec.renormalise:
         weights = weights / (weights.sum(axis=1)[:, None] + spec.eps)
     weights = weights * spec.scale
@@ -104,7 +133,23 @@ def route(
 def route_scores(logits: Array, spec: RouteSpec, xp: Arrays = NUMPY) -> Array:
     """(T, X) before the bias."""
     logits = xp.wide(logits)
+    if spec.score == "sparsemixer":
+        return logits
+    if spec.score == "sqrt_softplus":
+        return xp.sqrt(xp.softplus(logits))
     return xp.sigmoid(logits) if spec.score == "sigmoid" else xp.softmax(logits)
+
+
+def _near_weights(logits: Array, order: Array, spec: RouteSpec, xp: Arrays) -> Array:
+    """(T, X) logits and experts, the best first -> (T, k), see "sparsemixer"."""
+    place = xp.argsort(order, axis=1)  # (T, X) of each expert, the best one 0
+    found = []
+    for index in range(spec.chosen):
+        most = xp.take_along_axis(logits, order[:, index : index + 1], axis=1)  # (T, 1)
+        size = xp.maximum(xp.maximum(logits, -logits), most)
+        far = (place < index) | (most - logits > 2 * spec.jitter * size)
+        found.append(1 / xp.where(far, 0.0, xp.exp(logits - most)).sum(axis=1, keepdims=True))
+    return xp.concatenate(found, axis=1)
 
 
 def of_best_groups(choice: Array, spec: RouteSpec, xp: Arrays = NUMPY) -> Array:

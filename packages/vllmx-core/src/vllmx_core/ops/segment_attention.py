@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from vllmx_core.arrays import NUMPY, Array, Arrays
 from vllmx_core.ops.attention import (
     AttentionSpec,
     attend,
@@ -16,7 +17,7 @@ from vllmx_core.ops.attention import (
     rotations,
 )
 from vllmx_core.ops.formulas import Floats, NumpyFrame
-from vllmx_core.ops.op import Op, expect, expect_features
+from vllmx_core.ops.op import Op, expect, expect_features, expect_vector
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.plan import I32, StepPlan
 from vllmx_core.records import Record
@@ -68,15 +69,23 @@ class SegmentAttention(Op):
     spec: SegmentSpec
     rope: WeightRef | None
     """Constant (positions, rotary_dim) float32: cos of the rotary_dim / 2 frequencies, then sin."""
+    bias: WeightRef | None
+    """((2n - 1) * H,) added to scores: the H heads' numbers for keys n - 1 places before the query,
+    then those for n - 2 places, up to n - 1 places after it. Segments have at most n tokens."""
     out: Value
 
     @classmethod
     def of(
-        cls, qkv: Value, spec: SegmentSpec, step: StepInputs, rope: WeightRef | None
+        cls,
+        qkv: Value,
+        spec: SegmentSpec,
+        step: StepInputs,
+        rope: WeightRef | None = None,
+        bias: WeightRef | None = None,
     ) -> SegmentAttention:
         expect_features(qkv=qkv)
         expect(isinstance(step, StepInputs), "pass on the step itself")
-        return cls(qkv, spec, rope, Value(spec.num_heads * spec.head_size))
+        return cls(qkv, spec, rope, bias, Value(spec.num_heads * spec.head_size))
 
     def check(self) -> None:
         spec = self.spec
@@ -87,14 +96,23 @@ class SegmentAttention(Op):
         expect(heads % kv_heads == 0, f"{heads} heads over {kv_heads} kv heads")
         expect(spec.window is None or spec.window >= 1, f"a window of {spec.window} tokens")
         expect_rotation(self.rope, spec.rotary_dim, size, spec.rope_axes)
+        if self.bias is not None:
+            distances, odd = divmod(self.bias.rows, heads)
+            expect(distances % 2 == 1 and not odd, f"a bias of {self.bias.rows} for {heads} heads")
+            expect_vector(self.bias, self.bias.rows)
 
     def compute(self, frame: NumpyFrame) -> None:
         table = None if self.rope is None else frame.weight(self.rope)
-        frame[self.out] = segment_attention(frame[self.qkv], self.spec, frame.plan, table)
+        bias = None if self.bias is None else frame.weight(self.bias)
+        frame[self.out] = segment_attention(frame[self.qkv], self.spec, frame.plan, table, bias)
 
 
 def segment_attention(
-    qkv: Floats, spec: SegmentSpec, plan: StepPlan, rope: Floats | None = None
+    qkv: Floats,
+    spec: SegmentSpec,
+    plan: StepPlan,
+    rope: Floats | None = None,
+    bias: Floats | None = None,
 ) -> Floats:
     """(T, (H + 2K) * D) -> (T, H * D)."""
     heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
@@ -109,8 +127,17 @@ def segment_attention(
         tokens = slice(start, end)
         places = np.arange(tokens.stop - tokens.start, dtype=np.int32)
         mask = attention_mask(spec.attention, places, places)
-        out[tokens] = attend(q[tokens], k[tokens], v[tokens], mask, spec.attention)
+        added = None if bias is None else bias_between(bias, heads, end - start)
+        out[tokens] = attend(q[tokens], k[tokens], v[tokens], mask, spec.attention, bias=added)
     return out.reshape(qkv.shape[0], heads * size)
+
+
+def bias_between(bias: Array, heads: int, length: int, xp: Arrays = NUMPY) -> Array:
+    """(H, n, n) what `SegmentAttention.bias` adds to the scores of n = `length` tokens, by query
+    and key."""
+    by_distance, places = bias.reshape(-1, heads), np.arange(length)
+    distances = places - places[:, None] + by_distance.shape[0] // 2
+    return xp.moveaxis(by_distance[xp.upload(bias, distances)], -1, 0)
 
 
 def segments(spec: SegmentSpec, plan: StepPlan) -> list[int]:

@@ -29,7 +29,8 @@ class ShortConvSpec(Record):
 
 class ShortConv(Op):
     """y[t, c] = act(bias[c] + the sum over i < K, in this order, of w[c, i] * x[t - K + 1 + i, c]),
-    in float32. Tokens of the row before this step come out of its state, zeros before its first."""
+    in float32. Tokens of the row before this step come out of its state, zeros before its first.
+    `w` is a vector (C * K,), the K weights of each channel together."""
 
     name: ClassVar[str] = "short_conv"
     x: Value
@@ -45,7 +46,7 @@ class ShortConv(Op):
         w: WeightRef,
         spec: ShortConvSpec,
         step: StepInputs,
-        bias: WeightRef | None,
+        bias: WeightRef | None = None,
     ) -> ShortConv:
         expect_features(x=x)
         expect(isinstance(step, StepInputs), f"state {spec.state}: pass on the step itself")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Generic, Literal, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Generic, Literal, TypeVar
+
+import numpy as np
 
 from vllmx_core.arrays import Arrays
 from vllmx_core.communicator import ArrayRanks
@@ -14,7 +16,7 @@ from vllmx_core.records import Record, field
 
 Rows = Literal["T", "L"]
 """The number of rows of an array: all tokens of the step, or those that want logits."""
-Output = Literal["tokens", "vectors", "scores"]
+Output = Literal["tokens", "vectors", "token_vectors", "sparse_vectors", "scores"]
 """The result of a step: logits to sample from, or a vector or scores for each text."""
 ValueType = Literal["model", "f32", "i32"]
 WeightKind = Literal["linear", "embedding", "vector", "stack", "constant"]
@@ -98,6 +100,9 @@ class ArrayFrame(Frame[A], ABC):
     Args:
         features: (rows, E) of each part of the store of features.
         ranks: the other ranks of the model, if it has any.
+
+    Attributes:
+        adapters: the `vllmx_core.adapters.Pieces` of the adapter in each slot.
     """
 
     def __init__(
@@ -109,6 +114,8 @@ class ArrayFrame(Frame[A], ABC):
     ) -> None:
         super().__init__()
         self.xp, self.plan, self.features, self._ranks = xp, plan, features, ranks
+        self.adapters: Mapping[int, Mapping[str, Sequence[Any]]] = {}
+        self._adapted: dict[Rows, list[tuple[int, A]]] = {}
 
     @property
     def ranks(self) -> ArrayRanks[A]:
@@ -131,6 +138,17 @@ class ArrayFrame(Frame[A], ABC):
     @abstractmethod
     def upload(self, array: AnyArray) -> A:
         """An array of the host where the step computes: floats in the type of `Arrays.wide`."""
+
+    def adapted_rows(self, rows: Rows) -> list[tuple[int, A]]:
+        """The slots that the step's rows name, each with the indices of its tokens, or of those
+        that want logits; made for the first op that asks."""
+        if rows not in self._adapted:
+            slots = self.plan.adapted if rows == "T" else self.plan.adapted[self.plan.logit_rows]
+            self._adapted[rows] = [
+                (slot, self.upload(np.flatnonzero(slots == slot)))
+                for slot in np.unique(slots[slots >= 0]).tolist()
+            ]
+        return self._adapted[rows]
 
     def optional(self, ref: WeightRef | None) -> A | None:
         """A vector that the op may have."""

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllmx_core.config_values import nearest
-from vllmx_core.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, shown
+from vllmx_core.errors import (
+    AdapterError,
+    ConfigError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    shown,
+)
 from vllmx_core.plugins.registry import Registry, architecture_names
 from vllmx_core.plugins.specs import (
     ModelSourceSpec,
@@ -18,12 +25,16 @@ from vllmx_core.plugins.specs import (
     QuantizerSpec,
     WeightFormatSpec,
 )
+from vllmx_core.plugins.text_part import TextWeights, text_config
 from vllmx_core.records import Record, field
 from vllmx_core.system.files import open_model_file
 
 if TYPE_CHECKING:  # numpy is not worth importing to resolve a name
+    from vllmx_core.adapters import Adapter
     from vllmx_core.model import Model
     from vllmx_core.weights.part import WeightSource
+
+logger = logging.getLogger("vllmx.models")
 
 
 class Checkpoint(Record):
@@ -84,13 +95,32 @@ def open_checkpoint(registry: Registry, path: Path, load_format: str = "auto") -
     opener = spec.load()
     checkpoint: Checkpoint = opener(path, registry) if spec.needs_registry else opener(path)
     quantization = checkpoint.config.get("quantization_config")
-    if not quantization:
-        return checkpoint
     try:
-        return _quantised(registry, checkpoint, quantization)
+        if quantization:
+            checkpoint = _quantised(registry, checkpoint, quantization)
+        return text_checkpoint(registry, checkpoint)
     except BaseException:
         checkpoint.weights.close()
         raise
+
+
+def text_checkpoint(registry: Registry, checkpoint: Checkpoint) -> Checkpoint:
+    """The text model of a multimodal checkpoint whose class no plugin serves; other checkpoints as
+    they are. Raises as `text_config` and `TextWeights`."""
+    config = text_config(registry, checkpoint.config)
+    if config is None:
+        return checkpoint
+    weights = checkpoint.weights
+    if weights.names():
+        weights = TextWeights(weights)
+        # transformers ties by the outer key, whose default differs from class to class
+        if checkpoint.config.get("tie_word_embeddings") is not False:
+            config["tie_word_embeddings"] = "lm_head.weight" not in weights.names()
+    logger.warning(
+        "%s is served as %s: text alone, without its other parts",
+        *(next(iter(architecture_names(each)), "model") for each in (checkpoint.config, config)),
+    )
+    return replace(checkpoint, config=config, weights=weights)
 
 
 _MERGE = (
@@ -128,10 +158,25 @@ def adapter_error(path: Path, base: object, merge: str) -> UnsupportedModelError
     """
     known = f" of {shown(base)}" if isinstance(base, str) and base else ""
     return UnsupportedModelError(
-        f"{path} is a LoRA adapter{known}, not a whole model: vllmx serves no adapters, so merge it"
-        f" into its base model first ({merge}) and serve the result",
+        f"{path} is a LoRA adapter{known}, not a whole model: serve its base model with"
+        f" --lora NAME={path}, or merge the two ({merge})",
         param="model",
     )
+
+
+def open_adapter(registry: Registry, path: Path, config: Mapping[str, Any]) -> Adapter:
+    """Reads a LoRA adapter with the format that fits its folder or file; `config` is the base
+    model's. Raises AdapterError, ModelNotFoundError or WeightFormatError."""
+    if not path.exists():
+        raise ModelNotFoundError(
+            f"the adapter {path} does not exist: give the folder of a PEFT adapter or a GGUF file",
+            param="lora",
+        )
+    spec = _format_of(registry, path, "auto")
+    if not spec.adapter:
+        raise AdapterError(f"{path}: the format {spec.name!r} has no adapters")
+    adapter: Adapter = spec.load_adapter()(path, registry, config)
+    return adapter
 
 
 def with_tower(
@@ -280,7 +325,8 @@ def build_model(registry: Registry, checkpoint: Checkpoint, task: str = "auto") 
     with_head = getattr(model, "with_stored_head", None)
     if with_head is not None:
         model = with_head(checkpoint.weights)
-    if model.shape.output == (wanted or model.shape.output):
+    output = model.shape.output
+    if wanted in (None, output) or (wanted == "vectors" and output.endswith(wanted)):
         return model
     answering = getattr(model, "answering", None)
     if model.shape.output != "tokens" or answering is None:

@@ -16,6 +16,7 @@ from vllmx_core.plugins.specs import (
     CommandSpec,
     EncoderSpec,
     ExecutorSpec,
+    KVConnectorSpec,
     ModelImplSpec,
     ModelSourceSpec,
     ModelSpec,
@@ -42,6 +43,7 @@ HOOKS: Mapping[str, type[Spec]] = {
     "vllmx_model_sources": ModelSourceSpec,
     "vllmx_parsers": ParserSpec,
     "vllmx_apis": ApiSpec,
+    "vllmx_kv_connectors": KVConnectorSpec,
 }
 """Each hook and the type of its specs."""
 HookSpecs = type("HookSpecs", (), {name: hookspec(lambda: ()) for name in HOOKS})

@@ -55,10 +55,7 @@ def choose_model(
             return ChosenModel(build_model(registry, checkpoint, task), backend)
         except UnsupportedModelError as error:
             left = impl == AUTO and task in (AUTO, "generate")
-            plain = checkpoint.path.suffix != ".gguf" and not checkpoint.config.get(
-                "quantization_config"
-            )
-            hint = _perhaps(registry) if left and plain else ""
+            hint = _perhaps(registry) if left and checkpoint.path.suffix != ".gguf" else ""
             raise UnsupportedModelError(error.message + hint) from error
     _check_task(task, "code of others")
     reasons = []

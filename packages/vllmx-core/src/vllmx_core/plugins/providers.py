@@ -27,6 +27,7 @@ OUR_DISTRIBUTIONS = frozenset(
         "vllmx-torch",
         "vllmx-server",
         "vllmx-demo",
+        "vllmx-ray",
         "vllmx-tp",
     }
 )
@@ -81,7 +82,7 @@ def matches(key: str, wanted: str) -> bool:
 def kind_name(kind: type[Any]) -> str:
     """A kind of spec in words."""
     words = {"WeightFormat": "weight format", "ModelSource": "model source"}
-    words["ModelImpl"] = "model implementation"
+    words |= {"ModelImpl": "model implementation", "KVConnector": "KV connector"}
     name = kind.__name__.removesuffix("Spec")
     return words.get(name, name.lower())
 
@@ -93,5 +94,6 @@ def claims(spec: Any) -> Iterable[str]:
         yield from (f"architecture {name!r}" for name in spec.architectures)
         yield from (f"model type {name!r}" for name in spec.model_types)
         yield from (f"GGUF architecture {name!r}" for name in spec.gguf_names)
+        yield from (f"text part {name!r}" for name in spec.text_types)
     if isinstance(spec, ParserSpec):
         yield from (f"parser {name!r}" for name in spec.aliases)

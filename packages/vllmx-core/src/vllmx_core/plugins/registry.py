@@ -65,8 +65,8 @@ def architecture_names(config: dict[str, Any]) -> list[str]:
 _LISTED = 10
 """More architectures than so many are not named in a message."""
 PLUGIN_CAN = "A plugin can add it (docs/plugins.md)"
-_STREAMS = ("hc_mult", "hc_count")
-"""DeepSeek's and Qwen's config keys for the number of residual streams."""
+_STREAMS = "hc_count"
+"""Qwen's config key for the number of residual streams."""
 
 
 def nearest_architecture(wanted: str, known: Iterable[str]) -> str | None:
@@ -79,10 +79,9 @@ def nearest_architecture(wanted: str, known: Iterable[str]) -> str | None:
 def _beyond_ops(config: dict[str, Any]) -> str:
     """Names a feature of the config that no op supports, if there is one."""
     inner = config.get("text_config")
-    keys = {*config, *(inner if isinstance(inner, dict) else ())}
-    if keys.isdisjoint(_STREAMS):
+    if _STREAMS not in {*config, *(inner if isinstance(inner, dict) else ())}:
         return ""
-    return "; it joins its layers by hyper-connections, for which there are no ops"
+    return "; it joins its layers by gated residuals, for which there are no ops"
 
 
 def _stem(architecture: str) -> str:
@@ -302,6 +301,10 @@ class Registry:
         """The architecture's spec: who serves a value of `architectures`. Raises
         PluginClashError."""
         return self._model(f"architecture {architecture!r}")
+
+    def find_text_part(self, model_type: str) -> ModelSpec | None:
+        """The model that serves the text part of a multimodal config. Raises PluginClashError."""
+        return self._model(f"text part {model_type!r}")
 
     def gguf_model_for(self, name: str) -> ModelSpec | None:
         """Returns the model that serves the architecture of a GGUF file. Raises

@@ -6,7 +6,8 @@ plugin costs nothing. `api` is the protocol version it was written for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -88,6 +89,9 @@ class ModelSpec(_Spec):
     """A description by the plugin of what its tests compare."""
     gguf_among: tuple[str, ...] = ()
     """Values of `general.architecture` that another spec serves and whose files may hold it."""
+    text_types: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Values of `model_type` of a text model inside a multimodal config that it serves, each with
+    values for keys that such a config may omit."""
     api: int = API_VERSION
 
     def load_gguf(self) -> Any:
@@ -124,14 +128,20 @@ class WeightFormatSpec(_Spec):
     in their own way `needs_registry` to find the architectures that know them: its callable is
     `open(path, registry)`. `tower` is "package.module:attribute" of what puts a tower from a file
     of its own before a text model, `(checkpoint, path: Path | None) -> Checkpoint`; without a path
-    it looks for the file itself.
+    it looks for the file itself. `adapter` reads a LoRA adapter: `(path: Path, registry, config:
+    Mapping) -> vllmx_core.adapters.Adapter`, `config` being the base model's.
     """
 
     patterns: tuple[str, ...]
     priority: int = 0
     needs_registry: bool = False
     tower: str = ""
+    adapter: str = ""
     api: int = API_VERSION
+
+    def load_adapter(self) -> Any:
+        """Imports and returns what `adapter` names; raises PluginError."""
+        return self._load(self.adapter)
 
     def load_tower(self) -> Any:
         """Imports and returns what `tower` names; raises PluginError."""
@@ -216,6 +226,18 @@ class ApiSpec(_Spec):
     switch: str = ""
     """The boolean setting of ServerConfig that switches it on; empty: it is always on. Only then is
     the implementation imported."""
+    by_name: bool = False
+    """It is on only where `--apis` has its name. Its routes then replace those of APIs that are
+    always on."""
+    api: int = API_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class KVConnectorSpec(_Spec):
+    """A shared store for KV blocks, which `--kv-connector NAME:ADDRESS` names: a callable
+    `(address: str, namespace: str) -> vllmx_core.kv_connector.KVConnector` that does not wait for
+    the store."""
+
     api: int = API_VERSION
 
 
@@ -232,4 +254,5 @@ Spec = (
     | ModelSourceSpec
     | ParserSpec
     | ApiSpec
+    | KVConnectorSpec
 )

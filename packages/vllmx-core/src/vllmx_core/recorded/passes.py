@@ -19,14 +19,37 @@ from dataclasses import replace
 from itertools import pairwise
 
 from vllmx_core.ops.activation import KINDS, Act
+from vllmx_core.ops.adapt import Adapt
+from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.gated_linear import GatedLinear
+from vllmx_core.ops.head import Head
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.values import Value
 
 Pass = Callable[[OpList], OpList]
 Supports = Callable[[Op], bool]
+
+
+# --- adapters ------------------------------------------------------------------------------------
+def with_adapters(steps: OpList) -> OpList:
+    """Puts `adapt` behind each product and table that an adapter may change: before a fused
+    activation, and before the sum over ranks."""
+    return replace(steps, ops=tuple(one for op in steps.ops for one in _adapted(op)))
+
+
+def _adapted(op: Op) -> Iterator[Op]:
+    is_head = isinstance(op, Head) and op.softcap is None  # a soft cap is taken of the sum
+    is_table = isinstance(op, Embedding) and op.ids.source == "tokens"
+    if not (is_head or is_table or isinstance(op, Linear)):
+        yield op
+        return
+    assert isinstance(op, Linear | Head | Embedding)
+    before = replace(op.out)  # another value: identity is what tells two apart
+    yield replace(op, out=before)
+    x = op.ids if isinstance(op, Embedding) else op.x
+    yield Adapt(x, before, op.w, op.out)
 
 
 # --- expansion ------------------------------------------------------------------------------------
@@ -95,7 +118,10 @@ def gated_weights(steps: OpList) -> frozenset[str]:
     gated = Counter(
         linears[op.gate_up].w.name
         for op in steps.ops
-        if isinstance(op, GatedAct) and op.gate_up in linears and reads[op.gate_up] == 1
+        if isinstance(op, GatedAct)
+        and op.limit is None
+        and op.gate_up in linears
+        and reads[op.gate_up] == 1
     )
     total = Counter(ref.name for op in steps.ops for ref in op.weights)
     return frozenset(name for name, count in gated.items() if count == total[name])

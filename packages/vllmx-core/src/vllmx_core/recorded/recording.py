@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from vllmx_core.errors import UnsupportedOpError
+from vllmx_core.errors import UnsupportedModelError, UnsupportedOpError
 from vllmx_core.model import Encoder, Model, ModelShape, encoder_of
 from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.recorder import Ops
@@ -13,7 +13,12 @@ from vllmx_core.ops.values import StepInputs, WeightRef
 from vllmx_core.plan import AnyArray
 from vllmx_core.plugins.registry import load_registry
 from vllmx_core.plugins.specs import BackendSpec
-from vllmx_core.recorded.passes import Pass, expand_unsupported, unsupported_ops
+from vllmx_core.recorded.passes import (
+    Pass,
+    expand_unsupported,
+    unsupported_ops,
+    with_adapters,
+)
 from vllmx_core.records import Record
 from vllmx_core.weights.spec import WeightSpec
 
@@ -58,9 +63,15 @@ def record(model: Model, max_model_len: int, passes: Sequence[Pass] = ()) -> Rec
         cols = table.shape[-1] if table.ndim > 1 else 0
         refs[name] = WeightRef(name, "constant", table.shape[0], cols)
     name = type(model).__name__
-    ops = Ops(name)
-    result: object = model.forward(ops, refs, StepInputs())
     shape = model.shape
+    taps = _parts_of_taps(shape)
+    ops = Ops(name, taps)
+    result: object = model.forward(ops, refs, StepInputs())
+    if taps.keys() - ops.tapped:
+        raise UnsupportedModelError(
+            f"{name} has no hidden states behind layers {sorted(taps.keys() - ops.tapped)}, which"
+            " the drafter reads: choose a drafter that was made for this model"
+        )
     steps = ops.finished(result, shape.result_size, shape.output)
     for change in passes:
         steps = change(steps)
@@ -68,6 +79,14 @@ def record(model: Model, max_model_len: int, passes: Sequence[Pass] = ()) -> Rec
     if encoder is not None:
         tower = _tower(encoder, shape, name, refs, passes)
     return Recording(name, steps, specs, constants, refs, tower)
+
+
+def _parts_of_taps(shape: ModelShape) -> dict[int, int]:
+    """Point -> part of the feature store, in which those of images come first."""
+    if shape.taps is None:
+        return {}
+    first = 0 if shape.features is None else shape.features.parts
+    return {point: first + part for part, point in enumerate(shape.taps.points)}
 
 
 def _tower(
@@ -92,11 +111,15 @@ def prepare(
     backend: str,
     supports: Callable[[Op], bool],
     passes: Sequence[Pass] = (),
+    *,
+    adapts: bool = False,
 ) -> Recording:
-    """Records a model for a backend and expands ops that it lacks. Raises UnsupportedOpError,
-    before any weight is read, if it lacks the expansion too."""
+    """Records a model for a backend and expands ops that it lacks; with `adapts`, its step takes
+    adapters. Raises UnsupportedOpError, before any weight is read, if it lacks the expansion
+    too."""
     recording = record(model, max_model_len, passes)
-    steps = expand_unsupported(recording.steps, supports)
+    steps = with_adapters(recording.steps) if adapts else recording.steps
+    steps = expand_unsupported(steps, supports)
     tower = recording.tower
     if tower is not None:
         tower = expand_unsupported(tower, supports)

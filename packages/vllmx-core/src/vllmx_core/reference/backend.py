@@ -10,17 +10,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllmx_core.backend import HOST_STEP_TIMEOUT_S, LoadedInfo, LoadOptions
+from vllmx_core.adapters import Adapter, AdapterSlots
+from vllmx_core.backend import HOST_STEP_TIMEOUT_S, LoadedInfo, LoadOptions, MovableCache
+from vllmx_core.backend_kit.hidden import Hidden, hidden_of
+from vllmx_core.backend_kit.host_rows import HostRows
 from vllmx_core.backend_kit.in_flight import InFlight
 from vllmx_core.backend_kit.limits import feature_bytes, feature_rows, feature_shapes
-from vllmx_core.cache.capacity import BlockSizes, CachePlan, check_latents, plan_cache
+from vllmx_core.cache.capacity import BlockSizes, CachePlan, check_codes, plan_cache
 from vllmx_core.communicator import Communicator
 from vllmx_core.dtypes import choose_dtype
 from vllmx_core.kv_dtypes import KV_DTYPES, kv_dtype
-from vllmx_core.model import Model, ModelShape
+from vllmx_core.model import Model, ModelShape, page_rows
 from vllmx_core.ops.formulas import Floats, NumpyFrame, NumpyWeights, Pages
 from vllmx_core.ops.op import Op, OpList
-from vllmx_core.plan import I32, SamplingRows, StepPlan, StepResult
+from vllmx_core.plan import I32, AnyArray, SamplingRows, StepPlan, StepResult
 from vllmx_core.recorded.interpreter import Interpreter
 from vllmx_core.recorded.recording import Recording, prepare
 from vllmx_core.reference.sampler import sample
@@ -46,7 +49,6 @@ class ReferenceStep:
         self._result: StepResult | None = None
 
     def sample(self, rows: SamplingRows) -> ReferenceStep:
-        """See `vllmx_core.backend.ForwardStep.sample`."""
         with self._owner.in_flight.sampling(self, rows):
             self.draw(rows)
         return self
@@ -62,7 +64,6 @@ class ReferenceStep:
         self._owner.last_ids = self._result.ids.copy()
 
     def result(self) -> StepResult:
-        """See `vllmx_core.backend.StepHandle.result`."""
         self._owner.in_flight.check_oldest(self)
         self._owner.in_flight.remove_oldest()
         assert self._result is not None, "a step in flight was sampled"
@@ -82,8 +83,12 @@ class ReferenceLoadedModel:
         tower: OpList | None = None,
         features: tuple[Floats, ...] = (),
         ranks: Communicator | None = None,
+        hidden: Hidden | None = None,
+        adapters: AdapterSlots[AnyArray] | None = None,
     ) -> None:
+        self._hidden = hidden
         self._steps, self._ranks = steps, ranks
+        self._adapters = adapters or AdapterSlots(None, (), ())
         self._tower = None if tower is None else Interpreter(tower, lambda op: type(op).compute)
         self._features = features
         self._pass: NumpyFrame | None = None
@@ -106,6 +111,18 @@ class ReferenceLoadedModel:
         return self._pages
 
     @property
+    def hidden(self) -> Hidden | None:
+        """See `vllmx_core.backend.HasHidden`."""
+        return self._hidden
+
+    @property
+    def movable_cache(self) -> MovableCache:
+        """See `vllmx_core.backend.HasMovableCache`: a step has run when it is in flight."""
+        pages = HostRows([array for page in self._pages for array in (page.k, page.v)], _nothing)
+        states = HostRows(self._states, _nothing) if self._states else None
+        return MovableCache(pages, states, in_host_memory=True)
+
+    @property
     def info(self) -> LoadedInfo:
         return self._info
 
@@ -118,7 +135,6 @@ class ReferenceLoadedModel:
         return step
 
     def forward(self, plan: StepPlan) -> ReferenceStep:
-        """See `vllmx_core.backend.LoadedModel.forward`."""
         self.in_flight.check_room(plan)
         step = ReferenceStep(self, plan)
         self.in_flight.add_unsampled(step, plan)
@@ -131,8 +147,14 @@ class ReferenceLoadedModel:
         frame = NumpyFrame(
             self._weights, plan, self._pages, kv_dtype, self._states, self._features, self._ranks
         )
+        frame.adapters = self._adapters.filled
         logits: Floats = self._interpreter.run(frame)
         return logits
+
+    def set_adapter(self, slot: int, adapter: Adapter | None) -> None:
+        """See `vllmx_core.backend.HasAdapters`."""
+        dtype = next(iter(self._weights.arrays.values())).dtype
+        self._adapters.put(slot, adapter, lambda array: array.astype(dtype, copy=False))
 
     def encode(self, plan: StepPlan, begin: float = 0.0, end: float = 1.0) -> None:
         """See `vllmx_core.backend.SeeingModel.encode`."""
@@ -178,8 +200,12 @@ class ReferenceBackend:
         name = choose_dtype(options.dtype, "f32", _DTYPES, self.name)
         dtype = np.dtype(_DTYPES[name])
         cached = kv_dtype(options.kv_cache_dtype, (*KV_DTYPES, "f64"), name, self.name)
-        check_latents(model.shape, cached)
-        recording = prepare(model, options.max_model_len, self.name, self.supports)
+        check_codes(model.shape, cached)
+        adapts = options.adapters is not None
+        recording = prepare(model, options.max_model_len, self.name, self.supports, adapts=adapts)
+        slots: AdapterSlots[AnyArray] = AdapterSlots(
+            options.adapters, recording.specs, recording.steps.ops
+        )
         weights = _weights(recording, source, dtype)
         cache = plan_cache(
             model.shape,
@@ -187,7 +213,7 @@ class ReferenceBackend:
             name,
             _BLOCK_SIZES,
             options.free_bytes or free_bytes(),
-            feature_bytes(model.shape, options),
+            feature_bytes(model.shape, options) + slots.num_bytes,
             default_bytes=_DEFAULT_KV_BYTES,
         )
         info = LoadedInfo(
@@ -213,6 +239,8 @@ class ReferenceBackend:
         )
         states = _states(model.shape, cache, dtype)
         features = tuple(np.zeros(size, dtype) for size in feature_shapes(model.shape, options))
+        if options.hidden is not None:
+            features = options.hidden.parts
         return ReferenceLoadedModel(
             recording.steps,
             weights,
@@ -222,10 +250,16 @@ class ReferenceBackend:
             recording.tower,
             features,
             options.communicator,
+            hidden_of(model.shape, features, {}),
+            adapters=slots,
         )
 
     def environment(self) -> dict[str, str]:
         return {"numpy": np.__version__}
+
+
+def _nothing() -> None:
+    """Waits for no step."""
 
 
 def _weights(recording: Recording, source: WeightSource, dtype: np.dtype[Any]) -> NumpyWeights:
@@ -245,10 +279,11 @@ def _pages(cache: CachePlan, dtype: np.dtype[Any]) -> tuple[Pages, ...]:
     """Pages of each layer; layers of different groups have a place in common."""
     layout, places = cache.layout, []
     for kv in layout.places:
-        shape = (cache.num_blocks, cache.block_size, kv.num_kv_heads)
+        shape = (cache.num_blocks, page_rows(kv, cache.block_size), kv.num_kv_heads)
         k, v = (np.zeros((*shape, size), dtype) for size in (kv.head_size, kv.value_size))
         places.append((k, v))
-    return tuple(Pages(*places[place], group) for group, place in layout.layers)
+    size = cache.block_size
+    return tuple(Pages(*places[place], group, size) for group, place in layout.layers)
 
 
 def _states(shape: ModelShape, cache: CachePlan, dtype: np.dtype[Any]) -> tuple[Floats, ...]:

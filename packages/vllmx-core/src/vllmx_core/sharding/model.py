@@ -87,6 +87,9 @@ class ShardedModel:
     ) -> Iterator[Op]:
         """The op on this rank, and the collective after it; `known` maps values of the whole model
         to the rank's."""
+        if not op.writes:
+            yield self._local(op, w, known)
+            return
         shard, (result, *_) = self._shard, op.writes
         if self._parts.sums(op):
             for local in self._parts.ops(op, known, w, self._begin(op)):
@@ -158,6 +161,12 @@ def sharded(
     Raises ConfigError, which suggests numbers of ranks, if sizes cannot be divided among `ranks`;
     OpError as recording does, and if an op needs a whole value of which ranks have parts.
     """
+    if model.shape.taps is not None:
+        raise ConfigError(
+            "a model on several ranks keeps no hidden states for drafters: choose one rank, or"
+            " --speculate ngram or suffix",
+            param="tensor_parallel_size",
+        )
     recording = record(model, max_model_len)
     specs = {spec.name: spec for spec in recording.specs}
     known: dict[str, Columns] = {}

@@ -19,6 +19,7 @@ from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.recurrence import Recurrence, RecurrenceSpec
 from vllmx_core.ops.scale import Scale
+from vllmx_core.ops.scale_at import ScaleAt
 from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.ops.values import Value, WeightRef
@@ -95,13 +96,18 @@ def _pair(op: GatedAct, share: Share, cutter: Cutter) -> Options:
     return {}
 
 
-def _each_units(op: Act | Scale | ShortConv, cutter: Cutter) -> Units | None:
+def _each_units(op: Act | Scale | ScaleAt | ShortConv, cutter: Cutter) -> Units | None:
     return cutter.units(op.x)
 
 
 def _each(op: Act | Scale, share: Share, cutter: Cutter) -> Options:
     cutter.value(op, op.x, share)
     return {}
+
+
+def _scale_at(op: ScaleAt, share: Share, cutter: Cutter) -> Options:
+    cutter.value(op, op.x, share)
+    return {"features": share.between(0, op.features).width}
 
 
 def _joined(one: Units | None, other: Units | None) -> Units | None:
@@ -229,7 +235,7 @@ def _recurrence(op: Recurrence, share: Share, cutter: Cutter) -> Options:
     cutter.value(op, op.a, decays)
     if op.b is not None:
         cutter.value(op, op.b, heads)
-    cutter.rows(op, op.a_log, heads)
+    cutter.rows(op, op.a_log, heads.spread(spec.num_rates // spec.num_heads))
     cutter.rows(op, op.dt_bias, decays)
     if op.d is not None:
         cutter.rows(op, op.d, heads)
@@ -266,6 +272,7 @@ RULES: dict[type[Op], Rule] = {
     Scale: Rule(_each_units, _each),
     Add: Rule(_add_units, _add),
     Gate: Rule(_gate_units, _gate),
+    ScaleAt: Rule(_each_units, _scale_at),
     ScaleBy: Rule(_scale_by_units, _scale_by),
     HeadNorm: Rule(_head_norm_units, _head_norm),
     Attention: Rule(_attention_units, _attention),

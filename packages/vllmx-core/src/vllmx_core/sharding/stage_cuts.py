@@ -30,14 +30,11 @@ Home = tuple[str, int]
 """Pages or states that ops have in common: ("layer", number) or ("state", number)."""
 
 
-def home_of(op: Op) -> Home | None:
-    """The pages or states that an op reads and writes, by the model's numbers."""
+def homes_of(op: Op) -> tuple[Home, ...]:
+    """The pages and states that an op reads and writes, by the model's numbers."""
     spec = getattr(op, "spec", None)
-    for kind in ("layer", "state"):
-        number = getattr(spec, kind, None)
-        if number is not None:
-            return kind, number
-    return None
+    numbers = ((kind, getattr(spec, kind, None)) for kind in ("layer", "state"))
+    return tuple((kind, number) for kind, number in numbers if number is not None)
 
 
 class Cut(Record):
@@ -54,9 +51,8 @@ class Cut(Record):
 
 
 def places(steps: OpList, shape: ModelShape) -> list[Cut]:
-    """All places, in order."""
     ops = steps.ops
-    mixers = [index for index, op in enumerate(ops) if home_of(op) is not None]
+    mixers = [index for index, op in enumerate(ops) if homes_of(op)]
     crossing = _crossing(steps)
     held = _held(ops, shape)
     tables = (op for op in ops if isinstance(op, Embedding | VocabEmbedding))
@@ -103,13 +99,10 @@ def _held(ops: Sequence[Op], shape: ModelShape) -> list[tuple[int, int]]:
     """(first, last) op of each home, between which no cut may be."""
     spans: dict[Home, tuple[int, int]] = {}
     for index, op in enumerate(ops):
-        home = home_of(op)
-        if home is None:
-            continue
-        if home[0] == "layer":
-            spec = shape.caches[home[1]]
-            home = ("layer", spec.layer) if isinstance(spec, SharedKV) else home
-        spans[home] = (spans.get(home, (index, index))[0], index)
+        for home in homes_of(op):
+            spec = shape.caches[home[1]] if home[0] == "layer" else None
+            owner = ("layer", spec.layer) if isinstance(spec, SharedKV) else home
+            spans[owner] = (spans.get(owner, (index, index))[0], index)
     return list(spans.values())
 
 

@@ -30,7 +30,7 @@ from vllmx_core.sharding.stage_cuts import (
     balanced,
     check_stages,
     cuts_behind,
-    home_of,
+    homes_of,
     own_cut,
     places,
 )
@@ -53,7 +53,7 @@ class StagedModel:
         self._received = begin.crossing
         self._sent = None if end is None else end.crossing
         ops = steps.ops[begin.index : None if end is None else end.index]
-        homes = sorted({home for op in ops if (home := home_of(op)) is not None})
+        homes = sorted({home for op in ops for home in homes_of(op)})
         layers = [number for kind, number in homes if kind == "layer"]
         states = [number for kind, number in homes if kind == "state"]
         self._ops = tuple(_renumbered(op, layers, states) for op in ops)
@@ -111,20 +111,19 @@ class StagedModel:
         return ops.pool(self._sent[0], step, "last")
 
 
-def _kept(shape: ModelShape) -> int:
+def _kept(shape: ModelShape) -> float:
     """Numbers in the cache for each token."""
-    return sum(kv.num_kv_heads * (kv.head_size + kv.value_size) for kv in shape.kv_specs)
+    return sum(kv.num_kv_heads * (kv.head_size + kv.value_size) / kv.ratio for kv in shape.kv_specs)
 
 
 def _renumbered(op: Op, layers: list[int], states: list[int]) -> Op:
     """The op with the stage's own numbers of pages and states."""
-    home = home_of(op)
-    if home is None:
+    lists = {"layer": layers, "state": states}
+    own = {kind: lists[kind].index(number) for kind, number in homes_of(op)}
+    if not own:
         return op
-    kind, number = home
-    own = (layers if kind == "layer" else states).index(number)
     changed: Any = op
-    found: Op = replace(changed, spec=replace(changed.spec, **{kind: own}))
+    found: Op = replace(changed, spec=replace(changed.spec, **own))
     return found
 
 
@@ -134,7 +133,11 @@ def _groups(shape: ModelShape, layers: list[int], layout: CacheLayout) -> tuple[
     kinds: dict[object, list[int]] = {}
     for number, group in enumerate(layout.groups):
         size = layout.places[layout.place_of[group.layers[0]]] if group.layers else None
-        kept = None if size is None else (size.num_kv_heads, size.head_size, size.value_size)
+        kept = (
+            None
+            if size is None
+            else (size.num_kv_heads, size.head_size, size.value_size, size.ratio)
+        )
         kinds.setdefault((group.window, kept), []).append(number)
     found: list[list[int]] = [[] for _ in layout.groups]
     for numbers in kinds.values():

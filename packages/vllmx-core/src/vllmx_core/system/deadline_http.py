@@ -40,7 +40,6 @@ class DeadlineConnection(http.client.HTTPConnection):
         self._secure = secure
 
     def connect(self) -> None:
-        """See `http.client.HTTPConnection`."""
         connection = _connected(self.host, self.port, self._deadline)
         try:
             if self._secure:
@@ -51,9 +50,11 @@ class DeadlineConnection(http.client.HTTPConnection):
         self.sock = cast("Any", _TimedSocket(connection, self._deadline))
 
 
-def get(url: str, headers: dict[str, str], seconds: float) -> tuple[int, bytes]:
-    """The status and the body of one answer; redirects are not followed. Raises OSError, including
-    DeadlineError, and ValueError for a malformed URL."""
+def ask(
+    url: str, headers: dict[str, str], seconds: float, *, body: bytes | None = None
+) -> tuple[int, bytes]:
+    """The status and the body of the answer to GET, or to POST of a body; redirects are not
+    followed. Raises OSError, including DeadlineError, and ValueError for a malformed URL."""
     from urllib.parse import urlsplit
 
     parts = urlsplit(url)
@@ -63,7 +64,7 @@ def get(url: str, headers: dict[str, str], seconds: float) -> tuple[int, bytes]:
     )
     try:
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        connection.request("GET", target, headers=headers)
+        connection.request("GET" if body is None else "POST", target, body, headers)
         with connection.getresponse() as answer:
             return answer.status, answer.read()
     except http.client.HTTPException as error:

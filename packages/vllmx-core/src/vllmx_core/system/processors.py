@@ -41,6 +41,17 @@ def neighbours(processors: Collection[int], count: int, root: Path = PROCESSOR_R
     return [number for _, _, number in sorted(chosen, key=lambda turn: turn[1:])]
 
 
+def divided_processors(parts: int) -> list[tuple[int, ...]]:
+    """The processors of each of some processes, neighbours together; empty where the system does
+    not tell, and where there are fewer."""
+    count = available_processors()
+    if not hasattr(os, "sched_getaffinity") or parts > count:
+        return [()] * parts
+    cores = neighbours(os.sched_getaffinity(0), count)
+    ends = [len(cores) * part // parts for part in range(parts + 1)]
+    return [tuple(cores[ends[part] : ends[part + 1]]) for part in range(parts)]
+
+
 def _place(folder: Path) -> tuple[int, int, int]:
     """The socket, the memory node and the first processor of the core; -1: unknown."""
     nodes = [int(path.name[4:]) for path in folder.glob("node[0-9]*")]

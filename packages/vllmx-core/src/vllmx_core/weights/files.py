@@ -212,7 +212,6 @@ class FileRange(Record):
         return self
 
     def read(self, room: Bytes | None = None) -> Bytes:
-        """See `WeightFile.read`."""
         if self.before_read is not None:
             self.before_read()
         if not self.run_bytes:

@@ -98,7 +98,7 @@ def _part(spec: WeightSpec, wanted: PartSpec, source: WeightSource) -> WeightPar
         whole = replace(spec, cols=wanted.share.whole_cols)
         return share_of(_part(whole, _unshared(wanted), source), wanted.share)
     wanted = resolved(source, wanted)
-    part = _numbers(source, wanted.name)
+    part = source.part(wanted.name) if spec.role == "ids" else _numbers(source, wanted.name)
     if spec.shape is not None:
         if spec.kind in ("linear", "embedding"):
             return _flattened(part, spec.shape, (wanted.rows, spec.cols))

@@ -7,7 +7,7 @@ parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import ClassVar, Protocol
 
@@ -23,6 +23,8 @@ from vllmx_core.weights.tensor import RawTensor
 Span = tuple[int, int]
 """Rows or columns [first, end)."""
 Index = npt.NDArray[np.int64]
+_COMPARED_ROWS = 4096
+"""Rows of two matrices that are compared at once."""
 _WORDS = 32
 """Integers of any number of bits fill whole 32-bit words at multiples of so many."""
 
@@ -141,7 +143,6 @@ class WeightPart(Record):
 
     @property
     def col_unit(self) -> int:
-        """See `Layout.col_unit`."""
         return self.layout.col_unit(self.shape[-1], shuffled=self.is_shuffled)
 
 
@@ -240,6 +241,35 @@ def dense_part(name: str, values: F32) -> StoredPart:
     return StoredPart(name, values.shape, DENSE, {"weight": raw})
 
 
+def are_equal(one: WeightPart, other: WeightPart) -> bool:
+    """True if two weights are stored with equal bytes."""
+    if not isinstance(one, StoredPart) or not isinstance(other, StoredPart):
+        return False
+    if (one.layout, one.shape, one.buffers.keys()) != (
+        other.layout,
+        other.shape,
+        other.buffers.keys(),
+    ):
+        return False
+    pairs = [(one.buffers[key], other.buffers[key]) for key in one.buffers]
+    if any((a.dtype, a.shape) != (b.dtype, b.shape) for a, b in pairs):
+        return False
+    return all(
+        np.array_equal(a.data, b.data)
+        for pair in pairs
+        for a, b in zip(*(map(_pieces, pair)), strict=True)
+    )
+
+
+def _pieces(tensor: RawTensor) -> Iterator[RawTensor]:
+    """The rows of a tensor, a few megabytes at a time."""
+    if not tensor.shape:
+        yield tensor
+        return
+    for begin in range(0, tensor.shape[0], _COMPARED_ROWS):
+        yield tensor.rows(begin, min(begin + _COMPARED_ROWS, tensor.shape[0]))
+
+
 def _columns(raw: RawTensor, width: int, cols: Span) -> RawTensor:
     """Returns the entries of each row's buffer that belong to some of `width` columns: whole
     blocks, codes packed to bytes, scales of groups. A single entry for the row stays."""
@@ -263,3 +293,19 @@ class WeightSource(Protocol):
     def close(self) -> None:
         """Closes the files; parts must not be used any more."""
         ...
+
+
+class SourceOver:
+    """A `WeightSource` over another one: what a subclass does not override is that one's."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+
+    def names(self) -> Collection[str]:
+        return self._source.names()
+
+    def part(self, name: str) -> WeightPart:
+        return self._source.part(name)
+
+    def close(self) -> None:
+        self._source.close()

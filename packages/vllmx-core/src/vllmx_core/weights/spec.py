@@ -71,9 +71,9 @@ class PartSpec(Record):
 
 
 Shard = Literal["none", "column", "row", "vocab", "expert", "head"]
-Role = Literal["", "vocabulary", "experts", "heads", "router"]
+Role = Literal["", "vocabulary", "experts", "heads", "router", "ids"]
 """The meaning of a weight's rows, beyond features. Those of a "router", the scores of experts,
-decide much and keep their stored precision."""
+decide much and keep their stored precision. "ids" are integers, not codes of a quantisation."""
 
 
 class WeightSpec(Record):
