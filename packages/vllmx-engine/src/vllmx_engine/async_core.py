@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Self
+from typing import TYPE_CHECKING, Literal, Self, cast
 
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import EngineDeadError, InvalidRequestError, VllmxError
@@ -17,16 +17,20 @@ from vllmx_engine.client.chat_images import chat_images
 from vllmx_engine.client.pooling import PoolingBuilder
 from vllmx_engine.client.request import Request, RequestBuilder
 from vllmx_engine.grammar.vocabulary import vocabulary_of
-from vllmx_engine.link.attached_frontend import AttachedFrontend
-from vllmx_engine.link.frontend import Frontend, Listener
+from vllmx_engine.link.frontend import Frontend, Listener, Sleeper
 from vllmx_engine.link.grammar_process import GrammarChecker
-from vllmx_engine.link.process_frontend import ProcessFrontend
 from vllmx_engine.streams import Streams
 from vllmx_engine.text.gauge import Gauge
-from vllmx_engine.wire.messages import CoreInfo, CoreStats
+from vllmx_engine.wire.messages import AdapterInfo, CoreInfo, CoreStats
+
+if TYPE_CHECKING:
+    from vllmx_engine.replicas.frontend import ReplicaFrontend
+    from vllmx_engine.replicas.seats import ReplicaState
 
 logger = logging.getLogger("vllmx.core")
 
+PauseMode = Literal["abort", "wait", "keep"]
+_PAUSE_POLL_S = 0.02
 PREPARE_S = 1.0
 """Seconds after the start before grammars are prepared: requests that wait already go first."""
 
@@ -114,8 +118,9 @@ class AsyncCore(AsyncText):
 
     def note(self, cause: VllmxError) -> None:
         """Takes what ended the core from the process that started it."""
-        if isinstance(self._frontend, AttachedFrontend):
-            self._frontend.note(cause)
+        note = getattr(self._frontend, "note", None)
+        if note is not None:
+            note(cause)
 
     def share(self, sequences: Gauge, texts: Gauge) -> None:
         """Counts the limits in common with other processes over the same core: `max_queue`, and
@@ -133,7 +138,49 @@ class AsyncCore(AsyncText):
     # --- life -------------------------------------------------------------------------------------
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False when running requests hold blocks."""
-        return await self._frontend.reset_prefix_cache()
+        return await self._frontend.call("reset_prefix_cache")
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Stops the core until `resume`: running requests end now (`abort`), end as they would
+        (`wait`: returns then, or when it is resumed) or stop where they are (`keep`). Later ones
+        wait."""
+        is_settled = await self._frontend.call("pause", mode)
+        while not is_settled:
+            await asyncio.sleep(_PAUSE_POLL_S)
+            is_settled = await self._frontend.call("is_settled")
+
+    async def is_paused(self) -> bool:
+        """True from `pause` to `resume`."""
+        return await self._frontend.call("is_paused")
+
+    async def resume(self) -> None:
+        """Goes on after `pause`."""
+        await self._frontend.call("resume")
+
+    async def update_weights(self, path: str) -> None:
+        """Loads other weights of the same model in place, and forgets cached prefixes. A core that
+        starts again, after `sleep` or a crash, has the old ones. Raises InvalidRequestError while
+        requests run, and what loading raises; then the old weights stay."""
+        await self._frontend.call("update_weights", path)
+
+    async def end_session(self, client: str, session_id: str) -> bool:
+        """Unpins the blocks of a client's session; False: it has none of this id."""
+        return await self._frontend.call("end_session", session_id, client)
+
+    @property
+    def adapters(self) -> list[AdapterInfo] | None:
+        """The LoRA adapters that requests may name; None: the model takes none."""
+        return self.info.adapters if self.stats.adapters is None else self.stats.adapters
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Reads a LoRA adapter on the core's machine and gives it a name; later requests of that
+        name use it in place of another. Raises AdapterError, ModelNotFoundError, WeightFormatError,
+        ConfigError where the model takes none, and EngineDeadError."""
+        await self._frontend.change_adapters(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter; requests in flight keep it. Raises as `load_adapter`."""
+        await self._frontend.change_adapters(name, None)
 
     async def sleep(self) -> None:
         """Ends the core, and frees what it holds, until `wake`. Raises InvalidRequestError while
@@ -146,10 +193,33 @@ class AsyncCore(AsyncText):
         """Starts the core again. Raises what it met then."""
         await self._own_core().wake()
 
-    def _own_core(self) -> ProcessFrontend:
-        if not isinstance(self._frontend, ProcessFrontend):
+    @property
+    def replicas(self) -> list[ReplicaState]:
+        """The replicas of the core; empty: there are none."""
+        return self._with_replicas().replicas() if self._has_replicas else []
+
+    async def drain_replica(self, number: int, timeout_s: float) -> None:
+        """Sends a replica nothing more, waits for its requests, moves those that take longer than
+        `timeout_s`, and ends it. Raises InvalidRequestError for the last one that serves."""
+        await self._with_replicas().drain(number, timeout_s)
+
+    async def add_replica(self, number: int) -> None:
+        """Starts a drained replica again. Raises what its core meets."""
+        await self._with_replicas().bring_back(number)
+
+    @property
+    def _has_replicas(self) -> bool:
+        return self.config.replicas > 1 or self.config.replica_hosts is not None
+
+    def _with_replicas(self) -> ReplicaFrontend:
+        if not self._has_replicas:
+            raise InvalidRequestError("the model has no replicas: start with --replicas")
+        return cast("ReplicaFrontend", self._frontend)
+
+    def _own_core(self) -> Sleeper:
+        if not hasattr(self._frontend, "sleep"):
             raise InvalidRequestError("this core cannot sleep: it has no process of its own here")
-        return self._frontend
+        return cast("Sleeper", self._frontend)
 
     async def prepare_grammars(self) -> None:
         """Starts the process that checks grammars, and makes the core build its trie of tokens
@@ -201,7 +271,6 @@ class AsyncCore(AsyncText):
 
     # --- inside -----------------------------------------------------------------------------------
     def check_open(self, num_choices: int = 1, client: str | None = None) -> None:
-        """See `vllmx_engine.streams.Streams.check_open`."""
         self._streams.check_open(num_choices, client)
 
     def _take_stats(self, stats: CoreStats) -> None:

@@ -18,8 +18,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from functools import partial
-from typing import Any, Self
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Self
 
 from vllmx_core.config import EngineConfig
 from vllmx_core.plugins.registry import Registry
@@ -34,6 +34,7 @@ from vllmx_engine.client.async_text import (
     prompt_size,
     rules_size,
 )
+from vllmx_engine.client.beams import BeamSearchParams
 from vllmx_engine.client.chat import ChatMessage, ChatOptions, ChatRenderer, Message, load_tokenizer
 from vllmx_engine.client.forced_calls import asks_for_calls
 from vllmx_engine.client.pooling import PoolingChoice, PoolingText, naming, pooled_output
@@ -41,11 +42,14 @@ from vllmx_engine.client.request import Prompt, Request, RequestBuilder, Request
 from vllmx_engine.client.request_limits import check_logprobs
 from vllmx_engine.client.request_state import OutputKind
 from vllmx_engine.client.request_stream import RequestStream
-from vllmx_engine.link.core_start import CoreStart
+from vllmx_engine.core_start import CoreStart
 from vllmx_engine.streams import all_or_none
 from vllmx_engine.text.text_threads import Stopped
 from vllmx_engine.wire.messages import PoolingTask
 from vllmx_engine.wire.outputs import PoolingRequestOutput, RequestOutput
+
+if TYPE_CHECKING:
+    from vllmx_engine.speech.transcriber import Transcriber
 
 _NOBODY = RequestOptions()
 
@@ -67,7 +71,7 @@ class AsyncLLM(AsyncCore):
         Raises:
             VllmxError: the typed reason why it cannot be loaded, whichever process met it.
         """
-        check_flags(config, registry)
+        check_flags(config, registry, in_process=in_process)
         async with await CoreStart.begin(config, registry, in_process=in_process) as core:
             return await cls.over(core)
 
@@ -160,11 +164,13 @@ class AsyncLLM(AsyncCore):
         options: RequestOptions,
         add_special_tokens: bool = True,
         fit_max_tokens: bool = True,
+        beams: BeamSearchParams | None = None,
     ) -> list[RequestStream]:
         """`submit` for each prompt, all or none: nothing is sent before all are accepted.
 
         Args:
             request_id: None: each prompt gets one; with several prompts it must be None.
+            beams: each stream has one output, the beams of a search.
         """
         params = params or self.sampling_params()
         self.check_open(len(prompts) * params.num_choices, options.client)
@@ -188,7 +194,28 @@ class AsyncLLM(AsyncCore):
             request = await self.convert(options.client, size, partial(build, prompt))
             requests.append(request.timed(grammar_s, begun_s))
             check_logprobs(params, [request.lengths for request in requests])
+        if beams is not None:
+            return [self._beam_stream(request, beams, options) for request in requests]
         return await self._streams.launch_all(requests, kind)
+
+    @cached_property
+    def transcriber(self) -> Transcriber:
+        """Makes requests for what audio says. Raises InvalidRequestError for a model that writes
+        down none, ConfigError, UnsupportedModelError."""
+        from vllmx_engine.speech.chat_transcriber import transcriber_for  # few servers need it
+
+        return transcriber_for(self._builder)
+
+    def submit_built(self, request: Request, kind: OutputKind) -> RequestStream:
+        """Starts a request that a `Transcriber` made. Raises what `submit` raises."""
+        return self._streams.launch(request, kind)
+
+    def _beam_stream(
+        self, request: Request, beams: BeamSearchParams, options: RequestOptions
+    ) -> RequestStream:
+        from vllmx_engine.beam_stream import BeamStream  # few servers need it
+
+        return BeamStream(request, beams, self._streams, self._builder, options)
 
     async def submit_chat(
         self,
@@ -202,6 +229,7 @@ class AsyncLLM(AsyncCore):
         add_special_tokens: bool = False,
         fit_max_tokens: bool = True,
         num_bytes: int = 0,
+        beams: BeamSearchParams | None = None,
     ) -> RequestStream:
         """Renders a conversation with the model's chat template and goes on as `submit`.
 
@@ -210,7 +238,7 @@ class AsyncLLM(AsyncCore):
         the rendering. `num_bytes`: of all that the template is given, where the caller knows it;
         else tools and the like count as nothing in `text`'s budget.
         """
-        self._builder.check_generates()
+        self._builder.check_chats()
         found = params or self.sampling_params(max_tokens=None)
         self.check_open(found.num_choices, options.client)
         conversation, pictures = await self.take_images(messages, options.client)
@@ -241,6 +269,8 @@ class AsyncLLM(AsyncCore):
         size = chat_cost(num_bytes or chat_size(conversation), pictures) + rules_size(found)
         request = await self.text.run(options.client, size, build)
         request = request.timed(text_begun_s - begun_s, text_begun_s)
+        if beams is not None:
+            return self._beam_stream(request, beams, options)
         return self._streams.launch(request, kind)
 
     async def generate(
@@ -291,5 +321,5 @@ class AsyncLLM(AsyncCore):
                     with naming(number, len(texts)):
                         async for each in stream:
                             text_s = stream.request.text_s
-                            found.append(pooled_output(task, model, each, choice, text_s))
+                            found.append(pooled_output(model, each, choice, text_s))
         return found

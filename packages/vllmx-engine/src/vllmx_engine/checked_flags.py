@@ -10,9 +10,15 @@ from vllmx_core.errors import ConfigError, ModelNotFoundError, TemplateError
 from vllmx_core.plugins.registry import Registry, load_registry
 
 
-def check_flags(config: EngineConfig, registry: Registry | None = None) -> None:
+def check_flags(
+    config: EngineConfig, registry: Registry | None = None, *, in_process: bool = False
+) -> None:
     """Raises ConfigError for a value that works with no model, and ModelNotFoundError for a missing
     tokenizer."""
+    if config.replicas > 1 or config.prefill_replicas or config.min_replicas:
+        from vllmx_engine.replicas.start import check_replicas
+
+        check_replicas(config, in_process=in_process)
     if (config.tool_parser, config.reasoning_parser) != ("auto", "auto"):
         from vllmx_engine.formats.named import check_name
 

@@ -77,7 +77,7 @@ class Engine(HasEngine):
     """
 
     def __init__(self, config: EngineConfig, *, registry: Registry | None = None) -> None:
-        check_flags(config, registry)
+        check_flags(config, registry, in_process=True)
         super().__init__(config, registry)
         self._seq_ids = itertools.count()
         self._streams: dict[int, RequestState] = {}
@@ -176,6 +176,18 @@ class Engine(HasEngine):
         request = self._build(params, prompt)
         if chat is not None:
             request = self._engine.renderer.with_readers(request, chat)
+        return self._stream(request)
+
+    def chat_stream(
+        self,
+        messages: Sequence[Message | ChatMessage],
+        params: SamplingParams,
+        chat: ChatOptions | None = None,
+    ) -> tuple[int, int, TextStream]:
+        """Starts the answer to a conversation, which may have images; see `generate_stream`."""
+        return self._stream(self._engine.chat_request(messages, params, chat or ChatOptions()))
+
+    def _stream(self, request: Request) -> tuple[int, int, TextStream]:
         state = self._engine.submit(request, "delta")
         seq_id = next(self._seq_ids)
         self._streams = {key: kept for key, kept in self._streams.items() if not kept.finished}

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import sys
 import time
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllmx_core.config import DEMO_MODEL, EngineConfig
-from vllmx_core.config_values import convert, nearest
-from vllmx_core.errors import ConfigError, InvalidRequestError, shown
+from vllmx_core.config import DEMO_MODEL
+from vllmx_core.errors import InvalidRequestError, shown
+from vllmx_core.plan import F32
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.records import Record
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.checked_flags import check_flags
+from vllmx_engine.client.arguments import (
+    LoRAArgument,
+    ParamsArgument,
+    one_each,
+    options_of,
+)
+from vllmx_engine.client.beams import BeamSearchOutput, BeamSearchParams, search_beams
 from vllmx_engine.client.chat import ChatMessage, ChatOptions, Message
 from vllmx_engine.client.forced_calls import choice_of
 from vllmx_engine.client.inline import HasEngine
 from vllmx_engine.client.pooling import (
     PoolingChoice,
     PoolingText,
-    cosine_output,
     first_tokens,
+    makes_vectors,
     naming,
     pairs_of,
     pooled_output,
+    similarity_output,
 )
 from vllmx_engine.client.request import Prompt, Request, RequestOptions
 from vllmx_engine.client.request_limits import checked_ids
@@ -38,68 +43,17 @@ from vllmx_engine.client.request_state import RequestState
 from vllmx_engine.core.drafters import Drafter
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.speculation import Drafting
+from vllmx_engine.llm_arguments import engine_config
 from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_engine.wire.messages import CoreInfo, CoreStats, PoolingTask
 from vllmx_engine.wire.outputs import PoolingRequestOutput, RequestOutput
 
+if TYPE_CHECKING:
+    from vllmx_engine.speech.transcriber import Transcription
+
 logger = logging.getLogger("vllmx.llm")
 
-RENAMED = {
-    "gpu_memory_utilization": "memory_fraction",
-    "num_gpu_blocks_override": "num_kv_blocks",
-}
-"""Arguments of vLLM's `LLM` that vllmx calls something else."""
-WITHOUT_EFFECT: Mapping[str, tuple[Any, ...] | None] = {
-    "trust_remote_code": None,
-    "disable_log_stats": None,
-    "disable_custom_all_reduce": None,
-    "max_seq_len_to_capture": None,
-    "compilation_config": None,
-    "guided_decoding_backend": None,
-    "limit_mm_per_prompt": None,
-    "enable_sleep_mode": None,
-    "tokenizer_mode": ("auto", "hf"),
-    "runner": ("auto", "generate"),
-    "swap_space": (0,),
-    "cpu_offload_gb": (0,),
-    "data_parallel_size": (1,),
-}
-"""Arguments of vLLM's `LLM` that ask for what is done anyway, with the values that do; None: all.
-docs/flags.md says why of each."""
-
-
-def engine_config(model: str, arguments: Mapping[str, Any]) -> EngineConfig:
-    """Returns the configuration of `LLM(model, **arguments)`. Raises ConfigError for an unknown
-    name, with the nearest one, and for a value of the wrong type or outside its interval."""
-    hints = typing.get_type_hints(EngineConfig)
-    names = {field.name for field in dataclasses.fields(EngineConfig)}
-    values: dict[str, Any] = {"model": model}
-    for given, value in arguments.items():
-        name = RENAMED.get(given, given)
-        if name in names:
-            if name in values:
-                raise ConfigError(f"LLM has {name} twice, as {given} too: give one", param=name)
-            plain = json.dumps(value) if isinstance(value, dict) else value
-            values[name] = convert(plain, hints[name], name, f"{given} of LLM")
-        elif given in WITHOUT_EFFECT:
-            _pass_over(given, value, WITHOUT_EFFECT[given])
-        else:
-            hint = nearest(given, [*names, *RENAMED]) or ": it is no field of EngineConfig"
-            raise ConfigError(f"LLM takes no argument {given!r}{hint}", param=given)
-    return EngineConfig(**values)
-
-
-def _pass_over(name: str, value: Any, taken: tuple[Any, ...] | None) -> None:
-    if taken is not None and value not in taken:
-        few = " or ".join(map(repr, taken))
-        raise ConfigError(
-            f"{name} = {shown(value)} of LLM is refused, it may be {few}: leave it out", param=name
-        )
-    logger.info("%s is taken without effect", name)
-
-
 Conversation = Sequence[ChatMessage | Message]
-ParamsArgument = SamplingParams | Sequence[SamplingParams] | None
 
 
 class Progress(Record):
@@ -127,7 +81,7 @@ class LLM(HasEngine):
         self, model: str = DEMO_MODEL, *, registry: Registry | None = None, **config: Any
     ) -> None:
         found = engine_config(model, config)
-        check_flags(found, registry)
+        check_flags(found, registry, in_process=True)
         super().__init__(found, registry)
 
     @property
@@ -162,6 +116,7 @@ class LLM(HasEngine):
         sampling_params: ParamsArgument = None,
         *,
         priority: Sequence[int] | None = None,
+        lora_request: LoRAArgument = None,
         use_tqdm: bool = True,
         progress: Callable[[Progress], None] | None = None,
     ) -> list[RequestOutput]:
@@ -174,6 +129,7 @@ class LLM(HasEngine):
             prompts: one prompt or several: texts, lists of token ids, or vLLM's dictionaries.
             sampling_params: one for all or one for each; None: what the model recommends.
             priority: of each prompt; smaller is served first.
+            lora_request: an adapter for all, or one or None for each.
             use_tqdm: show a line of progress where standard error is a terminal.
             progress: called a few times a second instead, and at the end.
 
@@ -181,18 +137,12 @@ class LLM(HasEngine):
             InvalidRequestError: a prompt that cannot be served.
         """
         several = _as_prompts(prompts)
-        params = _one_each(sampling_params, len(several))
+        params = one_each(sampling_params, len(several))
         builder = self._engine.builder
-        priorities = [0] * len(several) if priority is None else priority
-        if len(priorities) != len(several):
-            raise InvalidRequestError(
-                f"{len(priorities)} priorities were given for {len(several)} prompts: give one for"
-                " each",
-                param="priority",
-            )
+        options = options_of(self._engine, len(several), priority, lora_request)
         requests = [
-            builder.build(prompt, each, options=RequestOptions(priority=rank))
-            for prompt, each, rank in zip(several, params, priorities, strict=True)
+            builder.build(prompt, each, options=own)
+            for prompt, each, own in zip(several, params, options, strict=True)
         ]
         return self._run(requests, use_tqdm, progress)
 
@@ -206,6 +156,7 @@ class LLM(HasEngine):
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRAArgument = None,
         use_tqdm: bool = True,
         progress: Callable[[Progress], None] | None = None,
     ) -> list[RequestOutput]:
@@ -232,10 +183,11 @@ class LLM(HasEngine):
         conversations = _as_conversations(messages)
         if sampling_params is None:
             sampling_params = self.sampling_params(max_tokens=None)
-        params = _one_each(sampling_params, len(conversations))
+        params = one_each(sampling_params, len(conversations))
+        owns = options_of(self._engine, len(conversations), None, lora_request)
         requests = [
-            self._chat_request(conversation, each, options)
-            for conversation, each in zip(conversations, params, strict=True)
+            self._engine.chat_request(conversation, each, options, own)
+            for conversation, each, own in zip(conversations, params, owns, strict=True)
         ]
         outputs = self._run(requests, use_tqdm, progress)
         for request, output in zip(requests, outputs, strict=True):
@@ -246,23 +198,55 @@ class LLM(HasEngine):
                     request.readers.read(choice)
         return outputs
 
-    def _chat_request(
-        self, conversation: Conversation, params: SamplingParams | None, options: ChatOptions
-    ) -> Request:
-        renderer, builder = self._engine.renderer, self._engine.builder
-        builder.check_generates()
-        found = renderer.with_calls(params or builder.sampling_params(), options)
-        plain, pictures = self._engine.images.take(conversation)
-        pictures.measure()
-        for index in pictures.far:
-            pictures.fetch(index)
-        prompt = renderer.render(plain, options)
-        thoughts = renderer.thoughts(found, prompt, options)
-        free = renderer.free_part(found, prompt, builder.eos_ids, options)
-        text = pictures.written(prompt)
-        request = builder.build(text, found, add_special_tokens=False, thoughts=thoughts, free=free)
-        request = pictures.placed(request, prompt)
-        return renderer.with_readers(request, options)
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: LoRAArgument = None,
+    ) -> list[BeamSearchOutput]:
+        """The best continuations of each prompt: `sequences`, best first. `lora_request`: as in
+        `generate`.
+
+        Raises:
+            InvalidRequestError: a prompt that cannot be served, or more beams than --max-logprobs
+                allows.
+        """
+        several = _as_prompts(prompts)
+        options = options_of(self._engine, len(several), None, lora_request)
+        builder = self._engine.builder
+        return search_beams(builder, several, params, options, self._run_quietly)
+
+    def transcribe(
+        self,
+        audio: bytes | F32,
+        *,
+        language: str | None = None,
+        translate: bool = False,
+        prompt: str = "",
+        temperature: float = 0.0,
+        timestamps: bool = False,
+    ) -> Transcription:
+        """Writes down what an audio says, with a model such as Whisper.
+
+        Args:
+            audio: the bytes of a file, or mono samples between -1 and 1 at the model's rate (16,000
+                a second).
+            language: a code such as "en"; None: the model finds it.
+            translate: the text is English, whatever the language is.
+            prompt: text that came before, for names and style.
+            timestamps: `segments` of the result have times.
+
+        Raises:
+            InvalidRequestError: the audio cannot be read, or the model writes down none.
+        """
+        from vllmx_engine.speech.offline import transcribe  # few programs need it
+        from vllmx_engine.speech.transcriber import SpeechTask
+
+        task = SpeechTask(language, translate, prompt, timestamps, temperature)
+        return transcribe(self._engine, audio, task)
+
+    def _run_quietly(self, requests: list[Request]) -> list[RequestOutput]:
+        return self._run(requests, False, None)
 
     def embed(
         self,
@@ -292,8 +276,20 @@ class LLM(HasEngine):
             dimensions=dimensions,
             prompt_name=prompt_name,
         )
-        texts = [_pooling_text(each) for each in _as_prompts(prompts)]
-        return self._pool("embed", texts, choice, use_tqdm)
+        return self._pool("embed", _pooling_texts(prompts), choice, use_tqdm)
+
+    def token_embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """ColBERT's vectors of the tokens of each text, (tokens, dimensions): `outputs.data`.
+        Arguments and errors are those of `embed`."""
+        choice = PoolingChoice(max_tokens=self._most(truncate_prompt_tokens), normalize=normalize)
+        return self._pool("token_embed", _pooling_texts(prompts), choice, use_tqdm)
 
     def score(
         self,
@@ -305,16 +301,18 @@ class LLM(HasEngine):
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput]:
         """Scores pairs of texts, one text with each of several or pair by pair: `outputs.score`. An
-        embedding model gives the cosine of their vectors. Raises as `embed`."""
+        embedding model gives the cosine of their vectors, ColBERT MaxSim. Raises as `embed`."""
         first, second = pairs_of(text_1, text_2)
         choice = PoolingChoice(max_tokens=self._most(truncate_prompt_tokens), normalize=normalize)
-        if "embed" not in self._engine.pooling.model("score").tasks:
+        if not makes_vectors(self._engine.pooling.model("score").tasks):
             pairs = [PoolingText(a, pair=b) for a, b in zip(first, second, strict=True)]
             return self._pool("score", pairs, choice, use_tqdm)
         texts = list(dict.fromkeys([*first, *second]))
         found = self._pool("score", list(map(PoolingText, texts)), choice, use_tqdm)
         by_text = dict(zip(texts, found, strict=True))
-        return [cosine_output(by_text[a], by_text[b]) for a, b in zip(first, second, strict=True)]
+        return [
+            similarity_output(by_text[a], by_text[b]) for a, b in zip(first, second, strict=True)
+        ]
 
     def classify(
         self,
@@ -327,8 +325,7 @@ class LLM(HasEngine):
         """The probabilities of the model's classes (`info.pooling.labels`) for each text:
         `outputs.probs`. Raises as `embed`."""
         choice = PoolingChoice(max_tokens=self._most(truncate_prompt_tokens), normalize=normalize)
-        texts = [_pooling_text(each) for each in _as_prompts(prompts)]
-        return self._pool("classify", texts, choice, use_tqdm)
+        return self._pool("classify", _pooling_texts(prompts), choice, use_tqdm)
 
     def _most(self, truncate: int | None) -> int | None:
         return first_tokens(truncate, self.info.max_model_len)
@@ -343,7 +340,7 @@ class LLM(HasEngine):
             with naming(number, len(texts)):
                 requests.append(pooling.build(task, each, choice, options))
         outputs = self._run(requests, use_tqdm, None)
-        return [pooled_output(task, model, output, choice) for output in outputs]
+        return [pooled_output(model, output, choice) for output in outputs]
 
     def _run(
         self,
@@ -362,6 +359,10 @@ class LLM(HasEngine):
             if state.error is not None:
                 logger.warning("request %s failed: %s", state.request.request_id, state.error)
         return [state.output() for state in states]
+
+
+def _pooling_texts(prompts: Prompt | Sequence[Prompt]) -> list[PoolingText]:
+    return [_pooling_text(each) for each in _as_prompts(prompts)]
 
 
 def _pooling_text(prompt: Any) -> PoolingText:
@@ -428,22 +429,3 @@ def _as_conversations(messages: Any) -> list[Any]:
     if len(messages) > 0 and isinstance(messages[0], Mapping | Message):
         return [messages]
     return list(messages)
-
-
-def _one_each(params: ParamsArgument, count: int) -> list[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, Sequence) or not all(
-        isinstance(each, SamplingParams) for each in params
-    ):
-        raise InvalidRequestError(
-            f"sampling_params is {shown(params)}: give one SamplingParams, or a list of them",
-            param="sampling_params",
-        )
-    if len(params) != count:
-        raise InvalidRequestError(
-            f"{len(params)} sampling_params were given for {count} prompts: give one for each, or"
-            " one for all",
-            param="sampling_params",
-        )
-    return list(params)

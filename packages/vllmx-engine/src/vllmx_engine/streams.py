@@ -73,6 +73,9 @@ class Streams:
         """
         if self.draining:
             raise EngineDeadError("the engine is shutting down: send the request to another one")
+        self._check_room(num_choices, client)
+
+    def _check_room(self, num_choices: int, client: str | None) -> None:
         if self._frontend.status != "ready":
             raise self._frontend.unavailable()
         self._table.check_room(
@@ -83,19 +86,15 @@ class Streams:
             client if self.has_several() else None,
         )
 
-    def launch(self, request: Request, kind: OutputKind) -> RequestStream:
-        """Hands a checked request to the core."""
-        self.check_open(len(request.core), request.core[0].client)
-        if request.request_id in self._streams:
-            raise InvalidRequestError(
-                f"request id {request.request_id!r} is in flight already: use another one",
-                param="request_id",
-            )
-        stream = RequestStream(request, self._forget, self._end)
+    def launch(self, request: Request, kind: OutputKind, *, is_step: bool = False) -> RequestStream:
+        """Hands a checked request to the core. Steps of a request in flight go on while the engine
+        drains."""
+        check = self._check_room if is_step else self.check_open
+        check(len(request.core), request.core[0].client)
+        self._check_id(request)
+        stream = RequestStream(request, self.forget, self._end)
         stream.attach(self._table.add(request, kind, stream.wake))
-        self._streams[request.request_id] = stream
-        self.gauge.set(len(self._table))
-        self.idle.clear()
+        self.hold(stream)
         try:
             grammar = request.core[0].grammar
             if grammar is not None and grammar.text:
@@ -108,8 +107,22 @@ class Streams:
             self.on_launch(request)
         return stream
 
+    def hold(self, stream: RequestStream) -> None:
+        """Counts a stream as in flight until `forget`."""
+        self._check_id(stream.request)
+        self._streams[stream.request_id] = stream
+        self.gauge.set(len(self._table))
+        self.idle.clear()
+
+    def _check_id(self, request: Request) -> None:
+        if request.request_id in self._streams:
+            raise InvalidRequestError(
+                f"request id {request.request_id!r} is in flight already: use another one",
+                param="request_id",
+            )
+
     async def launch_all(
-        self, requests: Sequence[Request], kind: OutputKind
+        self, requests: Sequence[Request], kind: OutputKind, *, is_step: bool = False
     ) -> list[RequestStream]:
         """All or none of them."""
         streams: list[RequestStream] = []
@@ -117,7 +130,7 @@ class Streams:
             for request in requests:
                 if streams:
                     await asyncio.sleep(0)
-                streams.append(self.launch(request, kind))
+                streams.append(self.launch(request, kind, is_step=is_step))
         return streams
 
     def abort(self, request_id: str) -> bool:
@@ -154,7 +167,7 @@ class Streams:
         reason: FinishReason = "abort" if error is None else "error"
         self._frontend.abort(self._table.end(state, reason, error))
 
-    def _forget(self, stream: RequestStream) -> None:
+    def forget(self, stream: RequestStream) -> None:
         """A request has ended."""
         self._streams.pop(stream.request_id, None)
         self.gauge.set(len(self._table))

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from vllmx_core.errors import InvalidRequestError, QueueFullError
+from vllmx_core.output_format import OutputFormat
 from vllmx_core.sampling import SamplingParams
 from vllmx_core.system.deadline import Deadline
 
@@ -166,6 +167,11 @@ class AsyncText:
     def calls_origin(self) -> Origin:
         """The origin of the format of calls in answers; found out by the first chat."""
         return self._renderer.format.tools_origin
+
+    @property
+    def answer_format(self) -> OutputFormat:
+        """The format of calls and thoughts in answers; found out by the first chat."""
+        return self._renderer.format.format
 
     @property
     def chat_template(self) -> str | None:

@@ -1,8 +1,9 @@
-"""Images of a conversation: taken out of its messages, read, prepared, written into its prompt."""
+"""Images or audio of a conversation: taken out of its messages, read, prepared, and written into
+its prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,24 +11,25 @@ from typing import Any
 import msgspec
 import numpy as np
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import ConfigError, InvalidRequestError
+from vllmx_core.errors import ConfigError, InvalidRequestError, shown
 from vllmx_core.records import Record
 from vllmx_core.system.deadline import Deadline
 
+from vllmx_engine.audio.processor import AudioFit, AudioProcessor, find_audio_processor
 from vllmx_engine.client.chat_options import ChatMessage, Message
 from vllmx_engine.client.request import Request, RequestBuilder
 from vllmx_engine.images.decode import check_pillow, decode, size_of
 from vllmx_engine.images.limits import ImageLimits
 from vllmx_engine.images.processor import Fit, ImageProcessor, find_processor, processor_of
 from vllmx_engine.images.source import ImageSource, check_source, read_source
-from vllmx_engine.text.messages import IMAGE_PARTS
+from vllmx_engine.text.messages import AUDIO_PARTS, IMAGE_PARTS
 from vllmx_engine.text.prompt_text import PromptText
-from vllmx_engine.wire.images import ImageRoom, PreparedImage
+from vllmx_engine.wire.images import PLURAL, ImageRoom, Kind, PreparedImage
 from vllmx_engine.wire.messages import CoreInfo, ImageInput
 
 
-def write_images(prompt: str, processor: ImageProcessor, sizes: Sequence[int]) -> str:
-    """The prompt with a place for each token of each image. `sizes`: tokens of the images.
+def write_images(prompt: str, processor: Processor, written: Sequence[str]) -> str:
+    """The prompt with a place for each token of each image. `written`: the texts of the images.
 
     Raises:
         InvalidRequestError: the template wrote more or fewer marks than there are images: it knows
@@ -35,21 +37,23 @@ def write_images(prompt: str, processor: ImageProcessor, sizes: Sequence[int]) -
     """
     marked = prompt.marked if isinstance(prompt, PromptText) else prompt
     texts = marked.split(processor.mark)
-    if len(texts) != len(sizes) + 1:
+    if len(texts) != len(written) + 1:
         raise InvalidRequestError(
-            f"the prompt has {len(texts) - 1} marks {processor.mark!r} for {len(sizes)} images:"
-            " leave the mark out of texts, and use a chat template that knows images",
+            f"the prompt has {len(texts) - 1} marks {processor.mark!r} for {len(written)}"
+            f" {PLURAL[processor.kind]}: leave the mark out of texts, and use a chat template that"
+            f" knows {PLURAL[processor.kind]}",
             param="messages",
         )
     pieces = [texts[0]]
-    for num_tokens, text in zip(sizes, texts[1:], strict=True):
-        pieces += (processor.written(num_tokens), text)
+    for own, text in zip(written, texts[1:], strict=True):
+        pieces += (own, text)
     text = "".join(pieces)
     return PromptText.of_marked(text) if isinstance(prompt, PromptText) else text
 
 
 def place_images(ids: Sequence[int], token_id: int, sizes: Sequence[int]) -> list[int]:
-    """The place of each image's first token among the ids of a prompt of `write_images`.
+    """The place of the first token of each run among the ids of a prompt of `write_images`.
+    `sizes`: tokens of the runs, which are images or pieces of them.
 
     Raises InvalidRequestError where a text of the conversation holds the token of images.
     """
@@ -69,19 +73,21 @@ def place_images(ids: Sequence[int], token_id: int, sizes: Sequence[int]) -> lis
 
 def _token_in_text() -> InvalidRequestError:
     return InvalidRequestError(
-        "a text of the conversation holds the token that stands for images: leave it out",
+        "a text of the conversation holds the token that stands for images or audio: leave it out",
         param="messages",
     )
 
 
+AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
+Processor = ImageProcessor | AudioProcessor
 Stopped = Callable[[], bool]
 
 
 class Pictures:
-    """The images of one conversation. With none of them everything here does nothing.
+    """The images or audio of one conversation. With none of them everything here does nothing.
 
     Headers are read first: how many tokens an image takes is known by its size. A request that
-    cannot be served is refused before any image is decoded.
+    cannot be served is refused before any image is decoded. Audio is decoded to know its length.
 
     Args:
         images: finds and prepares them.
@@ -92,7 +98,9 @@ class Pictures:
         self._limits, self._processor = images.limits, images.processor
         self._token_id, self._room = images.token_id, images.room
         self._stored: dict[int, bytes] = {}
-        self._fits: list[Fit | None] = [None] * len(sources)
+        self._fits: list[Fit | AudioFit | None] = [None] * len(sources)
+        self._texts = [""] * len(sources)
+        """The texts that stand for them in the prompt."""
 
     def __len__(self) -> int:
         return len(self._sources)
@@ -108,7 +116,6 @@ class Pictures:
         return [index for index, each in enumerate(self._sources) if not each.is_inline]
 
     def source(self, index: int) -> ImageSource:
-        """The source of an image."""
         return self._sources[index]
 
     def measure(self) -> None:
@@ -125,10 +132,14 @@ class Pictures:
 
     def _measure(self, index: int, data: bytes) -> None:
         """Checks one with all whose size is known already."""
-        assert self._processor is not None, "others were refused"
-        where = self._sources[index].where
-        height, width = size_of(data, self._limits, where)
-        self._fits[index] = self._processor.fit(height, width, where)
+        processor, where = self._processor, self._sources[index].where
+        assert processor is not None, "others were refused"
+        if isinstance(processor, AudioProcessor):
+            heard = processor.measure(data, self._limits, where)
+            self._fits[index], self._texts[index] = heard, processor.written(heard)
+        else:
+            fit = processor.fit(*size_of(data, self._limits, where), where)
+            self._fits[index], self._texts[index] = fit, processor.written(fit)
         known = [fit for fit in self._fits if fit is not None]
         self._room.check(
             [fit.num_tokens for fit in known], sum(fit.num_bytes for fit in known), where
@@ -138,36 +149,34 @@ class Pictures:
         """The prompt with places for the images. Raises InvalidRequestError."""
         if self._processor is None:
             return prompt
-        return write_images(prompt, self._processor, self._sizes)
-
-    @property
-    def _sizes(self) -> list[int]:
-        return [fit.num_tokens for fit in self._fits if fit is not None]
+        return write_images(prompt, self._processor, self._texts)
 
     def placed(self, request: Request, prompt: str, stopped: Stopped = lambda: False) -> Request:
         """The request that came of `written`, with the images in it, which are decoded now. May
         take a while. Raises InvalidRequestError."""
         if self._processor is None:
             return request
-        starts = place_images(request.prompt_ids, self._token_id, self._sizes)
-        if not starts:
+        sizes = [size for fit in self._fits if fit is not None for size in fit.runs]
+        starts = iter(place_images(request.prompt_ids, self._token_id, sizes))
+        if not sizes:
             return request
-        images = [
-            image_input(start, self._prepared(index, stopped)) for index, start in enumerate(starts)
-        ]
+        images = [one for index in range(len(self)) for one in self._inputs(index, starts, stopped)]
         core = [msgspec.structs.replace(one, images=images) for one in request.core]
         return replace(request, prompt=str(prompt), core=core)
 
-    def _prepared(self, index: int, stopped: Stopped) -> PreparedImage:
+    def _inputs(self, index: int, starts: Iterator[int], stopped: Stopped) -> list[ImageInput]:
         if stopped():
             raise InvalidRequestError("nobody waits for the images any more")
-        source, fit = self._sources[index], self._fits[index]
-        assert self._processor is not None, "others were refused"
-        assert fit is not None, "it was measured"
+        source, processor, fit = self._sources[index], self._processor, self._fits[index]
+        if isinstance(processor, AudioProcessor) and isinstance(fit, AudioFit):
+            return processor.inputs(next(starts), fit)
+        assert isinstance(processor, ImageProcessor), "others were refused"
+        assert isinstance(fit, Fit), "it was measured"
         data = self._stored.pop(index, None)
         if data is None:
             data = read_source(source, self._limits)
-        return self._processor.prepare(decode(data, self._limits, source.where), fit)
+        pixels = decode(data, self._limits, source.where)
+        return [image_input(next(starts), one) for one in processor.prepare(pixels, fit)]
 
 
 def image_input(start: int, image: PreparedImage) -> ImageInput:
@@ -183,26 +192,26 @@ def image_input(start: int, image: PreparedImage) -> ImageInput:
 
 
 class ChatImages(Record):
-    """Finds images in conversations."""
+    """Finds images or audio in conversations."""
 
     limits: ImageLimits
     model: str
-    processor: ImageProcessor | None = None
+    processor: Processor | None = None
     """Prepares them; None: the model reads text alone."""
     token_id: int = -1
-    """The id of the token that stands for images."""
+    """The id of the token that stands for them."""
     room: ImageRoom = ImageRoom()
     """The size of what the model takes."""
 
     def take(
         self, messages: Sequence[ChatMessage | Message]
     ) -> tuple[Sequence[ChatMessage | Message], Pictures]:
-        """The conversation with plain marks where its images were, as templates read them, and the
-        images.
+        """The conversation with plain marks where its images or audio were, as templates read
+        them, and these.
 
         Raises:
-            InvalidRequestError: the model reads text alone, there are too many images, or one comes
-                from where none may.
+            InvalidRequestError: the model does not take them, there are too many, or one comes from
+                where none may.
         """
         sources: list[ImageSource] = []
         if isinstance(messages, Sequence) and not isinstance(messages, (str, bytes)):
@@ -218,66 +227,105 @@ class ChatImages(Record):
         self, message: ChatMessage | Message, index: int, sources: list[ImageSource]
     ) -> ChatMessage | Message:
         content = message.get("content") if isinstance(message, Mapping) else None
-        if not isinstance(content, list) or not any(map(_is_image, content)):
+        if not isinstance(content, list) or not any(map(_kind_of, content)):
             return message
         assert isinstance(message, Mapping)
         parts = []
         for number, part in enumerate(content):
-            if not _is_image(part):
+            kind = _kind_of(part)
+            if kind is None:
                 parts.append(part)
                 continue
             where = f"messages[{index}].content[{number}]"
-            if self.processor is None:
+            taken = None if self.processor is None else self.processor.kind
+            if taken != kind:
+                reads = "text alone" if taken is None else f"text and {PLURAL[taken]}"
                 raise InvalidRequestError(
-                    f"{where} is an image, but {self.model} reads text alone here: leave it out,"
-                    " or ask a model that takes images",
+                    f"{where} is an {kind}, but {self.model} reads {reads} here: leave it out,"
+                    f" or ask a model that takes {PLURAL[kind]}",
                     param=where,
                 )
-            sources.append(ImageSource(_url(part, where), where))
+            url = _image_url(part, where) if kind == "image" else _audio_url(part, where)
+            sources.append(ImageSource(url, where, kind))
             self.limits.check_count(len(sources))
-            parts.append({"type": "image"})
+            parts.append({"type": kind})
         return {**message, "content": parts}
 
 
 def chat_images(config: EngineConfig, builder: RequestBuilder) -> ChatImages:
-    """The reader of images for a loaded model. Raises ConfigError for options of images that
-    cannot be used."""
-    info, limits = builder.info, ImageLimits.of(config)
-    processor = _processor(info) if info.takes_images else None
+    """The reader of images or audio for a loaded model. Raises ConfigError for options of these
+    that cannot be used."""
+    info = builder.info
+    limits = ImageLimits.of(config, "audio" if info.takes_audio else "image")
+    processor = _processor(info)
     if processor is None:
         return ChatImages(limits, info.model)
-    check_pillow()
     token_id = builder.tokenizer.token_to_id(processor.token)
     if token_id is None:
         raise ConfigError(
             f"the tokenizer of {info.path} has no token {processor.token!r}, which stands for"
-            " images: take the one of the original model by --tokenizer, or leave the images out by"
-            " --limit-images 0"
+            f" {PLURAL[processor.kind]}: take the one of the original model by --tokenizer, or"
+            f" leave the {PLURAL[processor.kind]} out by --limit-images 0"
         )
     room = info.image_room or ImageRoom(info.max_model_len - 1)
     return ChatImages(limits, info.model, processor, token_id, room)
 
 
-def _processor(info: CoreInfo) -> ImageProcessor | None:
-    """Returns the processor that the model's format describes, or its folder."""
+def _processor(info: CoreInfo) -> Processor | None:
+    """Returns the processor that the model's format describes, or its folder; None for a model that
+    reads text alone."""
+    if info.takes_audio:
+        return find_audio_processor(Path(info.path))
+    if not info.takes_images:
+        return None
+    check_pillow()
     if info.image_processor:
         return processor_of(info.image_processor, info.path)
     return find_processor(Path(info.path))
 
 
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
+def _kind_of(part: Any) -> Kind | None:
+    """The kind of a part; None: text, or unknown."""
+    found = part.get("type") if isinstance(part, Mapping) else None
+    if found in IMAGE_PARTS:
+        return "image"
+    return "audio" if found in AUDIO_PARTS else None
 
 
-def _url(part: Mapping[str, Any], where: str) -> str:
+def _audio_url(part: Mapping[str, Any], where: str) -> str:
+    """The URL of {"audio_url": {"url": ...}}, {"audio_url": ...} or {"audio": ...}, or a data URL
+    made of {"input_audio": {"data": ..., "format": ...}}."""
+    inline = part.get("input_audio")
+    if isinstance(inline, Mapping) and isinstance(inline.get("data"), str):
+        form = inline.get("format", "wav")
+        if form not in AUDIO_FORMATS:
+            raise InvalidRequestError(
+                f"{where}.input_audio.format is {shown(form)}: use {', '.join(AUDIO_FORMATS)}",
+                param=where,
+            )
+        return f"data:audio/{form};base64,{inline['data']}"
+    return _url(
+        part.get("audio_url", part.get("audio")),
+        where,
+        'an audio without its data: give {"type": "input_audio", "input_audio":'
+        ' {"data": "...", "format": "wav"}}',
+    )
+
+
+def _image_url(part: Mapping[str, Any], where: str) -> str:
     """The URL of {"image_url": {"url": ...}}, {"image_url": ...} or {"image": ...}."""
-    found = part.get("image_url", part.get("image"))
+    return _url(
+        part.get("image_url", part.get("image")),
+        where,
+        'an image without a URL: give {"type": "image_url", "image_url":'
+        ' {"url": "data:image/png;base64,..."}}',
+    )
+
+
+def _url(found: Any, where: str, fault: str) -> str:
+    """`found`, or its "url". Raises InvalidRequestError, which says that `where` is the fault."""
     if isinstance(found, Mapping):
         found = found.get("url")
     if not isinstance(found, str):
-        raise InvalidRequestError(
-            f'{where} is an image without a URL: give {{"type": "image_url", "image_url":'
-            ' {"url": "data:image/png;base64,..."}}',
-            param=where,
-        )
+        raise InvalidRequestError(f"{where} is {fault}", param=where)
     return found

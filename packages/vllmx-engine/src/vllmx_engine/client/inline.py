@@ -16,11 +16,18 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.errors import EngineDeadError, RankLostError, StepTimeoutError
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.records import MutableRecord, field
+from vllmx_core.sampling import SamplingParams
 
-from vllmx_engine.client.chat import ChatRenderer, load_tokenizer
+from vllmx_engine.client.chat import (
+    ChatMessage,
+    ChatOptions,
+    ChatRenderer,
+    Message,
+    load_tokenizer,
+)
 from vllmx_engine.client.chat_images import chat_images
 from vllmx_engine.client.pooling import PoolingBuilder
-from vllmx_engine.client.request import Request, RequestBuilder
+from vllmx_engine.client.request import Request, RequestBuilder, RequestOptions
 from vllmx_engine.client.request_state import OutputKind, RequestState
 from vllmx_engine.client.request_table import RequestTable
 from vllmx_engine.core.engine_core import EngineCore
@@ -177,6 +184,37 @@ class InlineEngine:
         with self._a_turn():
             self._check_open()
             return call(self._core)
+
+    def chat_request(
+        self,
+        conversation: Sequence[ChatMessage | Message],
+        params: SamplingParams | None,
+        options: ChatOptions,
+        own: RequestOptions | None = None,
+    ) -> Request:
+        """The request for the answer to a conversation, with its images. Raises
+        InvalidRequestError."""
+        renderer, builder = self.renderer, self.builder
+        builder.check_chats()
+        found = renderer.with_calls(params or builder.sampling_params(), options)
+        plain, pictures = self.images.take(conversation)
+        pictures.measure()
+        for index in pictures.far:
+            pictures.fetch(index)
+        prompt = renderer.render(plain, options)
+        thoughts = renderer.thoughts(found, prompt, options)
+        free = renderer.free_part(found, prompt, builder.eos_ids, options)
+        text = pictures.written(prompt)
+        request = builder.build(
+            text,
+            found,
+            options=own or RequestOptions(),
+            add_special_tokens=False,
+            thoughts=thoughts,
+            free=free,
+        )
+        request = pictures.placed(request, prompt)
+        return renderer.with_readers(request, options)
 
     def submit(self, request: Request, kind: OutputKind = "final") -> RequestState:
         """Queues a request. Raises EngineDeadError."""

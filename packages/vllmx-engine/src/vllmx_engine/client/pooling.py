@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -62,6 +62,7 @@ def encode_fitting(
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=1)
 _REMEDY = {
     "embed": "an embedding model, such as Qwen/Qwen3-Embedding-0.6B, or this one with --task embed",
+    "token_embed": "a ColBERT model, such as answerdotai/answerai-colbert-small-v1",
     "score": "a reranker, such as BAAI/bge-reranker-v2-m3",
     "classify": "a model with a classification head",
 }
@@ -228,13 +229,21 @@ class PoolingBuilder:
         return model.prompts[name]
 
 
-def finished_values(
-    task: PoolingTask, model: PoolingInfo, vector: F32, choice: PoolingChoice
-) -> F32:
+def makes_vectors(tasks: Container[str]) -> bool:
+    """True for a model that scores two texts by their vectors."""
+    return "embed" in tasks or "token_embed" in tasks
+
+
+def finished_values(model: PoolingInfo, vector: F32, choice: PoolingChoice) -> F32:
     """Returns the user's result of the model's output."""
-    if task == "embed" or "embed" in model.tasks:
+    if makes_vectors(model.tasks):
         normalize = model.normalize if choice.normalize is None else choice.normalize
-        return _cut(vector, choice.dimensions, normalize=normalize)
+        if "token_embed" in model.tasks:
+            vector = vector.reshape(-1, model.size)
+        if model.activation == "log1p":
+            sparse: F32 = np.log1p(np.maximum(vector, 0))
+            return sparse
+        return first_values(vector, choice.dimensions, normalize=normalize)
     if choice.normalize is False:
         return vector[-1:] - vector[:1] if model.activation == "yes" else vector
     match model.activation:
@@ -250,7 +259,6 @@ def finished_values(
 
 
 def pooled_output(
-    task: PoolingTask,
     model: PoolingInfo,
     output: RequestOutput,
     choice: PoolingChoice,
@@ -259,7 +267,7 @@ def pooled_output(
     """The output of a request that has ended, well or not. `text_s`: what tokenising took."""
     data = np.frombuffer(output.outputs[0].vector, np.float32)
     if data.size:
-        data = finished_values(task, model, data, choice)
+        data = finished_values(model, data, choice)
     return PoolingRequestOutput(
         request_id=output.request_id,
         prompt_token_ids=output.prompt_token_ids,
@@ -287,12 +295,12 @@ def pairs_of(
     return left, right
 
 
-def cosine_output(
+def similarity_output(
     first: PoolingRequestOutput, second: PoolingRequestOutput
 ) -> PoolingRequestOutput:
     """The score of two texts by their vectors."""
     error = first.error or second.error
-    score = [] if error else [cosine(first.outputs.data, second.outputs.data)]
+    score = [] if error else [similarity(first.outputs.data, second.outputs.data)]
     return PoolingRequestOutput(
         request_id=f"{first.request_id},{second.request_id}",
         prompt_token_ids=[*first.prompt_token_ids, *second.prompt_token_ids],
@@ -301,17 +309,25 @@ def cosine_output(
     )
 
 
-def cosine(first: F32, second: F32) -> float:
-    """Returns the cosine of two vectors, from -1 to 1; 0 if one is zero."""
+def similarity(first: F32, second: F32) -> float:
+    """Returns the cosine of two vectors, from -1 to 1; 0 if one is zero. Vectors of the tokens of a
+    query and of a document, (n, D), give MaxSim (arXiv:2004.12832): the sum over the query's of the
+    greatest product with one of the document's."""
+    if first.ndim > 1:
+        return float((first @ second.T).max(axis=1).sum())
     lengths = float(np.linalg.norm(first)) * float(np.linalg.norm(second))
     found = float(first @ second) / lengths if lengths else 0.0
     return min(1.0, max(-1.0, found))  # sums are rounded
 
 
-def _cut(vector: F32, dimensions: int | None, *, normalize: bool) -> F32:
-    cut = vector if dimensions is None else vector[:dimensions]
-    length = float(np.linalg.norm(cut)) if normalize else 0.0
-    return cut / np.float32(length) if length else cut
+def first_values(vector: F32, dimensions: int | None, *, normalize: bool) -> F32:
+    """The first `dimensions` numbers of vectors (..., D), of length 1 with `normalize`."""
+    cut = vector if dimensions is None else vector[..., :dimensions]
+    if not normalize:
+        return cut
+    lengths = np.linalg.norm(cut, axis=-1, keepdims=True)
+    found: F32 = (cut / np.where(lengths, lengths, 1)).astype(np.float32)
+    return found
 
 
 def _sigmoid(x: F32) -> F32:

@@ -88,6 +88,8 @@ class RequestOptions:
     """It ends with QueueTimeoutError when it waited so long for its turn; 0: never."""
     at_end: bool = False
     """Nobody looks at the answer before it ends: its tokens may come many at a time."""
+    adapter: str = ""
+    """The name of the LoRA adapter that changes the model for it; empty: none, or the base's."""
     prediction: str = ""
     """A text that the answer may repeat in parts: the engine drafts from it, which saves time and
     changes no token."""
@@ -133,6 +135,16 @@ class RequestBuilder:
     def eos_ids(self) -> list[int]:
         """Ends of sequence that the model's files name."""
         return self._eos_ids
+
+    def check_chats(self) -> None:
+        """Raises InvalidRequestError for a model that answers no conversations."""
+        self.check_generates()
+        if self.info.audio_rows:
+            raise InvalidRequestError(
+                f"model {self.info.model!r} writes down what an audio says: send one to"
+                " /v1/audio/transcriptions, or use LLM.transcribe",
+                param="model",
+            )
 
     def check_generates(self) -> None:
         """Raises InvalidRequestError for a model that makes vectors or scores."""
@@ -325,6 +337,7 @@ class RequestBuilder:
             session_id=options.session_id,
             prediction=self._prediction(options.prediction),
             log_id=options.log_id,
+            adapter=options.adapter,
             share=options.share,
             queue_timeout_s=options.queue_timeout_s,
             at_end=options.at_end and not params.stop,  # the end at a stop string is found here

@@ -76,10 +76,12 @@ class BatchBuilder:
         else:
             rows = batch.decodes
         select = _selector(rows)
-        is_mixed = bool(batch.chunks or batch.drafts)
+        is_mixed = bool(batch.chunks) or batch.drafts is not None
         plan = self._mixed(batch, rows) if is_mixed else self._decode(rows, select)
         plan.block_tables = self._block_tables(rows, select)
         self._see(plan, batch, rows)
+        if self._table.num_adapted:
+            plan.adapters = self._table.adapter[rows]
         table = self._table
         waits_for_ids = table.wait_for_ids(batch.decodes)
         owners, sampling = self._sampling.build(batch, rows, plan)
@@ -105,9 +107,8 @@ class BatchBuilder:
         sampled = owners.rows if is_mixed else select
         table.last_token[sampled] = -1 - owners.logits  # references, until `commit` has the ids
         table.sampled_in[sampled] = number
-        if batch.drafts:
-            drafted = [draft.index for draft in batch.drafts]
-            table.await_draft(rows[drafted], plan.positions[plan.query_start[drafted]])
+        if batch.drafts is not None:
+            table.await_draft(batch.drafts.rows, batch.drafts.lengths - 1)
         # A slow mask would delay every row of the next step: its row sits that step out.
         for row in owners.constrained:
             if row.sequence.grammar is not None and row.sequence.grammar.is_slow:
@@ -120,7 +121,11 @@ class BatchBuilder:
     def _see(self, plan: StepPlan, batch: Batch, rows: AnyArray) -> None:
         """Sets the rows of image features, and the rotations of rows with images."""
         table = self._table
-        if self._images is not None and batch.chunks:
+        if self._images is not None and self._images.crossed:
+            for chunk in batch.chunks:
+                table.cross[chunk.sequence.row] = self._images.cross_rows(chunk.sequence)
+            plan.cross_rows = table.cross[rows]
+        elif self._images is not None and batch.chunks:
             starts = plan.query_start[batch.decodes.size : -1].tolist()
             plan.feature_rows = self._images.feature_rows(batch.chunks, starts, plan.num_tokens)
             if plan.feature_rows is not None and self._images.feeds is not None:
@@ -144,8 +149,7 @@ class BatchBuilder:
             step.owners, sampling, step.number, lambda: self._patience(step), self._may_be_late
         )
         for sequence in step.owners.lost:
-            row = sequence.row
-            self._table.resume(row, int(self._table.computed[row]), sequence.tokens[-1])
+            self._table.give_up_draft(sequence.row, sequence.tokens[-1])
             if self._states is not None:
                 self._states.resume(sequence, 0)
         step.late += step.owners.lost
@@ -206,8 +210,10 @@ class BatchBuilder:
         positions += self._ascending[:total]
         tokens = self._tokens[:total]
         tokens[query_start[:num_decodes]] = table.last_token[batch.decodes]
-        for draft in batch.drafts:
-            tokens[query_start[draft.index] + 1 : query_start[draft.index + 1]] = draft.ids
+        if (drafts := batch.drafts) is not None:
+            behind = np.arange(1, drafts.ids.shape[1] + 1)
+            at = query_start[drafts.index, None] + behind  # (D, K)
+            tokens[at[drafts.is_draft]] = drafts.ids[drafts.is_draft]
         for chunk, start in zip(chunks, query_start[num_decodes:-1].tolist(), strict=True):
             end = chunk.start + chunk.num_tokens
             tokens[start : start + chunk.num_tokens] = known_tokens(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from itertools import compress
 
 import numpy as np
 from vllmx_core.errors import InvalidRequestError, NonFiniteLogitsError, VllmxError
-from vllmx_core.plan import F32, StepResult
+from vllmx_core.plan import F32, I32, StepResult
 from vllmx_core.system.private_traceback import private_traceback
 
 from vllmx_engine.core.batch import Step
+from vllmx_engine.core.drafters import Drafts
 from vllmx_engine.core.grammar_masks import forbids_all
 from vllmx_engine.core.logprobs import StepLogprobs
 from vllmx_engine.core.sampling_rows import Scored
@@ -60,16 +61,19 @@ class Committer:
         outputs: list[CoreOutput] = []
         for scored in owners.scored:
             outputs += self._score(scored, result, details)
+        sequences, logits = owners.sequences, owners.logits
+        if step.batch.drafts is not None:
+            outputs += self._verify(step, step.batch.drafts, details)
+            is_plain = np.ones(logits.size, np.bool_)
+            is_plain[step.batch.drafts.index] = False
+            sequences = list(compress(sequences, is_plain.tolist()))
+            ids, logits = ids[is_plain], logits[is_plain]
         num_tokens = 0
-        logits = owners.logits.tolist()  # one conversion; indexing numpy costs more for each row
-        drafts = owners.drafts
-        for sequence, token, logit in zip(owners.sequences, ids.tolist(), logits, strict=True):
+        # one conversion; indexing numpy costs more for each row
+        for sequence, token, logit in zip(sequences, ids.tolist(), logits.tolist(), strict=True):
             if sequence.finished:
                 continue
             try:
-                if drafts and logit in drafts:
-                    outputs += self._verify(sequence, drafts[logit], logit, step, details)
-                    continue
                 if not sequence.is_plain or token < 0:
                     if sequence.skipped_step == step.number or sequence in step.late:
                         continue  # its token is one of those that were forced, or had no mask
@@ -99,7 +103,8 @@ class Committer:
         for sequence, logit in zip(owners.sequences, owners.logits.tolist(), strict=True):
             if sequence.finished:
                 continue
-            vector = vectors[logit]
+            count = sequence.num_prompt if self._scheduler.limits.token_vectors else 1
+            vector = vectors[logit + 1 - count : logit + 1]
             if np.isfinite(vector).all():
                 self.prompt_tokens += sequence.num_prompt
                 outputs.append(self._output(sequence, [], "stop", is_first=True, vector=vector))
@@ -124,9 +129,9 @@ class Committer:
         blocks that their windows no longer see."""
         full = step.context_len // self._size > self._table.num_cached[step.rows]
         full &= self._table.epoch[step.rows] == step.epochs
-        drafted = [draft.index for draft in step.batch.drafts]
-        if drafted:  # not known yet, see `_verify`
-            full[drafted] = False
+        drafts = step.batch.drafts
+        if drafts is not None:  # not known yet, see `_verify`
+            full[drafts.index] = False
         rows, lengths = step.rows[full].tolist(), step.context_len[full].tolist()
         for row, length in zip(rows, lengths, strict=True):
             sequence = self._table.owner[row]
@@ -136,7 +141,8 @@ class Committer:
             self._scheduler.states.file(step.number, step.rows, step.epochs, step.context_len)
         if self._scheduler.blocks.has_windows:
             settled = self._table.epoch[step.rows] == step.epochs
-            settled[drafted] = False
+            if drafts is not None:
+                settled[drafts.index] = False
             self._scheduler.blocks.slide(step.rows[settled])
 
     def _special(
@@ -144,58 +150,108 @@ class Committer:
     ) -> list[CoreOutput]:
         """A first token, or one with log-probabilities or a grammar."""
         is_first = len(sequence.tokens) == sequence.num_prompt
+        begins = len(sequence.tokens) == sequence.num_given
+        pieces = _pieces(sequence, [])
         reason = sequence.accept(token)
         logprobs = _logprobs(sequence, [token], logit, details)
-        if is_first:
+        if begins:
             sequence.mark_started()
-            self.prompt_tokens += sequence.num_prompt
+            self.prompt_tokens += sequence.num_prompt if is_first else 0
             self._scheduler.release_followers(sequence)
-        return self._told(sequence, [token], reason, logprobs, number, is_first=is_first)
+        return pieces + self._told(sequence, [token], reason, logprobs, number, is_first=is_first)
 
-    def _verify(
-        self, sequence: Sequence, draft: list[int], logit: int, step: Step, details: StepLogprobs
-    ) -> list[CoreOutput]:
-        """Takes in the tokens that were drawn behind the last known one and behind each token of
-        the draft, up to the first that the draft did not have."""
-        if sequence in step.owners.lost:
-            return []
-        drawn = details.ids[logit : logit + len(draft) + 1].tolist()
-        ids: list[int] = []
-        reason: FinishReason | None = None
-        for token, drafted in zip(drawn, [*draft, -1], strict=True):
-            if token < 0:
-                if ids:  # the next step fails, once these have been sent
-                    break
-                raise _no_token(step, sequence)
-            reason = sequence.accept(token)
-            ids.append(token)
-            if reason is not None or token != drafted:
-                break
+    def _verify(self, step: Step, drafts: Drafts, details: StepLogprobs) -> list[CoreOutput]:
+        """Takes in the tokens that were drawn behind the last known one of each row and behind each
+        token of its draft, up to the first that the draft did not have."""
+        first = step.owners.logits[drafts.index]  # (D,)
+        at = first[:, None] + np.arange(drafts.ids.shape[1] + 1)
+        drawn = details.ids[np.minimum(at, details.ids.size - 1)]  # (D, K + 1)
+        is_kept = drafts.is_draft & (drawn[:, :-1] == drafts.ids)
+        num_kept = is_kept.cumprod(1).sum(1)
+        has_token = drawn[np.arange(first.size), num_kept] >= 0  # else the next step fails
+        new = drawn.tolist()
+        outputs: list[CoreOutput] = []
+        taken: list[int] = []
+        reasons: list[FinishReason | None] = []
+        counts = (num_kept + has_token).tolist()
+        for number, (sequence, count) in enumerate(zip(drafts.sequences, counts, strict=True)):
+            if sequence.finished or sequence in step.owners.lost:
+                continue
+            try:
+                if not count:
+                    raise _no_token(step, sequence)
+                del new[number][count:]
+                reasons.append(sequence.accept_all(new[number]))
+                taken.append(number)
+            except Exception as error:  # one request's fault must not stop the others
+                outputs.append(self.fail(sequence, error))
+        if not taken:
+            return outputs
+        new = [new[number] for number in taken]
+        if len(taken) < len(counts):
+            drafts, first = drafts.part(np.array(taken)), first[taken]
+        num_new = np.fromiter(map(len, new), np.int32)
         speculator = self._scheduler.speculator
-        assert speculator is not None, sequence.request_id
-        if draft:  # a mask that could not be made leaves none
-            speculator.observe(sequence, len(draft), len(ids) - 1)
-        self._resume(sequence, len(ids))
-        logprobs = _logprobs(sequence, ids, logit, details)
-        return self._told(sequence, ids, reason, logprobs, step.number)
+        assert speculator is not None, "a draft without a speculator"
+        speculator.observe(drafts, num_new - 1)
+        self._resume(drafts, new, num_new)
+        return outputs + self._tell_all(step, drafts, new, reasons, first, details)
 
-    def _resume(self, sequence: Sequence, num_new: int) -> None:
-        """Lets a sequence decode again behind the `num_new` tokens that a step with its draft
-        brought: keys and values of all but the last are valid."""
-        scheduler, row = self._scheduler, sequence.row
-        if row < 0:
-            return
-        computed = len(sequence.tokens) - 1
-        self._table.resume(row, computed, sequence.tokens[-1])
-        self._table.start_decoding(sequence)
-        if self._table.num_cached[row] < computed // self._size:
-            scheduler.prefixes.file(sequence, computed)
+    def _resume(self, drafts: Drafts, new: list[list[int]], num_new: I32) -> None:
+        """Lets rows decode again behind the new tokens that a step with their drafts brought: keys
+        and values of all but the last are valid."""
+        scheduler, table = self._scheduler, self._table
+        sequences = drafts.sequences
+        if any(sequence.row < 0 for sequence in sequences):  # preempted
+            running = [number for number, one in enumerate(sequences) if one.row >= 0]
+            drafts, num_new = drafts.part(np.array(running, np.intp)), num_new[running]
+            new, sequences = [new[number] for number in running], drafts.sequences
+        rows, computed = drafts.rows, drafts.lengths - 1 + num_new
+        table.resume_all(rows, computed, np.array([ids[-1] for ids in new], np.int32))
+        for number in np.flatnonzero(table.num_cached[rows] < computed // self._size).tolist():
+            scheduler.prefixes.file(sequences[number], int(computed[number]))
         if scheduler.states is not None:
-            scheduler.states.resume(sequence, num_new)
-        if scheduler.blocks.has_windows:
-            scheduler.blocks.slide(np.array([row]))
+            for sequence, count in zip(sequences, num_new.tolist(), strict=True):
+                scheduler.states.resume(sequence, count)
+        scheduler.blocks.slide(rows)
         if len(scheduler.share) > 1:  # the first of them was charged when the step was scheduled
-            scheduler.share.charge(self._table.client.item(row), num_new - 1)
+            scheduler.share.charge_all(np.repeat(table.client[rows], num_new - 1))
+
+    def _tell_all(
+        self,
+        step: Step,
+        drafts: Drafts,
+        new: list[list[int]],
+        reasons: list[FinishReason | None],
+        first: I32,
+        details: StepLogprobs,
+    ) -> list[CoreOutput]:
+        """Reports the new tokens of rows with drafts."""
+        outputs: list[CoreOutput] = []
+        rows = zip(
+            drafts.sequences, new, reasons, drafts.counts.tolist(), first.tolist(), strict=True
+        )
+        for sequence, ids, reason, num_drafted, logit in rows:
+            num_accepted = len(ids) - 1
+            if reason is None and sequence.is_plain and not sequence.request.at_end:
+                self.generation_tokens += len(ids)
+                outputs.append(
+                    CoreOutput(
+                        request_id=sequence.request_id,
+                        ids=ids,
+                        num_accepted=num_accepted,
+                        num_rejected=num_drafted - num_accepted,
+                    )
+                )
+                continue
+            try:
+                sequence.num_accepted += num_accepted
+                sequence.num_rejected += num_drafted - num_accepted
+                logprobs = _logprobs(sequence, ids, logit, details)
+                outputs += self._told(sequence, ids, reason, logprobs, step.number)
+            except Exception as error:  # one request's fault must not stop the others
+                outputs.append(self.fail(sequence, error))
+        return outputs
 
     def _told(
         self,
@@ -233,8 +289,9 @@ class Committer:
         forced = sequence.grammar.forced_tokens()[: max(0, room)]
         if len(forced) < MIN_FORCED_TOKENS:
             return [], None
-        if not self._scheduler.make_room(sequence, len(forced)):
-            return [], None
+        rows, num_tokens = np.array([sequence.row]), np.array([len(sequence.tokens) + len(forced)])
+        if sequence.row >= 0 and not self._scheduler.make_room(rows, num_tokens).all():
+            return [], None  # a preempted one gets its blocks with its next admission
         for index, token in enumerate(forced, 1):
             reason = sequence.accept(token)
             if reason is not None:
@@ -288,7 +345,16 @@ class Committer:
                 raise NonFiniteLogitsError(
                     "the model's logits for this request's prompt are not finite: check the weights"
                 )
-            return list(_pieces(scored, details))
+            entries = [
+                details.of(
+                    scored.first + index,
+                    sequence.tokens[scored.start + index + 1],
+                    scored.num_logprobs,
+                )
+                for index in range(scored.count)
+            ]
+            self._scheduler.prefixes.scores.file(sequence, scored.start, entries)
+            return _pieces(sequence, entries)
         except Exception as error:  # one request's fault must not stop the others
             return [self.fail(sequence, error)]
 
@@ -304,25 +370,27 @@ def _logprobs(
     return [details.of(place, token, wanted, named) for place, token in enumerate(ids, logit)]
 
 
-def _pieces(scored: Scored, details: StepLogprobs) -> Iterator[CoreOutput]:
-    sequence = scored.sequence
-    size = max(1, _PIECE_LOGPROBS // (scored.num_logprobs + 1))
-    for start in range(0, scored.count, size):
-        entries = [
-            details.of(
-                scored.first + index,
-                sequence.tokens[scored.start + index + 1],
-                scored.num_logprobs,
-            )
-            for index in range(start, min(start + size, scored.count))
-        ]
-        yield CoreOutput(request_id=sequence.request_id, ids=[], prompt_logprobs=entries)
+def _pieces(sequence: Sequence, entries: list[TokenLogprobs]) -> list[CoreOutput]:
+    """Outputs with those of a sequence's cached prefix, once, and then with `entries`."""
+    if sequence.found_scores:
+        entries = sequence.found_scores + entries
+        sequence.found_scores = []
+    size = max(1, _PIECE_LOGPROBS // ((sequence.request.params.prompt_logprobs or 0) + 1))
+    return [
+        CoreOutput(
+            request_id=sequence.request_id,
+            ids=[],
+            prompt_logprobs=entries[start : start + size],
+        )
+        for start in range(0, len(entries), size)
+    ]
 
 
 def _no_token(step: Step, sequence: Sequence) -> VllmxError:
     """Why the sampler found no token for a row: what its request forbids, or the model."""
     owners = step.owners
-    if forbids_all(sequence, [*owners.constrained, *(group[0] for group in owners.drafted)]):
+    drafted = [group[0] for _, group in owners.drafted]
+    if forbids_all(sequence, [*owners.constrained, *drafted]):
         place = len(sequence.tokens) - sequence.num_prompt
         return InvalidRequestError(
             f"every token is forbidden at position {place} of the answer:"

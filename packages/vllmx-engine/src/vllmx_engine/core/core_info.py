@@ -17,9 +17,36 @@ from vllmx_core.plugins.registry import architecture_names
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.generation_config import generation_config
 from vllmx_engine.core.limits import Limits
+from vllmx_engine.core.scheduler import Scheduler
 from vllmx_engine.wire.messages import CoreInfo, PoolingInfo
 
 logger = logging.getLogger("vllmx.load")
+
+
+def scheduler_counts(scheduler: Scheduler) -> dict[str, Any]:
+    """The fields of `CoreStats` that a scheduler knows. Sessions that are too old end here."""
+    pool, states = scheduler.pool, scheduler.states
+    found: dict[str, Any] = {
+        "num_running": len(scheduler.running),
+        "num_waiting": scheduler.num_waiting,
+        "num_free_blocks": pool.num_available,
+        "num_cached_blocks": pool.num_idle,
+        "num_blocks": pool.num_blocks,
+        "num_preemptions": scheduler.num_preemptions,
+        "prefix_cache_queries": scheduler.num_queried_tokens,
+        "prefix_cache_hits": scheduler.num_hit_tokens,
+    }
+    if scheduler.sessions is not None:
+        found |= scheduler.sessions.counts()
+    if states is not None:
+        found |= {
+            "num_state_slots": scheduler.limits.num_state_slots,
+            "num_used_slots": states.num_used,
+            "num_snapshots": states.pool.num_snapshots,
+        }
+    if scheduler.speculator is not None:
+        found |= scheduler.speculator.counts()
+    return found if scheduler.tiers is None else found | scheduler.tiers.counts()
 
 
 def core_info(

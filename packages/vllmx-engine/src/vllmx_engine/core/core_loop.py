@@ -7,32 +7,45 @@ waiting. With nothing to compute it sleeps until a message comes."""
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
-from vllmx_core.errors import EngineDeadError
+from vllmx_core.errors import AdapterError, EngineDeadError, VllmxError
 
+from vllmx_engine.core.adapters import AdapterFiles, HeldAdapter
+from vllmx_engine.core.announcer import Announcer
 from vllmx_engine.core.commit import error_output
+from vllmx_engine.core.control import CoreControl
 from vllmx_engine.core.engine_core import EngineCore
+from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.watchdog import Watchdog
 from vllmx_engine.wire.grammars import Vocabulary
 from vllmx_engine.wire.ipc import (
     AbortRequests,
     AddRequest,
+    Call,
+    Called,
+    ErrorRecord,
     FromCore,
+    LoadAdapter,
     Outputs,
     Ping,
     Pong,
-    PrefixCacheReset,
-    ResetPrefixCache,
+    PullBlocks,
     Shutdown,
     Start,
     Stats,
     ToCore,
+    UnloadAdapter,
 )
 from vllmx_engine.wire.messages import CoreOutput, CoreRequest, choices_of, is_piece
+
+if TYPE_CHECKING:
+    from vllmx_engine.core.peers import Peers
 
 logger = logging.getLogger("vllmx.core")
 
@@ -81,6 +94,15 @@ class Said:
     message: ToCore
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterRead:
+    """An adapter was read for a client, or cannot be."""
+
+    client: Client
+    call_id: int
+    found: HeldAdapter | VllmxError
+
+
 def prefix_of(number: int) -> str:
     """The prefix of the ids of a core's so-manieth further client."""
     return f"{number}{_END}"
@@ -92,6 +114,9 @@ class Clients:
     def __init__(self, owner: Emit) -> None:
         self.owner = Client("", owner)
         self._by_prefix = {"": self.owner}
+
+    def __iter__(self) -> Iterator[Client]:
+        return iter(self._by_prefix.values())
 
     def add(self, client: Client) -> None:
         """Adds a client, which gets the updates of its requests and the counters from now on."""
@@ -164,7 +189,7 @@ def _emit_all(client: Client, outputs: list[CoreOutput]) -> bool:
 
 
 STATS_INTERVAL_S = 0.5
-Inbox = SimpleQueue[ToCore | Joined | Left | Said]
+Inbox = SimpleQueue[ToCore | Joined | Left | Said | AdapterRead]
 
 
 class CoreLoop:
@@ -175,6 +200,9 @@ class CoreLoop:
         inbox: filled by other threads: what the owner says, and what concerns further clients.
         emit: hands a message to the owner, see `Client`.
         on_stuck: called once, on another thread, when a step does not come back.
+        found: the loaded model; None: its weights cannot be replaced.
+        announcer: of a replica.
+        peers: the other replicas, if blocks go from one to another.
     """
 
     def __init__(
@@ -183,13 +211,18 @@ class CoreLoop:
         inbox: Inbox,
         emit: Callable[[FromCore], bool],
         on_stuck: Callable[[EngineDeadError], None],
+        found: FoundModel | None = None,
+        announcer: Announcer | None = None,
+        peers: Peers | None = None,
     ) -> None:
+        self._announcer, self._peers = announcer, peers
         self._core = core
+        self._control = CoreControl(core, found)
         self._inbox = inbox
         self._clients = Clients(emit)
         self._on_stuck = on_stuck
         self._stats_due_s = 0.0
-        self._stopped = False
+        self._stopped = self._writes = False
 
     def run(self) -> None:
         """Runs steps until a Shutdown message. What a step raises is a bug or a broken device: it
@@ -210,23 +243,34 @@ class CoreLoop:
                 self._core.close()
 
     def _take_messages(self) -> None:
-        """Takes all that have come; waits for one when there is nothing to do."""
+        """Takes all that have come; waits for one when there is nothing to do, not even writing
+        of cached blocks."""
         try:
             while not self._stopped:
-                self._take(self._inbox.get(block=not self._core.has_work))
+                writes = not self._core.has_work and self._core.write_idle()
+                if self._writes and not writes:
+                    self._report(time.monotonic())
+                self._writes = writes
+                self._take(self._inbox.get(block=not (writes or self._core.has_work)))
         except Empty:
             pass
 
-    def _take(self, message: ToCore | Joined | Left | Said) -> None:
+    def _take(self, message: ToCore | Joined | Left | Said | AdapterRead) -> None:
         match message:
             case Said(client, said):
                 self._answer(client, said)
             case Joined(client):
                 self._clients.add(client)
-                client.emit(Stats(self._core.stats()))
+                client.emit(Stats(self._control.stats()))
+                if self._announcer is not None:
+                    client.emit(self._announcer.first(client.prefix))
             case Left(client):
                 self._clients.remove(client)
+                if self._announcer is not None:
+                    self._announcer.left(client.prefix)
                 self._abort(self._ids_of(client))
+            case AdapterRead():
+                self._add_adapter(message)
             case Shutdown():
                 self._stopped = True
             case Start():
@@ -238,38 +282,98 @@ class CoreLoop:
         match message:
             case AddRequest(request, followers):
                 choices = choices_of(request, followers)
+                if self._announcer is not None:
+                    self._announcer.took(client.prefix, len(choices))
                 if any(refuse_foreign(client, choice) for choice in choices):
                     return
-                for choice in choices:
-                    self._core.add(choice)
+                self._control.add(choices)
+                self._report_idle()
             case AbortRequests(request_ids):
                 self._abort([one for one in request_ids if client.owns(one)])
-            case ResetPrefixCache(call_id):
-                client.emit(PrefixCacheReset(call_id, self._core.reset_prefix_cache()))
+            case Call():
+                answer, aborted = self._control.answer(message)
+                self._clients.spread(aborted)
+                self._report_idle()
+                client.emit(answer)
+            case LoadAdapter() | UnloadAdapter():
+                self._change_adapters(client, message)
             case Vocabulary():
                 self._core.set_vocabulary(message)
+            case PullBlocks(names):
+                if self._peers is not None:
+                    self._peers.hand_on(names, client.emit)
             case Ping():
                 client.emit(Pong())
             case _:
                 logger.error("only the owner of the core may send %s", type(message).__name__)
 
+    def _change_adapters(self, client: Client, message: LoadAdapter | UnloadAdapter) -> None:
+        """Files are read on a thread of their own, while steps go on."""
+        try:
+            adapters = self._core.adapters
+            if isinstance(message, LoadAdapter):
+                args = (client, message, adapters.files)
+                threading.Thread(target=self._read_adapter, args=args, daemon=True).start()
+                return
+            adapters.remove(message.name)
+        except VllmxError as error:
+            client.emit(Called(message.call_id, False, ErrorRecord.of(error)))
+        else:
+            self._tell_adapters(client, message.call_id)
+
+    def _read_adapter(self, client: Client, message: LoadAdapter, files: AdapterFiles) -> None:
+        found: HeldAdapter | VllmxError
+        try:
+            found = files.read(message.name, message.path)
+        except VllmxError as error:
+            found = error
+        except Exception:
+            logger.exception("adapter %s cannot be read", message.path)
+            found = AdapterError(f"{message.path} cannot be read: the log of the core says why")
+        self._inbox.put(AdapterRead(client, message.call_id, found))
+
+    def _add_adapter(self, read: AdapterRead) -> None:
+        try:
+            if isinstance(read.found, VllmxError):
+                raise read.found
+            self._core.adapters.add(read.found)
+        except VllmxError as error:
+            read.client.emit(Called(read.call_id, False, ErrorRecord.of(error)))
+        else:
+            self._tell_adapters(read.client, read.call_id)
+
+    def _tell_adapters(self, client: Client, call_id: int) -> None:
+        """All clients know before the one that asked goes on."""
+        self._clients.tell_all(Stats(self._control.stats()))
+        client.emit(Called(call_id, True))
+
     def _abort(self, request_ids: list[str]) -> None:
-        self._core.abort(request_ids)
-        if not self._core.has_work:
-            self._report(time.monotonic())
+        self._control.abort(request_ids)
+        self._report_idle()
 
     def _end(self, client: Client) -> None:
         """It does not read: computing on would fill the memory with updates."""
         ids = self._ids_of(client)
-        self._core.abort(ids)
+        self._control.abort(ids)
         end_all(client, ids)
 
     def _ids_of(self, client: Client) -> list[str]:
-        return [one for one in self._core.request_ids if client.owns(one)]
+        ids = (*self._core.request_ids, *self._control.held_ids)
+        return [one for one in ids if client.owns(one)]
+
+    def _report_idle(self) -> None:
+        """Counters that no step will report, since none follows, as while the core is paused."""
+        if not self._core.has_work:
+            self._report(time.monotonic())
 
     def _report(self, now_s: float) -> None:
         """Counters: with the first step of new work, every half second, and when it is done."""
         busy = self._core.has_work
         if now_s >= self._stats_due_s or not busy:
             self._stats_due_s = now_s + STATS_INTERVAL_S if busy else 0.0
-            self._clients.tell_all(Stats(self._core.stats()))
+            self._clients.tell_all(Stats(self._control.stats()))
+        announcer = self._announcer
+        if announcer is not None and announcer.is_due(is_busy=busy):
+            changes, load = announcer.changes(), announcer.load()
+            for client in self._clients:
+                client.emit(announcer.announced(client.prefix, changes, load))

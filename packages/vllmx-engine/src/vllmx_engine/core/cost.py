@@ -27,6 +27,9 @@ _PACE_WEIGHT = 0.25
 _GROWTH = 2.0
 _LEAST_STEP = 1.5
 """A step with prefill may always take so many times what its decodes take."""
+AUTO_S = 0.0
+"""A target of twice what decodes take alone, or of `_LEAST_AUTO_S`."""
+_AUTO_PACE, _LEAST_AUTO_S = 2.0, 0.005
 _MAX_STRETCH = 8.0
 """However many prompts wait, no step aims at more than so many targets."""
 _LOWER_SHARE = 0.5
@@ -158,7 +161,9 @@ class StepCost:
         known = (1.0, *load[: _FEATURES - 1])
         return sum(c * x for c, x in zip(self._coefficients(), known, strict=True))
 
-    def chunk_seconds(self, num_decodes: int, decode_context: int, num_prompts: int = 1) -> float:
+    def chunk_seconds(
+        self, num_decodes: int, decode_context: int, num_prompts: float = 1.0
+    ) -> float:
         """Returns the seconds left of the target for prefill in a step with these decodes; infinite
         without decodes or a target. The aim is below the target by as much as steps exceeded their
         prediction. Where decodes alone nearly reach the target, prefill still gets a share of their
@@ -174,7 +179,11 @@ class StepCost:
         decodes_s = self.predict(StepLoad(num_decodes, decode_context))
         weight = min(1.0, _FEW_DECODES / num_decodes)
         stretch = min(1.0 + weight * (num_prompts - 1), _MAX_STRETCH)
-        aim_s = max(self.target_s / self._overrun(), _LEAST_STEP * decodes_s)
+        target_s = self.target_s
+        if target_s == AUTO_S:
+            alone_s = self._alone(num_decodes, decode_context)
+            target_s = max(_AUTO_PACE * alone_s, _LEAST_AUTO_S)
+        aim_s = max(target_s / self._overrun(), _LEAST_STEP * decodes_s)
         return max(0.0, stretch * aim_s - decodes_s)
 
     def share_seconds(self, num_decodes: int, decode_context: int) -> float:
@@ -197,6 +206,18 @@ class StepCost:
         if not seconds or sizes.min(initial=0) == sizes.max(initial=0):
             return None
         return self.decode_seconds(1, 0) / seconds
+
+    @property
+    def token_seconds(self) -> tuple[float, float]:
+        """Seconds that a prompt token adds to a step, and those that it adds for each token before
+        it; 0 before any was seen."""
+        coefficients = self._coefficients()
+        return coefficients[_CHUNK_TOKENS], coefficients[_CHUNK_WORK]
+
+    @property
+    def knows_chunks(self) -> bool:
+        """True once a step with part of a prompt was measured."""
+        return self._seen[1] > 0
 
     @property
     def knows_towers(self) -> bool:

@@ -15,10 +15,11 @@ from collections import deque
 
 import numpy as np
 from vllmx_core.backend import LoadedModel, StepHandle
+from vllmx_core.config import MAX_DRAFT
 from vllmx_core.plan import I32, AnyArray, SamplingRows, StepPlan
 from vllmx_core.records import MutableRecord
 
-from vllmx_engine.core.drafters import Draft, Guess
+from vllmx_engine.core.drafters import Drafts
 from vllmx_engine.core.rows import FLOAT_FIELDS, RowTable, known_tokens
 from vllmx_engine.core.sequence import Sequence
 
@@ -26,7 +27,9 @@ logger = logging.getLogger("vllmx.draft")
 
 _MAX_FAILURES = 3
 """Steps that fail one after the other until nothing is drafted any more."""
-_UNKNOWN = -1
+
+Handles = deque[tuple[StepHandle, slice | AnyArray, int | AnyArray]]
+"""Steps under way, the numbers of the drafts that they draw for, and the place in these."""
 
 
 class _Computed(MutableRecord):
@@ -47,9 +50,12 @@ class DraftModel:
     """A `Drafter` whose guesses are filled in by `fill`, for all rows of a step at once.
 
     Args:
-        model: closed by `close`. Its vocabulary is the target's.
+        model: closed by `close`.
         table: the target's rows.
-        group: the target's cache group whose block table it uses, one without a window.
+        group: the target's cache group whose block table it uses, one without a window, in pages of
+            its own.
+        num_ids: the first ids, which model and target share: others are not drafted, and the model
+            reads the last of them in their place.
         shares_pages: it reads and writes the target's own pages, which have all known tokens.
     """
 
@@ -58,7 +64,7 @@ class DraftModel:
         model: LoadedModel,
         table: RowTable,
         group: int,
-        vocab_size: int,
+        num_ids: int,
         max_model_len: int,
         *,
         shares_pages: bool,
@@ -66,7 +72,7 @@ class DraftModel:
         self._model = model
         self._table = table
         self._group = group
-        self._vocab_size = vocab_size
+        self._num_ids = num_ids
         self._max_model_len = max_model_len
         self._shares_pages = shares_pages
         self._rows: dict[str, _Computed] = {}
@@ -76,10 +82,9 @@ class DraftModel:
         self.step_s = 0.0
         """The device time of its last step with one token a row."""
 
-    def guess(self, sequence: Sequence, most: int) -> Guess:
-        """Reserves `most` tokens, which `fill` replaces; fewer near the end of its context."""
-        most = min(most, self._max_model_len - len(sequence.tokens))
-        return Guess([_UNKNOWN] * most)
+    def longest(self, lengths: I32) -> AnyArray:
+        """See `DraftsByModel`: fewer near the end of its context."""
+        return np.clip(self._max_model_len - lengths, 0, MAX_DRAFT)
 
     @property
     def has_failed(self) -> bool:
@@ -87,127 +92,131 @@ class DraftModel:
         return self._num_failures >= _MAX_FAILURES
 
     def ended(self, sequence: Sequence) -> None:
-        """See `Drafter`."""
         self._rows.pop(sequence.request_id, None)
 
-    def verified(self, sequence: Sequence) -> None:
-        """The sequence has the draft tokens that were kept."""
-        row = self._rows.get(sequence.request_id)
-        if row is not None:
-            known = len(sequence.tokens) - 1
-            row.num_tokens = min(row.num_tokens + row.num_drafted, known)
-            row.num_drafted = 0
+    def verified(self, sequences: list[Sequence]) -> None:
+        """See `DraftsByModel`."""
+        for sequence in sequences:
+            row = self._rows.get(sequence.request_id)
+            if row is not None:
+                known = len(sequence.tokens) - 1
+                row.num_tokens = min(row.num_tokens + row.num_drafted, known)
+                row.num_drafted = 0
 
     def close(self) -> None:
-        """Closes the model."""
         self._model.close()
 
     # --- a step -----------------------------------------------------------------------------------
-    def fill(self, drafts: list[Draft]) -> None:
-        """Replaces the ids of drafts by tokens that the model draws; there are none for sequences
-        of which it lacks much, and for all where it fails."""
-        handles: deque[StepHandle] = deque()
+    def fill(self, drafts: Drafts) -> None:
+        """Sets the ids of drafts to tokens that the model draws; there are none for sequences of
+        which it lacks much, and for all where it fails."""
+        handles: Handles = deque()
         try:
-            self._fill(sorted(drafts, key=lambda draft: -len(draft.ids)), handles)
+            self._fill(drafts, handles)
             self._num_failures = 0
         except Exception:  # whatever a backend raises: the target goes on without
-            self._num_failures += 1
-            logger.exception("the draft model failed (%d in a row)", self._num_failures)
-            if self._num_failures >= _MAX_FAILURES:
-                logger.error("nothing is drafted any more: restart to try again")
-            for draft in drafts:
-                draft.ids.clear()
-                self._rows.pop(draft.sequence.request_id, None)
-            self._drain(handles)
+            self._log_failure()
+            drafts.counts[:] = 0
+            for sequence in drafts.sequences:
+                self._rows.pop(sequence.request_id, None)
+            self._drain([handle for handle, _, _ in handles])
+
+    def _log_failure(self) -> None:
+        self._num_failures += 1
+        logger.exception("the draft model failed (%d in a row)", self._num_failures)
+        if self._num_failures >= _MAX_FAILURES:
+            logger.error("nothing is drafted any more: restart to try again")
 
     @staticmethod
-    def _drain(handles: deque[StepHandle]) -> None:
+    def _drain(handles: list[StepHandle]) -> None:
         for handle in handles:
             try:
                 handle.result()
             except Exception:  # one failed already
                 logger.debug("a later step of the draft model failed too", exc_info=True)
 
-    def _fill(self, drafts: list[Draft], handles: deque[StepHandle]) -> None:
-        counts = [len(draft.ids) for draft in drafts]
+    def _fill(self, drafts: Drafts, handles: Handles) -> None:
         active, behind, plan = self._first_plan(drafts)
-        found: list[list[int]] = [[] for _ in active]
-        rows = np.array([draft.sequence.row for draft in active], np.int64)
-        positions = np.array([len(draft.sequence.tokens) for draft in active], np.int32)
-        for place in range(max(counts)):
-            num_rows = sum(len(draft.ids) > place for draft in active)
+        own = drafts.part(active)
+        for place in range(own.counts.max(initial=0) or 1):  # the first step may draw nothing
+            num_rows = int((own.counts > place).sum())
+            positions = own.lengths[:num_rows] + np.int32(place)
             if place:
-                if not num_rows:
-                    break
-                plan = self._next_plan(rows[:num_rows], positions[:num_rows] + place - 1)
-            sampling = self._sampling(rows[:num_rows], positions[:num_rows] + place)
-            handles.append(self._model.step(plan, sampling))
+                plan = self._next_plan(own.rows[:num_rows], positions - 1)
+            sampling = self._sampling(own.rows[:num_rows], positions)
+            handles.append((self._model.step(plan, sampling), slice(num_rows), place))
             if len(handles) > 1:
-                self._take(handles.popleft(), found)
+                self._take(handles, own)
         while handles:
-            self._take(handles.popleft(), found)
-        for draft, ids in zip(active, found, strict=True):
-            row = self._rows[draft.sequence.request_id]
-            row.num_tokens = len(draft.sequence.tokens)
-            row.num_drafted = max(0, len(ids) - 1)
-            bad = [i for i, token in enumerate(ids) if not 0 <= token < self._vocab_size]
-            draft.ids[:] = ids[: bad[0]] if bad else ids
-            self._remember(draft.sequence, row)
-        for draft, num_tokens in behind:
-            row = self._rows[draft.sequence.request_id]
-            row.num_tokens = num_tokens
-            self._remember(draft.sequence, row)
+            self._take(handles, own)
+        rows = zip(own.sequences, own.lengths.tolist(), own.counts.tolist(), strict=True)
+        reached = [(sequence, length, max(0, count - 1)) for sequence, length, count in rows]
+        for sequence, num_tokens, num_drafted in reached + behind:
+            row = self._rows[sequence.request_id]
+            row.num_tokens, row.num_drafted = num_tokens, num_drafted
+            self._remember(sequence, row)
+        self._cut_unknown(own)
+        drafts.counts[:] = 0
+        drafts.put_back(active, own)
 
-    def _take(self, handle: StepHandle, found: list[list[int]]) -> None:
+    def _cut_unknown(self, drafts: Drafts) -> None:
+        """Keeps the ids up to the first that is none of the target's."""
+        is_unknown = (drafts.ids < 0) | (drafts.ids >= self._num_ids)
+        drafts.cut(np.where(is_unknown.any(1), is_unknown.argmax(1), is_unknown.shape[1]))
+
+    def _take(self, handles: Handles, drafts: Drafts) -> None:
+        """Waits for the first step."""
+        handle, numbers, place = handles.popleft()
         result = handle.result()
         self.step_s = result.elapsed_s
-        for ids, token in zip(found, result.ids.tolist(), strict=False):
-            ids.append(token)
+        if result.ids.size:
+            drafts.ids[numbers, place] = result.ids
 
     def _first_plan(
-        self, drafts: list[Draft]
-    ) -> tuple[list[Draft], list[tuple[Draft, int]], StepPlan]:
-        """Plans the step that computes what the model lacks of each sequence. Returns the drafts
-        whose last known token it reaches, and the others, which go on without a draft, with the
-        number of tokens that it reaches."""
-        room = self._model.info.max_num_batched_tokens - len(drafts)
-        active: list[Draft] = []
-        behind: list[tuple[Draft, int, int]] = []
-        parts: list[tuple[Draft, int, int]] = []
+        self, drafts: Drafts
+    ) -> tuple[AnyArray, list[tuple[Sequence, int, int]], StepPlan]:
+        """Plans the step that computes what the model lacks of each sequence. Returns the numbers
+        of the drafts whose last known token it reaches, the longest first, and other sequences,
+        which go on without a draft, with the number of tokens that it reaches, and 0."""
+        room = self._model.info.max_num_batched_tokens - len(drafts.sequences)
+        active: list[int] = []
+        behind: list[tuple[Sequence, int, int]] = []
+        parts: list[tuple[Sequence, int, int]] = []
+        rest: list[tuple[Sequence, int, int]] = []
         written: set[int] = set()
-        for draft in drafts:
-            start, end = self._start(draft.sequence), len(draft.sequence.tokens)
+        for number in np.argsort(-drafts.counts, kind="stable").tolist():
+            sequence = drafts.sequences[number]
+            start, end = self._start(sequence), len(sequence.tokens)
             size = min(end - start, room + 1)
-            blocks = self._blocks(draft.sequence)[start // self._table.block_size :].tolist()
+            blocks = self._blocks(sequence)[start // self._table.block_size :].tolist()
             if not written.isdisjoint(blocks):  # another row computes them in this step
-                draft.ids.clear()
                 continue
             written.update(blocks)
             room -= size - 1
             if start + size == end:
-                active.append(draft)
-                parts.append((draft, start, size))
+                active.append(number)
+                parts.append((sequence, start, size))
             else:
-                draft.ids.clear()
-                behind.append((draft, start, size))
-        parts += behind
+                rest.append((sequence, start, size))
+                behind.append((sequence, start + size, 0))
+        parts += rest
         if not self._shares_pages:
             for block in written:
                 self._digests[block] = b""
         lengths = np.array([size for _, _, size in parts], np.int32)
         query_start = np.zeros(len(parts) + 1, np.int32)
         np.cumsum(lengths, out=query_start[1:])
-        tokens = [known_tokens(one.sequence, start, start + size) for one, start, size in parts]
+        tokens = [known_tokens(one, start, start + size) for one, start, size in parts]
         positions = [np.arange(start, start + size, dtype=np.int32) for _, start, size in parts]
-        rows = np.array([draft.sequence.row for draft, _, _ in parts], np.int64)
+        rows = np.array([sequence.row for sequence, _, _ in parts], np.int64)
         plan = self._plan(
             rows,
-            np.concatenate(tokens),
+            np.minimum(np.concatenate(tokens), self._num_ids - 1),
             np.concatenate(positions),
             query_start,
             query_start[1 : len(active) + 1] - np.int32(1),
         )
-        return active, [(draft, start + size) for draft, start, size in behind], plan
+        return np.array(active, np.intp), behind, plan
 
     def _start(self, sequence: Sequence) -> int:
         """The first token that the model has still to compute; never behind the last known one."""
@@ -264,17 +273,18 @@ class DraftModel:
         lengths = np.diff(query_start)
         context_len = positions[query_start[1:] - 1] + np.int32(1)
         width = -(-int(context_len.max()) // size)
-        tables = table.blocks[self._group, rows, :width]  # (R, B)
+        own = range(len(self._model.info.cache_windows))
+        groups = own if self._shares_pages else [self._group for _ in own]
+        tables = [np.ascontiguousarray(table.blocks[group, rows, :width]) for group in groups]
         owners = np.repeat(np.arange(rows.size), lengths)
-        slots = tables[owners, positions // size] * np.int32(size) + positions % np.int32(size)
-        groups = len(self._model.info.cache_windows)
+        page, offset = positions // size, positions % np.int32(size)
         return StepPlan(
             tokens=tokens.astype(np.int32),
             positions=positions.astype(np.int32),
-            slots=(slots,) * groups,
+            slots=tuple(one[owners, page] * np.int32(size) + offset for one in tables),
             query_start=query_start,
             context_len=context_len.astype(np.int32),
-            block_tables=(np.ascontiguousarray(tables),) * groups,
+            block_tables=tuple(tables),
             logit_rows=logit_rows.astype(np.int32),
         )
 

@@ -44,19 +44,59 @@ class Drafter(Protocol):
         ...
 
 
-class Draft(MutableRecord):
-    """Draft tokens of a row, with the chance that each is kept."""
+class Drafts(MutableRecord):
+    """Draft tokens of a step: D rows with at most K each."""
 
-    index: int
-    """The place of the row among the decodes of the step."""
-    sequence: Sequence
-    ids: list[int]
-    chances: list[float]
+    sequences: list[Sequence]  # D of them
+    index: AnyArray  # (D,) places of the rows among the decodes of the step, ascending
+    rows: AnyArray  # (D,) rows of the table
+    lengths: I32  # (D,) known tokens of the sequences
+    counts: AnyArray  # (D,) draft tokens
+    ids: I32  # (D, K), negative where a model has still to draw it
+    chances: AnyArray  # (D, K) that each token is kept
+
+    @property
+    def is_draft(self) -> AnyArray:
+        """(D, K) True for entries that are draft tokens."""
+        return np.arange(self.ids.shape[1]) < self.counts[:, None]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.counts.sum())
+
+    def ids_of(self, number: int) -> list[int]:
+        """The draft tokens of one row."""
+        ids: list[int] = self.ids[number, : self.counts[number]].tolist()
+        return ids
+
+    def cut(self, counts: AnyArray) -> None:
+        """Keeps at most so many tokens of each draft."""
+        self.counts = np.minimum(self.counts, counts)
+
+    def part(self, numbers: AnyArray) -> Drafts:
+        """A copy of some drafts, in this order."""
+        arrays = (self.index, self.rows, self.lengths, self.counts, self.ids, self.chances)
+        sequences = [self.sequences[number] for number in numbers.tolist()]
+        return Drafts(sequences, *(array[numbers] for array in arrays))
+
+    def put_back(self, numbers: AnyArray, part: Drafts) -> None:
+        """Takes the tokens over of what `part` returned."""
+        self.ids[numbers], self.counts[numbers] = part.ids, part.counts
+
+    def without_empty(self) -> Drafts:
+        """Drafts that have a token."""
+        return self if self.counts.all() else self.part(np.flatnonzero(self.counts))
 
 
 @runtime_checkable
-class DraftsByModel(Drafter, Protocol):
-    """A drafter whose guesses reserve places, which it fills for all rows of a step at once."""
+class DraftsByModel(Protocol):
+    """A drafter that fills the drafts of all rows of a step at once."""
+
+    def longest(self, lengths: I32) -> AnyArray:
+        """(D,) the most tokens that it drafts behind so many known ones."""
+        ...
+
+    def ended(self, sequence: Sequence) -> None: ...
 
     @property
     def step_s(self) -> float:
@@ -68,12 +108,12 @@ class DraftsByModel(Drafter, Protocol):
         """True once it failed too often to be asked again."""
         ...
 
-    def fill(self, drafts: list[Draft]) -> None:
-        """Replaces the ids of drafts; there may be fewer."""
+    def fill(self, drafts: Drafts) -> None:
+        """Sets the ids of drafts; there may be fewer."""
         ...
 
-    def verified(self, sequence: Sequence) -> None:
-        """Learns that a sequence has the draft tokens that were kept."""
+    def verified(self, sequences: list[Sequence]) -> None:
+        """Learns that sequences have the draft tokens that were kept."""
         ...
 
 

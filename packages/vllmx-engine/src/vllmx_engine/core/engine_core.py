@@ -6,26 +6,30 @@ import logging
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, cast
 
 from vllmx_core.backend import LoadedInfo, LoadedModel, StepHandle
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import EngineDeadError, InvalidRequestError
+from vllmx_core.kv_connector import KVConnector
 from vllmx_core.model import Encoder, ModelShape
 from vllmx_core.plan import SamplingRows, StepPlan
 from vllmx_core.records import MutableRecord
 
+from vllmx_engine.core.adapters import AdapterPool, no_room
 from vllmx_engine.core.batch import BatchBuilder, Step
 from vllmx_engine.core.commit import Committer, error_output
+from vllmx_engine.core.core_info import scheduler_counts
 from vllmx_engine.core.grammars import Grammars
 from vllmx_engine.core.images import Images
 from vllmx_engine.core.limits import most_in_flight, step_cost, step_limits
-from vllmx_engine.core.prefix_cache import CacheIdentity
+from vllmx_engine.core.prefix_cache import CacheIdentity, image_content
 from vllmx_engine.core.scheduler import Scheduler
 from vllmx_engine.core.sequence import Sequence, check_request
+from vllmx_engine.core.sessions import sessions_of
 from vllmx_engine.core.speculation import Drafting, drafting_of
-from vllmx_engine.core.step_work import Batch
+from vllmx_engine.core.step_work import Batch, CoreActivity
 from vllmx_engine.core.waiting_queue import Clock, QueueDeadlines, timed_out
 from vllmx_engine.wire.grammars import Vocabulary
 from vllmx_engine.wire.images import ImageRoom
@@ -33,25 +37,18 @@ from vllmx_engine.wire.messages import STEP_TOKENS, CoreOutput, CoreRequest, Cor
 
 if TYPE_CHECKING:
     from vllmx_engine.core.draft_model import DraftModel
+    from vllmx_engine.core.hidden_drafter import HiddenDrafter
     from vllmx_engine.core.load_drafter import LoadedDrafter
 
 logger = logging.getLogger("vllmx.core")
 
 _MAX_FAILURES = 3
 """Steps that fail one after the other until the backend counts as dead."""
-
+CLOSE_S = 4.0
+"""Seconds in which KV blocks are written to their store at the end; a process is killed later."""
 _GRAMMAR_WAIT_S = 0.002
 """The seconds that a step waits for a grammar with nothing else to do, as do requests that come
 meanwhile."""
-
-
-class CoreActivity(MutableRecord):
-    """The core's current activity, written by its thread and read by the watchdog."""
-
-    calls: int = 0
-    """Begun and ended: odd while the core steps or closes."""
-    doing: str = ""
-    batch: Batch | None = None
 
 
 class _Launched(MutableRecord):
@@ -70,7 +67,10 @@ class EngineCore:
         shape: of a model that gives vectors or scores.
         encoder: the tower of a model that sees images.
         drafter: the model that drafts, if one does; closed by `close`.
+        adapters: those that requests may name, if the model takes any.
         clock: of deadlines.
+        fingerprint: of the model's files and options, for blocks that outlive or leave the process.
+        connect: makes the connector to a shared store for them.
     """
 
     def __init__(
@@ -83,7 +83,10 @@ class EngineCore:
         shape: ModelShape | None = None,
         encoder: Encoder | None = None,
         drafter: LoadedDrafter | None = None,
+        adapters: AdapterPool | None = None,
         clock: Clock = time.monotonic,
+        fingerprint: str = "",
+        connect: Callable[[str], KVConnector] | None = None,
     ) -> None:
         self._model = model
         self.activity = CoreActivity()
@@ -92,32 +95,30 @@ class EngineCore:
         )
         self.limits = step_limits(model, config, max_model_len, vocab_size, shape)
         self._cost = step_cost(config, self.limits)
-        features = None if shape is None else shape.features
-        self._images = Images(model, encoder, self.limits, features)
+        self._images = Images(model, encoder, self.limits, shape.features if shape else None)
         sees = None if encoder is None else self._images
-        self._scheduler = Scheduler(
+        self._scheduler = scheduler = Scheduler(
             self.limits,
             self._cost,
             fcfs=config.scheduling_policy == "fcfs",
             prefix_caching=config.enable_prefix_caching and not self.limits.whole_prompts,
             chunked_prefill=config.enable_chunked_prefill,
-            identity=CacheIdentity(config.model, _cache_dtype(model.info), self.limits.block_size),
+            identity=CacheIdentity.of(fingerprint or config.model, model.info),
             images=sees,
             drafting=drafting_of(config),
         )
-        scheduler = self._scheduler
-        self._draft_model: DraftModel | None = None
-        if drafter is not None:
-            from vllmx_engine.core.draft_model import DraftModel  # few starts need it
+        scheduler.sessions = sessions_of(config, scheduler.pool, scheduler.cache, clock)
+        if config.has_kv_tiers:
+            from vllmx_engine.core.load_tiers import open_tiers  # few starts need it
 
-            self._draft_model = DraftModel(
-                drafter.model,
-                scheduler.table,
-                self.limits.windows.index(None),
-                vocab_size,
-                drafter.max_model_len,
-                shares_pages=drafter.shares_pages,
-            )
+            scheduler.tiers = open_tiers(scheduler, model, config, connect)
+        scheduler.table.adapters = self._adapters = adapters
+        self._draft_model: DraftModel | None = None
+        self._hidden: HiddenDrafter | None = None
+        if drafter is not None:
+            self._draft_model = drafter.driver(scheduler.table, self.limits)
+            if drafter.num_own_rows:
+                self._hidden = cast("HiddenDrafter", self._draft_model)
             self.draft_with(Drafting(self._draft_model, drafting_of(config).num_tokens))
         self._builder = BatchBuilder(
             scheduler.table, self.limits, self._cost, scheduler.states, sees
@@ -127,13 +128,13 @@ class EngineCore:
         self._grammars = Grammars(vocab_size)
         self._in_flight: deque[_Launched] = deque()
         self._most_in_flight = most_in_flight(model.info, config)
-        self._idle = False
-        """The last call of `step` found nothing to compute."""
+        self._idle = False  # the last call of `step` found nothing to compute
         self._outputs: list[CoreOutput] = []
         self._num_added = self._num_steps = self._num_failures = 0
         self._step_s = 0.0
         self._step_sizes = [0] * (len(STEP_TOKENS) + 1)
         self._dead: EngineDeadError | None = None
+        self.is_paused = False  # see `pause`
 
     # --- the loop -----------------------------------------------------------------------------
     def step(self) -> list[CoreOutput]:
@@ -155,12 +156,15 @@ class EngineCore:
             raise self._dead
         self.activity.calls += 1
         try:
-            self._take_grammars(_GRAMMAR_WAIT_S if self._idle else 0.0)
+            wait_s, tiers = _GRAMMAR_WAIT_S if self._idle else 0.0, self._scheduler.tiers
+            self._take_grammars(wait_s)
+            for sequence in tiers.finished(wait_s) if tiers is not None else ():
+                self._scheduler.release(sequence)
             if self._deadlines:
                 self._end_overdue()
             while self._in_flight and self._waits_for_tokens():
                 self._collect(self._in_flight.popleft())
-            launched = self._launch()
+            launched = None if self.is_paused else self._launch()
             self._idle = launched is None and not self._in_flight
             if launched is not None:
                 self._in_flight.append(launched)
@@ -178,7 +182,7 @@ class EngineCore:
         speculator = self._scheduler.speculator
         if speculator is None or not speculator.is_on or self.limits.num_stages > 1:
             return False
-        return speculator.wants_tokens or bool(self._in_flight[-1].step.batch.drafts)
+        return speculator.wants_tokens or self._in_flight[-1].step.batch.drafts is not None
 
     def _launch(self) -> _Launched | None:
         self.activity.doing, self.activity.batch = "scheduling a step", None
@@ -190,6 +194,8 @@ class EngineCore:
         try:
             self._images.encode(batch.images)
             plan, rows, step = self._builder.build(batch, self._num_steps)
+            if self._hidden is not None:
+                self._hidden.keep(plan, step)
             if step.waits_for_ids:
                 handle = self._launch_in_halves(plan, rows, step)
             else:
@@ -231,6 +237,8 @@ class EngineCore:
             self._step_failed([*step.owners.sequences, *chunks], error)
             return
         self._num_failures = 0
+        if self._hidden is not None:
+            self._hidden.collected(step.number, result.ids)
         self._step_s += result.elapsed_s
         self._cost.observe(step.batch.load, result.elapsed_s)
         before = self._committer.num_tokens
@@ -274,6 +282,8 @@ class EngineCore:
         self._num_failures += 1
         logger.error("a step failed (%d in a row)", self._num_failures, exc_info=error)
         self._images.forget()
+        if self._images.crossed:  # every running sequence goes on reading what was forgotten
+            sequences = [*self._scheduler.running]
         self._fail_broken([(sequence, error) for sequence in sequences])
         if isinstance(error, EngineDeadError):
             self._dead = error
@@ -307,9 +317,11 @@ class EngineCore:
                 check_request(request, self.limits)
             images = self._images.take(request) if leader is None else leader.images
             sequence = Sequence(request, self._num_added, self.limits, leader)
+            if self._adapters is not None or request.adapter:
+                sequence.adapter = self.adapters.find(request.adapter)
             if images is not None:
                 sequence.images = images
-                sequence.content = images.content(self.limits.block_size)
+                sequence.content = image_content(images.inputs, self.limits.block_size)
             self._num_added += 1
             has_all = request.grammar is None or self._grammars.start(sequence)
             self._scheduler.add(sequence, hold=not has_all)
@@ -317,10 +329,22 @@ class EngineCore:
         except Exception as error:  # one request's fault must not stop the others
             self._outputs.append(error_output(request.request_id, error, request.shown))
 
+    def pause(self, is_paused: bool) -> None:
+        """Stops steps and deadlines, or lets them go on; steps in flight are collected."""
+        self.is_paused = is_paused
+        self._deadlines.stop(is_paused)
+
     def draft_with(self, drafting: Drafting) -> None:
         """Replaces how later requests draft, if the model can verify drafts."""
         if self._scheduler.speculator is not None:
             self._scheduler.speculator.use(drafting)
+
+    @property
+    def adapters(self) -> AdapterPool:
+        """The adapters. Raises ConfigError if the model takes none."""
+        if self._adapters is None:
+            raise no_room()
+        return self._adapters
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Sets the vocabulary, which must come before the first request with a grammar."""
@@ -343,7 +367,8 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """True if `step` has something to do."""
-        return bool(self._scheduler.live or self._outputs or self._in_flight)
+        has_rows = bool(self._scheduler.live) and not self.is_paused
+        return bool(has_rows or self._outputs or self._in_flight)
 
     @property
     def failure(self) -> EngineDeadError | None:
@@ -352,43 +377,58 @@ class EngineCore:
         return found
 
     @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler, for those that only read it."""
+        return self._scheduler
+
+    @property
+    def has_draft_model(self) -> bool:
+        """True if a model drafts, which is loaded with its target."""
+        return self._draft_model is not None
+
+    @property
     def image_room(self) -> ImageRoom:
         """Bounds on a request's images."""
         return self._images.room
 
-    @property
-    def device(self) -> str:
-        """Backend and device, for messages."""
-        return f"{self._model.info.backend} ({self._model.info.device})"
-
     # --- the rest -----------------------------------------------------------------------------
     def stats(self) -> CoreStats:
         """Counters and gauges."""
-        scheduler, pool = self._scheduler, self._scheduler.pool
-        states = scheduler.states
         return CoreStats(
-            num_running=len(scheduler.running),
-            num_waiting=scheduler.num_waiting,
-            num_free_blocks=pool.num_available,
-            num_cached_blocks=pool.num_idle,
-            num_blocks=pool.num_blocks,
-            num_state_slots=self.limits.num_state_slots,
-            num_used_slots=states.num_used if states is not None else 0,
-            num_snapshots=states.pool.num_snapshots if states is not None else 0,
-            num_preemptions=scheduler.num_preemptions,
             num_steps=self._num_steps,
             prompt_tokens=self._committer.prompt_tokens,
             generation_tokens=self._committer.generation_tokens,
-            prefix_cache_queries=scheduler.num_queried_tokens,
-            prefix_cache_hits=scheduler.num_hit_tokens,
             step_seconds=self._step_s,
             step_sizes=tuple(self._step_sizes),
-            **({} if scheduler.speculator is None else scheduler.speculator.counts()),
+            adapters=None if self._adapters is None else self._adapters.infos,
+            **scheduler_counts(self._scheduler),
         )
+
+    def write_idle(self) -> bool:
+        """Does some of the work that is left for times without any; False: there is none."""
+        tiers = self._scheduler.tiers
+        return tiers is not None and tiers.write_idle(self._num_steps)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and nothing done, while requests run."""
         return self._scheduler.reset_prefix_cache()
+
+    @property
+    def model_info(self) -> LoadedInfo:
+        """The loaded model's sizes."""
+        return self._model.info
+
+    def replace_model(self, load: Callable[[], LoadedModel]) -> None:
+        """Closes the model and takes the one that `load` returns, which has the same sizes. Where
+        `load` raises, the core has a closed model."""
+        self._model.close()
+        self._images.forget()
+        self._model = self._images.model = load()
+
+    def end_session(self, client: str, session_id: str) -> bool:
+        """A session pins its blocks no more; False: the client has no such session."""
+        sessions = self._scheduler.sessions
+        return sessions is not None and sessions.end(client, session_id)
 
     def close(self) -> None:
         """Drops all requests and closes the model."""
@@ -397,6 +437,8 @@ class EngineCore:
         try:
             self.abort(self.request_ids)
             self._in_flight.clear()
+            if self._scheduler.tiers is not None and self._dead is None:
+                self._scheduler.tiers.close(CLOSE_S)
             self._builder.close()
             self._grammars.close()
             if self._draft_model is not None:
@@ -404,8 +446,3 @@ class EngineCore:
         finally:
             self._model.close()
             self.activity.calls += 1
-
-
-def _cache_dtype(info: LoadedInfo) -> str:
-    """The dtype of what blocks hold: computed in one dtype and kept in another."""
-    return f"{info.dtype} as {info.kv_cache_dtype}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 import sys
 from pathlib import Path
 
@@ -27,6 +28,9 @@ class FoundModel(Record):
     """Show progress bars on standard error."""
     mmproj: Path | None = None
     """The file of a tower that was asked for."""
+    digest_key: bytes = b""
+    host_key: bytes = b""
+    """See `vllmx_engine.wire.ipc.Start` for both."""
 
 
 def find_model(config: EngineConfig, registry: Registry | None = None) -> FoundModel:
@@ -41,7 +45,19 @@ def find_model(config: EngineConfig, registry: Registry | None = None) -> FoundM
         quantizer(registry, config.isq)  # a misspelt one is refused before anything is downloaded
     progress = sys.stderr.isatty()
     path = resolve_path(registry, config.model, revision=config.revision, progress=progress)
-    return FoundModel(config, path, registry, progress, _tower_file(config, registry, progress))
+    tower = _tower_file(config, registry, progress)
+    return FoundModel(config, path, registry, progress, tower, _digest_key(config))
+
+
+def _digest_key(config: EngineConfig) -> bytes:
+    """The key of all replicas, which their folders keep."""
+    if config.replicas == 1:
+        return b""
+    if config.kv_disk is None:
+        return secrets.token_bytes(32)
+    from vllmx_engine.core.disk_store import folder_key  # few starts need it
+
+    return folder_key(config.kv_disk)
 
 
 def _tower_file(config: EngineConfig, registry: Registry, progress: bool) -> Path | None:

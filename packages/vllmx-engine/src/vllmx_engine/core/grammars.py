@@ -15,6 +15,7 @@ from vllmx_core.errors import GrammarError
 
 from vllmx_engine.core.grammar_rows import GrammarRow, MaskFill
 from vllmx_engine.core.sequence import Sequence
+from vllmx_engine.core.speech_rules import SpeechRow
 from vllmx_engine.core.thought_budget import ThoughtBudget
 from vllmx_engine.grammar.matcher import CompiledGrammar
 from vllmx_engine.grammar.vocabulary import Trie, make_trie
@@ -58,9 +59,12 @@ class Grammars:
         will name the sequence. Raises GrammarError."""
         grammar = sequence.request.grammar
         assert grammar is not None, sequence.request_id
+        if grammar.speech is not None:
+            sequence.grammar = SpeechRow(grammar.speech, self._vocab_size)
+            return True
         if not grammar.text:
             assert grammar.thoughts is not None, sequence.request_id
-            sequence.grammar = ThoughtBudget(grammar.thoughts, None)
+            sequence.follow(ThoughtBudget(grammar.thoughts, None))
             return True
         compiling = self._compile(grammar.text)
         if compiling.done():
@@ -137,4 +141,4 @@ class Grammars:
     def _set(self, sequence: Sequence, grammar: Grammar, compiled: Future[CompiledGrammar]) -> None:
         assert self._threads is not None, "nothing was compiled"
         row = GrammarRow(compiled.result(), grammar.free, later=self._threads.submit)
-        sequence.grammar = row if grammar.thoughts is None else ThoughtBudget(grammar.thoughts, row)
+        sequence.follow(row if grammar.thoughts is None else ThoughtBudget(grammar.thoughts, row))

@@ -115,6 +115,7 @@ class StepTowers:
 
 
 _LEVELS_BYTES = 4 * 3 * 256
+_FLOAT_BYTES = 4
 
 
 class FeatureStore:
@@ -161,13 +162,23 @@ class StepImages:
     Args:
         store: what is there.
         num_rows: of the store.
+        held: images whose features must stay, made or not.
     """
 
-    def __init__(self, store: FeatureStore, num_rows: int, towers: StepTowers) -> None:
+    def __init__(
+        self,
+        store: FeatureStore,
+        num_rows: int,
+        towers: StepTowers,
+        held: Iterable[ImageInput] = (),
+    ) -> None:
         self.towers = towers
         self._store, self._num_rows = store, num_rows
         self._digests: set[bytes] = set()
         self._taken = 0
+        for image in held:
+            if store.find(image.digest) is not None:
+                self._fits(image)
 
     def reach(self, sequence: Sequence, start: int, size: int, budget: StepBudget) -> int:
         """Returns the number of a chunk's tokens that can be computed: up to the first image whose
@@ -230,7 +241,7 @@ class Images:
         limits: Limits,
         features: FeatureSpec | None,
     ) -> None:
-        self._model = model
+        self.model = model
         self._limits = limits
         self._spans = features is not None and features.spans
         self.feeds = None if features is None else features.feeds
@@ -240,8 +251,11 @@ class Images:
             model.info.num_feature_rows,
             limits.token_budget - limits.max_rows + 1 if self._spans else None,
             limits.max_rows,
+            kind="audio" if features is not None and features.is_audio else "image",
         )
         """Bounds on a request's images, whatever else runs."""
+        self.crossed = 0 if features is None else features.crossed
+        """`FeatureSpec.crossed`."""
         self._encoder = encoder
         self._store = FeatureStore(model.info.num_feature_rows)
         self._begun: Pass | None = None
@@ -249,6 +263,11 @@ class Images:
 
     def take(self, request: CoreRequest) -> SequenceImages | None:
         """The images of a request, checked. Raises InvalidRequestError, CapacityError."""
+        if self.crossed and len(request.images) != 1:
+            raise InvalidRequestError(
+                "this model writes down what an audio says: send one to /v1/audio/transcriptions",
+                param="model",
+            )
         if not request.images:
             return None
         encoder, end = self._encoder, 0
@@ -258,10 +277,12 @@ class Images:
             count = int(np.prod(image.grid, dtype=np.int64))
             sound = end <= image.start and image.num_tokens > 0
             sound = sound and count == image.num_tokens * encoder.patches_per_token
-            sound = sound and len(image.patches) == count * encoder.patch_width
-            sound = sound and len(image.levels) == _LEVELS_BYTES
+            size = 1 if image.levels else _FLOAT_BYTES
+            sound = sound and len(image.patches) == size * count * encoder.patch_width
+            sound = sound and len(image.levels) in (0, _LEVELS_BYTES)
             end = image.start + image.num_tokens
-            if not sound or end > len(request.prompt) // 4:
+            room = self.crossed or len(request.prompt) // 4
+            if not sound or end > room or (self.crossed and image.num_tokens != self.crossed):
                 raise InvalidRequestError("an image does not fit its prompt", param="messages")
         if self._spans:
             self._check_spans(request)
@@ -299,13 +320,15 @@ class Images:
                 found[first : begin + last - chunk.start] = last - 1
         return found
 
-    def for_step(self, cost: StepCost) -> StepImages:
-        """Plans the image work of the next step, next to its chunks."""
+    def for_step(self, cost: StepCost, running: Iterable[Sequence] = ()) -> StepImages:
+        """Plans the image work of the next step, next to its chunks. `running`: sequences whose
+        features stay where cross-attention goes on reading them."""
         if self._begun is not None:
             self._store.find(self._begun.image.digest)  # stays
-        info = self._model.info
+        info = self.model.info
         towers = StepTowers(cost, self._begun, in_parts=info.encodes_in_parts)
-        return StepImages(self._store, info.num_feature_rows, towers)
+        held = (one.images.inputs[0] for one in running if one.images) if self.crossed else ()
+        return StepImages(self._store, info.num_feature_rows, towers, held)
 
     def encode(self, step: StepImages | None) -> None:
         """Runs the tower passes of a step. Call `forget` if it raises."""
@@ -330,7 +353,7 @@ class Images:
 
     @property
     def _model_that_sees(self) -> SeeingModel:
-        return cast(SeeingModel, self._model)
+        return cast(SeeingModel, self.model)
 
     def _go_on(self, one: Pass, end: float) -> None:
         assert one.plan is not None, "it has begun"
@@ -346,6 +369,14 @@ class Images:
         last, places = self._encoder.colours_last, [one.places for one in passes]
         patches = [_values(one.image, colours_last=last) for one in passes]
         return tower_plan(self._encoder, patches, places, np.concatenate(keep))
+
+    def cross_rows(self, sequence: Sequence) -> tuple[int, int]:
+        """The row of `StepPlan.cross_rows` for a sequence. All inputs have equally many features,
+        so the rows of one follow each other."""
+        assert sequence.images is not None, "inputs were checked"
+        rows = self._store.find(sequence.images.inputs[0].digest)
+        assert rows is not None, "`encode` came first"
+        return int(rows[0]), rows.size
 
     def feature_rows(self, chunks: tuple[Chunk, ...], starts: list[int], total: int) -> I32 | None:
         """(T,) for `StepPlan.feature_rows`; each chunk's tokens begin at its start in the step."""
@@ -369,6 +400,8 @@ class Images:
 
 def _values(image: ImageInput, *, colours_last: bool) -> F32:
     """(N, D) normalised patches."""
+    if not image.levels:
+        return np.frombuffer(image.patches, np.float32).reshape(prod(image.grid), -1)
     rows = np.frombuffer(image.patches, np.uint8).reshape(prod(image.grid), -1)
     found = normalised(rows, np.frombuffer(image.levels, np.float32).reshape(3, 256))
     if not colours_last:

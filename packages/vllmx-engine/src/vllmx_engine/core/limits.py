@@ -9,7 +9,7 @@ from vllmx_core.cache.groups import longest_sequence
 from vllmx_core.config import EngineConfig
 from vllmx_core.model import ModelShape
 
-from vllmx_engine.core.cost import StepCost
+from vllmx_engine.core.cost import AUTO_S, StepCost
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,7 +27,9 @@ class Limits:
     block_size: int
     vocab_size: int
     pools: bool = False
-    """The model gives a vector or scores for each prompt, and no tokens."""
+    """The model gives vectors or scores for each prompt, and no tokens."""
+    token_vectors: bool = False
+    """It gives a vector for each token."""
     whole_prompts: bool = False
     """A prompt is computed in one step, see `ModelShape.whole_prompts`."""
     windows: tuple[int | None, ...] = (None,)
@@ -89,6 +91,7 @@ def step_limits(
         num_stages=info.num_stages if config.async_scheduling else 1,
         num_in_flight=most_in_flight(info, config),
         pools=pools,
+        token_vectors=shape is not None and shape.output == "token_vectors",
         whole_prompts=whole_prompts,
         num_state_slots=info.num_state_slots,
         keeps_states_after=info.keeps_states_after,
@@ -104,9 +107,10 @@ def most_in_flight(info: LoadedInfo, config: EngineConfig) -> int:
 def step_cost(config: EngineConfig, limits: Limits) -> StepCost:
     """The cost model of steps. It keeps no target without chunked prefill, where there is nothing
     to size."""
-    target_ms = config.target_step_ms if config.enable_chunked_prefill else None
+    target = config.target_itl if config.enable_chunked_prefill else "none"
+    target_s = {"auto": AUTO_S, "none": None}
     return StepCost(
-        None if target_ms is None else target_ms / 1000,
+        target_s[target] if target in target_s else float(target) / 1e3,
         min_chunk=min(limits.token_budget, _MIN_CHUNK),
     )
 

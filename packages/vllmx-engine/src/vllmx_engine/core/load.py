@@ -13,7 +13,7 @@ import msgspec
 from vllmx_core.backend import LoadedModel, LoadOptions, free_memory
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, UnsupportedOpError, VllmxError, listing
-from vllmx_core.model import Model, encoder_of, text_alone
+from vllmx_core.model import Model, Tapped, TapSpec, encoder_of, heads_of, text_alone
 from vllmx_core.plugins.checkpoint import (
     Checkpoint,
     check_quantization,
@@ -30,6 +30,7 @@ from vllmx_core.text_modules import with_text_modules
 from vllmx_core.weights.map import unread_names
 from vllmx_core.weights.part import WeightSource
 
+from vllmx_engine.core.adapters import AdapterFiles, AdapterPool, StartAdapters
 from vllmx_engine.core.core_info import core_info, log_info
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.found_model import FoundModel
@@ -50,11 +51,11 @@ _MAX_ZERO_BYTES = 1 << 20
 _SHOWN = 5
 
 
-def log_unread(model: Model, checkpoint: Checkpoint) -> None:
+def log_unread(model: Model, checkpoint: Checkpoint, *, heads: bool = False) -> None:
     """Logs one warning for unexpected tensors, and one line for those of parts that are not served.
     Vectors of zeros are left out: some quantisers add such biases."""
-    encoder = encoder_of(model)
-    specs = (*model.weights(), *(() if encoder is None else encoder.weights()))
+    others = [encoder_of(model), heads_of(model) if heads else None]
+    specs = [*model.weights(), *(one for other in others if other for one in other.weights())]
     source = checkpoint.weights
     unread = unread_names(specs, source)
     layers = _layers_behind(checkpoint)
@@ -115,12 +116,22 @@ def load_core(found: FoundModel) -> tuple[EngineCore, CoreInfo]:
         ConfigError: a value of the configuration that this model does not allow.
     """
     started = time.monotonic()
+    connect = None
+    if found.config.kv_connector is not None:
+        from vllmx_engine.core.load_tiers import connector_of  # few starts need it
+
+        connect = connector_of(found.config.kv_connector, found.registry)
     opened = open_model(found)
-    checkpoint, options = opened.checkpoint, opened.options
     try:
+        if found.config.drafts_by_model or found.config.speculate == "auto":
+            found, opened = _with_taps(found, opened)
+        adapters = _adapters(found, opened)
+        if adapters is not None:
+            opened = replace(opened, options=replace(opened.options, adapters=adapters.room))
+        checkpoint, options = opened.checkpoint, opened.options
         opened, loaded = _loaded(found, opened)
     finally:
-        checkpoint.weights.close()
+        opened.checkpoint.weights.close()
         return_unused_bytes()
     model = opened.model
     if opened.lost_tower:
@@ -132,9 +143,18 @@ def load_core(found: FoundModel) -> tuple[EngineCore, CoreInfo]:
     try:
         max_model_len = fitting_length(found.config, options, loaded.info)
         if found.config.drafts_by_model:
-            from vllmx_engine.core.load_drafter import load_drafter  # few starts need it
+            # few starts need it
+            from vllmx_engine.core.load_drafter import DraftTarget, load_drafter
 
-            drafter = load_drafter(found, opened.backend, loaded, model.shape.vocab_size)
+            target = DraftTarget(loaded, model, checkpoint.config, max_model_len, opened.taps)
+            drafter = load_drafter(found, opened.backend, target)
+        known = ""
+        # A replica of this host may find other files when it starts again; `vllmx core` has a mark.
+        exchanges = found.config.role != "both" and not found.host_key
+        if found.config.kv_disk is not None or connect is not None or exchanges:
+            from vllmx_engine.core.fingerprint import fingerprint  # few starts need it
+
+            known = fingerprint(found, loaded.info)
         core = EngineCore(
             loaded,
             found.config,
@@ -143,17 +163,30 @@ def load_core(found: FoundModel) -> tuple[EngineCore, CoreInfo]:
             shape=model.shape,
             encoder=encoder_of(model),
             drafter=drafter,
+            fingerprint=known,
+            connect=connect,
+            adapters=None if adapters is None else AdapterPool(loaded, adapters),
         )
         seconds = time.monotonic() - started
         pooling = pooling_info(checkpoint, model.shape)
         info = core_info(
             found, checkpoint, opened.free_bytes, loaded, core.limits, seconds, pooling
         )
-        if encoder_of(model) is not None:
+        features = model.shape.features
+        if features is not None and features.crossed:
+            info = msgspec.structs.replace(info, audio_rows=features.crossed)
+        elif encoder_of(model) is not None:
             processor = dict(checkpoint.image_processor)
+            hears = features is not None and features.is_audio
             info = msgspec.structs.replace(
-                info, takes_images=True, image_room=core.image_room, image_processor=processor
+                info,
+                takes_images=not hears,
+                takes_audio=hears,
+                image_room=core.image_room,
+                image_processor=processor,
             )
+        if adapters is not None:
+            info = msgspec.structs.replace(info, adapters=core.adapters.infos)
         log_info(info)
     except BaseException:
         if drafter is not None:
@@ -174,6 +207,8 @@ class OpenedModel(Record):
     """See `CoreInfo.free_bytes`."""
     lost_tower: bool = False
     """True if the model sees images, and text alone was not asked for."""
+    taps: TapSpec | None = None
+    """The hidden states that it keeps for a drafter."""
 
 
 def open_model(found: FoundModel, free_bytes: int | None = None) -> OpenedModel:
@@ -200,7 +235,8 @@ def open_model(found: FoundModel, free_bytes: int | None = None) -> OpenedModel:
         )
         model = chosen.model
         if chosen.impl == OWN:
-            log_unread(model, checkpoint)
+            heads = found.config.speculate in ("heads", "auto")
+            log_unread(model, checkpoint, heads=heads)
         if found.config.isq is not None:
             if chosen.impl != OWN:
                 raise ConfigError(
@@ -221,7 +257,15 @@ def open_model(found: FoundModel, free_bytes: int | None = None) -> OpenedModel:
             )
         in_stages = found.config.pipeline_parallel_size > 1  # which have no passes of towers
         lost_tower = in_stages and found.config.limit_images > 0 and encoder_of(model) is not None
-        if found.config.limit_images == 0 or in_stages:
+        features = model.shape.features
+        hears = features is not None and features.crossed > 0
+        if hears and in_stages:
+            raise ConfigError(
+                "--pipeline-parallel-size has no passes of encoders, which hear what this model"
+                " writes down: use --tensor-parallel-size",
+                param="pipeline_parallel_size",
+            )
+        if (found.config.limit_images == 0 and not hears) or in_stages:
             model = text_alone(model) or model
         limit = checkpoint.config.get("text_limit")
         options = load_options(found.config, model, text_limit=limit, progress=found.progress)
@@ -237,6 +281,19 @@ def open_model(found: FoundModel, free_bytes: int | None = None) -> OpenedModel:
     return OpenedModel(checkpoint, model, spec, options, free, lost_tower)
 
 
+def _with_taps(found: FoundModel, opened: OpenedModel) -> tuple[FoundModel, OpenedModel]:
+    """The model with the hidden states that its drafter reads. Heads take the place of `auto` where
+    the checkpoint has them."""
+    from vllmx_engine.core.load_drafter import hidden_states_for  # few starts need it
+
+    taps, options = hidden_states_for(
+        found, opened.model, opened.checkpoint, opened.options, opened.free_bytes
+    )
+    if taps is not None and found.config.speculate == "auto":
+        found = replace(found, config=replace(found.config, speculate="heads"))
+    return found, replace(opened, taps=taps, options=options)
+
+
 def free_for_model(config: EngineConfig, spec: BackendSpec) -> int:
     """Memory that the model could take, in one process or in ranks that share it; 0: each rank has
     a device of its own. Raises ConfigError for a limit on that."""
@@ -249,6 +306,20 @@ def free_for_model(config: EngineConfig, spec: BackendSpec) -> int:
             param="memory_bytes",
         )
     return 0
+
+
+def _adapters(found: FoundModel, opened: OpenedModel) -> StartAdapters | None:
+    """The adapters of the start; None: the model takes none. Raises ConfigError for ranks."""
+    if not found.config.takes_adapters:
+        return None
+    if found.config.num_ranks > 1:
+        raise ConfigError(
+            "ranks take no LoRA adapters: leave --tensor-parallel-size and"
+            " --pipeline-parallel-size out, or merge the adapter into the model",
+            param="enable_lora",
+        )
+    files = AdapterFiles.of(found.registry, opened.checkpoint.config, opened.model)
+    return files.at_start(found.config)
 
 
 def _check_ranks(config: EngineConfig, impl: str) -> None:
@@ -277,6 +348,8 @@ def load_model(found: FoundModel, opened: OpenedModel) -> LoadedModel:
             model = sharded(
                 model, weights, length, 0, 1, deterministic=True, whole_experts=whole_experts
             )
+        if opened.taps is not None:
+            model = Tapped(model, opened.taps)
         loaded: LoadedModel = opened.backend.load()().load(model, weights, opened.options)
         return loaded
     executor = found.registry.find(ExecutorSpec, TENSOR_PARALLEL)

@@ -62,6 +62,12 @@ def pooling_info(checkpoint: Checkpoint, shape: ModelShape) -> PoolingInfo | Non
     config = checkpoint.config
     if shape.output == "tokens":
         return None
+    size = shape.output_size
+    if shape.output == "token_vectors":
+        return PoolingInfo(tasks=["score", "token_embed"], size=size)
+    if shape.output == "sparse_vectors":
+        embeds: list[PoolingTask] = ["embed", "score"]
+        return PoolingInfo(tasks=embeds, size=size, normalize=False, activation="log1p")
     if shape.output == "vectors":
         modules = config.get("modules")
         normalize = modules is None or any(each["kind"] == "normalize" for each in modules)

@@ -15,12 +15,16 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
+from typing import Protocol
 
+from vllmx_core.backend import LoadedInfo
 from vllmx_core.records import Record
 
-_DIGEST_BYTES = 16
+from vllmx_engine.wire.messages import CoreInfo, ImageInput
+
+DIGEST_BYTES = 16
 Entry = tuple[bytes, bytes, bytes]
 """Digest, parent and content of a cached block. A new one is made whenever a block is filed."""
 
@@ -37,13 +41,59 @@ class Run(Record, eq=False):
     """The entry of each of `places`."""
 
 
+class BlockScores(Record, eq=False):
+    """Log-probabilities of the tokens that follow those of a cached block, one by one."""
+
+    num_logprobs: int
+    """The number of most likely tokens with each."""
+    next_token: int
+    """The token behind the block, which the last one is of."""
+    entries: bytes
+    """A list of `TokenLogprobs`, as msgpack."""
+
+
 class CacheIdentity(Record):
     """Properties that all blocks of one cache share, and blocks of another cache may not."""
 
     model: str = ""
+    """The model's name, or its digest by `vllmx_engine.core.fingerprint`."""
     dtype: str = ""
     """The type of keys and values."""
     block_size: int = 0
+
+    @classmethod
+    def of(cls, model: str, info: LoadedInfo | CoreInfo) -> CacheIdentity:
+        """The identity of a loaded model's cache, computed in one dtype and kept in another."""
+        return cls(model, f"{info.dtype} as {info.kv_cache_dtype}", info.block_size)
+
+    def root(self, key: bytes, salt: str, adapter: str) -> bytes:
+        """Parent digest of first blocks under a salt and an adapter."""
+        data = repr((self.model, self.dtype, self.block_size, adapter, salt)).encode()
+        return blake2b(data, digest_size=DIGEST_BYTES, key=key).digest()
+
+
+class Watcher(Protocol):
+    """Told of the blocks that a cache gains and loses."""
+
+    def filed(self, digest: bytes) -> None: ...
+
+    def evicted(self, digest: bytes) -> None: ...
+
+
+def block_digest(parent: bytes, content: bytes) -> bytes:
+    """The digest of a block that follows `parent`."""
+    return blake2b(parent + content).digest()[:DIGEST_BYTES]
+
+
+def image_content(images: Iterable[ImageInput], block_size: int) -> dict[int, bytes]:
+    """The images that each block holds, and where they begin: content other than token ids."""
+    found: dict[int, bytes] = {}
+    for image in images:
+        last = (image.start + image.num_tokens - 1) // block_size
+        for block in range(image.start // block_size, last + 1):
+            offset = (image.start - block * block_size).to_bytes(8, "little", signed=True)
+            found[block] = found.get(block, b"") + image.digest + offset
+    return found
 
 
 class PrefixCache:
@@ -63,8 +113,13 @@ class PrefixCache:
     ) -> None:
         self.forgotten: Callable[[bytes], None] | None = None
         """Told of the digest of each block that is forgotten."""
-        self._identity = identity or CacheIdentity()
-        self._key = secrets.token_bytes(32) if key is None else key
+        self.watcher: Watcher | None = None
+        """Set if others must know what can be hit here."""
+        self.identity = identity or CacheIdentity()
+        self.key = secrets.token_bytes(32) if key is None else key
+        """Set by the owner of blocks that outlive the process, before the first root."""
+        self.scores: dict[bytes, BlockScores] = {}
+        """Log-probabilities by digest, until no group holds it any more."""
         self._places: dict[bytes, list[int]] = {}
         """The block of each group that holds this digest; -1 where there is none."""
         self._entries: dict[int, Entry] = {}
@@ -89,13 +144,16 @@ class PrefixCache:
 
     def root(self, salt: str, adapter: str = "") -> bytes:
         """Parent digest of first blocks under a salt and an adapter."""
-        known = self._identity
-        data = repr((known.model, known.dtype, known.block_size, adapter, salt)).encode()
-        return blake2b(data, digest_size=_DIGEST_BYTES, key=self._key).digest()
+        return self.identity.root(self.key, salt, adapter)
 
     def digest(self, parent: bytes, content: bytes) -> bytes:
         """The digest of a block that follows `parent`."""
-        return blake2b(parent + content).digest()[:_DIGEST_BYTES]
+        return block_digest(parent, content)
+
+    @property
+    def digests(self) -> Iterable[bytes]:
+        """The digests of all cached blocks."""
+        return self._places.keys()
 
     def known(self, parent: bytes, content: bytes) -> tuple[bytes, Sequence[int]] | None:
         """Returns the results of `digest` and then `find`; None where nothing is found."""
@@ -114,6 +172,10 @@ class PrefixCache:
         """The block of a group that holds this digest; -1: none."""
         places = self._places.get(digest)
         return -1 if places is None else places[group]
+
+    def group_of(self, block: int) -> int:
+        """The cache group of a cached block."""
+        return self._places[self._entries[block][0]].index(block)
 
     def find(self, digest: bytes, parent: bytes, content: bytes) -> Sequence[int] | None:
         """The block of each group (-1: none) that holds this content behind this parent."""
@@ -144,6 +206,8 @@ class PrefixCache:
                 children = self._children[group]
                 if children is not None:
                     children[parent] = children.get(parent, 0) + 1
+                if self.watcher is not None:
+                    self.watcher.filed(digest)
         return places
 
     def run(self, parent: bytes) -> Run | None:
@@ -172,7 +236,10 @@ class PrefixCache:
         places[group] = -1
         if max(places) < 0:
             del self._places[digest], self._known[parent + content]
+            self.scores.pop(digest, None)
         children = self._children[group]
+        if self.watcher is not None and (children is not None or digest not in self._places):
+            self.watcher.evicted(digest)
         if children is not None:
             self._drop_run(digest)
             children[parent] -= 1

@@ -12,6 +12,7 @@ from vllmx_core.records import Record
 
 from vllmx_engine.core.kv import BlockPool
 from vllmx_engine.core.prefix_cache import PrefixCache, Run
+from vllmx_engine.core.prompt_scores import PromptScores
 from vllmx_engine.core.rows import RowTable
 from vllmx_engine.core.sequence import Found, Sequence
 from vllmx_engine.core.state_slots import SlotPool, Snapshot
@@ -55,11 +56,15 @@ class Prefixes:
         self.run_blocks = 64
         """The blocks of a run, which begins at a multiple of as many."""
         self._table = table
-        self._size = table.block_size
+        self._size = self.block_size = table.block_size
+        self.num_groups = len(table.windows)
         self._pool = pool
         self._cache = cache
+        self.scores = PromptScores(cache, table.block_size)
         self._slots = slots
-        self._full = [group for group, window in enumerate(table.windows) if window is None]
+        self._full = self.full_groups = [
+            group for group, window in enumerate(table.windows) if window is None
+        ]
         self._windows = [
             (group, window) for group, window in enumerate(table.windows) if window is not None
         ]
@@ -69,7 +74,7 @@ class Prefixes:
         """Finds the longest cached prefix of a sequence: that of which groups without a window have
         all blocks, and those with one the blocks that the next token sees, and with recurrent
         layers there is a snapshot behind it. The last known token is always computed, because its
-        logits are needed; so are tokens that are to be scored."""
+        logits are needed; so are tokens whose log-probabilities are wanted and not known."""
         if not self.enabled:
             return self._miss
         length = self._full_prefix(sequence)
@@ -100,12 +105,35 @@ class Prefixes:
             return None
         return snapshot
 
+    def num_findable(self, sequence: Sequence) -> int:
+        """Blocks of a sequence that may come from the cache at all."""
+        most = (len(sequence.tokens) - 1) // self._size
+        if sequence.all_scored:
+            return most
+        index = sequence.num_scored // self._size
+        if sequence.was_preempted or not self._cache.scores:
+            return index  # the log-probabilities of a step under way come before those behind it
+        while index < most:
+            if not self.scores.is_known(sequence, index, self.digest_at(sequence, index)):
+                break
+            index += 1
+        return index
+
+    def first_needed(self, length: int) -> list[tuple[int, int]]:
+        """Each group, and the first block that it must have for a hit of `length` blocks."""
+        full = [(group, 0) for group in self._full]
+        return full + [(group, self._first_seen(size, length)) for group, size in self._windows]
+
+    def digest_at(self, sequence: Sequence, index: int) -> bytes:
+        """The digest of a full block."""
+        self._digest_all(sequence, index + 1)
+        return sequence.digests[index]
+
     def _full_prefix(self, sequence: Sequence) -> int:
         """Blocks of which groups without a window have all; without such groups, as many as may
         come from the cache at all. A further look begins where the last one ended, or where blocks
         were forgotten since."""
-        tokens = len(sequence.tokens) - 1 if sequence.all_scored else sequence.num_scored
-        end = tokens // self._size
+        end = self.num_findable(sequence)
         if not self._full:
             self._digest_all(sequence, end)
             return end
@@ -118,7 +146,7 @@ class Prefixes:
         elif found.blocks:
             self._drop_forgotten(found)
         self._look_on(sequence, found, end)
-        return found.num_blocks
+        return min(found.num_blocks, end)
 
     def _digest_all(self, sequence: Sequence, num_blocks: int) -> None:
         parent = sequence.digests[-1] if sequence.digests else sequence.root

@@ -85,6 +85,7 @@ class RowBlocks:
         table, start = self._table, hit.num_blocks
         end = -(-len(sequence.tokens) // self._size)
         table.admit(sequence, client, start)  # first: it may raise
+        self._prefixes.scores.take(sequence, start)
         row = sequence.row
         table.num_blocks[row] = end
         if start:
@@ -145,15 +146,16 @@ class RowBlocks:
             self._table.blocks[:, rows, at] = blocks.reshape(self.num_groups, rows.size)
             self._table.num_blocks[rows] += 1
 
-    def extend(self, row: int, num_tokens: int, room: int) -> bool:
-        """Blocks in each group, so that a row that decodes can hold so many tokens. False, and
-        nothing done, where that takes more than `room`."""
-        missing = -(-num_tokens // self._size) - int(self._table.num_blocks[row])
-        if missing * self.num_groups > room:
-            return missing <= 0
-        for _ in range(missing):
-            self.grow(np.array([row]))
-        return True
+    def extend(self, rows: AnyArray, num_tokens: AnyArray, room: int) -> AnyArray:
+        """Blocks in each group, so that rows that decode can hold so many tokens. (R,) False, and
+        nothing done, for rows whose blocks, with those of the rows before, are more than `room`."""
+        missing = np.maximum(-(-num_tokens // self._size) - self._table.num_blocks[rows], 0)
+        fits: AnyArray = (missing == 0) | (np.cumsum(missing) * self.num_groups <= room)
+        missing = np.where(fits, missing, 0)
+        while missing.any():
+            self.grow(rows[missing > 0])
+            missing = np.maximum(missing - 1, 0)
+        return fits
 
     def slide(self, rows: AnyArray, *, keep_unfiled: bool = True) -> bool:
         """Gives back the blocks of rows that their next token no longer sees; of them, where

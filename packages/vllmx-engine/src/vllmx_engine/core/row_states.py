@@ -19,13 +19,13 @@ behind each of its tokens, until it is known how many hold.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 from vllmx_core.plan import I32, AnyArray, StepPlan
 from vllmx_core.records import MutableRecord, field
 
-from vllmx_engine.core.drafters import Draft
+from vllmx_engine.core.drafters import Drafts
 from vllmx_engine.core.limits import Limits
 from vllmx_engine.core.prefixes import Hit
 from vllmx_engine.core.rows import RowTable
@@ -147,18 +147,18 @@ class RowStates:
         whole = end // self._size * self._size
         return whole - start if end < len(sequence.tokens) and whole > start else size
 
-    def reserve(self, drafts: Iterable[Draft], num_spared: int) -> None:
+    def reserve(self, drafts: Drafts, num_spared: int) -> None:
         """Takes slots for the states behind each token of drafts, which are cut to the slots that
         there are; `num_spared` of them are left."""
-        for draft in drafts:
-            row = draft.sequence.row
-            source, count = int(self._from[row]), len(draft.ids)
+        wanted = zip(drafts.rows.tolist(), drafts.counts.tolist(), strict=True)
+        for number, (row, count) in enumerate(wanted):
+            source = int(self._from[row])
             own = [int(self._to[row])] if self._to[row] != source else []
             slots = own + self._take_some(count + 1 - len(own), num_spared)
-            del draft.ids[max(0, len(slots) - 1) :]
+            drafts.counts[number] = max(0, len(slots) - 1)
             if slots:
                 self._to[row] = slots.pop()
-            if draft.ids:
+            if drafts.counts[number]:
                 self.pool.acquire(source)
                 self._drafted[row] = [source, *slots]
 
@@ -192,7 +192,7 @@ class RowStates:
         plan: StepPlan,
         number: int,
         unsure: Iterable[int] = (),
-        drafts: Collection[Draft] = (),
+        drafts: Drafts | None = None,
     ) -> None:
         """Sets the slots of step `number`; the rows are then what they are after it. Those `unsure`
         may be taken back until `settle`, as far as slots go; those with `drafts`, for which slots
@@ -207,12 +207,13 @@ class RowStates:
         self._from[rows] = target
         plan.state_from, plan.state_to = source, target
         ends = (plan.context_len & (self._size - 1)) == 0
-        if drafts:
+        if drafts is not None:
             plan.state_after = after = np.full(plan.num_tokens, -1, np.int32)
-            for draft in drafts:
-                slots, start = self._drafted[draft.sequence.row][1:], plan.query_start[draft.index]
+            starts = plan.query_start[drafts.index].tolist()
+            for row, start in zip(drafts.rows.tolist(), starts, strict=True):
+                slots = self._drafted[row][1:]
                 after[start : start + len(slots)] = slots
-                ends[draft.index] = False
+            ends[drafts.index] = False
         if self._keep:
             for index in np.flatnonzero(ends).tolist():
                 row = int(rows[index])

@@ -10,6 +10,7 @@ from struct import Struct
 import numpy as np
 from vllmx_core.plan import I32, MAX_LISTED_LOGPROBS, AnyArray
 
+from vllmx_engine.core.adapters import AdapterPool
 from vllmx_engine.core.limits import Limits
 from vllmx_engine.core.sequence import Sequence
 
@@ -72,7 +73,7 @@ class RowTable:
         self.computed = np.zeros(num_rows, np.int32)
         self.feed_end = np.zeros(num_rows, np.int32)
         """Decoding goes on while computed < feed_end; 0 for rows that do not decode, and free
-        ones."""
+        ones; negative while a draft is verified."""
         self.last_token = np.zeros(num_rows, np.int32)
         self.sampled_in = np.zeros(num_rows, np.int64)
         self.num_cached = np.zeros(num_rows, np.int32)
@@ -87,6 +88,14 @@ class RowTable:
         self.turn_axes = 0
         self.num_turned = 0
         """Rows whose rotations do not follow positions."""
+        self.cross = np.zeros((num_rows, 2), np.int32)
+        """The rows of the feature store that each row's cross-attention reads, see `StepPlan`."""
+        self.adapters: AdapterPool | None = None
+        """Set where rows may use adapters."""
+        self.adapter = np.full(num_rows, -1, np.int32)
+        """The slot of each row's adapter; -1: it has none."""
+        self.num_adapted = 0
+        """Rows that have one."""
         self.client = np.zeros(num_rows, np.int32)
         self.rank = np.zeros(num_rows, np.int32)
         """The priority that was asked for; a smaller one is served first."""
@@ -131,9 +140,12 @@ class RowTable:
             known = np.sort(known[oldest])
         return known
 
-    def is_awaited(self, sequence: Sequence) -> bool:
-        """True if a step in flight still brings a token of a sequence that has lost its row."""
-        return sequence.awaited_step > self.last_collected
+    def must_wait(self, sequence: Sequence) -> bool:
+        """True if a step in flight still brings a token of a sequence that has lost its row, or if
+        there is no slot for its adapter."""
+        if sequence.awaited_step > self.last_collected:
+            return True
+        return self.adapters is not None and not self.adapters.has_slot(sequence.adapter)
 
     def wait_for_ids(self, rows: AnyArray) -> bool:
         """True if one of these rows waits for an id of a step in flight."""
@@ -158,6 +170,9 @@ class RowTable:
             self.turn[row] = sequence.images.turns.offset
             self.turn_axes = sequence.images.turns.known.shape[0]
             self.num_turned += 1
+        if self.adapters is not None and sequence.adapter is not None:
+            self.adapter[row] = self.adapters.take(sequence.adapter)
+            self.num_adapted += 1
         request, params = sequence.request, sequence.request.params
         num_logprobs = -1 if params.logprobs is None else params.logprobs
         if params.logprob_token_ids:
@@ -183,6 +198,10 @@ class RowTable:
         if sequence.images is not None and sequence.images.turns is not None:
             self.turn[row] = 0
             self.num_turned -= 1
+        if self.adapters is not None and sequence.adapter is not None:
+            self.adapters.leave(int(self.adapter[row]))
+            self.adapter[row] = -1
+            self.num_adapted -= 1
         while self._high and self.owner[self._high - 1] is None:
             self._high -= 1
         sequence.row = -1
@@ -204,16 +223,24 @@ class RowTable:
 
     def await_draft(self, rows: AnyArray, computed: AnyArray) -> None:
         """Rows that verify drafts in the step that was just built: what it computes of them is not
-        known, so they do not decode until `resume`."""
+        known, so they do not decode until `resume_all`."""
         self.computed[rows] = computed
-        self.feed_end[rows] = 0
+        self.feed_end[rows] *= -1
 
-    def resume(self, row: int, computed: int, token: int) -> None:
-        """Sets the number of computed tokens of a row and the token to feed next; it decodes again
-        after `start_decoding`."""
-        self.computed[row] = computed
+    def resume_all(self, rows: AnyArray, computed: AnyArray, tokens: AnyArray) -> None:
+        """Rows decode again after `await_draft`. Sets the numbers of their computed tokens and the
+        tokens to feed next."""
+        self.computed[rows] = computed
+        self.last_token[rows] = tokens
+        self.sampled_in[rows] = -1
+        self.feed_end[rows] *= -1
+
+    def give_up_draft(self, row: int, token: int) -> None:
+        """Takes back all that a step with a draft brings of a row: it is fed its last known token
+        again after `start_decoding`."""
         self.last_token[row] = token
         self.sampled_in[row] = -1
+        self.feed_end[row] = 0
 
     def take_back(self, row: int, token: int) -> None:
         """Takes the step's token back that a row's last known one brings: it is fed that one again

@@ -22,11 +22,13 @@ from vllmx_core.plan import (
 )
 from vllmx_core.records import MutableRecord, field
 
+from vllmx_engine.core.drafters import Drafts
 from vllmx_engine.core.grammar_masks import Constrained, GrammarMasks, fill_drafted
 from vllmx_engine.core.limits import Limits
 from vllmx_engine.core.logit_rules import Counts, LogitRules
 from vllmx_engine.core.rows import FLOAT_DEFAULTS, FLOAT_FIELDS, RowTable
 from vllmx_engine.core.sequence import Sequence
+from vllmx_engine.core.speech_rules import SpeechRow
 from vllmx_engine.core.step_work import Batch
 
 _FLOAT_DEFAULTS: F32 = np.array([list(FLOAT_DEFAULTS.values())], np.float32).T  # (fields, 1)
@@ -60,16 +62,17 @@ class LogitOwners(MutableRecord):
     logits: I32  # (S,) their first logit rows, ascending
     sequences: list[Sequence]  # S of them
     scored: list[Scored] = field(default_factory=list)
-    drafts: dict[int, list[int]] = field(default_factory=dict)
-    """The draft tokens of rows, by their first logit row."""
+    drafts: Drafts | None = None
+    """The draft tokens of the first ones of these rows, see `Drafts.index`."""
     edited: list[tuple[int, Sequence, LogitRules, list[int]]] = field(default_factory=list)
     masked: list[tuple[int, U32]] = field(default_factory=list)
     counted: list[tuple[int, Counts]] = field(default_factory=list)
     """Logit rows with edits (and the draft tokens before them), masks and penalties, ascending."""
     constrained: list[Constrained] = field(default_factory=list)
     """Logit rows with grammars; their masks follow those of `masked`."""
-    drafted: list[list[Constrained]] = field(default_factory=list)
-    """The logit rows of each row with a grammar and a draft; their masks come last."""
+    drafted: list[tuple[int, list[Constrained]]] = field(default_factory=list)
+    """The number of each draft of a row with a grammar, and its logit rows; their masks come
+    last."""
     lost: list[Sequence] = field(default_factory=list)
     """Sequences of these whose masks must be made elsewhere; what the step samples for them counts
     for nothing."""
@@ -79,6 +82,11 @@ class LogitOwners(MutableRecord):
     """Sequences whose rules raised."""
     ended: list[Sequence] = field(default_factory=list)
     """Sequences that turn out to have ended with the step before."""
+
+    @property
+    def all_constrained(self) -> list[Constrained]:
+        """The logit rows with grammars, in the order of their masks."""
+        return [*self.constrained, *chain.from_iterable(group for _, group in self.drafted)]
 
 
 class RowsBuilder:
@@ -119,18 +127,21 @@ class RowsBuilder:
             owners.broken += filled.failed
             owners.ended += filled.ended
             late = filled.late
-        for group in owners.drafted:
-            self._fill_drafted(group, owners)
+        for number, group in owners.drafted:
+            self._fill_drafted(number, group, owners)
         if owners.edited:
             sampling.edits = _edits(owners, sampling)
         return late
 
     @staticmethod
-    def _fill_drafted(group: list[Constrained], owners: LogitOwners) -> None:
-        """Fills the masks of a row with a grammar and a draft."""
-        sequence = group[0].sequence
+    def _fill_drafted(number: int, group: list[Constrained], owners: LogitOwners) -> None:
+        """Fills the masks of a row with a grammar and a draft, which may cut the draft."""
+        sequence, drafts = group[0].sequence, owners.drafts
+        assert drafts is not None, sequence.request_id
+        draft = drafts.ids_of(number)
         try:
-            is_lost = not fill_drafted(group, owners.drafts[group[0].logit])
+            is_lost = not fill_drafted(group, draft)
+            drafts.counts[number] = len(draft)
         except Exception as error:  # one request's fault must not stop the others
             owners.broken.append((sequence, error))
             return
@@ -144,7 +155,7 @@ class RowsBuilder:
     def _gathered(
         self, batch: Batch, rows: AnyArray, plan: StepPlan
     ) -> tuple[LogitOwners, SamplingRows]:
-        if batch.chunks or batch.drafts:
+        if batch.chunks or batch.drafts is not None:
             owners = self._mixed_owners(batch, rows)
             return owners, self._gather(owners, plan.positions[plan.logit_rows] + np.int32(1))
         if self._kept is not None:
@@ -158,22 +169,25 @@ class RowsBuilder:
         self._kept = self._table.version, rows, owners, sampling
         return owners, sampling
 
-    def _owners(
-        self, rows: AnyArray, logits: I32, drafts: dict[int, list[int]] | None = None
-    ) -> LogitOwners:
+    def _owners(self, rows: AnyArray, logits: I32, drafts: Drafts | None = None) -> LogitOwners:
         """The owners of sampling rows: row `rows[i]` of the table draws from logit row
         `logits[i]`, and from one more behind it for each token of its draft."""
-        owners = LogitOwners(rows, logits, [], drafts=drafts or {})
-        for row, logit in zip(rows.tolist(), logits.tolist(), strict=True):
-            sequence = self._table.owner[row]
-            assert sequence is not None
-            owners.sequences.append(sequence)
-            if drafts and logit in drafts:
-                _own_drafted(owners, sequence, logit, drafts[logit])
+        found = [self._table.owner[row] for row in rows.tolist()]
+        sequences = [sequence for sequence in found if sequence is not None]
+        owners = LogitOwners(rows, logits, sequences, drafts=drafts)
+        numbers: dict[int, int] = {}
+        if drafts is not None:
+            numbers = {index: number for number, index in enumerate(drafts.index.tolist())}
+        for index, sequence in enumerate(sequences):
+            rules = sequence.rules
+            if rules is None and sequence.grammar is None:
+                continue
+            logit = int(logits[index])
+            if drafts is not None and index in numbers:
+                _own_drafted(owners, sequence, logit, numbers[index], drafts)
                 continue
             if sequence.grammar is not None:
                 owners.constrained.append(Constrained(logit, sequence))
-            rules = sequence.rules
             if rules is None:
                 continue
             if rules.has_edits:
@@ -189,36 +203,40 @@ class RowsBuilder:
         first = ends - batch.decode_lengths
         next_logit = int(ends[-1]) if ends.size else 0
         sampling, logits = batch.decodes.tolist(), first.tolist()
-        drafts = {logits[draft.index]: draft.ids for draft in batch.drafts}
         scored: list[Scored] = []
         for chunk in batch.chunks:
             count = chunk.num_logits - chunk.samples
-            if count:
+            if count and not self._limits.pools:
                 start = chunk.start + chunk.num_tokens - chunk.num_logits
                 scored.append(Scored(chunk.sequence, next_logit, start, count))
             next_logit += chunk.num_logits
             if chunk.samples:
                 sampling.append(chunk.sequence.row)
                 logits.append(next_logit - 1)
-        owners = self._owners(np.array(sampling, np.int64), np.array(logits, np.int32), drafts)
+        owners = self._owners(
+            np.array(sampling, np.int64), np.array(logits, np.int32), batch.drafts
+        )
         owners.scored = scored
         return owners
 
     def _gather(self, owners: LogitOwners, position: I32) -> SamplingRows:
         """position (L,). Rows that score get the defaults."""
         table, rows, num_logits = self._table, owners.rows, position.size
-        floats: F32 = np.repeat(_FLOAT_DEFAULTS, num_logits, axis=1)
-        top_k, seed = np.zeros(num_logits, np.int32), np.zeros(num_logits, np.uint64)
-        target, num_logprobs = np.full((2, num_logits), -1, np.int32)
-        at = owners.logits
-        if owners.drafts:
-            counts = [1 + len(owners.drafts.get(logit, ())) for logit in at.tolist()]
+        target = np.full(num_logits, -1, np.int32)
+        at: AnyArray = owners.logits
+        if owners.drafts is not None:
+            counts = np.ones(rows.size, np.int32)
+            counts[owners.drafts.index] += owners.drafts.counts
             rows = np.repeat(rows, counts)
-            behind = [range(logit, logit + n) for logit, n in zip(at.tolist(), counts, strict=True)]
-            at = np.fromiter(chain.from_iterable(behind), np.int32)
-        floats[:, at] = table.floats[rows].T
-        top_k[at], seed[at] = table.top_k[rows], table.seed[rows]
-        num_logprobs[at] = table.num_logprobs[rows]
+            at = np.repeat(at - (np.cumsum(counts) - counts), counts) + np.arange(rows.size)
+        floats: F32 = np.ascontiguousarray(table.floats[rows].T)
+        top_k, seed, num_logprobs = table.top_k[rows], table.seed[rows], table.num_logprobs[rows]
+        if owners.scored:
+            sampled = floats, top_k, seed, num_logprobs
+            floats = np.repeat(_FLOAT_DEFAULTS, num_logits, axis=1)
+            top_k, seed = np.zeros(num_logits, np.int32), np.zeros(num_logits, np.uint64)
+            num_logprobs = np.full(num_logits, -1, np.int32)
+            floats[:, at], top_k[at], seed[at], num_logprobs[at] = sampled
         for part in owners.scored:
             rows_of_part = slice(part.first, part.first + part.count)
             tokens = part.sequence.tokens[part.start + 1 : part.start + 1 + part.count]
@@ -247,7 +265,7 @@ class RowsBuilder:
 
     def _place_masks(self, owners: LogitOwners, sampling: SamplingRows) -> None:
         """Masks that stay as they are, then room for those that `edit` fills."""
-        constrained = [*owners.constrained, *chain.from_iterable(owners.drafted)]
+        constrained = owners.all_constrained
         logits = [logit for logit, _ in owners.masked] + [row.logit for row in constrained]
         sampling.mask_index = np.full(sampling.num_rows, -1, np.int32)
         sampling.mask_index[logits] = range(len(logits))
@@ -256,15 +274,22 @@ class RowsBuilder:
             masks[index] = mask
         for index, row in enumerate(constrained, len(owners.masked)):
             row.mask = masks[index]
+            if isinstance(row.sequence.grammar, SpeechRow):
+                if sampling.group_from is None:
+                    sampling.group_from = np.full(sampling.num_rows, -1, np.int32)
+                sampling.group_from[row.logit] = row.sequence.grammar.group_from
         sampling.masks = masks
 
 
-def _own_drafted(owners: LogitOwners, sequence: Sequence, first: int, draft: list[int]) -> None:
+def _own_drafted(
+    owners: LogitOwners, sequence: Sequence, first: int, number: int, drafts: Drafts
+) -> None:
     """Adds the logit rows of a row with a draft, each with the draft tokens before it."""
+    draft = drafts.ids_of(number)
     rules, num_logits = sequence.rules, len(draft) + 1
     if sequence.grammar is not None:
         group = [Constrained(first + place, sequence) for place in range(num_logits)]
-        owners.drafted.append(group)
+        owners.drafted.append((number, group))
     if rules is None:
         return
     counts = None if rules.counts is None else rules.counts.copy()
@@ -285,8 +310,7 @@ def _edits(owners: LogitOwners, sampling: SamplingRows) -> LogitEdits:
     logits: list[int] = []
     ids: list[array[int]] = []
     values: list[array[float]] = []
-    constrained = chain(owners.constrained, *owners.drafted)
-    must_end = {row.logit for row in constrained if row.must_end}
+    must_end = {row.logit for row in owners.all_constrained if row.must_end}
     for logit, sequence, rules, draft in owners.edited:
         try:
             generated = int(sampling.position[logit]) - sequence.num_prompt

@@ -12,20 +12,22 @@ import numpy as np
 from vllmx_core.plan import AnyArray
 
 from vllmx_engine.core.cost import StepCost
-from vllmx_engine.core.drafters import Draft
+from vllmx_engine.core.drafters import Drafts
 from vllmx_engine.core.images import Images, StepImages
 from vllmx_engine.core.kv import BlockPool
 from vllmx_engine.core.limits import Limits
 from vllmx_engine.core.prefix_cache import CacheIdentity, PrefixCache
-from vllmx_engine.core.prefixes import Hit, Prefixes
+from vllmx_engine.core.prefixes import Prefixes
 from vllmx_engine.core.row_blocks import RowBlocks
 from vllmx_engine.core.row_states import RowStates
 from vllmx_engine.core.rows import RowTable
 from vllmx_engine.core.sequence import Sequence
+from vllmx_engine.core.sessions import Sessions
 from vllmx_engine.core.speculation import Drafting, Speculator
 from vllmx_engine.core.state_slots import SlotPool
 from vllmx_engine.core.step_budget import Chunk, PriorityShare, StepBudget
 from vllmx_engine.core.step_work import Batch, load_of
+from vllmx_engine.core.tiered_prefixes import TieredPrefixes
 from vllmx_engine.core.waiting_queue import WaitingSequences
 
 logger = logging.getLogger("vllmx.scheduler")
@@ -77,6 +79,9 @@ class Scheduler:
         if slots is not None:
             self.states = RowStates(limits, self.table, slots, keep_snapshots=prefix_caching)
             self.cache.forgotten = slots.forget
+        self.tiers: TieredPrefixes | None = None
+        self.sessions: Sessions | None = None
+        """Both are set by the owner, where blocks outlive eviction or sessions pin them."""
         self.speculator: Speculator | None = None
         """Set where the model can verify drafts."""
         if not limits.pools and (slots is None or limits.keeps_states_after):
@@ -108,16 +113,19 @@ class Scheduler:
     def add(self, sequence: Sequence, *, hold: bool = False) -> None:
         """Takes a checked sequence in; with `hold` it waits for `release`, its place in the queue
         by its arrival."""
-        sequence.root = self.cache.root(sequence.request.cache_salt)
+        sequence.begin_at(self.cache.root(sequence.request.cache_salt, sequence.adapter_digest))
         self.live[sequence.request_id] = sequence
         if self.speculator is not None:
             self.speculator.add(sequence)
+        if self.tiers is not None and not sequence.request.leader:
+            hold |= self.tiers.start(sequence)
         self._waiting.enter(sequence, hold=hold)
 
     def release(self, sequence: Sequence) -> None:
         """Resumes a sequence that was held or that sat out steps."""
         if sequence.row < 0:
-            self._waiting.release(sequence)
+            if self.tiers is None or self.tiers.is_ready(sequence):
+                self._waiting.release(sequence)
         elif sequence not in self.prefills:
             self.table.start_decoding(sequence)
 
@@ -131,6 +139,8 @@ class Scheduler:
         they are not to be found as prefixes."""
         self._end(sequence)
         if sequence.row >= 0:
+            if sequence.request.session_id and self.sessions is not None and not forget:
+                self.sessions.keep(sequence.request, self.table.owned(sequence.row).tolist())
             self._leave_row(sequence, forget=forget)
         else:
             self._waiting.take_out(sequence)
@@ -154,12 +164,10 @@ class Scheduler:
         if self.running:
             self._dropped += queued
 
-    def make_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Gives a decoding sequence blocks for so many unknown tokens. False if they are scarce."""
-        if sequence.row < 0:
-            return True  # preempted: its blocks come with its next admission
+    def make_room(self, rows: AnyArray, num_tokens: AnyArray) -> AnyArray:
+        """Gives decoding rows blocks to hold so many tokens. (R,) False where they are scarce."""
         room = self.blocks.room(len(self.running), self.prefills)
-        return self.blocks.extend(sequence.row, len(sequence.tokens) + num_tokens, room)
+        return self.blocks.extend(rows, num_tokens, room)
 
     def feed_known(self, sequence: Sequence, number: int) -> None:
         """A sequence that decodes has known tokens, behind the one that step `number` brought: they
@@ -179,37 +187,39 @@ class Scheduler:
         decodes, victim = self._decodes()
         context = int(self.table.computed[decodes].sum()) + decodes.size if decodes.size else 0
         drafts = self._drafts(decodes, context)
-        num_decoded = decodes.size + sum(len(draft.ids) for draft in drafts)
+        num_decoded = decodes.size + (0 if drafts is None else drafts.num_tokens)
         chunks: list[Chunk] = []
         images: StepImages | None = None
         if self.prefills or self.queue:  # a step of decodes alone plans no prompts
-            images = None if self._images is None else self._images.for_step(self.cost)
+            if self._images is not None:
+                images = self._images.for_step(self.cost, self.running)
             chunks = self._chunks((num_decoded, context), victim, images)
         if not decodes.size and not chunks:
             return None
         load = load_of(num_decoded, context, chunks, images)
-        batch = Batch(decodes, tuple(chunks), load, images, tuple(drafts))
-        self._charge(batch)
+        batch = Batch(decodes, tuple(chunks), load, images, drafts)
+        self._waiting.charge(batch, self.table.client)
         return batch
 
-    def _drafts(self, decodes: AnyArray, context: int) -> list[Draft]:
+    def _drafts(self, decodes: AnyArray, context: int) -> Drafts | None:
         """Drafts for decodes, as far as tokens, logit rows and blocks go."""
         if self.speculator is None or not self.speculator.is_on or not decodes.size:
-            return []
+            return None
         room = min(self.limits.token_budget, self.limits.max_logit_rows) - decodes.size
         if self.prefills or self.queue:
             least = [one.least_chunk(self.table.computed.item(one.row)) for one in self.prefills]
             room = min(room // 2, room - max(least, default=0))
         drafts = self.speculator.drafts(decodes, context, room)
-        for draft in drafts:
-            held = self.table.num_blocks.item(draft.sequence.row) * self.limits.block_size
-            free = held - len(draft.sequence.tokens)
-            if len(draft.ids) > free and not self.make_room(draft.sequence, len(draft.ids)):
-                del draft.ids[max(0, free) :]
-        drafts = self.speculator.filled([draft for draft in drafts if draft.ids])
+        if drafts is None:
+            return None
+        if not self.make_room(drafts.rows, drafts.lengths + drafts.counts).all():
+            held = self.table.num_blocks[drafts.rows] * self.limits.block_size
+            drafts.cut(np.maximum(held - drafts.lengths, 0))
+        drafts = self.speculator.filled(drafts.without_empty())
         if self.states is not None:
             self.states.reserve(drafts, min(len(self.queue), self.table.num_free))
-        return [draft for draft in drafts if draft.ids]
+            drafts = drafts.without_empty()
+        return drafts if drafts.sequences else None
 
     def _chunks(
         self, decodes: tuple[int, int], victim: Sequence | None, images: StepImages | None
@@ -250,14 +260,14 @@ class Scheduler:
         prefilling.close()  # sequences set aside return to the queue now, not with the next gc
         return chunks
 
-    def _num_prompts(self) -> int:
-        """The number of prompts that could be computed now: those begun, and those that wait while
-        rows are free. Prompts that must not delay the decoding rows do not count."""
-        head = self.queue.first()
-        is_held = head is None or self._priority_share.holds_back(self.queue.asked(head))
-        waiting = 0 if is_held else min(len(self.queue), self.table.num_free)
-        ranks = map(self.queue.asked, self.prefills)
-        return max(1, waiting + sum(not self._priority_share.holds_back(rank) for rank in ranks))
+    def _num_prompts(self) -> float:
+        """The prompts that may join the step now, begun or waiting, in lengths of the longest."""
+        holds, computed = self._priority_share.holds_back, self.table.computed
+        begun = [one for one in self.prefills if not holds(self.queue.asked(one))]
+        left = [len(one.tokens) - computed.item(one.row) for one in begun]
+        if (head := self.queue.first()) is not None and not holds(self.queue.asked(head)):
+            left += [len(head.tokens)] * min(len(self.queue), self.table.num_free)
+        return sum(left) / max(left) if left else 1.0
 
     def _ready(self) -> AnyArray:
         """Rows that may decode a token now."""
@@ -280,19 +290,15 @@ class Scheduler:
             is_short = wanted > self.pool.num_available
             if not is_short and not self._must_yield(wanted):
                 break
-            if is_short and self._slide_all():
-                continue
+            if is_short:  # what no window sees goes, though the prefix cache might have had it
+                running = np.array([sequence.row for sequence in self.running], np.intp)
+                if self.blocks.slide(running, keep_unfiled=False):
+                    continue
             # Each preemption frees blocks and may take a ready row away: look again after it.
             victim = max(self.running, key=self.queue.order)
             self._preempt(victim)
         self.blocks.grow(full)  # last: a preempted row would give its new block straight back
         return rows, victim
-
-    def _slide_all(self) -> bool:
-        """Blocks that no window sees are given back at once, though the prefix cache might have
-        had them when their step comes back."""
-        rows = np.array([sequence.row for sequence in self.running], np.intp)
-        return self.blocks.slide(rows, keep_unfiled=False)
 
     def _must_yield(self, num_taken: int) -> bool:
         """True if the queue's head outranks running sequences, does not fit next to them and the
@@ -365,7 +371,7 @@ class Scheduler:
         """A chunk of a prefilling sequence, which moves on to decoding when it is the last one."""
         end = start + size
         samples = end == len(sequence.tokens)
-        num_logits = int(samples)
+        num_logits = size if self.limits.token_vectors else int(samples)
         if not sequence.all_scored:
             num_logits = max(0, end - max(start, sequence.num_scored))
             sequence.num_scored = max(end, sequence.num_scored)
@@ -374,43 +380,29 @@ class Scheduler:
             self.table.start_decoding(sequence)
         return Chunk(sequence, start, size, num_logits, samples)
 
-    def _charge_prompt(self, sequence: Sequence, hit: Hit) -> int:
-        """The slot of the client of a sequence that is admitted. Where it might be admitted again
-        in place of other clients, it is charged for the prompt at once, so that the rows of one
-        step are shared between them."""
-        slot = self.share.slot(sequence.request.client)
-        if self.share.has_more(slot) and not sequence.was_preempted:
-            cached = hit.num_blocks * self.limits.block_size
-            self.share.charge(slot, sequence.num_prompt - cached)
-            sequence.num_charged = sequence.num_prompt
-        return slot
-
-    def _charge(self, batch: Batch) -> None:
-        if len(self.share) > 1:
-            clients = self.table.client
-            if batch.decodes.size:
-                self.share.charge_all(clients[batch.decodes])
-            for chunk in batch.chunks:
-                self.share.charge(clients.item(chunk.sequence.row), chunk.num_new)
-
     # --- rows and blocks --------------------------------------------------------------------------
     def _admit(self, sequence: Sequence) -> bool:
         """Gives the sequence a row, the cached blocks of its prefix and new ones for the rest of
         its known tokens, and leaves one more block in each group for each running row."""
         hit = self.prefixes.look(sequence)
         room = self.blocks.room(len(self.running), self.prefills)
-        if self.blocks.wanted(sequence, hit) > room:
+        has_slots = self.states is None or self.states.has_room
+        is_short = self.blocks.wanted(sequence, hit) > room or not has_slots
+        if is_short or self.table.must_wait(sequence):
             return False
-        if self.states is not None and not self.states.has_room:
-            return False
-        if self.table.is_awaited(sequence):
-            return False
+        if self.tiers is not None and self.tiers.land(sequence, hit):
+            hit = self.prefixes.look(sequence)
+            if self.blocks.wanted(sequence, hit) > room:
+                return False
         self.queue.admit(sequence)
         sequence.found = None
         self.running.append(sequence)
         insort(self.prefills, sequence, key=self.queue.order)
-        self.blocks.admit(sequence, self._charge_prompt(sequence, hit), hit)
+        client = self._waiting.charge_prompt(sequence, hit.num_blocks * self.limits.block_size)
+        self.blocks.admit(sequence, client, hit)
         self.table.rank[sequence.row] = self.queue.asked(sequence)
+        if self.speculator is not None:
+            self.speculator.admit(sequence)
         if self.states is not None:
             self.states.admit(sequence, hit, has_followers=self._waiting.has_followers(sequence))
         if not sequence.was_preempted:
@@ -447,4 +439,6 @@ class Scheduler:
         self.pool.clear_idle()
         if self.states is not None:
             self.states.pool.clear()
+        if self.tiers is not None:
+            self.tiers.tiers.clear()
         return True

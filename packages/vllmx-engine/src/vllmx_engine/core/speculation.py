@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import logging
 from array import array
+from itertools import chain
 from typing import Any
 
+import numpy as np
 from vllmx_core.config import MAX_DRAFT, EngineConfig
-from vllmx_core.plan import AnyArray
+from vllmx_core.plan import I32, AnyArray
 from vllmx_core.records import Record
 
 from vllmx_engine.core.cost import StepCost, StepLoad
 from vllmx_engine.core.drafters import (
-    Draft,
     Drafter,
+    Drafts,
     DraftsByModel,
     Guess,
     NgramDrafter,
     SuffixDrafter,
 )
 from vllmx_engine.core.rows import RowTable
-from vllmx_engine.core.sequence import RowDrafts, Sequence
+from vllmx_engine.core.sequence import Sequence
 
 logger = logging.getLogger("vllmx.draft")
 
@@ -50,7 +52,7 @@ _UNKNOWN_SHARE = 0.1
 class Drafting(Record):
     """The source and the size of drafts."""
 
-    drafter: Drafter | None = None
+    drafter: Drafter | DraftsByModel | None = None
     """The drafter of all requests; None: only requests with a prediction draft."""
     num_tokens: int | None = None
     """Draft tokens of a row in each step; None: as many as pay."""
@@ -88,17 +90,33 @@ class Speculator:
         self._least_gain = _LEAST_GAIN
         self._num_steps = self._num_idle = self._next_look = 0
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
-        self.accepted_at = [0] * MAX_DRAFT
+        self._accepted_at = np.zeros(MAX_DRAFT, np.int64)
         """Accepted tokens by their place in the draft."""
+        num_rows = len(table.owner)
+        self._is_drafting = np.zeros(num_rows, np.bool_)
+        self._chance = np.zeros(num_rows)
+        """The average share of draft tokens of each row that were right, up to the first wrong
+        one."""
+        self._gain = np.zeros(num_rows)
+        """The average number of tokens that each row gained in a step, less what drafts cost."""
+        self._looked_at = np.full(num_rows, -1)
+        """The number of tokens known when a guess was last made without drafting; -1: none was."""
+        self._looked_for = np.full(num_rows, -1)
+        """The token that was guessed then; -1: none."""
         self.use(drafting or Drafting())
 
     def use(self, drafting: Drafting) -> None:
         """Replaces the drafter of later sequences."""
-        self._drafter = drafting.drafter
-        self._model = drafting.drafter if isinstance(drafting.drafter, DraftsByModel) else None
+        self._drafter = drafter = drafting.drafter
+        self._guesser: Drafter = self._predictions
+        self._model: DraftsByModel | None = None
+        if isinstance(drafter, DraftsByModel):
+            self._model = drafter
+        elif drafter is not None:
+            self._guesser = drafter
         self._num_tokens = drafting.num_tokens
         self._has_failed = False
-        self._chance, self._gain = _FIRST_CHANCE, 0.0 if self._model is None else 1.0
+        self._first_chance, self._first_gain = _FIRST_CHANCE, 0.0 if self._model is None else 1.0
         """Averages over ended sequences, which new ones begin with."""
         self.wants_tokens = self._drafter is not None and self._num_tokens is not None
         """Drafts gain so much that the next step should wait for all tokens before it."""
@@ -113,20 +131,25 @@ class Speculator:
         """Takes a new sequence in."""
         if sequence.request.prediction:
             self._num_predicted += 1
-            sequence.drafts = RowDrafts(chance=1.0, gain=1.0)
             self.wants_tokens = True
-        elif self._drafter is not None:
-            sequence.drafts = RowDrafts(chance=self._chance, gain=self._gain)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Takes in that a sequence was given its row."""
+        row, is_predicted = sequence.row, bool(sequence.request.prediction)
+        self._is_drafting[row] = is_predicted or self._drafter is not None
+        self._chance[row] = 1.0 if is_predicted else self._first_chance
+        self._gain[row] = 1.0 if is_predicted else self._first_gain
+        self._looked_at[row] = -1
 
     def finish(self, sequence: Sequence) -> None:
         """Forgets a sequence that ended, and learns from it."""
-        drafts, sequence.drafts = sequence.drafts, None
+        row = sequence.row
         if sequence.request.prediction:
             self._num_predicted -= 1
             self.wants_tokens = self.wants_tokens and self.is_on
-        elif drafts is not None:
-            self._chance += _WEIGHT * (drafts.chance - self._chance)
-            self._gain += _WEIGHT * (drafts.gain - self._gain)
+        elif row >= 0 and self._is_drafting[row]:
+            self._first_chance += _WEIGHT * (self._chance.item(row) - self._first_chance)
+            self._first_gain += _WEIGHT * (self._gain.item(row) - self._first_gain)
         if self._drafter is not None:
             try:
                 self._drafter.ended(sequence)
@@ -134,7 +157,7 @@ class Speculator:
                 self._log_failure()
 
     # --- a step -----------------------------------------------------------------------------------
-    def drafts(self, decodes: AnyArray, context: int, room: int) -> list[Draft]:
+    def drafts(self, decodes: AnyArray, context: int, room: int) -> Drafts | None:
         """Returns the drafts that pay, of at most `room` tokens together.
 
         Args:
@@ -146,42 +169,43 @@ class Speculator:
         """Tokens that a step computes in the time of one more."""
         if self._num_tokens is None and worth >= 1.0:
             self.wants_tokens = False
-            return []
-        found: list[Draft] = []
-        rows = decodes.tolist()
-        known = self._table.last_token[decodes] >= 0
-        self._look(decodes[~known].tolist(), worth)
-        gains = 0.0
-        for index, (row, is_known) in enumerate(zip(rows, known.tolist(), strict=True)):
-            sequence = self._table.owner[row]
-            assert sequence is not None, row
-            if sequence.drafts is None:
-                continue
-            gains += sequence.drafts.gain
-            if is_known and (draft := self._draft(index, sequence)):
-                found.append(draft)
-        self.wants_tokens = self._num_tokens is not None or gains >= self._least_gain * len(rows)
+            return None
+        is_known = self._table.last_token[decodes] >= 0
+        is_drafting = self._is_drafting[decodes]
+        self._look(decodes[~is_known].tolist(), worth)
+        gains = self._gain[decodes[is_drafting]].sum()
+        found = self._guessed(decodes, np.flatnonzero(is_known & is_drafting))
+        self.wants_tokens = self._num_tokens is not None or gains >= self._least_gain * decodes.size
         self._num_idle = 0 if self.wants_tokens else self._num_idle + 1
         if self._model is not None and self._num_idle >= _PROBE_PERIOD:
             self.wants_tokens = True  # once, to see whether the text has become easier
-        return self._paying(found, decodes.size, room)
+        self._cut_to_paying(found, decodes.size, max(0, room))
+        return found.without_empty()
 
-    def filled(self, drafts: list[Draft]) -> list[Draft]:
+    def filled(self, drafts: Drafts) -> Drafts:
         """Returns drafts with the tokens of the draft model, if there is one, and without those
         that cannot be kept."""
-        reserved = [draft for draft in drafts if draft.ids[0] < 0]
-        if self._model is not None and reserved:
-            self._model.fill(reserved)
+        if self._model is not None and drafts.sequences:
+            reserved = np.flatnonzero(drafts.ids[:, 0] < 0)
+            if reserved.size:
+                part = drafts.part(reserved)
+                self._model.fill(part)
+                drafts.put_back(reserved, part)
             if self._model.has_failed:
                 self.use(Drafting(None, self._num_tokens))
-        for draft in drafts:
-            sequence = draft.sequence
-            stops = [place for place, token in enumerate(draft.ids) if token in sequence.stop_ids]
-            if stops:  # nothing comes behind it
-                del draft.ids[stops[0] :]
+        rows = zip(drafts.sequences, drafts.ids.tolist(), strict=True)
+        for number, (sequence, ids) in enumerate(rows):
+            if sequence.grammar is None and sequence.stop_ids.isdisjoint(ids):
+                continue
+            count = drafts.counts.item(number)
+            for place in range(count):
+                if ids[place] in sequence.stop_ids:  # nothing comes behind it
+                    count = place
+                    break
             if sequence.grammar is not None:
-                del draft.ids[sequence.grammar.num_draftable(draft.ids) :]
-        return [draft for draft in drafts if draft.ids]
+                count = sequence.grammar.num_draftable(ids[:count])
+            drafts.counts[number] = count
+        return drafts.without_empty()
 
     def _measure(self, num_decodes: int, context: int) -> None:
         if self._num_steps % _COST_PERIOD == 0:
@@ -195,19 +219,35 @@ class Speculator:
         self._num_steps += 1
 
     def _guess(self, sequence: Sequence, most: int) -> Guess:
-        """The guess of the drafter, if it is one; else of no tokens."""
+        """The guess of the drafter, which may be none; of no tokens where it raises."""
+        if not most:
+            return Guess([])
         try:
-            if self._model is None:
-                drafter = self._drafter or self._predictions
-                return _checked(drafter.guess(sequence, most), most, self._vocab_size)
-            if sequence.request.prediction:
-                guess = self._predictions.guess(sequence, most)
-                if guess.ids:
-                    return _checked(guess, most, self._vocab_size)
-            return self._model.guess(sequence, most)
+            guess = self._guesser.guess(sequence, most)
+            if isinstance(guess, Guess) and len(guess.ids) <= most:
+                return guess
+            return Guess(guess.ids[:most], guess.shares)
         except Exception:  # anybody may write a drafter
             self._log_failure()
             return Guess([])
+
+    def _checked(self, guesses: list[Guess]) -> tuple[list[Guess], I32]:
+        """Guesses without those that are none, and their ids, one behind the other."""
+        if not any(guess.shares is not None for guess in guesses):
+            try:
+                return guesses, _ids(guesses, self._vocab_size)
+            except Exception:  # anybody may write a drafter: which guesses are none?
+                logger.debug("guesses are checked one by one", exc_info=True)
+        checked = []
+        for guess in guesses:
+            try:
+                ids = _ids([guess], self._vocab_size).tolist()
+                shares = None if guess.shares is None else array("d", guess.shares).tolist()
+                checked.append(Guess(ids if shares is None else ids[: len(shares)], shares))
+            except Exception:  # anybody may write a drafter
+                self._log_failure()
+                checked.append(Guess([]))
+        return checked, _ids(checked, self._vocab_size)
 
     def _log_failure(self) -> None:
         if not self._has_failed:
@@ -222,52 +262,65 @@ class Speculator:
         self._next_look += _MAX_LOOKS
         for row in (rows[first:] + rows[:first])[:_MAX_LOOKS]:
             sequence = self._table.owner[row]
-            drafts = None if sequence is None else sequence.drafts
-            if sequence is None or drafts is None:
+            if sequence is None or not self._is_drafting[row]:
                 continue
-            known = len(sequence.tokens)
-            if 0 <= drafts.looked_at < known:
-                right = sequence.tokens[drafts.looked_at] == drafts.looked_for
-                guessed = drafts.looked_for >= 0
-                if guessed:
-                    drafts.chance += _WEIGHT * (right - drafts.chance)
-                pays = guessed and drafts.chance > worth
-                drafts.gain += _WEIGHT * ((right - worth if pays else 0.0) - drafts.gain)
-            ids = self._guess(sequence, 1).ids
-            drafts.looked_at, drafts.looked_for = known, ids[0] if ids else -1
+            known, looked_at = len(sequence.tokens), self._looked_at.item(row)
+            if 0 <= looked_at < known:
+                guess = self._looked_for.item(row)
+                right = sequence.tokens[looked_at] == guess
+                if guess >= 0:
+                    self._chance[row] += _WEIGHT * (right - self._chance[row])
+                pays = guess >= 0 and self._chance[row] > worth
+                gained = right - worth if pays else 0.0
+                self._gain[row] += _WEIGHT * (gained - self._gain[row])
+            ids = self._checked([self._guess(sequence, 1)])[1]
+            self._looked_at[row], self._looked_for[row] = known, ids[0] if ids.size else -1
 
-    def _draft(self, index: int, sequence: Sequence) -> Draft | None:
-        most = min(self._num_tokens or MAX_DRAFT, sequence.limit - len(sequence.tokens) - 1)
-        drafts = sequence.drafts
-        assert drafts is not None, sequence.request_id
-        ids, shares = self._guess(sequence, most) if most > 0 else Guess([])
-        if not ids:
-            drafts.gain -= _WEIGHT * drafts.gain
-            return None
-        chances = [drafts.chance ** (place + 1) for place in range(len(ids))]
-        if shares is not None:
-            chances = [chance * share for chance, share in zip(chances, shares, strict=False)]
-        drafts.looked_at = -1
-        return Draft(index=index, sequence=sequence, ids=ids, chances=chances)
+    def _guessed(self, decodes: AnyArray, index: AnyArray) -> Drafts:
+        """Guesses for the rows `decodes[index]`, whose last tokens are known."""
+        table, rows = self._table, decodes[index]
+        owners = [table.owner[row] for row in rows.tolist()]
+        sequences = [sequence for sequence in owners if sequence is not None]
+        lengths = table.computed[rows] + np.int32(1)
+        most = np.clip(table.feed_end[rows] - lengths, 0, self._num_tokens or MAX_DRAFT)
+        width = int(most.max(initial=0))
+        ids = np.full((rows.size, width), -1, np.int32)
+        if self._model is None:
+            counts = np.zeros_like(most)
+            guesses = list(map(self._guess, sequences, most.tolist()))
+        else:
+            counts, guesses = np.minimum(most, self._model.longest(lengths)), []
+            if self._num_predicted:
+                is_predicted = np.array([bool(one.request.prediction) for one in sequences])
+                guesses = list(map(self._guess, sequences, (most * is_predicted).tolist()))
+        chances = self._chance[rows, None] ** np.arange(1, width + 1)
+        if guesses:
+            guesses, found = self._checked(guesses)
+            sizes = np.fromiter((len(guess.ids) for guess in guesses), np.int32)
+            ids[np.arange(width) < sizes[:, None]] = found
+            counts = np.where(sizes > 0, sizes, counts)
+            for number, guess in enumerate(guesses):
+                if guess.shares is not None:
+                    chances[number, : len(guess.ids)] *= guess.shares[: len(guess.ids)]
+        self._gain[rows[counts == 0]] *= 1 - _WEIGHT
+        self._looked_at[rows[counts > 0]] = -1
+        chances = np.nan_to_num(chances)
+        return Drafts(sequences, index, rows, lengths, counts, ids, chances)
 
-    def _paying(self, found: list[Draft], num_rows: int, room: int) -> list[Draft]:
+    def _cut_to_paying(self, found: Drafts, num_rows: int, room: int) -> None:
         """Cuts drafts to the tokens that pay: the best ones first, until the next would add less
         than the step makes in the same time."""
-        tokens = sum(len(draft.ids) for draft in found)
-        if self._num_tokens is None or tokens > room:
-            chances = sorted((chance for one in found for chance in one.chances), reverse=True)
-            made, taken, least = float(num_rows), 0, 2.0
-            for chance in chances[:room]:
-                is_worth = chance * (1.0 + taken * self._share) > made * self._share
-                if self._num_tokens is None and not is_worth:
-                    break
-                made, taken, least = made + chance, taken + 1, chance
-            for draft in found:
-                kept = sum(chance >= least for chance in draft.chances)
-                kept = min(kept, max(0, room))
-                room -= kept
-                del draft.ids[kept:], draft.chances[kept:]
-        return [draft for draft in found if draft.ids]
+        if self._num_tokens is not None and found.num_tokens <= room:
+            return
+        is_draft = found.is_draft
+        chances = np.sort(found.chances[is_draft])[::-1][:room]
+        if self._num_tokens is None:
+            made = num_rows + np.cumsum(chances) - chances
+            is_worth = chances * (1.0 + np.arange(chances.size) * self._share) > made * self._share
+            chances = chances[: chances.size if is_worth.all() else is_worth.argmin()]
+        least = chances[-1] if chances.size else np.inf
+        kept = ((found.chances >= least) & is_draft).sum(1)
+        found.cut(np.diff(np.minimum(np.cumsum(kept), room), prepend=0))
 
     def counts(self) -> dict[str, Any]:
         """The counters of `CoreStats`."""
@@ -275,34 +328,31 @@ class Speculator:
             "num_drafts": self.num_drafts,
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_tokens": self.num_accepted_tokens,
-            "accepted_at": tuple(self.accepted_at),
+            "accepted_at": tuple(self._accepted_at.tolist()),
         }
 
-    def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        """Learns how many of the first draft tokens of a row were kept."""
-        self.num_drafts += 1
-        self.num_draft_tokens += num_drafted
-        self.num_accepted_tokens += num_accepted
-        for place in range(num_accepted):
-            self.accepted_at[place] += 1
-        sequence.num_accepted += num_accepted
-        sequence.num_rejected += num_drafted - num_accepted
+    def observe(self, drafts: Drafts, num_accepted: AnyArray) -> None:
+        """Learns how many of the first draft tokens of rows were kept. Rows whose masks could not
+        be made have no draft any more."""
+        is_tried = drafts.counts > 0
+        drafted, accepted = drafts.counts[is_tried], num_accepted[is_tried]
+        self.num_drafts += drafted.size
+        self.num_draft_tokens += int(drafted.sum())
+        self.num_accepted_tokens += int(accepted.sum())
+        self._accepted_at += (accepted[:, None] > np.arange(MAX_DRAFT)).sum(0)
         if self._model is not None:
-            self._model.verified(sequence)
-        drafts = sequence.drafts
-        if drafts is not None:
-            tried = min(num_accepted + 1, num_drafted)
-            weight = 1 - (1 - _WEIGHT) ** tried
-            drafts.chance += weight * (num_accepted / tried - drafts.chance)
-            gained = num_accepted - num_drafted * self._share
-            drafts.gain += _WEIGHT * (gained - drafts.gain)
+            self._model.verified(drafts.sequences)
+        rows = drafts.rows[is_tried]
+        tried = np.minimum(accepted + 1, drafted)
+        weight = 1 - (1 - _WEIGHT) ** tried
+        self._chance[rows] += weight * (accepted / tried - self._chance[rows])
+        gained = accepted - drafted * self._share
+        self._gain[rows] += _WEIGHT * (gained - self._gain[rows])
 
 
-def _checked(guess: Guess, most: int, vocab_size: int) -> Guess:
-    """A guess of at most `most` tokens. Raises where it is none."""
-    ids = array("i", guess.ids[:most]).tolist()
-    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+def _ids(guesses: list[Guess], vocab_size: int) -> I32:
+    """The ids of guesses, one behind the other. Raises where one is not from the vocabulary."""
+    ids = np.array(array("i", chain.from_iterable(guess.ids for guess in guesses)), np.int32)
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
         raise ValueError(f"the guess of a drafter has ids that are not from 0 to {vocab_size - 1}")
-    if guess.shares is None:
-        return Guess(ids)
-    return Guess(ids[: len(guess.shares)], array("d", guess.shares).tolist())
+    return ids

@@ -9,7 +9,7 @@ copied.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from vllmx_core.records import MutableRecord
 
@@ -38,6 +38,8 @@ class SlotPool:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
+        self.evicting: Callable[[Sequence[Snapshot]], None] | None = None
+        """Told of a snapshot before its slot is taken for others."""
         self._uses = [0] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self._filed: dict[bytes, Snapshot] = {}
@@ -66,6 +68,8 @@ class SlotPool:
             if not idle:
                 return -1
             slot, _ = idle.popitem(last=False)
+            if self.evicting is not None:
+                self.evicting([self._of_slot[slot]])
             self._unfile(self._of_slot[slot])
         self._uses[slot] = 1
         return slot
@@ -90,6 +94,10 @@ class SlotPool:
     def find(self, digest: bytes) -> Snapshot | None:
         """The snapshot behind the block of this digest."""
         return self._filed.get(digest)
+
+    def snapshots(self) -> list[Snapshot]:
+        """All that can be found."""
+        return list(self._filed.values())
 
     def holds_snapshot(self, slot: int) -> bool:
         """True if a slot holds a snapshot that can be found."""

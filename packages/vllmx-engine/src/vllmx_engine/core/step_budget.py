@@ -132,7 +132,8 @@ class StepBudget:
         priority_share: whose decodes of the step prompts of lower priority must not hold up.
         decodes: how many rows decode, and the tokens that they attend to.
         least_chunk: of a prompt that is not the first of the step; shorter ones wait.
-        num_prompts: how many could be computed now; asked for once, when the first prompt comes.
+        num_prompts: how many could be computed now, counted in lengths of the longest; asked for
+            once, when the first prompt comes.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class StepBudget:
         priority_share: PriorityShare,
         decodes: tuple[int, int],
         least_chunk: int,
-        num_prompts: Callable[[], int],
+        num_prompts: Callable[[], float],
     ) -> None:
         self._limits = limits
         self._cost = cost

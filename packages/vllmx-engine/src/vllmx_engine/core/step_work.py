@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 from vllmx_core.plan import I32, AnyArray
-from vllmx_core.records import Record
+from vllmx_core.records import MutableRecord, Record
 
 from vllmx_engine.core.cost import StepLoad
-from vllmx_engine.core.drafters import Draft
+from vllmx_engine.core.drafters import Drafts
 from vllmx_engine.core.images import StepImages
 from vllmx_engine.core.step_budget import Chunk
 
@@ -21,16 +21,25 @@ class Batch(Record):
     load: StepLoad
     images: StepImages | None = None
     """Work for the chunks' images before the step; None: the model sees none."""
-    drafts: tuple[Draft, ...] = ()
-    """The drafts of decodes, in their order."""
+    drafts: Drafts | None = None
+    """The drafts of decodes."""
 
     @property
     def decode_lengths(self) -> I32:
         """(D,) tokens of each decode."""
         lengths = np.ones(self.decodes.size, np.int32)
-        for draft in self.drafts:
-            lengths[draft.index] += len(draft.ids)
+        if self.drafts is not None:
+            lengths[self.drafts.index] += self.drafts.counts
         return lengths
+
+
+class CoreActivity(MutableRecord):
+    """The core's current activity, written by its thread and read by the watchdog."""
+
+    calls: int = 0
+    """Begun and ended: odd while the core steps or closes."""
+    doing: str = ""
+    batch: Batch | None = None
 
 
 def load_of(

@@ -37,33 +37,27 @@ class ThoughtBudget:
 
     @property
     def is_slow(self) -> bool:
-        """See `GrammarRow`."""
         return self._inner is not None and self._inner.is_slow
 
     @property
     def is_free(self) -> bool:
-        """See `GrammarRow`."""
         return not self._forced and (self._inner is None or self._inner.is_free)
 
     def accept(self, token: int) -> bool:
-        """See `GrammarRow`."""
         if self._num_left is not None:
             self._think(token)
         return self._inner is not None and self._inner.accept(token)
 
     @property
     def has_ended(self) -> bool:
-        """See `GrammarRow`."""
         return self._inner is not None and self._inner.has_ended
 
     def forced_tokens(self) -> list[int]:
-        """See `GrammarRow`."""
         if self._forced or self._inner is None:
             return list(self._forced)
         return self._inner.forced_tokens()
 
     def num_draftable(self, ids: list[int]) -> int:
-        """See `GrammarRow`."""
         if self._forced or self._begin:
             return 0
         if self._num_left is not None:  # the end of the thoughts itself is not drafted
@@ -72,7 +66,6 @@ class ThoughtBudget:
         return len(ids) if self._inner is None else self._inner.num_draftable(ids)
 
     def masks_behind(self, draft: list[int], masks: list[U32]) -> Generator[U32]:
-        """See `GrammarRow`."""
         if self._inner is not None:
             yield from self._inner.masks_behind(draft, masks)
             return
@@ -81,11 +74,9 @@ class ThoughtBudget:
             yield mask
 
     def next_fill(self) -> MaskFill | None:
-        """See `GrammarRow`."""
         return None if self._forced or self._inner is None else self._inner.next_fill()
 
     def fill_mask(self, mask: U32) -> None:
-        """See `GrammarRow`."""
         if self._forced:
             mask[:] = 0
             mask[self._forced[0] >> 5] = np.uint32(1 << (self._forced[0] & 31))

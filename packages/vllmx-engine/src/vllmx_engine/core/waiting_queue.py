@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from vllmx_core.errors import QueueTimeoutError
+from vllmx_core.plan import I32
 
 from vllmx_engine.core.fair_queue import FairShare, WaitingQueue
 from vllmx_engine.core.sequence import Sequence
+from vllmx_engine.core.step_work import Batch
 
 
 class Followers:
@@ -136,6 +138,24 @@ class WaitingSequences:
                 queued.append(sequence)
         return queued, elsewhere
 
+    def charge_prompt(self, sequence: Sequence, num_cached: int) -> int:
+        """The slot of the client of a sequence that is admitted with so many cached tokens. Where
+        it might be admitted again in place of other clients, it is charged for the prompt at once,
+        so that the rows of one step are shared between them."""
+        slot = self.share.slot(sequence.request.client)
+        if self.share.has_more(slot) and not sequence.was_preempted:
+            self.share.charge(slot, sequence.num_prompt - num_cached)
+            sequence.num_charged = sequence.num_prompt
+        return slot
+
+    def charge(self, batch: Batch, clients: I32) -> None:
+        """Charges the clients of rows for a step."""
+        if len(self.share) > 1:
+            if batch.decodes.size:
+                self.share.charge_all(clients[batch.decodes])
+            for chunk in batch.chunks:
+                self.share.charge(clients.item(chunk.sequence.row), chunk.num_new)
+
     def leave(self, sequences: list[Sequence]) -> None:
         """Counts sequences out that have ended."""
         self.release_followers(sequences)
@@ -163,6 +183,15 @@ class QueueDeadlines:
         self._due: list[tuple[float, int, str]] = []
         """A heap of times, with the arrivals and the ids of the sequences: those of sequences that
         have ended or run by now stay in it until they are due, or too many."""
+        self._stopped_s: float | None = None
+
+    def stop(self, is_stopped: bool) -> None:
+        """Stops the time, or lets it go on: while nobody runs, nobody waits for a turn."""
+        now_s = self._clock()
+        if self._stopped_s is not None:
+            late_s = now_s - self._stopped_s
+            self._due = [(due_s + late_s, number, name) for due_s, number, name in self._due]
+        self._stopped_s = now_s if is_stopped else None
 
     def __bool__(self) -> bool:
         return bool(self._due)

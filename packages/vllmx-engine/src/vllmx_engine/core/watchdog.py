@@ -59,10 +59,10 @@ class StepWatch:
         return self._verdict() if self._seen_s >= self._limit_s else None
 
     def _verdict(self) -> StepTimeoutError:
-        activity = self._core.activity
+        activity, info = self._core.activity, self._core.model_info
         return StepTimeoutError(
-            f"{self._core.device} hangs: {activity.doing}{_size(self._core)} has taken more than"
-            f" {self._limit_s:g} s (--step-timeout-s)"
+            f"{info.backend} ({info.device}) hangs: {activity.doing}{_size(self._core)} has taken"
+            f" more than {self._limit_s:g} s (--step-timeout-s)"
         )
 
 

@@ -72,12 +72,10 @@ class AnswerEvents:
         """Content has begun that nothing has ended yet."""
 
     def content(self, text: str) -> None:
-        """Content that follows."""
         self._has_content = True
         self._events.append(ContentPiece(text))
 
     def begin_reasoning(self) -> None:
-        """Thoughts begin."""
         self.has_reasoned = self.in_thinking = True
 
     def reasoning(self, text: str) -> None:

@@ -213,7 +213,6 @@ def _is_spelling(made_of: OutputFormat, value: Any, found: Any) -> bool:
 
 
 def _arguments(made_of: OutputFormat) -> JsonArguments | TaggedArguments | ValueArguments | None:
-    """The notation of arguments."""
     call = None if made_of.calls is None else made_of.calls.call
     if call is None:
         return None

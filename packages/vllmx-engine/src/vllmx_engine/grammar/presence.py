@@ -132,7 +132,6 @@ _JOINS: dict[str, Callable[[Iterator[bool]], bool]] = {
 
 
 def case_schema(case: Case) -> Schema:
-    """The schema of the objects of a case."""
     schema: Schema = {"type": "object"}
     if present := [name for name, there in case.items() if there]:
         schema["required"] = present

@@ -1,4 +1,4 @@
-"""Bounds on a request's images, and their allowed sources."""
+"""Bounds on a request's images or audio, and their allowed sources."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, InvalidRequestError, shown
 from vllmx_core.records import Record
 
+from vllmx_engine.wire.images import PLURAL, Kind
+
 _PORTS = frozenset({80, 443})
 """The ports of a host named without a port."""
 
@@ -18,18 +20,21 @@ class ImageLimits(Record):
     """Bounds that are checked before anything is decoded."""
 
     max_images: int = 16
-    """The most images of one request."""
+    """The most images or audio files of one request."""
     max_bytes: int = 20 << 20
-    """The largest image, in bytes as it is stored."""
+    """The largest one, in bytes as it is stored."""
     max_pixels: int = 32 << 20
     """The largest image, in pixels once it is decoded."""
+    max_seconds: float = 3600
+    """The longest audio."""
+    kind: Kind = "image"
     hosts: Mapping[str, frozenset[int]] = {}
     """Hosts that http(s) URLs may name, each with its ports."""
     folder: Path | None = None
     """Files below it may be named by file URLs."""
 
     @classmethod
-    def of(cls, config: EngineConfig) -> ImageLimits:
+    def of(cls, config: EngineConfig, kind: Kind = "image") -> ImageLimits:
         """Raises ConfigError for a bad folder or host."""
         folder = None
         if config.allowed_local_media_path is not None:
@@ -37,13 +42,15 @@ class ImageLimits(Record):
             if not folder.is_dir():
                 raise ConfigError(
                     f"--allowed-local-media-path {config.allowed_local_media_path} is not a folder:"
-                    " name one that holds the images",
+                    " name one that holds the files",
                     param="allowed_local_media_path",
                 )
         return cls(
             config.limit_images,
-            config.max_image_bytes,
+            config.max_image_bytes if kind == "image" else config.max_audio_bytes,
             config.max_image_pixels,
+            config.max_audio_seconds,
+            kind,
             allowed_hosts(config.allowed_media_domains),
             folder,
         )
@@ -52,23 +59,23 @@ class ImageLimits(Record):
         """Raises InvalidRequestError for more images than a request may bring."""
         if count > self.max_images:
             raise InvalidRequestError(
-                f"the request has {count} images, at most {self.max_images} are taken: leave some"
-                " out, or raise --limit-images",
+                f"the request has {count} {PLURAL[self.kind]}, at most {self.max_images} are taken:"
+                " leave some out, or raise --limit-images",
                 param="messages",
             )
 
     def check_bytes(self, size: int, where: str) -> None:
-        """Raises InvalidRequestError for an image of more bytes than allowed."""
+        """Raises InvalidRequestError for one of more bytes than allowed."""
         if size > self.max_bytes:
             raise InvalidRequestError(
-                f"{where} is an image of more than {self.max_bytes} bytes: send a smaller one, or"
-                " raise --max-image-bytes",
+                f"{where} is an {self.kind} of more than {self.max_bytes} bytes: send a smaller"
+                f" one, or raise --max-{self.kind}-bytes",
                 param=where,
             )
 
 
 def allowed_hosts(names: Sequence[str]) -> dict[str, frozenset[int]]:
-    """Ports that images may be fetched from, by host. `names`: HOST or HOST:PORT. Raises
+    """Ports that files may be fetched from, by host. `names`: HOST or HOST:PORT. Raises
     ConfigError."""
     hosts: dict[str, frozenset[int]] = {}
     for name in names:

@@ -18,10 +18,10 @@ from vllmx_core.plan import F32
 from vllmx_core.records import Record
 
 from vllmx_engine.text.model_files import read_json_object
-from vllmx_engine.wire.images import Pixels, PreparedImage
+from vllmx_engine.wire.images import Kind, Pixels, PreparedImage
 
 _MAX_RATIO = 200
-_BILINEAR, _BICUBIC = 2, 3  # Pillow's numbers, which configs use too
+_LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3  # Pillow's numbers, which configs use too
 
 
 class Fit(Record):
@@ -33,13 +33,24 @@ class Fit(Record):
     grid: tuple[int, int, int]
     """The grid of patches, see `PreparedImage`."""
     num_tokens: int
+    """Tokens of all pieces together."""
     num_bytes: int
     """Bytes of its patches."""
+    pieces: tuple[int, int] | None = None
+    """Rows and columns of the pieces that it is cut into, each of such a grid. The whole image, at
+    the size of a piece, follows them."""
+
+    @property
+    def runs(self) -> list[int]:
+        """Tokens that follow each other in the prompt, piece by piece."""
+        count = 1 if self.pieces is None else self.pieces[0] * self.pieces[1] + 1
+        return [self.num_tokens // count] * count
 
 
 class ImageProcessor:
     """A model's preparation of images, and their tokens in prompts."""
 
+    kind: Kind = "image"
     mark: str
     """The text that the chat template writes for an image."""
     token: str
@@ -58,23 +69,28 @@ class ImageProcessor:
         model cannot see."""
         raise NotImplementedError
 
-    def written(self, num_tokens: int) -> str:
-        """The text that replaces `mark` for an image of so many tokens."""
-        return (self.token * num_tokens).join(self.around)
+    def written(self, fit: Fit) -> str:
+        """The text that replaces `mark`."""
+        return (self.token * fit.num_tokens).join(self.around)
 
     def fit(self, height: int, width: int, where: str) -> Fit:
         """The fit for an image of this size, without its pixels. Raises as `size`."""
-        tall, wide = self.size(height, width, where)
+        return self._fit_of(*self.size(height, width, where))
+
+    def _fit_of(self, tall: int, wide: int) -> Fit:
+        """The fit for a size that patches fill."""
         grid = (1, tall // self.patch, wide // self.patch)
         num_patches = grid[1] * grid[2]
         num_bytes = num_patches * self.patch**2 * 3 * self.frames
         return Fit(tall, wide, grid, num_patches // self.merge**2, num_bytes)
 
-    def prepare(self, image: Pixels, fit: Fit) -> PreparedImage:
-        """Prepares an image with the `fit` for its size."""
-        pixels = resized(image, fit.height, fit.width, self._resample)
+    def prepare(self, image: Pixels, fit: Fit) -> list[PreparedImage]:
+        """Prepares the pieces of an image with the `fit` for its size."""
+        return [self._patched(resized(image, fit.height, fit.width, self._resample), fit)]
+
+    def _patched(self, pixels: Pixels, fit: Fit) -> PreparedImage:
         patches = patches_of(pixels, self.patch, self.merge, self.frames)
-        return PreparedImage.of(patches, self._levels, fit.grid, fit.num_tokens)
+        return PreparedImage.of(patches, self._levels, fit.grid, fit.runs[0])
 
 
 def find_processor(folder: Path) -> ImageProcessor | None:
@@ -88,7 +104,15 @@ def find_processor(folder: Path) -> ImageProcessor | None:
         config = read_json_object(folder / name).get("image_processor") or {}
     if not isinstance(config, Mapping) or not config:
         return None
-    return processor_of(config, str(folder / name))
+    return processor_of({**_of_tower(folder), **config}, str(folder / name))
+
+
+def _of_tower(folder: Path) -> dict[str, Any]:
+    """Sizes that processors share with the tower, which some files of processors leave out."""
+    model = read_json_object(folder / "config.json")
+    vision = model.get("vision_config")
+    patch = vision.get("patch_size") if isinstance(vision, Mapping) else None
+    return {"patch_size": patch, "scale_factor": model.get("scale_factor")}
 
 
 def processor_of(config: Mapping[str, Any], place: str) -> ImageProcessor:
@@ -249,12 +273,84 @@ class Gemma4Images(ImageProcessor):
         return tall, wide
 
 
+# --- Idefics3 -------------------------------------------------------------------------------------
+class IdeficsImages(ImageProcessor):
+    """Idefics3 and SmolVLM: an image is cut into squares, all of one size."""
+
+    mark = token = "<image>"  # noqa: S105 - of a vocabulary
+    around = ("<fake_token_around_image><global-img>", "<fake_token_around_image>")
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.patch = _positive(config, "patch_size", 32)
+        self.merge = _positive(config, "scale_factor", 2)
+        self._longest = _positive(config.get("size") or {}, "longest_edge", 4 * 364)
+        self._side = _positive(config.get("max_image_size") or {}, "longest_edge", 364)
+        if self._side < self.patch * self.merge or not config.get("do_resize", True):
+            raise ValueError("squares of whole tokens")
+        self._splits = bool(config.get("do_image_splitting", True))
+        self._resample = int(config.get("resample", _LANCZOS))
+        self._levels = levels_of({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, **config})
+
+    def written(self, fit: Fit) -> str:
+        """See `ImageProcessor`: pieces are named by row and column."""
+        tokens, (begin, end) = self.token * fit.runs[0], self.around
+        rows, columns = fit.pieces or (0, 0)
+        text = ""
+        for row in range(1, rows + 1):
+            for column in range(1, columns + 1):
+                text += f"{end}<row_{row}_col_{column}>{tokens}"
+            text += "\n"
+        return f"{text}\n{begin}{tokens}{end}" if text else f"{begin}{tokens}{end}"
+
+    def fit(self, height: int, width: int, where: str) -> Fit:
+        """See `ImageProcessor`."""
+        tall, wide = self._first_size(height, width)
+        side, ratio = self._side, wide / tall
+        if not self._splits:
+            tall = wide = side
+        elif wide >= tall:
+            wide = math.ceil(wide / side) * side
+            tall = math.ceil(int(wide / ratio) / side) * side
+        else:
+            tall = math.ceil(tall / side) * side
+            wide = math.ceil(int(tall * ratio) / side) * side
+        tall, wide = max(tall, side), max(wide, side)
+        rows, columns = tall // side, wide // side
+        count = rows * columns + 1 if rows * columns > 1 else 1
+        one = self._fit_of(side, side)
+        return Fit(
+            tall, wide, one.grid, count * one.num_tokens, count * one.num_bytes,
+            (rows, columns) if count > 1 else None,
+        )  # fmt: skip
+
+    def _first_size(self, height: int, width: int) -> tuple[int, int]:
+        """The size at which the longer edge is as long as the config says."""
+        if width >= height:
+            tall = int(self._longest / (width / height))
+            return max(1, tall + tall % 2), self._longest
+        wide = int(self._longest * (width / height))
+        return self._longest, max(1, wide + wide % 2)
+
+    def prepare(self, image: Pixels, fit: Fit) -> list[PreparedImage]:
+        """See `ImageProcessor`."""
+        first = resized(image, *self._first_size(*image.shape[:2]), self._resample)
+        whole, side = resized(first, fit.height, fit.width, self._resample), self._side
+        if fit.pieces is None:
+            return [self._patched(whole, fit)]
+        rows, columns = fit.pieces
+        cut = whole.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
+        small = resized(whole, side, side, self._resample)
+        return [self._patched(one, fit) for one in (*cut, small)]
+
+
 _CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 _KINDS: dict[str, Callable[[Mapping[str, Any]], ImageProcessor]] = {
     "Qwen2VLImageProcessor": QwenImages,
     "Gemma3ImageProcessor": GemmaImages,
     "Gemma4ImageProcessor": Gemma4Images,
+    "Idefics3ImageProcessor": IdeficsImages,
+    "SmolVLMImageProcessor": IdeficsImages,
 }
 
 

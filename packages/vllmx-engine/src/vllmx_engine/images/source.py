@@ -1,4 +1,4 @@
-"""The source of an image: a data URL, or another one that the operator allows."""
+"""The source of an image or an audio: a data URL, or another one that the operator allows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from vllmx_core.system.deadline import Deadline, DeadlineError
 from vllmx_core.system.files import open_regular
 
 from vllmx_engine.images.limits import ImageLimits
+from vllmx_engine.wire.images import PLURAL, Kind
 
 if TYPE_CHECKING:
     from http.client import HTTPResponse
 
 FETCH_S = 20.0
-"""Seconds for fetching an image in all: resolver, connection, TLS, headers, body and redirects."""
+"""Seconds for fetching a file in all: resolver, connection, TLS, headers, body and redirects."""
 _MAX_REDIRECTS = 3
 _CHUNK_BYTES = 64 << 10
 _MAX_HEADER = 1000
@@ -32,11 +33,17 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 
 
 class ImageSource(Record):
-    """An image that a message names."""
+    """An image or an audio that a message names."""
 
     url: str
     where: str
     """The place in the request, for messages to users."""
+    kind: Kind = "image"
+
+    @property
+    def example(self) -> str:
+        """The beginning of a data URL."""
+        return f"data:{self.kind}/{'png' if self.kind == 'image' else 'wav'};base64,..."
 
     @property
     def is_inline(self) -> bool:
@@ -61,8 +68,8 @@ def check_source(source: ImageSource, limits: ImageLimits) -> None:
         _check_host(parts, source, limits)
     else:
         raise InvalidRequestError(
-            f"{source.where} has the URL {shown(source.url)}: send the image in a data URL,"
-            " data:image/png;base64,...",
+            f"{source.where} has the URL {shown(source.url)}: send the {source.kind} in a data"
+            f" URL, {source.example}",
             param=source.where,
         )
 
@@ -70,7 +77,7 @@ def check_source(source: ImageSource, limits: ImageLimits) -> None:
 def read_source(
     source: ImageSource, limits: ImageLimits, deadline: Deadline | None = None
 ) -> bytes:
-    """The image as it is stored. May wait for a server: not for an event loop.
+    """The file as it is stored. May wait for a server: not for an event loop.
 
     Raises:
         InvalidRequestError: not readable within `deadline` (None: `FETCH_S` from now), not allowed,
@@ -89,8 +96,8 @@ def _split(source: ImageSource) -> SplitResult:
     if len(source.url) > _MAX_URL:
         raise _wrong(
             source,
-            f"has a URL of more than {_MAX_URL} characters: send the image in a data URL,"
-            " data:image/png;base64,...",
+            f"has a URL of more than {_MAX_URL} characters: send the {source.kind} in a data URL,"
+            f" {source.example}",
         )
     try:
         parts = urlsplit(source.url)
@@ -107,9 +114,10 @@ def _wrong(source: ImageSource, what: str) -> InvalidRequestError:
 def _decoded(source: ImageSource, limits: ImageLimits) -> bytes:
     header, comma, data = source.url[5:].partition(",")
     parts = header.split(";") if len(header) <= _MAX_HEADER else [""]
-    kind, *options = (part.strip().lower() for part in parts)
-    if not comma or "base64" not in options or not (kind == "" or kind.startswith("image/")):
-        raise _wrong(source, "must be a data URL of an image in base64: data:image/png;base64,...")
+    media, *options = (part.strip().lower() for part in parts)
+    expected = media == "" or media.startswith(f"{source.kind}/")
+    if not comma or "base64" not in options or not expected:
+        raise _wrong(source, f"must be a data URL of an {source.kind} in base64: {source.example}")
     try:
         found = _of_base64(data)
     except ValueError:
@@ -133,8 +141,8 @@ def _allowed_path(parts: SplitResult, source: ImageSource, limits: ImageLimits) 
     if limits.folder is None:
         raise _wrong(
             source,
-            "names a file of this machine, which is not allowed here: send the image in a data URL,"
-            " or start the server with --allowed-local-media-path",
+            "names a file of this machine, which is not allowed here: send the"
+            f" {source.kind} in a data URL, or start the server with --allowed-local-media-path",
         )
     try:
         path = Path(unquote(parts.path)).resolve()
@@ -163,15 +171,16 @@ def _check_host(parts: SplitResult, source: ImageSource, limits: ImageLimits) ->
     if ports is None:
         raise _wrong(
             source,
-            f"is on {shown(host)}, from where images are not fetched here: send the image in a"
-            " data URL, or start the server with --allowed-media-domains",
+            f"is on {shown(host)}, from where {PLURAL[source.kind]} are not fetched here: send the"
+            f" {source.kind} in a data URL, or start the server with --allowed-media-domains",
         )
     port = parts.port or (443 if parts.scheme == "https" else 80)
     if port not in ports:
         raise _wrong(
             source,
-            f"is on port {port} of {shown(host)}, from where images are not fetched here: send the"
-            f" image in a data URL, or start the server with --allowed-media-domains {host}:{port}",
+            f"is on port {port} of {shown(host)}, from where {PLURAL[source.kind]} are not fetched"
+            f" here: send the {source.kind} in a data URL, or start the server with"
+            f" --allowed-media-domains {host}:{port}",
         )
 
 
@@ -190,7 +199,8 @@ def _fetch(
         )
         try:
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            connection.request("GET", target, headers={"User-Agent": "vllmx", "Accept": "image/*"})
+            headers = {"User-Agent": "vllmx", "Accept": f"{source.kind}/*"}
+            connection.request("GET", target, headers=headers)
             with connection.getresponse() as answer:
                 if answer.status == 200:
                     return _body(answer, source, limits)

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from pathlib import Path
+from typing import Protocol
 
 from vllmx_core.errors import EngineDeadError, VllmxError
 
-from vllmx_engine.link.frontend import ASLEEP, SEND_AGAIN, CoreFrontend, Heartbeat, lost_with
+from vllmx_engine.link.frontend import (
+    ASLEEP,
+    SEND_AGAIN,
+    CoreFrontend,
+    Heartbeat,
+    Listener,
+    lost_with,
+)
 from vllmx_engine.wire.ipc import (
     Failed,
     FrameError,
@@ -25,22 +34,62 @@ from vllmx_engine.wire.messages import CoreInfo
 
 logger = logging.getLogger("vllmx.supervisor")
 
-_AGAIN_S = 0.05
 _UNTOLD = "the engine core ended"
 """The error of a core that ended without a reported cause."""
 
 
-class AttachedFrontend(CoreFrontend):
-    """A client among several of one core, which it neither starts nor ends.
+class Place(Protocol):
+    """The place of a core, and the way to connect to it."""
+
+    again_s: float
+    """Seconds between two attempts."""
+
+    async def connected(self) -> socket.socket:
+        """Raises OSError if a retry may succeed, and a VllmxError if none will."""
+        ...
+
+    def local(self, info: CoreInfo) -> CoreInfo:
+        """The description that the core gives of itself, as it holds on this host."""
+        ...
+
+
+class LocalCore:
+    """A core of this host.
 
     Args:
-        path: of the core's listening socket, see `CoreListener`. The process that made it
-            restarts the core when it dies; once the socket is gone, so is the core.
+        path: of its listening socket, see `CoreListener`. The process that made it restarts the
+            core when it dies; once the socket is gone, so is the core.
     """
 
+    again_s = 0.05
+
     def __init__(self, path: Path) -> None:
-        super().__init__()
         self._path = path
+
+    async def connected(self) -> socket.socket:
+        """See `Place.connected`."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(connection, str(self._path))
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, OSError) and not self._path.exists():
+                raise EngineDeadError("the engine core was ended by its supervisor") from None
+            raise
+        return connection
+
+    def local(self, info: CoreInfo) -> CoreInfo:
+        """See `Place.local`."""
+        return info
+
+
+class AttachedFrontend(CoreFrontend):
+    """A client among several of one core, which it neither starts nor ends."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self._place = place
         self._line: _Line | None = None
         self._cause: VllmxError | None = None
         """The error that ended the core, once it was reported."""
@@ -49,16 +98,21 @@ class AttachedFrontend(CoreFrontend):
         self.status = "restarting"
 
     @classmethod
-    async def start(cls, path: Path) -> AttachedFrontend:
-        """Returns when the core serves. Raises EngineDeadError when the socket is gone."""
-        frontend = cls(path)
-        await frontend._attach()
-        frontend._heartbeat.start()
+    async def start(cls, place: Path | Place, told: Listener | None = None) -> AttachedFrontend:
+        """Returns when the core at a place, or behind the socket of a path, serves; `told` hears
+        what it says first. Raises what `Place.connected` raises."""
+        frontend = cls(LocalCore(place) if isinstance(place, Path) else place)
+        await frontend.begin(told)
         return frontend
+
+    async def begin(self, told: Listener | None) -> None:
+        """The second half of `start`."""
+        self.listener = told
+        await self._attach()
+        self._heartbeat.start()
 
     @property
     def silent_s(self) -> float:
-        """See `Frontend.silent_s`."""
         return self._heartbeat.silent_s if self.status == "ready" else 0.0
 
     def note(self, cause: VllmxError) -> None:
@@ -69,7 +123,6 @@ class AttachedFrontend(CoreFrontend):
             self.status = "asleep"
 
     def unavailable(self) -> EngineDeadError:
-        """See `Frontend.unavailable`."""
         if self.status == "restarting":
             return EngineDeadError(
                 f"the engine core is being restarted ({self._last_reason}): try again in a moment"
@@ -105,15 +158,14 @@ class AttachedFrontend(CoreFrontend):
                 super()._take(message)
 
     async def _attach(self) -> None:
-        """Raises EngineDeadError once the socket is gone."""
+        """Raises the VllmxError of a place where there will be no core."""
         loop = asyncio.get_running_loop()
         while True:
             try:
-                _, line = await loop.create_unix_connection(lambda: _Line(self), str(self._path))
+                connection = await self._place.connected()
+                _, line = await loop.create_connection(lambda: _Line(self), sock=connection)
             except OSError:
-                if not self._path.exists():
-                    raise EngineDeadError("the engine core was ended by its supervisor") from None
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(self._place.again_s)
                 continue
             try:
                 info = await line.ready
@@ -121,11 +173,12 @@ class AttachedFrontend(CoreFrontend):
                 line.close()
                 raise
             if info is not None:
-                self._line, self.info, self.status = line, info, "ready"
+                self._line, self.status = line, "ready"
+                self.info = self._place.local(info)
                 self._cause, self._last_reason = None, _UNTOLD
                 self._heartbeat.heard()
                 return
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(self._place.again_s)
 
     def _on_lost(self, line: _Line) -> None:
         if line is not self._line or self.status == "closed":
@@ -140,7 +193,7 @@ class AttachedFrontend(CoreFrontend):
     async def _reattach(self) -> None:
         try:
             await self._attach()
-        except EngineDeadError as error:
+        except VllmxError as error:
             self._give_up(error.message)
             return
         if self.listener is not None:

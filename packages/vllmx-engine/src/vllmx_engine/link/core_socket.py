@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from queue import SimpleQueue
 
 import msgspec
 
-from vllmx_engine.core.core_loop import Client, Joined, Left, Said, prefix_of
+from vllmx_engine.core.core_loop import Client, Inbox, Joined, Left, Said, prefix_of
 from vllmx_engine.wire.ipc import (
     FrameError,
     FrameReader,
@@ -117,6 +118,21 @@ def _smaller(message: Outputs) -> list[Outputs]:
 logger = logging.getLogger("vllmx.core")
 
 
+def next_client(listener: socket.socket) -> socket.socket:
+    """Waits for a client at a listening socket, or for one that `PassedConnections` passes on.
+    Raises OSError when there will be none."""
+    if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        return listener.accept()[0]
+    data, descriptors, _, _ = socket.recv_fds(listener, 1, 1)
+    if not data:
+        raise ConnectionResetError
+    if not descriptors:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    connection = socket.socket(fileno=descriptors[0])
+    connection.set_inheritable(False)
+    return connection
+
+
 class ClientListener:
     """Lets clients in, each on a thread that receives for it.
 
@@ -124,9 +140,7 @@ class ClientListener:
         inbox: where the core's loop takes clients that come and go, and their messages.
     """
 
-    def __init__(
-        self, listener: socket.socket, inbox: SimpleQueue[ToCore | Joined | Left | Said]
-    ) -> None:
+    def __init__(self, listener: socket.socket, inbox: Inbox) -> None:
         self._listener = listener
         self._inbox = inbox
         self._numbers = itertools.count(1)
@@ -151,7 +165,7 @@ class ClientListener:
     def _accept(self, info: CoreInfo) -> None:
         while True:
             try:
-                accepted, _ = self._listener.accept()
+                accepted = next_client(self._listener)
             except OSError:  # the process ends
                 return
             if self._is_closed:

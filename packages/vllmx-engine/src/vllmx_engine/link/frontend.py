@@ -14,12 +14,16 @@ from vllmx_engine.wire.grammars import Vocabulary
 from vllmx_engine.wire.ipc import (
     AbortRequests,
     AddRequest,
+    Announced,
+    Call,
+    Called,
     FromCore,
+    LoadAdapter,
     Outputs,
-    PrefixCacheReset,
-    ResetPrefixCache,
     Stats,
     ToCore,
+    UnloadAdapter,
+    What,
 )
 from vllmx_engine.wire.messages import CoreInfo, CoreOutput, CoreRequest, CoreStats, Follower
 
@@ -54,8 +58,9 @@ class Heartbeat:
         self._num_missed = 0
 
     def start(self) -> None:
-        """Needs a running event loop."""
-        self._task = asyncio.ensure_future(self._run())
+        """Needs a running event loop; does nothing the second time."""
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._run())
 
     def stop(self) -> None:
         """Stops, whether or not it was started."""
@@ -92,6 +97,8 @@ class Listener(Record):
     restarted: Callable[[CoreInfo], None]
     dead: Callable[[], None]
     """The core is gone for good: `Frontend.unavailable` says why."""
+    announced: Callable[[Announced], None] = lambda announced: None
+    """A replica tells what it has cached."""
 
 
 class Frontend(Protocol):
@@ -120,8 +127,14 @@ class Frontend(Protocol):
         """Unknown ids and a core that is gone are ignored."""
         ...
 
-    async def reset_prefix_cache(self) -> bool:
-        """False when running requests hold blocks. Raises EngineDeadError."""
+    async def call(self, what: What, text: str = "", client: str = "") -> bool:
+        """Has the core do this; False while running requests prevent it. Raises EngineDeadError,
+        and what the core raised."""
+        ...
+
+    async def change_adapters(self, name: str, path: str | None) -> None:
+        """Loads an adapter, or unloads it without a path. Raises what the core met, and
+        EngineDeadError."""
         ...
 
     def unavailable(self) -> EngineDeadError:
@@ -131,6 +144,16 @@ class Frontend(Protocol):
     async def close(self) -> None:
         """Ends the core. May be called twice."""
         ...
+
+
+class Sleeper(Protocol):
+    """A frontend whose core can sleep."""
+
+    status: Status
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
 
 
 class CoreFrontend:
@@ -152,7 +175,7 @@ class CoreFrontend:
         if self.status != "ready":
             raise self.unavailable()
         leader, *others = requests
-        followers = [Follower(other.request_id, other.seed) for other in others]
+        followers = [Follower(one.request_id, one.seed, one.generated) for one in others]
         self._send(AddRequest(leader, followers))
 
     def tell(self, vocabulary: Vocabulary) -> None:
@@ -164,12 +187,23 @@ class CoreFrontend:
         if request_ids and self.status == "ready":
             self._send(AbortRequests(list(request_ids)))
 
-    async def reset_prefix_cache(self) -> bool:
+    async def call(self, what: What, text: str = "", client: str = "") -> bool:
+        return await self._call(Call(next(self._call_ids), what, text, client))
+
+    async def change_adapters(self, name: str, path: str | None) -> None:
+        number = next(self._call_ids)
+        if path is None:
+            await self._call(UnloadAdapter(number, name))
+        else:
+            await self._call(LoadAdapter(number, name, path))
+
+    async def _call(self, message: Call | LoadAdapter | UnloadAdapter) -> bool:
+        """Sends a message and waits for its answer."""
         if self.status != "ready":
             raise self.unavailable()
-        call_id = next(self._call_ids)
+        call_id = message.call_id
         self._calls[call_id] = asyncio.get_running_loop().create_future()
-        self._send(ResetPrefixCache(call_id))
+        self._send(message)
         try:
             return await self._calls[call_id]
         finally:
@@ -189,16 +223,23 @@ class CoreFrontend:
                 self.listener.outputs(outputs)
             case Stats(stats) if self.listener is not None:
                 self.listener.stats(stats)
-            case PrefixCacheReset(call_id, done):
+            case Announced() if self.listener is not None:
+                self.listener.announced(message)
+            case Called(call_id, done, error):
                 call = self._calls.pop(call_id, None)
-                if call is not None:
+                if call is None or call.done():  # cancelled just now
+                    return
+                if error is None:
                     call.set_result(done)
+                else:
+                    call.set_exception(error.rebuild())
 
     def _tell_lost(self, error: VllmxError) -> None:
         """Every request and call in flight is lost."""
         calls, self._calls = self._calls, {}
         for call in calls.values():
-            call.set_exception(error)
+            if not call.done():
+                call.set_exception(error)
         if self.listener is not None:
             self.listener.lost(error)
 

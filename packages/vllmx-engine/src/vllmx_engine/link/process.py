@@ -19,11 +19,14 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
+import msgspec
 from vllmx_core.errors import EngineDeadError, VllmxError
 from vllmx_core.system.logs import configure_logging
 from vllmx_core.system.standard_error import StandardError
 
+from vllmx_engine.core.announcer import Announcer
 from vllmx_engine.core.core_loop import CoreLoop, Inbox
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.load import load_core
@@ -38,6 +41,10 @@ from vllmx_engine.wire.ipc import (
     Start,
     ToCore,
 )
+
+if TYPE_CHECKING:
+    from vllmx_engine.core.engine_core import EngineCore
+    from vllmx_engine.core.peers import Peers
 
 logger = logging.getLogger("vllmx.core")
 
@@ -97,14 +104,33 @@ def serve(connection: CoreSocket, listener: socket.socket | None = None) -> int:
     threading.Thread(target=_receive, args=(connection, messages, inbox), daemon=True).start()
     tower = None if start.mmproj is None else Path(start.mmproj)
     registry = start.specs.registry()
-    found = FoundModel(start.config, Path(start.path), registry, start.progress, tower)
+    found = FoundModel(
+        start.config,
+        Path(start.path),
+        registry,
+        start.progress,
+        tower,
+        host_key=start.host_key,
+    )
     try:
+        if start.cores:
+            os.sched_setaffinity(0, start.cores)
+        if start.devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = start.devices
         core, info = load_core(found)
+        announcer = Announcer(core, start.digest_key) if start.digest_key else None
+        name = core.scheduler.cache.identity.model
+        info = msgspec.structs.replace(info, cache_model=name)
+        peers = None
+        if announcer is not None and start.config.role != "both":
+            peers = _peers(core, found)
+            info = msgspec.structs.replace(info, role=start.config.role, blocks_of=peers.blocks_of)
         connection.send(Ready(info))
         if clients is not None:
             clients.open(info)
         gc.freeze()  # no step waits for a collection that looks through what stays to the end
-        CoreLoop(core, inbox, connection.send, partial(_give_up, connection, clients)).run()
+        on_stuck = partial(_give_up, connection, clients)
+        CoreLoop(core, inbox, connection.send, on_stuck, found, announcer, peers).run()
     except VllmxError as error:
         _tell_end(connection, clients, error)
         return 1
@@ -116,6 +142,18 @@ def serve(connection: CoreSocket, listener: socket.socket | None = None) -> int:
     finally:
         connection.flush()
     return 0
+
+
+def _peers(core: EngineCore, found: FoundModel) -> Peers:
+    """The other replicas, with which blocks are exchanged."""
+    from vllmx_engine.core.fingerprint import blocks_of  # few cores need them
+    from vllmx_engine.core.peers import Peers
+    from vllmx_engine.link.remote_core import connect_peer
+
+    tiers = core.scheduler.tiers
+    assert tiers is not None, "a role opens them"
+    of = blocks_of(found, core, tiers.block_bytes)
+    return Peers(core.scheduler, tiers, of, partial(connect_peer, found))
 
 
 def main() -> int:

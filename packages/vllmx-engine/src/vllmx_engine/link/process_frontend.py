@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
+import socket
+from collections.abc import Sequence
+from typing import Protocol, Self
 
+import msgspec
 from vllmx_core.errors import EngineDeadError, RankLostError, VllmxError
 
 from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.link.frontend import ASLEEP, SEND_AGAIN, CoreFrontend, Heartbeat, lost_with
-from vllmx_engine.link.supervisor import CoreListener, CoreProcess
+from vllmx_engine.link.supervisor import CoreProcess
 from vllmx_engine.wire.ipc import FromCore, KnownSpecs, Ping, Pong, Start, ToCore
+from vllmx_engine.wire.messages import CoreInfo
 
 logger = logging.getLogger("vllmx.supervisor")
+
+
+class Door(Protocol):
+    """The place where a core finds its further clients."""
+
+    listener: socket.socket
+    """Inherited by the core's process."""
 
 
 class ProcessFrontend(CoreFrontend):
@@ -30,7 +43,14 @@ class ProcessFrontend(CoreFrontend):
     EXIT_S = 1.0
     """The time that a core whose connection is gone gets to exit, so that its code says why."""
 
-    def __init__(self, found: FoundModel, listener: CoreListener | None = None) -> None:
+    def __init__(
+        self,
+        found: FoundModel,
+        listener: Door | None = None,
+        *,
+        cores: Sequence[int] = (),
+        devices: str = "",
+    ) -> None:
         super().__init__()
         self._core_listener = listener
         self._start = Start(
@@ -40,6 +60,10 @@ class ProcessFrontend(CoreFrontend):
             specs=KnownSpecs.of(found.registry),
             progress=found.progress,
             log_level=logging.getLogger("vllmx").getEffectiveLevel(),
+            digest_key=found.digest_key,
+            host_key=found.host_key,
+            cores=list(cores),
+            devices=devices,
         )
         self._core: CoreProcess
         self._born_s = 0.0
@@ -50,15 +74,20 @@ class ProcessFrontend(CoreFrontend):
         self._heartbeat = Heartbeat(lambda: self._send(Ping()), self._on_hang)
 
     @classmethod
-    async def start(
-        cls, found: FoundModel, listener: CoreListener | None = None
-    ) -> ProcessFrontend:
+    async def start(cls, found: FoundModel, listener: Door | None = None) -> ProcessFrontend:
         """Spawns the process and loads the model. Other processes connect to `listener`. Raises the
         VllmxError that loading met."""
-        frontend = cls(found, listener)
-        await frontend._spawn()
-        frontend._heartbeat.start()
-        return frontend
+        return await cls(found, listener).begin()
+
+    async def begin(self) -> Self:
+        """The second half of `start`."""
+        await self._spawn()
+        self._heartbeat.start()
+        return self
+
+    def begin_asleep(self, info: CoreInfo) -> None:
+        """Takes the description of another core: this one starts with `wake`."""
+        self.info, self.status = info, "asleep"
 
     @property
     def silent_s(self) -> float:
@@ -81,19 +110,33 @@ class ProcessFrontend(CoreFrontend):
         return self._core.pid
 
     def unavailable(self) -> EngineDeadError:
-        """See `Frontend.unavailable`."""
         if self.status == "restarting":
             return EngineDeadError(
                 f"the engine core is being restarted ({self._last_reason}): try again in a moment"
             )
         return super().unavailable()
 
+    def keep_sizes(self, memory_fraction: float) -> None:
+        """Has the core start again with as many blocks and slots as it has now, in this part of the
+        memory that is free then."""
+        config = dataclasses.replace(
+            self._start.config,
+            num_kv_blocks=self.info.num_kv_blocks,
+            num_state_slots=self.info.num_state_slots or None,
+            kv_cache_memory_bytes=None,
+            memory_fraction=memory_fraction,
+        )
+        self._start = msgspec.structs.replace(self._start, config=config)
+
     async def sleep(self) -> None:
         """Ends the core until `wake`: all that it holds is free. Requests in flight are lost.
-        Raises EngineDeadError where it does not run."""
-        if self.status != "ready":
+        Raises EngineDeadError where it neither runs nor starts again."""
+        if self.status not in ("ready", "restarting"):
             raise self.unavailable()
         self.status = "asleep"
+        if self._restarting is not None:
+            self._restarting.cancel()
+            await asyncio.wait([self._restarting])
         self._tell_lost(EngineDeadError(ASLEEP))
         await self._core.stop()
 
@@ -105,11 +148,11 @@ class ProcessFrontend(CoreFrontend):
             await self._spawn()
             self.status = "ready"
             self._heartbeat.heard()
+            self._heartbeat.start()
             if self.listener is not None:
                 self.listener.restarted(self.info)
 
     async def close(self) -> None:
-        """See `Frontend.close`."""
         if self.status == "closed":
             return
         self.status = "closed"
@@ -117,7 +160,8 @@ class ProcessFrontend(CoreFrontend):
         if self._restarting is not None:
             self._restarting.cancel()
             await asyncio.wait([self._restarting])
-        await self._core.stop()
+        if hasattr(self, "_core"):  # it may never have begun
+            await self._core.stop()
 
     def _send(self, message: ToCore) -> None:
         self._core.send(message)
@@ -155,7 +199,8 @@ class ProcessFrontend(CoreFrontend):
     def _fail_all(self, failure: VllmxError) -> None:
         """Requests in flight end at once: they do not wait until a process that hangs is gone."""
         self._last_reason = failure.message
-        logger.error("%s; every request in flight is lost", failure.message)
+        lost = "" if self._start.config.replicas > 1 else "; every request in flight is lost"
+        logger.error("%s%s", failure.message, lost)
         self._tell_lost(lost_with(failure, failure.message + SEND_AGAIN))
 
     async def _restart(self, core: CoreProcess) -> None:

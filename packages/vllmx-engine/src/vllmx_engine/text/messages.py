@@ -21,6 +21,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TRUSTED_ROLES = ("system", "developer", "assistant")
 IMAGE_PARTS = ("image_url", "input_image", "image")
 """Types of parts that are images, in the names of several APIs."""
+AUDIO_PARTS = ("audio", "input_audio", "audio_url")
+"""Types of parts that are audio; templates read one of them."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of parts with a text; the others are what Responses calls them."""
 _THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
@@ -46,6 +48,12 @@ class TemplateReads(Record):
     """All string literals, including roles."""
     variables: frozenset[str] = frozenset()
     """The variables that it expects from outside."""
+
+    def written(self, part: Any) -> Any:
+        """A part of a content, with the type by which the template knows audio."""
+        if not isinstance(part, dict) or part.get("type") != "audio":
+            return part
+        return {"type": next((one for one in AUDIO_PARTS if one in self.strings), "audio")}
 
 
 def plain_data(value: Any, param: str, level: int = 0) -> Any:
@@ -133,6 +141,7 @@ def normalize_messages(
         ):
             plain["content"] = _joined_text(content, index)
         elif isinstance(content, list):
+            content = [reads.written(part) for part in content]
             plain["content"] = _as_parts(content, is_result=plain["role"] in ("tool", "function"))
         elif isinstance(content, str) and reads.takes_parts and not reads.takes_text:
             plain["content"] = [{"type": "text", "text": content}]
@@ -317,10 +326,10 @@ def check_content(content: Any, index: int) -> None:
             raise InvalidRequestError(
                 f"messages[{index}] has a content part of type 'text' without its text", param=param
             )
-        if kind not in IMAGE_PARTS:
+        if kind not in (*IMAGE_PARTS, *AUDIO_PARTS):
             raise InvalidRequestError(
                 f"messages[{index}] has a content part of type {shown(kind)}; this server takes"
-                " text and image_url: send its text, or leave it out",
+                " text, image_url, input_audio and audio_url: send its text, or leave it out",
                 param=param,
             )
 

@@ -36,6 +36,7 @@ from vllmx_engine.text.special_tokens import (
     named_tokens,
     unusable,
 )
+from vllmx_engine.text.tekken import read_tekken
 from vllmx_engine.text.token_bound import (
     PIECE_CHARS,
     TokenBound,
@@ -117,15 +118,15 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Load tokenizer.json and its companions.
+        """Load tokenizer.json, or tekken.json where that is missing, and its companions.
 
         Raises:
             ModelNotFoundError: there is no such folder or no tokenizer.json in it.
             ConfigError: a file is malformed or larger than its limit.
         """
         folder = Path(folder)
-        backend = _load_backend(folder)
-        config: dict[str, Any] = {}
+        own = None if (folder / TOKENIZER_NAME).is_file() else read_tekken(folder)
+        backend, config = own or (_load_backend(folder), {})
         special = read_json_object(folder / "special_tokens_map.json")
         config.update({name: special[name] for name in NAMED_TOKENS if name in special})
         config.update(read_json_object(folder / "tokenizer_config.json"))

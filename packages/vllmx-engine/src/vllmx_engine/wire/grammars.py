@@ -51,6 +51,20 @@ class FreePart(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that may not come in it: ends of the sequence, where the form must follow."""
 
 
+class SpeechRules(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens that a transcription may have."""
+
+    never: tuple[int, ...]
+    not_first: tuple[int, ...]
+    """Tokens that may not come first."""
+    end_id: int
+    """The end of the text; special tokens follow it in the vocabulary."""
+    first_timestamp: int = -1
+    """All ids from here on are timestamps; -1: there shall be none."""
+    most_initial: int = 50
+    """The first timestamp is at most so many behind `first_timestamp`."""
+
+
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
     """A grammar that was found sound, as the core gets it with a request."""
 
@@ -59,6 +73,8 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     free: FreePart | None = None
     """None: the grammar holds from the first token on."""
     thoughts: Thoughts | None = None
+    speech: SpeechRules | None = None
+    """The rules of a transcription, which has no text, nor thoughts."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True, tag="vocabulary"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,8 @@ from vllmx_core.errors import CapacityError, ContextLengthError, InvalidRequestE
 from vllmx_core.plan import F32
 from vllmx_core.records import Record
 
+Kind = Literal["image", "audio"]
+PLURAL = {"image": "images", "audio": "audio files"}
 Pixels = npt.NDArray[np.uint8]
 """Levels of grey: images are (height, width, 3) in RGB."""
 
@@ -49,7 +52,7 @@ def normalised(patches: Pixels, levels: F32) -> F32:
 
 
 class ImageRoom(Record):
-    """Bounds on the images of one request; None: unbounded."""
+    """Bounds on the images or audio of one request; None: unbounded."""
 
     prompt_tokens: int | None = None
     """Tokens of a prompt: images and text together."""
@@ -61,6 +64,7 @@ class ImageRoom(Record):
     """Sequences of a step."""
     num_bytes: int = 224 << 20
     """Bytes of patches, which reach the core in one message."""
+    kind: Kind = "image"
 
     def check(self, sizes: Sequence[int], num_bytes: int, where: str) -> None:
         """Refuses what can never be served.
@@ -75,15 +79,15 @@ class ImageRoom(Record):
         wanted = sum(sizes)
         if self.prompt_tokens is not None and wanted > self.prompt_tokens:
             raise ContextLengthError(
-                f"{where} is an image of {sizes[-1]} tokens, with which the request's images take"
-                f" {wanted}, but the context has room for {self.prompt_tokens}: send fewer or"
-                " smaller ones, or raise --max-model-len",
+                f"{where} is an {self.kind} of {sizes[-1]} tokens, with which the request's"
+                f" {PLURAL[self.kind]} take {wanted}, but the context has room for"
+                f" {self.prompt_tokens}: send fewer or smaller ones, or raise --max-model-len",
                 param=where,
             )
         if num_bytes > self.num_bytes:
             raise InvalidRequestError(
-                f"the request's images take {num_bytes} bytes of patches, at most {self.num_bytes}"
-                " are taken: send fewer or smaller ones",
+                f"the request's {PLURAL[self.kind]} take {num_bytes} bytes once they are prepared,"
+                f" at most {self.num_bytes} are taken: send fewer or smaller ones",
                 param=where,
             )
         self.check_features(sizes)
@@ -101,7 +105,7 @@ class ImageRoom(Record):
             )
         if self.feature_tokens is not None and wanted > self.feature_tokens:
             raise CapacityError(
-                f"the request has images of {wanted} tokens, the features of"
+                f"the request has {PLURAL[self.kind]} of {wanted} tokens, the features of"
                 f" {self.feature_tokens} can be held: send fewer or smaller ones, or"
                 " raise --encoder-cache-memory",
                 param="messages",

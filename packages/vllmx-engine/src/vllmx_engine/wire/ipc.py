@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 from vllmx_core import errors
@@ -21,6 +21,7 @@ from vllmx_core.plugins.specs import (
     BackendSpec,
     EncoderSpec,
     ExecutorSpec,
+    KVConnectorSpec,
     ModelImplSpec,
     ModelSourceSpec,
     ModelSpec,
@@ -37,6 +38,7 @@ from vllmx_engine.wire.messages import (
     CoreRequest,
     CoreStats,
     Follower,
+    ReplicaLoad,
 )
 
 
@@ -52,6 +54,7 @@ class KnownSpecs(msgspec.Struct, frozen=True, kw_only=True):
     encoders: list[tuple[str, EncoderSpec]]
     executors: list[tuple[str, ExecutorSpec]]
     model_sources: list[tuple[str, ModelSourceSpec]]
+    kv_connectors: list[tuple[str, KVConnectorSpec]]
     preferred: list[str]
 
     @classmethod
@@ -67,6 +70,7 @@ class KnownSpecs(msgspec.Struct, frozen=True, kw_only=True):
             encoders=registry.provided(EncoderSpec),
             executors=registry.provided(ExecutorSpec),
             model_sources=registry.provided(ModelSourceSpec),
+            kv_connectors=registry.provided(KVConnectorSpec),
             preferred=list(registry.preferred),
         )
 
@@ -121,6 +125,15 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     specs: KnownSpecs
     progress: bool
     log_level: int
+    digest_key: bytes = b""
+    """The key of blocks' digests, common to all replicas. With it the core announces what it has
+    cached."""
+    host_key: bytes = b""
+    """The key of the hosts of all replicas, if they are on several."""
+    cores: list[int] = []
+    """The processors to run on; empty: any."""
+    devices: str = ""
+    """The GPUs to see, as CUDA_VISIBLE_DEVICES; empty: those of the parent."""
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add", omit_defaults=True):
@@ -136,10 +149,48 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
     request_ids: list[str]
 
 
-class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset"):
-    """Forget every cached prefix; answered by PrefixCacheReset."""
+What = Literal[
+    "reset_prefix_cache",
+    "pause",
+    "is_settled",
+    "resume",
+    "is_paused",
+    "update_weights",
+    "end_session",
+]
+
+
+class Call(msgspec.Struct, frozen=True, tag="call", omit_defaults=True):
+    """A request of an operator; answered by Called."""
 
     call_id: int
+    what: What
+    text: str = ""
+    """The mode of a pause, the path of weights, the id of a session."""
+    client: str = ""
+    """The owner of the session."""
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
+    """Read an adapter and give it a name; answered by Called. The counters that follow list
+    it."""
+
+    call_id: int
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
+    """Forget an adapter's name; answered by Called."""
+
+    call_id: int
+    name: str
+
+
+class PullBlocks(msgspec.Struct, frozen=True, tag="pull"):
+    """Asks for KV blocks by name, see `vllmx_engine.core.tiers`; answered by Blocks."""
+
+    names: list[bytes]
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
@@ -150,7 +201,18 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Free everything and exit."""
 
 
-ToCore = Start | AddRequest | AbortRequests | ResetPrefixCache | Vocabulary | Ping | Shutdown
+ToCore = (
+    Start
+    | AddRequest
+    | AbortRequests
+    | Call
+    | LoadAdapter
+    | UnloadAdapter
+    | Vocabulary
+    | PullBlocks
+    | Ping
+    | Shutdown
+)
 
 
 # --- from the core --------------------------------------------------------------------------------
@@ -196,18 +258,35 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     stats: CoreStats
 
 
-class PrefixCacheReset(msgspec.Struct, frozen=True, tag="reset"):
-    """`done` is False while running sequences hold blocks."""
+class Called(msgspec.Struct, frozen=True, tag="called", omit_defaults=True):
+    """The answer to a call. `done` is False while running sequences prevent it."""
 
     call_id: int
     done: bool
+    error: ErrorRecord | None = None
+
+
+class Blocks(msgspec.Struct, frozen=True, tag="blocks"):
+    """The blocks of a PullBlocks that there are, by name, and the last one of its states; each with
+    a checksum, see `vllmx_engine.core.disk_store.sealed`."""
+
+    blocks: dict[bytes, bytes]
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
     """The process of the core is alive."""
 
 
-FromCore = Ready | Failed | Outputs | Stats | PrefixCacheReset | Pong
+class Announced(msgspec.Struct, frozen=True, tag="announced"):
+    """The blocks that a replica's cache has gained and lost since the last time, and its load."""
+
+    filed: bytes
+    """Digests of 16 bytes each; at first those of all cached blocks."""
+    evicted: bytes
+    load: ReplicaLoad
+
+
+FromCore = Ready | Failed | Outputs | Stats | Called | Blocks | Pong | Announced
 
 
 # --- frames ---------------------------------------------------------------------------------------

@@ -14,15 +14,15 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from vllmx_core.config import MAX_DRAFT
+from vllmx_core.config import MAX_DRAFT, Role
 from vllmx_core.plan import I32
 from vllmx_core.sampling import MAX_LOGPROBS, SamplingParams
 
 from vllmx_engine.wire.grammars import Grammar
 from vllmx_engine.wire.images import ImageRoom
 
-PoolingTask = Literal["embed", "score", "classify"]
-Activation = Literal["none", "sigmoid", "softmax", "yes"]
+PoolingTask = Literal["embed", "token_embed", "score", "classify"]
+Activation = Literal["none", "sigmoid", "softmax", "yes", "log1p"]
 
 
 class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +34,8 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
     labels: list[str] = []
     """The names of the classes."""
     activation: Activation = "none"
-    """The function from what the model gives to scores; yes: the share of the last of two."""
+    """The function from what the model gives to scores; yes: the share of the last of two;
+    log1p: log(1 + relu), of sparse vectors."""
     normalize: bool = True
     """Vectors have length 1 unless a request says otherwise."""
     prompts: dict[str, str] = {}
@@ -73,9 +74,10 @@ class ImageInput(msgspec.Struct, frozen=True, array_like=True):
     grid: tuple[int, int, int]
     """(frames, rows, columns) of patches."""
     patches: bytes
-    """(N, D) levels of grey, a third of a row for each colour."""
+    """(N, D) levels of grey, a third of a row for each colour; without `levels` float32."""
     levels: bytes
-    """(3, 256) float32 in this machine's order: what each level of each colour is to the tower."""
+    """(3, 256) float32 in this machine's order: what each level of each colour is to the tower;
+    empty for an audio."""
 
 
 class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -124,9 +126,19 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     engine drafts from it."""
     at_end: bool = False
     """The client reads the tokens only at the end: they are sent many at a time."""
+    adapter: str = ""
+    """The name of the LoRA adapter that changes the model for it; empty: none, or the base's."""
     leader: str | None = None
     """Request whose prompt is the same (another choice of one call): wait with the prefill until
     its blocks can be shared."""
+    generated: bytes = b""
+    """Token ids, as `pack_ids`, that another replica has generated already: the sequence goes on
+    behind them and does not send them again."""
+    digests: bytes = b""
+    """The digests of its root and of its first full blocks, 16 bytes each, where the frontend has
+    the core's key; see `vllmx_engine.core.prefix_cache`."""
+    source: str = ""
+    """The address of the core that has computed the prompt: its blocks are fetched there."""
 
     @property
     def shown(self) -> str:
@@ -152,6 +164,7 @@ class Follower(msgspec.Struct, frozen=True, array_like=True):
 
     request_id: str
     seed: int
+    generated: bytes = b""
 
 
 def choices_of(leader: CoreRequest, followers: Sequence[Follower]) -> list[CoreRequest]:
@@ -169,6 +182,7 @@ def choices_of(leader: CoreRequest, followers: Sequence[Follower]) -> list[CoreR
                 params=params,
                 seed=follower.seed,
                 leader=leader.request_id,
+                generated=follower.generated,
             )
             for follower in followers
         ),
@@ -251,6 +265,16 @@ def is_piece(output: CoreOutput) -> bool:
     return output.prompt_logprobs is not None and not output.ids
 
 
+class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A LoRA adapter that requests may name."""
+
+    name: str
+    path: str
+    rank: int
+    digest: str = ""
+    """Equal for equal adapters: sets prefixes apart in the cache."""
+
+
 class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters and gauges of the core, for /metrics; counters only grow."""
 
@@ -283,8 +307,60 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     """Draft tokens that were kept."""
+    num_sessions: int = 0
+    """Sessions that pin blocks."""
+    num_pinned_blocks: int = 0
+    num_host_blocks: int = 0
+    """KV blocks and states in the host's memory, below the device."""
+    host_block_bytes: int = 0
+    num_stored_blocks: int = -1
+    """Blocks and states in a store such as a folder; -1: there are no tiers below the device."""
+    stored_bytes: int = 0
+    tier_tokens: int = 0
+    """Prompt tokens whose blocks came from a tier below the device."""
+    num_given_up_fetches: int = 0
+    """Fetches that would have taken longer than computing the blocks."""
+    num_store_failures: int = 0
+    """Calls of a shared store that failed or took too long."""
+    peer_tokens: int = 0
+    """Prompt tokens whose blocks another replica has computed."""
+    num_peer_failures: int = 0
+    """Replicas that could not be asked for blocks, or whose blocks are of something else."""
     accepted_at: tuple[int, ...] = (0,) * MAX_DRAFT
     """Draft tokens that were kept, by their place in the draft."""
+    adapters: list[AdapterInfo] | None = None
+    """The adapters that are loaded; None: the model takes none."""
+    replicas: dict[str, CoreStats] = {}
+    """The counters of each replica by its number, where these are those of several together."""
+
+
+class ReplicaLoad(msgspec.Struct, frozen=True, array_like=True):
+    """A replica's work and its cost figures, in seconds of its own cost model."""
+
+    num_taken: int = 0
+    """Requests (calls with all their choices) that it has taken from this router since its start.
+    Later ones are not part of the figures below."""
+    num_running: int = 0
+    num_waiting: int = 0
+    """Sequences that wait for a row or for blocks."""
+    queued_s: float = 0.0
+    """Seconds of prefill that are begun or wait."""
+    token_s: float = 0.0
+    """Seconds of a prompt token; 0: not measured yet."""
+    work_s: float = 0.0
+    """Seconds that a prompt token takes longer for each token before it."""
+    stretch: float = 1.0
+    """Seconds that pass for a second of prefill, since decodes take their part of each step."""
+    row_s: float = 0.0
+    """Seconds that one more sequence adds to a step."""
+    free_rows: int = 1
+    free_blocks: int = 1 << 30
+    turn_s: float = 0.0
+    """Seconds between two ends of sequences. An end frees a row and its blocks."""
+    turn_blocks: float = 0.0
+    """Blocks that such a sequence leaves."""
+    pull_byte_s: float = 0.0
+    """Seconds in which a byte of blocks comes from another replica; 0: not measured of late."""
 
 
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -314,10 +390,14 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float
     free_bytes: int = 0
     """Memory that models could take where this one runs, before it was loaded; 0: unknown."""
+    audio_rows: int = 0
+    """Rows of 20 ms that the model hears at a time and writes down; 0: it answers prompts."""
     takes_images: bool = False
     """It has a tower for them."""
+    takes_audio: bool = False
+    """It has a tower for audio in conversations."""
     image_room: ImageRoom | None = None
-    """Bounds on the images of one request."""
+    """Bounds on the images or audio of one request."""
     image_processor: dict[str, Any] = {}
     """The preparation of images, in terms of preprocessor_config.json; empty: files in `path`."""
     generation_config: dict[str, Any] = {}
@@ -326,7 +406,16 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """`EngineConfig.max_logprobs`."""
     pooling: PoolingInfo | None = None
     """The pooling of a model with vectors or scores; None: it generates text."""
+    cache_model: str = ""
+    """The name that its cached blocks are identified by, if it is a replica."""
+    role: Role = "both"
+    """`EngineConfig.role`."""
+    blocks_of: str = ""
+    """The model, options, kernels and sizes of its KV blocks, in words, if it exchanges them: it
+    does so only with replicas that have the same."""
     id_prefix: str = ""
     """The prefix of a client's request ids, so that two clients never choose the same."""
+    adapters: list[AdapterInfo] | None = None
+    """The adapters that it was started with; None: it takes none."""
     details: dict[str, str] = {}
     """The details of the backend: kernel variant, threads, ..."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from vllmx_engine.wire.ipc import FromCore, Outputs, Stats
+from vllmx_engine.wire.ipc import Announced, FromCore, Outputs, Stats
 from vllmx_engine.wire.messages import CoreOutput, TokenLogprobs, is_piece
 
 MAX_MERGED_BYTES = 64 << 20
@@ -39,6 +39,8 @@ class Updates:
         elif isinstance(message, Stats):
             self._stats = message
         else:
+            if isinstance(message, Announced):
+                self.num_bytes += len(message.filed) + len(message.evicted)
             self._messages.append(message)
         return self.num_bytes <= MAX_MERGED_BYTES
 

@@ -64,7 +64,8 @@ class PoolingOutput(msgspec.Struct, frozen=True):
     """A model's result for a text, or for a pair of texts."""
 
     data: npt.NDArray[np.float32]
-    """(dimensions,) of a vector, (1,) of a score, (classes,) of probabilities."""
+    """(dimensions,) of a vector, (tokens, dimensions) of those of tokens, (1,) of a score,
+    (classes,) of probabilities."""
 
     @property
     def embedding(self) -> list[float]:

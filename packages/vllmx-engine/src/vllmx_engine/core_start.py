@@ -61,7 +61,6 @@ class ThreadFrontend(CoreFrontend):
         return frontend
 
     async def close(self) -> None:
-        """See `Frontend.close`."""
         self.status = "closed"
         self._inbox.put(Shutdown())
         await self._left.wait()
@@ -79,7 +78,7 @@ class ThreadFrontend(CoreFrontend):
             core, info = load_core(found)
             self._emit(Ready(info))
             on_stuck = partial(self._on_loop, self._abandon_thread)
-            CoreLoop(core, self._inbox, self._emit, on_stuck).run()
+            CoreLoop(core, self._inbox, self._emit, on_stuck, found).run()
         except VllmxError as error:
             self._on_loop(self._die, error)
         except Exception:
@@ -122,6 +121,14 @@ class ThreadFrontend(CoreFrontend):
         self._left.set()
 
 
+async def _start(found: FoundModel) -> Frontend:
+    if found.config.replicas == 1 and found.config.replica_hosts is None:
+        return await ProcessFrontend.start(found)
+    from vllmx_engine.replicas.start import start_frontend  # few starts need it
+
+    return await start_frontend(found)
+
+
 class CoreStart:
     """A core that loads its model. Made by `begin`; leaving it as a context ends the core, unless
     `ready` has handed it out.
@@ -142,8 +149,9 @@ class CoreStart:
         """Finds the model and returns when the core's process, or its thread, has begun. The
         arguments are those of `AsyncLLM.start`. Raises what `find_model` raises."""
         found = await asyncio.to_thread(find_model, config, registry)
-        kind = ThreadFrontend if in_process else ProcessFrontend
-        starting: asyncio.Future[Frontend] = asyncio.ensure_future(kind.start(found))
+        starting: asyncio.Future[Frontend] = asyncio.ensure_future(
+            ThreadFrontend.start(found) if in_process else _start(found)
+        )
         await asyncio.sleep(0)  # until its first wait, by when the process is there
         return cls(found, starting)
 

@@ -1,0 +1,1 @@
+"""Transcriptions: windows of audio to requests, answers to segments."""
