@@ -16,6 +16,8 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 MAX_SHARDS = 4096
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+FILE_SHARE = 0.8
+"""Share of the free memory that a GGUF file may take if it is chosen by size."""
 _TYPES = ("bf16", "f16", "f32", "q8_0")
 
 
@@ -94,3 +96,26 @@ def _weight_map(path: Path, index: Mapping[str, Any]) -> dict[str, str]:
 
 def _leaves(name: str) -> bool:
     return any(character in name for character in "/\\\0") or name.startswith("..")
+
+
+def is_model_file(name: str) -> bool:
+    """True if a GGUF file's name is that of a model, not of a vision tower or an importance
+    matrix."""
+    own = name.rpartition("/")[2].lower()
+    return own.endswith(".gguf") and not own.startswith(("mmproj", "imatrix"))
+
+
+def largest_that_fits(sizes: Mapping[str, int], free_bytes: float) -> str | None:
+    """The largest of several GGUF models that leaves a fifth of the memory for the KV cache and
+    buffers: its first file. None: none fits.
+
+    Args:
+        sizes: bytes of each file by its name; names of other files are ignored.
+    """
+    totals: dict[str, int] = {}
+    for name, size in sizes.items():
+        if is_model_file(name):
+            first = first_shard(name)
+            totals[first] = totals.get(first, 0) + size
+    fit = {name: size for name, size in totals.items() if size <= FILE_SHARE * free_bytes}
+    return max(fit, key=lambda name: (fit[name], name), default=None)

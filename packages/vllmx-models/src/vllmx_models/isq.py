@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,15 @@ from vllmx_core.system.processors import available_processors
 from vllmx_core.weights.coded import CodedRows
 from vllmx_core.weights.encoding import Encoder
 from vllmx_core.weights.map import name_in
-from vllmx_core.weights.part import DENSE, Layout, Span, StoredPart, WeightPart, WeightSource
+from vllmx_core.weights.part import (
+    DENSE,
+    Layout,
+    SourceOver,
+    Span,
+    StoredPart,
+    WeightPart,
+    WeightSource,
+)
 from vllmx_core.weights.spec import WeightSpec
 from vllmx_core.weights.tensor import RawTensor
 from vllmx_core.weights.views import View, below, cols_of, entry_of
@@ -156,16 +164,12 @@ def _quantised(spec: WeightSpec) -> bool:
     return spec.kind in ("linear", "embedding", "stack") and spec.role != "router"
 
 
-class InSituSource:
+class InSituSource(SourceOver):
     """A `WeightSource` some of whose matrices are quantised whenever they are read."""
 
     def __init__(self, source: WeightSource, encodings: Mapping[str, Encoding]) -> None:
         self._source = source
         self._encodings = encodings
-
-    def names(self) -> Collection[str]:
-        """The names that the source below has."""
-        return self._source.names()
 
     def part(self, name: str) -> WeightPart:
         """Raises WeightFormatError if `name` is missing, and on reading rows with values that are
@@ -173,10 +177,6 @@ class InSituSource:
         part = self._source.part(name)
         encoding = self._encodings.get(name)
         return part if encoding is None else quantised(part, encoding)
-
-    def close(self) -> None:
-        """Closes the source below."""
-        self._source.close()
 
 
 def _made(part: WeightPart, encoding: Encoding, begin: int, end: int) -> StoredPart:

@@ -15,6 +15,7 @@ from vllmx_core.plugins.specs import (
 )
 
 from vllmx_models.parsers import PARSERS
+from vllmx_models.text_types import TEXT_TYPES
 from vllmx_models.verified import with_verification
 
 
@@ -26,13 +27,31 @@ def vllmx_models() -> tuple[ModelSpec, ...]:
 def _models() -> tuple[ModelSpec, ...]:
     return (
         _model("bamba", "BambaForCausalLM", gguf=False),
+        _model(
+            "bailing_moe_v2",
+            "BailingMoeV2ForCausalLM",
+            "dots1",
+            gguf="bailingmoe2",
+            table="BAILING_GGUF",
+        ),
         _model("cohere", "CohereForCausalLM", gguf="command-r"),
         _model("cohere2", "Cohere2ForCausalLM", "cohere", gguf=True, table="COHERE2_GGUF"),
         _model("cwm", "CwmForCausalLM", "llama_variants", gguf=False),
+        replace(_model("decilm", "DeciLMForCausalLM", "deci"), model_types=("nemotron-nas",)),
         _model("deepseek_v2", "DeepseekV2ForCausalLM", "deepseek", gguf="deepseek2"),
         _model("deepseek_v3", "DeepseekV3ForCausalLM", "deepseek", among="deepseek2"),
         _model("deepseek_v32", "DeepseekV32ForCausalLM", "deepseek", gguf="deepseek32"),
-        _model("ernie4_5", "Ernie4_5ForCausalLM", "llama_variants", gguf=False),
+        _model("deepseek_v4", "DeepseekV4ForCausalLM", gguf=False),
+        _model("dots1", "Dots1ForCausalLM", gguf=True),
+        _model("ernie4_5", "Ernie4_5ForCausalLM", "llama_variants", gguf=True, table="ERNIE_GGUF"),
+        _model("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", gguf="ernie4_5-moe"),
+        _model("exaone4", "Exaone4ForCausalLM", gguf=True),
+        _model(
+            "exaone_moe", "ExaoneMoeForCausalLM", "exaone4", gguf="exaone-moe", table="MOE_GGUF"
+        ),
+        _model("falcon", "FalconForCausalLM", "gpt_neox", gguf=True, table="FALCON_GGUF"),
+        _model("falcon_mamba", "FalconMambaForCausalLM", "mamba", among="mamba"),
+        _model("falcon_h1", "FalconH1ForCausalLM", gguf="falcon-h1"),
         _model("gemma", "GemmaForCausalLM", gguf=True),
         _model("gemma2", "Gemma2ForCausalLM", "gemma", gguf=True, table="GEMMA2_GGUF"),
         _model("gemma3", "Gemma3ForConditionalGeneration", gguf=False),
@@ -43,20 +62,43 @@ def _models() -> tuple[ModelSpec, ...]:
         _model("glm4_moe", "Glm4MoeForCausalLM", gguf="glm4moe"),
         _model("glm4_moe_lite", "Glm4MoeLiteForCausalLM", "deepseek", among="deepseek2"),
         _model("glm_moe_dsa", "GlmMoeDsaForCausalLM", "deepseek", gguf="glm-dsa"),
+        _model("gpt2", "GPT2LMHeadModel", gguf=True),
+        _model("gpt_neo", "GPTNeoForCausalLM", "gpt2"),
+        _model("gpt_neox", "GPTNeoXForCausalLM", gguf="gptneox", table="NEOX_GGUF"),
+        _model("gptj", "GPTJForCausalLM", "gpt_neox"),
         _model("gpt_oss", "GptOssForCausalLM", gguf="gpt-oss"),
         _model("granite", "GraniteForCausalLM", gguf=True),
         _model("granitemoe", "GraniteMoeForCausalLM", "granite", gguf=True, table="MOE_GGUF"),
         _model("granitemoehybrid", "GraniteMoeHybridForCausalLM", gguf="granitehybrid"),
         _model("helium", "HeliumForCausalLM", "llama_variants", gguf=False),
+        _model("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", "hunyuan", gguf="hunyuan-dense"),
+        _model(
+            "hunyuan_v1_moe",
+            "HunYuanMoEV1ForCausalLM",
+            "hunyuan",
+            gguf="hunyuan-moe",
+            table="MOE_GGUF",
+        ),
+        _model("hy_v3", "HYV3ForCausalLM", "dots1", gguf=False),
+        _model("idefics3", "Idefics3ForConditionalGeneration", gguf=False),
         _model("internlm", "InternLMForCausalLM", "llama_variants", gguf=False),
         _model("internlm3", "InternLM3ForCausalLM", "llama_variants", gguf=False),
-        _model("kimi_linear", "KimiLinearForCausalLM", gguf=False),
+        _model("jamba", "JambaForCausalLM", "mamba", gguf=True, table="JAMBA_GGUF"),
+        _model("kimi_linear", "KimiLinearForCausalLM", gguf="kimi-linear"),
         _model("lfm2", "Lfm2ForCausalLM", gguf=True),
         _model("lfm2_moe", "Lfm2MoeForCausalLM", "lfm2", gguf="lfm2moe", table="MOE_GGUF"),
         _model("llama", "LlamaForCausalLM", gguf=True),
         _model("mimo", "MiMoForCausalLM", "llama_variants", gguf=False),
+        _model("llama4", "Llama4ForCausalLM", gguf=True),
+        _model("mamba", "MambaForCausalLM", gguf=True),
+        _model("mamba2", "Mamba2ForCausalLM", "mamba", gguf=True, table="MAMBA2_GGUF"),
         _model("minimax_m2", "MiniMaxM2ForCausalLM", gguf="minimax-m2"),
-        _model("mistral", "MistralForCausalLM", among="llama"),
+        _model("ministral3", "Ministral3ForCausalLM", "mistral", gguf="mistral3"),
+        replace(
+            _model("mistral", "MistralForCausalLM", among="llama"),
+            gguf_among=("llama", "mistral3"),
+        ),
+        _model("mistral4", "Mistral4ForCausalLM", "deepseek", gguf=True),
         _model("mixtral", "MixtralForCausalLM", "mistral", among="llama"),
         replace(
             _model("nemotron_h", "NemotronHForCausalLM", gguf=True),
@@ -65,9 +107,13 @@ def _models() -> tuple[ModelSpec, ...]:
         _model("olmo2", "Olmo2ForCausalLM", "olmo", gguf=True),
         _model("olmo3", "Olmo3ForCausalLM", "olmo", among="olmo2"),
         _model("olmoe", "OlmoeForCausalLM", gguf=True),
+        _model("opt", "OPTForCausalLM", "gpt2"),
         _model("phi3", "Phi3ForCausalLM", gguf=True),
+        _model("phimoe", "PhimoeForCausalLM", gguf=True),
+        ModelSpec("phi_moe", "vllmx_models.families.phimoe:phimoe", ("PhiMoEForCausalLM",)),
         _model("qwen2", "Qwen2ForCausalLM", "qwen", gguf=True),
         _model("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", gguf="qwen2vl"),
+        _model("qwen2_audio", "Qwen2AudioForConditionalGeneration", "audio_chats"),
         _model("qwen2_moe", "Qwen2MoeForCausalLM", "qwen_moe", gguf="qwen2moe"),
         _model("qwen3", "Qwen3ForCausalLM", "qwen", gguf=True, table="QWEN3_GGUF"),
         _model("qwen3_5", "Qwen3_5ForConditionalGeneration", gguf=False),
@@ -90,9 +136,13 @@ def _models() -> tuple[ModelSpec, ...]:
         ),
         _model("qwen3_moe", "Qwen3MoeForCausalLM", "qwen_moe", gguf="qwen3moe", table="QWEN3_GGUF"),
         _model("qwen3_next", "Qwen3NextForCausalLM", gguf="qwen3next"),
-        _model("seed_oss", "SeedOssForCausalLM", "llama_variants", gguf=False),
+        _model("seed_oss", "SeedOssForCausalLM", "llama_variants", gguf=True, table="SEED_GGUF"),
         _model("smollm3", "SmolLM3ForCausalLM", gguf=True),
+        _model("smolvlm", "SmolVLMForConditionalGeneration", "idefics3"),
         _model("stablelm", "StableLmForCausalLM", gguf=True),
+        _model("starcoder2", "Starcoder2ForCausalLM", gguf=True),
+        _model("voxtral", "VoxtralForConditionalGeneration", "audio_chats"),
+        _model("whisper", "WhisperForConditionalGeneration", gguf=False),
         _model("yi", "YiForCausalLM", "llama_variants", gguf=False),
         ModelSpec(
             "gemma3_embedder",
@@ -103,6 +153,25 @@ def _models() -> tuple[ModelSpec, ...]:
         ),
         *_llamas(),
         *_encoders(),
+        *_drafters(),
+    )
+
+
+def _drafters() -> tuple[ModelSpec, ...]:
+    """Drafters that read hidden states of their target, by the names of several authors."""
+    names = {
+        "eagle3": (
+            "LlamaForCausalLMEagle3",
+            "Eagle3LlamaForCausalLM",
+            "Eagle3Speculator",
+            "Eagle3DraftModel",
+        ),
+        "dflash": ("DFlashDraftModel", "DFlashSpeculator"),
+    }
+    return tuple(
+        ModelSpec(name.lower(), f"vllmx_models.families.{kind}:{kind}", (name,))
+        for kind, architectures in names.items()
+        for name in architectures
     )
 
 
@@ -118,27 +187,53 @@ def _encoders() -> tuple[ModelSpec, ...]:
     """Encoders for embeddings, and their cross-encoders and classifiers."""
     modules = {
         "Bert": ("bert", "bert"),
+        "DistilBert": ("bert_variants", "distilbert"),
+        "EuroBert": ("eurobert", "eurobert"),
         "Gte": ("nomic_bert", "gte"),
+        "JinaBert": ("bert_variants", "jina_bert"),
+        "JinaEmbeddingsV3": ("nomic_bert", "jina_v3"),
+        "MPNet": ("bert_variants", "mpnet"),
         "ModernBert": ("modernbert", "modernbert"),
         "New": ("nomic_bert", "gte"),
         "NomicBert": ("nomic_bert", "nomic_bert"),
         "Roberta": ("bert", "roberta"),
         "XLMRoberta": ("bert", "roberta"),
     }
-    files = {"BertModel": "bert", "ModernBertModel": "modern-bert", "NomicBertModel": "nomic-bert"}
+    files = {
+        "BertModel": ("bert",),
+        "EuroBertModel": ("eurobert",),
+        "JinaBertModel": ("jina-bert-v2",),
+        "JinaEmbeddingsV3Model": ("jina-bert-v3",),
+        "ModernBertModel": ("modern-bert",),
+        "NomicBertModel": ("nomic-bert", "nomic-bert-moe"),
+    }
+    tables = {"JinaEmbeddingsV3Model": "JINA_GGUF"}
+    names = [
+        (f"{family}{form}", module, f"{function}{end}")
+        for family, (module, function) in modules.items()
+        for form, end in (("Model", ""), ("ForSequenceClassification", "_classifier"))
+    ]
+    names += [
+        ("HF_ColBERT", "bert", "bert"),
+        ("BertForMaskedLM", "bert", "bert_words"),
+        ("DistilBertForMaskedLM", "bert_variants", "distilbert_words"),
+        # published embedders say so
+        ("JinaBertForMaskedLM", "bert_variants", "jina_bert"),
+        ("MPNetForMaskedLM", "bert_variants", "mpnet"),
+        ("RobertaForMaskedLM", "bert", "roberta"),
+        ("XLMRobertaForMaskedLM", "bert", "roberta"),
+    ]
     return tuple(
         ModelSpec(
             name.lower(),
-            f"vllmx_models.families.{module}:{function}{end}",
+            f"vllmx_models.families.{module}:{function}",
             (name,),
-            gguf_names=(files[name],) if name in files else (),
-            gguf=f"vllmx_models.families.{module}:GGUF" if name in files else "",
+            gguf_names=files.get(name, ()),
+            gguf=f"vllmx_models.families.{module}:{tables.get(name, 'GGUF')}"
+            if name in files
+            else "",
         )
-        for family, (module, function) in modules.items()
-        for name, end in (
-            (f"{family}Model", ""),
-            (f"{family}ForSequenceClassification", "_classifier"),
-        )
+        for name, module, function in names
     )
 
 
@@ -165,6 +260,7 @@ def _model(
         gguf_names=(gguf if isinstance(gguf, str) else name,) if gguf else (),
         gguf=f"{module}:{table}" if gguf else "",
         gguf_among=(among,) if among else (),
+        text_types=TEXT_TYPES.get(name, {}),
     )
 
 
@@ -172,7 +268,10 @@ def _model(
 def vllmx_weight_formats() -> tuple[WeightFormatSpec, ...]:
     return (
         WeightFormatSpec(
-            "safetensors", "vllmx_models.formats.safetensors:open_checkpoint", ("*.safetensors",)
+            "safetensors",
+            "vllmx_models.formats.safetensors:open_checkpoint",
+            ("*.safetensors",),
+            adapter="vllmx_models.formats.peft:open_adapter",
         ),
         # below safetensors: a folder with both holds the GGUF as a smaller copy
         WeightFormatSpec(
@@ -182,6 +281,7 @@ def vllmx_weight_formats() -> tuple[WeightFormatSpec, ...]:
             priority=-1,
             needs_registry=True,
             tower="vllmx_models.formats.gguf.mmproj:with_tower",
+            adapter="vllmx_models.formats.gguf.adapter:open_adapter",
         ),
     )
 
@@ -224,4 +324,5 @@ def vllmx_model_sources() -> tuple[ModelSourceSpec, ...]:
         ModelSourceSpec("local path", "vllmx_models.sources:local_path", 100),
         ModelSourceSpec("Hugging Face hub", "vllmx_models.sources:hub_snapshot", 0),
         ModelSourceSpec("file on the hub", "vllmx_models.sources:hub_file", 0),
+        ModelSourceSpec("ModelScope", "vllmx_models.sources:modelscope_model", 0),
     )

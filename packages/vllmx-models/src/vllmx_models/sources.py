@@ -1,16 +1,29 @@
-"""Model sources: local folders and files, and the Hugging Face hub."""
+"""Model sources: local folders and files, the Hugging Face hub, and ModelScope."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from vllmx_core.errors import ModelNotFoundError, WeightFormatError
+from vllmx_core.errors import CapacityError, ModelNotFoundError, WeightFormatError, excerpt
+from vllmx_core.system.memory import format_bytes, free_bytes
 
-from vllmx_models.file_names import first_shard, projector_among, shard_names, weight_files
+from vllmx_models.file_names import (
+    FILE_SHARE,
+    is_model_file,
+    largest_that_fits,
+    projector_among,
+    shard_names,
+    weight_files,
+)
+from vllmx_models.hub_cache import cached_models
+
+logger = logging.getLogger("vllmx.load")
 
 # A snapshot takes only what serving needs: no copies of the weights in other formats or layouts,
 # no folders of other runtimes.
@@ -23,10 +36,12 @@ ALLOW = (
     "gptq_model*.safetensors",  # AutoGPTQ's own name for a single file
 )
 IGNORE = ("original/*", "onnx/*", "openvino/*", "coreml/*", "*/model*.safetensors")
+MODELSCOPE = "modelscope://"
 MAX_ID_LENGTH = 128
 MAX_LISTED = 20
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _GGUF_NAME = re.compile(r"[\w.+-][\w.+ /-]{0,250}\.gguf")  # no glob characters
+_QUANTISATION = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|F16|F32|MXFP4\w*)", re.I)
 _ACCESS_REMEDY = "set HF_TOKEN to a token that has access (https://huggingface.co/settings/tokens)"
 
 
@@ -45,49 +60,83 @@ def hub_snapshot(model: str, revision: str | None, progress: bool) -> Path | Non
     """
     if not is_repo_id(model):
         return None
-    folder = _download(model, revision, progress, ALLOW, IGNORE)
-    if folder is not None and not _is_whole(folder):
-        if next(folder.glob("*.safetensors"), None) is None:
-            _refuse_choice(model, revision)
+    folder: Path | None = None
+    cached = _cached_files(model) if revision is None else {}
+    try:
+        folder = _download(model, revision, progress, ALLOW, IGNORE)
+    except ModelNotFoundError:
+        if not cached:
+            raise
+    if folder is None or not _is_whole(folder):
+        if folder is None or next(folder.glob("*.safetensors"), None) is None:
+            sizes = cached or _listed_files(model, revision)
+            if any(map(is_model_file, sizes)):
+                file = choose_file(model, sizes, free_bytes())
+                return hub_file(f"{model}:{file}", revision, progress)
         whole = _whole_snapshots(model, ALLOW)
         if whole:
-            raise ModelNotFoundError(
-                f"model {model!r} lacks files in the cache's snapshot {folder.name};"
-                f" {_which_loads(whole)}",
-                param="model",
-            )
+            return _only_whole(model, revision, whole, f"model {model!r} lacks files in the cache")
     return folder
 
 
-def _refuse_choice(repo: str, revision: str | None) -> None:
-    """Raises ModelNotFoundError, with a list of files, if a model consists only of GGUF files."""
-    from huggingface_hub import list_repo_files
+def choose_file(repo: str, sizes: Mapping[str, int], free: float) -> str:
+    """The GGUF file of a repository that is loaded if none is named, with a line in the log if it
+    has several. Raises CapacityError if all are too large.
+
+    Args:
+        sizes: bytes of each file by its name.
+        free: bytes of free memory.
+    """
+    chosen = largest_that_fits(sizes, free)
+    models = sorted({shard_names(name)[0] for name in sizes if is_model_file(name)})
+    listed = ", ".join(models[:MAX_LISTED]) + (" ..." if len(models) > MAX_LISTED else "")
+    if chosen is None and len(models) > 1:
+        raise CapacityError(
+            f"none of the GGUF files of {repo!r} fits {FILE_SHARE:.0%} of the free memory"
+            f" ({format_bytes(int(free))}): name one of them, as in {repo}:{models[0]}, or free"
+            f" memory; it has {listed}"
+        )
+    if len(models) > 1:
+        logger.warning(
+            "%s has %d GGUF files: %s is the largest that fits the free memory (%s); others: %s",
+            repo, len(models), chosen, format_bytes(int(free)), listed,
+        )  # fmt: skip
+    return chosen or models[0]
+
+
+def _cached_files(repo: str) -> dict[str, int]:
+    """Sizes of the GGUF models of a repository that the cache has whole, by their first files."""
+    found = [model for model in cached_models(repo) if ":" in model.name and not model.fault]
+    return {model.name.partition(":")[2]: model.num_bytes for model in found}
+
+
+def _listed_files(repo: str, revision: str | None) -> dict[str, int]:
+    """Sizes of all files of a repository on the hub; empty if it cannot be reached."""
+    from huggingface_hub import HfApi
 
     try:
-        files = list_repo_files(repo, revision=revision)
+        listed = HfApi().model_info(repo, revision=revision, files_metadata=True).siblings
     except Exception:  # for example offline: a better message is not worth another error
-        return
-    models = sorted({first_shard(name) for name in files if _is_model_file(name)})
-    if models:
-        listed = ", ".join(models[:MAX_LISTED]) + (" ..." if len(models) > MAX_LISTED else "")
-        raise ModelNotFoundError(
-            f"model {repo!r} has GGUF files and no safetensors: name one of them, as in"
-            f" {repo}:{models[0]}; it has {listed}",
-            param="model",
-        )
-
-
-def _is_model_file(name: str) -> bool:
-    """True if the GGUF file is a model, not a vision tower."""
-    return name.endswith(".gguf") and not name.rpartition("/")[2].startswith("mmproj")
+        return {}
+    return {each.rfilename: each.size or 0 for each in listed or ()}
 
 
 def hub_file(model: str, revision: str | None, progress: bool) -> Path | None:
-    """One file of a Hugging Face model, "org/repo:folder/file.gguf"; of a set of shards all of
-    them, the first is returned. Otherwise as `hub_snapshot`."""
+    """One file of a Hugging Face model, "org/repo:folder/file.gguf" or, by the type in its name,
+    "org/repo:Q4_K_M"; the first one of a set of shards. Otherwise as `hub_snapshot`."""
     repo, _, name = model.partition(":")
-    if not is_repo_id(repo) or not is_gguf_name(name):
+    if not is_repo_id(repo) or not (is_gguf_name(name) or _QUANTISATION.fullmatch(name)):
         return None
+    if not name.endswith(".gguf"):
+        sizes = (_cached_files(repo) if revision is None else {}) or _listed_files(repo, revision)
+        sizes = {file: size for file, size in sizes.items() if name.lower() in file.lower()}
+        if not any(map(is_model_file, sizes)):
+            raise ModelNotFoundError(
+                f"model {repo!r} has no GGUF file with {name!r} in its name, or the hub cannot be"
+                " reached: name the file",
+                param="model",
+            )
+        name = choose_file(repo, sizes, free_bytes())
     wanted = shard_names(name)
     snapshot = _download(repo, revision, progress, wanted, ())
     if snapshot is None:
@@ -128,6 +177,46 @@ def hub_tower(path: Path) -> Path | None:
     return None if snapshot is None else snapshot / name
 
 
+def modelscope_model(model: str, revision: str | None, progress: bool) -> Path | None:
+    """A model of ModelScope, "modelscope://org/repo" or "modelscope://org/repo:file.gguf", in the
+    cache of its client, which downloads it if necessary. Raises ModelNotFoundError."""
+    if not model.startswith(MODELSCOPE):
+        return None
+    repo, _, name = model.removeprefix(MODELSCOPE).partition(":")
+    if not is_repo_id(repo) or (name and not is_gguf_name(name)):
+        raise ModelNotFoundError(
+            f"{model!r} is not a model of ModelScope: give {MODELSCOPE}org/repo or"
+            f" {MODELSCOPE}org/repo:file.gguf",
+            param="model",
+        )
+    try:
+        client: Any = import_module("modelscope")
+    except ImportError:
+        raise ModelNotFoundError(
+            f"{model!r} needs the client of ModelScope: pip install 'vllmx[modelscope]'",
+            param="model",
+        ) from None
+    wanted, ignored = (shard_names(name), []) if name else ([*ALLOW], [*IGNORE])
+    try:
+        folder = Path(
+            client.snapshot_download(
+                repo, revision=revision, allow_patterns=wanted, ignore_patterns=ignored
+            )
+        )
+    except Exception as error:  # its errors have no common base
+        raise ModelNotFoundError(
+            f"{model!r} cannot be downloaded from ModelScope: {excerpt(str(error))}", param="model"
+        ) from error
+    path = folder / wanted[0] if name else folder
+    if not path.exists() or (not name and not _is_whole(folder)):
+        raise ModelNotFoundError(
+            f"{model!r} has no such weights on ModelScope: check the name, or name a GGUF file, as"
+            f" in {MODELSCOPE}org/repo:file.gguf",
+            param="model",
+        )
+    return path
+
+
 def is_repo_id(text: str) -> bool:
     """True if the text may be the id of a model on the hub."""
     return _REPO_ID.fullmatch(text) is not None and len(text) <= MAX_ID_LENGTH
@@ -149,7 +238,11 @@ def _download(
 ) -> Path | None:
     """Downloads matching files and returns the snapshot's folder; None for an invalid id."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+    )
 
     try:
         folder = snapshot_download(
@@ -168,15 +261,21 @@ def _download(
             raise reason from error
         if revision in whole:  # offline the client cannot resolve a branch or tag
             return whole[revision]
-        raise ModelNotFoundError(
-            f"{reason.message}; {_which_loads(whole)}", param="model"
-        ) from error
+        refused = isinstance(error, GatedRepoError | RepositoryNotFoundError)
+        return _only_whole(repo, "main" if refused else revision, whole, reason.message)
     return Path(folder)
 
 
-def _which_loads(whole: Mapping[str, Path]) -> str:
-    return (
-        f"the cache has {', '.join(whole)} of it whole: --revision {next(iter(whole))} loads that"
+def _only_whole(repo: str, revision: str | None, whole: Mapping[str, Path], reason: str) -> Path:
+    """The only whole snapshot of the cache, with a line in the log, if no revision was named.
+    Otherwise raises ModelNotFoundError, which names the whole ones."""
+    commit, folder = next(iter(whole.items()))
+    if revision is None and len(whole) == 1:
+        logger.warning("%s; %s is loaded at %s, its only whole snapshot", reason, repo, commit)
+        return folder
+    raise ModelNotFoundError(
+        f"{reason}; the cache has {', '.join(whole)} of it whole: --revision {commit} loads that",
+        param="model",
     )
 
 

@@ -12,48 +12,106 @@ from dataclasses import replace
 from vllmx_core.plugins.specs import ModelSpec
 
 LOGITS, VECTORS, IMAGES, LAYOUT, EXPERTS = "logits", "vectors", "images", "layout", "experts"
+DRAFTS, SPEECH, AUDIO = "drafts", "speech", "audio"
 KINDS: Mapping[str, str] = {
     LOGITS: "float32 logits to 2e-5 of transformers' and greedy ids, in chunks and on backends",
     VECTORS: "vectors or scores of each token to 2e-5 of the original code's",
     IMAGES: "logits to transformers' with several images, cut anywhere",
     LAYOUT: "reads the layers and the names of tensors of an architecture that is compared",
+    SPEECH: "greedy ids of audio, with and without timestamps, several at a time",
+    AUDIO: "features to transformers' and greedy ids of chats with several audio files",
+    DRAFTS: "draft logits to 2e-5 of the authors' formula, by `--speculate model:PATH`",
     EXPERTS: "experts in GPTQ, AWQ, FP8, compressed-tensors, NVFP4 and, in place, `--isq`",
 }
 EVERYWHERE = ("cpu", "cuda", "metal", "numpy", "torch")
+_WITHOUT_CUDA = ("cpu", "metal", "numpy", "torch")
+_HEARING = ("Qwen2AudioForConditionalGeneration", "VoxtralForConditionalGeneration")
+_NO_CUDA = (
+    "BertForMaskedLM",
+    "DeepseekV4ForCausalLM",
+    "DistilBertForMaskedLM",
+    "FalconMambaForCausalLM",
+    "JambaForCausalLM",
+    "JinaBertForMaskedLM",
+    "JinaBertForSequenceClassification",
+    "JinaBertModel",
+    "MambaForCausalLM",
+    "MPNetForMaskedLM",
+    "MPNetForSequenceClassification",
+    "MPNetModel",
+    "PhiMoEForCausalLM",
+    "PhimoeForCausalLM",
+)
+_BACKENDS: Mapping[str, tuple[str, ...]] = {
+    "WhisperForConditionalGeneration": ("cpu", "numpy", "torch"),
+    **dict.fromkeys((*_HEARING, *_NO_CUDA), _WITHOUT_CUDA),
+}
+"""The backends of architectures with ops that others lack."""
 
-_LLAMA_LAYOUTS = (
+_LAYOUTS = (
     "AquilaForCausalLM",
     "AquilaModel",
+    "DeciLMForCausalLM",
     "InternLM3ForCausalLM",
     "InternLMForCausalLM",
     "LLaMAForCausalLM",
     "MiMoForCausalLM",
+    "PhiMoEForCausalLM",
     "XverseForCausalLM",
     "YiForCausalLM",
 )
+_DRAFTERS = (
+    "DFlashDraftModel",
+    "DFlashSpeculator",
+    "Eagle3DraftModel",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3Speculator",
+    "LlamaForCausalLMEagle3",
+)
 _ENCODERS = (
+    "BertForMaskedLM",
     "BertForSequenceClassification",
     "BertModel",
+    "DistilBertForMaskedLM",
+    "DistilBertForSequenceClassification",
+    "DistilBertModel",
+    "EuroBertForSequenceClassification",
+    "EuroBertModel",
     "Gemma3TextModel",
     "GteForSequenceClassification",
     "GteModel",
+    "HF_ColBERT",
+    "JinaBertForMaskedLM",
+    "JinaBertForSequenceClassification",
+    "JinaBertModel",
+    "JinaEmbeddingsV3ForSequenceClassification",
+    "JinaEmbeddingsV3Model",
+    "MPNetForMaskedLM",
+    "MPNetForSequenceClassification",
+    "MPNetModel",
     "ModernBertForSequenceClassification",
     "ModernBertModel",
     "NewForSequenceClassification",
     "NewModel",
     "NomicBertForSequenceClassification",
     "NomicBertModel",
+    "RobertaForMaskedLM",
     "RobertaForSequenceClassification",
     "RobertaModel",
+    "XLMRobertaForMaskedLM",
     "XLMRobertaForSequenceClassification",
     "XLMRobertaModel",
 )
 _EXPERTS = tuple(
     f"{name}ForCausalLM"
     for name in (
+        "BailingMoeV2",
         "DeepseekV2",
         "DeepseekV3",
         "DeepseekV32",
+        "Dots1",
+        "Ernie4_5_Moe",
+        "ExaoneMoe",
         "Gemma4",
         "Glm4Moe",
         "Glm4MoeLite",
@@ -61,12 +119,18 @@ _EXPERTS = tuple(
         "GptOss",
         "GraniteMoe",
         "GraniteMoeHybrid",
+        "HYV3",
+        "HunYuanMoEV1",
+        "Jamba",
         "KimiLinear",
         "Lfm2Moe",
+        "Llama4",
         "MiniMaxM2",
+        "Mistral4",
         "Mixtral",
         "NemotronH",
         "Olmoe",
+        "Phimoe",
         "Qwen2Moe",
         "Qwen3Moe",
         "Qwen3Next",
@@ -78,12 +142,18 @@ _EXPERTS = tuple(
 def with_verification(spec: ModelSpec) -> ModelSpec:
     """Adds the verified properties and tested backends of a model."""
     (name,) = spec.architectures
-    return replace(spec, backends=EVERYWHERE, checked=_checked(name))
+    return replace(spec, backends=_BACKENDS.get(name, EVERYWHERE), checked=_checked(name))
 
 
 def _checked(name: str) -> tuple[str, ...]:
-    if name in _LLAMA_LAYOUTS:
+    if name in _LAYOUTS:
         return (LAYOUT,)
+    if name == "WhisperForConditionalGeneration":
+        return (SPEECH,)
+    if name in _HEARING:
+        return (AUDIO,)
+    if name in _DRAFTERS:
+        return (DRAFTS,)
     if name in _ENCODERS:
         return (VECTORS,)
     if name.endswith("ForConditionalGeneration"):

@@ -9,7 +9,7 @@ from vllmx_core.model import Activation, Array
 from vllmx_core.records import Record
 from vllmx_core.weights.spec import PartSpec, WeightSpec
 
-from vllmx_models.blocks.layer import LayerNames, LayerScope, packed_parts, part
+from vllmx_models.blocks.layer import LayerNames, LayerScope, packed_parts, part, transposed
 
 
 class MLPNames(Record):
@@ -23,6 +23,8 @@ class MLPNames(Record):
     """One matrix with the rows of gate, then those of up."""
     up_gate: str | None = None
     """One matrix with the rows of up, then those of gate."""
+    transposed: bool = False
+    """True if matrices are stored as (inputs, outputs)."""
     also: str | None = None
     """An alternative to `module` in checkpoints; only for matrices without a bias."""
 
@@ -38,15 +40,18 @@ class DenseMLP(Record):
     down_bias: bool | None = None
     """True if the down projection has a bias; None: as `bias`."""
     names: MLPNames = MLPNames()
+    limit: float | None = None
+    """The bound of gate and up, see `Ops.gated_act`."""
 
     def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:
         biased = self.bias if self.down_bias is None else self.down_bias
         down = (self._part(names, self.names.down, names.hidden_size, biased),)
         first = f"{names.ours}.{'gate_up' if self.gated else 'up'}"
-        return (
+        specs = (
             WeightSpec(first, "linear", self._first_parts(names), names.hidden_size, "column"),
             WeightSpec(f"{names.ours}.down", "linear", down, self.intermediate_size, "row"),
         )
+        return transposed(specs) if self.names.transposed else specs
 
     def _first_parts(self, names: LayerNames) -> tuple[PartSpec, ...]:
         rows = self.intermediate_size
@@ -77,7 +82,7 @@ class DenseMLP(Record):
             hidden = ops.gate(up, up, "relu")
         elif self.gated:
             gate_up = ops.linear(x, scope.weight("gate_up"))  # (T, 2F)
-            hidden = ops.gated_act(gate_up, self.activation)  # (T, F)
+            hidden = ops.gated_act(gate_up, self.activation, self.limit)  # (T, F)
         else:
             hidden = ops.activation(ops.linear(x, scope.weight("up")), self.activation)  # (T, F)
         return ops.linear(hidden, scope.weight("down"))  # (T, E)

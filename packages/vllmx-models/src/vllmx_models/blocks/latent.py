@@ -11,7 +11,9 @@ from vllmx_core.model import Array, LatentKV, LatentSpec, StateSpec
 from vllmx_core.records import Record
 from vllmx_core.weights.spec import PartSpec, RowRuns, WeightSpec
 
+from vllmx_models.blocks.indexer import PICKED, TokenIndexer
 from vllmx_models.blocks.layer import LayerNames, LayerScope, part, vector
+from vllmx_models.blocks.query_scale import QueryScale
 from vllmx_models.blocks.rope import Rope
 
 
@@ -33,12 +35,24 @@ class LatentMixer(Record):
     """True if all projections from and to the residual stream have a bias."""
     norm_eps: float = 1e-6
     """The epsilon of the norms of latents and queries."""
+    query_scale: QueryScale | None = None
+    """The factor of queries, which grows with the position."""
     cut_heads: bool = False
     """True if the checkpoint has two matrices for each head, k_b and v_b, instead of one kv_b."""
+    indexer: TokenIndexer | None = None
+    """Picks the tokens that are attended to; needs `q_rank`. None: all tokens."""
+    shares_picks: bool = False
+    """True if the layer attends to what the last indexer before it picked."""
+
+    @property
+    def head_size(self) -> int:
+        """Dn + Dr."""
+        return self.nope_size + self.rope.rotary_dim
 
     @property
     def cache(self) -> LatentKV:
-        return LatentKV(self.rank, self.rope.rotary_dim)
+        index_size = 0 if self.indexer is None else self.indexer.head_size
+        return LatentKV(self.rank, self.rope.rotary_dim, index_size)
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
@@ -61,10 +75,16 @@ class LatentMixer(Record):
             WeightSpec(
                 f"{ours}.o", "linear", (part(f"{theirs}.o_proj", size, self.bias),), width, "row"
             ),
+            *self._index_weights(names),
         )
 
+    def _index_weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:
+        if self.indexer is None or self.q_rank is None:
+            return ()
+        return self.indexer.weights(names, self.q_rank)
+
     def _query_weights(self, ours: str, theirs: str, size: int) -> tuple[WeightSpec, ...]:
-        rows = self.num_heads * (self.nope_size + self.rope.rotary_dim)
+        rows = self.num_heads * self.head_size
         if self.q_rank is None:
             q = part(f"{theirs}.q_proj", rows, False)
             return (WeightSpec(f"{ours}.q", "linear", (q,), size, "column"),)
@@ -94,11 +114,17 @@ class LatentMixer(Record):
 
     def record(self, x: Array, scope: LayerScope) -> Array:
         ops = scope.ops
+        rope = scope.rope(self.rope)
+        assert rope is not None
         latent = ops.linear(x, scope.weight("latent"))  # (T, C + Dr)
         if self.q_rank is not None:
-            x = ops.linear(x, scope.weight("q_latent"))
+            whole, x = x, ops.linear(x, scope.weight("q_latent"))
             x = ops.rms_norm(x, scope.weight("q_norm"), self.norm_eps)
+            if self.indexer is not None:
+                scope.left[PICKED] = self.indexer.record(whole, x, rope, scope)
         q = ops.linear(x, scope.weight("q"))  # (T, H * (Dn + Dr))
+        if (factors := scope.rope(self.query_scale)) is not None:
+            q = ops.scale_at(q, factors, self.num_heads * self.head_size, scope.step)
         spec = LatentSpec(
             layer=scope.cache,
             num_heads=self.num_heads,
@@ -110,8 +136,7 @@ class LatentMixer(Record):
             interleaved=self.interleaved,
             norm_eps=self.norm_eps,
         )
-        rope = scope.rope(self.rope)
-        assert rope is not None
+        picks = self.indexer is not None or self.shares_picks
         x = ops.latent_attention(
             q,
             latent,
@@ -121,5 +146,6 @@ class LatentMixer(Record):
             norm=scope.weight("latent_norm"),
             k_b=scope.weight("k_b"),
             v_b=scope.weight("v_b"),
+            picked=scope.left[PICKED] if picks else None,
         )  # (T, H * Dv)
         return ops.linear(x, scope.weight("o"))  # (T, E)

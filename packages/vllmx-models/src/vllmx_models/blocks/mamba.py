@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 from vllmx_core.model import Array, RecurrenceSpec, ShortConvSpec, StateSpec
 from vllmx_core.weights.spec import PartSpec, RowRuns, WeightSpec
 
 from vllmx_models.blocks.layer import (
     LayerNames,
     LayerScope,
+    Numbers,
     linear,
     packed_parts,
     part,
     vector,
 )
 from vllmx_models.blocks.recurrent import RecurrentMixer, runs_norm, taps
+
+_LARGEST = float(np.finfo(np.float32).max)
+UNBOUNDED = Numbers(((-_LARGEST, 1), (_LARGEST, 1)) * 3)
 
 
 class MambaMixer(RecurrentMixer):
@@ -31,13 +36,28 @@ class MambaMixer(RecurrentMixer):
     num_groups: int  # G
     state_size: int  # N
     kernel: int  # K
-    norm_eps: float
+    norm_eps: float | None
+    """None: the output has no norm."""
     conv_bias: bool = True
     bias: bool = False
     """True if the input and output projections have a bias."""
     dt_min: float = 0.0
     dt_max: float = math.inf
     module: str = "mamba"
+    norm_first: bool = False
+    """True if the norm comes before the gate."""
+    factors: tuple[float, ...] = (1.0,) * 5
+    """The factors of z, x, B, C and dt behind the input projection."""
+
+    @property
+    def numbers(self) -> tuple[Numbers, ...]:
+        """The bounds of `_inputs`."""
+        return (UNBOUNDED,) if self._apart else ()
+
+    @property
+    def _apart(self) -> bool:
+        """True if x, B and C have factors of their own."""
+        return self.factors[1:4] != (1.0,) * 3
 
     @property
     def width(self) -> int:
@@ -70,7 +90,9 @@ class MambaMixer(RecurrentMixer):
         z, x, b, c, dt = packed_parts(f"{theirs}.in_proj", rows, self.bias)
         conv = f"{theirs}.conv1d"
         starts = ((width + keys, keys), (width, keys), (0, width))  # C, B, x
-        inputs = (("z", (z,)), ("qkv", (c, b, x)), ("dt", (dt,)))
+        inputs = [("z", (z,)), ("qkv", (c, b, x)), ("dt", (dt,))]
+        if self._apart:
+            inputs[1:2] = [("c", (c,)), ("b", (b,)), ("x", (x,))]
         found = [linear(f"{ours}.{name}", parts, size) for name, parts in inputs]
         picked = tuple(_picked(f"{conv}.weight", *span, self.kernel) for span in starts)
         found.append(taps(f"{ours}.taps", picked, width + 2 * keys, self.kernel))
@@ -82,7 +104,11 @@ class MambaMixer(RecurrentMixer):
             vector(f"{ours}.a_log", f"{theirs}.A_log", heads),
             vector(f"{ours}.dt_bias", f"{theirs}.dt_bias", heads),
             vector(f"{ours}.d", f"{theirs}.D", heads),
-            vector(f"{ours}.norm", f"{theirs}.norm.weight", width),
+            *(
+                ()
+                if self.norm_eps is None
+                else (vector(f"{ours}.norm", f"{theirs}.norm.weight", width),)
+            ),
             linear(f"{ours}.o", (part(f"{theirs}.out_proj", size, self.bias),), width, "row"),
         )
 
@@ -90,11 +116,10 @@ class MambaMixer(RecurrentMixer):
         ops, weight = scope.ops, scope.weight
         conv = ShortConvSpec(scope.state, self.kernel, "silu")
         bias = weight("conv_bias") if self.conv_bias else None
-        qkv = ops.linear(x, weight("qkv"))
-        qkv = ops.short_conv(qkv, weight("taps"), conv, scope.step, bias=bias)
+        qkv = ops.short_conv(self._inputs(x, scope), weight("taps"), conv, scope.step, bias=bias)
         y = ops.recurrence(
             qkv,
-            ops.linear(x, weight("dt")),
+            self._scaled(x, scope, "dt", 4),
             None,
             self._rule(scope.state + 1),
             scope.step,
@@ -102,9 +127,28 @@ class MambaMixer(RecurrentMixer):
             dt_bias=weight("dt_bias"),
             d=weight("d"),
         )  # (T, I)
-        y = ops.gate(y, ops.linear(x, weight("z")), "silu")
+        z = self._scaled(x, scope, "z", 0)
+        if self.norm_eps is None:
+            return ops.linear(ops.gate(y, z, "silu"), weight("o"))  # (T, E)
         groups = runs_norm(self.num_groups, self.width // self.num_groups, self.norm_eps)
-        return ops.linear(ops.head_norm(y, groups, weight("norm")), weight("o"))  # (T, E)
+        if self.norm_first:
+            y = ops.gate(ops.head_norm(y, groups, weight("norm")), z, "silu")
+        else:
+            y = ops.head_norm(ops.gate(y, z, "silu"), groups, weight("norm"))
+        return ops.linear(y, weight("o"))  # (T, E)
+
+    def _inputs(self, x: Array, scope: LayerScope) -> Array:
+        """C | B | x; bounds that hold nothing join what has factors of its own."""
+        if not self._apart:
+            return scope.ops.linear(x, scope.weight("qkv"))
+        c, b, v = (self._scaled(x, scope, *one) for one in (("c", 3), ("b", 2), ("x", 1)))
+        bounds = scope.rope(UNBOUNDED)
+        assert bounds is not None
+        return scope.ops.clip(c, bounds, b, v)
+
+    def _scaled(self, x: Array, scope: LayerScope, name: str, factor: int) -> Array:
+        y, by = scope.ops.linear(x, scope.weight(name)), self.factors[factor]
+        return y if by == 1.0 else scope.ops.scale(y, by)
 
 
 def _picked(name: str, start: int, rows: int, values: int = 1) -> PartSpec:

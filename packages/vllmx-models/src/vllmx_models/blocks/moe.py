@@ -123,6 +123,10 @@ class Router(Record):
     bias: bool = False
     choice_bias: str | None = None
     """A bias vector in the feed-forward's module that affects only the selection."""
+    choice_axes: int = 1
+    """2: the bias is stored as (1, X)."""
+    table: tuple[str, int] | None = None
+    """A tensor (V, k) in the feed-forward's module with the experts of each token id, and V."""
 
 
 class LatentExperts(Record):
@@ -149,6 +153,9 @@ class MoE(Record):
     """The module of a matrix (1, E); its sigmoid weights the shared expert."""
     latent: LatentExperts | None = None
     module: str = "mlp"
+    scaled_input: bool = False
+    """True if an expert reads its input times its weight, and its output counts as it is; for one
+    chosen expert."""
 
     def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:
         ours, theirs, hidden = names.ours, f"{names.theirs}.{self.module}", names.hidden_size
@@ -157,7 +164,13 @@ class MoE(Record):
         specs = [WeightSpec(f"{ours}.router", "linear", score, hidden, role="router")]
         if router.choice_bias is not None:
             bias = f"{theirs}.{router.choice_bias}"
-            specs.append(vector(f"{ours}.choice_bias", bias, self.count))
+            shape = None if router.choice_axes == 1 else (1, self.count)
+            spec = vector(f"{ours}.choice_bias", bias, self.count)
+            specs.append(replace(spec, shape=shape))
+        if router.table is not None:
+            name, chosen = f"{theirs}.{router.table[0]}", router.route.chosen
+            spec = vector(f"{ours}.expert_table", name, router.table[1] * chosen)
+            specs.append(replace(spec, shape=(router.table[1], chosen), role="ids"))
         numbers = range(self.count)
         first = tuple(one for i in numbers for one in self.tensors.first(theirs, i, rows))
         width = hidden if self.latent is None else self.latent.size
@@ -182,9 +195,14 @@ class MoE(Record):
         ops, weight = scope.ops, scope.weight
         scores = ops.linear(x, weight("router"))  # (T, X)
         bias = None if self.router.choice_bias is None else weight("choice_bias")
-        ids, weights = ops.route(scores, self.router.route, bias=bias)  # (T, k)
+        table = None if self.router.table is None else weight("expert_table")
+        ids, weights = ops.route(scores, self.router.route, bias=bias, table=table)  # (T, k)
         stacks = weight("experts.gate_up"), weight("experts.down")
         read = x if self.latent is None else ops.linear(x, weight("experts.before"))
+        if self.scaled_input:
+            assert self.router.route.chosen == 1
+            read = ops.gate(read, weights, "identity")
+            ids, weights = ops.route(scores, RouteSpec(1, renormalise=True))  # weights are 1
         out = ops.experts(read, ids, weights, *stacks, self.spec)
         if self.latent is not None:
             out = ops.linear(out, weight("experts.after"))  # (T, E)

@@ -76,6 +76,15 @@ class ResidualStream:
         self._ops, self._w, self._norm = ops, w, norm
         self._sum: Array | None = None
         self._last = x
+        self._taps: list[int] = []
+
+    def tap(self, point: int) -> None:
+        """Keeps what the next read finds for a drafter, see `Ops.tap`."""
+        self._taps.append(point)
+
+    def _tapped(self) -> None:
+        while self._taps:
+            self._ops.tap(self._last, self._taps.pop())
 
     def add(self, x: Array) -> None:
         """Adds a block's output."""
@@ -85,6 +94,7 @@ class ResidualStream:
         """The stream itself."""
         if self._sum is not None:
             self._last, self._sum = self._ops.add(self._last, self._sum), None
+        self._tapped()
         return self._last
 
     def replace(self, x: Array) -> None:
@@ -101,4 +111,5 @@ class ResidualStream:
             return self._norm.record(self._ops, self.read(), self._w, name)
         x, self._last = self._ops.add_rms_norm(self._last, self._sum, self._w[name], self._norm.eps)
         self._sum = None
+        self._tapped()
         return x

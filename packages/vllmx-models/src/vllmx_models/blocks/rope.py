@@ -153,13 +153,14 @@ def _dynamic(rope: Rope, max_model_len: int) -> tuple[F32, float]:
 
 
 def _llama3(rope: Rope, max_model_len: int) -> tuple[F32, float]:
-    """Long waves are slowed by `factor`, short ones kept, those between interpolated."""
+    """Long waves are slowed by `factor`, short ones kept, those between interpolated; Llama 4 has
+    none between."""
     inverse = _inverse(rope)
     factor = np.float32(_factor(rope))
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if high <= low:
+    if high < low:
         raise UnsupportedModelError(
-            f"config.json: RoPE scaling 'llama3' needs high_freq_factor ({high}) above"
+            f"config.json: RoPE scaling 'llama3' needs high_freq_factor ({high}) of at least"
             f" low_freq_factor ({low})"
         )
     length = _original(rope)
@@ -283,7 +284,7 @@ def read_rope(
     partial = base.number("partial_rotary_factor", 1.0)
     if kind == "proportional":  # pairs span the whole head; the first ones rotate
         options["partial_rotary_factor"], partial = partial, 1.0
-    rotary_dim = int(head_size * min(partial, 2.0))
+    rotary_dim = int(head_size * min(partial, 2.0) + 1e-6)  # 88 * (30 / 88) is below 30
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_size:
         raise UnsupportedModelError(
             f"config.json: RoPE would rotate {rotary_dim} of {head_size} head dimensions; it must"

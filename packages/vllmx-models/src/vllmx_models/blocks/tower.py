@@ -71,17 +71,14 @@ class PatchTower(Record):
 
     @property
     def patch_width(self) -> int:
-        """See `vllmx_core.model.Encoder`."""
         return 3 * self.frames * self.patch**2
 
     @property
     def patches_per_token(self) -> int:
-        """See `vllmx_core.model.Encoder`."""
         return self.merge**2
 
     @property
     def colours_last(self) -> bool:
-        """See `vllmx_core.model.Encoder`."""
         return False
 
     @property

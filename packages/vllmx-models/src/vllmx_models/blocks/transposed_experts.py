@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from vllmx_core.weights.map import bias_parts, choices, parts_of, resolved
-from vllmx_core.weights.part import WeightPart, WeightSource
+from vllmx_core.weights.part import SourceOver, WeightPart, WeightSource
 from vllmx_core.weights.spec import PartSpec, WeightSpec
 
 
-class UprightExperts:
+class UprightExperts(SourceOver):
     """A `WeightSource` that renames some matrices and their biases."""
 
     def __init__(self, source: WeightSource, matrices: Mapping[str, WeightSpec]) -> None:
@@ -42,10 +42,6 @@ class UprightExperts:
             assert bias is not None, name
             return replace(bias, name=name)
         return self._source.part(name)
-
-    def close(self) -> None:
-        """Closes the source below."""
-        self._source.close()
 
 
 def upright(source: WeightSource, specs: Iterable[WeightSpec]) -> WeightSource:

@@ -20,7 +20,7 @@ from vllmx_models.trunks.decoder import DecoderSpec, LayerSpec
 logger = logging.getLogger("vllmx.models")
 MAX_LAYERS = 1024
 PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-"""Keys with the number of multi-token prediction layers, which are not loaded."""
+"""Keys with the number of multi-token prediction layers, which a drafter reads."""
 
 
 def num_layers(read: ConfigReader) -> int:
@@ -60,6 +60,16 @@ def layer_ropes(
         for layer_type in ("full_attention", "sliding_attention")
     )
     return [window if slides else full for slides in sliding]
+
+
+def rotating_layers(read: ConfigReader) -> list[bool]:
+    """True for each layer that rotates, from `no_rope_layers`, which has a 1 for it, else all but
+    each fourth."""
+    layers = num_layers(read)
+    if read.config.get("no_rope_layers"):
+        return [bool(entry) for entry in read.integers("no_rope_layers", layers)]
+    interval = read.integer("no_rope_layer_interval", 4)
+    return [(layer + 1) % interval != 0 for layer in range(layers)]
 
 
 def sliding_layers(read: ConfigReader, by_default: Sequence[bool]) -> list[bool]:
@@ -166,11 +176,11 @@ def decoder_spec(
     """The decoder with the keys that all architectures share; `options` are `DecoderSpec`'s.
 
     `norm` defaults to an RMS norm. The maximum context is `context`, or that of the longest RoPE.
-    Multi-token prediction layers, the last ones in a checkpoint, are ignored.
+    Multi-token prediction layers, the last ones in a checkpoint, are not part of it.
     """
     for key in PREDICTION:
         if extra := read.integer(key, 0, low=0):
-            logger.info("layers of multi-token prediction are passed over: %d", extra)
+            logger.info("the checkpoint has layers of multi-token prediction: %d", extra)
     positions = read.integer("max_position_embeddings", default_positions)
     mixers = [layer.mixer for layer in layers if layer.mixer is not None]
     claims = [mixer.rope.context_len for mixer in mixers if mixer.rope is not None]

@@ -87,7 +87,7 @@ def mamba_mixer(read: ConfigReader, **options: Any) -> MambaMixer:
         groups,
         read.integer("mamba_d_state", high=4096),
         read.integer("mamba_d_conv", low=2, high=64),
-        read.number("rms_norm_eps", 1e-6),
+        options.pop("norm_eps", read.number("rms_norm_eps", 1e-6)),
         conv_bias=read.flag("mamba_conv_bias", True),
         bias=read.flag("mamba_proj_bias", False),
         dt_min=low,

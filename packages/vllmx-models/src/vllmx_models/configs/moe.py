@@ -10,7 +10,7 @@ from vllmx_core.ops.experts import ExpertsSpec
 
 from vllmx_models.blocks.layer import FeedForward
 from vllmx_models.config import ConfigReader
-from vllmx_models.configs.decoder import num_layers
+from vllmx_models.configs.decoder import dense_mlp, num_layers
 from vllmx_models.trunks.decoder import LayerSpec
 
 EXPERT_KEYS = ("num_experts", "num_local_experts")
@@ -56,6 +56,12 @@ def with_feed_forward(
         replace(layer, feed_forward=feed_forward) if number in numbers else layer
         for number, layer in enumerate(layers)
     )
+
+
+def with_dense_layers(read: ConfigReader, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """The layers with an MLP where `sparse_layers` has no experts."""
+    dense = [number for number, has_experts in enumerate(sparse_layers(read)) if not has_experts]
+    return with_feed_forward(layers, dense, dense_mlp(read)) if dense else layers
 
 
 def sparse_layers(read: ConfigReader) -> list[bool]:

@@ -32,7 +32,7 @@ from vllmx_models.formats.gguf.architecture import (
 )
 from vllmx_models.formats.gguf.encoder_models import text_modules
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
-from vllmx_models.towers.siglip import SiglipTower
+from vllmx_models.towers.siglip import GemmaTower, siglip_sizes
 from vllmx_models.trunks.decoder import Decoder, DecoderSpec, ModelNames
 
 EMBEDDER = "gemma-embedding"
@@ -65,33 +65,14 @@ def gemma3(config: Mapping[str, Any]) -> Decoder:
     return Decoder(replace(decoder.spec, features=features), _tower(config, features.width))
 
 
-def _tower(config: Mapping[str, Any], width: int) -> SiglipTower:
+def _tower(config: Mapping[str, Any], width: int) -> GemmaTower:
     outer = ConfigReader(config, "Gemma3ForConditionalGeneration")
-    vision, tokens = config["vision_config"], outer.integer("mm_tokens_per_image", 256)
-    if not isinstance(vision, Mapping):
-        raise outer.error("vision_config", "must be an object")
-    read = ConfigReader(vision, outer.architecture)
-    size, patch = read.integer("hidden_size", 768), read.integer("patch_size", 16, high=256)
-    heads = read.integer("num_attention_heads", 12)
-    if size % heads:
-        raise read.error("num_attention_heads", f"must divide hidden_size = {size}")
-    if read.integer("num_channels", 3) != 3:
-        raise read.error("num_channels", "must be 3")
-    side, tall = read.integer("image_size", 224, high=1 << 14) // patch, round(tokens**0.5)
+    sizes = siglip_sizes(outer.part("vision_config"), 768, heads=12, patch=16)
+    tokens, side = outer.integer("mm_tokens_per_image", 256), sizes["side"]
+    tall = round(tokens**0.5)
     if tall * tall != tokens or side % tall:
         raise outer.error("mm_tokens_per_image", f"must be a square that divides {side} x {side}")
-    return SiglipTower(
-        depth=read.integer("num_hidden_layers", 12, high=1024),
-        hidden_size=size,
-        num_heads=heads,
-        mlp_size=read.integer("intermediate_size", 3072),
-        activation=read.activation(default="gelu_pytorch_tanh"),
-        patch=patch,
-        side=side,
-        merge=side // tall,
-        out_size=width,
-        eps=read.number("layer_norm_eps", 1e-6),
-    )
+    return GemmaTower(merge=side // tall, out_size=width, **sizes)
 
 
 def gemma3_embedder(config: Mapping[str, Any]) -> Model:

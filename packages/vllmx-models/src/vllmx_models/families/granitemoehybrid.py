@@ -39,6 +39,7 @@ from vllmx_models.formats.gguf.hybrids import (
     alike,
     attention_of,
     has_tensor,
+    mamba_config,
     mamba_states,
     mamba_tensors,
     of_each_layer,
@@ -114,7 +115,6 @@ def _feed_forward(read: ConfigReader) -> FeedForward:
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
     """Layers without key/value heads are Mamba-2; gates are separate tensors."""
     config = granite_config(alike(header, KV_HEADS), "expert_count")
-    heads, inner = header.integer("ssm.time_step_rank"), header.integer("ssm.inner_size")
     dense = config["intermediate_size"]
     experts = {"num_local_experts": 0, "shared_intermediate_size": dense}
     if header.integer("expert_count", 0, low=0):
@@ -134,14 +134,7 @@ def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
         if header.flag("rope.scaling.finetuned", False)
         else "nope",
         "attention_bias": has_tensor(header, "attn_q.bias"),
-        "mamba_n_heads": heads,
-        "mamba_d_head": inner // heads,
-        "mamba_expand": inner // config["hidden_size"],
-        "mamba_n_groups": header.integer("ssm.group_count"),
-        "mamba_d_state": header.integer("ssm.state_size"),
-        "mamba_d_conv": header.integer("ssm.conv_kernel"),
-        "mamba_conv_bias": has_tensor(header, "ssm_conv1d.bias"),
-        "mamba_proj_bias": has_tensor(header, "ssm_in.bias"),
+        **mamba_config(header),
     }
 
 

@@ -23,7 +23,15 @@ from vllmx_models.configs.moe import (
     num_experts,
     sparse_layers,
 )
-from vllmx_models.families.deepseek import sigmoid_router
+from vllmx_models.families.deepseek import (
+    CHOICE_BIAS,
+    LATENT_TENSORS,
+    latent_config,
+    sigmoid_router,
+)
+from vllmx_models.formats.gguf.architecture import GGUFArchitecture, experts_config
+from vllmx_models.formats.gguf.hybrids import KV_HEADS, of_each_layer
+from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.trunks.decoder import Decoder
 
 KINDS = ("linear_attention", "full_attention")
@@ -126,3 +134,51 @@ def _experts(read: ConfigReader) -> MoE:
         shared=shared,
         module=MODULE,
     )
+
+
+def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
+    """Layers without key/value heads are delta nets, with as many heads as the others."""
+    if header.integer("expert_gating_func", 2) != 2:
+        raise header.error("expert_gating_func", "must be 2, sigmoid")
+    config = latent_config(header)
+    return {
+        **config,
+        **experts_config(header),
+        "layer_types": [KINDS[kv > 0] for kv in of_each_layer(header, KV_HEADS)],
+        "linear_num_heads": config["num_attention_heads"],
+        "linear_head_dim": header.integer("kda.head_dim"),
+        "linear_conv_kernel_dim": header.integer("ssm.conv_kernel"),
+        "n_shared_experts": header.integer("expert_shared_count", 0, low=0),
+        "routed_scaling_factor": header.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": header.flag("expert_weights_norm", True),
+        "n_group": header.integer("expert_group_count", 1),
+        "topk_group": header.integer("expert_group_used_count", 1),
+    }
+
+
+_DELTA, _MOE = "model.layers.{}.self_attn", f"model.layers.{{}}.{MODULE}"
+GGUF = GGUFArchitecture(
+    "KimiLinearForCausalLM",
+    {
+        **LATENT_TENSORS,
+        **{f"blk.{{}}.ssm_conv1d_{name}": f"{_DELTA}.{name}_conv1d" for name in "qkv"},
+        **{
+            f"blk.{{}}.ssm_{name}": f"{_DELTA}.{name}_proj" for name in ("f_a", "f_b", "g_a", "g_b")
+        },
+        "blk.{}.ssm_beta": f"{_DELTA}.b_proj",
+        "blk.{}.ssm_a": f"{_DELTA}.A_log",
+        "blk.{}.ssm_dt.bias": f"{_DELTA}.dt_bias",
+        "blk.{}.ssm_norm": f"{_DELTA}.o_norm",
+        "blk.{}.ffn_gate_inp": f"{_MOE}.gate",
+        "blk.{}.exp_probs_b.bias": f"{_MOE}.{CHOICE_BIAS}",
+        "blk.{}.ffn_gate_exps": f"{_MOE}.experts.{{}}.w1",
+        "blk.{}.ffn_up_exps": f"{_MOE}.experts.{{}}.w3",
+        "blk.{}.ffn_down_exps": f"{_MOE}.experts.{{}}.w2",
+        **{
+            f"blk.{{}}.ffn_{name}_shexp": f"{_MOE}.shared_experts.{name}_proj"
+            for name in ("gate", "up", "down")
+        },
+    },
+    config=_gguf_config,
+    decays=("blk.{}.ssm_a",),
+)

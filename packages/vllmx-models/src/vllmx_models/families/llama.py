@@ -6,6 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vllmx_models.blocks.attention import AttentionNames
+from vllmx_models.blocks.layer import FeedForward
+from vllmx_models.blocks.norms import PRE, LayerNorms, Norm
 from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import (
     attention_mixer,
@@ -25,9 +28,10 @@ from vllmx_models.formats.gguf.architecture import (
     mixtral_config,
 )
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
-from vllmx_models.trunks.decoder import Decoder
+from vllmx_models.trunks.decoder import Decoder, ModelNames
 
 DEFAULT_POSITIONS = 2048
+ATTENTION, MODULES = AttentionNames(), ModelNames()
 
 
 def llama(config: Mapping[str, Any]) -> Decoder:
@@ -35,12 +39,53 @@ def llama(config: Mapping[str, Any]) -> Decoder:
     read = ConfigReader(config, "LlamaForCausalLM")
     read.refuse_quirks("attention_bias", "mlp_bias")
     bias = read.flag("attention_bias", False)
-    head, sliding = head_size(read), [False] * num_layers(read)
-    mixer = attention_mixer(read, head, qkv_bias=bias, o_bias=bias)
-    mlp = dense_mlp(read, bias=read.flag("mlp_bias", False))
-    ropes = layer_ropes(read, head, sliding, default_positions=DEFAULT_POSITIONS)
-    layers = layer_specs(read, mixer, mlp, ropes, sliding, None)
-    return Decoder(decoder_spec(read, layers, default_positions=DEFAULT_POSITIONS))
+    biases = (bias, bias, read.flag("mlp_bias", False))
+    return llama_decoder(read, positions=DEFAULT_POSITIONS, biases=biases)
+
+
+def llama_decoder(
+    read: ConfigReader,
+    *,
+    head: int | None = None,
+    kv_heads: int | None = None,
+    positions: int,
+    theta: float = 10_000.0,
+    biases: tuple[bool, bool, bool] = (False, False, False),
+    eps: float = 1e-6,
+    tied: bool = False,
+    interleaved: bool = False,
+    sliding: list[bool] | None = None,
+    window: int | None = None,
+    norms: LayerNorms = PRE,
+    norm: Norm | None = None,
+    mlp: FeedForward | None = None,
+    names: AttentionNames = ATTENTION,
+    modules: ModelNames = MODULES,
+    rotates: bool = True,
+) -> Decoder:
+    """Llama's decoder; `biases` are those of q, k and v, of o, and of the MLP."""
+    size = head_size(read, head)
+    slides = [False] * num_layers(read) if sliding is None else sliding
+    mixer = attention_mixer(
+        read,
+        size,
+        default_kv_heads=kv_heads,
+        qkv_bias=biases[0],
+        o_bias=biases[1],
+        interleaved=interleaved,
+        names=names,
+    )
+    # one rotation for all layers
+    whole = [False] * len(slides)
+    ropes = layer_ropes(read, size, whole, default_positions=positions, default_theta=theta)
+    ropes = ropes if rotates else [None] * len(slides)
+    feed = dense_mlp(read, bias=biases[2]) if mlp is None else mlp
+    layers = layer_specs(read, mixer, feed, ropes, slides, window, norms)
+    norm = Norm(read.number("rms_norm_eps", eps)) if norm is None else norm
+    spec = decoder_spec(
+        read, layers, default_positions=positions, default_tied=tied, norm=norm, names=modules
+    )
+    return Decoder(spec)
 
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:

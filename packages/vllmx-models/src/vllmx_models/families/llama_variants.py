@@ -4,22 +4,18 @@ InternLM and InternLM 3, MiMo, Seed-OSS, Yi."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from vllmx_models.blocks.norms import PRE, LayerNorms, Norm
+from vllmx_models.blocks.norms import LayerNorms
 from vllmx_models.config import ConfigReader
-from vllmx_models.configs.decoder import (
-    attention_mixer,
-    decoder_spec,
-    dense_mlp,
-    head_size,
-    layer_ropes,
-    layer_specs,
-    num_layers,
-    sliding_layers,
-)
+from vllmx_models.configs.decoder import num_layers, sliding_layers
+from vllmx_models.families.llama import llama_decoder
 from vllmx_models.families.qwen import qwen2
+from vllmx_models.formats.gguf.architecture import DECODER_TENSORS, GGUFArchitecture, decoder_config
+from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.trunks.decoder import Decoder
+from vllmx_models.trunks.heads import HeadNames
 
 _CWM_ROPE: Mapping[str, Any] = {
     "rope_type": "llama3",
@@ -33,8 +29,8 @@ _CWM_ROPE: Mapping[str, Any] = {
 
 def seed_oss(config: Mapping[str, Any]) -> Decoder:
     """Biases on q, k and v unless the config says otherwise; heads of 128."""
-    read = ConfigReader(config, "SeedOssForCausalLM")
-    return _decoder(
+    read = _reader(config, "SeedOssForCausalLM")
+    return llama_decoder(
         read,
         head=128,
         kv_heads=8,
@@ -49,9 +45,9 @@ def seed_oss(config: Mapping[str, Any]) -> Decoder:
 
 def ernie4_5(config: Mapping[str, Any]) -> Decoder:
     """Neighbouring dimensions of a head are rotated together; `use_bias` is for all matrices."""
-    read = ConfigReader(config, "Ernie4_5ForCausalLM")
+    read = _reader(config, "Ernie4_5ForCausalLM")
     biases = (read.flag("use_bias", False),) * 3
-    return _decoder(
+    return llama_decoder(
         read,
         head=128,
         kv_heads=2,
@@ -66,9 +62,9 @@ def ernie4_5(config: Mapping[str, Any]) -> Decoder:
 
 def helium(config: Mapping[str, Any]) -> Decoder:
     """Neighbouring dimensions of a head are rotated together."""
-    read = ConfigReader(config, "HeliumForCausalLM")
+    read = _reader(config, "HeliumForCausalLM")
     biases = (read.flag("attention_bias", False), False, read.flag("mlp_bias", False))
-    return _decoder(
+    return llama_decoder(
         read, head=128, kv_heads=20, positions=4096, biases=biases, eps=1e-8, interleaved=True
     )
 
@@ -76,9 +72,10 @@ def helium(config: Mapping[str, Any]) -> Decoder:
 def cwm(config: Mapping[str, Any]) -> Decoder:
     """A window in three of four layers, the first of which has none."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or _CWM_ROPE
-    read = ConfigReader({**config, "rope_parameters": rope}, "CwmForCausalLM")
+    config = {**config, "rope_parameters": rope}
+    read = _reader(config, "CwmForCausalLM", "layer_types", "sliding_window")
     sliding = sliding_layers(read, [layer % 4 != 0 for layer in range(num_layers(read))])
-    return _decoder(
+    return llama_decoder(
         read,
         head=128,
         kv_heads=8,
@@ -93,64 +90,63 @@ def cwm(config: Mapping[str, Any]) -> Decoder:
 
 def internlm(config: Mapping[str, Any]) -> Decoder:
     """The first InternLM: `bias` is for the attention's matrices."""
-    read = ConfigReader(config, "InternLMForCausalLM")
+    read = _reader(config, "InternLMForCausalLM")
     bias = read.flag("bias", True)
-    return _decoder(read, positions=2048, biases=(bias, bias, False))
+    return llama_decoder(read, positions=2048, biases=(bias, bias, False))
 
 
 def internlm3(config: Mapping[str, Any]) -> Decoder:
     """`qkv_bias` and `bias` are what Llama calls `attention_bias` and `mlp_bias`."""
-    read = ConfigReader(config, "InternLM3ForCausalLM")
+    read = _reader(config, "InternLM3ForCausalLM")
     qkv = read.flag("qkv_bias", read.flag("attention_bias", False))
     rest = read.flag("bias", read.flag("mlp_bias", False))
-    return _decoder(read, head=128, kv_heads=2, positions=32768, biases=(qkv, rest, rest), eps=1e-5)
+    return llama_decoder(
+        read, head=128, kv_heads=2, positions=32768, biases=(qkv, rest, rest), eps=1e-5
+    )
 
 
 def mimo(config: Mapping[str, Any]) -> Decoder:
-    """Qwen2's layers; those that predict more tokens at once are passed over."""
-    return qwen2(config)
+    """Qwen2's layers, and one that predicts one more token."""
+    decoder = qwen2(config)
+    heads = HeadNames(
+        "model.mtp_layers",
+        "model.mtp_layers.0",
+        embedding_norm="token_layernorm",
+        hidden_norm="hidden_layernorm",
+        projection="input_proj",
+        norm="final_layernorm",
+        hidden_first=True,
+    )
+    return Decoder(replace(decoder.spec, prediction=heads))
 
 
 def yi(config: Mapping[str, Any]) -> Decoder:
     """The first Yi, whose norms have names of their own."""
-    read = ConfigReader(config, "YiForCausalLM")
-    return _decoder(read, positions=4096, norms=LayerNorms("ln1", None, "ln2"))
+    read = _reader(config, "YiForCausalLM")
+    return llama_decoder(read, positions=4096, norms=LayerNorms("ln1", None, "ln2"))
 
 
-def _decoder(
-    read: ConfigReader,
-    *,
-    head: int | None = None,
-    kv_heads: int | None = None,
-    positions: int,
-    theta: float = 10_000.0,
-    biases: tuple[bool, bool, bool] = (False, False, False),
-    eps: float = 1e-6,
-    tied: bool = False,
-    interleaved: bool = False,
-    sliding: list[bool] | None = None,
-    window: int | None = None,
-    norms: LayerNorms = PRE,
-) -> Decoder:
-    """Llama's decoder; `biases` are those of q, k and v, of o, and of the MLP."""
-    windows = () if sliding is None else ("layer_types", "sliding_window")
+def _reader(config: Mapping[str, Any], architecture: str, *windows: str) -> ConfigReader:
+    """Refuses what Llama does not have, biases and the keys of `windows` apart."""
+    read = ConfigReader(config, architecture)
     read.refuse_quirks("attention_bias", "mlp_bias", *windows)
-    size = head_size(read, head)
-    slides = [False] * num_layers(read) if sliding is None else sliding
-    mixer = attention_mixer(
-        read,
-        size,
-        default_kv_heads=kv_heads,
-        qkv_bias=biases[0],
-        o_bias=biases[1],
-        interleaved=interleaved,
-    )
-    mlp = dense_mlp(read, bias=biases[2])
-    # one rotation for all layers
-    whole = [False] * len(slides)
-    ropes = layer_ropes(read, size, whole, default_positions=positions, default_theta=theta)
-    layers = layer_specs(read, mixer, mlp, ropes, slides, window, norms)
-    norm = Norm(read.number("rms_norm_eps", eps))
-    return Decoder(
-        decoder_spec(read, layers, default_positions=positions, default_tied=tied, norm=norm)
-    )
+    return read
+
+
+def _seed_config(header: GGUFHeader) -> dict[str, Any]:
+    biases = {"attention_bias": "attn_q", "attention_out_bias": "attn_output", "mlp_bias": "ffn_up"}
+    found = {key: f"blk.0.{name}.bias" in header.tensors for key, name in biases.items()}
+    return decoder_config(header) | found
+
+
+def _ernie_config(header: GGUFHeader) -> dict[str, Any]:
+    return decoder_config(header) | {"use_bias": "blk.0.attn_q.bias" in header.tensors}
+
+
+_SEED_TENSORS = {name: ours for name, ours in DECODER_TENSORS.items() if name != "blk.{}.ffn_norm"}
+SEED_GGUF = GGUFArchitecture(
+    "SeedOssForCausalLM",
+    {**_SEED_TENSORS, "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm"},
+    config=_seed_config,
+)
+ERNIE_GGUF = GGUFArchitecture("Ernie4_5ForCausalLM", config=_ernie_config)

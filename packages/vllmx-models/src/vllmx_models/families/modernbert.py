@@ -25,8 +25,8 @@ from vllmx_models.formats.gguf.architecture import GGUFArchitecture
 from vllmx_models.formats.gguf.encoder_models import encoder_config
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.trunks.decoder import LayerSpec
-from vllmx_models.trunks.encoder import Encoder, EncoderNames, EncoderSpec
-from vllmx_models.trunks.pooling_heads import ClassHead, num_labels, pooled
+from vllmx_models.trunks.encoder import Encoder, EncoderNames, EncoderSpec, embedder
+from vllmx_models.trunks.pooling_heads import ClassHead, num_labels
 
 DEFAULT_POSITIONS = 8192
 GLOBAL_THETA, LOCAL_THETA = 160_000.0, 10_000.0
@@ -38,12 +38,6 @@ _NAMES = EncoderNames(
     prefixes=("model.",),
 )
 _NORMS = LayerNorms("attn_norm", None, "mlp_norm", None)
-
-
-def modernbert(config: Mapping[str, Any]) -> Encoder:
-    """An embedder with mean pooling."""
-    spec = _spec(ConfigReader(config, "ModernBertModel"))
-    return Encoder(spec, pooled(config, spec.hidden_size, "mean"))
 
 
 def modernbert_classifier(config: Mapping[str, Any]) -> Encoder:
@@ -129,6 +123,7 @@ def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
     }
 
 
+modernbert = embedder(_spec, "ModernBert")
 GGUF = GGUFArchitecture(
     "ModernBertModel",
     {

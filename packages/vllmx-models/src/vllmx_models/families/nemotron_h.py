@@ -4,6 +4,7 @@ without positions, an MLP or experts."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from vllmx_models.formats.gguf.hybrids import (
 )
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.trunks.decoder import Decoder, DecoderSpec, LayerSpec, ModelNames
+from vllmx_models.trunks.heads import HeadNames
 
 PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
@@ -71,7 +73,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def nemotron_h(config: Mapping[str, Any]) -> Decoder:
-    """Multi-token prediction layers, the last ones in a checkpoint, are ignored."""
+    """The layers of multi-token prediction are two of these, attention and experts."""
     head = config.get("attention_head_dim", DEFAULTS["head_dim"])  # its name in older files
     read = ConfigReader({**DEFAULTS, "head_dim": head, **config}, "NemotronHForCausalLM")
     read.refuse_quirks("layer_types", "mlp_bias", *EXPERT_KEYS)
@@ -84,20 +86,42 @@ def nemotron_h(config: Mapping[str, Any]) -> Decoder:
         blocks[kind] = _layer(read, kind)
     layers = tuple(blocks[kind] for kind in kinds)
     positions = read.integer("max_position_embeddings")
-    return Decoder(decoder_spec(read, layers, default_positions=positions, norm=norm, names=NAMES))
+    spec = decoder_spec(read, layers, default_positions=positions, norm=norm, names=NAMES)
+    return Decoder(replace(spec, prediction=_prediction(read)))
 
 
-def _kinds(read: ConfigReader) -> list[str]:
+def _prediction(read: ConfigReader) -> HeadNames | None:
+    if not read.integer("num_nextn_predict_layers", 0, low=0):
+        return None
+    kinds = ["full_attention", "moe"]
+    if read.has("mtp_hybrid_override_pattern") or read.has("mtp_layers_block_type"):
+        kinds = _kinds(read, "mtp_hybrid_override_pattern", ("mtp_layers_block_type",))
+    return HeadNames(
+        "mtp.layers",
+        "mtp",
+        embedding_norm="layers.0.enorm",
+        hidden_norm="layers.0.hnorm",
+        projection="layers.0.eh_proj",
+        norm=f"layers.{len(kinds) - 1}.final_layernorm",
+        blocks=tuple(_layer(read, kind) for kind in kinds),
+    )
+
+
+def _kinds(
+    read: ConfigReader,
+    letters: str = "hybrid_override_pattern",
+    lists: tuple[str, ...] = ("layers_block_type", "layer_types"),
+) -> list[str]:
     """The kind of each layer: a list, or a letter for each in older files."""
-    key = "layers_block_type" if read.has("layers_block_type") else "layer_types"
-    if read.has(key):
+    key = next((one for one in lists if read.has(one)), None)
+    if key is not None:
         given = read.config[key]
         known = (*PATTERN.values(), *OLDER)
         count = len(given) if isinstance(given, list) else 1
         return [OLDER.get(kind, kind) for kind in layer_kinds(read, known, [""] * count, key)]
-    pattern = read.config.get("hybrid_override_pattern")
+    pattern = read.config.get(letters)
     if not isinstance(pattern, str) or not pattern or set(pattern) - PATTERN.keys():
-        raise read.error("hybrid_override_pattern", f"must be a text of {' '.join(PATTERN)}")
+        raise read.error(letters, f"must be a text of {' '.join(PATTERN)}")
     return [PATTERN[letter] for letter in pattern]
 
 

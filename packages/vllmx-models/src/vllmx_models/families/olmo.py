@@ -72,12 +72,13 @@ def _decoder(
 
 
 _PLACES = ("blk.{}.attn_norm", "blk.{}.ffn_norm")
-_TENSORS: Mapping[str, str] = {
+POST_TENSORS: Mapping[str, str] = {
     **{name: module for name, module in DECODER_TENSORS.items() if name not in _PLACES},
     **HEAD_NORM_TENSORS,
     "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
     "blk.{}.post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
 }
+"""The tensors of layers with norms behind the blocks and on heads."""
 
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
@@ -103,4 +104,4 @@ def _states(spec: DecoderSpec) -> Mapping[str, Any]:
     return {"attention.sliding_window_pattern": np.array(slides)} if any(slides) else {}
 
 
-GGUF = GGUFArchitecture("Olmo2ForCausalLM", _TENSORS, config=_gguf_config, states=_states)
+GGUF = GGUFArchitecture("Olmo2ForCausalLM", POST_TENSORS, config=_gguf_config, states=_states)

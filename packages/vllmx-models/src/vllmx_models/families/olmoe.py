@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vllmx_models.blocks.attention import AttentionMixer
 from vllmx_models.config import ConfigReader
 from vllmx_models.configs.decoder import (
     attention_mixer,
@@ -27,18 +28,25 @@ from vllmx_models.formats.gguf.architecture import (
     experts_config,
 )
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
-from vllmx_models.trunks.decoder import Decoder
+from vllmx_models.trunks.decoder import Decoder, DecoderSpec
 
 DEFAULT_POSITIONS = 4096
+_CLAMP = "attention.clamp_kqv"
 
 
 def olmoe(config: Mapping[str, Any]) -> Decoder:
     """Expert scores are a softmax over all experts, renormalised if `norm_topk_prob`."""
     read = ConfigReader({"rms_norm_eps": 1e-5, **config}, "OlmoeForCausalLM")
-    read.refuse_quirks("attention_bias", *EXPERT_KEYS)
+    read.refuse_quirks("attention_bias", "clip_qkv", *EXPERT_KEYS)
     bias = read.flag("attention_bias", False)
     mixer = attention_mixer(
-        read, head_size(read), qkv_bias=bias, o_bias=bias, qk_norm=rms(read), norm_weights="across"
+        read,
+        head_size(read),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=rms(read),
+        norm_weights="across",
+        clip=read.number("clip_qkv") if read.has("clip_qkv") else None,
     )
     sliding = [False] * num_layers(read)
     ropes = layer_ropes(read, mixer.head_size, sliding, default_positions=DEFAULT_POSITIONS)
@@ -49,12 +57,20 @@ def olmoe(config: Mapping[str, Any]) -> Decoder:
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
     """Expert weights in files are not renormalised."""
-    config = decoder_config(header, "expert_count") | experts_config(header)
-    return config | {"intermediate_size": config["moe_intermediate_size"]}
+    config = decoder_config(header, "expert_count", _CLAMP) | experts_config(header)
+    clip = header.number(_CLAMP) if header.has(_CLAMP) else None
+    return config | {"intermediate_size": config["moe_intermediate_size"], "clip_qkv": clip}
+
+
+def _states(spec: DecoderSpec) -> dict[str, Any]:
+    mixer = spec.layers[0].mixer
+    assert isinstance(mixer, AttentionMixer)
+    return {} if mixer.clip is None else {_CLAMP: mixer.clip}
 
 
 GGUF = GGUFArchitecture(
     "OlmoeForCausalLM",
     {**DECODER_TENSORS, **HEAD_NORM_TENSORS, **EXPERT_TENSORS},
     config=_gguf_config,
+    states=_states,
 )

@@ -23,6 +23,7 @@ from vllmx_models.families.qwen3_next import (
     SHARED_EXPERT_TENSORS,
     delta_config,
     gated_moe,
+    prediction,
     qwen_hybrid,
 )
 from vllmx_models.families.qwen_images import (
@@ -46,7 +47,7 @@ def qwen3_5(config: Mapping[str, Any]) -> Decoder:
     """A dense feed-forward in each layer."""
     read, sections = _read(config, "Qwen3_5ForCausalLM")
     mlps: list[FeedForward] = [dense_mlp(read)] * num_layers(read)
-    return _seeing(config, qwen_hybrid(read, mlps, DeltaNames(), names=NAMES), sections)
+    return _seeing(config, _text(read, mlps), sections)
 
 
 qwen3_5_text = qwen3_5
@@ -58,11 +59,16 @@ def qwen3_5_moe(config: Mapping[str, Any]) -> Decoder:
     read, sections = _read(config, "Qwen3_5MoeForCausalLM")
     moe = gated_moe(read, tensors=EitherExperts())
     moes: list[FeedForward] = [moe] * num_layers(read)
-    return _seeing(config, qwen_hybrid(read, moes, DeltaNames(), names=NAMES), sections)
+    return _seeing(config, _text(read, moes), sections)
 
 
 qwen3_5_moe_text = qwen3_5_moe
 """The text model."""
+
+
+def _text(read: ConfigReader, feed_forwards: list[FeedForward]) -> Decoder:
+    heads = prediction(len(feed_forwards))
+    return qwen_hybrid(read, feed_forwards, DeltaNames(), names=NAMES, prediction=heads)
 
 
 def _seeing(config: Mapping[str, Any], text: Decoder, sections: Any) -> Decoder:

@@ -39,6 +39,7 @@ from vllmx_models.formats.gguf.architecture import (
 from vllmx_models.formats.gguf.hybrids import NEXT_TOKENS
 from vllmx_models.formats.gguf.hyperparameters import GGUFHeader
 from vllmx_models.trunks.decoder import Decoder, DecoderSpec
+from vllmx_models.trunks.heads import HeadNames
 
 KINDS = ("linear_attention", "full_attention")
 HONOURED = ("attention_bias", "layer_types", "partial_rotary_factor", *EXPERT_KEYS)
@@ -61,7 +62,7 @@ INTERLEAVED = DeltaNames(qkvz="in_proj_qkvz", ba="in_proj_ba")
 
 
 def qwen3_next(config: Mapping[str, Any]) -> Decoder:
-    """The multi-token prediction layer at the end of checkpoints is ignored."""
+    """The layer of multi-token prediction at the end of checkpoints drafts."""
     read = ConfigReader({**DEFAULTS, **config}, "Qwen3NextForCausalLM")
     read.refuse_quirks(*HONOURED)
     count, step = num_layers(read), read.integer("decoder_sparse_step", 1)
@@ -72,7 +73,31 @@ def qwen3_next(config: Mapping[str, Any]) -> Decoder:
         feed_forwards[True] = dense_mlp(read)
     if not all(dense):
         feed_forwards[False] = gated_moe(read)
-    return qwen_hybrid(read, [feed_forwards[one] for one in dense], INTERLEAVED)
+    mlps = [feed_forwards[one] for one in dense]
+    return qwen_hybrid(read, mlps, INTERLEAVED, prediction=prediction(count))
+
+
+def prediction(num_layers: int) -> HeadNames:
+    """The module of multi-token prediction; in GGUF files it is one more layer."""
+    layer = f"model.layers.{num_layers}."
+    return HeadNames(
+        "mtp.layers",
+        "mtp",
+        embedding_norm="pre_fc_norm_embedding",
+        hidden_norm="pre_fc_norm_hidden",
+        projection="fc",
+        norm="norm",
+        embedding=f"{layer}nextn.embed_tokens",
+        head=f"{layer}nextn.shared_head_head",
+        also=(
+            ("mtp.", "model.mtp."),
+            ("mtp.layers.0.", layer),
+            ("mtp.pre_fc_norm_embedding.", f"{layer}nextn.enorm."),
+            ("mtp.pre_fc_norm_hidden.", f"{layer}nextn.hnorm."),
+            ("mtp.fc.", f"{layer}nextn.eh_proj."),
+            ("mtp.norm.", f"{layer}nextn.shared_head_norm."),
+        ),
+    )
 
 
 def gated_moe(read: ConfigReader, **options: Any) -> MoE:

@@ -13,7 +13,7 @@ from vllmx_models.configs.decoder import (
     head_size,
     layer_ropes,
     layer_specs,
-    num_layers,
+    rotating_layers,
     sliding_layers,
     switched_window,
 )
@@ -36,7 +36,7 @@ def smollm3(config: Mapping[str, Any]) -> Decoder:
         "use_sliding_window",
         "layer_types",
     )
-    rotates, window = _rotating_layers(read), switched_window(read, None)
+    rotates, window = rotating_layers(read), switched_window(read, None)
     sliding = sliding_layers(read, [window is not None and not turns for turns in rotates])
     head, bias = head_size(read), read.flag("attention_bias", False)
     ropes = layer_ropes(
@@ -49,14 +49,6 @@ def smollm3(config: Mapping[str, Any]) -> Decoder:
     return Decoder(
         decoder_spec(read, layers, default_positions=DEFAULT_POSITIONS, default_tied=True)
     )
-
-
-def _rotating_layers(read: ConfigReader) -> list[bool]:
-    layers = num_layers(read)
-    if read.has("no_rope_layers"):
-        return [bool(entry) for entry in read.integers("no_rope_layers", layers)]
-    interval = read.integer("no_rope_layer_interval", 4)
-    return [(layer + 1) % interval != 0 for layer in range(layers)]
 
 
 # files do not list the layers with RoPE: always three of four

@@ -6,7 +6,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,12 @@ from vllmx_core.errors import (
     WeightFormatError,
 )
 from vllmx_core.model import Model
-from vllmx_core.plugins.checkpoint import Checkpoint, model_sources, open_checkpoint
+from vllmx_core.plugins.checkpoint import (
+    Checkpoint,
+    model_sources,
+    open_checkpoint,
+    text_checkpoint,
+)
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.weights.part import WeightPart
 
@@ -33,7 +38,7 @@ FIRST_BYTES = 4 << 20
 ends."""
 MOST_BYTES = 256 << 20
 """The largest header; the longest vocabularies take 20 MB."""
-HUB = ("Hugging Face hub", "file on the hub")
+HUB = ("Hugging Face hub", "file on the hub", "ModelScope")
 """The model sources that would download a model."""
 
 
@@ -81,7 +86,7 @@ def opened_header(registry: Registry, model: str, revision: str | None = None) -
             else _header_at(registry, path)
         )
         try:
-            yield header
+            yield replace(header, checkpoint=text_checkpoint(registry, header.checkpoint))
         finally:
             header.checkpoint.weights.close()
 

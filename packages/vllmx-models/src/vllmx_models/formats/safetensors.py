@@ -15,6 +15,7 @@ from vllmx_core.weights.files import KeptReads
 from vllmx_core.weights.part import DENSE, StoredPart
 
 from vllmx_models.file_names import INDEX_NAME, named_files
+from vllmx_models.formats.mistral_folder import WEIGHTS, MistralNames, read_params
 from vllmx_models.formats.safetensors_file import SafetensorsFile
 from vllmx_models.json_files import read_json_object
 from vllmx_models.quantization.detect import find_quantization
@@ -77,7 +78,6 @@ class SafetensorsSource:
             logger.warning("%s: tensors that %s: %s", self._folder, what, listing(names, 3))
 
     def names(self) -> Collection[str]:
-        """All tensor names."""
         return self._owner.keys()
 
     def part(self, name: str) -> StoredPart:
@@ -128,6 +128,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     folder = path.parent if path.is_file() else path
     config = read_json_object(folder / "config.json")
+    if config is None and (params := read_params(folder)) is not None:
+        source = open_files(sorted(one.name for one in folder.glob(WEIGHTS)), folder, {})
+        return Checkpoint(folder, params | {"dtype": source.main_dtype()}, MistralNames(source))
     if config is None:
         raise ModelNotFoundError(
             f"{folder} has no config.json: give the folder of a complete Hugging Face model",
@@ -153,6 +156,13 @@ def open_weights(path: Path) -> SafetensorsSource:
     else:
         folder = path
         names, weight_map = named_files(path)
+    return open_files(names, folder, weight_map)
+
+
+def open_files(
+    names: Collection[str], folder: Path, weight_map: Mapping[str, str]
+) -> SafetensorsSource:
+    """The tensors of these files; raises as `open_checkpoint`."""
     if not names:
         raise ModelNotFoundError(f"{folder} holds no *.safetensors files", param="model")
     files: dict[str, SafetensorsFile] = {}

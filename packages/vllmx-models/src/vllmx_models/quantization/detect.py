@@ -21,7 +21,7 @@ def find_quantization(folder: Path | None, config: Mapping[str, Any]) -> Any:
     for holder in (config, nested):
         for key in ("quantization_config", "compression_config", "quantization"):
             if holder.get(key):
-                return _with_method(holder[key])
+                return _of_experts(_with_method(holder[key]), holder)
     if folder is None:
         return None
     modelopt = read_json_object(folder / "hf_quant_config.json")
@@ -32,6 +32,13 @@ def find_quantization(folder: Path | None, config: Mapping[str, Any]) -> Any:
         if own is not None:
             return {"quant_method": method, **own}
     return None
+
+
+def _of_experts(found: Any, holder: Mapping[str, Any]) -> Any:
+    """DeepSeek-V4 names the type of its experts outside `quantization_config`."""
+    if not isinstance(found, Mapping) or not holder.get("expert_dtype"):
+        return found
+    return {"expert_dtype": holder["expert_dtype"], **found}
 
 
 def _with_method(found: Any) -> Any:

@@ -173,7 +173,6 @@ def _stack(
 
 # --- made while loading ---------------------------------------------------------------------------
 def fp8_layout(cols: int) -> Fp8:
-    """Returns the layout of `fp8_part`."""
     blocks: Options = {"block_rows": 1, "block_cols": cols, "dtype": "f8e4m3"}
     return Fp8(8, None, {**TOKEN_ACTIVATIONS, "activation_type": "float", **blocks})
 

@@ -49,7 +49,6 @@ class Int8(CodedLayout):
 
 
 def int8_layout(cols: int) -> Int8:
-    """Returns the layout of `int8_part`."""
     options = {**TOKEN_ACTIVATIONS, "activation_type": "int", "symmetric": True}
     return Int8(8, cols, options)
 

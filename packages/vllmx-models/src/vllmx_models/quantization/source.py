@@ -8,10 +8,12 @@ from typing import Protocol
 import numpy as np
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.records import Record
-from vllmx_core.weights.part import WeightPart, WeightSource
+from vllmx_core.weights.part import SourceOver, WeightPart, WeightSource
 from vllmx_core.weights.tensor import DType, RawTensor
 
 _FLOATS = ("f32", "f16", "bf16", "f64")
+_INTS = ("i32", "i64")
+"""Tables of numbers, such as DeepSeek-V4's experts of a token."""
 
 
 class ModuleTensors(Record):
@@ -100,7 +102,7 @@ class Scheme(Protocol):
         ...
 
 
-class QuantizedSource:
+class QuantizedSource(SourceOver):
     """A `WeightSource` whose quantised weights have the scheme's layout; others are unchanged."""
 
     def __init__(self, source: WeightSource, scheme: Scheme) -> None:
@@ -131,14 +133,11 @@ class QuantizedSource:
             )
         return scheme.part(name, ModuleTensors(module, self._source, scheme.name))
 
-    def close(self) -> None:
-        """Closes the source below."""
-        self._source.close()
-
     def _dense(self, name: str) -> WeightPart:
         part = self._source.part(name)
         tensor = part.stored().buffers["weight"]
-        if tensor.dtype not in _FLOATS:
+        is_table = tensor.dtype in _INTS and not name.endswith(self._scheme.weight_suffix)
+        if tensor.dtype not in _FLOATS and not is_table:
             raise WeightFormatError(
                 f"tensor {name!r} is stored as {tensor.dtype}, but {self._scheme.name} has none of"
                 f" its tensors {', '.join(self._scheme.markers)} here: the checkpoint is"

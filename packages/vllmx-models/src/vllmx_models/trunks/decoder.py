@@ -7,13 +7,13 @@ An architecture reads its config.json into a `DecoderSpec`: layers are data, bui
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 from vllmx_core.errors import UnsupportedModelError
 from vllmx_core.model import (
+    LAST_NORM,
     Array,
     Encoder,
     FeatureSpec,
@@ -27,12 +27,24 @@ from vllmx_core.model import (
 from vllmx_core.plan import AnyArray
 from vllmx_core.records import Record
 from vllmx_core.weights.map import resolved
-from vllmx_core.weights.part import StoredPart, WeightPart, WeightSource
+from vllmx_core.weights.part import WeightSource, are_equal
 from vllmx_core.weights.spec import PartSpec, RowRuns, WeightSpec
-from vllmx_core.weights.tensor import RawTensor
 
-from vllmx_models.blocks.layer import Block, FeedForward, LayerNames, LayerScope, Mixer, vector
+from vllmx_models.blocks.hyper_connections import HyperConnections, HyperStream
+from vllmx_models.blocks.layer import (
+    Block,
+    FeedForward,
+    LayerNames,
+    LayerScope,
+    Mixer,
+    Numbers,
+    Positions,
+    renamed,
+    vector,
+)
 from vllmx_models.blocks.norms import PRE, LayerNorms, Norm, ResidualStream
+from vllmx_models.blocks.position_bias import Alibi
+from vllmx_models.blocks.query_scale import QueryScale
 from vllmx_models.blocks.rope import Rope
 from vllmx_models.config import ConfigReader
 from vllmx_models.trunks.pooling_heads import LinearHead, num_labels, read_modules
@@ -40,8 +52,6 @@ from vllmx_models.trunks.pooling_heads import LinearHead, num_labels, read_modul
 logger = logging.getLogger("vllmx.models")
 HEAD = "lm_head.weight"
 """The head in checkpoints of transformers, even if the text model is part of a larger one."""
-COMPARED_ROWS = 4096
-"""Rows of two matrices that are compared at once."""
 
 
 class LayerSpec(Record):
@@ -72,6 +82,17 @@ class ModelNames(Record):
     head: str = "lm_head"
     also: tuple[str, str] | None = None
     """(prefix, alternative prefix in other checkpoints)."""
+    embedding_also: str | None = None
+    """Another module of the embedding in some checkpoints."""
+    first_layer: int = 0
+    """The number of the first layer in the checkpoint."""
+
+
+class Prediction(Protocol):
+    """Layers of multi-token prediction, see `vllmx_models.trunks.heads`."""
+
+    def model(self, spec: DecoderSpec) -> Model:
+        """The drafter for a decoder."""
 
 
 class DecoderSpec(Record):
@@ -92,6 +113,12 @@ class DecoderSpec(Record):
     features: FeatureSpec | None = None
     """Image features: the first part replaces embeddings, part i is added after layer i - 1."""
     names: ModelNames = ModelNames()
+    prediction: Prediction | None = None
+    hyper: HyperConnections | None = None
+    """None: one residual stream."""
+    positions: Positions | None = None
+    """A table of positions, which is added to the embeddings."""
+    head_bias: bool = False
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
@@ -120,6 +147,11 @@ class Decoder:
             features=spec.features,
         )
 
+    @property
+    def heads(self) -> Model | None:
+        """See `vllmx_core.model.heads_of`."""
+        return None if self.spec.prediction is None else self.spec.prediction.model(self.spec)
+
     def answering(self, output: Output, config: Mapping[str, Any]) -> Model:
         """The model with a pooling head instead of logits, as its config says."""
         return pooled_decoder(self.text_alone().spec, output, config)
@@ -138,7 +170,7 @@ class Decoder:
         if not {head.name, table.name} <= set(source.names()):
             return self
         stored, embedding = source.part(head.name), source.part(table.name)
-        if _are_equal(stored, embedding):
+        if are_equal(stored, embedding):
             return self
         if stored.shape != embedding.shape:
             logger.warning(
@@ -171,12 +203,15 @@ class Decoder:
             return self._table_part()
         head = f"{self.spec.names.head}.weight"
         other = () if head == HEAD else (HEAD,)
-        return PartSpec(head, self.spec.vocab_size, alternatives=other)
+        bias = f"{self.spec.names.head}.bias" if self.spec.head_bias else None
+        return PartSpec(head, self.spec.vocab_size, bias, alternatives=other)
 
     def _table_part(self) -> PartSpec:
         """The embedding; if tied, a checkpoint may store it under the head's name."""
         spec, names = self.spec, self.spec.names
         other = (f"{names.head}.weight",) if spec.tied_embeddings else ()
+        if names.embedding_also is not None:
+            other = (*other, f"{names.embedding_also}.weight")
         return PartSpec(f"{names.embedding}.weight", spec.vocab_size, alternatives=other)
 
     def trunk_weights(self) -> tuple[WeightSpec, ...]:
@@ -186,14 +221,16 @@ class Decoder:
         layers = (self._layer_weights(index, layer) for index, layer in enumerate(spec.layers))
         found = (
             WeightSpec("embed", "embedding", table, spec.hidden_size, "vocab", role="vocabulary"),
+            *(() if spec.positions is None else spec.positions.weights(spec.hidden_size)),
             *(weight for layer in layers for weight in layer),
+            *(() if spec.hyper is None else spec.hyper.last_weights(spec.hidden_size)),
             *spec.norm.weights("norm", names.norm, spec.hidden_size),
         )
         return self._named(found)
 
     def _named(self, specs: tuple[WeightSpec, ...]) -> tuple[WeightSpec, ...]:
         also = self.spec.names.also
-        return specs if also is None else tuple(_renamed(one, *also) for one in specs)
+        return specs if also is None else tuple(renamed(one, *also) for one in specs)
 
     def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
         return {name: rope.table(max_model_len) for name, rope in self._tables.items()}
@@ -205,22 +242,41 @@ class Decoder:
     def hidden(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
         """(T, E) the output of the last norm."""
         spec = self.spec
-        x = _scaled(ops, ops.embedding(step.tokens, w["embed"]), spec.embedding_scale)  # (T, E)
-        num_added = 0
-        if spec.features is not None:
-            x, num_added = ops.place(x, step), spec.features.parts - 1
+        x = self.first_input(ops, w, step)
+        placed = spec.features is not None and not spec.features.crossed
+        if placed:
+            x = ops.place(x, step)
         stream = ResidualStream(ops, w, spec.norm, x)
-        cache = state = 0
+        if spec.hyper is not None:
+            stream = HyperStream(ops, w, spec.norm, x, spec.hyper.spec)
         spans = spec.features is not None and spec.features.spans
-        for index, layer in enumerate(spec.layers):
-            scope = LayerScope(ops, w, step, index, cache, state, self._tables, x, spans)
+        self.layers(stream, LayerScope(ops, w, step, 0, 0, 0, self._tables, x, spans))
+        x = stream.normed("norm")
+        ops.tap(x, LAST_NORM)
+        return x
+
+    def layers(self, stream: ResidualStream, scope: LayerScope) -> None:
+        """Records all layers over the stream, with the scope of the first."""
+        features = self.spec.features
+        num_added = 0 if features is None or features.crossed else features.parts - 1
+        for index, layer in enumerate(self.spec.layers):
+            stream.tap(index)
             self._layer(layer, stream, scope)
+            cache, state = scope.cache, scope.state
             if layer.mixer is not None:
                 cache += layer.mixer.cache is not None
                 state += len(layer.mixer.states)
             if index < num_added:
-                stream.replace(ops.place(stream.read(), step, index + 1, adds=True))
-        return stream.normed("norm")
+                added = scope.ops.place(stream.read(), scope.step, index + 1, adds=True)
+                stream.replace(added)
+            scope = replace(scope, layer=index + 1, cache=cache, state=state)
+        stream.tap(len(self.spec.layers))
+
+    def first_input(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
+        """(T, E) the residual stream before the first layer, but for images."""
+        x = _scaled(ops, ops.embedding(step.tokens, w["embed"]), self.spec.embedding_scale)
+        table = self.spec.positions
+        return x if table is None else ops.add(x, table.record(ops, w, step))
 
     def _layer(self, layer: LayerSpec, stream: ResidualStream, scope: LayerScope) -> None:
         if layer.norms.parallel:
@@ -272,14 +328,16 @@ class Decoder:
         return _scaled(scope.ops, x, self.spec.residual_scale)
 
     def _layer_weights(self, index: int, layer: LayerSpec) -> tuple[WeightSpec, ...]:
-        size = self.spec.hidden_size
-        names = LayerNames(f"layers.{index}", f"{self.spec.names.layers}.{index}", size)
+        size, number = self.spec.hidden_size, self.spec.names.first_layer + index
+        names = LayerNames(f"layers.{index}", f"{self.spec.names.layers}.{number}", size)
         norms = {
             name: self.spec.norm.weights(f"{names.ours}.{name}", f"{names.theirs}.{module}", size)
             for name, module in layer.norms.named.items()
         }
         scalar = None if layer.scalar is None else f"{names.theirs}.{layer.scalar}"
+        hyper = self.spec.hyper
         return (
+            *(() if hyper is None else hyper.layer_weights(names.ours, names.theirs, size)),
             *norms.get("attn_norm", ()),
             *(() if layer.mixer is None else layer.mixer.weights(names)),
             *norms.get("attn_post_norm", ()),
@@ -291,59 +349,18 @@ class Decoder:
         )
 
 
-def _are_equal(one: WeightPart, other: WeightPart) -> bool:
-    """True if two weights are stored with equal bytes."""
-    if not isinstance(one, StoredPart) or not isinstance(other, StoredPart):
-        return False
-    if (one.layout, one.shape, one.buffers.keys()) != (
-        other.layout,
-        other.shape,
-        other.buffers.keys(),
-    ):
-        return False
-    pairs = [(one.buffers[key], other.buffers[key]) for key in one.buffers]
-    if any((a.dtype, a.shape) != (b.dtype, b.shape) for a, b in pairs):
-        return False
-    return all(
-        np.array_equal(a.data, b.data)
-        for pair in pairs
-        for a, b in zip(*(map(_pieces, pair)), strict=True)
-    )
-
-
-def _pieces(tensor: RawTensor) -> Iterator[RawTensor]:
-    """The rows of a tensor, a few megabytes at a time."""
-    if not tensor.shape:
-        yield tensor
-        return
-    for begin in range(0, tensor.shape[0], COMPARED_ROWS):
-        yield tensor.rows(begin, min(begin + COMPARED_ROWS, tensor.shape[0]))
-
-
-def rope_tables(layers: Sequence[LayerSpec]) -> dict[str, Rope]:
-    """The distinct RoPEs of the layers by the names of their tables."""
-    ropes: list[Rope] = []
+def rope_tables(layers: Sequence[LayerSpec]) -> dict[str, Rope | QueryScale | Alibi | Numbers]:
+    """The distinct RoPEs, query scales, ALiBi and numbers of the layers by the names of their
+    tables."""
+    found: list[Rope | QueryScale | Alibi | Numbers] = []
     for layer in layers:
-        rope = None if layer.mixer is None else layer.mixer.rope
-        if rope is not None and rope not in ropes:
-            ropes.append(rope)
-    return {f"rope.{index}": rope for index, rope in enumerate(ropes)}
-
-
-def _renamed(spec: WeightSpec, prefix: str, other: str) -> WeightSpec:
-    """Adds the names that other checkpoints have as alternatives."""
-    return replace(spec, parts=tuple(renamed_part(part, prefix, other) for part in spec.parts))
-
-
-def renamed_part(part: PartSpec, prefix: str, other: str) -> PartSpec:
-    """Adds the alternative prefix to a part."""
-    others = tuple(
-        one if isinstance(one, str) else renamed_part(one, prefix, other)
-        for one in part.alternatives
-    )
-    if part.name.startswith(prefix):
-        others = (other + part.name.removeprefix(prefix), *others)
-    return replace(part, alternatives=others)
+        # a mixer of a plugin may have no others than `rope`
+        names = ("rope", "query_scale", "position_bias")
+        named = [getattr(layer.mixer, name, None) for name in names]
+        for one in (*named, *getattr(layer.mixer, "numbers", ())):
+            if hasattr(one, "table") and one not in found:
+                found.append(one)
+    return {f"rope.{index}": one for index, one in enumerate(found)}
 
 
 def _scaled(ops: Ops, x: Array, factor: float) -> Array:
@@ -386,6 +403,11 @@ def pooled_decoder(spec: DecoderSpec, output: Output, config: Mapping[str, Any])
     if spec.names.also is None:  # saved without the head, its layers have no prefix
         spec = replace(spec, names=replace(spec.names, also=("model.", "")))
     pooling, dense = read_modules(config, spec.hidden_size)
+    if dense and pooling is None:
+        raise UnsupportedModelError(
+            "modules.json has a dense layer and no pooling: vectors of each token are served of"
+            " encoders alone, such as lightonai/GTE-ModernColBERT-v1"
+        )
     if output == "vectors":
         return PooledDecoder(spec, LinearHead("vectors", pooling or "last", dense))
     tokens = config.get("score_tokens")

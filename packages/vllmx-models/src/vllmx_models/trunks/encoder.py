@@ -7,18 +7,22 @@ E hidden size, T tokens of a step, L texts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from vllmx_core.model import Array, ModelShape, Ops, StepInputs, Weight
+from vllmx_core.ops.activation import ActKind
+from vllmx_core.ops.pool import PoolKind
 from vllmx_core.plan import AnyArray
 from vllmx_core.records import Record
 from vllmx_core.weights.spec import PartSpec, WeightSpec
 
 from vllmx_models.blocks.layer import LayerNames, LayerScope
 from vllmx_models.blocks.norms import Norm
+from vllmx_models.config import ConfigReader
 from vllmx_models.trunks.decoder import LayerSpec, rope_tables
-from vllmx_models.trunks.pooling_heads import PoolingHead
+from vllmx_models.trunks.pooling_heads import ClassHead, PoolingHead, num_labels, pooled
 
 _OLD_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 """The names of norm weights in early BERT checkpoints."""
@@ -30,7 +34,7 @@ class EncoderNames(Record):
     words: str = "embeddings.word_embeddings"
     positions: str = "embeddings.position_embeddings"
     types: str = "embeddings.token_type_embeddings"
-    embedding_norm: str = "embeddings.LayerNorm"
+    embedding_norm: str | None = "embeddings.LayerNorm"
     layers: str = "encoder.layer"
     norm: str | None = None
     """The norm after the last layer."""
@@ -93,7 +97,9 @@ class Encoder:
     def hidden(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
         """(T, E) the hidden states after the last layer."""
         norm = self.spec.norm
-        x = norm.record(ops, self._embedded(ops, w, step), w, "embed_norm")  # (T, E)
+        x = self._embedded(ops, w, step)  # (T, E)
+        if self.spec.names.embedding_norm:
+            x = norm.record(ops, x, w, "embed_norm")
         for index, layer in enumerate(self.spec.layers):
             scope = LayerScope(ops, w, step, index, 0, 0, self._tables, x)
             x = self._layer(layer, scope, x)
@@ -135,7 +141,8 @@ class Encoder:
             if rows:
                 part = PartSpec(f"{module}.weight", rows)
                 yield WeightSpec(name, "embedding", (part,), size, role="vocabulary")
-        yield from spec.norm.weights("embed_norm", names.embedding_norm, size)
+        if names.embedding_norm:
+            yield from spec.norm.weights("embed_norm", names.embedding_norm, size)
         for index, layer in enumerate(spec.layers):
             where = LayerNames(f"layers.{index}", f"{names.layers}.{index}", size)
             for block in layer.both:
@@ -146,6 +153,39 @@ class Encoder:
             yield from spec.norm.weights("norm", names.norm, size)
 
 
+Constructor = Callable[[Mapping[str, Any]], Encoder]
+
+
+def embedder(
+    spec_of: Callable[[ConfigReader], EncoderSpec], name: str, default: PoolKind = "mean"
+) -> Constructor:
+    """The constructor of an embedder, which pools by `default` unless modules.json says otherwise;
+    `name` is the family's, such as Bert."""
+
+    def construct(config: Mapping[str, Any]) -> Encoder:
+        spec = spec_of(ConfigReader(config, f"{name}Model"))
+        return Encoder(spec, pooled(config, spec.hidden_size, default))
+
+    return construct
+
+
+def classifier(
+    spec_of: Callable[[ConfigReader], EncoderSpec],
+    name: str,
+    dense: str,
+    classes: str,
+    activation: ActKind = "tanh",
+) -> Constructor:
+    """The constructor of a classifier on the first token, with the modules of its two layers."""
+
+    def construct(config: Mapping[str, Any]) -> Encoder:
+        read = ConfigReader(config, f"{name}ForSequenceClassification")
+        head = ClassHead(num_labels(read), dense, classes, activation=activation)
+        return Encoder(spec_of(read), head)
+
+    return construct
+
+
 def _renamed(spec: WeightSpec, prefixes: tuple[str, ...]) -> WeightSpec:
     """Adds the names that other checkpoints have as alternatives."""
     return replace(
@@ -153,9 +193,10 @@ def _renamed(spec: WeightSpec, prefixes: tuple[str, ...]) -> WeightSpec:
     )
 
 
-def _others(part: PartSpec, prefixes: tuple[str, ...]) -> tuple[str, ...]:
+def _others(part: PartSpec, prefixes: tuple[str, ...]) -> tuple[str | PartSpec, ...]:
     names = [part.name]
     for end, old in _OLD_NAMES.items():
         if part.name.endswith(end):
             names.append(part.name.removesuffix(end) + old)
-    return (*(prefix + name for name in names for prefix in prefixes), *names[1:])
+    prefixed = (prefix + name for name in names for prefix in prefixes)
+    return (*prefixed, *names[1:], *part.alternatives)

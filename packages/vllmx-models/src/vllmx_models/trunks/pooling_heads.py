@@ -13,7 +13,7 @@ from vllmx_core.model import Array, Ops, Output, StepInputs, Weight
 from vllmx_core.ops.activation import ActKind
 from vllmx_core.ops.pool import PoolKind
 from vllmx_core.records import Record
-from vllmx_core.weights.spec import WeightSpec
+from vllmx_core.weights.spec import PartSpec, WeightSpec
 
 from vllmx_models.blocks.layer import part
 from vllmx_models.blocks.norms import Norm
@@ -27,7 +27,7 @@ class PoolingHead(Protocol):
 
     @property
     def output(self) -> Output:
-        """Vectors or scores."""
+        """Vectors of texts or of tokens, or scores."""
         ...
 
     def size(self, hidden_size: int) -> int:
@@ -44,7 +44,8 @@ class PoolingHead(Protocol):
 
 
 class LinearHead(Record):
-    """Pools each text, then applies linear layers."""
+    """Pools each text, then applies linear layers. With "token_vectors" a step asks for all of its
+    tokens, and "last" takes them as they are."""
 
     output: Output
     pooling: PoolKind
@@ -52,11 +53,9 @@ class LinearHead(Record):
     """The linear layers with their activations; "identity" for none."""
 
     def size(self, hidden_size: int) -> int:
-        """See `PoolingHead`."""
         return self.matrices[-1][0].rows if self.matrices else hidden_size
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
-        """See `PoolingHead`."""
         return tuple(spec for spec, _ in self.matrices)
 
     def record(self, ops: Ops, w: Mapping[str, Weight], x: Array, step: StepInputs) -> Array:
@@ -81,6 +80,8 @@ class ClassHead(Record):
     dense_bias: bool = True
     norm: Norm | None = None
     norm_name: str = ""
+    pools_last: bool = False
+    """True if each token goes through the dense layer and its activation, and these are pooled."""
     output: Literal["scores"] = "scores"
 
     def size(self, hidden_size: int) -> int:
@@ -97,11 +98,50 @@ class ClassHead(Record):
         )
 
     def record(self, ops: Ops, w: Mapping[str, Weight], x: Array, step: StepInputs) -> Array:
-        x = ops.linear(ops.pool(x, step, self.kind), w["head_dense"])  # (L, E)
-        x = ops.activation(x, self.activation)
+        x = x if self.pools_last else ops.pool(x, step, self.kind)
+        x = ops.activation(ops.linear(x, w["head_dense"]), self.activation)
+        x = ops.pool(x, step, self.kind) if self.pools_last else x  # (L, E)
         if self.norm is not None:
             x = self.norm.record(ops, x, w, "head_norm")
         return ops.linear(x, w["classifier"])  # (L, labels)
+
+
+BERT_WORDS = (
+    "cls.predictions.transform.dense",
+    "cls.predictions.transform.LayerNorm",
+    "cls.predictions.bias",
+)
+
+
+class SpladeHead(Record):
+    """The greatest logit of each word over the tokens of a text, by the head of a masked language
+    model (arXiv:2109.10086)."""
+
+    vocab_size: int
+    norm: Norm
+    words: str
+    """The module of the word embeddings, whose rows are those of the last matrix."""
+    activation: ActKind = "gelu"
+    names: tuple[str, str, str] = BERT_WORDS
+    """The dense layer, the norm, and the bias of the words."""
+    output: Literal["sparse_vectors"] = "sparse_vectors"
+
+    def size(self, hidden_size: int) -> int:
+        return self.vocab_size
+
+    def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
+        dense, norm, bias = self.names
+        words = (PartSpec(f"{self.words}.weight", self.vocab_size, bias),)
+        return (
+            WeightSpec("head_dense", "linear", (part(dense, hidden_size, True),), hidden_size),
+            *self.norm.weights("head_norm", norm, hidden_size),
+            WeightSpec("words", "linear", words, hidden_size),
+        )
+
+    def record(self, ops: Ops, w: Mapping[str, Weight], x: Array, step: StepInputs) -> Array:
+        x = ops.activation(ops.linear(x, w["head_dense"]), self.activation)  # (T, E)
+        x = ops.linear(self.norm.record(ops, x, w, "head_norm"), w["words"])  # (T, V)
+        return ops.pool(x, step, "max")  # (L, V)
 
 
 def read_modules(
@@ -116,12 +156,13 @@ def read_modules(
         if module["kind"] == "pooling":
             pooling = module["pooling"]
         elif module["kind"] == "dense":
-            if pooling is None or module["in"] != width:
+            if module["in"] != width:
                 raise UnsupportedModelError(
                     f"the dense layer {module['folder']} takes {module['in']} features, what comes"
                     f" before it gives {width}: modules.json and its folders do not fit together"
                 )
-            matrix = part(f"{module['folder']}.linear", module["out"], module["bias"])
+            source = ".".join(filter(None, (module["folder"], "linear")))
+            matrix = part(source, module["out"], module["bias"])
             name = f"dense.{len(dense)}"
             dense.append((WeightSpec(name, "linear", (matrix,), width), module["activation"]))
             width = module["out"]
@@ -129,8 +170,11 @@ def read_modules(
 
 
 def pooled(config: Mapping[str, Any], hidden_size: int, default: PoolKind) -> LinearHead:
-    """The vector that `modules` describes, or the one that is pooled by `default`."""
+    """The vector that `modules` describes, or the one that is pooled by `default`. Dense layers
+    without a pooling give the vector of each token."""
     pooling, dense = read_modules(config, hidden_size)
+    if dense and pooling is None:
+        return LinearHead("token_vectors", "last", dense)
     return LinearHead("vectors", pooling or default, dense)
 
 

@@ -114,6 +114,30 @@ def experts_config(header: GGUFHeader) -> dict[str, Any]:
     return config
 
 
+def sigmoid_experts_config(
+    header: GGUFHeader, *honoured: str, renormalised: bool = False
+) -> dict[str, Any]:
+    """The keys of config.json for DeepSeek V3's experts over grouped-query attention; files count
+    layers of multi-token prediction as layers. `honoured`: as in `refuse_quirks`; `renormalised`:
+    of weights where a file does not say it."""
+    if header.integer("expert_gating_func", 2) != 2:
+        raise header.error("expert_gating_func", "must be 2, sigmoid")
+    config = decoder_config(header, "expert_count", "nextn_predict_layers", *honoured)
+    config |= experts_config(header)
+    extra = header.integer("nextn_predict_layers", 0, low=0)
+    return config | {
+        "num_hidden_layers": config["num_hidden_layers"] - extra,
+        "num_nextn_predict_layers": extra,
+        "n_routed_experts": config["num_experts"],
+        "n_shared_experts": header.integer("expert_shared_count", 0, low=0),
+        "first_k_dense_replace": header.integer("leading_dense_block_count", 0, low=0),
+        "routed_scaling_factor": header.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": header.flag("expert_weights_norm", renormalised),
+        "n_group": header.integer("expert_group_count", 1),
+        "topk_group": header.integer("expert_group_used_count", 1),
+    }
+
+
 def mixtral_config(header: GGUFHeader) -> dict[str, Any]:
     """Returns the config of a "llama" with experts, without the keys that every decoder has."""
     config = experts_config(header)

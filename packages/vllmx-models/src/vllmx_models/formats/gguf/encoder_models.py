@@ -16,11 +16,16 @@ _ANSWERS = [1, 0]
 """The rows in which llama.cpp's converter puts "no" and "yes" of Qwen3-Reranker."""
 
 
+def check_both_ways(header: GGUFHeader) -> None:
+    """Raises WeightFormatError for causal attention."""
+    if header.flag("attention.causal", True):
+        raise header.error("attention.causal", "must be false: tokens see each other both ways")
+
+
 def encoder_config(header: GGUFHeader, *honoured: str) -> dict[str, Any]:
     """The keys of config.json that every encoder has; `honoured` as in `refuse_quirks`."""
     header.refuse_quirks("attention.causal", *honoured)
-    if header.flag("attention.causal", True):
-        raise header.error("attention.causal", "must be false: tokens see each other both ways")
+    check_both_ways(header)
     hidden, heads = header.integer("embedding_length"), header.integer("attention.head_count")
     eps = header.number("attention.layer_norm_epsilon")
     types = header.tensors.get("token_types.weight")

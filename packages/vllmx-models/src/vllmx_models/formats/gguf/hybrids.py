@@ -44,6 +44,19 @@ def mamba_tensors(module: str) -> dict[str, str]:
     return {f"blk.{{}}.{theirs}": f"{module}.{ours}" for theirs, ours in names.items()}
 
 
+def mamba_config(header: GGUFHeader) -> dict[str, Any]:
+    """The keys of config.json for Mamba-2, as Granite 4 and Falcon-H1 name them."""
+    return {
+        "mamba_n_heads": header.integer("ssm.time_step_rank"),
+        "mamba_d_ssm": header.integer("ssm.inner_size"),
+        "mamba_n_groups": header.integer("ssm.group_count"),
+        "mamba_d_state": header.integer("ssm.state_size"),
+        "mamba_d_conv": header.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": has_tensor(header, "ssm_conv1d.bias"),
+        "mamba_proj_bias": has_tensor(header, "ssm_in.bias"),
+    }
+
+
 def attention_of(spec: DecoderSpec) -> AttentionMixer:
     """The attention of the first layer with attention. Raises UnsupportedModelError."""
     found = next((one for one in spec.mixers if isinstance(one, AttentionMixer)), None)

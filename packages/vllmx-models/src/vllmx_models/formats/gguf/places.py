@@ -20,7 +20,7 @@ from vllmx_models.formats.gguf.architecture import GGUFArchitecture
 from vllmx_models.formats.gguf.file import GGUFFile, TensorInfo
 
 _LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.(.+)")
-_FUSED = "blk.{}.attn_qkv"
+FUSED = "blk.{}.attn_qkv"
 """The rows of queries, keys and values in one tensor, for architectures that keep them apart."""
 _FUSED_EXPERTS: Mapping[str, tuple[str, ...]] = {
     "blk.{}.ffn_gate_up_exps": ("blk.{}.ffn_gate_exps", "blk.{}.ffn_up_exps"),
@@ -29,7 +29,7 @@ _FUSED_EXPERTS: Mapping[str, tuple[str, ...]] = {
 ONE_ROW = ("blk.{}.ffn_gate_inp_shexp",)
 """Matrices of one row, which files store as vectors."""
 _VECTORS = ("blk.{}.ssm_a", "blk.{}.ssm_d", "blk.{}.ssm_norm")
-"""Vectors, which files may store as matrices."""
+"""Vectors, which files may store as matrices; `ssm_a` of Mamba 1 is one."""
 MOST_EXPERTS = 1 << 14
 
 
@@ -45,7 +45,7 @@ class Heads(Record):
 
     @property
     def fused(self) -> dict[str, int]:
-        """Rows of each tensor in `_FUSED`, in their order."""
+        """Rows of each tensor in `FUSED`, in their order."""
         rows = {"q": self.query, "k": self.kv, "v": self.kv}
         return {f"blk.{{}}.attn_{name}": count * self.size for name, count in rows.items()}
 
@@ -108,14 +108,14 @@ def _weights(
                 yield _known(file, info, table, piece, suffix).format(layer, expert), place
         return
     pieces = {pattern: info.shape[0]}
-    if pattern == _FUSED and not table.name_of(pattern, suffix):
+    if pattern == FUSED and not table.name_of(pattern, suffix):
         pieces = heads.fused
         if sum(pieces.values()) != info.shape[0] or not _has_rows(info):
             raise _uncut(whole, f"{heads.query} + 2 * {heads.kv} heads of {heads.size}")
     for piece, place in zip(pieces, _cut(whole, list(pieces.values())), strict=True):
         name = _known(file, info, table, piece, suffix).format(layer)
         shape = (1, *place.shape) if piece in ONE_ROW and len(place.shape) == 1 else place.shape
-        if piece in _VECTORS:
+        if piece in _VECTORS and (1 in place.shape or piece != "blk.{}.ssm_a"):
             shape = (math.prod(shape),)
         group = table.interleaved.get(piece)
         count = None if group is None else heads.count(group)

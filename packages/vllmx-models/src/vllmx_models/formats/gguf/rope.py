@@ -48,6 +48,20 @@ def rope_config(header: GGUFHeader, head_size: int) -> dict[str, Any]:
     return config
 
 
+def with_query_scale(header: GGUFHeader, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds the growth of queries to a RoPE's config, if the file has it."""
+    if not header.has("attention.temperature_scale"):
+        return dict(rope)
+    scaling = rope.get("rope_scaling") or {"rope_type": "default"}
+    context = header.integer("context_length")
+    original = header.integer("rope.scaling.original_context_length", context)
+    grown = {
+        "llama_4_scaling_beta": header.number("attention.temperature_scale"),
+        "original_max_position_embeddings": original,
+    }
+    return {**rope, "rope_scaling": {**scaling, **grown}}
+
+
 SECTIONS = "rope.dimension_sections"
 
 
@@ -117,9 +131,9 @@ def _yarn(header: GGUFHeader) -> dict[str, Any]:
     if header.has("rope.scaling.attn_factor"):  # on top of yarn's own
         own = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
         scaling["attention_factor"] = header.number("rope.scaling.attn_factor") * own
-    if header.has(
-        LOG_MULTIPLIER
-    ):  # what heads of latent attention are multiplied by, and no others
+    if header.architecture == "mistral3":  # over an mscale of 1
+        scaling |= {"mscale": 1.0, "mscale_all_dim": header.number(LOG_MULTIPLIER, 1.0)}
+    elif header.has(LOG_MULTIPLIER):  # what heads of latent attention are multiplied by
         if not header.has("attention.kv_lora_rank"):
             raise UnsupportedModelError(
                 f"{header.path}: {header.architecture}.{LOG_MULTIPLIER} is not known here"
@@ -175,11 +189,18 @@ def _divisors(header: GGUFHeader, theta: float, rotary_dim: int) -> dict[str, An
     }
 
 
-def llama3_divisors(theta: float, rotary_dim: int, factor: float, context: int) -> F32:
+def llama3_divisors(
+    theta: float,
+    rotary_dim: int,
+    factor: float,
+    context: int,
+    low: float = _LLAMA3_LOW,
+    high: float = _LLAMA3_HIGH,
+) -> F32:
     """(rotary_dim / 2,): 1 for short waves, `factor` for long ones, interpolated between."""
     waves = 2 * math.pi * theta ** (np.arange(0, rotary_dim, 2) / rotary_dim)
-    smooth = (context / waves - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)
-    smooth = np.clip(smooth, 0, 1)
+    with np.errstate(divide="ignore"):  # Llama 4 has nothing between the two
+        smooth = np.clip((context / waves - low) / (high - low), 0, 1)
     return np.asarray(1 / ((1 - smooth) / factor + smooth), np.float32)
 
 

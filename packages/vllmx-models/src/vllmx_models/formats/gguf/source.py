@@ -53,7 +53,6 @@ class GGUFSource:
         self._table = table
 
     def names(self) -> Collection[str]:
-        """All tensor names."""
         return self._places.keys()
 
     def part(self, name: str) -> WeightPart:

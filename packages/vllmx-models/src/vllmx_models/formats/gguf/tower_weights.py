@@ -86,7 +86,6 @@ class TowerSource:
             )
 
     def names(self) -> Collection[str]:
-        """All tensor names."""
         return {*self._text.names(), *self._found}
 
     def part(self, name: str) -> WeightPart:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from vllmx_core.errors import ConfigError
+from vllmx_core.errors import ConfigError, WeightFormatError
 from vllmx_core.plugins.checkpoint import Checkpoint, open_checkpoint
 from vllmx_core.plugins.registry import Registry
 from vllmx_core.records import Record
@@ -24,12 +24,12 @@ from vllmx_core.weights.part import WeightPart
 from vllmx_core.weights.tensor import RawTensor
 
 from vllmx_models.file_names import shard_names
+from vllmx_models.formats.gguf.blocks import TYPES_BY_NAME
 from vllmx_models.formats.gguf.places import is_norm, shifted, split_name
 from vllmx_models.formats.gguf.quantize import losses
 from vllmx_models.formats.gguf.quantize.encoders import encoder_for, float_rows
 from vllmx_models.formats.gguf.quantize.header import kept_metadata, pooling_metadata, target_of
 from vllmx_models.formats.gguf.quantize.mixes import MIXES, Layers, type_of
-from vllmx_models.formats.gguf.quantize.mxfp4 import MXFP4, is_kept, stored_blocks
 from vllmx_models.formats.gguf.quantize.origins import (
     as_vector,
     is_stack,
@@ -40,6 +40,11 @@ from vllmx_models.formats.gguf.quantize.origins import (
 from vllmx_models.formats.gguf.quantize.readback import check
 from vllmx_models.formats.gguf.quantize.vocabulary import StatedTokenizer, tokenizer_metadata
 from vllmx_models.formats.gguf.quantize.writer import NewTensor, write_file
+from vllmx_models.formats.merged import merged
+
+MXFP4 = "MXFP4"
+_NAN = 255
+"""The exponent of a block of NaNs."""
 
 QUANTIZATION_VERSION = 2
 PIECE_VALUES = 1 << 20
@@ -85,6 +90,7 @@ def quantize(
     *,
     threads: int,
     pre: str | None = None,
+    lora: Path | None = None,
     progress: Progress | None = None,
 ) -> Summary:
     """Writes `path`. The file appears when it is complete, and replaces one of that name.
@@ -93,6 +99,7 @@ def quantize(
         ConfigError: `mix` is not one of `MIXES`, or `path` cannot be a new file.
         UnsupportedModelError: the model, or a trait of it, cannot be stated in a GGUF file.
         WeightFormatError: the checkpoint is damaged, or has values that are not finite.
+        AdapterError: `lora`, an adapter to merge into the weights, does not fit them.
     """
     if mix not in MIXES:
         raise ConfigError(f"type {mix!r} is not known; known: {', '.join(MIXES)}", param="type")
@@ -102,6 +109,8 @@ def quantize(
         raise ConfigError(f"{path} belongs to the source: choose another name", param="output")
     checkpoint = open_checkpoint(registry, source)
     try:
+        if lora is not None:
+            checkpoint = merged(registry, checkpoint, lora)
         return _Conversion(registry, checkpoint, path, mix, pre).run(threads, progress)
     finally:
         checkpoint.weights.close()
@@ -172,7 +181,7 @@ class _Conversion:
     def _layers(self) -> Layers:
         target = self._target
         heads = target.mixer.num_heads // target.num_kv_heads
-        count = len(target.spec.layers)
+        count = len(target.layers)
         values = [
             number for number in range(count) if f"blk.{number}.attn_v.weight" in self._origins
         ]
@@ -308,3 +317,50 @@ def interleave(rows: RawTensor, heads: int) -> RawTensor:
     halves = rows.data.reshape(heads, 2, count // heads // 2, -1)
     data = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(-1)
     return replace(rows, stored=data)
+
+
+def is_kept(parts: Sequence[WeightPart], kind: str) -> bool:
+    """True if a tensor stays in MXFP4 although a mix gives it the type `kind`: a type of as many
+    bits or more would only add bytes."""
+    block = TYPES_BY_NAME[MXFP4]
+    bits = block.num_bytes * 8 / block.values
+    asked = TYPES_BY_NAME[kind]
+    return asked.num_bytes * 8 / asked.values >= bits and all(_is_stored(part) for part in parts)
+
+
+def _is_stored(part: WeightPart) -> bool:
+    layout = part.layout
+    if layout.gguf_type is not None:
+        return layout.gguf_type == MXFP4
+    alone = layout.options.get("global_scale") == "none"
+    return layout.kind == "fp4" and layout.group_size == 32 and alone
+
+
+def stored_blocks(parts: Sequence[WeightPart], begin: int, end: int) -> Encoded:
+    """The concatenated blocks of whole matrices. Raises WeightFormatError for invalid exponents."""
+    return Encoded(np.concatenate([_blocks(part) for part in parts[begin:end]]))
+
+
+def _blocks(part: WeightPart) -> npt.NDArray[np.uint8]:
+    buffers = part.stored().buffers
+    weight = buffers["weight"]
+    if part.layout.gguf_type is not None:
+        blocks = weight.data.reshape(-1, TYPES_BY_NAME[MXFP4].num_bytes)
+        exponents = blocks[:, :1]
+    else:
+        scale = buffers["scale"]
+        if scale.dtype not in ("u8", "f8e8m0"):
+            raise WeightFormatError(
+                f"tensor {part.name!r} has groups of 32 with scales of {scale.dtype}, MXFP4 has"
+                " exponents: convert the checkpoint from its unquantised form"
+            )
+        exponents = scale.data.reshape(-1, 1)
+        packed = weight.data.reshape(-1, 16)
+        values = np.stack((packed & 15, packed >> 4), axis=-1).reshape(-1, 32)
+        blocks = np.concatenate((exponents, values[:, :16] | values[:, 16:] << 4), axis=1)
+    if (exponents == _NAN).any():
+        raise WeightFormatError(
+            f"tensor {part.name!r} has a value that is not finite, which {MXFP4} cannot express:"
+            " repair the checkpoint"
+        )
+    return blocks.reshape(-1)

@@ -15,6 +15,8 @@ from vllmx_core.plugins.registry import Registry
 from vllmx_core.plugins.specs import ModelSpec
 from vllmx_core.records import Record
 from vllmx_core.text_modules import JoinedSource, with_text_modules
+from vllmx_core.weights.map import choices, name_in
+from vllmx_core.weights.part import WeightSource
 
 from vllmx_models.blocks.attention import AttentionMixer
 from vllmx_models.blocks.dense import DenseMLP
@@ -27,7 +29,8 @@ from vllmx_models.blocks.short_conv import ConvMixer
 from vllmx_models.formats.gguf.architecture import GGUFArchitecture
 from vllmx_models.formats.gguf.file import GGUFFile
 from vllmx_models.formats.gguf.quantize.traits import decoder_metadata, experts_of
-from vllmx_models.trunks.decoder import Decoder, DecoderSpec
+from vllmx_models.trunks.decoder import Decoder, DecoderSpec, LayerSpec
+from vllmx_models.trunks.heads import Heads
 
 _STORED_AS: Mapping[str, str] = {
     "DeepseekV3ForCausalLM": "DeepseekV2ForCausalLM",
@@ -37,6 +40,7 @@ _STORED_AS: Mapping[str, str] = {
     "MistralForCausalLM": "LlamaForCausalLM",
     "MixtralForCausalLM": "LlamaForCausalLM",
     "Olmo3ForCausalLM": "Olmo2ForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
@@ -73,6 +77,19 @@ class Target(Record):
     """Tensors that the metadata need, by their names in the file."""
     sampling: tuple[str, ...] = ()
     """The keys of generation_config.json that `metadata` contains."""
+    heads: Heads | None = None
+    """The layer of multi-token prediction, which follows the others in the file."""
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return self.spec.layers + (() if self.heads is None else self.heads.spec.layers)
+
+    def module_of(self, layer: int) -> str:
+        """The name of a layer in the checkpoint."""
+        names = self.spec.names
+        if self.heads is not None and layer == len(self.spec.layers):
+            names, layer = self.heads.spec.names, self.heads.spec.names.first_layer
+        return f"{names.layers}.{layer}"
 
     @property
     def num_kv_heads(self) -> int:
@@ -96,9 +113,29 @@ def target_of(registry: Registry, checkpoint: Checkpoint) -> Target:
     metadata, extra = decoder_metadata(model.spec, mixer, name)
     stated = {**table.states(model.spec), **table.kept(checkpoint.config)}
     metadata |= {f"{name}.{key}": value for key, value in stated.items()}
+    heads = _complete_heads(model, table, checkpoint.weights)
+    if heads is not None:
+        metadata |= {
+            f"{name}.block_count": len(model.spec.layers) + 1,
+            f"{name}.nextn_predict_layers": 1,
+        }
     sampling = _sampling(checkpoint)
     metadata |= {f"general.sampling.{_SAMPLING[key]}": value for key, value in sampling.items()}
-    return Target(name, table, model.spec, mixer, experts, metadata, extra, tuple(sampling))
+    return Target(name, table, model.spec, mixer, experts, metadata, extra, tuple(sampling), heads)
+
+
+def _complete_heads(model: Decoder, table: GGUFArchitecture, source: WeightSource) -> Heads | None:
+    """The layer of multi-token prediction, if the checkpoint has all of it and the file can."""
+    heads = model.heads
+    if not isinstance(heads, Heads) or "blk.{}.nextn.eh_proj" not in table.tensors:
+        return None
+    if len(heads.spec.layers) > 1:  # files have one
+        return None
+    read = {one.name for spec in model.weights() for part in spec.parts for one in choices(part)}
+    parts = [part for spec in heads.weights() for part in spec.parts]
+    own = [part for part in parts if not any(one.name in read for one in choices(part))]
+    names = source.names()
+    return heads if own and all(name_in(source, part) in names for part in own) else None
 
 
 def _known_blocks(spec: DecoderSpec, architecture: str) -> AttentionMixer | LatentMixer:

@@ -20,7 +20,7 @@ from vllmx_core.weights.tensor import RawTensor
 
 from vllmx_models.blocks.dense import DenseMLP
 from vllmx_models.blocks.latent import LatentMixer
-from vllmx_models.blocks.layer import FeedForward, LayerNames
+from vllmx_models.blocks.layer import FeedForward, LayerNames, renamed_part
 from vllmx_models.blocks.moe import MoE
 from vllmx_models.formats.gguf.places import ONE_ROW, split_name
 from vllmx_models.formats.gguf.quantize.encoders import float_rows
@@ -28,7 +28,6 @@ from vllmx_models.formats.gguf.quantize.header import Target
 from vllmx_models.formats.gguf.quantize.losses import of_tensors
 from vllmx_models.formats.gguf.quantize.recurrent import in_file, joined
 from vllmx_models.formats.gguf.tower_weights import one_below_the_other
-from vllmx_models.trunks.decoder import renamed_part
 
 _EXPERTS = {
     "blk.{}.ffn_gate_exps": "gate",
@@ -105,7 +104,7 @@ def origins_of(
     a layer's experts or heads; a line for each kind of tensor that the file lacks)."""
     found: dict[str, tuple[Origin, ...]] = {}
     source = checkpoint.weights
-    layers = range(len(target.spec.layers))
+    layers = range(len(target.layers))
     for pattern in target.table.tensors:
         stem, suffixes = _suffixes(pattern)
         for layer in layers if "{}" in pattern else [0]:
@@ -160,7 +159,7 @@ def _found(
     target: Target, pattern: str, suffix: str, layer: int, source: WeightSource
 ) -> tuple[Origin, ...]:
     """The origins of a tensor if the checkpoint has all of them; otherwise none."""
-    original, block = target.table.name_of(pattern, suffix), target.spec.layers[layer]
+    original, block = target.table.name_of(pattern, suffix), target.layers[layer]
     if pattern in target.table.read_only or not _has(block.feed_forward, pattern):
         return ()
     if original.count("{}") < 2:
@@ -207,12 +206,12 @@ def _within(
     if spec is not None:
         first = resolved(source, spec.parts[0]).name
         return Origin(first, lambda source: one_below_the_other(first, parts_of(spec, source)))
-    feed_forward = target.spec.layers[layer].feed_forward
+    feed_forward = target.layers[layer].feed_forward
     dense = feed_forward.shared if isinstance(feed_forward, MoE) else feed_forward
     role = (_SHARED if isinstance(feed_forward, MoE) else _DENSE).get(pattern)
     if role is None or not isinstance(dense, DenseMLP) or dense.names.gate_up is None:
         return None
-    where = LayerNames("", f"{target.spec.names.layers}.{layer}", target.spec.hidden_size)
+    where = LayerNames("", target.module_of(layer), target.spec.hidden_size)
     part = dense.weights(where)[0].parts[role]
     if part.name not in names:
         return None
@@ -220,8 +219,11 @@ def _within(
 
 
 def _spelled(target: Target, name: str) -> list[str]:
-    """Spellings of a name of the text model, which has a prefix in checkpoints of larger models."""
+    """Spellings of a name of the text model, which has a prefix in checkpoints of larger models, or
+    of a name of its heads."""
     names = target.spec.names
+    if target.heads is not None and f".layers.{len(target.spec.layers)}." in name:
+        return target.heads.spellings(name)
     if names.also is None:
         return [name]
     if name.startswith("lm_head"):
@@ -234,8 +236,8 @@ def _picked(
     target: Target, pattern: str, suffix: str, layer: int, source: WeightSource
 ) -> list[Origin]:
     """The matrices, biases or norms of a layer's experts or heads, in any form of checkpoint."""
-    block = target.spec.layers[layer]
-    theirs = f"{target.spec.names.layers}.{layer}"
+    block = target.layers[layer]
+    theirs = target.module_of(layer)
     if pattern in _HEADS and isinstance(block.mixer, LatentMixer):
         if suffix == ".bias":
             return []
@@ -269,6 +271,8 @@ def _picked(
 def _pick(target: Target, part: PartSpec, cols: int, suffix: str, source: WeightSource) -> Origin:
     if target.spec.names.also is not None:
         part = renamed_part(part, *target.spec.names.also)
+    if target.heads is not None:
+        part = target.heads.renamed(part)
     found = resolved(source, part)
     spec = WeightSpec(found.name, "linear", (found,), cols)
     if suffix == ".bias":

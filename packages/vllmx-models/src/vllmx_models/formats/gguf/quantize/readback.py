@@ -43,7 +43,7 @@ def check(registry: Registry, target: Target, tensors: Sequence[NewTensor], path
         **target.table.config(header),
     }
     found = registry.model_for(config).load()(config).spec
-    wanted = replace(target.spec, dtype=found.dtype, names=found.names)
+    wanted = replace(target.spec, dtype=found.dtype, names=found.names, prediction=found.prediction)
     for name in (field.name for field in fields(DecoderSpec)):
         ours, theirs = getattr(wanted, name), getattr(found, name)
         if ours != theirs and not (name == "layers" and _same_layers(wanted, found)):

@@ -28,11 +28,10 @@ def joined(
     target: Target, pattern: str, layer: int, present: Callable[[str], bool]
 ) -> WeightSpec | None:
     """The rows of a tensor that a checkpoint stores within a larger one, if it does."""
-    mixer = target.spec.layers[layer].mixer
+    mixer = target.layers[layer].mixer
     if pattern not in _JOINED or not isinstance(mixer, DeltaMixer) or mixer.names.qkvz is None:
         return None
-    names = target.spec.names
-    theirs = f"{names.layers}.{layer}"
+    theirs = target.module_of(layer)
     if not present(f"{theirs}.{mixer.names.module}.{mixer.names.qkvz}.weight"):
         return None
     specs = mixer.weights(LayerNames("", theirs, target.spec.hidden_size))
@@ -45,7 +44,7 @@ def in_file(target: Target, pattern: str, layer: int, part: WeightPart) -> Weigh
         part = dense_part(part.name, -np.exp(part.dequantize()))
     if pattern in _CONVOLUTIONS and len(part.shape) == 3:
         part = dense_part(part.name, part.dequantize().reshape(part.shape[0], -1))
-    mixer = target.spec.layers[layer].mixer
+    mixer = target.layers[layer].mixer
     if isinstance(mixer, MambaMixer):
         return _of_mamba(mixer, pattern, part)
     if isinstance(mixer, DeltaMixer) and target.table.tiled_heads and not mixer.tiled:

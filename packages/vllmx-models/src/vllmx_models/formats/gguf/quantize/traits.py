@@ -68,6 +68,10 @@ def decoder_metadata(
     scaling, extra = _scaling(rope)
     if isinstance(mixer, LatentMixer) and rope.options.get("mscale_all_dim"):
         values[LOG_MULTIPLIER] = 0.1 * rope.number("mscale_all_dim")
+    if mixer.query_scale is not None:
+        values["attention.temperature_scale"] = mixer.query_scale.beta
+        if isinstance(mixer, AttentionMixer) and rope.options.get("mscale_all_dim"):
+            values[LOG_MULTIPLIER] = rope.number("mscale_all_dim")
     values |= {f"rope.scaling.{key}": value for key, value in scaling.items()}
     return {f"{name}.{key}": value for key, value in values.items()}, extra
 
@@ -140,11 +144,15 @@ def _scaling(rope: Rope) -> tuple[dict[str, Any], dict[str, F32]]:
         return {"type": "yarn", "factor": factor, **length, **stated}, {}
     if rope.kind == "llama3":
         context = int(rope.number("original_max_position_embeddings"))
-        divisors = llama3_divisors(rope.theta, rope.rotary_dim, rope.number("factor"), context)
+        names = ("low_freq_factor", "high_freq_factor")
+        own = (rope.theta, rope.rotary_dim, rope.number("factor"), context)
+        divisors = llama3_divisors(*own, *(rope.number(name) for name in names))
         return {}, {FREQS: divisors}
     if rope.kind == "longrope":
         factors = {LONG: "long_factor", SHORT: "short_factor"}
         extra = {name: np.asarray(options[key], np.float32) for name, key in factors.items()}
+        if options.get("attention_factor") == 1 and np.array_equal(extra[LONG], extra[SHORT]):
+            return {}, {FREQS: extra[LONG]}
         original = rope.number("original_max_position_embeddings", rope.max_positions)
         return {"type": "longrope", "original_context_length": int(original)}, extra
     if rope.kind == "proportional":  # a divisor for each frequency; slow ones do not rotate
