@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllmx_core.backend import HOST_STEP_TIMEOUT_S, LoadedInfo, LoadOptions
+from vllmx_core.backend_kit.hidden import hidden_of, shared_matrices
 from vllmx_core.backend_kit.limits import feature_rows, feature_shapes
 from vllmx_core.dtypes import choose_dtype
 from vllmx_core.errors import ConfigError
@@ -46,7 +47,6 @@ class CpuBackend:
         return NAME
 
     def supports(self, op: Op) -> bool:
-        """See `vllmx_core.backend.Backend.supports`."""
         return OPS.supports(op)
 
     def environment(self) -> dict[str, str]:
@@ -62,7 +62,6 @@ class CpuBackend:
         }
 
     def load(self, model: Model, source: WeightSource, options: LoadOptions) -> CpuLoadedModel:
-        """See `vllmx_core.backend.Backend.load`."""
         isa = native.choose_isa()
         dtype = choose_dtype(options.dtype, model.shape.dtype, VX_DTYPES, "CPU")
         threads = _num_threads(options)
@@ -72,6 +71,7 @@ class CpuBackend:
             sizes.constants,
             source,
             sizes.shapes,
+            shared=shared_matrices(options.hidden),
             num_threads=threads,
             progress=options.progress,
         )
@@ -87,8 +87,11 @@ class CpuBackend:
             allocate(sizes.room.workspace_bytes),
             VxImages(),
             allocate_turned(sizes.fused.ops, sizes.max_rows["T"]),
-            allocate_features(feature_shapes(model.shape, options)),
-            ranks_of(options.communicator),
+            allocate_features(feature_shapes(model.shape, options))
+            if options.hidden is None
+            else options.hidden.parts,
+            adapters=sizes.adapters,
+            ranks=ranks_of(options.communicator),
         )
         recorded = None if options.enforce_eager else _lower(lowering, sizes)
         info = _info(sizes, weights, dtype, {"instruction set": isa.name, "threads": threads})
@@ -102,7 +105,15 @@ class CpuBackend:
         tower = None if sizes.tower is None else CpuTower(lowering, sizes.tower)
         team = native.Team(threads)  # last: from here on there are threads to be ended
         return CpuLoadedModel(
-            info, team, lowering, vocab_size, workspace, recorded, sizes.recorded, tower
+            info,
+            team,
+            lowering,
+            vocab_size,
+            workspace,
+            recorded,
+            sizes.recorded,
+            tower,
+            hidden_of(model.shape, lowering.features, weights.tied),
         )
 
 

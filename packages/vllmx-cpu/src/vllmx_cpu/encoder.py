@@ -40,7 +40,6 @@ class NativeEncoder:
         self._isa = (isa or choose_isa()).index
 
     def encode(self, kind: str, rows: RawTensor, *, measure: bool = False) -> Encoded:
-        """See `vllmx_core.weights.encoding.Encoder`."""
         count, cols = prod(rows.shape[:-1]), rows.shape[-1]
         scales: F32 | None = None
         if kind in ROW_KINDS:

@@ -5,34 +5,36 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
-from ctypes import Structure, c_int32, c_void_p
+from ctypes import Structure, c_void_p
 
 import numpy as np
 from vllmx_core.ops.attention import Attention
+from vllmx_core.ops.cross_attention import CrossAttention
 from vllmx_core.ops.op import Op
+from vllmx_core.ops.place import Place
 from vllmx_core.ops.segment_attention import SegmentAttention
+from vllmx_core.ops.tap import Tap
 from vllmx_core.ops.values import WeightRef
 from vllmx_core.plan import F32, I32, AnyArray, StepPlan
 from vllmx_core.records import Record
 
 from vllmx_cpu.memory import Bytes, allocate
+from vllmx_cpu.structs import ints, pointers
 
 
 class VxImages(Structure):
     """The arrays of a step; native/images.h."""
 
     _fields_ = [
-        ("feature_rows", c_void_p),
-        ("rope_positions", c_void_p),
-        ("patches", c_void_p),
-        ("table_rows", c_void_p),
-        ("table_weights", c_void_p),
-        ("keep", c_void_p),
-        ("visible_to", c_void_p),
-        ("windows", c_void_p),
-        ("taps", c_int32),
-        ("num_windows", c_int32),
+        *pointers("feature_rows rope_positions patches table_rows table_weights keep"),
+        *pointers("visible_to own_rows tap_rows windows cross_rows"),
+        *ints("taps num_windows"),
     ]
+
+
+_OF_STEP = (
+    "feature_rows", "rope_positions", "visible_to", "own_rows", "tap_rows", "cross_rows",
+)  # fmt: skip
 
 
 class VxSee(Structure):
@@ -46,7 +48,7 @@ class VxSee(Structure):
 def see(plan: StepPlan, ops: VxImages) -> VxSee:
     """The first op of a step: its arguments keep copies of the plan's arrays."""
     arrays: dict[str, AnyArray] = {}
-    for name in ("feature_rows", "rope_positions", "visible_to"):
+    for name in _OF_STEP:
         if (given := getattr(plan, name)) is not None:
             arrays[name] = np.array(given, np.int32, order="C")
     step = VxImages()
@@ -73,6 +75,8 @@ def reads_images(ops: Iterable[Op]) -> bool:
         if isinstance(op, Attention | SegmentAttention) and op.spec.rope_axes:
             return True
         if isinstance(op, Attention) and op.spec.spans:
+            return True
+        if isinstance(op, Place | Tap | CrossAttention):
             return True
     return False
 

@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from vllmx_core.backend import LoadedInfo
+from vllmx_core.adapters import Adapter
+from vllmx_core.backend import LoadedInfo, MovableCache
+from vllmx_core.backend_kit.hidden import Hidden
+from vllmx_core.backend_kit.host_rows import HostRows
 from vllmx_core.backend_kit.in_flight import InFlight
+from vllmx_core.ops.adapt import Adapt
 from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.values import Value
 from vllmx_core.plan import F32, I32, SamplingRows, StepPlan, StepResult
@@ -25,7 +29,6 @@ from vllmx_cpu.sampling import SamplerCall
 from vllmx_cpu.structs import VxElementwise, VxJob, VxRecord, VxSampler, VxStep
 from vllmx_cpu.tape import Call, Tape, make_tape
 from vllmx_cpu.tower import CpuTower
-from vllmx_cpu.vectors import VectorsCall
 
 
 class RecordedStep(Record):
@@ -49,7 +52,9 @@ class CpuLoadedModel:
         recorded: RecordedStep | None,
         steps: OpList,
         tower: CpuTower | None = None,
+        hidden: Hidden | None = None,
     ) -> None:
+        self._hidden = hidden
         self._info = info
         self._tower = tower
         self._sees = tower is not None or reads_images(steps.ops)
@@ -77,8 +82,36 @@ class CpuLoadedModel:
         return self._lowering.pages
 
     @property
+    def hidden(self) -> Hidden | None:
+        """See `vllmx_core.backend.HasHidden`."""
+        return self._hidden
+
+    @property
+    def movable_cache(self) -> MovableCache:
+        """See `vllmx_core.backend.HasMovableCache`."""
+        pages = [half for page in self.pages for half in (page.k, page.v)]
+        blocks = [half.reshape(self._info.num_kv_blocks, -1) for half in pages]
+        states = None
+        if self._lowering.states:
+            memory = self._lowering.states[0].memory  # of all layers
+            states = HostRows([memory.reshape(self._info.num_state_slots, -1)], self._settle)
+        return MovableCache(HostRows(blocks, self._settle), states, in_host_memory=True)
+
+    def _settle(self) -> None:
+        if self._last is not None:
+            self._wait(self._last)  # jobs run in order
+
+    @property
     def info(self) -> LoadedInfo:
         return self._info
+
+    def set_adapter(self, slot: int, adapter: Adapter | None) -> None:
+        """See `vllmx_core.backend.HasAdapters`."""
+        adapters = self._lowering.adapters
+        assert adapters is not None, "the model was loaded without room for adapters"
+        if self._last is not None:
+            self._wait(self._last)  # steps run in order
+        adapters.put(slot, adapter)
 
     def step(self, plan: StepPlan, rows: SamplingRows) -> CpuStep:
         """See `vllmx_core.backend.LoadedModel.step`: one native job. With enforce_eager the step
@@ -246,6 +279,8 @@ class CpuStep:
             arrays["state_from"], arrays["state_to"] = plan.state_slots
             if plan.state_after is not None:
                 arrays["state_after"] = plan.state_after
+        if plan.adapters is not None and (plan.adapters >= 0).any():
+            arrays["adapters"] = plan.adapted
         # One group after the other.
         self._short = np.concatenate((*arrays.values(), *plan.slots), **_AS_I32)  # slots: (G * T,)
         self._tables = np.concatenate(plan.block_tables or (_NOTHING,), **_AS_I32)  # (G * R, B)
@@ -304,7 +339,6 @@ class EagerRun:
         self._seconds = 0.0
 
     def address(self, value: Value) -> int:
-        """The address of a value."""
         return int(self._buffers[value].ctypes.data)
 
     def run(self, steps: OpList, begin: float = 0.0, end: float = 1.0) -> float:
@@ -317,8 +351,9 @@ class EagerRun:
         return self._seconds - before
 
     def op(self, op: Op) -> None:
-        """All calls of one op."""
-        for value in op.writes:
+        if isinstance(op, Adapt):  # in place
+            self._buffers[op.out] = self._buffers[op.y]
+        for value in () if isinstance(op, Adapt) else op.writes:
             rows = self._step.num_tokens if value.rows == "T" else self._step.num_logit_rows
             self._buffers[value] = np.empty((rows, value.width), np.float32)
         for call in lower(self._lowering, op, self.address):
@@ -332,3 +367,28 @@ class EagerRun:
         self._team.run(job)
         self._seconds += job.seconds
         job.seconds = self._seconds
+
+
+class VectorsCall:
+    """The op "scale" by one, behind the tape, over the step's L logit `rows`: the next step may
+    write into the arena before this one's result is read."""
+
+    function = "scale"
+
+    def __init__(self, rows: int, width: int) -> None:
+        self.ids: I32 = np.zeros(0, np.int32)
+        self._vectors: F32 = np.empty((rows, width), np.float32)
+        self.struct = VxElementwise(y=self._vectors.ctypes.data, width=width, factor=1.0)
+
+    def bind(self, vectors: int) -> None:
+        """Sets the address at which the step leaves its (L, width) vectors."""
+        self.struct.x = vectors
+
+    @property
+    def address(self) -> int:
+        """The address of the argument struct."""
+        return ctypes.addressof(self.struct)
+
+    def result(self, seconds: float) -> StepResult:
+        """The result of the step; call when it has finished."""
+        return StepResult(self.ids, elapsed_s=seconds, vectors=self._vectors)

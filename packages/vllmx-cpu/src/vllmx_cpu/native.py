@@ -87,7 +87,7 @@ def _declare(lib: ctypes.CDLL) -> None:
         "vx_attention_workspace_bytes": (c_size_t, (*sizes, c_int32)),
         "vx_sampler_workspace_bytes": (c_size_t, (c_int32, c_int32)),
         "vx_experts_workspace_bytes": (c_size_t, (*sizes, c_int32, c_int32)),
-        "vx_latent_workspace_bytes": (c_size_t, (*sizes, c_int32, c_int32)),
+        "vx_latent_workspace_bytes": (c_size_t, (*sizes, c_int32, c_int32, c_int32)),
         "vx_segment_workspace_bytes": (c_size_t, (*sizes, c_int32, c_int32)),
         "vx_latent_rows": (c_int32, (c_int32, c_int32)),
         "vx_panels_bytes": (c_size_t, (c_int32, c_int32, c_int32)),

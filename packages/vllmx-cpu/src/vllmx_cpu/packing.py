@@ -14,22 +14,25 @@ from vllmx_core.records import Record
 from vllmx_core.system.progress import show_progress
 from vllmx_core.weights.files import ReadingRoom
 from vllmx_core.weights.map import bias_of, parts_of
-from vllmx_core.weights.part import DENSE, WeightPart, WeightSource
+from vllmx_core.weights.part import DENSE, StoredPart, WeightPart, WeightSource
 from vllmx_core.weights.spec import WeightSpec
-from vllmx_core.weights.tensor import ITEM_BYTES
+from vllmx_core.weights.tensor import ITEM_BYTES, float8_to_f32
 
-from vllmx_cpu.coded import affine_rows, float8_rows
 from vllmx_cpu.kinds import column_order, native_kind, packed_cols, packed_columns
 from vllmx_cpu.memory import Bytes, allocate
 from vllmx_cpu.native import library
 from vllmx_cpu.structs import (
+    AFFINE_KINDS,
     BLOCK_KINDS,
     CODED_KINDS,
+    FLOAT8_COLS,
     FLOAT8_KIND,
     VX_DTYPES,
     WEIGHT_KINDS,
     VxWeight,
 )
+
+COLS_OF = {kind: cols for (_, cols), kind in AFFINE_KINDS.items()}
 
 logger = logging.getLogger("vllmx.cpu")
 
@@ -108,6 +111,8 @@ class LoadedWeights(Record):
 
     matrices: Mapping[str, PackedMatrix]
     vectors: Mapping[str, F32]
+    tied: Mapping[tuple[object, ...], PackedMatrix]
+    """The matrices by `tie_key`."""
 
     @property
     def num_bytes(self) -> int:
@@ -146,9 +151,14 @@ def tie_key(spec: WeightSpec, shape: MatrixShape) -> tuple[object, ...]:
     return (spec.parts, spec.offset, shape)
 
 
-def packed_bytes(specs: Sequence[WeightSpec], shapes: Mapping[str, MatrixShape]) -> int:
-    """Memory that the weights of a map will take."""
+def packed_bytes(
+    specs: Sequence[WeightSpec],
+    shapes: Mapping[str, MatrixShape],
+    shared: Collection[tuple[object, ...]] = (),
+) -> int:
+    """Memory that the weights of a map will take, but for matrices that are shared."""
     tied = {tie_key(s, shapes[s.name]): shapes[s.name] for s in specs if s.name in shapes}
+    tied = {key: shape for key, shape in tied.items() if key not in shared}
     vectors = sum(spec.rows * 4 for spec in specs if spec.kind == "vector")
     return sum(shape.num_bytes for shape in tied.values()) + vectors
 
@@ -159,17 +169,19 @@ def load_weights(
     source: WeightSource,
     shapes: Mapping[str, MatrixShape],
     *,
+    shared: Mapping[tuple[object, ...], PackedMatrix] | None = None,
     num_threads: int,
     progress: bool,
 ) -> LoadedWeights:
-    """Packs the whole map. Raises WeightFormatError that names the tensor when one is missing or
-    has another shape than the map says."""
+    """Packs the whole map, but for matrices of another model that are `shared`. Raises
+    WeightFormatError that names the tensor when one is missing or has another shape than the map
+    says."""
     matrices: dict[str, PackedMatrix] = {}
     vectors = {name: np.ascontiguousarray(table, np.float32) for name, table in constants.items()}
     jobs: list[Callable[[], None]] = []
     decoded: list[tuple[WeightPart, str]] = []
     room = ReadingRoom()
-    tied: dict[tuple[object, ...], PackedMatrix] = {}
+    tied = dict(shared or {})
     for spec in specs:
         if spec.kind == "vector":
             vectors[spec.name] = _vector(spec, source)
@@ -187,7 +199,7 @@ def load_weights(
         matrices[spec.name] = tied[key]
     _log_decoded(decoded)
     _run(jobs, num_threads, progress)
-    return LoadedWeights(matrices, vectors)
+    return LoadedWeights(matrices, vectors, tied)
 
 
 def _vector(spec: WeightSpec, source: WeightSource) -> F32:
@@ -365,3 +377,50 @@ def _run(jobs: Sequence[Callable[[], None]], num_threads: int, progress: bool) -
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+class UnitRows(Record):
+    """Arguments of vx_pack_coded."""
+
+    codes: AnyArray  # (n, cols) uint8
+    scales: F32  # (n, units)
+    zeros: AnyArray | None  # (n, units) int16
+
+
+def affine_rows(part: WeightPart, kind: str, cols: int, begin: int, end: int) -> UnitRows:
+    """Rows of a part that has integers, `cols` packed columns with the input features in
+    `column_order`."""
+    rows, is_moved = part.coded_rows(begin, end), column_order(part) is not None
+    order = packed_columns(part, cols)
+    feature = order[:: COLS_OF[kind]]  # the first of each unit; behind all groups it is none
+    if rows.group_of is None:
+        group = feature // (part.shape[1] // rows.scales.shape[1])
+    else:
+        group = rows.group_of[feature]
+    codes = rows.codes
+    if is_moved or cols > part.shape[1]:
+        codes = np.where(order < 0, np.uint8(0), codes[:, order])
+    shape = (end - begin, len(feature))
+    zeros = np.zeros(shape, np.int16) if rows.zeros is None else rows.zeros[:, group]
+    return UnitRows(
+        np.ascontiguousarray(codes, np.uint8),
+        np.ascontiguousarray(rows.scales[:, group], np.float32),
+        np.ascontiguousarray(zeros, np.int16),
+    )
+
+
+def float8_rows(part: WeightPart, begin: int, end: int) -> UnitRows:
+    """Rows of a part of layout "fp8"."""
+    if not isinstance(part, StoredPart):
+        part, begin, end = part.rows(begin, end), 0, end - begin
+    raw, options = part.buffers["scale"].in_memory(), part.layout.options
+    scales = float8_to_f32(raw.view(), "f8e8m0") if raw.dtype == "u8" else raw.to_f32()  # type: ignore[arg-type]
+    row, unit = np.arange(begin, end), np.arange(0, part.shape[1], FLOAT8_COLS)
+    if options["strategy"] == "block":
+        row, unit = row // int(options["block_rows"]), unit // int(options["block_cols"])
+        found = scales[np.ix_(row, unit)]
+    else:
+        whole = np.broadcast_to(scales.reshape(-1, 1), (part.shape[0], len(unit)))
+        found = whole[begin:end]
+    codes = np.asarray(part.buffers["weight"].rows(begin, end).view())
+    return UnitRows(np.ascontiguousarray(codes), np.ascontiguousarray(found, np.float32), None)

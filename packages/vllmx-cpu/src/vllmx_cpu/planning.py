@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from vllmx_core.adapters import AdapterTargets
 from vllmx_core.backend import LoadOptions
+from vllmx_core.backend_kit.hidden import shared_matrices
 from vllmx_core.backend_kit.limits import check_weights_fit, feature_bytes, step_limits
 from vllmx_core.cache.capacity import CachePlan
 from vllmx_core.kv_dtypes import kv_dtype
@@ -20,6 +22,7 @@ from vllmx_core.system.memory import free_bytes
 from vllmx_core.weights.part import WeightSource
 from vllmx_core.weights.spec import WeightSpec
 
+from vllmx_cpu.adapters import CpuAdapters
 from vllmx_cpu.kinds import segments
 from vllmx_cpu.kv_cache import plan_kv
 from vllmx_cpu.lowering.table import OPS
@@ -64,6 +67,8 @@ class LoadSizes(Record):
     constants: Mapping[str, AnyArray]
     tower: TowerSizes | None
     """Set where the model sees images."""
+    adapters: CpuAdapters | None
+    """Set where rows may use adapters."""
 
 
 def load_sizes(
@@ -71,7 +76,8 @@ def load_sizes(
 ) -> LoadSizes:
     """Records the model's step and sizes it. Raises CapacityError when weights or one sequence of
     max_model_len do not fit into the memory that is free."""
-    recording = prepare(model, options.max_model_len, "cpu", OPS.supports)
+    adapts = options.adapters is not None
+    recording = prepare(model, options.max_model_len, "cpu", OPS.supports, adapts=adapts)
     recorded = recording.steps
     # float32 asks for float32 throughout: no activation is rounded to int8 then.
     kept = None if dtype == "f32" else source
@@ -85,19 +91,24 @@ def load_sizes(
     specs = [spec for group in cut.values() for spec in group]
     shapes = matrix_shapes(specs, dtype, gated, kept)
     fused = fuse_activations(fuse_gated_linears(recorded, fusible))
-    max_rows = step_limits(options, model.shape.vocab_size)
+    max_rows = step_limits(options, model.shape.limited_row)
     cached = kv_dtype(options.kv_cache_dtype, KV_DTYPES, dtype, "cpu")
     extent = Extent(max_rows, options.num_seqs, options.max_model_len)
-    room = plan_room(fused, extent, shapes, num_threads, cached)
+    adapters, adapter_bytes = None, 0
+    if options.adapters is not None:
+        targets = AdapterTargets(recording.specs, recorded.ops)
+        adapters = CpuAdapters(options.adapters, targets, half=dtype != "f32")
+        adapter_bytes = targets.num_bytes(options.adapters, 4 if dtype == "f32" else 2)
+    room = plan_room(fused, extent, shapes, num_threads, cached, adapters)
     tower = None
     if recording.tower is not None and (encoder := encoder_of(model)) is not None:
         ops = fuse_activations(fuse_gated_linears(recording.tower, fusible))
         tower = TowerSizes(ops, encoder.patches_per_token, shapes, num_threads, cached)
     free = options.free_bytes or free_bytes()
-    weight_bytes = packed_bytes(specs, shapes)
+    weight_bytes = packed_bytes(specs, shapes, shared_matrices(options.hidden))
     remedy = "choose a smaller or quantised model, or a 16-bit --dtype"
     check_weights_fit(weight_bytes, free, dtype, remedy=remedy)
-    used = weight_bytes + room.num_bytes + feature_bytes(model.shape, options)
+    used = weight_bytes + room.num_bytes + feature_bytes(model.shape, options) + adapter_bytes
     if tower is not None:  # a step's images; room for more is made when they come
         patches = min(max_rows["T"], options.max_model_len) * tower.patches_per_token
         used += tower.room(patches, 1, patches // PATCHES_OF_WINDOW).num_bytes
@@ -113,6 +124,7 @@ def load_sizes(
         kv,
         recording.constants,
         tower,
+        adapters,
     )
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from vllmx_core.ops.adapt import Adapt
 from vllmx_core.ops.attention import Attention
+from vllmx_core.ops.compressed_attention import CompressedAttention
 from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.gated_linear import GatedLinear
+from vllmx_core.ops.grouped_linear import GroupedLinear
 from vllmx_core.ops.head import Head
+from vllmx_core.ops.indexer import Indexer
 from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import OpList
@@ -16,7 +20,9 @@ from vllmx_core.ops.values import Rows
 from vllmx_core.recorded.arena import ArenaPlan, plan_arena
 from vllmx_core.records import Record
 
-from vllmx_cpu.lowering.attention import segment_dtype
+from vllmx_cpu.adapters import CpuAdapters
+from vllmx_cpu.lowering.attention import INDEXER_TOKENS, score_stride, segment_dtype
+from vllmx_cpu.lowering.compressed import GROUPED_TOKENS, grouped_numbers
 from vllmx_cpu.native import library
 from vllmx_cpu.packing import MatrixShape
 from vllmx_cpu.structs import KV_DTYPES, WEIGHT_KINDS
@@ -53,15 +59,20 @@ def plan_room(
     shapes: Mapping[str, MatrixShape],
     num_threads: int,
     kv_dtype: str,
+    adapters: CpuAdapters | None = None,
 ) -> Room:
     """Sizes everything that the ops work in."""
+    adapted = {op.out: op.y for op in steps.ops if isinstance(op, Adapt)}
     arena = plan_arena(
-        steps.ops, lambda value: value.width * extent.max_rows[value.rows] * 4, [steps.logits]
+        steps.ops,
+        lambda value: value.width * extent.max_rows[value.rows] * 4,
+        [steps.logits],
+        in_place=adapted,
     )
     return Room(
         arena,
         _panel_bytes(steps, extent.max_rows, shapes),
-        _workspace_bytes(steps, extent, num_threads, kv_dtype),
+        _workspace_bytes(steps, extent, num_threads, kv_dtype, adapters),
     )
 
 
@@ -80,6 +91,10 @@ def _panel_bytes(
                 for shape in (shapes[op.gate_up.name], shapes[op.down.name])
             )
             largest = max(largest, *of_stacks)
+        elif isinstance(op, GroupedLinear):
+            shape, rows = shapes[op.w.name], op.w.count * min(max_rows["T"], GROUPED_TOKENS)
+            kind = WEIGHT_KINDS[shape.kind]
+            largest = max(largest, library().vx_panels_bytes(kind, shape.cols, rows))
         elif isinstance(op, LatentAttention):
             rows = library().vx_latent_rows(op.spec.num_heads, max_rows["T"])
             of_heads = (
@@ -90,7 +105,13 @@ def _panel_bytes(
     return largest
 
 
-def _workspace_bytes(steps: OpList, extent: Extent, num_threads: int, kv_dtype: str) -> int:
+def _workspace_bytes(
+    steps: OpList,
+    extent: Extent,
+    num_threads: int,
+    kv_dtype: str,
+    adapters: CpuAdapters | None,
+) -> int:
     largest, max_tokens = 0, extent.max_rows["T"]
     for op in steps.ops:
         if isinstance(op, Attention):
@@ -109,9 +130,16 @@ def _workspace_bytes(steps: OpList, extent: Extent, num_threads: int, kv_dtype: 
                 latent.rank,
                 latent.nope_size,
                 latent.value_size,
+                0 if op.picked is None else op.picked.width,
                 extent.longest,
                 num_threads,
             )
+        elif isinstance(op, CompressedAttention):
+            needed = 4 * max_tokens * op.spec.head_size
+        elif isinstance(op, GroupedLinear):
+            needed = 4 * grouped_numbers(op)
+        elif isinstance(op, Indexer):
+            needed = 4 * INDEXER_TOKENS * score_stride(op)
         elif isinstance(op, SegmentAttention):
             rows = extent.num_windows if op.spec.windowed else extent.num_rows
             needed = library().vx_segment_workspace_bytes(
@@ -126,6 +154,8 @@ def _workspace_bytes(steps: OpList, extent: Extent, num_threads: int, kv_dtype: 
             needed = library().vx_experts_workspace_bytes(
                 max_tokens, op.ids.width, op.inner, op.x.width, op.gate_up.count, num_threads
             )
+        elif isinstance(op, Adapt) and adapters is not None:
+            needed = 4 * extent.max_rows[op.y.rows] * adapters.shrunk_numbers(op.w.name)
         else:
             continue
         largest = max(largest, int(needed))

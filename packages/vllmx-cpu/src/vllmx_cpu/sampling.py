@@ -95,6 +95,8 @@ class SamplerCall:
         if rows.mask_index is not None and rows.masks is not None:
             self._set("mask_index", rows.mask_index, np.int32)
             self._set("masks", rows.masks, np.uint32)
+        if rows.group_from is not None:
+            self._set("group_from", rows.group_from, np.int32)
 
     def bind(self, logits: int, vocab_size: int, workspace: Bytes) -> None:
         """Sets the address at which the step leaves its (L, V) logits."""

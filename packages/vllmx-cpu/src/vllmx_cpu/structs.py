@@ -5,7 +5,7 @@ from __future__ import annotations
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_size_t, c_void_p
 
 VX_DTYPES = {"f32": 0, "f16": 1, "bf16": 2}
-KV_DTYPES = {"bf16": 2, "f16": 1, "f32": 0, "int8": 3, "fp8": 4}
+KV_DTYPES = {"bf16": 2, "f16": 1, "f32": 0, "int8": 3, "fp8": 4, "q4": 5, "q8,q4": 6}
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 BLOCK_KINDS = {
     "Q4_0": 16,
@@ -48,26 +48,28 @@ ROW_KINDS = {"int8": 48, "fp8": 49}
 """Rows with one scale each, as encode.h numbers them."""
 
 
+def pointers(names: str) -> list[tuple[str, type[c_void_p]]]:
+    """Fields of a struct that are addresses."""
+    return [(name, c_void_p) for name in names.split()]
+
+
+def ints(names: str) -> list[tuple[str, type[c_int32]]]:
+    """Fields of a struct that are int32."""
+    return [(name, c_int32) for name in names.split()]
+
+
+def floats(names: str) -> list[tuple[str, type[c_float]]]:
+    """Fields of a struct that are float32."""
+    return [(name, c_float) for name in names.split()]
+
+
 class VxStep(Structure):
     """The arrays of one step."""
 
     _fields_ = [
-        ("T", c_int32),
-        ("R", c_int32),
-        ("L", c_int32),
-        ("B", c_int32),
-        ("block_stride", c_int32),
-        ("tokens", c_void_p),
-        ("positions", c_void_p),
-        ("slots", c_void_p),
-        ("query_start", c_void_p),
-        ("context_len", c_void_p),
-        ("block_tables", c_void_p),
-        ("logit_rows", c_void_p),
-        ("token_types", c_void_p),
-        ("state_from", c_void_p),
-        ("state_to", c_void_p),
-        ("state_after", c_void_p),
+        *ints("T R L B block_stride"),
+        *pointers("tokens positions slots query_start context_len block_tables logit_rows"),
+        *pointers("token_types state_from state_to state_after adapters"),
     ]
 
 
@@ -84,8 +86,7 @@ class VxJob(Structure):
         ("records", POINTER(VxRecord)),
         ("num_records", c_int32),
         ("step", VxStep),
-        ("tokens", c_void_p),
-        ("previous_ids", c_void_p),
+        *pointers("tokens previous_ids"),
         ("num_previous_ids", c_int32),
         ("seconds", c_double),
         ("record_seconds", c_void_p),
@@ -97,14 +98,8 @@ class VxWeight(Structure):
     """A packed matrix."""
 
     _fields_ = [
-        ("data", c_void_p),
-        ("bias", c_void_p),
-        ("kind", c_int32),
-        ("rows", c_int32),
-        ("cols", c_int32),
-        ("tiles", c_int32),
-        ("gated", c_int32),
-        ("features", c_int32),
+        *pointers("data bias"),
+        *ints("kind rows cols tiles gated features"),
         ("columns", c_void_p),
     ]
 
@@ -114,11 +109,8 @@ class VxLinear(Structure):
 
     _fields_ = [
         ("w", VxWeight),
-        ("x", c_void_p),
-        ("y", c_void_p),
-        ("panels", c_void_p),
-        ("activation", c_int32),
-        ("logit_rows", c_int32),
+        *pointers("x y panels"),
+        *ints("activation logit_rows"),
         ("softcap", c_float),
         ("stride", c_int32),
     ]
@@ -133,29 +125,13 @@ class VxEmbedding(Structure):
 class VxNorm(Structure):
     """Arguments of `rms_norm` and `layer_norm`."""
 
-    _fields_ = [
-        ("x", c_void_p),
-        ("residual", c_void_p),
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("sum", c_void_p),
-        ("y", c_void_p),
-        ("width", c_int32),
-        ("eps", c_float),
-    ]
+    _fields_ = [*pointers("x residual weight bias sum y"), ("width", c_int32), ("eps", c_float)]
 
 
 class VxElementwise(Structure):
     """Arguments of `gated_act`, `activation`, `add` and `scale`."""
 
-    _fields_ = [
-        ("x", c_void_p),
-        ("other", c_void_p),
-        ("y", c_void_p),
-        ("width", c_int32),
-        ("activation", c_int32),
-        ("factor", c_float),
-    ]
+    _fields_ = [*pointers("x other y"), *ints("width activation"), ("factor", c_float)]
 
 
 class VxAttention(Structure):
@@ -183,20 +159,11 @@ class VxRoute(Structure):
     """Arguments of `route`; native/route.cpp."""
 
     _fields_ = [
-        ("logits", c_void_p),
-        ("bias", c_void_p),
-        ("factor", c_void_p),
-        ("ids", c_void_p),
-        ("weights", c_void_p),
-        ("count", c_int32),
-        ("chosen", c_int32),
-        ("sigmoid", c_int32),
-        ("groups", c_int32),
-        ("groups_kept", c_int32),
-        ("best_two", c_int32),
-        ("renormalise", c_int32),
-        ("eps", c_float),
-        ("scale", c_float),
+        *pointers("logits bias factor ids weights"),
+        *ints("count chosen score groups groups_kept best_two renormalise"),
+        *floats("eps scale"),
+        ("table", c_void_p),
+        ("jitter", c_float),
     ]
 
 
@@ -210,7 +177,19 @@ class VxLatentAttention(Structure):
         ("num_heads", c_int32), ("rank", c_int32), ("nope_size", c_int32),
         ("rotary_dim", c_int32), ("value_size", c_int32), ("interleaved", c_int32),
         ("block_size", c_int32), ("kv_dtype", c_int32), ("group", c_int32), ("scale", c_float),
-        ("norm_eps", c_float),
+        ("norm_eps", c_float), ("picked", c_void_p), ("num_picked", c_int32),
+    ]  # fmt: skip
+
+
+class VxIndexer(Structure):
+    """Arguments of `indexer`; native/indexer.h."""
+
+    _fields_ = [
+        ("q", c_void_p), ("key", c_void_p), ("weights", c_void_p), ("out", c_void_p),
+        ("rope", c_void_p), ("pages", c_void_p), ("workspace", c_void_p), ("num_heads", c_int32),
+        ("head_size", c_int32), ("rotary_dim", c_int32), ("picked", c_int32),
+        ("interleaved", c_int32), ("block_size", c_int32), ("kv_dtype", c_int32),
+        ("group", c_int32), ("stride", c_int32), ("ratio", c_int32),
     ]  # fmt: skip
 
 
@@ -218,24 +197,17 @@ class VxSegmentAttention(Structure):
     """Arguments of `segment_attention`; native/segment_attention.h."""
 
     _fields_ = [
-        ("qkv", c_void_p),
-        ("out", c_void_p),
-        ("rope", c_void_p),
-        ("rope_rows", c_void_p),
-        ("workspace", c_void_p),
+        *pointers("qkv out rope rope_rows workspace"),
         ("workspace_bytes", c_size_t),
-        ("num_heads", c_int32),
-        ("num_kv_heads", c_int32),
-        ("head_size", c_int32),
-        ("rotary_dim", c_int32),
-        ("interleaved", c_int32),
-        ("dtype", c_int32),
-        ("window", c_int32),
+        *ints("num_heads num_kv_heads head_size rotary_dim interleaved dtype window"),
         ("scale", c_float),
         ("images", c_void_p),
-        ("piece", c_int32),
-        ("pieces", c_int32),
+        *ints("piece pieces"),
+        ("bias", c_void_p),
+        ("bias_length", c_int32),
     ]
+    kept: object
+    """The memory of `bias`."""
 
 
 class VxExperts(Structure):
@@ -244,18 +216,9 @@ class VxExperts(Structure):
     _fields_ = [
         ("gate_up", VxWeight),
         ("down", VxWeight),
-        ("x", c_void_p),
-        ("ids", c_void_p),
-        ("weights", c_void_p),
-        ("y", c_void_p),
-        ("panels", c_void_p),
-        ("workspace", c_void_p),
-        ("count", c_int32),
-        ("chosen", c_int32),
-        ("first", c_int32),
-        ("activation", c_int32),
-        ("clamp", c_float),
-        ("alpha", c_float),
+        *pointers("x ids weights y panels workspace"),
+        *ints("count chosen first activation"),
+        *floats("clamp alpha"),
     ]
 
 
@@ -270,8 +233,8 @@ class VxSampler(Structure):
                 "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
                 "frequency_penalty", "presence_penalty", "seed", "position", "target",
                 "num_logprobs", "edit_start", "edit_ids", "edit_values", "count_start",
-                "count_ids", "output_counts", "pending", "mask_index", "masks", "ids", "chosen",
-                "rank", "top_ids", "top", "whole_index", "whole", "workspace",
+                "count_ids", "output_counts", "pending", "mask_index", "masks", "group_from", "ids",
+                "chosen", "rank", "top_ids", "top", "whole_index", "whole", "workspace",
             )
         ),
     ]  # fmt: skip
@@ -281,14 +244,11 @@ class VxEncode(Structure):
     """Rows to be quantised; native/encode.h."""
 
     _fields_ = [
-        ("kind", c_int32),
-        ("source_kind", c_int32),
+        *ints("kind source_kind"),
         ("source", c_void_p),
         ("rows", c_int64),
-        ("cols", c_int32),
-        ("measure", c_int32),
-        ("out", c_void_p),
-        ("scales", c_void_p),
+        *ints("cols measure"),
+        *pointers("out scales"),
         ("squared_error", c_double),
         ("squared_value", c_double),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllmx_core.ops.experts import Experts
-from vllmx_core.ops.route import Route
+from vllmx_core.ops.route import SCORES, Route
 
 from vllmx_cpu.lowering.site import Site, Table
 from vllmx_cpu.native import SCRATCH_BYTES
@@ -26,13 +26,15 @@ def _route(op: Route, site: Site) -> list[Call]:
         weights=site.address(op.slot_weights),
         count=op.logits.width,
         chosen=spec.chosen,
-        sigmoid=int(spec.score == "sigmoid"),
+        score=SCORES.index(spec.score),
         groups=spec.groups,
         groups_kept=spec.groups_kept,
         best_two=int(spec.group_score == "best_two"),
         renormalise=int(spec.renormalise),
         eps=spec.eps,
         scale=spec.scale,
+        table=site.vector(op.table),
+        jitter=spec.jitter,
     )
     return [site.call(op, "route", arguments)]
 
@@ -54,6 +56,6 @@ def _experts(op: Experts, site: Site) -> list[Call]:
         first=op.first or 0,
         activation=GATES[spec.activation],
         clamp=spec.clamp or 0.0,
-        alpha=spec.alpha,
+        alpha=spec.alpha or 0.0,
     )
     return [site.call(op, "experts", arguments)]

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import Structure, c_int32, c_void_p
+from ctypes import Structure, c_float, c_int32, c_void_p
 
+from vllmx_core.ops.cross_attention import CrossAttention
 from vllmx_core.ops.keep import Keep
 from vllmx_core.ops.merge import Merge
 from vllmx_core.ops.mix import Mix
 from vllmx_core.ops.patches import Patches
 from vllmx_core.ops.place import Place
+from vllmx_core.ops.tap import Tap
+from vllmx_core.ops.unfold import Unfold
 from vllmx_core.ops.values import WeightRef
 
 from vllmx_cpu.lowering.site import Lowering, Site, Table
 from vllmx_cpu.native import SCRATCH_BYTES
-from vllmx_cpu.structs import VxElementwise, VxWeight
+from vllmx_cpu.structs import VxElementwise, VxWeight, ints, pointers
 from vllmx_cpu.tape import Call
 
 OPS = Table("cpu")
+_MOST_CROSS_FEATURES = 512
+"""Features of a head that native/cross_attention.cpp has room for."""
 
 
 class VxTurn(Structure):
     """Arguments of `turn`; native/images.cpp."""
 
-    _fields_ = [
-        ("images", c_void_p),
-        ("table", c_void_p),
-        ("axes", c_void_p),
-        ("y", c_void_p),
-        ("half", c_int32),
-    ]
+    _fields_ = [*pointers("images table axes y"), ("half", c_int32)]
 
 
 class VxPatches(Structure):
@@ -51,16 +50,25 @@ class VxMerge(Structure):
 
 
 class VxFeatures(Structure):
-    """Arguments of `keep` and `place`; native/images.cpp."""
+    """Arguments of `keep`, `tap` and `place`; native/images.cpp."""
+
+    _fields_ = [*pointers("images x y store"), *ints("width adds own")]
+
+
+class VxCrossAttention(Structure):
+    """Arguments of `cross_attention`; native/cross_attention.cpp."""
 
     _fields_ = [
-        ("images", c_void_p),
-        ("x", c_void_p),
-        ("y", c_void_p),
-        ("store", c_void_p),
-        ("width", c_int32),
-        ("adds", c_int32),
+        *pointers("images q y keys values"),
+        *ints("num_heads head_size"),
+        ("scale", c_float),
     ]
+
+
+class VxUnfold(Structure):
+    """Arguments of `unfold`; native/cross_attention.cpp."""
+
+    _fields_ = [*pointers("x y out"), *ints("channels x_frames y_frames first")]
 
 
 def turns(model: Lowering) -> list[Call]:
@@ -117,13 +125,57 @@ def _keep(op: Keep, site: Site) -> list[Call]:
     return [site.call(op, "keep", arguments)]
 
 
+@OPS.add(Tap)
+def _tap(op: Tap, site: Site) -> list[Call]:
+    store = site.model.features[op.part].ctypes.data
+    arguments = VxFeatures(images(site), site.address(op.x), None, store, op.x.width, 0)
+    return [site.call(op, "tap", arguments)]
+
+
 @OPS.add(Place)
 def _place(op: Place, site: Site) -> list[Call]:
     store = site.model.features[op.part].ctypes.data
     arguments = VxFeatures(
-        images(site), site.address(op.x), site.address(op.out), store, op.x.width, int(op.adds)
+        images(site),
+        site.address(op.x),
+        site.address(op.out),
+        store,
+        op.x.width,
+        int(op.adds),
+        int(op.own),
     )
     return [site.call(op, "place", arguments)]
+
+
+@OPS.add(CrossAttention, when=lambda op: op.spec.head_size <= _MOST_CROSS_FEATURES)
+def _cross_attention(op: CrossAttention, site: Site) -> list[Call]:
+    spec, store = op.spec, site.model.features
+    arguments = VxCrossAttention(
+        images(site),
+        site.address(op.q),
+        site.address(op.out),
+        store[spec.keys].ctypes.data,
+        store[spec.values].ctypes.data,
+        spec.num_heads,
+        spec.head_size,
+        spec.scale,
+    )
+    return [site.call(op, "cross_attention", arguments)]
+
+
+@OPS.add(Unfold)
+def _unfold(op: Unfold, site: Site) -> list[Call]:
+    x_frames = op.x.width // op.channels
+    arguments = VxUnfold(
+        site.address(op.x),
+        None if op.y is None else site.address(op.y),
+        site.address(op.out),
+        op.channels,
+        x_frames,
+        op.frames - x_frames,
+        op.first,
+    )
+    return [site.call(op, "unfold", arguments)]
 
 
 def images(site: Site) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from ctypes import Structure
 from typing import get_args
 
+from vllmx_core.ops.adapt import Adapt
 from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.gated_linear import GatedLinear
 from vllmx_core.ops.head import Head
@@ -13,7 +15,7 @@ from vllmx_core.ops.values import IdSource, Value, WeightRef
 from vllmx_core.ops.vocab_embedding import VocabEmbedding
 
 from vllmx_cpu.lowering.site import Site, Table
-from vllmx_cpu.structs import ACTIVATIONS, NO_ACTIVATION, VxEmbedding, VxLinear
+from vllmx_cpu.structs import ACTIVATIONS, NO_ACTIVATION, VxEmbedding, VxLinear, ints, pointers
 from vllmx_cpu.tape import Call
 
 OPS = Table("cpu")
@@ -53,6 +55,32 @@ def _gated_linear(op: GatedLinear, site: Site) -> list[Call]:
 @OPS.add(Head)
 def _head(op: Head, site: Site) -> list[Call]:
     return _products(op, op.x, op.w, op.out, site, logit_rows=1, softcap=op.softcap or 0.0)
+
+
+class VxAdapt(Structure):
+    """Arguments of `adapt`; native/adapt.cpp."""
+
+    _fields_ = [*pointers("changes x y shrunk"), *ints("parts rank cols width pooled half")]
+
+
+@OPS.add(Adapt)
+def _adapt(op: Adapt, site: Site) -> list[Call]:
+    adapters = site.model.adapters
+    assert adapters is not None, "the model was loaded without room for adapters"
+    x = op.x if isinstance(op.x, Value) else None
+    arguments = VxAdapt(
+        adapters.table(op.w.name),
+        None if x is None else site.address(x),
+        site.address(op.y),
+        site.model.workspace.ctypes.data,
+        adapters.parts[op.w.name],
+        adapters.rank,
+        op.w.cols,
+        op.y.width,
+        0 if op.y.rows == "T" else 2 if x is not None and x.rows == "L" else 1,
+        int(adapters.half),
+    )
+    return [site.call(op, "adapt", arguments)]
 
 
 def _products(

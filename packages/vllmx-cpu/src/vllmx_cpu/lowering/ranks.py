@@ -14,6 +14,7 @@ from vllmx_core.ops.recv import Recv
 from vllmx_core.ops.send import Send
 
 from vllmx_cpu.lowering.site import Site, Table
+from vllmx_cpu.structs import ints, pointers
 from vllmx_cpu.tape import Call
 
 OPS = Table("cpu")
@@ -24,13 +25,7 @@ class VxWire(Structure):
     """One end of the way from a stage to the next, the arguments of `send` and `recv`."""
 
     _fields_ = [
-        ("abort", c_void_p),
-        ("arrived", c_void_p),
-        ("taken", c_void_p),
-        ("buffers", c_void_p),
-        ("count", c_void_p),
-        ("bridged", c_void_p),
-        ("x", c_void_p),
+        *pointers("abort arrived taken buffers count bridged x"),
         ("buffer_bytes", c_size_t),
         ("width", c_int32),
     ]
@@ -66,14 +61,10 @@ class VxRanks(Structure):
     `communicator` keeps the shared memory."""
 
     _fields_ = [
-        ("abort", c_void_p),
-        ("arrived", c_void_p),
-        ("buffers", c_void_p),
-        ("count", c_void_p),
+        *pointers("abort arrived buffers count"),
         ("arrived_stride", c_size_t),
         ("buffer_bytes", c_size_t),
-        ("rank", c_int32),
-        ("ranks", c_int32),
+        *ints("rank ranks"),
     ]
     counter: c_uint32
     communicator: Communicator
@@ -91,15 +82,7 @@ class VxAllReduce(Structure):
 class VxCombine(Structure):
     """Arguments of `combine`; `held` is what `ends` points to."""
 
-    _fields_ = [
-        ("all", VxRanks),
-        ("x", c_void_p),
-        ("y", c_void_p),
-        ("ids", c_void_p),
-        ("ends", c_void_p),
-        ("width", c_int32),
-        ("chosen", c_int32),
-    ]
+    _fields_ = [("all", VxRanks), *pointers("x y ids ends"), *ints("width chosen")]
     held: ctypes.Array[c_int32]
 
 

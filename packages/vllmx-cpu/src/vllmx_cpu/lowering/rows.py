@@ -15,12 +15,14 @@ from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.pool import Pool
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.scale import Scale
+from vllmx_core.ops.scale_at import ScaleAt
 from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.slice import Slice
+from vllmx_core.ops.spread import Spread
 from vllmx_core.ops.values import Value
 
 from vllmx_cpu.lowering.site import Site, Table
-from vllmx_cpu.structs import ACTIVATIONS, GATES, VxElementwise, VxNorm
+from vllmx_cpu.structs import ACTIVATIONS, GATES, VxElementwise, VxNorm, ints, pointers
 from vllmx_cpu.tape import Call
 
 OPS = Table("cpu")
@@ -61,7 +63,8 @@ def _norm(
 
 @OPS.add(GatedAct)
 def _gated_act(op: GatedAct, site: Site) -> list[Call]:
-    return _elementwise(op, site, op.gate_up, activation=ACTIVATIONS[op.kind])
+    more = {"activation": ACTIVATIONS[op.kind], "factor": op.limit or 0.0}
+    return _elementwise(op, site, op.gate_up, **more)
 
 
 @OPS.add(Act)
@@ -88,16 +91,24 @@ def _elementwise(
     return [site.call(op, op.name, arguments)]
 
 
+class VxScaleAt(Structure):
+    """Arguments of `scale_at`; native/scale_at.cpp."""
+
+    _fields_ = [*pointers("x table y"), *ints("width features")]
+
+
+@OPS.add(ScaleAt)
+def _scale_at(op: ScaleAt, site: Site) -> list[Call]:
+    arguments = VxScaleAt(
+        site.address(op.x), site.vector(op.table), site.address(op.out), op.x.width, op.features
+    )
+    return [site.call(op, "scale_at", arguments)]
+
+
 class VxScaleBy(Structure):
     """Arguments of `scale_by`; native/scale_by.cpp."""
 
-    _fields_ = [
-        ("x", c_void_p),
-        ("w", c_void_p),
-        ("y", c_void_p),
-        ("width", c_int32),
-        ("span", c_int32),
-    ]
+    _fields_ = [*pointers("x w y"), *ints("width span")]
 
 
 @OPS.add(ScaleBy)
@@ -111,13 +122,7 @@ def _scale_by(op: ScaleBy, site: Site) -> list[Call]:
 class VxClip(Structure):
     """Arguments of `clip`; native/clip.cpp."""
 
-    _fields_ = [
-        ("x", c_void_p),
-        ("bounds", c_void_p),
-        ("y", c_void_p),
-        ("width", c_int32),
-        ("pitch", c_int32),
-    ]
+    _fields_ = [*pointers("x bounds y"), *ints("width pitch")]
 
 
 @OPS.add(Clip)
@@ -134,16 +139,8 @@ class VxHeadNorm(Structure):
     """Arguments of `head_norm`; native/head_norm.cpp."""
 
     _fields_ = [
-        ("x", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("y", c_void_p),
-        ("heads", c_int32),
-        ("kv_heads", c_int32),
-        ("head_size", c_int32),
-        ("across", c_int32),
-        ("centred", c_int32),
-        ("values", c_int32),
+        *pointers("x q_norm k_norm y"),
+        *ints("heads kv_heads head_size across centred values"),
         ("eps", c_float),
     ]
 
@@ -170,14 +167,7 @@ def _head_norm(op: HeadNorm, site: Site) -> list[Call]:
 class VxGate(Structure):
     """Arguments of `gate`; native/gate.cpp."""
 
-    _fields_ = [
-        ("x", c_void_p),
-        ("g", c_void_p),
-        ("y", c_void_p),
-        ("width", c_int32),
-        ("span", c_int32),
-        ("kind", c_int32),
-    ]
+    _fields_ = [*pointers("x g y"), *ints("width span kind")]
 
 
 @OPS.add(Gate)
@@ -214,6 +204,24 @@ class VxPool(Structure):
 
 @OPS.add(Pool)
 def _pool(op: Pool, site: Site) -> list[Call]:
-    kind = {"last": 0, "mean": 1, "cls": 2}[op.kind]
+    kind = {"last": 0, "mean": 1, "cls": 2, "max": 3}[op.kind]
     arguments = VxPool(site.address(op.x), site.address(op.out), op.x.width, kind)
     return [site.call(op, "pool", arguments)]
+
+
+class VxSpread(Structure):
+    """Arguments of `spread`; native/spread.cpp."""
+
+    _fields_ = [*pointers("x sources y"), *ints("reduced whole")]
+
+
+@OPS.add(Spread)
+def _spread(op: Spread, site: Site) -> list[Call]:
+    arguments = VxSpread(
+        site.address(op.x),
+        site.vector(op.sources),
+        site.address(op.out),
+        op.x.width,
+        op.out.width,
+    )
+    return [site.call(op, "spread", arguments)]

@@ -11,6 +11,7 @@ from vllmx_core.plan import F32
 from vllmx_core.recorded.op_table import OpTable
 from vllmx_core.records import Record
 
+from vllmx_cpu.adapters import CpuAdapters
 from vllmx_cpu.images import Rotation, Turned, VxImages
 from vllmx_cpu.kv_cache import LayerPages, VxStates
 from vllmx_cpu.memory import Bytes
@@ -41,6 +42,8 @@ class Lowering(Record):
     turned: Mapping[Rotation, Turned]
     features: tuple[F32, ...]
     """(rows, E) of each part of the store."""
+    adapters: CpuAdapters | None = None
+    """Set where rows may use adapters."""
     ranks: ctypes.Structure | None = None
     """The place where ranks of the model meet, a `vllmx_cpu.lowering.ranks.VxRanks`."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int32, c_void_p
+from ctypes import Structure
 
 import numpy as np
 from vllmx_core.ops.recurrence import Recurrence
@@ -11,7 +11,7 @@ from vllmx_core.plan import F32
 
 from vllmx_cpu.kv_cache import VxStates
 from vllmx_cpu.lowering.site import Site, Table
-from vllmx_cpu.structs import ACTIVATIONS, NO_ACTIVATION
+from vllmx_cpu.structs import ACTIVATIONS, NO_ACTIVATION, floats, ints, pointers
 from vllmx_cpu.tape import Call
 
 OPS = Table("cpu")
@@ -23,16 +23,7 @@ native/recurrence.cpp."""
 class VxShortConv(Structure):
     """Arguments of `short_conv`; native/short_conv.cpp."""
 
-    _fields_ = [
-        ("x", c_void_p),
-        ("w", c_void_p),
-        ("bias", c_void_p),
-        ("y", c_void_p),
-        ("states", VxStates),
-        ("channels", c_int32),
-        ("kernel", c_int32),
-        ("activation", c_int32),
-    ]
+    _fields_ = [*pointers("x w bias y"), ("states", VxStates), *ints("channels kernel activation")]
     taps: F32
     """The numbers that `w` points to."""
 
@@ -41,25 +32,10 @@ class VxRecurrence(Structure):
     """Arguments of `recurrence`; native/recurrence.cpp."""
 
     _fields_ = [
-        ("qkv", c_void_p),
-        ("a", c_void_p),
-        ("b", c_void_p),
-        ("a_log", c_void_p),
-        ("dt_bias", c_void_p),
-        ("d", c_void_p),
-        ("out", c_void_p),
+        *pointers("qkv a b a_log dt_bias d out"),
         ("states", VxStates),
-        ("heads", c_int32),
-        ("key_heads", c_int32),
-        ("key_size", c_int32),
-        ("value_size", c_int32),
-        ("delta", c_int32),
-        ("channels", c_int32),
-        ("tiled", c_int32),
-        ("scale", c_float),
-        ("norm_eps", c_float),
-        ("dt_min", c_float),
-        ("dt_max", c_float),
+        *ints("heads key_heads key_size value_size delta channels tiled"),
+        *floats("scale norm_eps dt_min dt_max"),
     ]
 
 
@@ -110,7 +86,7 @@ def _recurrence(op: Recurrence, site: Site) -> list[Call]:
         key_size=spec.key_size,
         value_size=spec.value_size,
         delta=int(spec.rule == "delta"),
-        channels=int(spec.decay == "channel"),
+        channels=0 if spec.decay == "head" else 1 if spec.rule == "delta" else 2,
         tiled=int(spec.tiled),
         scale=spec.scale,
         norm_eps=spec.norm_eps,

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.values import Value
 
-from vllmx_cpu.lowering import attention, experts, images, products, ranks, rows, states
+from vllmx_cpu.lowering import attention, compressed, experts, images, products, ranks, rows, states
 from vllmx_cpu.lowering.site import Address, Lowering, Site, Table
 from vllmx_cpu.tape import Call
 
 OPS = Table("cpu")
-for family in (products, rows, attention, experts, states, images, ranks):
+for family in (products, rows, attention, compressed, experts, states, images, ranks):
     OPS.include(family.OPS)
 
 

@@ -23,9 +23,9 @@ template <>
 struct Computing<Bf16Pages> {
   typedef TilePartition<Bf16Pages> Partition;
 };
-template <class Code>
-struct Computing<CodePages<Code>> {
-  typedef TilePartition<CodePages<Code>> Partition;
+template <class Keys, class Values>
+struct Computing<CodePages<Keys, Values>> {
+  typedef TilePartition<CodePages<Keys, Values>> Partition;
 };
 #endif
 
@@ -80,6 +80,8 @@ void attend_step(const PagedAttention& a, const VxStep& step, VxCtx* ctx) {
     case VX_F16: return run<F16Pages>(a, step, ctx);
     case VX_KV_INT8: return run<CodePages<Int8Code>>(a, step, ctx);
     case VX_KV_FP8: return run<CodePages<Fp8Code>>(a, step, ctx);
+    case VX_KV_Q4: return run<CodePages<Q4Code>>(a, step, ctx);
+    case VX_KV_INT8_Q4: return run<CodePages<Int8Code, Q4Code>>(a, step, ctx);
     default: return run<F32Pages>(a, step, ctx);
   }
 }

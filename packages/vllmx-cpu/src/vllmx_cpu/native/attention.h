@@ -4,7 +4,7 @@
 // *groups* of 16 consecutive positions, so that one vector covers one feature of a group:
 //   bf16:  K group [D / 2][16 positions][2 features]    V group [8][Dp][2 positions]
 //   f32, f16:  K group [D][16 positions]                V group [16 positions][Dp]
-//   int8, fp8: codes and scales, attention_codes.h
+//   int8, fp8, q4: codes and scales, attention_codes.h
 // with Dp = D rounded up to 16. Block b, kv head k, group g start at ((b * K + k) * P / 16 + g) groups.
 // Pages need no initial value: what no visible position wrote never reaches a result.
 //
@@ -20,7 +20,7 @@
 // partition, nor of the block numbers.
 //
 // bf16 pages multiply bf16 by bf16 (q and the probabilities are rounded) and add in float32; f32 and
-// f16 pages compute in float32; the codes of int8 and fp8 pages are multiplied as bf16. A window means:
+// f16 pages compute in float32; codes are multiplied as bf16. A window means:
 // causal, positions p - window + 1 ... p; not causal, p - window + 1 ... p + window - 1.
 // With spans a token sees up to `visible_to`, which does not fall from one token of a row to the next.
 #pragma once
@@ -48,6 +48,8 @@ namespace vx {
 struct PagedAttention : VxAttention {
   const int32_t* seen;  // (T) last position that a causal layer's token sees, or null: its own
   int32_t piece = 0, pieces = 1;  // shares piece, piece + pieces, ... alone; the first piece writes K and V
+  const float* bias = nullptr;    // VxSegmentAttention::bias
+  int32_t bias_length = 0;
 };
 
 namespace VX_ISA {

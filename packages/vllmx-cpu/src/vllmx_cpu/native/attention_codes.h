@@ -1,9 +1,12 @@
-// KV pages of 8-bit codes: what a vector is rounded to, and how a chunk becomes bf16 again.
+// KV pages of codes of 8 and 4 bits: what a vector is rounded to, and how a chunk becomes bf16 again.
 //
 // vllmx_core/kv_dtypes.py has the rule. A group holds 32 codes for each vector of bf16 cells that is made
 // of them, then a float scale for each of its 16 positions:
 //   K group  [D / 2][2 features][16 positions]          scales [16 positions]
 //   V group  [8][Dp / 16][2 positions][16 features]     scales [16 positions]
+// A byte of 4-bit codes holds two of one token, so that threads never write the same byte:
+//   K group  [D / 2][16 positions]                      features 2i and, in the upper half, 2i + 1
+//   V group  [8][D / 16][2 positions][8]                features j and, in the upper half, j + 8
 // Where codes are `interleaved` the two of a cell lie side by side, [16][2] instead of [2][16]: before
 // VBMI nothing brings bytes of other lanes together.
 // Every code is exact in bf16, so codes are widened into scratch once for all query heads of a unit and
@@ -15,6 +18,7 @@ namespace vx {
 namespace VX_ISA {
 
 struct Int8Code {
+  static constexpr int per_byte = 1;
   static constexpr float limit = 127.0f;
   static constexpr float unit = 1.0f;  // of what `widen` makes of codes
   static constexpr bool interleaved = false, by_two = false;
@@ -25,6 +29,7 @@ struct Int8Code {
 // A byte of e4m3 is a half but for the bias of its exponent: what becomes of it is the value / 256.
 // 0x7f, which only a page that was never written holds, is 480 / 256.
 struct Fp8Code {
+  static constexpr int per_byte = 1;
   static constexpr float limit = 448.0f;
   static constexpr float unit = 256.0f;
 #if VX_NATIVE_BYTES == 64
@@ -99,6 +104,42 @@ struct Fp8Code {
   }
 };
 
+// Code c is 2 c - 15 in units of the scale. Heads are rotated before (turn_head in attention_heads.h).
+struct Q4Code {
+  static constexpr int per_byte = 2;
+  static constexpr float limit = 15.0f;
+  static constexpr float unit = 1.0f;
+  static constexpr bool interleaved = false, by_two = false;
+  VX_INLINE U32x16 encode(F32x16 v) { return as_u32(to_i32(v * splat(0.5f) + splat(7.5f))); }
+
+  // 16 bytes of a K group, or of a V group, to 16 cells.
+  template <bool of_values>
+  VX_INLINE void widen(const uint8_t* codes, uint32_t* out) {
+#if VX_NATIVE_BYTES == 64
+    const __m512i words = _mm512_srli_epi32(
+        _mm512_castps_si512(_mm512_setr_ps(-15, -13, -11, -9, -7, -5, -3, -1, 1, 3, 5, 7, 9, 11, 13, 15)), 16);
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
+    const __m512i low = _mm512_permutexvar_epi32(bytes, words);  // by the lower four bits of a lane
+    const __m512i high = _mm512_permutexvar_epi32(_mm512_srli_epi32(bytes, 4), words);
+    const __m512i first = of_values ? _mm512_shuffle_i32x4(low, high, 0x44) : low;
+    const __m512i second = of_values ? _mm512_shuffle_i32x4(low, high, 0xee) : high;
+    _mm512_storeu_si512(out, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+#else
+    typedef uint64_t Halves __attribute__((vector_size(16)));
+    const uint64_t nibbles = 0x0f0f0f0f0f0f0f0fu;
+    Halves bytes;
+    __builtin_memcpy(&bytes, codes, sizeof bytes);
+    const Halves low = bytes & Halves{nibbles, nibbles}, high = (bytes >> 4) & Halves{nibbles, nibbles};
+    const Halves first = of_values ? Halves{low[0], high[0]} : low;
+    const Halves second = of_values ? Halves{low[1], high[1]} : high;
+    const auto value = [](const Halves& c) __attribute__((always_inline)) {
+      return as_u32(to_f32((load_i8((const int8_t*)&c) << 1) - splat_i32(15)));
+    };
+    store_u32(out, (value(first) >> 16) | value(second));
+#endif
+  }
+};
+
 // The low bytes of 16 lanes. GCC takes 512 bits apart lane by lane where `store_u8` converts them.
 VX_INLINE void store_codes(uint8_t* out, U32x16 v) {
 #if VX_NATIVE_BYTES == 64
@@ -129,21 +170,28 @@ VX_INLINE float quantise_head(const float* x, int width, uint8_t* codes) {
   return some ? largest / Code::limit * Code::unit : 0.0f;
 }
 
-template <class Code>
+template <class KeyCode, class ValueCode = KeyCode>
 struct CodePages {
   typedef uint8_t Cell;
   typedef Bf16Pages Arithmetic;
-  typedef Code Kind;
+  typedef KeyCode Keys;
+  typedef ValueCode Values;
   static constexpr bool scaled = true;
-  static constexpr int per_cell = 1;
+  static constexpr int keys_per_cell = Keys::per_byte, values_per_cell = Values::per_byte;
   static constexpr int scale_cells = kGroup * sizeof(float);
 };
 
+// Bytes of codes that become a bf16 cell.
+template <class Code>
+constexpr int kCodeBytes = 2 / Code::per_byte;
+
 // A group of 2 * cells codes as bf16 cells. Some go by two vectors: it may then read as far as the
 // group's scales, and write 16 cells too many.
-template <class Code>
+template <class Code, bool of_values>
 VX_INLINE void widen_group(const uint8_t* codes, int cells, uint32_t* out) {
-  if constexpr (Code::by_two) {
+  if constexpr (Code::per_byte == 2) {
+    for (int i = 0; i < cells; i += 16) Code::template widen<of_values>(codes + i, out + i);
+  } else if constexpr (Code::by_two) {
     for (int i = 0; i < cells; i += 32) Code::widen_twice(codes + 2 * i, out + i);
   } else {
     for (int i = 0; i < cells; i += 16) {

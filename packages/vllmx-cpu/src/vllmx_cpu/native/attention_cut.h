@@ -37,6 +37,14 @@ struct Unit {
   Visible visible[kTileRows];  // by each row
 };
 
+// What is added to the scores of row r of a unit, by position; null: nothing.
+VX_INLINE const float* bias_of(const PagedAttention& a, const VxStep& step, const Unit& unit, int r) {
+  if (!a.bias) return nullptr;
+  const int head = unit.heads.first + r % unit.heads.count;
+  const int position = step.positions[unit.tile.token + r / unit.heads.count];
+  return a.bias + (size_t)head * (2 * a.bias_length - 1) + (a.bias_length - 1 - position);
+}
+
 // How units of a tile are cut into pieces, and where the states of a cut one go.
 struct Cut {
   int pieces;              // 1 = not cut
@@ -50,6 +58,8 @@ VX_INLINE Visible visible_to(const PagedAttention& a, const VxStep& step, int ro
   if (a.window > 0) {
     v.lo = maximum(0, position - a.window + 1);
     if (!a.causal) v.hi = minimum(context, position + a.window);
+  } else if (a.window < 0) {
+    v.lo = position - position % -a.window;
   }
   return v;
 }

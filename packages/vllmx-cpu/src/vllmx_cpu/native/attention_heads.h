@@ -2,6 +2,8 @@
 #pragma once
 #include "attention_pages.h"
 
+#include <utility>
+
 namespace vx {
 namespace VX_ISA {
 
@@ -43,6 +45,42 @@ VX_INLINE void rotate_pairs(float* x, const float* table, int rotary_dim) {
   }
 }
 
+// Sums and differences of the lanes that are n apart.
+template <int n, int... lanes>
+VX_INLINE NativeF turn_pairs(NativeF v, std::integer_sequence<int, lanes...>) {
+  const NativeU flips = {(lanes & n ? 0x80000000u : 0u)...};
+  return VX_LANES(NativeI, v, v, (lanes ^ n)...) + as_f32(as_u32(v) ^ flips);
+}
+template <int n = 1>
+VX_INLINE NativeF turn_lanes(NativeF v) {
+  constexpr int lanes = sizeof(NativeF) / sizeof(float);
+  if constexpr (n < lanes) return turn_lanes<2 * n>(turn_pairs<n>(v, std::make_integer_sequence<int, lanes>()));
+  return v;
+}
+template <class Half>
+VX_INLINE Twice<Half> turn_lanes(Twice<Half> v) {
+  const Half low = turn_lanes(v.lo), high = turn_lanes(v.hi);
+  return {low + high, low - high};
+}
+
+// The rotation of heads that are kept as 4-bit codes, in place: `turned` of vllmx_core/kv_dtypes.py, to the
+// bit. head_size is a multiple of 16.
+static __attribute__((noinline)) void turn_head(float* x, int head_size) {
+  const int run = head_size & -head_size;
+  for (int i = 0; i < head_size; i += 16) store(x + i, turn_lanes(load(x + i)));
+  for (int n = 16; n < run; n *= 2) {
+    for (int i = 0; i < head_size; i += i % (2 * n) == n - 16 ? n + 16 : 16) {
+      const F32x16 a = load(x + i), b = load(x + i + n);
+      store(x + i, a + b), store(x + i + n, a - b);
+    }
+  }
+  const F32x16 factor = splat((float)(1.0 / __builtin_sqrt((double)run)));
+  for (int i = 0; i < head_size; i += 16) store(x + i, load(x + i) * factor);
+}
+
+VX_INLINE bool turns_keys(const VxAttention& a) { return a.kv_dtype == VX_KV_Q4; }
+VX_INLINE bool turns_values(const VxAttention& a) { return a.kv_dtype == VX_KV_Q4 || a.kv_dtype == VX_KV_INT8_Q4; }
+
 // Floats from a token of qkv to the next.
 VX_INLINE size_t token_stride(const VxAttention& a) {
   return (size_t)(a.num_heads + (a.shared ? 0 : 2 * a.num_kv_heads)) * a.head_size;
@@ -59,11 +97,12 @@ VX_INLINE void prefetch_head(const float* x, int head_size) {
 }
 
 // A q or k head of a token: normed where norm is not null, rotated by row `position` where there is a
-// table. out: Dp floats, the padding 0.
+// table; the other way round where norm_eps is below 0; turned where keys are. out: Dp floats, the padding 0.
 VX_INLINE void prepare_head(const VxAttention& a, const float* x, const float* norm, int position,
                             float* out) {
   int head_size = a.head_size, width = padded(head_size);
-  if (norm) {
+  const bool last = norm && a.norm_eps < 0.0f;
+  if (norm && !last) {
     norm_head(x, norm, a.norm_eps, head_size, out);
   } else {
     __builtin_memcpy(out, x, (size_t)head_size * sizeof(float));
@@ -77,6 +116,8 @@ VX_INLINE void prepare_head(const VxAttention& a, const float* x, const float* n
       rotate_halves(out, table, a.rotary_dim);
     }
   }
+  if (last) norm_head(out, norm, -a.norm_eps, head_size, out);
+  if (turns_keys(a)) turn_head(out, head_size);
 }
 
 }  // namespace VX_ISA

@@ -14,6 +14,13 @@ constexpr int kGroup = 16;       // positions in a group
 constexpr int kChunk = 64;       // positions between two updates of the running maximum
 constexpr int kPartition = 256;  // positions with a softmax of their own
 
+// Lanes of two vectors, those of the second counted on. Clang has the one name, GCC before 12 the other.
+#if defined(__clang__)
+#define VX_LANES(Vector, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define VX_LANES(Vector, a, b, ...) __builtin_shuffle(a, b, Vector{__VA_ARGS__})
+#endif
+
 VX_INLINE int padded(int head_size) { return (head_size + 15) & ~15; }
 
 // Into the second-level cache, which can wait for more lines at a time than the first: decoding from
@@ -26,7 +33,7 @@ struct Bf16Pages {
   typedef uint32_t Operand;
   typedef U32x16 Vector;
   static constexpr bool scaled = false;
-  static constexpr int per_cell = 2;
+  static constexpr int per_cell = 2, keys_per_cell = 2, values_per_cell = 2;
   static constexpr int scale_cells = 0;
   VX_INLINE U32x16 load(const Cell* p) { return load_u32(p); }
   VX_INLINE U32x16 broadcast(const Operand* p) { return splat_u32(*p); }
@@ -49,7 +56,7 @@ struct F32Pages {
   typedef float Operand;
   typedef F32x16 Vector;
   static constexpr bool scaled = false;
-  static constexpr int per_cell = 1;
+  static constexpr int per_cell = 1, keys_per_cell = 1, values_per_cell = 1;
   static constexpr int scale_cells = 0;
   VX_INLINE F32x16 load(const Cell* p) { return VX_ISA::load(p); }
   VX_INLINE F32x16 broadcast(const Operand* p) { return splat(*p); }
@@ -63,7 +70,7 @@ struct F16Pages {
   typedef float Operand;
   typedef F32x16 Vector;
   static constexpr bool scaled = false;
-  static constexpr int per_cell = 1;
+  static constexpr int per_cell = 1, keys_per_cell = 1, values_per_cell = 1;
   static constexpr int scale_cells = 0;
   VX_INLINE F32x16 load(const Cell* p) { return load_f16(p); }
   VX_INLINE F32x16 broadcast(const Operand* p) { return splat(*p); }
@@ -83,8 +90,8 @@ struct PageMap {
   explicit PageMap(const VxAttention& a)
       : k_base((Cell*)a.k_pages),
         v_base((Cell*)a.v_pages),
-        k_cells((size_t)kGroup * a.head_size / Pages::per_cell),
-        v_cells((size_t)kGroup * padded(a.head_size) / Pages::per_cell),
+        k_cells((size_t)kGroup * a.head_size / Pages::keys_per_cell),
+        v_cells((size_t)kGroup * padded(a.head_size) / Pages::values_per_cell),
         groups_per_block(a.block_size / kGroup),
         num_kv_heads(a.num_kv_heads) {}
 

@@ -44,7 +44,7 @@ struct Visible {
 
 // --- scores ----------------------------------------------------------------------------------------
 // Each step takes the groups of a later chunk, `ahead`, on their way into the cache while it computes:
-// `cells_per` is how many of its cells one of theirs makes (2 where they are codes), 0 for none.
+// `cells_per` is how many of its cells one of theirs makes (2 or 4 where they are codes), 0 for none.
 //
 // out[r][position in chunk] = q_r . k for `rows` rows and `groups` groups.
 template <class Pages, int rows, int groups, int cells_per>
@@ -61,7 +61,7 @@ void score_block(const typename Pages::Operand* q, int q_stride, const typename 
 #pragma GCC unroll 4
     for (int g = 0; g < groups; ++g) {
       k[g] = Pages::load(keys[g] + s * kGroup);
-      if (cells_per == 1 || (cells_per == 2 && s % 2 == 0)) prefetch_pages(ahead[g] + s * bytes / cells_per);
+      if (cells_per && s % cells_per == 0) prefetch_pages(ahead[g] + s * bytes / cells_per);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r) {
@@ -118,17 +118,19 @@ VX_INLINE I32x16 visible_lanes(int position, Visible visible) {
 
 // One row's scores of groups first ... last - 1 -> probabilities in `out` (positions of the chunk,
 // times the scales of their values; 0 where the row does not see), maximum and lane sums updated.
+// `bias`: see `bias_of`.
 // Returns the factor for older sums.
 template <class Pages, bool scaled>
 VX_INLINE float softmax_row(const float* scores, int chunk_start, int first, int last, Visible visible,
-                            SoftmaxParameters parameters, const Scales& scales, float* maximum,
-                            float* lane_sums, typename Pages::Operand* out) {
+                            SoftmaxParameters parameters, const Scales& scales, const float* bias,
+                            float* maximum, float* lane_sums, typename Pages::Operand* out) {
   F32x16 x[kChunkGroups], greatest = splat(kFloor);
   bool whole = visible.lo <= chunk_start + first * kGroup && visible.hi >= chunk_start + last * kGroup;
   for (int g = first; g < last; ++g) {
     F32x16 s = load(scores + g * kGroup) * splat(parameters.scale);
     if (scaled) s = s * load(scales.k[g]);
     if (parameters.softcap != 0.0f) s = tanh_accurate(s) * splat(parameters.softcap * kLog2e);
+    if (bias) s = fma(load(bias + chunk_start + g * kGroup), splat(kLog2e), s);
     if (!whole) s = select(visible_lanes(chunk_start + g * kGroup, visible), s, splat(2.0f * kFloor));
     x[g - first] = s;
     greatest = max(greatest, s);

@@ -38,6 +38,7 @@ class HeadEnds {
     size_t index = ((size_t)token * a_.num_heads + head) * a_.head_size;
     alignas(64) float row[kMaxHeadSize];
     for (int i = 0; i < width; i += 16) store(row + i, load(sums + i) * splat(factor));
+    if (turns_values(a_)) turn_head(row, a_.head_size);
     if (a_.out_dtype == VX_F32) {
       __builtin_memcpy((float*)a_.out + index, row, sizeof(float) * a_.head_size);
       return;

@@ -15,7 +15,7 @@ class VectorPartition {
   typedef typename Pages::Cell Cell;
 
  public:
-  VectorPartition(const VxAttention& a, const VxStep& step, float* room)
+  VectorPartition(const PagedAttention& a, const VxStep& step, float* room)
       : a_(a), step_(step), pages_(a), width_(padded(a.head_size)), q_stride_(width_ / Pages::per_cell) {
     softmax_ = softmax_parameters(a);
     acc_ = room;
@@ -67,8 +67,9 @@ class VectorPartition {
 
  private:
   static constexpr int p_stride = kChunk / Pages::per_cell;
-  static constexpr int kCellsPer = Stored::scaled ? 2 : 1;
   typedef typename Stored::Cell StoredCell;
+  static constexpr int kKeyCells = Stored::scaled ? 2 * Stored::keys_per_cell : 1;
+  static constexpr int kValueCells = Stored::scaled ? 2 * Stored::values_per_cell : 1;
 
   struct Groups {
     const StoredCell *k[kChunkGroups], *v[kChunkGroups];
@@ -96,12 +97,13 @@ class VectorPartition {
       prefetch_pages(later.k[g] + pages_.k_cells);
       prefetch_pages(later.v[g] + pages_.v_cells);
     }
-    widen(now.k, pages_.k_cells / 2, cells);
+    widen<typename Stored::Keys, false>(now.k, a_.head_size * kGroup / 2, cells);
     for (int r = 0; r < unit_->rows; r += kRowBlock) probabilities(r, chunk, cells, later.k, scales);
-    widen(now.v, pages_.v_cells / 2, cells);
+    widen<typename Stored::Values, true>(now.v, width_ * kGroup / 2, cells);
     for (int r = 0; r < unit_->rows; r += kRowBlock) values(r, chunk, cells, later.v);
   }
 
+  template <class Code, bool of_values>
   void widen(const uint8_t* const* groups, int cells, const Cell** out) {
     for (int g = 0; g < kChunkGroups; ++g) {
       if (g > 0 && groups[g] == groups[g - 1]) {  // not seen by the tile
@@ -109,7 +111,7 @@ class VectorPartition {
         continue;
       }
       Cell* own = widened_ + (size_t)g * cells;
-      widen_group<typename Stored::Kind>(groups[g], cells, own);
+      widen_group<Code, of_values>(groups[g], cells, own);
       out[g] = own;
     }
   }
@@ -131,15 +133,15 @@ class VectorPartition {
     const uint8_t* const* ahead = (const uint8_t* const*)later;
 #define VX_SCORES(n)                                                                                       \
   case n:                                                                                                  \
-    r == 0 ? score_groups<Pages, n, kCellsPer>(q, q_stride_, now, ahead, steps, first, last, scores)       \
+    r == 0 ? score_groups<Pages, n, kKeyCells>(q, q_stride_, now, ahead, steps, first, last, scores)       \
            : score_groups<Pages, n, 0>(q, q_stride_, now, ahead, steps, first, last, scores);              \
     break;
     switch (rows) { VX_SCORES(1) VX_SCORES(2) VX_SCORES(3) VX_SCORES(4) }
 #undef VX_SCORES
     for (int i = 0; i < rows; ++i) {
       factors_[r + i] = softmax_row<Pages, Stored::scaled>(
-          scores + i * kChunk, chunk, first, last, unit_->visible[r + i], softmax_, scales, &maxima_[r + i],
-          lane_sums_ + 16 * (r + i), p_ + (r + i) * p_stride);
+          scores + i * kChunk, chunk, first, last, unit_->visible[r + i], softmax_, scales,
+          bias_of(a_, step_, *unit_, r + i), &maxima_[r + i], lane_sums_ + 16 * (r + i), p_ + (r + i) * p_stride);
     }
   }
 
@@ -153,14 +155,14 @@ class VectorPartition {
     const uint8_t* const* ahead = (const uint8_t* const*)later;
 #define VX_VALUES(n)                                                                                       \
   case n:                                                                                                  \
-    r == 0 ? value_rows<Pages, n, kCellsPer>(p, p_stride, factors_ + r, now, ahead, width_, first, last, acc) \
+    r == 0 ? value_rows<Pages, n, kValueCells>(p, p_stride, factors_ + r, now, ahead, width_, first, last, acc) \
            : value_rows<Pages, n, 0>(p, p_stride, factors_ + r, now, ahead, width_, first, last, acc);     \
     break;
     switch (rows) { VX_VALUES(1) VX_VALUES(2) VX_VALUES(3) VX_VALUES(4) }
 #undef VX_VALUES
   }
 
-  const VxAttention& a_;
+  const PagedAttention& a_;
   const VxStep& step_;
   PageMap<Stored> pages_;
   int width_, q_stride_;

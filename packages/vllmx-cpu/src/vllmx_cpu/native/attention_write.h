@@ -25,16 +25,18 @@ VX_INLINE void write_k(Bf16Pages, uint32_t* group, int lane, const float* k, int
   for (int i = 0; i < head_size / 2; ++i) group[i * kGroup + lane] = cells[i];
 }
 
-template <class Code>
-VX_INLINE void write_k(CodePages<Code>, uint8_t* group, int lane, const float* k, int head_size) {
+template <class Code, class Values>
+VX_INLINE void write_k(CodePages<Code, Values>, uint8_t* group, int lane, const float* k, int head_size) {
   uint8_t codes[kMaxHeadSize];
   const float scale = quantise_head<Code>(k, padded(head_size), codes);
-  if constexpr (Code::interleaved) {
+  if constexpr (Code::per_byte == 2) {
+    for (int i = 0; i < head_size / 2; ++i) group[i * kGroup + lane] = codes[2 * i] | codes[2 * i + 1] << 4;
+  } else if constexpr (Code::interleaved) {
     for (int i = 0; i < head_size; i += 2) __builtin_memcpy(group + i * kGroup + 2 * lane, codes + i, 2);
   } else {
     for (int i = 0; i < head_size; ++i) group[i * kGroup + lane] = codes[i];
   }
-  __builtin_memcpy(group + head_size * kGroup + lane * sizeof scale, &scale, sizeof scale);
+  __builtin_memcpy(group + head_size * kGroup / Code::per_byte + lane * sizeof scale, &scale, sizeof scale);
 }
 
 // Is token t followed (preceded) in this step by the other position of its pair?
@@ -79,8 +81,8 @@ VX_INLINE void write_v(Bf16Pages, const VxStep& step, int t, uint32_t* group, in
   }
 }
 
-template <class Code>
-VX_INLINE void write_v(CodePages<Code>, const VxStep&, int, uint8_t* group, int lane, const float* v, size_t,
+template <class Keys, class Code>
+VX_INLINE void write_v(CodePages<Keys, Code>, const VxStep&, int, uint8_t* group, int lane, const float* v, size_t,
                        int head_size) {
   const int width = padded(head_size);
   float wide[kMaxHeadSize];
@@ -88,16 +90,19 @@ VX_INLINE void write_v(CodePages<Code>, const VxStep&, int, uint8_t* group, int 
   for (int i = 0; i < head_size; i += 16) {
     store(wide + i, load_n(v + i, head_size - i < 16 ? head_size - i : 16));
   }
+  if constexpr (Code::per_byte == 2) turn_head(wide, head_size);
   const float scale = quantise_head<Code>(wide, width, codes);
-  uint8_t* out = group + lane / 2 * 2 * width + lane % 2 * (Code::interleaved ? 1 : 16);
-  for (int i = 0; i < width; i += 16, out += 32) {
-    if constexpr (Code::interleaved) {
+  uint8_t* out = group + lane / 2 * kCodeBytes<Code> * width + lane % 2 * (Code::interleaved ? 1 : 16 / Code::per_byte);
+  for (int i = 0; i < width; i += 16, out += 16 * kCodeBytes<Code>) {
+    if constexpr (Code::per_byte == 2) {
+      for (int j = 0; j < 8; ++j) out[j] = codes[i + j] | codes[i + j + 8] << 4;
+    } else if constexpr (Code::interleaved) {
       Code::store_every_second(codes + i, out);
     } else {
       __builtin_memcpy(out, codes + i, 16);
     }
   }
-  __builtin_memcpy(group + kGroup * width + lane * sizeof scale, &scale, sizeof scale);
+  __builtin_memcpy(group + kGroup * width / Code::per_byte + lane * sizeof scale, &scale, sizeof scale);
 }
 
 // One kv head of one token.

@@ -14,7 +14,7 @@ struct VxExperts {
   int32_t first;           // number of the first of these experts: slots of others add nothing
   int32_t activation;      // VxActivation
   float clamp;             // of gate and up: gate * sigmoid(alpha * gate) * (up + 1); 0 = none
-  float alpha;
+  float alpha;             // 0: act(gate) * up
 };
 
 namespace vx {

@@ -38,10 +38,11 @@ struct VxMerge {
 struct VxFeatures {
   const VxImages* images;
   const float* x;  // (T, width), of `keep` (L, width)
-  float* y;        // (T, width); null for `keep`
+  float* y;        // (T, width); null for `keep` and `tap`
   float* store;    // (rows, width)
   int32_t width;
   int32_t adds;
+  int32_t own;     // `place` reads own_rows
 };
 
 void see(const void* args, const VxStep*, VxCtx* ctx) {
@@ -100,9 +101,20 @@ void keep(const void* args, const VxStep* step, VxCtx* ctx) {
 }
 VX_OP(keep, VxFeatures)
 
+void tap(const void* args, const VxStep* step, VxCtx* ctx) {
+  const VxFeatures& a = *(const VxFeatures*)args;
+  const int32_t* rows = a.images->tap_rows;
+  for_rows(step, ctx, [=](int32_t row) {
+    if (!rows || rows[row] < 0) return;
+    __builtin_memcpy(a.store + (size_t)rows[row] * a.width, a.x + (size_t)row * a.width,
+                     (size_t)a.width * sizeof(float));
+  });
+}
+VX_OP(tap, VxFeatures)
+
 void place(const void* args, const VxStep* step, VxCtx* ctx) {
   const VxFeatures& a = *(const VxFeatures*)args;
-  const int32_t* rows = a.images->feature_rows;
+  const int32_t* rows = a.own ? a.images->own_rows : a.images->feature_rows;
   for_rows(step, ctx, [=](int32_t row) {
     const float* x = a.x + (size_t)row * a.width;
     const float* kept = rows && rows[row] >= 0 ? a.store + (size_t)rows[row] * a.width : nullptr;

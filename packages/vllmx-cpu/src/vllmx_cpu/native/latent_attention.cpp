@@ -16,14 +16,16 @@ namespace {
 struct Pass {
   const VxLatentAttention& a;
   VxStep step;             // of these tokens alone
+  VxStep seen;             // what they attend to: the step, or a row for each token whose pages have one position
   PagedAttention attention;   // one key for all heads, with the rank as its size; what is not used is 0
   float *heads, *found;    // LatentRoom
-  int32_t starts[LatentRoom::TOKENS + 1];
+  int32_t starts[LatentRoom::TOKENS + 1], singles[LatentRoom::TOKENS + 1], last[LatentRoom::TOKENS];
+  int32_t* slots;          // (tokens, num_picked)
 
   // Tokens first ... first + tokens - 1 of a step.
   Pass(const VxLatentAttention& args, const VxStep& all, int32_t first, int32_t tokens)
       : a(args), step(all), attention() {
-    const LatentRoom room(a.num_heads, a.rank, a.nope_size, a.value_size);
+    const LatentRoom room(a.num_heads, a.rank, a.nope_size, a.value_size, a.num_picked);
     uint8_t* workspace = (uint8_t*)a.workspace;
     heads = (float*)(workspace + room.heads), found = (float*)(workspace + room.found);
     int32_t row = 0;
@@ -46,6 +48,9 @@ struct Pass {
     attention.k_pages = a.pages;
     attention.workspace = workspace + room.states;
     attention.workspace_bytes = a.workspace_bytes > room.states ? a.workspace_bytes - room.states : 0;
+    slots = (int32_t*)(workspace + room.picked);
+    seen = step;
+    if (a.picked) see_picked();
   }
   Pass(const Pass&) = delete;
 
@@ -55,7 +60,31 @@ struct Pass {
   float* row(float* base, int32_t token, int32_t head, int32_t size) const {
     return base + ((size_t)head * step.T + token) * size;
   }
+
+ private:
+  void see_picked() {
+    for (int32_t token = 0; token < step.T; ++token) {
+      const int32_t position = step.positions[token];
+      singles[token] = token, last[token] = position < a.num_picked ? position : a.num_picked - 1;
+    }
+    singles[step.T] = seen.R = step.T;
+    seen.query_start = singles, seen.positions = last;
+    seen.block_tables = slots, seen.block_stride = a.num_picked;
+    attention.block_size = 1;
+  }
 };
+
+// The slots of the positions that the tokens attend to.
+void find_slots(const Pass& pass, int32_t token) {
+  const VxLatentAttention& a = pass.a;
+  int32_t row = 0;
+  while (pass.starts[row + 1] <= token) ++row;
+  const int32_t* table = pass.step.block_tables + (size_t)row * pass.step.block_stride;
+  const int32_t* picked = a.picked + (size_t)token * a.num_picked;
+  int32_t* slots = pass.slots + (size_t)token * a.num_picked;
+  for (int32_t i = 0; i <= pass.last[token]; ++i)
+    slots[i] = table[picked[i] / a.block_size] * a.block_size + picked[i] % a.block_size;
+}
 
 void rotate(const Pass& pass, float* x, int32_t token) {
   const VxLatentAttention& a = pass.a;
@@ -79,6 +108,7 @@ void prepare(const Pass& pass, const float* latent, VxCtx* ctx) {
     for (int32_t head = 0; head < a.num_heads; ++head)
       __builtin_memcpy(pass.row(pass.heads, token, head, a.nope_size), pass.query(token, head),
                        a.nope_size * sizeof(float));
+    if (a.picked) find_slots(pass, token);
   });
 }
 
@@ -107,15 +137,15 @@ class LatentEnds {
 template <class Latents>
 void attend(const Pass& pass, VxCtx* ctx) {
   const PagedAttention& a = pass.attention;
-  Worker<LatentPartition<Latents>, LatentEnds> worker(a, pass.step, LatentEnds(pass), ctx->scratch);
-  Shares shares(a, pass.step, ctx->nth);
+  Worker<LatentPartition<Latents>, LatentEnds> worker(a, pass.seen, LatentEnds(pass), ctx->scratch);
+  Shares shares(a, pass.seen, ctx->nth);
   for (Share share; shares.find(vx_next(ctx), &share);) {
     worker.begin(share.tile, share.heads);
     run_share(a, share, shares.cutter.state_floats(), &worker);
   }
   if (!shares.cutter.any()) return;
   vx_barrier(ctx);
-  combine(a, pass.step, ctx, &worker);
+  combine(a, pass.seen, ctx, &worker);
 }
 
 // The matrix of each head times its tokens.
@@ -134,6 +164,7 @@ void run(const VxLatentAttention& a, const VxStep& step, VxCtx* ctx) {
     const int32_t left = step.T - first, tokens = left < LatentRoom::TOKENS ? left : LatentRoom::TOKENS;
     VxLatentAttention part = a;
     part.q += (size_t)first * a.num_heads * (a.nope_size + a.rotary_dim);
+    if (a.picked) part.picked += (size_t)first * a.num_picked;
     const Pass pass(part, step, first, tokens);
     prepare<Latents>(pass, a.latent + (size_t)first * (a.rank + a.rotary_dim), ctx);
     vx_barrier(ctx);

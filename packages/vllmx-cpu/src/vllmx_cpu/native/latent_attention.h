@@ -24,6 +24,8 @@ struct VxLatentAttention {
   int32_t kv_dtype;      // VxDType of the pages
   int32_t group;         // which of the step's block tables lists them
   float scale, norm_eps;
+  const int32_t* picked; // (T, num_picked) positions that a token attends to, then -1; or null: all
+  int32_t num_picked;
 };
 
 namespace vx {
@@ -33,12 +35,14 @@ struct LatentRoom {
   enum { TOKENS = 64, HEADS = 1024 };  // of a part; at most
   size_t heads;   // (H, tokens, Dn) before k_b, (H, tokens, Dv) behind v_b
   size_t found;   // (H, tokens, C) queries among latents, then what they found
+  size_t picked;  // (tokens, num_picked) slots
   size_t states;  // of cut units: vx_attention_workspace_bytes
 
-  LatentRoom(int64_t num_heads, int64_t rank, int64_t nope_size, int64_t value_size) {
+  LatentRoom(int64_t num_heads, int64_t rank, int64_t nope_size, int64_t value_size, int64_t num_picked) {
     heads = 0;
     found = heads + rounded(num_heads * TOKENS * (nope_size > value_size ? nope_size : value_size) * 4);
-    states = found + rounded(num_heads * TOKENS * rank * 4);
+    picked = found + rounded(num_heads * TOKENS * rank * 4);
+    states = picked + rounded(TOKENS * num_picked * 4);
   }
   static size_t rounded(int64_t bytes) { return ((size_t)bytes + 63) / 64 * 64; }
 };

@@ -45,13 +45,6 @@ struct F32Latents {
   VX_INLINE void read(const Item* row, int size, float* cells) { __builtin_memcpy(cells, row, size * sizeof *row); }
 };
 
-// Lanes of two vectors, those of the second counted on. Clang has the one name, GCC before 12 the other.
-#if defined(__clang__)
-#define VX_LANES(Vector, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define VX_LANES(Vector, a, b, ...) __builtin_shuffle(a, b, Vector{__VA_ARGS__})
-#endif
-
 // Four rows of four cells, `stride` apart, into four rows of a chunk's positions, turned over.
 VX_INLINE void turn_cells(const uint32_t* in, int stride, uint32_t* out) {
   FourCells a, b, c, d;
@@ -94,7 +87,7 @@ class LatentChunk {
     for (int g = 0; g < groups_; ++g) {
       rows_[g] = find_rows(tile, start + g * kGroup, room_ + (size_t)g * kGroup * row_cells_);
       const int later = start + kChunk + g * kGroup;
-      later_[g] = later < tile.keys.hi ? (const uint8_t*)items(tile, later) : nullptr;
+      later_[g] = later < tile.keys.hi && !scattered() ? (const uint8_t*)items(tile, later) : nullptr;
     }
   }
 
@@ -131,6 +124,9 @@ class LatentChunk {
   }
 
  private:
+  // A group of positions is not in one page.
+  bool scattered() const { return a_.block_size % kGroup != 0; }
+
   const Item* items(const Tile& tile, int position) const {
     const int32_t* table = step_.block_tables + (size_t)tile.row * step_.block_stride;
     const size_t first = (size_t)table[position / a_.block_size] * a_.block_size + position % a_.block_size;
@@ -141,12 +137,12 @@ class LatentChunk {
   const Cell* find_rows(const Tile& tile, int position, Cell* room) const {
     const Item* from = items(tile, position);
     const int seen = minimum(tile.keys.hi - position, kGroup), whole = row_cells_ * Pages::per_cell;
-    const bool as_it_lies = sizeof(Item) * Pages::per_cell == sizeof(Cell);
+    const bool as_it_lies = !scattered() && sizeof(Item) * Pages::per_cell == sizeof(Cell);
     if (as_it_lies && seen == kGroup && whole == row_size_) return (const Cell*)from;
     for (int i = 0; i < kGroup; ++i) {
       Cell* row = room + i * row_cells_;
       const int size = i < seen ? row_size_ : 0;  // the rest of the row is 0
-      if (size > 0) Latents::read(from + (size_t)i * row_size_, size, row);
+      if (size > 0) Latents::read(scattered() ? items(tile, position + i) : from + (size_t)i * row_size_, size, row);
       const size_t bytes = sizeof(Cell) / Pages::per_cell;
       __builtin_memset((uint8_t*)row + size * bytes, 0, (whole - size) * bytes);
     }

@@ -139,7 +139,7 @@ class LatentPartition {
       factors_[r] = 1.0f;
       if (last > 0) {
         factors_[r] = softmax_row<Pages, false>(scores_ + r * kChunk, start, 0, last, unit_->visible[r], softmax_, {},
-                                                &maxima_[r], lane_sums_ + 16 * r, p);
+                                                nullptr, &maxima_[r], lane_sums_ + 16 * r, p);
       }
       for (int g = last; g < kChunkGroups; ++g) Pages::store_operand(p, g * kGroup, zero());
       steps_ = maximum(steps_, last * kGroup / Pages::per_cell);

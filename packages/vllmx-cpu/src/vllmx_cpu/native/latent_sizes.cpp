@@ -5,8 +5,8 @@
 
 // Bytes of VxLatentAttention::workspace with which contexts of up to max_context tokens use all threads.
 VX_API size_t vx_latent_workspace_bytes(int32_t num_heads, int32_t rank, int32_t nope_size, int32_t value_size,
-                                        int32_t max_context, int32_t nth) {
-  const vx::LatentRoom room(num_heads, rank, nope_size, value_size);
+                                        int32_t num_picked, int32_t max_context, int32_t nth) {
+  const vx::LatentRoom room(num_heads, rank, nope_size, value_size, num_picked);
   return room.states + vx_attention_workspace_bytes(num_heads, 1, rank, max_context, nth);
 }
 // Rows of all heads that are multiplied together, where a step has so many tokens.

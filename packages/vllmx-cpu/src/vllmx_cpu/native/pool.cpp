@@ -1,8 +1,8 @@
 // VX: per instruction set
-// One row for each text, out of the rows of its tokens: the last, the first, or the mean of all.
+// One row for each text, out of the rows of its tokens: the last, the first, or the mean or maximum of all.
 //
 // A piece of work is some columns of one text, so that one long text keeps all threads busy too; a
-// column is summed by one thread in the order of the tokens.
+// column is computed by one thread in the order of the tokens.
 #include "row_loops.h"
 
 namespace vx {
@@ -12,7 +12,7 @@ struct VxPool {
   const float* x;  // (T, E)
   float* y;        // (L, E)
   int32_t width;
-  int32_t kind;    // 0 last, 1 mean, 2 first
+  int32_t kind;    // 0 last, 1 mean, 2 first, 3 maximum
 };
 
 namespace {
@@ -44,9 +44,11 @@ void pool(const void* args, const VxStep* step, VxCtx* ctx) {
     const F32x16 share = splat(1.0f / (float)(last - first + 1));
     for_lanes(width, [&](int32_t i, int n) {
       F32x16 total = load_some(a.x + (size_t)first * a.width + begin + i, n);
-      for (int32_t t = first + 1; t <= last; ++t)
-        total = total + load_some(a.x + (size_t)t * a.width + begin + i, n);
-      store_some(a.y + (size_t)text * a.width + begin + i, total * share, n);
+      for (int32_t t = first + 1; t <= last; ++t) {
+        const F32x16 next = load_some(a.x + (size_t)t * a.width + begin + i, n);
+        total = a.kind == 3 ? max(total, next) : total + next;
+      }
+      store_some(a.y + (size_t)text * a.width + begin + i, a.kind == 3 ? total : total * share, n);
     });
   }
 }

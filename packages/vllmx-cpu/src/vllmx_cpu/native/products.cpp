@@ -165,11 +165,12 @@ void run_products(const Products& products, VxCtx* ctx) {
   }
 }
 
-// gate * sigmoid(alpha * gate) * (up + 1) within the limits; NaN stays NaN.
+// gate * sigmoid(alpha * gate) * (up + 1) within the limits, or with alpha 0 act(gate) * up; NaN stays NaN.
 static F32x16 clamped(const Finish& f, F32x16 gate, F32x16 up) {
   const F32x16 most = splat(f.clamp), least = splat(-f.clamp);
   gate = select(gate > most, most, gate);
   up = select(up > most, most, select(up < least, least, up));
+  if (f.alpha == 0.0f) return activate(gate, f.activation) * up;
   return gate / (splat(1.0f) + exp(gate * splat(-f.alpha))) * (up + splat(1.0f));
 }
 

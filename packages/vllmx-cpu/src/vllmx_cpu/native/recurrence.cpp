@@ -1,12 +1,12 @@
 // VX: per instruction set
 // A recurrence over the tokens of a row: S = decay * S; S += k u^T; o = S^T q, token by token.
 //
-// The unit of work is a head of a row. Its state lies as tiles of 32 columns, one behind the other, each of Dk
+// The unit of work is a head of a row, or some narrow ones. Its state lies as tiles of 32 columns, one behind the other, each of Dk
 // rows: 16 KiB where Dk is 128, so that a tile stays in the first cache while tokens pass. One walk over
 // a tile does a token's update and what the next token asks of the state (S^T k), so that each token
 // reads and writes the tile once. Sums go over rows in order, whatever the number of tokens.
-#include "exp2.h"
 #include "row_loops.h"
+#include "softplus.h"
 #include "state.h"
 
 namespace vx {
@@ -14,16 +14,16 @@ namespace VX_ISA {
 
 struct VxRecurrence {
   const float* qkv;      // (T, 2 * Hk * Dk + H * Dv)
-  const float* a;        // (T, H), or (T, H * Dk) with a decay for each channel
+  const float* a;        // (T, H), or (T, H * Dk) if channels is 1
   const float* b;        // (T, H) before its sigmoid; null for the rule ssd
-  const float* a_log;    // (H)
+  const float* a_log;    // (H), or (H * Dk) if channels is 2
   const float* dt_bias;  // as wide as a
   const float* d;        // (H) or null
   float* out;            // (T, H * Dv)
   VxStates states;       // of H heads: tiles of COLS columns, the last one narrower, each (Dk, columns)
   int32_t heads, key_heads, key_size, value_size;
   int32_t delta;         // 1: the delta rule; 0: ssd
-  int32_t channels;      // 1: a decay for each channel of the keys
+  int32_t channels;      // a decay for each channel of the keys, 1: by steps (delta), 2: by rates (ssd)
   int32_t tiled;         // 1: head h reads key head h % Hk, else h / (H / Hk)
   float scale, norm_eps, dt_min, dt_max;
 };
@@ -31,13 +31,6 @@ struct VxRecurrence {
 namespace {
 
 enum { COLS = 32, TOKENS = 16 };
-
-// ln(1 + exp x), to a relative error of about 3e-7; NaN stays NaN.
-VX_INLINE F32x16 softplus(F32x16 x) {
-  const F32x16 y = exp(-abs(x)), one = splat(1.0f), whole = one + y;
-  const F32x16 rest = select(whole == one, y, log_positive(whole) * y / (whole - one));
-  return select(x > zero(), x, zero()) + select(x == x, rest, x);
-}
 
 VX_INLINE float first_lane(F32x16 v) {
   float lanes[16];
@@ -98,7 +91,8 @@ VX_INLINE F32x16 decay_of(const VxRecurrence& a, F32x16 x, float rate, F32x16* s
 // Queries, keys, decays and strengths of tokens first ... first + count - 1.
 void prepare(const Head& h, int32_t first, int32_t count, int32_t pitch, Chunk* chunk) {
   const VxRecurrence& a = h.a;
-  const float rate = -first_lane(exp(splat(a.a_log[h.head])));
+  const float rate = a.channels == 2 ? 0.0f : -first_lane(exp(splat(a.a_log[h.head])));
+  const float* rates = a.a_log + (size_t)h.head * a.key_size;
   for (int32_t i = 0; i < count; ++i) {
     const int32_t token = first + i;
     const size_t at = (size_t)i * pitch;
@@ -106,11 +100,12 @@ void prepare(const Head& h, int32_t first, int32_t count, int32_t pitch, Chunk* 
     const F32x16 key_factor = splat(length_factor(a, key));
     const F32x16 query_factor = splat(length_factor(a, query) * a.scale);
     const float *x = a.a + (size_t)token * a.heads + h.head, *bias = a.dt_bias + h.head;
-    if (a.channels) x = a.a + ((size_t)token * a.heads + h.head) * a.key_size, bias = a.dt_bias + h.head * a.key_size;
+    if (a.channels == 1) x = a.a + ((size_t)token * a.heads + h.head) * a.key_size, bias = a.dt_bias + h.head * a.key_size;
     F32x16 step = zero(), decay = zero();
-    if (!a.channels) decay = decay_of(a, splat(*x + *bias), rate, &step);
+    if (a.channels != 1) decay = decay_of(a, splat(*x + *bias), rate, &step);
     for_lanes(a.key_size, [&](int32_t c, int n) {
-      if (a.channels) decay = decay_of(a, load_some(x + c, n) + load_some(bias + c, n), rate, &step);
+      if (a.channels == 1) decay = decay_of(a, load_some(x + c, n) + load_some(bias + c, n), rate, &step);
+      if (a.channels == 2) decay = exp(-exp(load_some(rates + c, n)) * step);
       const F32x16 k = load_some(key + c, n) * key_factor;
       store_some(chunk->k + at + c, k, n);
       store_some(chunk->q + at + c, load_some(query + c, n) * query_factor, n);
@@ -218,9 +213,12 @@ void run_head(const Head& h, const VxStep* step, int32_t row, uint8_t* scratch) 
 
 void recurrence(const void* args, const VxStep* step, VxCtx* ctx) {
   const VxRecurrence* a = (const VxRecurrence*)args;
-  const int32_t units = step->R * a->heads;
-  for (int32_t unit; (unit = vx_next(ctx)) < units;)
-    run_head(Head(*a, unit % a->heads), step, unit / a->heads, ctx->scratch);
+  const int32_t size = a->value_size < 16 ? 16 : 1;  // of Mamba 1, a head has one column: several are a unit
+  const int32_t groups = (a->heads + size - 1) / size, units = step->R * groups;
+  for (int32_t unit; (unit = vx_next(ctx)) < units;) {
+    const int32_t first = unit % groups * size, end = first + size < a->heads ? first + size : a->heads;
+    for (int32_t head = first; head < end; ++head) run_head(Head(*a, head), step, unit / groups, ctx->scratch);
+  }
 }
 VX_OP(recurrence, VxRecurrence)
 

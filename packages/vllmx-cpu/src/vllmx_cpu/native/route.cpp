@@ -1,6 +1,7 @@
 // VX: per instruction set
 // Which k of X experts a token goes to, and how much each of them counts.
 #include "row_loops.h"
+#include "softplus.h"
 
 namespace vx {
 namespace VX_ISA {
@@ -12,11 +13,13 @@ struct VxRoute {
   int32_t* ids;         // (T, k)
   float* weights;       // (T, k)
   int32_t count, chosen;
-  int32_t sigmoid;      // 1: instead of softmax
+  int32_t score;        // 0: softmax, 1: sigmoid, 2: sqrt(softplus), 3: sparsemixer
   int32_t groups, groups_kept;
   int32_t best_two;     // 1: a group counts the sum of its two best, else its best
   int32_t renormalise;
   float eps, scale;
+  const float* table;   // (V, k) the experts of each token id, or null: the best ones
+  float jitter;         // of sparsemixer
 };
 
 namespace {
@@ -52,17 +55,33 @@ int32_t take_best(float* values, int32_t lanes) {
 
 void score_row(const VxRoute* a, const float* logits, const Room& room) {
   for (int32_t i = 0; i < room.lanes; ++i) room.scores[i] = i < a->count ? logits[i] : -__builtin_inff();
+  if (a->score == 3) return;
   F32x16 most = load(room.scores), sum = zero();
   for (int32_t i = 16; i < room.lanes; i += 16) most = max(most, load(room.scores + i));
   const F32x16 top = splat(reduce_max(most)), one = splat(1.0f);
   for (int32_t i = 0; i < room.lanes; i += 16) {
-    const F32x16 v = load(room.scores + i), raised = a->sigmoid ? one / (one + exp(-v)) : exp(v - top);
+    const F32x16 v = load(room.scores + i);
+    const F32x16 raised = a->score == 0 ? exp(v - top) : a->score == 1 ? one / (one + exp(-v)) : softplus(v);
     sum = sum + raised;
     store(room.scores + i, raised);
   }
-  if (a->sigmoid) return;
+  for (int32_t i = 0; a->score == 2 && i < a->count; ++i) room.scores[i] = __builtin_sqrtf(room.scores[i]);
+  if (a->score != 0) return;
   const F32x16 total = splat(reduce_add(sum));
   for (int32_t i = 0; i < room.lanes; i += 16) store(room.scores + i, load(room.scores + i) / total);
+}
+
+// The weight of the expert that was taken last: its softmax over those near it that are not taken.
+float near_weight(const VxRoute* a, float best, const Room& room) {
+  const F32x16 most = splat(best), twice = splat(2.0f * a->jitter);
+  F32x16 sum = zero();
+  for (int32_t i = 0; i < room.lanes; i += 16) {
+    const F32x16 v = load(room.scores + i), open = load(room.choice + i);
+    const F32x16 size = max(max(v, -v), most), counted = exp(v - most);
+    const F32x16 near = select(most - v > twice * size, zero(), counted);
+    sum = sum + select(open == open, near, zero());
+  }
+  return 1.0f / (1.0f + reduce_add(sum));
 }
 
 // What experts are chosen by; false: some of it is NaN.
@@ -109,8 +128,8 @@ void route(const void* args, const VxStep* step, VxCtx* ctx) {
     }
     if (a->groups > 1) keep_groups(a, room);
     for (int32_t k = 0; k < a->chosen; ++k) {
-      ids[k] = take_best(room.choice, room.lanes);
-      weights[k] = room.scores[ids[k]];
+      ids[k] = a->table ? (int32_t)a->table[(size_t)step->tokens[row] * a->chosen + k] : take_best(room.choice, room.lanes);
+      weights[k] = a->score == 3 ? near_weight(a, room.scores[ids[k]], room) : room.scores[ids[k]];
       sum += weights[k];
     }
     for (int32_t k = 0; k < a->chosen; ++k) {

@@ -154,7 +154,12 @@ void gated_act(const void* args, const VxStep* step, VxCtx* ctx) {
   const VxElementwise* a = (const VxElementwise*)args;
   elementwise(a, step, ctx, [=](int32_t row, int32_t i, int n) {
     const float* gate = a->x + (size_t)row * a->width * 2 + i;
-    return activate(load_some(gate, n), a->activation) * load_some(gate + a->width, n);
+    F32x16 g = load_some(gate, n), up = load_some(gate + a->width, n);
+    if (a->factor != 0.0f) {  // the limit of both; NaN stays NaN
+      const F32x16 most = splat(a->factor);
+      g = select(g > most, most, g), up = select(up > most, most, select(up < -most, -most, up));
+    }
+    return activate(g, a->activation) * up;
   });
 }
 VX_OP(gated_act, VxElementwise)

@@ -94,12 +94,13 @@ class RowSampler {
 
   // --- mask, edits, penalties ----------------------------------------------------------------------
   bool is_masked() const { return a_.mask_index && a_.mask_index[row_] >= 0; }
+  int group() const { return a_.group_from ? a_.group_from[row_] : -1; }
   bool is_edited() const {
     bool listed = a_.edit_start && a_.edit_start[row_ + 1] > a_.edit_start[row_];
     bool counted = a_.count_start && (a_.count_start[row_ + 1] > a_.count_start[row_] || a_.pending[row_]);
     bool penalised = a_.repetition_penalty[row_] != 1.0f || a_.frequency_penalty[row_] != 0.0f ||
                      a_.presence_penalty[row_] != 0.0f;
-    return is_masked() || listed || (counted && penalised);
+    return is_masked() || listed || (counted && penalised) || group() >= 0;
   }
 
   void edit() {
@@ -117,8 +118,19 @@ class RowSampler {
         }
       }
       if (a_.count_start) penalise();
+      if (group() >= 0) choose_group(group());
     }
     meet();
+  }
+
+  // Ids from `first` on are one choice: likelier than any other, it takes the others out.
+  void choose_group(int first) {
+    float* logits = arrays_.edited;
+    float top = -kInfinity, mass = 0;
+    for (int id = 0; id < first; ++id) top = logits[id] > top ? logits[id] : top;
+    for (int id = first; id < a_.vocab_size; ++id) mass += std::exp(logits[id] - top);
+    if (!(mass > 1)) return;
+    for (int id = 0; id < first; ++id) logits[id] = -kInfinity;
   }
 
   void penalise() {

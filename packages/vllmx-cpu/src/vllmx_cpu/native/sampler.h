@@ -39,6 +39,7 @@ struct VxSampler {
   const uint8_t* pending;            // (L)
   const int32_t* mask_index;         // (L) or null
   const uint32_t* masks;             // (N, ceil(V / 32))
+  const int32_t* group_from;         // (L) or null
   int32_t* ids;                      // out (L)
   float* chosen;                     // out, as LogprobRows; (L)
   int32_t* rank;                     // (L)

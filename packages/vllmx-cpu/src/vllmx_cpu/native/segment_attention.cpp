@@ -70,6 +70,7 @@ void segment_attention(const void* args, const VxStep* given, VxCtx* ctx) {
   a.block_size = SegmentRoom::PAGE, a.kv_dtype = s.dtype;
   a.window = s.window, a.scale = s.scale;
   a.piece = s.piece, a.pieces = s.pieces;
+  a.bias = s.bias, a.bias_length = s.bias_length;
   a.k_pages = base + room.keys, a.v_pages = base + room.values;
   step.positions = segments.places, step.slots = segments.slots, step.context_len = segments.lengths;
   step.block_tables = segments.tables, step.B = step.block_stride = width;

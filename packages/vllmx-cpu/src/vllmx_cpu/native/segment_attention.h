@@ -23,6 +23,10 @@ struct VxSegmentAttention {
   // One of several calls that follow each other, each with a part of the queries; the first one lays out keys
   // and values for all.
   int32_t piece, pieces;
+  // (H, 2 * bias_length - 1) added to the score of a key that is k - (bias_length - 1) places behind the query, for
+  // entry k; null: none. bias_length is a multiple of 16 and at least the longest row: whole groups are read.
+  const float* bias;
+  int32_t bias_length;
 };
 
 // Where things lie in the workspace for a step of so many tokens in so many rows, the longest of which

@@ -9,7 +9,8 @@ namespace {
 
 using namespace vx;
 
-enum { MAX_THREADS = 256, QUEUE = 4, PAUSE_NS = 500000 };
+// Two steps in flight, each in two halves, and passes of a tower between them.
+enum { MAX_THREADS = 256, QUEUE = 16, PAUSE_NS = 500000 };
 
 struct alignas(64) Member {
   VxCtx ctx;

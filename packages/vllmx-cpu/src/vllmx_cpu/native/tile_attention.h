@@ -26,7 +26,7 @@ class TilePartition {
   typedef typename Stored::Cell StoredCell;
 
  public:
-  TilePartition(const VxAttention& a, const VxStep& step, float* room)
+  TilePartition(const PagedAttention& a, const VxStep& step, float* room)
       : a_(a), step_(step), pages_(a), softmax_(softmax_parameters(a)), width_(padded(a.head_size)),
         key_tiles_((a.head_size + 31) / 32) {
     acc_ = room;
@@ -79,8 +79,10 @@ class TilePartition {
   static constexpr int kAhead = Stored::scaled ? 3 * kColumns : kColumns;
   static constexpr int kScoreStride = kPartition + 16;  // rows of scores in different sets of the cache
 
-  static constexpr int kCellBytes = Stored::scaled ? 2 : 4;            // in pages, of two positions or features
-  static constexpr int kLineFeatures = Stored::scaled ? 32 : 16;       // of a pair's values
+  // In pages, of two features or positions.
+  static constexpr int kKeyBytes = 2 * sizeof(StoredCell) / Stored::keys_per_cell;
+  static constexpr int kValueBytes = 2 * sizeof(StoredCell) / Stored::values_per_cell;
+  static constexpr int kLineFeatures = 64 / kValueBytes;  // of a pair's values
 
   struct Group {
     const StoredCell *k, *v;
@@ -123,7 +125,7 @@ class TilePartition {
     const int32_t* table = step_.block_tables + (size_t)tile.row * step_.block_stride;
     const int block = table[group / pages_.groups_per_block], inside = group % pages_.groups_per_block;
     return {pages_.k_group(block, kv_head, inside), pages_.v_group(block, kv_head, inside),
-            minimum((tile.keys.hi - group * kGroup + 1) / 2, kGroup / 2) * width_ * kCellBytes};
+            minimum((tile.keys.hi - group * kGroup + 1) / 2, kGroup / 2) * width_ * kValueBytes};
   }
 
   // Into the cache, where a tile of few rows would wait for memory.
@@ -135,16 +137,16 @@ class TilePartition {
   // Step s of a group's keys.
   void fetch_keys(const Group& later, int s) const {
     if (!later.k) return;
-    fetch<4 * kCellBytes>((const uint8_t*)later.k + s * 256 * kCellBytes);
+    fetch<4 * kKeyBytes>((const uint8_t*)later.k + s * 256 * kKeyBytes);
     if (Stored::scaled && s == 0) fetch<1>(later.k + pages_.k_cells);
   }
 
   // A part of a group's values while 16 features are computed with: of this unit those features, which
   // the next groups of this pass need first; of the next unit one row after the other.
   void fetch_values(const Group& later, bool own, int feature) const {
-    const int from = feature * kCellBytes * (own ? 1 : 8);
+    const int from = feature * kValueBytes * (own ? 1 : 8);
     if (feature % kLineFeatures || from >= later.v_bytes) return;
-    fetch<8>((const uint8_t*)later.v + from, own ? width_ * kCellBytes : 64);
+    fetch<8>((const uint8_t*)later.v + from, own ? width_ * kValueBytes : 64);
     if (Stored::scaled && feature == 0) fetch<1>(later.v + pages_.v_cells);
   }
 
@@ -167,18 +169,21 @@ class TilePartition {
   static __attribute__((noinline)) void widen_keys(const uint8_t* k, int head_size, uint32_t* room, int s) {
     const int cells = head_size * 8 - s * 256;
     uint32_t* out = room + s * 256;
-    if (cells >= 256) return unrolled<8>([&](auto i) { widen_line(k + s * 512 + i.value * 64, out + i.value * 32); });
-    widen_group<typename Stored::Kind>(k + s * 512, cells, out);
+    const uint8_t* codes = k + s * 256 * kKeyBytes;
+    if (cells >= 256) {
+      return unrolled<8>([&](auto i) {
+        widen_group<typename Stored::Keys, false>(codes + i.value * 32 * kKeyBytes, 32, out + i.value * 32);
+      });
+    }
+    widen_group<typename Stored::Keys, false>(codes, cells, out);
     for (int i = cells; i < 256; i += 16) store_u32(out + i, splat_u32(0));
   }
 
   // The tiles of features feature ... feature + 31 of a group's values.
   static __attribute__((noinline)) void widen_values(const uint8_t* v, int width, uint32_t* room) {
-    unrolled<8>([&](auto i) { widen_line(v + i.value * 2 * width, room + i.value * width); });
-  }
-
-  VX_INLINE void widen_line(const uint8_t* codes, uint32_t* out) {
-    widen_group<typename Stored::Kind>(codes, 32, out);
+    unrolled<8>([&](auto i) {
+      widen_group<typename Stored::Values, true>(v + i.value * kValueBytes * width, 32, room + i.value * width);
+    });
   }
 
   template <int blocks, int columns>
@@ -247,7 +252,7 @@ class TilePartition {
     for (int g = last; g < last_; ++g) Bf16Pages::store_operand(p, g * kGroup, zero());
     states_[r] = {kFloor, 0.0f};
     if (!any) return;
-    const float scale = prepare_scores(s, first, last);
+    const float scale = prepare_scores(s, bias_of(a_, step_, *unit_, r), first, last);
     const int edges[2] = {first, last - 1};
     const int from = seen.lo % kGroup ? first + 1 : first, to = seen.hi % kGroup ? last - 1 : last;
     for (int g : edges) {
@@ -277,14 +282,15 @@ class TilePartition {
   const float* key_scales(int g) const { return (const float*)(groups_[g].k + pages_.k_cells); }
   const float* value_scales(int g) const { return (const float*)(groups_[g].v + pages_.v_cells); }
 
-  // Scales of keys and soft-cap into the scores; returns the factor that is left.
-  float prepare_scores(float* s, int first, int last) const {
+  // Scales of keys, soft-cap and bias into the scores; returns the factor that is left.
+  float prepare_scores(float* s, const float* bias, int first, int last) const {
     const bool capped = softmax_.softcap != 0.0f;
-    if (!capped && !Stored::scaled) return softmax_.scale;
+    if (!capped && !Stored::scaled && !bias) return softmax_.scale;
     for (int g = first; g < last; ++g) {
       F32x16 x = load(s + g * kGroup) * splat(softmax_.scale);
       if constexpr (Stored::scaled) x = x * load(key_scales(g));
       if (capped) x = tanh_accurate(x) * splat(softmax_.softcap * kLog2e);
+      if (bias) x = fma(load(bias + start_ + g * kGroup), splat(kLog2e), x);
       store(s + g * kGroup, x);
     }
     return 1.0f;
@@ -329,7 +335,7 @@ class TilePartition {
         if constexpr (Stored::scaled) {
           const int feature = i + 16 * column;
           if (widens && g < last_ && column % 2 == 0 && feature < width) {
-            widen_values(groups_[g].v + 2 * feature, width, value_room(g) + feature);
+            widen_values(groups_[g].v + kValueBytes * feature, width, value_room(g) + feature);
           }
         }
       };
@@ -345,7 +351,7 @@ class TilePartition {
     }
   }
 
-  const VxAttention& a_;
+  const PagedAttention& a_;
   const VxStep& step_;
   PageMap<Stored> pages_;
   SoftmaxParameters softmax_;

@@ -26,7 +26,7 @@
 
 enum VxDType : int32_t { VX_F32 = 0, VX_F16 = 1, VX_BF16 = 2 };
 // Of KV pages, beside VxDType.
-enum VxKVCode : int32_t { VX_KV_INT8 = 3, VX_KV_FP8 = 4 };
+enum VxKVCode : int32_t { VX_KV_INT8 = 3, VX_KV_FP8 = 4, VX_KV_Q4 = 5, VX_KV_INT8_Q4 = 6 };
 
 // One step: vllmx_core.plan.StepPlan, with tokens already resolved (no negative references).
 struct VxStep {
@@ -43,6 +43,7 @@ struct VxStep {
   const int32_t* state_from;     // (R) slot of the states, -1: zeros; null without recurrent layers
   const int32_t* state_to;       // (R) slot in which they are left
   const int32_t* state_after;    // (T) slot that keeps those after this token too, -1: none; or null
+  const int32_t* adapters;       // (T) slot of the adapter of each token's row, -1: none; null: no row has any
 };
 
 struct VxTeam;
@@ -82,7 +83,7 @@ struct VxAttention {
   int32_t num_heads, num_kv_heads, head_size, rotary_dim, interleaved;
   int32_t block_size;            // P tokens in a page
   int32_t kv_dtype;              // VxDType or VxKVCode of the pages
-  int32_t window;                // 0 = all
+  int32_t window;                // 0 = all; below 0: the chunk of so many positions
   int32_t causal;
   float scale, softcap, norm_eps; // softcap 0 = none
   const float* rope;             // (positions, rotary_dim) cos | sin, or null
